@@ -2,7 +2,7 @@
 
     AgentLoopError
      ├─ SettingsError          a setting, in a file or on the command line
-     ├─ RunFolderError         a run's files: the disk is full, a file damaged, the run active
+     ├─ RunFolderError         a run's files: missing, damaged, on a full disk, or in use
      ├─ ModelError             a model folder, its tokenizer or its chat template
      ├─ RequestError           a caller's request: a message, a field, a tool
      │   ├─ PromptTooLong
@@ -69,11 +69,11 @@ class SettingsError(AgentLoopError):
 
 
 class RunFolderError(AgentLoopError):
-    """A run's files cannot be read or written, or another process is active in the run."""
+    """A run's files are missing, damaged or cannot be written, or another process uses the run."""
 
 
 class ModelError(AgentLoopError):
-    """A model folder cannot be used: its tokenizer or chat template is missing or unsupported."""
+    """A model folder cannot be read or written, or its tokenizer or template is unsupported."""
 
 
 class RequestError(AgentLoopError):

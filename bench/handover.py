@@ -133,7 +133,7 @@ async def parts(options: argparse.Namespace, folder: Path, tokens: int) -> Async
     async with AsyncExitStack() as stack:
         learner, _ = await stack.enter_async_context(
             started(
-                learner_settings.model_dump(mode="json"),
+                learner_settings,
                 RanksSettings(nproc_per_node=options.ranks),
                 log_dir=folder / "logs",
                 on_progress=print,

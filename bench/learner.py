@@ -201,7 +201,7 @@ async def _learner_arm(
     name = f"ZeRO {settings.zero_stage}, {ranks} x {threads} threads"
     learner, _ = await stack.enter_async_context(
         started(
-            settings.model_dump(mode="json"),
+            settings,
             RanksSettings(nproc_per_node=ranks, threads=threads),
             log_dir=folder / name,
             on_progress=lambda _: None,

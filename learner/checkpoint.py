@@ -1,6 +1,6 @@
-"""Checkpoints to resume from: weights, optimizer, counters, and the caller's own state.
+"""Checkpoints to resume from: weights, optimizer, counters, and the trainer's state.
 
-    folder/state.json    {"state": the caller's, "num_updates": 12, ...}: readable without torch
+    folder/state.json    a `SavedState`: readable without torch
     folder/zero/         DeepSpeed's files, one or more per rank
 
 Writing has two phases, each in a thread of every rank: all ranks write their parts, then rank 0
@@ -19,25 +19,60 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from agentloop.learner import universal
 from agentloop.learner.errors import CheckpointError, RankError, WriteError
 from agentloop.learner.files import appear, fresh_partial, partial_of, remove_partial, writing
-from agentloop.learner.policy import Policy
+from agentloop.learner.policy import Counters, Policy
 from agentloop.learner.world import BackgroundTask
+from agentloop.training.learner_client.protocol import TrainingState
 
-__all__ = ["Saver", "load_checkpoint", "read_state"]
+__all__ = ["SavedState", "Saver", "load_checkpoint", "read_state"]
 
 _STATE = "state.json"
 _TAG = "zero"
 _CONVERTED = ("num_ranks", "zero_stage")
 
 Work = Callable[[], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """The content of state.json.
+
+    Attributes:
+        shape: What the policy's state depends on, by name; see `_shape`.
+    """
+
+    state: TrainingState
+    counters: Counters
+    shape: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, policy: Policy, state: TrainingState) -> Self:
+        return cls(state, policy.counters(), _shape(policy))
+
+    def to_json(self) -> str:
+        """Return all values as one object, and the trainer's state as an object in it."""
+        state = self.state.model_dump(mode="json", exclude_none=True)
+        return json.dumps({"state": state, **asdict(self.counters), **self.shape}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse the output of `to_json`. Raises ValueError."""
+        try:
+            values = json.loads(text)
+            state = TrainingState.model_validate(values.pop("state"))
+            counters = Counters(*(values.pop(field.name) for field in fields(Counters)))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a field is missing or invalid: {error!r}") from error
+        return cls(state, counters, values)
 
 
 class Saver:
@@ -57,7 +92,7 @@ class Saver:
         self._phases: Generator[Work, None, None] | None = None
         self._task = BackgroundTask(None)
 
-    def save(self, folder: Path, state: dict[str, Any], *, beside: bool = False) -> None:
+    def save(self, folder: Path, state: TrainingState, *, beside: bool = False) -> None:
         """Wait for the previous checkpoint, so that the host holds one copy at most, and write this
         one.
 
@@ -74,9 +109,9 @@ class Saver:
             self.failed = str(error)
             raise
         parts = _collect_writes(self._policy, partial_of(folder), hold=beside)
-        kept = {"state": state, **self._policy.counters(), **_shape(self._policy)}
+        saved = SavedState.of(self._policy, state)
         self._world.finish()
-        self._phases = _phases(self._policy, folder, parts, kept)
+        self._phases = _phases(self._policy, folder, parts, saved)
         self._task, self.writing = BackgroundTask(next(self._phases)), folder
         if beside:
             return
@@ -117,7 +152,7 @@ def _create_partial(folder: Path) -> None:
 
 
 def _phases(
-    policy: Policy, folder: Path, parts: list[Callable[[], None]], kept: dict[str, Any]
+    policy: Policy, folder: Path, parts: list[Callable[[], None]], saved: SavedState
 ) -> Generator[Work, None, None]:
     """Yield this rank's work, one phase at a time; the next phase starts when all ranks are done.
 
@@ -132,7 +167,7 @@ def _phases(
 
     def complete() -> None:
         with writing(folder):
-            (partial / _STATE).write_text(json.dumps(kept, indent=2) + "\n", "utf-8")
+            (partial / _STATE).write_text(saved.to_json() + "\n", "utf-8")
             appear(partial, folder, durable=True)
             _remove_older(folder, policy.settings.keep_checkpoints)
 
@@ -197,51 +232,51 @@ def _write(state: dict[str, Any], path: str) -> None:
         torch.save(state, file)
 
 
-def read_state(policy: Policy, folder: Path) -> dict[str, Any]:
+def read_state(policy: Policy, folder: Path) -> SavedState:
     """Return the content of `state.json`.
 
     Raises:
         RankError: There is no checkpoint, or it belongs to a different kind of policy.
     """
     try:
-        kept: dict[str, Any] = json.loads((folder / _STATE).read_text("utf-8"))
+        saved = SavedState.from_json((folder / _STATE).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise RankError(f"{folder}: not a checkpoint: {error}") from error
     for name, now in _shape(policy).items():
-        if name not in _CONVERTED and kept.get(name) != now:
-            raise RankError(f"{folder}: saved with {name} {kept.get(name)}, this is {now}")
-    return kept
+        if name not in _CONVERTED and saved.shape.get(name) != now:
+            raise RankError(f"{folder}: saved with {name} {saved.shape.get(name)}, this is {now}")
+    return saved
 
 
-def load_checkpoint(policy: Policy, folder: Path, kept: dict[str, Any]) -> None:
+def load_checkpoint(policy: Policy, folder: Path, saved: SavedState) -> None:
     """Load a checkpoint, given what `read_state` returned (collective).
 
     Raises:
         CheckpointError, WriteError: Nothing has changed.
     """
     shape = _shape(policy)
-    if all(kept.get(name) == shape[name] for name in _CONVERTED):
+    if all(saved.shape.get(name) == shape[name] for name in _CONVERTED):
         whole = not _has_lora(policy)
         loaded, _ = policy.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=whole)
         if loaded is None:
             raise RankError(f"{folder}: DeepSpeed found nothing to load")
     else:
-        _load_converted(policy, folder, kept)
-    policy.set_counters(kept)
+        _load_converted(policy, folder, saved)
+    policy.set_counters(saved.counters)
 
 
-def _load_converted(policy: Policy, folder: Path, kept: dict[str, Any]) -> None:
+def _load_converted(policy: Policy, folder: Path, saved: SavedState) -> None:
     world, target = policy.world, folder.with_name(f".{folder.name}.universal")
     then, now = (
         f"num_ranks {one['num_ranks']}, zero_stage {one['zero_stage']}"
-        for one in (kept, _shape(policy))
+        for one in (saved.shape, _shape(policy))
     )
 
     def convert() -> None:
         try:
-            if kept["num_updates"] == 0:  # DeepSpeed would keep this policy's moments
+            if saved.counters.num_updates == 0:  # DeepSpeed would keep this policy's moments
                 raise CheckpointError("it was saved before the first step; start a new run instead")
-            universal.convert(policy, folder / _TAG, target, stage=kept["zero_stage"])
+            universal.convert(policy, folder / _TAG, target, stage=saved.shape["zero_stage"])
         except CheckpointError as error:
             text = f"{folder}: saved with {then}, cannot be read with {now}: {error}"
             raise CheckpointError(text) from error

@@ -15,8 +15,8 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -40,15 +40,19 @@ from agentloop.learner.lora import add_adapters
 from agentloop.learner.loss import LossInput, policy_loss
 from agentloop.learner.utilization import Work, peak_tflops
 from agentloop.learner.world import Clock, World
+from agentloop.training.learner_client.protocol import StepReply
 from agentloop.training.learner_client.settings import LearnerSettings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["Policy", "TokenScorer", "config_of", "load_model"]
+__all__ = ["Counters", "Policy", "TokenScorer", "config_of", "load_model"]
 
 Scores: TypeAlias = tuple[Tensor, Tensor]
 """Log-probabilities and entropies of M sampled tokens, each float32 [M]."""
+
+Metrics: TypeAlias = dict[str, int | float | None]
+"""Metrics of a step by name; None: not finite, or it does not apply."""
 
 # Transformations of the logits that the output layer here does not implement.
 _UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
@@ -213,12 +217,29 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
         return scores
 
 
-class Counters(TypedDict):
+@dataclass(frozen=True, slots=True)
+class Counters:
     """The state of a policy besides weights and optimizer."""
 
     num_updates: int
     num_skipped: int
     warm_from: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """The metrics of one optimizer step.
+
+    Attributes:
+        sums: Sums over the tokens, by the names of `policy_loss`.
+        grad_norm: None if the step was skipped.
+    """
+
+    loss: float
+    sums: Mapping[str, float]
+    grad_norm: float | None
+    lr: float
+    skipped: bool
 
 
 class Policy:
@@ -274,7 +295,7 @@ class Policy:
         if self.settings.loss.kl_coef and batch.ref_logprobs is None:
             raise BatchError("ref_logprobs: required if learner.loss.kl_coef is set")
 
-    def step(self, batch: Batch, lr: float | None = None) -> dict[str, Any]:
+    def step(self, batch: Batch, lr: float | None = None) -> StepReply:
         """Train on a batch in `updates_per_batch` steps; return metrics over all of them.
 
         A sample longer than `micro_batch_tokens` is left out: a forward pass of it might not fit
@@ -286,13 +307,13 @@ class Policy:
         fitting = batch.up_to(self.settings.micro_batch_tokens)
         num_too_long = len(batch.lengths) - (0 if fitting is None else len(fitting.lengths))
         metrics = self._empty_metrics() if fitting is None else self._step(fitting, lr)
-        return {**metrics, "num_too_long": num_too_long}
+        return StepReply.model_validate({**metrics, "num_too_long": num_too_long})
 
-    def _empty_metrics(self) -> dict[str, Any]:
-        counts = {"num_samples": 0, "num_tokens": 0, "skipped": 0, **self.counters()}
+    def _empty_metrics(self) -> Metrics:
+        counts = {"num_samples": 0, "num_tokens": 0, "skipped": 0, **asdict(self.counters())}
         return {"loss": None, "grad_norm": None, **counts}
 
-    def _step(self, batch: Batch, lr: float | None) -> dict[str, Any]:
+    def _step(self, batch: Batch, lr: float | None) -> Metrics:
         clock = Clock(self.world)
         loss = self.settings.loss
         updates = parts(batch.groups.tolist(), self.settings.updates_per_batch)
@@ -303,26 +324,25 @@ class Policy:
             clock.lap("old_logprobs_s")
         done = [self._update(batch, samples, lr, clock) for samples in updates]
         num_tokens = int(batch.mask.sum())
-        names = [name for name in done[0] if name not in ("loss", "grad_norm", "lr", "skipped")]
-        norms = [one["grad_norm"] for one in done if one["grad_norm"] is not None]
+        norms = [one.grad_norm for one in done if one.grad_norm is not None]
         metrics = {
-            "loss": sum(one["loss"] for one in done) / len(done),
-            **{name: sum(one[name] for one in done) / num_tokens for name in names},
+            "loss": sum(one.loss for one in done) / len(done),
+            **{name: sum(one.sums[name] for one in done) / num_tokens for name in done[0].sums},
             "grad_norm": sum(norms) / len(norms) if norms else None,
-            "lr": done[-1]["lr"],
+            "lr": done[-1].lr,
             "num_samples": len(batch.lengths),
             "num_tokens": num_tokens,
-            **self.counters(),
-            "skipped": sum(one["skipped"] for one in done),
+            **asdict(self.counters()),
+            "skipped": sum(one.skipped for one in done),
             **self._speed(batch, clock),
         }
         # JSON has neither infinity nor NaN.
         return {k: v if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
 
-    def _speed(self, batch: Batch, clock: Clock) -> dict[str, Any]:
+    def _speed(self, batch: Batch, clock: Clock) -> dict[str, float]:
         """Return the speed of this rank, which is that of all: they wait for each other."""
         seconds = clock.seconds
-        speed: dict[str, Any] = {"tokens_per_s": len(batch.ids) / seconds, **clock.laps}
+        speed = {"tokens_per_s": len(batch.ids) / seconds, **clock.laps}
         if self._work and self._peak_tflops:
             work = self._work.of_batch(batch.lengths.tolist(), int(batch.mask.sum()))
             speed["mfu"] = work / seconds / (self._peak_tflops * 1e12 * self.world.size)
@@ -332,7 +352,7 @@ class Policy:
 
     def _update(
         self, batch: Batch, samples: Sequence[int], lr: float | None, clock: Clock
-    ) -> dict[str, Any]:
+    ) -> _Update:
         weights_T = token_weights(batch, samples, self.settings.loss.weighing)
         sums: dict[str, float] = defaultdict(float)
         for micro in self._micro_batches(batch, samples, weights_T):
@@ -354,12 +374,8 @@ class Policy:
             self._drop_gradients()
         norm = None if skipped else float(self.engine.get_global_grad_norm())
         self._count_step(skipped)
-        return {
-            **self.world.all_reduce_named(sums),
-            "grad_norm": norm,
-            "lr": rate,
-            "skipped": skipped,
-        }
+        sums = self.world.all_reduce_named(sums)
+        return _Update(sums.pop("loss"), sums, norm, rate, skipped)
 
     def _forward_loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         new, entropy = self._score(micro)
@@ -464,15 +480,11 @@ class Policy:
 
     def counters(self) -> Counters:
         """Return the counters that a checkpoint keeps besides weights and optimizer."""
-        return {
-            "num_updates": self.num_updates,
-            "num_skipped": self.num_skipped,
-            "warm_from": self._warm_from,
-        }
+        return Counters(self.num_updates, self.num_skipped, self._warm_from)
 
-    def set_counters(self, counters: Mapping[str, Any]) -> None:
-        self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
-        self._warm_from = counters["warm_from"]
+    def set_counters(self, counters: Counters) -> None:
+        self.num_updates, self.num_skipped = counters.num_updates, counters.num_skipped
+        self._warm_from = counters.warm_from
         self._skipped_in_row = 0
 
 

@@ -17,6 +17,7 @@ import os
 import select
 import socket
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from safetensors.numpy import save
 
 from agentloop.learner.batch import Batch, plan
 from agentloop.learner.broadcast import Broadcaster
-from agentloop.learner.checkpoint import Saver, load_checkpoint, read_state
+from agentloop.learner.checkpoint import SavedState, Saver, load_checkpoint, read_state
 from agentloop.learner.errors import (
     CheckpointError,
     GradientError,
@@ -212,8 +213,8 @@ def _prepare(
         case ResetOptimizerRequest():
             return lambda: _reset_optimizer(policy)
         case LoadRequest():
-            kept = read_state(policy, request.folder)
-            return lambda: _load(policy, request.folder, kept)
+            saved = read_state(policy, request.folder)
+            return lambda: _load(policy, request.folder, saved)
         case LayoutRequest():
             if policy.world.first and not request.out.parent.is_dir():
                 raise RankError(f"out: there is no folder {request.out.parent}")
@@ -270,7 +271,7 @@ def _step(policy: Policy, saver: Saver, batch: Batch, request: StepRequest) -> S
     """
     before, folder = policy.num_updates, request.rescue
     try:
-        return StepReply(**policy.step(batch, request.lr))
+        return policy.step(batch, request.lr)
     except GradientError as error:
         if folder is None:
             raise
@@ -288,7 +289,7 @@ def _step(policy: Policy, saver: Saver, batch: Batch, request: StepRequest) -> S
 
 def _save(policy: Policy, saver: Saver, request: SaveRequest) -> SaveReply:
     saver.save(request.folder, request.state, beside=request.beside)
-    return SaveReply(folder=request.folder, **policy.counters())
+    return SaveReply(folder=request.folder, **asdict(policy.counters()))
 
 
 def _saved(saver: Saver, wait: bool) -> SavedReply:
@@ -302,6 +303,6 @@ def _reset_optimizer(policy: Policy) -> Reply:
     return Reply()
 
 
-def _load(policy: Policy, folder: Path, kept: dict[str, Any]) -> LoadReply:
-    load_checkpoint(policy, folder, kept)
-    return LoadReply(state=kept["state"], **policy.counters())
+def _load(policy: Policy, folder: Path, saved: SavedState) -> LoadReply:
+    load_checkpoint(policy, folder, saved)
+    return LoadReply(state=saved.state, **asdict(policy.counters()))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, TypeVar
 
 import orjson
 import pydantic
 from pydantic import Field
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from agentloop.sandbox.errors import SandboxError
 from agentloop.sandbox.results import CallResult
@@ -25,6 +27,18 @@ Integer = Annotated[int, pydantic.BeforeValidator(_integral)]
 """An integer in the sense of JSON Schema: also 1.0, but not a boolean or a string."""
 
 
+class Refusal(TypedDict):
+    type: str
+    message: str
+    field: Annotated[str | None, Field(description="Name of the invalid field")]
+
+
+class RefusalBody(TypedDict):
+    """The body of a response to a request that is refused."""
+
+    error: Refusal
+
+
 class RequestRefused(SandboxError):
     """A request is refused.
 
@@ -37,7 +51,7 @@ class RequestRefused(SandboxError):
     def __init__(self, status: int, kind: str, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.body = {"error": {"type": kind, "message": message, "field": field}}
+        self.body: RefusalBody = {"error": {"type": kind, "message": message, "field": field}}
 
 
 class ValueCounter:
@@ -112,12 +126,26 @@ class SessionRequest(pydantic.BaseModel, extra="forbid"):
     """The body of `POST /v1/sessions`, which has no fields."""
 
 
+class OpenedSession(TypedDict):
+    """The response to `POST /v1/sessions`."""
+
+    id: str
+    idle_s: float
+
+
 class BatchRequest(pydantic.BaseModel, extra="forbid", strict=True):
     """The body of `POST /v1/run/batch`; the response has a line per call, as each finishes."""
 
     calls: Annotated[
         list[RunRequest], Field(min_length=1, max_length=MAX_BATCH), pydantic.FailFast()
     ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchLine(CallResult):
+    """A line of the response to `POST /v1/run/batch`: a result and its call's index."""
+
+    index: int = dataclasses.field(kw_only=True)
 
 
 def max_values(model: type[pydantic.BaseModel]) -> int:

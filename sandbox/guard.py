@@ -67,6 +67,10 @@ class Guard:
         if is_loopback(host):
             self._names |= {"localhost", "127.0.0.1", "::1"}
 
+    def needs_token(self, path: str) -> bool:
+        """Return whether requests for a path must have the token."""
+        return self._token is not None and not self._open_paths(path)
+
     def refusal(self, path: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
         """Return None if a request is admitted, otherwise an HTTP status and the reason."""
         host, origin = headers.get("Host"), headers.get("Origin")
@@ -77,7 +81,7 @@ class Guard:
             )
         if origin is not None and not self._knows_origin(origin, host or ""):
             return 403, f"Origin {origin!r} may not use this server"
-        if self._open_paths(path) or self._token is None:
+        if not self.needs_token(path) or self._token is None:
             return None
         scheme, _, given = headers.get("Authorization", "").partition(" ")
         # Header bytes that are not UTF-8 arrive as surrogates.

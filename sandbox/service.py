@@ -1,10 +1,4 @@
-"""The routes of the HTTP service.
-
-    POST /v1/run  /v1/run/batch          run a program; run many, with NDJSON results as they finish
-    POST /v1/sessions  /v1/sessions/ID/run     DELETE /v1/sessions/ID
-    GET  /v1/stats  /healthz  /openapi.json    GET /v1/link: a sandbox.Pool elsewhere (remote.py)
-    /run /judge /run/batch /judge/batch /run/long-batch /judge/long-batch /status /ping: Code Judge
-    POST /run_code: SandboxFusion
+"""The HTTP service: its handlers and, at the end, its routes (ROUTES).
 
 A call lives in its request's task: when the client disconnects, the call is killed. The response to
 a call has status 200, however the program ended; another status means that no call was made, or
@@ -25,15 +19,32 @@ from aiohttp import web
 from anyio.streams.memory import MemoryObjectSendStream
 
 from agentloop.sandbox import compat
-from agentloop.sandbox.api import BatchRequest, RequestRefused, RunRequest, SessionRequest, to_line
+from agentloop.sandbox.api import (
+    BatchLine,
+    BatchRequest,
+    OpenedSession,
+    RefusalBody,
+    RequestRefused,
+    RunRequest,
+    SessionRequest,
+    to_line,
+)
 from agentloop.sandbox.connections import ConnectionLimiter, Connections
 from agentloop.sandbox.errors import SessionLost
 from agentloop.sandbox.host import LinkedClient
-from agentloop.sandbox.openapi import document
+from agentloop.sandbox.middleware import MIB, Handler, RequestLimits, json_response
 from agentloop.sandbox.pool import Pool
 from agentloop.sandbox.remote import HEARTBEAT_S, MAX_MSG_SIZE
-from agentloop.sandbox.request_limits import MIB, Handler, RequestLimits, json_response
 from agentloop.sandbox.results import CallResult
+from agentloop.sandbox.routes import (
+    JSON,
+    JSON_LINES,
+    Response,
+    Responses,
+    Route,
+    add_routes,
+    document,
+)
 from agentloop.sandbox.serve_settings import SandboxServeSettings, num_connections
 from agentloop.sandbox.sessions import Sessions
 from agentloop.sandbox.settings import OutputLimits
@@ -60,6 +71,12 @@ class SandboxService:
         self._limits = RequestLimits(settings, most)
         self._limiter: ConnectionLimiter
         self._sessions = Sessions(pool, settings.session_idle_s)
+        self._document = document(
+            ROUTES,
+            info={"title": "sandbox", "version": "1", "description": "Runs untrusted Python."},
+            needs_token=self._limits.guard.needs_token,
+            refusals={"default": _REFUSED},
+        )
 
     async def __aenter__(self) -> Self:
         await self._sessions.__aenter__()
@@ -78,23 +95,7 @@ class SandboxService:
             middlewares=[self._counted, *self._limits.middlewares],
             client_max_size=self._settings.max_body_mib * MIB,
         )
-        post, get = app.router.add_post, app.router.add_get
-        post("/v1/run", self.run)
-        post("/v1/run/batch", self.run_batch)
-        post("/v1/sessions", self.open_session)
-        post("/v1/sessions/{id}/run", self.run_cell)
-        app.router.add_delete("/v1/sessions/{id}", self.close_session)
-        get("/v1/stats", self.stats)
-        get("/v1/link", self.link)
-        get("/healthz", self.healthz)
-        get("/openapi.json", self.openapi)
-        for path, with_output in (("/run", True), ("/judge", False)):
-            post(path, partial(self.submission, with_output))
-            post(f"{path}/batch", partial(self.submissions, with_output))
-            post(f"{path}/long-batch", partial(self.submissions, with_output))
-        get("/status", self.status)
-        get("/ping", self.ping)
-        post("/run_code", self.run_code)
+        add_routes(app.router, ROUTES, self)
         return app
 
     # -- native protocol --------------------------------------------------------------------
@@ -125,7 +126,8 @@ class SandboxService:
         max_wait_s = self._settings.session_wait_s if self._limits.may_wait_for_session else 0.0
         with self._limits.waiting_for_session():
             key = await self._sessions.open(max_wait_s=max_wait_s)
-        return json_response({"id": key, "idle_s": self._settings.session_idle_s}, status=201)
+        body: OpenedSession = {"id": key, "idle_s": self._settings.session_idle_s}
+        return json_response(body, status=201)
 
     async def run_cell(self, request: web.Request) -> web.Response:
         key = request.match_info["id"]
@@ -158,7 +160,7 @@ class SandboxService:
         return json_response({"status": status}, status=200 if well else 503)
 
     async def openapi(self, request: web.Request) -> web.Response:
-        return json_response(document())
+        return json_response(self._document)
 
     async def link(self, request: web.Request) -> web.StreamResponse:
         hold = partial(self._limits.held.hold, id(request))
@@ -172,12 +174,12 @@ class SandboxService:
 
     # -- compatible protocols ---------------------------------------------------------------
 
-    async def submission(self, with_output: bool, request: web.Request) -> web.Response:
+    async def submission(self, request: web.Request, *, with_output: bool) -> web.Response:
         asked = await self._limits.parse_body(compat.Submission, request)
         (answer,) = await self._judge([asked], with_output)
         return json_response(answer)
 
-    async def submissions(self, with_output: bool, request: web.Request) -> web.Response:
+    async def submissions(self, request: web.Request, *, with_output: bool) -> web.Response:
         asked = await self._limits.parse_body(compat.BatchSubmission, request)
         answers = await self._judge(asked.submissions, with_output)
         return json_response({"sub_id": asked.sub_id or compat.new_id(), "results": answers})
@@ -276,3 +278,50 @@ def _no_session() -> RequestRefused:
     return RequestRefused(
         404, "no_session", "there is no such session; it may have been idle for too long"
     )
+
+
+_REFUSED = Response("The request was refused.", {JSON: RefusalBody})
+_RESULT = Response("The result, however the program ended.", {JSON: CallResult})
+_LOST = Response("The session is lost, possibly because of this cell.", {JSON: RefusalBody})
+_ANSWER: Responses = {200: Response("The answer.", {JSON: dict[str, Any]})}
+_HEALTH: Responses = {
+    200: Response("A worker is up.", {JSON: dict[str, str]}),
+    503: Response("No worker is up.", {JSON: dict[str, str]}),
+}
+_SESSION = {"id": "Id of the session."}
+
+ROUTES = [
+    Route("POST", "/v1/run", SandboxService.run, "Run a program", {200: _RESULT}, RunRequest),
+    Route("POST", "/v1/run/batch", SandboxService.run_batch, "Run programs",
+          {200: Response("A line for each program, as it finishes.", {JSON_LINES: BatchLine})},
+          BatchRequest),
+    Route("POST", "/v1/sessions", SandboxService.open_session, "Open a session",
+          {201: Response("The session.", {JSON: OpenedSession})},
+          SessionRequest, is_body_optional=True),
+    Route("POST", "/v1/sessions/{id}/run", SandboxService.run_cell, "Run a cell in a session",
+          {200: _RESULT, 410: _LOST}, RunRequest, parameters=_SESSION),
+    Route("DELETE", "/v1/sessions/{id}", SandboxService.close_session, "Close a session",
+          {204: Response("The session is closed.")}, parameters=_SESSION),
+    Route("GET", "/v1/stats", SandboxService.stats,
+          "Count workers, slots, and running and waiting calls", _ANSWER),
+    Route("GET", "/v1/link", SandboxService.link, "Connect a pool elsewhere (remote.py)", {}),
+    Route("GET", "/healthz", SandboxService.healthz, "Check the service's health", _HEALTH),
+    Route("GET", "/openapi.json", SandboxService.openapi, "Get this document", _ANSWER),
+    # Code Judge
+    *(
+        Route("POST", path + form, partial(handler, with_output=path == "/run"),
+              f"Code Judge's `{path}{form}`", _ANSWER, model)
+        for path in ("/run", "/judge")
+        for form, handler, model in (
+            ("", SandboxService.submission, compat.Submission),
+            ("/batch", SandboxService.submissions, compat.BatchSubmission),
+            ("/long-batch", SandboxService.submissions, compat.BatchSubmission),
+        )
+    ),
+    Route("GET", "/status", SandboxService.status, "Code Judge's `/status`", _ANSWER),
+    Route("GET", "/ping", SandboxService.ping, "Code Judge's `/ping`",
+          {200: Response("The word pong.", {JSON: str})}),
+    # SandboxFusion
+    Route("POST", "/run_code", SandboxService.run_code, "SandboxFusion's `/run_code`", _ANSWER,
+          compat.RunCodeRequest),
+]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -26,14 +27,25 @@ def anyio_backend() -> tuple[str, dict[str, bool]]:
     return "asyncio", {"use_uvloop": True}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files whose tests may take longest first, so that no worker is left with one."""
+    limits: dict[Path, float] = {}
+    for item in items:
+        limits[item.path] = max(_limit_s(item), limits.get(item.path, 0))
+    items.sort(key=lambda item: -limits[item.path])
+
+
+def _limit_s(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0] if marker else item.config.getini("timeout"))
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     """An async test that hangs is cancelled shortly before its timeout: uvloop, while it waits,
     does not hear pytest-timeout's signal."""
     if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
-        marker = item.get_closest_marker("timeout")
-        limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
-        item.obj = _bounded(item.obj, max(1.0, limit_s - _TO_CLEAN_UP_S))
+        item.obj = _bounded(item.obj, max(1.0, _limit_s(item) - _TO_CLEAN_UP_S))
     return (yield)
 
 

@@ -132,7 +132,13 @@ MAY_IMPORT = {
         "agentloop.sandbox",
         *BOTTOM,
     },
-    "agentloop.api": {"agentloop.api", "agentloop.agent", "agentloop.sandbox.guard", *BOTTOM},
+    "agentloop.api": {
+        "agentloop.api",
+        "agentloop.agent",
+        "agentloop.sandbox.guard",
+        "agentloop.sandbox.routes",
+        *BOTTOM,
+    },
     "agentloop.inference": {"agentloop.inference", "agentloop.models", *BOTTOM},
     "agentloop.tasks": {"agentloop.tasks", "agentloop.agent", *BOTTOM},
     "agentloop.rewards": {

@@ -18,7 +18,7 @@ from typing import Any
 
 from agentloop.analysis.run_list import read_rows
 from agentloop.distribution import install_hint
-from agentloop.errors import SettingsError
+from agentloop.errors import RunFolderError, SettingsError
 
 __all__ = ["PANELS", "Panel", "labels_of", "plot_runs", "smoothed"]
 
@@ -102,8 +102,9 @@ def plot_runs(folders: Sequence[Path], *paths: Path, what: Sequence[str] = ()) -
         Descriptions of unreadable data, which is skipped.
 
     Raises:
-        SettingsError: matplotlib is not installed, there is nothing to plot, or a path cannot be
+        SettingsError: matplotlib is not installed, a run has no such metric, or a path cannot be
             written.
+        RunFolderError: a run has no metrics, or none can be read.
     """
     for path in paths:
         if path.suffix.lower() not in (".png", ".svg"):
@@ -194,16 +195,16 @@ def _pyplot() -> Any:
 
 
 def _read(folder: Path, problems: list[str]) -> list[Row]:
-    """Read a run's metrics. Raises SettingsError if there are none, or none are readable."""
+    """Read a run's metrics. Raises RunFolderError if there are none, or none are readable."""
     path, found = folder / "metrics.jsonl", list[str]()
     if not path.exists():
-        raise SettingsError(f"there is nothing to plot: {path}: No such file or directory")
+        raise RunFolderError(f"there is nothing to plot: {path}: No such file or directory")
     rows = read_rows(path, found)
     of_steps: list[Row] = [row for row in rows if isinstance(row.get("step"), int)]
     if num := len(rows) - len(of_steps):
         found.append(f"{path.name}: {num} rows without a step")
     if found and not of_steps:
-        raise SettingsError(f"there is nothing to plot: {folder}: {'; '.join(found)}")
+        raise RunFolderError(f"there is nothing to plot: {folder}: {'; '.join(found)}")
     problems += [f"{folder}: {problem}" for problem in found]
     return of_steps
 

@@ -1,10 +1,6 @@
 """The HTTP service of a runtime: OpenAI's routes, the service's own, and the page.
 
-    POST /v1/chat/completions   the agent answers, running its own tools; streamed or whole
-    POST /v1/rollouts           prompts in, trajectories out as NDJSON, each as it finishes
-    GET  /v1/models  /v1/waits  /healthz  /health  /metrics  /openapi.json
-    GET  /                      a live web page; its own routes are in observe/page.py
-
+The routes are in ROUTES at the end; those of the live web page are in observe/page.py.
 A request lives in its handler's task: when the client disconnects, its rollouts are cancelled.
 """
 
@@ -28,23 +24,32 @@ from typing_extensions import TypedDict
 
 from agentloop.agent.rollout import Budget
 from agentloop.aio import task_group
+from agentloop.api.chat_completions import ChunkWriter, chunk_frame, completion
 from agentloop.api.guard import ApiGuard
-from agentloop.api.http import error_of, json_response, name_request, read_body, send
-from agentloop.api.listen import serving
-from agentloop.api.openai import (
-    ChunkWriter,
-    chunk_frame,
-    completion,
+from agentloop.api.http import (
+    BODY_ERRORS,
+    REFUSALS,
+    REQUEST_ID,
+    UNKNOWN_MODEL,
     error_body,
-    model_list,
+    error_of,
+    json_response,
+    name_request,
+    read_body,
+    send,
 )
-from agentloop.api.openapi import document, service
+from agentloop.api.listen import serving
 from agentloop.api.requests import ChatRequest, parse
 from agentloop.api.schemas import (
+    ChatCompletion,
     ChatCompletionChunk,
+    ErrorBody,
     HealthStatus,
+    Model,
+    ModelList,
     RolloutLine,
     ToolDefinition,
+    UsageChunk,
 )
 from agentloop.distribution import version
 from agentloop.errors import AgentLoopError, RequestError, ServerError, UnknownModel
@@ -58,6 +63,17 @@ from agentloop.observe.live import Sources
 from agentloop.observe.stalls import Wait
 from agentloop.plain_json import dumps
 from agentloop.runtime import Runtime, Settings
+from agentloop.sandbox.routes import (
+    EVENTS,
+    JSON,
+    JSON_LINES,
+    TEXT,
+    Response,
+    Responses,
+    Route,
+    add_routes,
+    document,
+)
 from agentloop.trajectory import StopReason, Trajectory
 
 __all__ = ["AgentService", "listening"]
@@ -138,11 +154,12 @@ class AgentService:
             io_timeout_s=settings.serve.io_timeout_s,
         )
         self._asks: Ask | None = None
-        self._operations = service(rollouts=RolloutsRequest, waits=Waits)
         self._document = document(
-            self._operations,
-            version=version(),
-            has_token=settings.serve.token is not None,
+            ROUTES,
+            info={"title": "agentloop", "version": version(), "description": _ABOUT},
+            needs_token=self._guard.needs_token,
+            refusals=REFUSALS,
+            headers=REQUEST_ID,
         )
 
     @asynccontextmanager
@@ -219,15 +236,7 @@ class AgentService:
             middlewares=[self._errors, self._guard.middleware],
             client_max_size=self._settings.serve.max_body_mib * 1024 * 1024,
         )
-        app.router.add_post("/v1/chat/completions", self.chat_completions)
-        app.router.add_post("/v1/rollouts", self.rollouts)
-        app.router.add_get("/v1/models", self.models)
-        app.router.add_get("/v1/models/{model:.+}", self.model)
-        app.router.add_get("/healthz", self.healthz)
-        app.router.add_get("/health", self.healthz)
-        app.router.add_get("/metrics", self._dashboard.serve_metrics)
-        app.router.add_get("/v1/waits", self.waits)
-        app.router.add_get("/openapi.json", self.openapi)
+        add_routes(app.router, ROUTES, self)
         self.page.add_to(app)
         app.on_response_prepare.append(name_request)
         return app
@@ -370,11 +379,20 @@ class AgentService:
         return response
 
     async def models(self, request: web.Request) -> web.Response:
-        return json_response(model_list(self._runtime.model_name, self._created))
+        body: ModelList = {"object": "list", "data": [self._model_entry()]}
+        return json_response(body)
 
     async def model(self, request: web.Request) -> web.Response:
         self._check_model(request.match_info["model"])
-        return json_response(model_list(self._runtime.model_name, self._created)["data"][0])
+        return json_response(self._model_entry())
+
+    def _model_entry(self) -> Model:
+        return {
+            "id": self._runtime.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "agentloop",
+        }
 
     async def healthz(self, request: web.Request) -> web.Response:
         servers = self._runtime.router.view()
@@ -397,6 +415,9 @@ class AgentService:
             "servers": list(self._runtime.router.view()),
         }
         return json_response(body)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return await self._dashboard.serve_metrics(request)
 
     async def openapi(self, request: web.Request) -> web.Response:
         return json_response(self._document)
@@ -456,8 +477,47 @@ class AgentService:
             raise UnknownModel(f"model: {name!r} is not served here; this server has {have!r}")
 
     def _not_offered(self, request: web.Request) -> str:
-        offered = ", ".join(f"{one.method.upper()} {one.path}" for one in self._operations)
+        offered = ", ".join(f"{one.method} {one.template}" for one in ROUTES)
         return f"{request.method} {request.path} does not exist; available: {offered}"
+
+
+_ABOUT = (
+    "The agent answers in OpenAI's protocol and runs its own tools. Whole trajectories are "
+    "available as well. Details: docs/http.md."
+)
+_COMPLETION = Response(
+    "The answer, with `stream` as it is generated. An error after the status was sent is the last "
+    "event.",
+    {JSON: ChatCompletion, EVENTS: ChatCompletionChunk | UsageChunk | ErrorBody},
+    last_event="[DONE]",
+)
+_HEALTH: Responses = {
+    200: Response("At least one inference server is healthy.", {JSON: HealthStatus}),
+    503: Response("No inference server is healthy.", {JSON: HealthStatus}),
+}
+ROUTES = [
+    Route("POST", "/v1/chat/completions", AgentService.chat_completions,
+          "Answer a conversation; the agent runs its own tools",
+          {200: _COMPLETION, **UNKNOWN_MODEL, **BODY_ERRORS}, ChatRequest),
+    Route("POST", "/v1/rollouts", AgentService.rollouts,
+          "Run rollouts of prompts and return their trajectories",
+          {200: Response("Trajectories, each sent when it ends.", {JSON_LINES: RolloutLine}),
+           **BODY_ERRORS}, RolloutsRequest),
+    Route("GET", "/v1/models", AgentService.models, "List the model",
+          {200: Response("The model.", {JSON: ModelList})}),
+    Route("GET", "/v1/models/{model:.+}", AgentService.model, "Get the model by name",
+          {200: Response("The model.", {JSON: Model}), **UNKNOWN_MODEL},
+          parameters={"model": "Name of the model; slashes need not be escaped."}),
+    Route("GET", "/v1/waits", AgentService.waits,
+          "List what every rollout is waiting for and how long, and the servers",
+          {200: Response("The router's current state.", {JSON: Waits})}),
+    Route("GET", "/healthz", AgentService.healthz, "Check the service's health", _HEALTH),
+    Route("GET", "/health", AgentService.healthz, "Check the service's health", _HEALTH),
+    Route("GET", "/metrics", AgentService.metrics, "Get Prometheus metrics",
+          {200: Response("Metrics in the text format.", {TEXT: str})}),
+    Route("GET", "/openapi.json", AgentService.openapi, "Get this document",
+          {200: Response("An OpenAPI 3.1 document.", {JSON: dict[str, Any]})}),
+]  # fmt: skip
 
 
 @asynccontextmanager

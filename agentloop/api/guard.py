@@ -8,7 +8,7 @@ from typing import Self
 import pydantic
 from aiohttp import web
 
-from agentloop.api.openai import error_body
+from agentloop.api.http import error_body
 from agentloop.sandbox.guard import OPEN_PATHS, Guard, is_loopback
 
 __all__ = ["ApiGuard", "ServeSettings"]

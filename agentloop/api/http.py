@@ -1,4 +1,7 @@
-"""HTTP helpers: JSON responses, errors in OpenAI's format, and bodies with a deadline."""
+"""HTTP helpers: JSON responses, errors in OpenAI's format, and bodies with a deadline.
+
+The constants describe responses and headers for the OpenAPI document.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,57 @@ from typing import Any
 import anyio
 from aiohttp import web
 
-from agentloop.api.openai import error_body
 from agentloop.api.schemas import ErrorBody
 from agentloop.errors import AgentLoopError, RequestError, UnknownModel
 from agentloop.plain_json import dumps
+from agentloop.sandbox.routes import JSON, Response, Responses
 
-__all__ = ["error_of", "json_response", "name_request", "read_body", "send"]
+__all__ = [
+    "BODY_ERRORS",
+    "REFUSALS",
+    "REQUEST_ID",
+    "UNKNOWN_MODEL",
+    "error_body",
+    "error_of",
+    "json_response",
+    "name_request",
+    "read_body",
+    "send",
+]
+
+
+def _error(description: str) -> Response:
+    return Response(description, {JSON: ErrorBody})
+
+
+BODY_ERRORS: Responses = {
+    400: _error("The request is invalid; the message names the field."),
+    408: _error("The body did not arrive in time."),
+    413: _error("The body is larger than `serve.max_body_mib`."),
+    503: _error("The infrastructure failed, or no new work is accepted."),
+}
+UNKNOWN_MODEL: Responses = {404: _error("The requested model is not served.")}
+REFUSALS: Responses = {
+    401: _error("The token is missing or wrong."),
+    403: _error("The `Host` is not the server's, or the `Origin` is another site."),
+}
+REQUEST_ID = {
+    "X-Request-Id": {
+        "description": "The request's own id if it is well-formed, else a new one.",
+        "required": True,
+        "schema": {"type": "string"},
+    }
+}
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=dumps(body), status=status, content_type="application/json")
+
+
+def error_body(
+    message: str, kind: str, *, param: str | None = None, code: str | None = None
+) -> ErrorBody:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_of(error: AgentLoopError) -> tuple[int, ErrorBody]:

@@ -26,7 +26,7 @@ from agentloop.events import (
     ignore,
 )
 from agentloop.runtime import Runtime, Settings
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run_folder import RunFolder, config_of
 from agentloop.trajectory import Message, StopReason, ToolCall, ToolCallStatus, Trajectory
 
 __all__ = ["Transcript", "ask", "main", "settings_of"]
@@ -182,13 +182,18 @@ def _split_questions(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def settings_of(arguments: list[str], run: Path | None) -> Settings:
-    """Return the settings of the command line, on top of those of `run`. Raises SettingsError."""
+    """Return the settings of the command line, on top of those of `run`.
+
+    Raises:
+        SettingsError: a setting is invalid.
+        RunFolderError: `run` is not a run with a model.
+    """
     files, overrides = commands.split_settings(arguments)
     if run is None:
         return load_settings(Settings, files, overrides)
-    model = RunFolder.model_in(run)
     # Settings of training alone would be refused here, so only the known ones are read.
-    base = load_known(Settings, run / "config.toml") | {"model": str(model), "servers": []}
+    base = load_known(Settings, config_of(run, "--run"))
+    base |= {"model": str(RunFolder.model_in(run)), "servers": []}
     return load_settings(Settings, files, overrides, base=base)
 
 

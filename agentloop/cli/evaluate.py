@@ -45,7 +45,7 @@ from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import Pool
 from agentloop.tasks.sources import Task, TasksSettings
 from agentloop.training.group_metrics import mean
-from agentloop.training.run_folder import RunFolder, RunSettings
+from agentloop.training.run_folder import RunFolder, RunSettings, config_of
 from agentloop.training.run_status import RunStatus
 
 __all__ = ["EvaluateSettings", "chosen_tasks", "evaluate", "main"]
@@ -366,17 +366,18 @@ def main(arguments: list[str]) -> int:
 def _read_settings(
     arguments: list[str], paths: Sequence[Path], run: Path | None, resume: Path | None
 ) -> EvaluateSettings:
-    """Return the settings of the command line, on top of those of the run. Raises SettingsError."""
+    """Return the settings of the command line, on top of those of the run.
+
+    Raises:
+        SettingsError: a setting is invalid.
+        RunFolderError: `run` or `resume` is not a run's folder.
+    """
     files, overrides = console.split_settings(arguments)
     base: dict[str, Any] = {}
     if resume is not None:
-        if not (resume / "config.toml").is_file():
-            raise SettingsError(
-                f"--resume: {resume} is not a run (no config.toml). Try `agentloop runs list`."
-            )
-        files = [str(resume / "config.toml"), *files]
+        files = [str(config_of(resume, "--resume")), *files]
     if run is not None:
-        base = load_known(EvaluateSettings, run / "config.toml")
+        base = load_known(EvaluateSettings, config_of(run, "--run"))
         for own in ("run", "log_dir", "evaluate"):
             base.pop(own, None)
         base |= {"model": str(RunFolder.model_in(run)), "servers": []}

@@ -10,10 +10,8 @@ import argparse
 import os
 import socket
 import uuid
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pydantic
 
@@ -25,13 +23,13 @@ from agentloop.errors import SettingsError
 from agentloop.inference.processes.supervise import ServerSettings, require_device
 from agentloop.inference.router import RouterSettings
 from agentloop.observe.exporters.otel import OtelSettings, Traces
-from agentloop.rewards.reward import Grader, RewardSettings
+from agentloop.rewards.reward import Grader
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import PoolSettings
+from agentloop.training.fleet.messages import Recipe
 from agentloop.training.fleet.redis_link import RedisLink
 from agentloop.training.fleet.settings import FleetSettings
 from agentloop.training.fleet.worker import Member, wait_for_trainer
-from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.weight_sync.sync import Served
 
@@ -75,18 +73,15 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
     async with RedisLink.open(fleet, fleet.run) as link:
         state = await wait_for_trainer(link, within_s=fleet.give_up_s, say=progress.say)
         recipe = state.recipe
-        roc = RocSettings.model_validate(recipe["roc"])
-        reward = RewardSettings.model_validate(recipe["reward"])
-        env = EnvSettings.model_validate(recipe["env"])
-        load(env)  # report mistakes before the servers start
-        async with Grader(reward) as grader:
+        load(recipe.env)  # report mistakes before the servers start
+        async with Grader(recipe.reward) as grader:
             await grader.ready()  # report missing packages before the servers start
         async with (
             Runtime(_settings_of(settings, recipe), progress=progress) as runtime,
-            Grader(reward, pool=runtime.pool) as grader,
+            Grader(recipe.reward, pool=runtime.pool) as grader,
             Traces.open(
                 settings.otel,
-                model=Path(settings.model or recipe["model"]).name,
+                model=Path(settings.model or recipe.model).name,
                 run=fleet.run,
                 is_scored=True,
                 decode=lambda ids: runtime.chat.decode(ids),
@@ -94,13 +89,13 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
         ):
             served = Served(runtime.router)
             rollouts = Rollouts(
-                group_runner(env, runtime, runtime.settings.sampling, traces.on_event),
+                group_runner(recipe.env, runtime, runtime.settings.sampling, traces.on_event),
                 runtime.router.wait_for_capacity,
                 grader,
-                roc,
-                seed=recipe["seed"],
-                shuffle_rewards=recipe["shuffle_rewards"],
-                enough=recipe["early_stop_at"],
+                recipe.roc,
+                seed=recipe.seed,
+                shuffle_rewards=recipe.shuffle_rewards,
+                enough=recipe.early_stop_at,
                 is_tainted=served.is_tainted,
                 emit=traces.on_event,
             )
@@ -118,12 +113,12 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
             await member.run()
 
 
-def _settings_of(settings: RolloutsSettings, recipe: Mapping[str, Any]) -> Settings:
+def _settings_of(settings: RolloutsSettings, recipe: Recipe) -> Settings:
     """Combine this machine's settings with those of the trainer's `recipe`."""
     names = ("chat", "tools", "tool_timeout_s", "sampling", "budget")
-    common = {name: recipe[name] for name in names}
+    common = {name: getattr(recipe, name) for name in names}
     own = {name: getattr(settings, name) for name in type(settings).model_fields if name != "fleet"}
-    own["model"] = settings.model or recipe["model"]
+    own["model"] = settings.model or recipe.model
     return Settings.model_validate(own | common)
 
 

@@ -32,8 +32,8 @@ from agentloop.training.learner_client.settings import (
     SftOptimizerSettings,
     TrainingSettings,
 )
-from agentloop.training.run_folder import RunFolder, RunSettings, checkpoints_in
-from agentloop.training.supervised import (
+from agentloop.training.run_folder import RunFolder, RunSettings, checkpoints_in, config_of
+from agentloop.training.sft import (
     DialoguesSettings,
     FineTuning,
     SupervisedSettings,
@@ -257,7 +257,7 @@ async def imitate(
         settings.learner, model=model, chat_template=chat.template
     )
     async with KeptLearner(
-        learner_settings.model_dump(mode="json"),
+        learner_settings,
         settings.ranks,
         log_dir=folder.path / "logs",
         on_progress=progress,
@@ -289,16 +289,12 @@ def told(kind: type[S], arguments: list[str], resume: Path | None) -> S:
     """Load settings from `arguments`, on top of those of the run to resume, if there is one.
 
     Raises:
-        SettingsError: a setting is invalid, or `resume` is not a run's folder.
+        SettingsError: a setting is invalid.
+        RunFolderError: `resume` is not a run's folder.
     """
     files, overrides = console.split_settings(arguments)
     if resume is not None:
-        config = resume / "config.toml"
-        if not config.is_file():
-            raise SettingsError(
-                f"--resume: {resume} is not a run (no config.toml). Try `agentloop runs list`."
-            )
-        files = [str(config), *files]
+        files = [str(config_of(resume, "--resume")), *files]
     return load_settings(kind, files, overrides)
 
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio
 import pydantic
@@ -38,7 +38,7 @@ from agentloop.config import to_toml
 from agentloop.distribution import is_installed
 from agentloop.environments.environment import EnvSettings, load, open_tasks
 from agentloop.environments.episodes import group_runner
-from agentloop.errors import DataError, SettingsError
+from agentloop.errors import DataError, RunFolderError, SettingsError
 from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.inference.processes.supervise import require_device
 from agentloop.inference.sglang.sampling import Sampling
@@ -52,6 +52,7 @@ from agentloop.runtime import Runtime, Settings
 from agentloop.tasks.sources import TaskSource, TasksSettings
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.fleet.coordinator import Fleet
+from agentloop.training.fleet.messages import Recipe
 from agentloop.training.fleet.settings import FleetSettings
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.learner_client.launch import RanksSettings
@@ -63,7 +64,7 @@ from agentloop.training.queue import GroupQueue
 from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Rollouts, RollsOut
 from agentloop.training.run_folder import RunFolder, RunSettings
-from agentloop.training.supervised import FineTuning
+from agentloop.training.sft import FineTuning
 from agentloop.training.undo import finish_undo, undo
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served, Serving
@@ -148,9 +149,9 @@ async def train(
     ):
         if resume is not None:
             if folder.has_rollouts and not await queue.counts():
-                raise SettingsError(
+                raise RunFolderError(
                     f"--resume: {folder.path}: there are rollouts or checkpoints, and no group in "
-                    "queue.sqlite, the run's journal: without it nobody knows what was learned from"
+                    "queue.sqlite, the run's journal: restore the file, or start a new run"
                 )
             await anyio.to_thread.run_sync(folder.metrics)  # report damage before the servers start
             await finish_undo(folder, queue)
@@ -232,7 +233,7 @@ async def _roll_out_and_learn(
         )
         learner = await stack.enter_async_context(
             KeptLearner(
-                learner_settings(settings).model_dump(mode="json"),
+                learner_settings(settings),
                 settings.ranks,
                 log_dir=logs,
                 on_progress=progress,
@@ -337,23 +338,23 @@ async def _rolling_out(
             yield rollouts, serving, partial(_servers_in_words, runtime)
 
 
-def recipe_of(settings: TrainSettings) -> dict[str, Any]:
+def recipe_of(settings: TrainSettings) -> Recipe:
     """Return the settings that runtimes on other machines take from the trainer."""
-    names = {
-        "model",
-        "chat",
-        "env",
-        "tools",
-        "tool_timeout_s",
-        "sampling",
-        "budget",
-        "reward",
-        "roc",
-    }
-    loop = settings.loop.model_dump(
-        include={"group_size", "seed", "shuffle_rewards", "early_stop_at"}
+    return Recipe(
+        model=str(settings.model or SMALL),
+        chat=settings.chat,
+        env=settings.env,
+        tools=settings.tools,
+        tool_timeout_s=settings.tool_timeout_s,
+        sampling=settings.sampling,
+        budget=settings.budget,
+        reward=settings.reward,
+        roc=settings.roc,
+        group_size=settings.loop.group_size,
+        seed=settings.loop.seed,
+        shuffle_rewards=settings.loop.shuffle_rewards,
+        early_stop_at=settings.loop.early_stop_at,
     )
-    return settings.model_dump(mode="json", include=names) | loop
 
 
 def learner_settings(settings: TrainSettings) -> LearnerSettings:

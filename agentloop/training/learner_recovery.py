@@ -3,7 +3,7 @@
     request ──> learner ──lost──> restart ──> load the newest checkpoint ──> redo steps ──> request
 
 A `Trainer` provides the state and repeats steps; everything else is the same for training on
-rollouts (steps.py) and on dialogues (supervised.py).
+rollouts (steps.py) and on dialogues (sft.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import anyio
 
@@ -31,6 +31,7 @@ from agentloop.training.learner_client.protocol import (
     Request,
     SavedRequest,
     SaveRequest,
+    TrainingState,
 )
 from agentloop.training.run_folder import RunFolder
 
@@ -52,12 +53,12 @@ class Trainer(Protocol):
         """The last completed step. Repeating steps does not change it."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """Return the state to save with a checkpoint: `step`, and all that is needed to resume."""
+    def state(self) -> TrainingState:
+        """Return the state to save with a checkpoint."""
         ...
 
-    def stand(self, state: Mapping[str, Any]) -> None:
-        """Take note that the learner has this state, which is empty at the start."""
+    def stand(self, state: TrainingState) -> None:
+        """Take note that the learner has this state."""
         ...
 
     async def redo(self, before: int) -> None:
@@ -73,14 +74,16 @@ class Trainer(Protocol):
         ...
 
 
-async def load_newest(learner: Learner, folder: RunFolder, *, timeout_s: float) -> dict[str, Any]:
-    """Load the newest checkpoint; return the state it was saved with, empty if there is none.
+async def load_newest(
+    learner: Learner, folder: RunFolder, *, timeout_s: float
+) -> TrainingState | None:
+    """Load the newest checkpoint; return the state it was saved with, or None if there is none.
 
     Raises:
         LearnerError: the learner failed.
     """
     if (checkpoint := folder.checkpoint) is None:
-        return {}
+        return None
     return (await learner.ask(LoadRequest(folder=checkpoint), timeout_s=timeout_s)).state
 
 
@@ -111,7 +114,7 @@ class ResumableLearner:
         folder: RunFolder,
         trainer: Trainer,
         *,
-        restored: Mapping[str, Any],
+        restored: TrainingState | None,
         timeout_s: float,
         say: Callable[[str], None],
         kept: KeptLearner | None = None,
@@ -136,13 +139,12 @@ class ResumableLearner:
         self._writing: tuple[int, Path] | None = (
             None  # step and folder of the checkpoint being written
         )
-        self._saved_step = -1
         self._stand(restored)
 
-    def _stand(self, state: Mapping[str, Any]) -> None:
-        self._trainer.stand(state)
-        if state:
-            self._saved_step = int(state["step"])
+    def _stand(self, state: TrainingState | None) -> None:
+        """Take note of the state of the newest checkpoint, which the learner has loaded."""
+        self._saved_step = -1 if state is None else state.step
+        self._trainer.stand(state or TrainingState(step=0))
 
     async def ask_once(self, request: Request[R]) -> R:
         """Send a request, without recovery. Raises LearnerError."""
@@ -249,7 +251,6 @@ class ResumableLearner:
             try:
                 await self._kept.restart()
                 self._num_revived += 1
-                self._saved_step = -1
                 timeout_s = self._timeout_s
                 self._stand(await load_newest(self._learner, self._folder, timeout_s=timeout_s))
                 await self._trainer.redo(self._trainer.step + 1 if before is None else before)

@@ -40,6 +40,7 @@ from agentloop.training.collapse import CollapseSettings
 from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.held_out import HeldOutEval, TaskRunner
 from agentloop.training.learner_client.client import KeptLearner, Learner, LearnerRefused
+from agentloop.training.learner_client.protocol import TrainingState
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.progress import Pace
 from agentloop.training.queue import GroupQueue
@@ -82,7 +83,7 @@ class TrainingLoop:
         stages: Mapping[str, StageSettings] | None = None,
         budget: Budget | None = None,
         weights: WeightsSettings | None = None,
-        restored: Mapping[str, Any] | None = None,
+        restored: TrainingState | None = None,
         kept: KeptLearner | None = None,
         max_restarts: int = 0,
         collapse: CollapseSettings | None = None,
@@ -117,7 +118,7 @@ class TrainingLoop:
             learner,
             queue,
             folder,
-            restored=restored or {},
+            restored=restored,
             timeout_s=settings.step_timeout_s,
             say=report.say,
             kept=kept,

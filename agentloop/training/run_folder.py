@@ -20,8 +20,9 @@ import pydantic
 
 from agentloop.errors import RunFolderError, SettingsError
 from agentloop.plain_json import dumps, loads
+from agentloop.training.learner_client.protocol import TrainingState
 
-__all__ = ["RunFolder", "RunSettings", "checkpoints_in", "is_active"]
+__all__ = ["RunFolder", "RunSettings", "checkpoints_in", "config_of", "is_active", "training_state"]
 
 _LOCK_WAIT_S = 10.0
 _LOCK_POLL_S = 0.01
@@ -98,14 +99,17 @@ class RunFolder:
             name: the subfolder.
         """
         async with RunFolder.open(self.path / name) as part:
-            part.tell((self.path / "config.toml").read_text("utf-8"))
+            with _writing(self.path):
+                config = (self.path / "config.toml").read_text("utf-8")
+            part.tell(config)
             yield part
 
     def tell(self, config: str) -> None:
         """Write the run's settings and mark it as active. Raises RunFolderError if that fails."""
         self.write("config.toml", config)
-        for name in ("ended", "failed"):
-            (self.path / name).unlink(missing_ok=True)
+        with _writing(self.path):
+            for name in ("ended", "failed"):
+                (self.path / name).unlink(missing_ok=True)
 
     def end(self) -> None:
         """Mark the run as complete. Raises RunFolderError if that cannot be written."""
@@ -150,12 +154,12 @@ class RunFolder:
         """Return the checkpoint that holds this step.
 
         Raises:
-            SettingsError: there is none.
+            RunFolderError: there is none.
         """
         checkpoints = self.checkpoints
         if step not in checkpoints:
             there = ", ".join(map(str, sorted(checkpoints))) or "none"
-            raise SettingsError(f"--from: no checkpoint of step {step}; available: {there}")
+            raise RunFolderError(f"--from: no checkpoint of step {step}; available: {there}")
         return checkpoints[step]
 
     def undo(self, step: int, *, name: str = "", files: Iterable[str] = ()) -> None:
@@ -168,8 +172,8 @@ class RunFolder:
             files: files of groups to move.
 
         Raises:
-            SettingsError: there is no checkpoint of that step.
-            RunFolderError: something cannot be moved, or metrics.jsonl is damaged.
+            RunFolderError: there is no checkpoint of that step, something cannot be moved, or
+                metrics.jsonl is damaged.
         """
         self.checkpoint_of(step)
         aside = self.path / "undone" / (name or time.strftime("%Y%m%d-%H%M%S"))
@@ -194,14 +198,14 @@ class RunFolder:
         """Return the folder of the newest model of the run at `path`.
 
         Raises:
-            SettingsError: there is no run, or it has no model.
+            RunFolderError: there is no run, or it has no model.
         """
         published = [one for one in (path / "weights").glob("*") if one.name.isdigit()]
         newest = sorted(published, key=lambda one: int(one.name))[-1:]
         for folder in (*newest, path / "model", path / "sft" / "model"):
             if (folder / "config.json").is_file():
                 return folder
-        raise SettingsError(f"{path} is not a run with a model. Try `agentloop runs list`.")
+        raise RunFolderError(f"{path} is not a run with a model. Try `agentloop runs list`.")
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Append a row to metrics.jsonl. Raises RunFolderError if that fails (disk full)."""
@@ -263,6 +267,22 @@ class RunFolder:
         return _parsed(whole.splitlines(), self.path / name)
 
 
+def config_of(run: Path, option: str = "") -> Path:
+    """Return the file with the settings of the run in a folder.
+
+    Args:
+        option: the command-line option that names the run, for the message of the error.
+
+    Raises:
+        RunFolderError: there is no run.
+    """
+    config = run / "config.toml"
+    if not config.is_file():
+        where = f"{option}: {run}" if option else str(run)
+        raise RunFolderError(f"{where} is not a run (no config.toml). Try `agentloop runs list`.")
+    return config
+
+
 def checkpoints_in(run: Path) -> dict[int, Path]:
     """Return the complete checkpoints of the run in a folder, by step."""
     return dict(_checkpoints(run))
@@ -275,9 +295,22 @@ def _checkpoints(run: Path) -> list[tuple[int, Path]]:
     """
     found = []
     for path in sorted((run / "checkpoints").glob("*/state.json")):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            found.append((int(json.loads(path.read_bytes())["state"]["step"]), path.parent))
+        with suppress(RunFolderError):
+            found.append((training_state(path.parent).step, path.parent))
     return found
+
+
+def training_state(checkpoint: Path) -> TrainingState:
+    """Return the state that the trainer saved with a checkpoint.
+
+    Raises:
+        RunFolderError: it cannot be read.
+    """
+    file = checkpoint / "state.json"
+    try:
+        return TrainingState.model_validate(json.loads(file.read_bytes())["state"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{file}: not the state of a checkpoint: {error}") from error
 
 
 def is_active(run: Path) -> bool:

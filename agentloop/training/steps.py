@@ -27,6 +27,7 @@ from agentloop.training.learner_client.protocol import (
     PublishRequest,
     ResetOptimizerRequest,
     StepRequest,
+    TrainingState,
 )
 from agentloop.training.learner_recovery import ResumableLearner, tell_other_loss
 from agentloop.training.queue import GroupQueue, Lease
@@ -51,7 +52,7 @@ class Steps:
         queue: GroupQueue,
         folder: RunFolder,
         *,
-        restored: Mapping[str, Any],
+        restored: TrainingState | None,
         timeout_s: float,
         say: Callable[[str], None],
         kept: KeptLearner | None = None,
@@ -77,13 +78,13 @@ class Steps:
         )
         self.step, self.version = self._step, self._version
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> TrainingState:
         """Implement `Trainer`."""
-        return {"step": self.step, "version": self.version}
+        return TrainingState(step=self.step, version=self.version)
 
-    def stand(self, state: Mapping[str, Any]) -> None:
+    def stand(self, state: TrainingState) -> None:
         """Implement `Trainer`. The learner may be behind `step` while steps are repeated."""
-        self._step, self._version = int(state.get("step", 0)), int(state.get("version", 0))
+        self._step, self._version = state.step, state.version
 
     async def redo(self, before: int) -> None:
         """Implement `Trainer`."""
@@ -161,7 +162,7 @@ class Steps:
         metrics: Mapping[str, Any] = {}
         if num_learned:
             rescue = self._learner.checkpoint_folder(f"step-{lease.step:05}-rescue")
-            before = {"step": lease.step - 1, "version": self._version}
+            before = TrainingState(step=lease.step - 1, version=self._version)
             reply = await self._learner.ask_once(
                 StepRequest(batch=path, rescue=rescue, state=before)
             )

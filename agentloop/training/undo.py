@@ -22,8 +22,8 @@ async def undo(folder: RunFolder, queue: GroupQueue, step: int) -> None:
     """Return a run to its state after `step`.
 
     Raises:
-        SettingsError: there is no checkpoint of that step, so nothing was changed.
-        RunFolderError: the files cannot be moved, so `finish_undo` is still to be called.
+        RunFolderError: there is no checkpoint of that step, so nothing was changed; or the files
+            cannot be moved, so `finish_undo` is still to be called.
     """
     folder.checkpoint_of(step)
     await queue.undo(step)

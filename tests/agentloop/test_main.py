@@ -50,6 +50,32 @@ def test_a_command_of_an_earlier_version_names_its_successor(
     assert f"unknown command {old!r} (use `agentloop {new}`)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "--restarts=0", "--resume"],
+        ["sft", "--resume"],
+        ["evaluate", "--resume"],
+        ["evaluate", "--run"],
+        ["chat", "question", "--run"],
+        ["runs", "view"],
+        ["runs", "entropy"],
+        ["runs", "export"],
+        ["runs", "plot"],
+    ],
+    ids=" ".join,
+)
+def test_a_folder_without_a_run_is_one_line(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = tmp_path / "run", [str(tmp_path / "out")] if "export" in command else []
+    run.mkdir()
+    assert main([*command, str(run), *out]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("agentloop: error: ")
+    assert str(run) in line
+
+
 def test_the_commands_for_runs_have_help_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs"]) == 0
     assert "usage: agentloop runs COMMAND" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.errors import DataError
 from agentloop.sandbox.guard import Guard
-from agentloop.training.supervised import Dialogue, trajectories_of
+from agentloop.training.sft import Dialogue, trajectories_of
 from tests.support import END, TEMPLATE, template, tokenizer
 
 FOLDER = Path(__file__).parents[2] / "docs" / "recipes"

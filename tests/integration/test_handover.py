@@ -229,7 +229,7 @@ async def all_started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
     async with (
         sglang_servers(SMALL, settings, log_dir=folder, on_progress=print) as processes,
         started(
-            SETTINGS.model_dump(mode="json"),
+            SETTINGS,
             RanksSettings(nproc_per_node=2),
             log_dir=folder,
             on_progress=print,

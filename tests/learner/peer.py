@@ -3,7 +3,7 @@ receives.
 
     python peer.py ADDRESS PORT RANK WORLD_SIZE NAME LAYOUT OUT
 
-It prints a line before it joins.
+It prints a line before and after it joins.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def main() -> None:
         int(size), int(rank), [], dist.Backend("gloo"), dist.PrefixStore(name, store), name,
         timeout=c10d.default_pg_timeout,
     )  # fmt: skip
+    print("joined", flush=True)
     received = {}
     for bucket in json.loads(Path(layout).read_text()):
         tensors = [

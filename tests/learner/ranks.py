@@ -1,25 +1,45 @@
-"""Ranks of the learner as plain subprocesses, and batches for them."""
+"""Ranks of the learner, and batches for them.
+
+Ranks are forked from a server that has imported torch and DeepSpeed: each start would spend most of
+its time on that. tests/learner/test_launch.py starts them by their command.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from agentloop.inference.processes.openmp import wait_policy
+from agentloop.learner.__main__ import main
 from agentloop.learner.batch import Batch
 from agentloop.training.learner_client.launch import free_port
 from agentloop.training.learner_client.settings import LearnerSettings
 
 ROOT = Path(__file__).parents[2]
 SIZES = (40, 25, 33, 52)
+# Also what a learner imports only with its first step.
+_PRELOAD = [
+    "torch",
+    "torch._inductor.compile_fx",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "peft",
+    "transformers.models.qwen3.modeling_qwen3",
+    "agentloop.learner.__main__",
+    "agentloop.learner.policy",
+    "agentloop.learner.rank",
+    __name__,
+]
 
 
 def make_batch(seed: int = 0, sizes: tuple[int, ...] = SIZES, **arrays: Any) -> Batch:
@@ -41,10 +61,81 @@ def make_batch(seed: int = 0, sizes: tuple[int, ...] = SIZES, **arrays: Any) -> 
     return Batch(**{**made, **arrays})
 
 
+class Process(Protocol):
+    """What tests do with a process; `subprocess.Popen` has it."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+    def send_signal(self, sig: int, /) -> None: ...
+
+
+class Forked:
+    """A process forked from the server of this test session, in a session of its own."""
+
+    def __init__(
+        self, target: Callable[..., None], *args: Any, environment: Mapping[str, str], log: Path
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(
+            target=_run, args=(target, args, dict(environment), log), daemon=True
+        )
+        _ensure_server(context)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutError(f"process {self.pid} still runs after {timeout} s")
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def send_signal(self, sig: int, /) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, sig)
+
+
+def _ensure_server(context: multiprocessing.context.ForkServerContext) -> None:
+    """Start the server, unless it runs, with an environment that OpenMP reads as it is loaded."""
+    context.set_forkserver_preload(_PRELOAD)
+    usual = dict(os.environ)
+    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | wait_policy(usual)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ |= usual
+
+
+def _run(
+    target: Callable[..., None], args: Sequence[Any], environment: Mapping[str, str], log: Path
+) -> None:
+    os.setsid()
+    with log.open("ab") as output:
+        for number in (1, 2):
+            os.dup2(output.fileno(), number)
+    os.environ.clear()
+    os.environ |= environment
+    target(*args)
+
+
+def _rank(settings: Path, end: socket.socket | None, before: Callable[[Path], None] | None) -> None:
+    if end is not None:
+        os.environ["AGENTLOOP_LEARNER_FD"] = str(end.detach())
+    if before is not None:
+        before(settings.parent)
+    sys.exit(main([str(settings)]))
+
+
 class Ranks:
     """Running ranks; `ask` sends a request to the first of them."""
 
-    def __init__(self, processes: list[subprocess.Popen[bytes]], end: socket.socket, log: Path):
+    def __init__(self, processes: Sequence[Process], end: socket.socket, log: Path):
         self.processes, self.log = processes, log
         self.ready: dict[str, Any] = {}
         self._end = end
@@ -74,43 +165,33 @@ def started(
     folder: Path,
     settings: LearnerSettings,
     num_ranks: int,
-    program: Sequence[str] = ("-m", "agentloop.learner"),
+    before: Callable[[Path], None] | None = None,
 ) -> Iterator[Ranks]:
     """Start ranks and yield them when they are ready; kill those that still run at the end.
 
-    `program` holds arguments for Python.
+    Each rank first calls `before` with its folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file, log = folder / "settings.json", folder / "ranks.log"
     file.write_text(settings.model_dump_json())
+    log.write_bytes(b"")
     ours, theirs = socket.socketpair()
     ours.settimeout(250)
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    processes = []
-    with ours, log.open("wb") as output:
+    processes: list[Forked] = []
+    with ours:
         with theirs:
             for rank in range(num_ranks):
                 mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                if rank == 0:
-                    mine["AGENTLOOP_LEARNER_FD"] = str(theirs.fileno())
+                end = theirs if rank == 0 else None
                 processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *program, str(file)],
-                        env={**environment, **mine},
-                        pass_fds=[theirs.fileno()] if rank == 0 else [],
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        start_new_session=True,
-                    )
+                    Forked(_rank, file, end, before, environment={**environment, **mine}, log=log)
                 )
         try:
             ranks = Ranks(processes, ours, log)

@@ -87,6 +87,9 @@ def group(
             "join", name=name, world_size=1 + num, backend="gloo", within_s=timeout_s
         )
         assert joined["ok"], joined
+        for process in peers.processes:  # one may still be connecting to another
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"joined\n"
         yield peers, layout
     finally:
         for process in peers.processes:

@@ -13,9 +13,11 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop
 
 import torch
 
-from agentloop.learner.checkpoint import _copy_to_host, _shape, read_state
+from agentloop.learner.checkpoint import SavedState, _copy_to_host, _shape, read_state
 from agentloop.learner.errors import RankError
+from agentloop.learner.policy import Counters
 from agentloop.models import SMALL
+from agentloop.training.learner_client.protocol import TrainingState
 from agentloop.training.learner_client.settings import LearnerSettings
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
@@ -25,6 +27,33 @@ def policy(**settings: Any) -> Any:
     lora = {"rank": 4, "alpha": 8, "targets": ("q_proj", "v_proj"), **settings.pop("lora", {})}
     made = LearnerSettings.model_validate({"model": SMALL, "lora": lora, **settings})
     return SimpleNamespace(settings=made, world=SimpleNamespace(size=1))
+
+
+def state_of(policy: Any) -> SavedState:
+    return SavedState(TrainingState(step=3, version=2), Counters(3, 1, 2), _shape(policy))
+
+
+def test_the_state_of_a_checkpoint_survives_the_file() -> None:
+    saved = state_of(policy(init="random", config={"num_hidden_layers": 2}))
+    assert SavedState.from_json(saved.to_json()) == saved
+    assert json.loads(saved.to_json())["state"] == {"step": 3, "version": 2}
+
+
+def test_the_state_of_an_earlier_version_is_read() -> None:
+    state = {"step": 3, "cursor": [1, 2]}
+    counters = {"num_updates": 3, "num_skipped": 1, "warm_from": 2}
+    found = SavedState.from_json(json.dumps({"state": state, **counters, "num_ranks": 1}))
+    assert (found.state, found.counters) == (TrainingState(step=3), Counters(3, 1, 2))
+    assert found.shape == {"num_ranks": 1}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"state": {}}', '{"state": {"step": 1}, "num_updates": 1}']
+)
+def test_a_damaged_state_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(RankError, match="not a checkpoint: "):
+        read_state(policy(), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -41,14 +70,14 @@ def test_adapters_of_another_model_are_refused(
     tmp_path: Path, other: dict[str, Any], name: str
 ) -> None:
     saved = policy(init="random")
-    (tmp_path / "state.json").write_text(json.dumps(_shape(saved)))
+    (tmp_path / "state.json").write_text(state_of(saved).to_json())
     read_state(saved, tmp_path)
     with pytest.raises(RankError, match=f"saved with {name} "):
         read_state(policy(**{"init": "random", **other}), tmp_path)
 
 
 def test_the_order_of_targets_and_an_unused_seed_do_not_matter(tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text(json.dumps(_shape(policy())))
+    (tmp_path / "state.json").write_text(state_of(policy()).to_json())
     read_state(policy(seed=3, lora={"targets": ("v_proj", "q_proj")}), tmp_path)
 
 

@@ -21,6 +21,7 @@ from agentloop.training.learner_client.protocol import (
     SavedRequest,
     SaveRequest,
     StepRequest,
+    TrainingState,
 )
 from tests.learner.ranks import ROOT, make_batch
 from tests.learner.test_ranks import SETTINGS
@@ -52,7 +53,7 @@ async def test_after_sigkill_it_goes_on_with_the_same_loss(
     make_batch().save(tmp_path / "batch")
     folder, step = tmp_path / "saved" / "1", StepRequest(batch=tmp_path / "batch")
     async with KeptLearner(
-        SETTINGS.model_dump(mode="json"),
+        SETTINGS,
         RanksSettings(nproc_per_node=2),
         log_dir=tmp_path / "logs",
         on_progress=lambda line: None,
@@ -62,12 +63,12 @@ async def test_after_sigkill_it_goes_on_with_the_same_loss(
             return await learner.ask(request, timeout_s=60)
 
         await ask(step)
-        await ask(SaveRequest(folder=folder, state={"cursor": 1}, beside=True))
+        await ask(SaveRequest(folder=folder, state=TrainingState(step=1), beside=True))
         losses = [(await ask(step)).loss for _ in range(2)]
         assert (await ask(SavedRequest(wait=True))).folder == folder
         os.kill(rank_1(tmp_path / "logs"), signal.SIGKILL)
         with pytest.raises(LearnerLost, match="rank 1 ended with exit status 137"):
             await ask(step)
         await learner.restart()
-        assert (await ask(LoadRequest(folder=folder))).state == {"cursor": 1}
+        assert (await ask(LoadRequest(folder=folder))).state == TrainingState(step=1)
         assert [(await ask(step)).loss for _ in range(2)] == losses

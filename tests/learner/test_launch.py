@@ -70,7 +70,7 @@ async def trained(
     folder: Path, ranks_settings: RanksSettings, on_progress: Callable[[str], None] = say_nothing
 ) -> None:
     """Run a step of two ranks and publish the weights."""
-    settings = SETTINGS.model_copy(update={"zero_stage": 3}).model_dump(mode="json")
+    settings = SETTINGS.model_copy(update={"zero_stage": 3})
     make_batch().save(folder / "batch")
     async with started(
         settings, ranks_settings, log_dir=folder / "logs", on_progress=on_progress
@@ -133,7 +133,7 @@ async def test_with_a_fixed_port_another_nodes_line_in_a_loop_rejoins(
                 loops.append(subprocess.Popen(loop, stdout=log, stderr=log, start_new_session=True))
 
     make_batch().save(tmp_path / "batch")
-    settings = SETTINGS.model_copy(update={"zero_stage": 3}).model_dump(mode="json")
+    settings = SETTINGS.model_copy(update={"zero_stage": 3})
     ranks = RanksSettings(launcher="torchrun", port=free_port(), **NODES)
     batch = tmp_path / "batch"
     try:
@@ -158,7 +158,7 @@ async def test_two_nodes_by_deepspeed(tmp_path: Path, hostfile: Path) -> None:
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 async def test_a_failed_start_by_a_launcher_is_explained(tmp_path: Path, launcher: Any) -> None:
-    settings = SETTINGS.model_copy(update={"model": tmp_path}).model_dump(mode="json")
+    settings = SETTINGS.model_copy(update={"model": tmp_path})
     ranks = RanksSettings(launcher=launcher, nproc_per_node=2)
     with anyio.fail_after(250), pytest.raises(LearnerError, match=f"ModelError: {tmp_path}"):
         async with started(settings, ranks, log_dir=tmp_path / "logs", on_progress=say_nothing):

@@ -37,10 +37,10 @@ def write(folder: Path, stage: int, num_ranks: int, **values: Any) -> dict[str, 
     """Save before the first step and after two; return the results of the third."""
     make_batch().save(folder / "batch")
     with started(folder / "ranks", changed(zero_stage=stage, **values), num_ranks) as ranks:
-        assert ranks.ask("save", folder=folder / "0", state={"cursor": 0})["ok"]
+        assert ranks.ask("save", folder=folder / "0", state={"step": 0})["ok"]
         for _ in range(2):
             ranks.ask("step", batch=folder / "batch", lr=1e-3)
-        assert ranks.ask("save", folder=folder / "2", state={"cursor": 2})["ok"]
+        assert ranks.ask("save", folder=folder / "2", state={"step": 2})["ok"]
         return step(ranks, folder, folder / "expected")
 
 
@@ -89,7 +89,7 @@ def test_training_resumes_with_other_ranks_as_with_the_same(
     folder, expected = written(writer)
     loaded = reader.ask("load", folder=folder / "2")
     assert loaded["ok"], loaded
-    assert (loaded["num_updates"], loaded["state"]) == (2, {"cursor": 2})
+    assert (loaded["num_updates"], loaded["state"]["step"]) == (2, 2)
     found = step(reader, folder, tmp_path / "found")
     assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)

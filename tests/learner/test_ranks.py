@@ -157,16 +157,17 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(kind: tuple[int, Ranks, P
     make_batch(1).save(folder / "one")
     make_batch(2).save(folder / "two")
     assert ranks.ask("step", batch=folder / "one")["num_updates"] == 1
-    assert ranks.ask("save", folder=folder / "save" / "a", state={"cursor": [3, "x"]})["ok"]
+    state = {"step": 3, "version": 2, "lineage": "x"}
+    assert ranks.ask("save", folder=folder / "save" / "a", state=state)["ok"]
     first = ranks.ask("step", batch=folder / "two")
     weights = ranks.ask("publish", folder=folder / "first", version="2")["sha256"]
     loaded = ranks.ask("load", folder=folder / "save" / "a")
-    assert (loaded["state"], loaded["num_updates"]) == ({"cursor": [3, "x"]}, 1)
+    assert (loaded["state"], loaded["num_updates"]) == (state, 1)
     again = ranks.ask("step", batch=folder / "two")
     assert (again["loss"], again["grad_norm"]) == (first["loss"], first["grad_norm"])
     assert ranks.ask("publish", folder=folder / "again", version="2")["sha256"] == weights
     kept = json.loads((folder / "save" / "a" / "state.json").read_text())
-    assert kept["state"] == {"cursor": [3, "x"]}
+    assert kept["state"] == state
 
 
 def test_a_step_without_a_finite_gradient_is_skipped(kind: tuple[int, Ranks, Path]) -> None:
@@ -402,7 +403,7 @@ def test_three_bad_steps_end_the_learner(tmp_path: Path) -> None:
     """The state is saved first, and others resume from it as if the bad steps had not happened."""
     make_batch().save(tmp_path / "good")
     make_batch(advantages=np.asarray([3e38, 1, -1, 1], np.float32)).save(tmp_path / "bad")
-    rescue = {"rescue": tmp_path / "saved" / "rescue", "state": {"cursor": 7}}
+    rescue = {"rescue": tmp_path / "saved" / "rescue", "state": {"step": 7}}
     with started(tmp_path, SETTINGS, 2) as ranks:
         assert ranks.ask("step", batch=tmp_path / "good")["ok"]
         weights = ranks.ask("publish", folder=tmp_path / "one", version="1")["sha256"]
@@ -417,7 +418,7 @@ def test_three_bad_steps_end_the_learner(tmp_path: Path) -> None:
     with started(tmp_path, SETTINGS, 2) as ranks:
         loaded = ranks.ask("load", folder=tmp_path / "saved" / "rescue")
         assert (loaded["num_updates"], loaded["num_skipped"]) == (1, 3)
-        assert loaded["state"] == {"cursor": 7}
+        assert loaded["state"]["step"] == 7
         assert ranks.ask("publish", folder=tmp_path / "again", version="1")["sha256"] == weights
         assert ranks.ask("step", batch=tmp_path / "good")["num_updates"] == 2
 
@@ -442,7 +443,7 @@ def test_half_a_step_is_never_saved(tmp_path: Path) -> None:
         assert "nothing is saved, because 1 of the batch's updates were applied" in answer["error"]
         assert [one.name for one in (tmp_path / "saved").iterdir()] == ["0"]
     with started(tmp_path / "second", settings, 1) as ranks:
-        assert ranks.ask("load", folder=tmp_path / "saved" / "0")["state"] == {"step": 0}
+        assert ranks.ask("load", folder=tmp_path / "saved" / "0")["state"]["step"] == 0
         assert ranks.ask("step", batch=tmp_path / "good")["num_updates"] == 4
         assert ranks.ask("publish", folder=tmp_path / "again", version="1")["sha256"] == weights
 

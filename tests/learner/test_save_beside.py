@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import resource
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,24 +20,23 @@ from tests.learner.test_ranks import SETTINGS
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
-# The learner with a disk that blocks as long as there is a file `hold`.
-SLOW = """
-import builtins, os, sys, time
-really, hold = builtins.open, os.path.join(os.path.dirname(sys.argv[1]), "hold")
-def slow(file, mode="r", *rest, **named):
-    while "w" in mode and str(file).endswith("optim_states.pt") and os.path.exists(hold):
-        time.sleep(0.01)
-    return really(file, mode, *rest, **named)
-builtins.open = slow
-from agentloop.learner.__main__ import main
-sys.exit(main())
-"""
+
+def slow_disk(folder: Path) -> None:
+    """Writing an optimizer's file blocks as long as there is a file `hold`."""
+    usual, hold = builtins.open, folder / "hold"
+
+    def slow_open(file: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        while "w" in mode and str(file).endswith("optim_states.pt") and hold.exists():
+            time.sleep(0.01)
+        return usual(file, mode, *rest, **named)
+
+    builtins.open = slow_open
 
 
 def slow(folder: Path, zero_stage: int = 1) -> AbstractContextManager[Ranks]:
     make_batch().save(folder / "batch")
     settings = SETTINGS.model_copy(update={"zero_stage": zero_stage, "keep_checkpoints": 2})
-    return started(folder, settings, 2, ("-c", SLOW))
+    return started(folder, settings, 2, slow_disk)
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["zero1", "zero3"])
@@ -58,7 +60,7 @@ def test_steps_neither_wait_for_the_write_nor_change_it(two: tuple[Ranks, Path])
     ranks.ask("step", batch=batch)
     weights = ranks.ask("publish", folder=folder / "then", version="1")["sha256"]
     (folder / "hold").touch()
-    saved = ranks.ask("save", folder=target, state={"cursor": 1}, beside=True)
+    saved = ranks.ask("save", folder=target, state={"step": 1}, beside=True)
     assert (saved["folder"], saved["num_updates"]) == (str(target), 1)
     losses = [ranks.ask("step", batch=batch)["loss"] for _ in range(2)]
     assert ranks.ask("logprobs", batch=batch, out=folder / "out")["ok"]
@@ -69,7 +71,7 @@ def test_steps_neither_wait_for_the_write_nor_change_it(two: tuple[Ranks, Path])
     assert ranks.ask("saved", wait=True) == {**nothing, "folder": str(target)}
     assert names(target.parent) == {"1"}
     loaded = ranks.ask("load", folder=target)
-    assert (loaded["num_updates"], loaded["state"]) == (1, {"cursor": 1})
+    assert (loaded["num_updates"], loaded["state"]["step"]) == (1, 1)
     assert ranks.ask("publish", folder=folder / "again", version="1")["sha256"] == weights
     assert [ranks.ask("step", batch=batch)["loss"] for _ in range(2)] == losses
 

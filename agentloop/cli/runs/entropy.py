@@ -19,13 +19,7 @@ from typing import Any
 import anyio.to_thread
 import pydantic
 
-from agentloop.cli import console
 from agentloop.agent.chat_format import ChatFormat, ChatSettings
-from agentloop.config import load_known, load_settings
-from agentloop.distribution import require
-from agentloop.errors import RunFolderError, DataError, SettingsError
-from agentloop.inference.sglang.sampling import Sampling
-from agentloop.models import SMALL, not_a_model
 from agentloop.analysis.entropy import Analysis, Kind, TokenPosition, analyze, nearest_version
 from agentloop.analysis.entropy_files import (
     EntropyFolder,
@@ -36,10 +30,22 @@ from agentloop.analysis.entropy_files import (
     read_rollouts,
     score,
 )
-from agentloop.training.learner_client.client import (started)
+from agentloop.cli import console
+from agentloop.config import load_known, load_settings
+from agentloop.distribution import require
+from agentloop.errors import DataError, RunFolderError, SettingsError
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.models import SMALL, not_a_model
+from agentloop.training.learner_client.client import started
 from agentloop.training.learner_client.launch import RanksSettings
-from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings, RlLearnerSettings, RlLossSettings
+from agentloop.training.learner_client.settings import (
+    LearnerSettings,
+    LoraSettings,
+    RlLearnerSettings,
+    RlLossSettings,
+)
 from agentloop.training.loop_settings import LoopSettings
+from agentloop.training.run_folder import config_of
 
 __all__ = ["EntropyReport", "EntropySettings", "entropy", "main"]
 
@@ -108,7 +114,8 @@ async def entropy(
 
     Raises:
         DataError: there are no rollouts, or they are damaged.
-        SettingsError: there are no weights.
+        RunFolderError: the run has kept no weights.
+        SettingsError: `weights` is not a model folder.
         LearnerError: the learner failed, as in `agentloop.training.learner_client.client`.
     """
     progress("Reading the rollouts")
@@ -176,7 +183,9 @@ def _origin(
             return Origin.of(first, version=None, temperature=temperature)
         kept.setdefault(0, first)
     if not kept:
-        raise SettingsError(f"{run}: the run has kept no weights; pass a model folder as --weights")
+        raise RunFolderError(
+            f"{run}: the run has kept no weights; pass a model folder as --weights"
+        )
     version = nearest_version(numbered, kept)
     return Origin.of(kept[version], version=str(version), temperature=temperature)
 
@@ -220,7 +229,7 @@ async def _found(
         raise RunFolderError(f"{folder.path}: {error.strerror or error}") from error
     # A log folder of its own, since the run may still be writing to its logs.
     async with started(
-        learner_settings.model_dump(mode="json"),
+        learner_settings,
         settings.ranks,
         log_dir=(folder.path / "logs").absolute(),
         on_progress=progress,
@@ -426,9 +435,7 @@ def main(arguments: list[str]) -> int:
 
 async def _entropy(options: argparse.Namespace) -> int:
     run = options.run.expanduser()
-    if not (run / "config.toml").is_file():
-        raise SettingsError(f"{run} is not a run (no config.toml). Try `agentloop runs list`.")
-    base = load_known(EntropySettings, run / "config.toml")
+    base = load_known(EntropySettings, config_of(run))
     settings = load_settings(EntropySettings, (), options.settings, base=base)
     with console.ProgressLine("Starting to analyze") as progress:
         report = await entropy(

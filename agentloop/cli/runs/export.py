@@ -28,8 +28,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from agentloop.cli import console
 from agentloop.agent.chat_format import ChatFormat
+from agentloop.cli import console
 from agentloop.errors import AgentLoopError, ModelError, SettingsError
 
 __all__ = ["ModelSource", "export", "find", "main"]
@@ -95,8 +95,9 @@ def export(
     """Write the model of `source` to `out`, atomically, and return the location of the source.
 
     Raises:
-        ModelError: the model is missing or incomplete, or it differs from the published one.
-        SettingsError: `out` exists or cannot be written.
+        ModelError: the model is missing or incomplete, it differs from the published one, or it
+            cannot be written.
+        SettingsError: `out` exists.
     """
     found = find(source, step)
     if out.exists() or out.is_symlink():
@@ -113,7 +114,7 @@ def export(
         partial.rename(out)
         _sync(out.parent)
     except OSError as error:
-        raise SettingsError(f"{error.filename or out}: {error.strerror or error}") from error
+        raise ModelError(f"{error.filename or out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return found

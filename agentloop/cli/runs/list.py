@@ -14,10 +14,10 @@ from typing import Any
 
 import anyio.to_thread
 
-from agentloop.cli import console
-from agentloop.errors import RunFolderError, SettingsError
-from agentloop.training.group_metrics import mean, percent
 from agentloop.analysis.run_list import RunState, RunSummary, find_runs, summarize
+from agentloop.cli import console
+from agentloop.errors import RunFolderError
+from agentloop.training.group_metrics import mean, percent
 
 __all__ = ["main"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from agentloop.cli import console
 from agentloop.analysis.plots import PANELS, plot_runs
+from agentloop.cli import console
 
 __all__ = ["main"]
 

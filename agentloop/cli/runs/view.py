@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,19 +12,19 @@ import anyio
 import pydantic
 from aiohttp import web
 
-from agentloop.cli import console
 from agentloop.agent.chat_format import ChatFormat, ChatSettings
+from agentloop.analysis.run_list import summarize
 from agentloop.api.guard import ApiGuard, ServeSettings
 from agentloop.api.listen import bind, serving
-from agentloop.config import load_settings
+from agentloop.cli import console
+from agentloop.config import load_known, load_settings, with_values
 from agentloop.distribution import version
-from agentloop.errors import ModelError, NotThere, SettingsError
+from agentloop.errors import ModelError, NotThere, RunFolderError, SettingsError
 from agentloop.models import SMALL
 from agentloop.observe.archive import Archive
 from agentloop.observe.one_file import one_file
 from agentloop.observe.page import Page
-from agentloop.training.run_folder import RunFolder
-from agentloop.analysis.run_list import summarize
+from agentloop.training.run_folder import RunFolder, config_of
 
 __all__ = ["ViewSettings", "main"]
 
@@ -39,6 +37,13 @@ class ViewSettings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
 
     serve: ServeSettings = pydantic.Field(default_factory=ServeSettings)
+
+
+class _ModelSettings(pydantic.BaseModel):
+    """The settings of a run that tell how its tokens are shown as text."""
+
+    model: str | None = None
+    chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
 
 
 def main(arguments: list[str]) -> int:
@@ -117,15 +122,18 @@ def _quoted(name: str) -> str:
 
 
 async def _opened(run: Path) -> Archive:
-    """Open a run's folder. Raises SettingsError if it is not one."""
+    """Open a run's folder.
+
+    Raises:
+        RunFolderError: there is no run.
+        SettingsError: the run's settings are invalid.
+    """
     return await anyio.to_thread.run_sync(_open, run)
 
 
 def _open(run: Path) -> Archive:
-    folder = run.expanduser().resolve()
-    config = folder / "config.toml"
-    if not config.is_file():
-        raise SettingsError(f"{run} is not a run (no config.toml). Try `agentloop runs list`.")
+    config = config_of(run.expanduser())
+    folder = config.parent.resolve()
     about = {
         "kind": "view",
         "of": str(summarize(folder).kind),
@@ -140,18 +148,12 @@ def _open(run: Path) -> Archive:
 
 def _chat_of(folder: Path, config: Path) -> ChatFormat | None:
     """Return the chat format of the run's newest or initial model, or None if both are missing."""
-    try:
-        values: Mapping[str, Any] = tomllib.loads(config.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise SettingsError(f"{config}: {error}") from error
-    chat = ChatSettings.model_validate(values.get("chat", {}))
-    candidates = [values.get("model"), str(SMALL)]
-    with contextlib.suppress(SettingsError):
-        candidates.insert(0, str(RunFolder.model_in(folder)))
-    for model in candidates:
-        if isinstance(model, str) and Path(model).is_dir():
-            try:
-                return ChatFormat.load(model, chat)
-            except ModelError:
-                continue
+    values = load_known(_ModelSettings, config)
+    settings = with_values(_ModelSettings(), values, source=str(config))
+    candidates = [Path(settings.model or SMALL), SMALL]
+    with contextlib.suppress(RunFolderError):  # it has published no weights
+        candidates.insert(0, RunFolder.model_in(folder))
+    for model in filter(Path.is_dir, candidates):
+        with contextlib.suppress(ModelError):
+            return ChatFormat.load(model, settings.chat)
     return None

@@ -30,6 +30,8 @@ from agentloop.aio import task_group
 from agentloop.errors import AgentLoopError, RunFolderError, ServerError, SettingsError
 from agentloop.tasks.sources import Task
 from agentloop.training.fleet.messages import (
+    FleetError,
+    Recipe,
     Result,
     Ticket,
     TrainerState,
@@ -115,7 +117,7 @@ class Fleet:
         settings: FleetSettings,
         *,
         run: str,
-        recipe: Mapping[str, Any],
+        recipe: Recipe,
         folder: Path,
         say: Callable[[str], None],
     ) -> AsyncIterator[Fleet]:
@@ -123,14 +125,15 @@ class Fleet:
 
         Args:
             run: the name under which runtimes look for the trainer.
-            recipe: settings that runtimes take from the trainer, as plain data for JSON.
+            recipe: settings that runtimes take from the trainer.
             folder: a folder for results; runtimes that share this file system write them there.
             say: called with a line of text when a runtime joins or leaves.
 
         Raises:
             ServerError: Redis or all runtimes were unavailable for too long, or a group failed too
                 often.
-            SettingsError: Redis rejected the login, or another trainer has taken over the run.
+            SettingsError: Redis rejected the login.
+            FleetError: another trainer has taken over the run.
         """
         incarnation = uuid.uuid4().hex[:12]
         state = TrainerState(
@@ -414,7 +417,7 @@ class Fleet:
         heard = await link.do(lambda redis: redis.get(link.trainer))
         before = None if heard is None else incarnation_in(heard)
         if before not in (None, incarnation) and not takes_over:
-            raise SettingsError(
+            raise FleetError(
                 f"fleet.run: another trainer has taken over {link.trainer} at "
                 f"{self._settings.redis}: stop one of them or set another fleet.run"
             )

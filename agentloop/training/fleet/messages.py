@@ -1,6 +1,6 @@
 """The messages between a trainer and its runtimes, as JSON, and the encoding of rollouts.
 
-    TrainerState         what runtimes are to do; it holds a WeightsAnnouncement
+    TrainerState         what runtimes are to do; it holds a Recipe and a WeightsAnnouncement
     WorkerStatus         what a runtime has loaded
     Ticket ──> Result    a group to roll out, and its rollouts
 
@@ -17,15 +17,22 @@ from typing import Any, Self
 
 import pydantic
 
+from agentloop.environments.environment import EnvSettings
 from agentloop import distribution
+from agentloop.agent.chat_format import ChatSettings
 from agentloop.agent.rollout import Budget
-from agentloop.errors import SettingsError
+from agentloop.errors import AgentLoopError
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.sglang.weight_updates import Pause
 from agentloop.plain_json import ValidText, dumps, loads
+from agentloop.rewards.reward import RewardSettings
 from agentloop.tasks.sources import Task
+from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Purpose
 
 __all__ = [
+    "FleetError",
+    "Recipe",
     "Result",
     "Ticket",
     "TrainerState",
@@ -57,7 +64,11 @@ class _Message(pydantic.BaseModel):
         return cls.model_validate(loads(data))
 
 
-class VersionError(SettingsError):
+class FleetError(AgentLoopError):
+    """The processes of a fleet do not fit together: their versions, settings or trainers differ."""
+
+
+class VersionError(FleetError):
     """A process of the fleet has another version of this package.
 
     Attributes:
@@ -96,6 +107,29 @@ def incarnation_in(state: bytes) -> str:
     return str(loads(state).get("incarnation", ""))
 
 
+class Recipe(_Message):
+    """The settings that runtimes take from the trainer.
+
+    Attributes:
+        group_size: rollouts per group, for which a runtime waits for capacity.
+        seed, shuffle_rewards, early_stop_at: those of `LoopSettings`.
+    """
+
+    model: str
+    chat: ChatSettings
+    env: EnvSettings
+    tools: list[str]
+    tool_timeout_s: float
+    sampling: Sampling
+    budget: Budget
+    reward: RewardSettings
+    roc: RocSettings
+    group_size: int
+    seed: int
+    shuffle_rewards: bool
+    early_stop_at: int
+
+
 class WeightsAnnouncement(_Message):
     """The weights that runtimes are to load.
 
@@ -118,14 +152,13 @@ class TrainerState(_VersionedMessage):
 
     Attributes:
         incarnation: id of this trainer process; tickets of another one are obsolete.
-        recipe: settings that runtimes take from the trainer.
         folder: folder for results; a runtime shares it if it contains a file named like
             `incarnation`.
         over: whether the run has ended.
     """
 
     incarnation: str
-    recipe: Mapping[str, Any]
+    recipe: Recipe
     lease_s: float
     max_tries: int
     max_result_mib: int

@@ -25,16 +25,16 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskStatus
 
-from agentloop.aio import task_group
+from agentloop.aio import Signal, task_group
 from agentloop.errors import (
     AgentLoopError,
     DataError,
     RequestError,
     RewardError,
     ServerError,
-    SettingsError,
 )
 from agentloop.training.fleet.messages import (
+    FleetError,
     Result,
     Ticket,
     TrainerState,
@@ -132,7 +132,7 @@ class Member:
         self._verified: set[str] = set()  # versions whose weights are confirmed
         self._synced: SyncResult | None = None
         self._keeping_up = anyio.CancelScope()
-        self._changed = anyio.Event()
+        self._changed = Signal()
         self._cursor = b"0-0"
 
     async def run(self) -> None:
@@ -141,8 +141,9 @@ class Member:
         Raises:
             ServerError: Redis or the trainer was unavailable for too long, or our weights are
                 wrong.
-            SettingsError: Redis rejected the login, the run's settings have changed, or the trainer
-                has another version of this package.
+            SettingsError: Redis rejected the login.
+            FleetError: the run's settings have changed, or the trainer has another version of this
+                package.
         """
         try:
             async with task_group() as tasks:
@@ -173,7 +174,7 @@ class Member:
 
     def _follow(self, state: TrainerState) -> None:
         if state.recipe != self._state.recipe and not state.over:
-            raise SettingsError("the run's settings have changed: restart this runtime")
+            raise FleetError("the run's settings have changed: restart this runtime")
         if state == self._state:
             return
         if state.incarnation != self._state.incarnation:
@@ -241,7 +242,7 @@ class Member:
         weights = self._state.weights
         if weights is not None and self._is_right(weights):
             self._verified.add(weights.version)
-        self._notify()
+        self._changed.notify()
 
     def _is_right(self, weights: WeightsAnnouncement) -> bool:
         return self._has(weights) and self._status.checksum == weights.checksum != ""
@@ -271,7 +272,7 @@ class Member:
     # --- tickets ----------------------------------------------------------------------------------
 
     async def _take_tickets(self) -> None:
-        size = int(self._state.recipe["group_size"])
+        size = self._state.recipe.group_size
         async with anyio.create_task_group() as groups:
             while True:
                 await self._until(self._is_ready)  # no deadline: `_listen` has one
@@ -320,7 +321,7 @@ class Member:
                 with anyio.move_on_after(_CLOSE_S, shield=True), suppress(AgentLoopError):
                     await self._link.do(partial(self._release, lease))
             on_queued()
-            self._notify()
+            self._changed.notify()
 
     async def _roll_out(self, lease: _LeasedTicket, on_queued: Callable[[], None]) -> bool:
         """Do a ticket; return whether a result was delivered."""
@@ -448,10 +449,11 @@ class Member:
 
     async def _beat(self) -> None:
         while True:
-            changed = self._changed  # the status may change while it is being published
+            shown = self._status, self._state  # they may change while this is being published
             await self._link.do(self._show)
             with anyio.move_on_after(self._state.lease_s / 4):
-                await changed.wait()
+                while shown == (self._status, self._state):
+                    await self._changed.wait()
 
     async def _show(self, redis: Redis) -> None:
         link, lease_ms = self._link, int(1000 * self._state.lease_s)
@@ -472,10 +474,6 @@ class Member:
         """Wait until a condition holds; it is checked whenever something has changed."""
         while not condition():
             await self._changed.wait()  # no deadline: every change has one, or ends this
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
 
 
 def _is_broken(row: Mapping[str, Any]) -> bool:

@@ -20,16 +20,15 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import anyio
 import anyio.abc
 import anyio.to_thread
-import orjson
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from agentloop.aio import task_group
@@ -51,6 +50,7 @@ from agentloop.training.learner_client.protocol import (
     decode_reply,
     encode,
 )
+from agentloop.training.learner_client.settings import LearnerSettings
 
 __all__ = [
     "KeptLearner",
@@ -288,7 +288,7 @@ class LearnerProcesses:
 
 @asynccontextmanager
 async def started(
-    settings: Mapping[str, Any],
+    settings: LearnerSettings,
     ranks_settings: RanksSettings,
     *,
     log_dir: Path,
@@ -297,7 +297,6 @@ async def started(
     """Start a learner; yield it when all ranks are ready.
 
     Args:
-        settings: a dumped `agentloop.training.learner_client.settings.LearnerSettings`.
         log_dir: folder for logs and for the settings, which all nodes read from there.
 
     Raises:
@@ -313,7 +312,7 @@ async def started(
         stack.push_async_callback(listener.aclose)
         settings_path = anyio.Path(log_dir) / "learner.json"
         await settings_path.parent.mkdir(parents=True, exist_ok=True)
-        await settings_path.write_bytes(orjson.dumps(dict(settings)))
+        await settings_path.write_text(settings.model_dump_json(), "utf-8")
         command = (*_COMMAND, str(settings_path))
         port = ranks_settings.port or free_port()
         ranks = LearnerProcesses()
@@ -351,7 +350,7 @@ class KeptLearner:
 
     def __init__(
         self,
-        settings: Mapping[str, Any],
+        settings: LearnerSettings,
         ranks_settings: RanksSettings,
         *,
         log_dir: Path,

@@ -49,6 +49,7 @@ __all__ = [
     "SendRequest",
     "StepReply",
     "StepRequest",
+    "TrainingState",
     "decode_reply",
     "decode_request",
     "encode",
@@ -111,6 +112,24 @@ class _Counters(Reply):
     warm_from: int
 
 
+class TrainingState(_Message):
+    """The state that a trainer saves with a checkpoint, to resume from it.
+
+    Checkpoints keep it as JSON, so those of earlier versions may have more fields.
+
+    Attributes:
+        step: the last completed step.
+        version: training on rollouts: version of the weights.
+        lineage: supervised fine-tuning: checksum of the data of all steps so far.
+    """
+
+    model_config = pydantic.ConfigDict(extra="ignore")
+
+    step: int
+    version: int = 0
+    lineage: str | None = None
+
+
 # --- training ---------------------------------------------------------------------------------
 
 
@@ -134,7 +153,7 @@ class StepRequest(Request[StepReply]):
         batch: file of the batch; see `agentloop.training.learner_client.batch`.
         lr: learning rate; None: that of the learner's settings.
         rescue: folder of the checkpoint to save if training breaks; None: save none.
-        state: the caller's state for that checkpoint.
+        state: the trainer's state for that checkpoint.
     """
 
     op: Literal["step"] = "step"
@@ -142,7 +161,7 @@ class StepRequest(Request[StepReply]):
     batch: Path
     lr: float | None = Field(None, ge=0, lt=1, allow_inf_nan=False)
     rescue: Path | None = None
-    state: dict[str, Any] = {}
+    state: TrainingState = TrainingState(step=0)
 
 
 class ResetOptimizerRequest(Request[Reply]):
@@ -194,7 +213,7 @@ class SaveReply(_Counters):
 
 
 class SaveRequest(Request[SaveReply]):
-    """Save a checkpoint with the caller's `state`.
+    """Save a checkpoint with the trainer's `state`.
 
     Attributes:
         beside: reply as soon as the state is copied into the host's memory.
@@ -203,7 +222,7 @@ class SaveRequest(Request[SaveReply]):
     op: Literal["save"] = "save"
     reply_type = SaveReply
     folder: Path
-    state: dict[str, Any] = {}
+    state: TrainingState = TrainingState(step=0)
     beside: bool = False
 
 
@@ -230,9 +249,9 @@ class SavedRequest(Request[SavedReply]):
 
 
 class LoadReply(_Counters):
-    """The caller's state in the checkpoint."""
+    """The trainer's state in the checkpoint."""
 
-    state: dict[str, Any]
+    state: TrainingState
 
 
 class LoadRequest(Request[LoadReply]):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentloop.analysis.plots import PANELS, labels_of, plot_runs, smoothed
-from agentloop.errors import SettingsError
+from agentloop.errors import RunFolderError, SettingsError
 
 
 def run(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -121,7 +121,7 @@ def test_a_name_is_not_read_as_markup(tmp_path: Path, name: str) -> None:
 
 
 def test_a_run_without_metrics_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"nothing to plot: .*metrics\.jsonl"):
+    with pytest.raises(RunFolderError, match=r"nothing to plot: .*metrics\.jsonl"):
         plot_runs([tmp_path], tmp_path / "plots.png")
 
 
@@ -137,7 +137,7 @@ def test_a_line_that_is_cut_is_left_out_and_a_damaged_one_told(tmp_path: Path) -
         assert f"{folder}: metrics.jsonl: " in told
         assert (tmp_path / "plots.svg").read_bytes() == expected
         (folder / "metrics.jsonl").write_text(damage)
-        with pytest.raises(SettingsError, match=r"nothing to plot: .*metrics\.jsonl: "):
+        with pytest.raises(RunFolderError, match=r"nothing to plot: .*metrics\.jsonl: "):
             plot_runs([folder], tmp_path / "plots.svg")
 
 

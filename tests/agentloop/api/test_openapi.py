@@ -6,26 +6,20 @@ import json
 import re
 from typing import Any
 
-import pydantic
 import pytest
 
-from agentloop.api.openapi import Answer, Body, Operation, document, service
+from agentloop.api.app import ROUTES
+from agentloop.api.guard import ApiGuard, ServeSettings
+from agentloop.api.http import REFUSALS, REQUEST_ID
+from agentloop.sandbox.routes import document
 from agentloop.trajectory import ToolCall, Trajectory, Turn
 
 
-class Asked(pydantic.BaseModel):
-    question: str
-
-
-class Waits(pydantic.BaseModel):
-    waits: list[str]
-
-
-SERVICE = service(rollouts=Asked, waits=Waits)
-
-
-def made(has_token: bool = False, operations: list[Operation] = SERVICE) -> dict[str, Any]:
-    return document(operations, version="1.2.3", has_token=has_token)
+def made(has_token: bool = False) -> dict[str, Any]:
+    guard = ApiGuard(ServeSettings.model_validate({"token": "t" if has_token else None}))
+    return document(
+        ROUTES, info={}, needs_token=guard.needs_token, refusals=REFUSALS, headers=REQUEST_ID
+    )
 
 
 def statuses(whole: dict[str, Any], path: str, method: str = "get") -> set[str]:
@@ -44,7 +38,7 @@ def test_every_reference_resolves() -> None:
 def test_operation_ids_are_unique() -> None:
     whole = made()
     names = [one["operationId"] for methods in whole["paths"].values() for one in methods.values()]
-    assert len(set(names)) == len(names) == len(SERVICE)
+    assert len(set(names)) == len(names) == len(ROUTES)
     assert all(name.isidentifier() for name in names)
 
 
@@ -84,21 +78,6 @@ def test_a_trajectory_has_the_fields_that_are_sent() -> None:
         ("ToolCall", sent["turns"][0]["calls"][0]),
     ]:
         assert set(schemas[name]["properties"]) == set(schemas[name]["required"]) == set(value)
-
-
-def test_further_operations_can_be_added() -> None:
-    page = Operation(
-        "get",
-        "/page/{name}",
-        "A file",
-        {200: Answer("It.", (Body((), "text/html"),))},
-        parameters={"name": "Its name."},
-        is_open=True,
-    )
-    whole = made(True, [*SERVICE, page])
-    (parameter,) = whole["paths"]["/page/{name}"]["get"]["parameters"]
-    assert (parameter["name"], parameter["in"], parameter["required"]) == ("name", "path", True)
-    assert set(made(True)["paths"]) < set(whole["paths"])
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,9 @@ from agentloop.cli.console import (
     settings_text,
     split_settings,
 )
-from agentloop.errors import ServerError, SettingsError
+from agentloop.errors import RunFolderError, ServerError, SettingsError
 from agentloop.sandbox import SandboxUnavailable
+from agentloop.training.fleet.messages import FleetError
 from agentloop.training.run_status import RunStatus
 
 
@@ -170,12 +171,16 @@ def test_a_command_ends_with_its_status(status: int) -> None:
     assert console.run(main) == status
 
 
-@pytest.mark.parametrize("error", [SettingsError("port: bad"), SandboxUnavailable("port: bad")])
+@pytest.mark.parametrize(
+    "kind",
+    [SettingsError, RunFolderError, FleetError, SandboxUnavailable],
+    ids=lambda kind: kind.__name__,
+)
 def test_an_error_with_a_name_is_one_line(
-    error: Exception, capsys: pytest.CaptureFixture[str]
+    kind: type[Exception], capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def main() -> int:
-        raise error
+        raise kind("port: bad")
 
     assert console.run(main) == 2
     assert capsys.readouterr().err == "agentloop: error: port: bad\n"

@@ -9,9 +9,8 @@ from agentloop.cli.rollouts import RolloutsSettings, _settings_of, main
 from agentloop.cli.train import TrainSettings, recipe_of
 from agentloop.config import load_settings
 from agentloop.models import SMALL
-from agentloop.rewards.reward import RewardSettings
 from agentloop.runtime import Settings
-from agentloop.training.roc import RocSettings
+from agentloop.training.fleet.messages import Recipe
 
 
 def test_a_runtime_has_the_trainers_recipe_and_its_own_machine() -> None:
@@ -32,16 +31,15 @@ def test_a_runtime_has_the_trainers_recipe_and_its_own_machine() -> None:
     assert settings.tools == ["python_code_with_standard_io"]
     assert settings.model == "/theirs"
     assert (settings.server.count, settings.sandbox.workers) == (2, 1)
-    assert RocSettings.model_validate(recipe["roc"]) == trainers.roc
-    assert RewardSettings.model_validate(recipe["reward"]) == trainers.reward
+    assert (recipe.roc, recipe.reward) == (trainers.roc, trainers.reward)
+    assert Recipe.from_json(recipe.to_json()) == recipe
     elsewhere = _settings_of(own.model_copy(update={"model": "/mine"}), recipe)
     assert elsewhere.model == "/mine"
 
 
 def test_each_setting_of_a_runtime_is_the_machines_or_the_recipes() -> None:
-    recipe = recipe_of(load_settings(TrainSettings))
     assert Settings.model_fields.keys() - {"serve"} == (
-        recipe.keys() | RolloutsSettings.model_fields.keys()
+        Recipe.model_fields.keys() | RolloutsSettings.model_fields.keys()
     ) & set(Settings.model_fields)
 
 

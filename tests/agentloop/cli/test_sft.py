@@ -23,7 +23,7 @@ from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.models import SMALL
 from agentloop.tasks.teacher import lessons
-from agentloop.training.run_folder import checkpoints_in
+from agentloop.training.run_folder import RunFolder, checkpoints_in
 from agentloop.training.run_status import RunStatus
 from tests.support import eventually
 
@@ -257,3 +257,19 @@ def test_a_folder_that_is_not_a_run_is_not_resumed(
 ) -> None:
     assert main(["sft", "--resume", str(tmp_path)]) == 2
     assert "--resume: " in capsys.readouterr().err
+
+
+def test_a_run_of_other_dialogues_is_one_line_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agentloop.cli.sft, "require_learner", lambda settings: None)
+    settings = load_settings(SftSettings, overrides=["data.teacher=3", "page=false"])
+    checkpoint = RunFolder(tmp_path / "run", to_toml(settings)).path / "checkpoints" / "step-00001"
+    checkpoint.mkdir()
+    state = {"step": 1, "lineage": "of other dialogues"}
+    (checkpoint / "state.json").write_text(json.dumps({"state": state}))
+    assert main(["sft", "--resume", str(tmp_path / "run")]) == 2
+    (error,) = (line for line in capsys.readouterr().err.splitlines() if "error" in line)
+    assert error.startswith(
+        f"agentloop: error: --resume: {tmp_path / 'run'}: its first 1 steps were trained on other "
+    )

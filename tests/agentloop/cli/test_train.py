@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -14,10 +15,11 @@ import anyio
 import pytest
 
 from agentloop.cli import console
+from agentloop.cli import train as train_module
 from agentloop.cli.train import TrainSettings, _whole, learner_settings, main, train
 from agentloop.config import load_settings, to_toml
 from agentloop.distribution import install_hint
-from agentloop.errors import AgentLoopError, SettingsError
+from agentloop.errors import AgentLoopError, RunFolderError, SettingsError
 from agentloop.models import SMALL
 from agentloop.tasks.sources import TaskSource
 from agentloop.training.learner_client import client as learner
@@ -193,8 +195,21 @@ async def test_a_run_without_its_journal_is_not_begun_anew(tmp_path: Path) -> No
     folder.add_group(1, [{"text": "kept"}])
     path = folder.path
     for _ in range(2):
-        with pytest.raises(SettingsError, match=r"--resume: .*queue\.sqlite, the run's journal"):
+        with pytest.raises(RunFolderError, match=r"--resume: .*queue\.sqlite, the run's journal"):
             await train(settings, cast(Any, Said()), resume=path)
+
+
+def test_a_run_without_its_journal_is_one_line_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train_module, "_require_machine", lambda settings: None)
+    run = tmp_path / "run"
+    RunFolder(run, to_toml(run_at(tmp_path))).add_group(1, [{"text": "kept"}])
+    gc.collect()  # it holds a lock
+    assert main(["--resume", str(run), "--restarts", "0"]) == 2
+    (error,) = (line for line in capsys.readouterr().err.splitlines() if "error" in line)
+    assert error.startswith(f"agentloop: error: --resume: {run}: ")
+    assert error.endswith("queue.sqlite, the run's journal: restore the file, or start a new run")
 
 
 @pytest.mark.anyio

@@ -107,3 +107,20 @@ def test_overlay_does_not_import_torch(site: Path) -> None:
 def test_overlay_runs_the_sitecustomize_that_it_shadows(site: Path) -> None:
     (site / "sitecustomize.py").write_text("print('theirs')")
     assert _python("print('main')", OVERLAY, site).split() == ["theirs", "main"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="servers fork on Linux only")
+def test_overlay_lets_a_servers_processes_be_forked(site: Path) -> None:
+    program = """
+import multiprocessing
+multiprocessing.set_start_method("spawn", force=True)  # as SGLang does
+imported = []
+def child():
+    print(imported, flush=True)
+if __name__ == "__main__":
+    imported.append("once")
+    process = multiprocessing.Process(target=child)
+    process.start()
+    process.join()
+"""
+    assert _python(program, OVERLAY, site).strip() == "['once']"

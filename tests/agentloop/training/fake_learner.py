@@ -17,7 +17,7 @@ REPLIES: dict[str, dict[str, Any]] = {
     "logprobs": {"num_tokens": 0},
     "publish": {"version": "0", "sha256": {}, "num_bytes": 0, "seconds": 0.1},
     "save": {"folder": "", **_COUNTERS},
-    "load": {"state": {}, **_COUNTERS},
+    "load": {"state": {"step": 0}, **_COUNTERS},
     "layout": {"num_buckets": 1, "num_bytes": 0, "num_updates": 0, "backend": "gloo", "model": {}},
     "open": {"port": 1},
     "send": {"num_bytes": 0},

@@ -12,18 +12,39 @@ from typing import Any
 
 import anyio
 
+from agentloop.environments.environment import EnvSettings
+from agentloop.agent.chat_format import ChatSettings
 from agentloop.agent.rollout import Budget
 from agentloop.errors import ServerError
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.rewards.reward import RewardSettings
 from agentloop.tasks.sources import Task
+from agentloop.training.fleet.messages import Recipe
 from agentloop.training.fleet.redis_link import RedisLink
 from agentloop.training.fleet.settings import FleetSettings
 from agentloop.training.fleet.worker import Member, wait_for_trainer
+from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Purpose, RolledOut, RollsOut
 from agentloop.training.weight_sync.disk import PublishedFolder
 from agentloop.training.weight_sync.sync import SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
 
 LEASE_S = 8.0  # a busy machine may stop us for seconds
+RECIPE = Recipe(
+    env=EnvSettings(),
+    model="model",
+    chat=ChatSettings(),
+    tools=[],
+    tool_timeout_s=4,
+    sampling=Sampling(),
+    budget=Budget(),
+    reward=RewardSettings(),
+    roc=RocSettings(),
+    group_size=2,
+    seed=0,
+    shuffle_rewards=False,
+    early_stop_at=0,
+)
 
 
 @dataclass

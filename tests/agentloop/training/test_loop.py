@@ -23,7 +23,7 @@ from agentloop.cli.runs.export import find
 from agentloop.cli.train import TrainSettings
 from agentloop.config import to_toml
 from agentloop.environments.episodes import PromptGroups
-from agentloop.errors import ModelError, RequestError, SettingsError, sole
+from agentloop.errors import ModelError, RequestError, RunFolderError, sole
 from agentloop.events import Emit, Event, GroupFinished, GroupStarted, ignore
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import SGLangServer
@@ -34,6 +34,7 @@ from agentloop.tasks.sources import TaskSource, TasksSettings
 from agentloop.training.collapse import CollapseSettings, RunCollapsed
 from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.learner_client.client import Learner, LearnerError, LearnerLost
+from agentloop.training.learner_client.protocol import TrainingState
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.queue import GroupQueue
@@ -217,7 +218,7 @@ async def played(
                 stages=stages,
                 budget=Budget(max_turns=10, max_response_tokens=100),
                 weights=weights,
-                restored=restored,
+                restored=TrainingState(**restored) if restored else None,
                 kept=kept,
                 max_restarts=2,
                 collapse=collapse,
@@ -1010,7 +1011,7 @@ async def test_a_run_that_has_collapsed_ends_where_it_was_good(tmp_path: Path) -
     assert [one.name for one in (path / "weights").iterdir()] == ["1"]
     assert len(learner.learned) == 1
 
-    with pytest.raises(SettingsError, match=r"--from: no checkpoint of step 7; available: 1, 2, 3"):
+    with pytest.raises(RunFolderError, match=r"no checkpoint of step 7; available: 1, 2, 3"):
         await gone_back(tmp_path, 7)
     assert not (path / "undone").exists()
     tasks = await gone_back(tmp_path, 1)
@@ -1066,7 +1067,7 @@ async def test_what_was_undone_is_nobodys_model(tmp_path: Path, how: str, num_st
     assert RunFolder.model_in(path).name == "3"
     del run
     tasks = await gone_back(tmp_path, 1)
-    with pytest.raises(SettingsError, match="is not a run with a model"):
+    with pytest.raises(RunFolderError, match="is not a run with a model"):
         RunFolder.model_in(path)
     with pytest.raises(ModelError, match="no published weights"):
         find(path)

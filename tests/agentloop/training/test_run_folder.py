@@ -143,7 +143,7 @@ async def test_the_latest_run_and_its_newest_model_are_found(tmp_path: Path) -> 
         (path / "config.json").write_text("{}")
         return path
 
-    with pytest.raises(SettingsError, match="is not a run with a model"):
+    with pytest.raises(RunFolderError, match="is not a run with a model"):
         RunFolder.model_in(tmp_path)
     for name in ("a", "b"):
         async with RunFolder.new(RunSettings(folder=tmp_path, name=name), ""):

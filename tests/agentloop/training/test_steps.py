@@ -13,6 +13,7 @@ import pytest
 
 from agentloop.tasks.sources import Task
 from agentloop.training.learner_client.client import Learner, LearnerLost
+from agentloop.training.learner_client.protocol import TrainingState
 from agentloop.training.queue import GroupQueue, Lease
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.step_metrics import Learned
@@ -78,12 +79,12 @@ class Run:
         self.learner = learner
         self.said: list[str] = []
 
-    def steps(self, restored: Mapping[str, Any] | None = None) -> Steps:
+    def steps(self, restored: TrainingState | None = None) -> Steps:
         return Steps(
             cast(Learner, self.learner),
             self.queue,
             self.folder,
-            restored=restored or {},
+            restored=restored,
             timeout_s=5,
             say=self.said.append,
             kept=cast(Any, self.learner),

@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from agentloop.errors import SettingsError
+from agentloop.errors import RunFolderError
 from agentloop.tasks.sources import Task
 from agentloop.training.queue import GroupQueue
 from agentloop.training.run_folder import RunFolder
@@ -165,7 +165,7 @@ async def test_a_step_without_a_checkpoint_is_refused_and_changes_nothing(tmp_pa
     await run_of_three_steps(tmp_path / "run")
     before = seen(tmp_path / "run")
     async with opened(tmp_path / "run") as (folder, queue):
-        with pytest.raises(SettingsError, match=r"--from: no checkpoint of step 7; available: 1, "):
+        with pytest.raises(RunFolderError, match=r"no checkpoint of step 7; available: 1, "):
             await undo(folder, queue, 7)
         await finish_undo(folder, queue)  # there is nothing to be finished
     assert seen(tmp_path / "run") == before

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from agentloop import (distribution)
-from agentloop.cli.runs import entropy as analyze
+from agentloop import distribution
 from agentloop.__main__ import main
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.config import to_toml
 from agentloop.cli.evaluate import EvaluateSettings
-from agentloop.models import SMALL
+from agentloop.cli.runs import entropy as analyze
 from agentloop.cli.train import TrainSettings
+from agentloop.config import to_toml
+from agentloop.models import SMALL
 from agentloop.training.learner_client.client import LearnerProcesses
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.run_folder import RunFolder

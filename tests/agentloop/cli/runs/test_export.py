@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from agentloop.__main__ import main
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.errors import AgentLoopError, ModelError, SettingsError
 from agentloop.cli.runs.export import _cast_file, export, find
+from agentloop.errors import AgentLoopError, ModelError, SettingsError
 from agentloop.models import SMALL
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentloop.__main__ import main
-from agentloop.config import to_toml
 from agentloop.cli.runs.list import age, size
 from agentloop.cli.train import TrainSettings
+from agentloop.config import to_toml
 from agentloop.training.run_folder import RunFolder
 
 

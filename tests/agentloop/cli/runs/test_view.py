@@ -12,8 +12,8 @@ import aiohttp
 import anyio
 import pytest
 
-from agentloop.cli.runs import view
 from agentloop.__main__ import main
+from agentloop.cli.runs import view
 from agentloop.models import SMALL
 from agentloop.training.run_folder import RunFolder
 from tests.agentloop.observe.test_archive import rollout
@@ -60,7 +60,9 @@ def test_a_folder_without_a_run_is_an_error(
     assert not (tmp_path / "out.html").exists()
 
 
-@pytest.mark.parametrize("config", ["model = ", "\x00", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "config", ["model = ", "\x00", b"\xff\xfe", "model = 3", "[chat]\ntemplate = '/no/such'"]
+)
 def test_settings_that_cannot_be_read_are_named(
     tmp_path: Path, config: str | bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:

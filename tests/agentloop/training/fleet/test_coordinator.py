@@ -24,6 +24,7 @@ from agentloop.rewards.reward import Grader, RewardSettings
 from agentloop.tasks.sources import Task, TaskSource
 from agentloop.training.fleet.coordinator import Fleet
 from agentloop.training.fleet.messages import (
+    FleetError,
     Result,
     Ticket,
     VersionError,
@@ -42,14 +43,13 @@ from agentloop.training.rollouts import RolledOut, Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.weight_sync.disk import PublishedFolder
 from tests import emitted
-from tests.agentloop.training.fleet_player import LEASE_S, Player, playing
+from tests.agentloop.training.fleet_player import LEASE_S, RECIPE, Player, playing
 from tests.agentloop.training.test_loop import ARITHMETIC, Played, PlayedLearner, Told, played
 from tests.redis_server import RedisServer, redis_server
 from tests.support import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]  # a real Redis, and real deaths
 
-RECIPE = {"group_size": 2}
 BUDGET = Budget(max_turns=7)
 
 
@@ -510,7 +510,7 @@ async def test_a_second_trainer_takes_the_run_and_the_first_says_so(
 ) -> None:
     settings = settings_for(redis)
     with pytest.raises(  # noqa: PT012
-        SettingsError, match="another trainer has taken over agentloop:test:trainer"
+        FleetError, match="another trainer has taken over agentloop:test:trainer"
     ):
         async with training(settings, tmp_path):
             async with training(settings, tmp_path / "other"):

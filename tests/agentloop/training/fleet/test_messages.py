@@ -15,11 +15,12 @@ from agentloop.training.fleet.messages import (
     WorkerStatus,
     incarnation_in,
 )
+from tests.agentloop.training.fleet_player import RECIPE
 
 WEIGHTS = WeightsAnnouncement(number=1, version="7", folder="/weights/7", timeout_s=30)
 STATE = TrainerState(
     incarnation="first",
-    recipe={"group_size": 2},
+    recipe=RECIPE,
     lease_s=30,
     max_tries=5,
     max_result_mib=1,

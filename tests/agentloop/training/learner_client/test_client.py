@@ -29,6 +29,7 @@ from agentloop.training.learner_client.client import (
 )
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import Reply, Request, SavedRequest
+from agentloop.training.learner_client.settings import LearnerSettings
 
 pytestmark = [
     pytest.mark.anyio,
@@ -125,6 +126,12 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner_module, "_OTHERS_S", 1.0)
 
 
+class PlayedSettings(LearnerSettings):
+    """The settings of a fake learner, which are not those of the real one."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
+
+
 @asynccontextmanager
 async def ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, count: int = 2, **settings: object
@@ -133,7 +140,7 @@ async def ranks(
     script.write_text(RANK)
     monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, str(script)))
     async with started(
-        settings,
+        PlayedSettings.model_validate(settings),
         RanksSettings(nproc_per_node=count, start_timeout_s=50),
         log_dir=folder / "logs",
         on_progress=lambda line: None,
@@ -291,7 +298,7 @@ async def test_a_file_of_the_users_with_the_packages_name_is_not_run(
     monkeypatch.setenv("PYTHONPATH", str(Path(learner_module.__file__).parents[3]))
     with pytest.raises(LearnerError, match=r"learner\.json: [\s\S]*no_such") as caught:
         async with started(
-            {"no_such": 1},
+            PlayedSettings.model_validate({"no_such": 1}),
             RanksSettings(),
             log_dir=tmp_path / "logs",
             on_progress=lambda line: None,
@@ -323,7 +330,7 @@ def kept(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> K
     script.write_text(RANK)
     monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, str(script)))
     return KeptLearner(
-        {"pids": f"{folder}/pid-", **settings},
+        PlayedSettings.model_validate({"pids": f"{folder}/pid-", **settings}),
         RanksSettings(nproc_per_node=2, start_timeout_s=50),
         log_dir=folder / "logs",
         on_progress=lambda line: None,

@@ -23,6 +23,7 @@ from agentloop.training.learner_client.protocol import (
     SendRequest,
     StepReply,
     StepRequest,
+    TrainingState,
     decode_reply,
     decode_request,
     encode,
@@ -30,12 +31,14 @@ from agentloop.training.learner_client.protocol import (
 from agentloop.training.weight_sync.layout import Layout
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
-STATES = st.dictionaries(TEXT, st.recursive(st.integers(-9, 9) | TEXT, st.lists, max_leaves=4))
+STATES = st.builds(
+    TrainingState, step=st.integers(0), version=st.integers(0), lineage=st.none() | TEXT
+)
 
 
 @settings(deadline=None)
 @given(state=STATES, lr=st.none() | st.floats(0, 1, exclude_max=True))
-def test_a_request_survives_the_wire(state: dict[str, Any], lr: float | None) -> None:
+def test_a_request_survives_the_wire(state: TrainingState, lr: float | None) -> None:
     request = StepRequest(batch=Path("/a/batch"), lr=lr, state=state)
     line = encode(request)
     assert line.count(b"\n") == 1
@@ -44,7 +47,7 @@ def test_a_request_survives_the_wire(state: dict[str, Any], lr: float | None) ->
 
 @settings(deadline=None)
 @given(state=STATES)
-def test_a_reply_survives_the_wire(state: dict[str, Any]) -> None:
+def test_a_reply_survives_the_wire(state: TrainingState) -> None:
     reply = LoadReply(state=state, num_updates=3, num_skipped=0, warm_from=1)
     assert decode_reply(encode(reply), LoadReply) == reply
 

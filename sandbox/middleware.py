@@ -1,4 +1,4 @@
-"""What requests may take of the service: their number, their bodies' memory, their time.
+"""The service's middlewares: they bound the requests, the memory of their bodies, and their time.
 
 request ──> counted ──> allowed (guard.py) ──> bounded ──> its body is read ──> handler
     a refusal at any of these is a RequestRefused, which becomes the response
@@ -37,7 +37,7 @@ class RequestLimits:
         self._max_links = min(settings.max_links, max_connections // 4)
         self._max_waiting = min(settings.max_waiting_sessions, max_connections // 8)
         token = settings.token.get_secret_value() if settings.token else None
-        self._guard = Guard(settings.host, token, settings.allowed_hosts)
+        self.guard = Guard(settings.host, token, settings.allowed_hosts)
         self.num_requests = 0
         self.num_links = 0
         self._num_waiting = 0  # requests that wait for a session, not counted as open requests
@@ -125,7 +125,7 @@ class RequestLimits:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if refusal := self._guard.refusal(request.path, request.headers):
+        if refusal := self.guard.refusal(request.path, request.headers):
             status, why = refusal
             raise RequestRefused(status, "unauthorized" if status == 401 else "forbidden", why)
         return await handler(request)

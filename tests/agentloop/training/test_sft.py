@@ -19,7 +19,7 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import Rollout
 from agentloop.agent.sandbox_tools import PythonCode
 from agentloop.agent.tools import RunTool, ToolOutput
-from agentloop.errors import DataError, SettingsError
+from agentloop.errors import DataError, RunFolderError
 from agentloop.events import Event, Measured, ignore
 from agentloop.models import SMALL
 from agentloop.tasks.sources import TaskSource, TasksSettings
@@ -28,7 +28,7 @@ from agentloop.training.learner_client.batch import Sample
 from agentloop.training.learner_client.client import KeptLearner, Learner, LearnerLost
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
-from agentloop.training.supervised import (
+from agentloop.training.sft import (
     Dialogue,
     DialoguesSettings,
     FineTuning,
@@ -453,10 +453,19 @@ async def test_other_dialogues_are_no_run_to_go_on_with(tmp_path: Path) -> None:
         await FineTuning(SETTINGS, SAMPLES, folder).run(cast(Learner, learner), report=Said())
     others = [*SAMPLES[:-1], Sample([9, 7], [0, 1], [0.0, 0.0], 0.0, 4)]
     for changed in ({"samples": others}, {"seed": 1}, {"batch_tokens": 6}):
-        with pytest.raises(SettingsError, match="its first 2 steps were trained on other"):
+        with pytest.raises(RunFolderError, match="its first 2 steps were trained on other"):
             await tune(folder, learner, **changed)
     await tune(folder, learner, epochs=3, lr=0.2)
     assert [step for step, _ in losses(folder)] == list(range(1, 10))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_damaged_model_is_named(tmp_path: Path, text: str) -> None:
+    folder = RunFolder(tmp_path / "run", "")
+    (folder.path / "model").mkdir()
+    (folder.path / "model" / "published.json").write_text(text)
+    with pytest.raises(RunFolderError, match=r"published\.json: cannot be read: .*; remove "):
+        FineTuning(SETTINGS, SAMPLES, folder)
 
 
 @given(

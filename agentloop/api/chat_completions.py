@@ -24,13 +24,10 @@ from agentloop.api.schemas import (
     ChatCompletionChunk,
     ChunkChoice,
     Delta,
-    ErrorBody,
     ExecutedCall,
     FinishReason,
     Frame,
     LikelyToken,
-    Model,
-    ModelList,
     TokenLogprob,
     Usage,
     UsageChunk,
@@ -57,9 +54,7 @@ __all__ = [
     "ChunkWriter",
     "chunk_frame",
     "completion",
-    "error_body",
     "events_of",
-    "model_list",
 ]
 
 TokenText = Callable[[int], str]
@@ -306,14 +301,3 @@ def _usage(trajectories: Sequence[Trajectory]) -> Usage:
         "completion_tokens": sampled,
         "total_tokens": prompt + sampled,
     }
-
-
-def error_body(
-    message: str, kind: str, *, param: str | None = None, code: str | None = None
-) -> ErrorBody:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def model_list(model: str, created: int) -> ModelList:
-    entry: Model = {"id": model, "object": "model", "created": created, "owned_by": "agentloop"}
-    return {"object": "list", "data": [entry]}

@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 
 from agentloop.agent.rollout import Budget, Rollout, TurnOptions
 from agentloop.agent.tools import CallerTool
-from agentloop.api.openai import (
-    ChunkWriter,
-    chunk_frame,
-    completion,
-    error_body,
-    model_list,
-)
+from agentloop.api.chat_completions import ChunkWriter, chunk_frame, completion
 from agentloop.events import CallFinished, CallStarted, Event, RolloutStarted, TurnSampled
 from agentloop.trajectory import (
     StopReason,
@@ -36,14 +30,6 @@ pytestmark = pytest.mark.anyio
 CHAT = chat_format()
 HELLO = [{"role": "user", "content": "hello"}]
 THEIRS = {"type": "function", "function": {"name": "theirs"}}
-
-
-def test_errors_and_models_have_openais_format() -> None:
-    assert error_body("no", "invalid_request_error", param="n") == {
-        "error": {"message": "no", "type": "invalid_request_error", "param": "n", "code": None}
-    }
-    (entry,) = model_list("m", 5)["data"]
-    assert (entry["id"], entry["object"], entry["created"]) == ("m", "model", 5)
 
 
 pieces = st.lists(

@@ -31,15 +31,15 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import truncated
 from agentloop.agent.tool_stream import ToolCallStream
 from agentloop.agent.tools import Schema
-from agentloop.errors import DataError, RequestError, SettingsError
+from agentloop.errors import DataError, RequestError, RunFolderError
 from agentloop.events import Emit, Measured, ignore
 from agentloop.tasks.sources import read_jsonl
 from agentloop.tasks.teacher import lessons
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import KeptLearner, Learner
-from agentloop.training.learner_client.protocol import PublishRequest, StepRequest
+from agentloop.training.learner_client.protocol import PublishRequest, StepRequest, TrainingState
 from agentloop.training.learner_recovery import ResumableLearner, load_newest, tell_other_loss
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run_folder import RunFolder, training_state
 from agentloop.training.run_status import Reporter, RunStatus
 from agentloop.trajectory import Message, Trajectory, Turn, TurnEnd
 
@@ -327,7 +327,7 @@ class FineTuning:
         """Plan the steps, which takes seconds for many samples.
 
         Raises:
-            SettingsError: the steps of the checkpoint were trained on other batches.
+            RunFolderError: the steps of the checkpoint were trained on other batches.
         """
         self._settings = settings
         self._samples = samples
@@ -345,12 +345,12 @@ class FineTuning:
         model = folder.path / "model"
         self.model = model if _version_in(model) == self._version else None
         if self.model is None and (checkpoint := folder.checkpoint) is not None:
-            self._check(json.loads((checkpoint / "state.json").read_bytes())["state"])
+            self._check(training_state(checkpoint))
 
-    def _check(self, state: Mapping[str, Any]) -> None:
-        step = state["step"]
-        if step >= len(self._lineage) or state.get("lineage") != self._lineage[step]:
-            raise SettingsError(
+    def _check(self, state: TrainingState) -> None:
+        step = state.step
+        if step >= len(self._lineage) or state.lineage != self._lineage[step]:
+            raise RunFolderError(
                 f"--resume: {self._folder.path}: its first {step} steps were trained on other "
                 "batches: leave data.*, loop.batch_tokens, loop.seed and "
                 "learner.micro_batch_tokens as they were, or start a new run"
@@ -375,7 +375,7 @@ class FineTuning:
             LearnerError: the learner failed or did not respond in time.
         """
         timeout_s = self._settings.step_timeout_s
-        restored: Mapping[str, Any] = {}
+        restored: TrainingState | None = None
         if self._folder.checkpoint is not None:
             report(f"Loading {self._folder.checkpoint.name}")
             restored = await load_newest(learner, self._folder, timeout_s=timeout_s)
@@ -446,16 +446,16 @@ class FineTuning:
             self._losses[step] = loss
         return metrics
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> TrainingState:
         """Implement `Trainer`."""
         return self._state(self.step)
 
-    def _state(self, step: int) -> dict[str, Any]:
-        return {"step": step, "lineage": self._lineage[step]}
+    def _state(self, step: int) -> TrainingState:
+        return TrainingState(step=step, lineage=self._lineage[step])
 
-    def stand(self, state: Mapping[str, Any]) -> None:
+    def stand(self, state: TrainingState) -> None:
         """Implement `Trainer`."""
-        self._stands = int(state.get("step", 0))
+        self._stands = state.step
 
     async def redo(self, before: int) -> None:
         """Implement `Trainer`."""
@@ -505,9 +505,18 @@ def lineage(samples: Sequence[Sample], steps: Sequence[tuple[int, Sequence[int]]
 
 
 def _version_in(model: Path) -> str | None:
-    """Return the version of the published model in a folder, or None if there is none."""
+    """Return the version of the published model in a folder, or None if there is none.
+
+    Raises:
+        RunFolderError: the file that names it is damaged.
+    """
+    published = model / "published.json"
     try:
-        version: str = json.loads((model / "published.json").read_bytes())["version"]
+        version: str = json.loads(published.read_bytes())["version"]
     except FileNotFoundError:
         return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(
+            f"{published}: cannot be read: {error!r}; remove {model} to publish it again"
+        ) from error
     return version
