@@ -1,0 +1,1 @@
+"""`agentloop runs`: commands that inspect the runs that are there."""
