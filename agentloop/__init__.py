@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from agentloop.agent.rollout import Budget
     from agentloop.environments.agent import Agent
     from agentloop.environments.environment import Environment, environment
+    from agentloop.environments.rewards.reward import Reward
+    from agentloop.environments.tasks.sources import Task
     from agentloop.errors import AgentLoopError, RequestError, ServerError, SettingsError
     from agentloop.inference.sglang.sampling import Sampling
-    from agentloop.rewards.reward import Reward
     from agentloop.runtime import Runtime, Settings
-    from agentloop.tasks.sources import Task
     from agentloop.trajectory import (
         StopReason,
         ToolCall,
@@ -66,9 +66,9 @@ _MODULES = {
     "agentloop.environments.environment": ("Environment", "environment"),
     "agentloop.errors": ("AgentLoopError", "RequestError", "ServerError", "SettingsError"),
     "agentloop.inference.sglang.sampling": ("Sampling",),
-    "agentloop.rewards.reward": ("Reward",),
+    "agentloop.environments.rewards.reward": ("Reward",),
     "agentloop.runtime": ("Runtime", "Settings"),
-    "agentloop.tasks.sources": ("Task",),
+    "agentloop.environments.tasks.sources": ("Task",),
     "agentloop.trajectory": (
         "ToolCallStatus",
         "StopReason",

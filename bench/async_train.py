@@ -48,9 +48,9 @@ from typing import Any, TypeVar, cast
 import anyio
 
 from agentloop.environments.episodes import PromptGroups
+from agentloop.environments.rewards.reward import Grader, Reward
+from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.inference.router import Router
-from agentloop.rewards.reward import Grader, Reward
-from agentloop.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.training.learner_client.client import Learner
 from agentloop.training.learner_client.protocol import (
     PublishReply,

@@ -18,7 +18,7 @@ from typing import Any
 
 from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
-from agentloop.tasks.sources import TaskSource
+from agentloop.environments.tasks.sources import TaskSource
 from bench.kill_learner import FIRST, LOG
 
 __all__ = [

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from agentloop.tasks.sources import Task
+from agentloop.environments.tasks.sources import Task
 from agentloop.training.learner_client.launch import free_port
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 from bench.kill_checks import Journal, last_checkpoint, lines, problems, processes_left, tail

@@ -4,9 +4,9 @@ agentloop evaluate --tasks tasks.jsonl reward.function=my_reward:right_and_short
 """
 
 from agentloop import Trajectory
-from agentloop.rewards.answers import final_answer
-from agentloop.rewards.reward import Reward
-from agentloop.tasks.sources import Task
+from agentloop.environments.rewards.answers import final_answer
+from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.tasks.sources import Task
 
 FREE_TOKENS = 100
 PENALTY = 0.001  # for each further sampled token

@@ -18,9 +18,9 @@ from agentloop.agent.tools import Tools, as_tool
 from agentloop.cli.evaluate import EvaluateSettings
 from agentloop.cli.train import TrainSettings
 from agentloop.config import describe_settings, load_settings
+from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.tasks.sources import Task, TasksSettings, read_tasks
 from agentloop.errors import AgentLoopError
-from agentloop.rewards.reward import Reward
-from agentloop.tasks.sources import Task, TasksSettings, read_tasks
 from agentloop.trajectory import ToolCallStatus, Trajectory, Turn
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +38,7 @@ def guide(name: str) -> str:
 
 def test_there_are_guides() -> None:
     assert [path.stem for path in GUIDES] == [
-        "your-data", "your-gpus", "your-model", "your-reward", "your-tool"
+        "your-data", "your-environment", "your-gpus", "your-model", "your-reward", "your-tool"
     ]  # fmt: skip
 
 
@@ -64,6 +64,7 @@ def test_commands_name_settings_that_exist(path: Path) -> None:
             if found is None:
                 continue
             known = {key for key, _, _ in describe_settings(models[found[1]])}
+            known |= {"env", "env.args.max_tries"}  # a short form, and an environment's own argument
             named = re.findall(r"(?:^| )'?([a-z]\w*(?:\.\w+)*)=", found[2])
             assert set(named) <= known, line
 

@@ -27,8 +27,8 @@ import anyio.to_thread
 import orjson
 
 from agentloop.analysis.entropy import Sampled, k3
+from agentloop.environments.tasks.sources import read_jsonl
 from agentloop.errors import DataError, RunFolderError
-from agentloop.tasks.sources import read_jsonl
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import Learner, LearnerError
 from agentloop.training.learner_client.protocol import ScoreRequest

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from agentloop.cli import console
+from agentloop.environments.tasks.sources import Task, TasksSettings, read_jsonl, read_tasks
+from agentloop.environments.tasks.teacher import lessons
 from agentloop.errors import AgentLoopError, DataError
-from agentloop.tasks.sources import Task, TasksSettings, read_jsonl, read_tasks
-from agentloop.tasks.teacher import lessons
 
 __all__ = ["SETS", "Filtered", "filter_solved", "main", "prepare"]
 

@@ -26,6 +26,8 @@ from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.config import load_known, load_settings, to_toml
 from agentloop.environments.environment import EnvSettings, load, open_tasks
 from agentloop.environments.episodes import group_runner
+from agentloop.environments.rewards.reward import Grader, RewardSettings
+from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import SettingsError
 from agentloop.evaluation.agent import AgentSampler
 from agentloop.evaluation.endpoint import Endpoint, EndpointSettings
@@ -40,10 +42,8 @@ from agentloop.events import (
 )
 from agentloop.inference.processes.supervise import require_device
 from agentloop.models import SMALL
-from agentloop.rewards.reward import Grader, RewardSettings
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import Pool
-from agentloop.tasks.sources import Task, TasksSettings
 from agentloop.training.group_metrics import mean
 from agentloop.training.run_folder import RunFolder, RunSettings, config_of
 from agentloop.training.run_status import RunStatus

@@ -17,13 +17,13 @@ import pydantic
 
 from agentloop.cli import console
 from agentloop.config import load_settings
-from agentloop.environments.environment import EnvSettings, load
+from agentloop.environments.environment import load
 from agentloop.environments.episodes import group_runner
+from agentloop.environments.rewards.reward import Grader
 from agentloop.errors import SettingsError
 from agentloop.inference.processes.supervise import ServerSettings, require_device
 from agentloop.inference.router import RouterSettings
 from agentloop.observe.exporters.otel import OtelSettings, Traces
-from agentloop.rewards.reward import Grader
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import PoolSettings
 from agentloop.training.fleet.messages import Recipe

@@ -38,6 +38,8 @@ from agentloop.config import to_toml
 from agentloop.distribution import is_installed
 from agentloop.environments.environment import EnvSettings, load, open_tasks
 from agentloop.environments.episodes import group_runner
+from agentloop.environments.rewards.reward import Grader, RewardSettings
+from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import DataError, RunFolderError, SettingsError
 from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.inference.processes.supervise import require_device
@@ -47,9 +49,7 @@ from agentloop.observe.exporters.event_log import EventLogSettings
 from agentloop.observe.exporters.sinks import SinksSettings
 from agentloop.observe.stalls import Stalls
 from agentloop.observe.watchdog import Heartbeat, Progress, WatchdogSettings, watch_lag
-from agentloop.rewards.reward import Grader, RewardSettings
 from agentloop.runtime import Runtime, Settings
-from agentloop.tasks.sources import TaskSource, TasksSettings
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.fleet.coordinator import Fleet
 from agentloop.training.fleet.messages import Recipe

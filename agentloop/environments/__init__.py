@@ -1,6 +1,1 @@
-"""Environments: async functions of a task and an agent that return a reward."""
-
-from agentloop.environments.agent import Agent
-from agentloop.environments.environment import Environment, environment
-
-__all__ = ["Agent", "Environment", "environment"]
+"""What an agent is trained and evaluated on: environments, tasks and rewards."""

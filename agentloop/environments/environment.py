@@ -30,9 +30,9 @@ from typing import Any, ClassVar, overload
 
 import pydantic
 
+from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import SettingsError
-from agentloop.rewards.reward import Reward
-from agentloop.tasks.sources import TaskSource, TasksSettings
 
 __all__ = [
     "EnvSettings",

@@ -24,11 +24,11 @@ import anyio
 from agentloop.agent.rollout import Budget
 from agentloop.environments.agent import Agent, AgentFailed, RunOne
 from agentloop.environments.environment import Environment, EnvSettings, load, reward_of
+from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError
 from agentloop.events import Emit, Event, RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.rewards.reward import Reward
-from agentloop.tasks.sources import Task
 from agentloop.trajectory import Trajectory
 
 __all__ = ["EnvironmentGroups", "Episode", "PromptGroups", "RunGroup", "group_runner"]
@@ -114,7 +114,7 @@ class RunGroup(Protocol):
 
 
 class PromptGroups:
-    """Has the built-in agent answer the task's prompt (`RunGroup`)."""
+    """Lets the built-in agent answer the task's prompt (`RunGroup`)."""
 
     def __init__(self, run_group: Callable[..., Awaitable[Sequence[Trajectory]]]) -> None:
         """

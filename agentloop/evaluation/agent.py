@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.episodes import RunGroup
+from agentloop.environments.tasks.sources import Task
 from agentloop.evaluation.loop import EvaluatedSample
-from agentloop.tasks.sources import Task
 
 __all__ = ["AgentSampler"]
 

@@ -21,12 +21,12 @@ import orjson
 import pydantic
 
 from agentloop.agent.channels import answer_in
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError, ServerRefused, ServerUnavailable, SettingsError
 from agentloop.evaluation.loop import EvaluatedSample
 from agentloop.events import Emit, RolloutAbandoned, RolloutFinished, RolloutStarted, ignore
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import ValidText, loads
-from agentloop.tasks.sources import Task
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn, TurnEnd
 
 __all__ = ["Endpoint", "EndpointCompletion", "EndpointSettings", "delay_s", "parse_completion"]

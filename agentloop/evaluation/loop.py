@@ -22,11 +22,11 @@ import anyio
 import anyio.to_thread
 import pydantic
 
+from agentloop.environments.rewards.reward import Grader, Reward
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import DataError, RequestError
 from agentloop.evaluation.estimate import avg_at_k
 from agentloop.events import Emit, GroupFinished, GroupStarted, Measured, RolloutScored, ignore
-from agentloop.rewards.reward import Grader, Reward
-from agentloop.tasks.sources import Task
 from agentloop.training.group_metrics import about, of_rollout
 from agentloop.training.group_stream import finished_groups
 from agentloop.training.roc import DropReason

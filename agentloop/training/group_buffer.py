@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from agentloop.tasks.sources import Task
+from agentloop.environments.tasks.sources import Task
 from agentloop.training.queue import GroupQueue, Lease, QueuedGroup
 from agentloop.training.run_control import RunControl
 from agentloop.training.stage_tasks import StageTasks

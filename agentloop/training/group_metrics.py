@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agentloop.environments.episodes import Episode
-from agentloop.rewards.reward import Reward
+from agentloop.environments.rewards.reward import Reward
 from agentloop.training.roc import Selection
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 

@@ -9,7 +9,7 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from agentloop.agent.rollout import Budget
-from agentloop.tasks.sources import Task, TaskSource
+from agentloop.environments.tasks.sources import Task, TaskSource
 from agentloop.training.group_metrics import about, mean, percent
 from agentloop.training.progress import Pace
 from agentloop.training.rollouts import RolledOut, RollsOut, in_order

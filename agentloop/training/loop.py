@@ -33,8 +33,8 @@ import anyio
 
 from agentloop.agent.rollout import Budget
 from agentloop.aio import task_group
+from agentloop.environments.tasks.sources import TaskSource
 from agentloop.events import Emit, ignore
-from agentloop.tasks.sources import TaskSource
 from agentloop.training.batch_trainer import BatchTrainer
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.group_buffer import GroupBuffer

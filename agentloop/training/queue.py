@@ -27,9 +27,9 @@ from typing import Any, TypeVar
 
 import anyio
 
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
 from agentloop.plain_json import dumps, loads
-from agentloop.tasks.sources import Task
 
 __all__ = ["GroupQueue", "Lease", "QueuedGroup"]
 

@@ -47,7 +47,7 @@ from typing import Literal, Self
 
 import pydantic
 
-from agentloop.rewards.answers import tagged
+from agentloop.environments.rewards.answers import tagged
 from agentloop.trajectory import ToolCallStatus, Trajectory
 
 __all__ = [

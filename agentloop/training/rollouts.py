@@ -15,10 +15,10 @@ import anyio.lowlevel
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.episodes import Episode, RunGroup
+from agentloop.environments.rewards.reward import Grader, Reward
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError
 from agentloop.events import Emit, GroupFinished, GroupStarted, RolloutScored, ignore
-from agentloop.rewards.reward import Grader, Reward
-from agentloop.tasks.sources import Task
 from agentloop.training.advantage import group_advantages
 from agentloop.training.group_metrics import figures
 from agentloop.training.group_stream import finished_groups

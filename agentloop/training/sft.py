@@ -31,10 +31,10 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import truncated
 from agentloop.agent.tool_stream import ToolCallStream
 from agentloop.agent.tools import Schema
+from agentloop.environments.tasks.sources import read_jsonl
+from agentloop.environments.tasks.teacher import lessons
 from agentloop.errors import DataError, RequestError, RunFolderError
 from agentloop.events import Emit, Measured, ignore
-from agentloop.tasks.sources import read_jsonl
-from agentloop.tasks.teacher import lessons
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import KeptLearner, Learner
 from agentloop.training.learner_client.protocol import PublishRequest, StepRequest, TrainingState

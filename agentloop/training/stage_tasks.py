@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agentloop.tasks.sources import Task, TaskSource
+from agentloop.environments.tasks.sources import Task, TaskSource
 
 __all__ = ["StageTasks"]
 

@@ -24,8 +24,8 @@ import anyio.to_thread
 from anyio.abc import TaskStatus
 
 from agentloop.agent.rollout import Budget
+from agentloop.environments.tasks.sources import Task, TaskSource
 from agentloop.errors import RequestError
-from agentloop.tasks.sources import Task, TaskSource
 from agentloop.training.batch_trainer import BatchTrainer
 from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.held_out import TaskRunner

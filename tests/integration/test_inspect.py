@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from agentloop.tasks.problems import arithmetic
+from agentloop.environments.tasks.problems import arithmetic
 from tests.integration.conftest import need
 from tests.integration.test_serve import start, stop
 

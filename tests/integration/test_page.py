@@ -26,13 +26,13 @@ from agentloop.api.listen import bind
 from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.environments.episodes import PromptGroups
+from agentloop.environments.rewards.reward import Grader, RewardSettings
+from agentloop.environments.tasks.sources import Task
 from agentloop.events import CallStarted, Event, RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
-from agentloop.rewards.reward import Grader, RewardSettings
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import PoolSettings
-from agentloop.tasks.sources import Task
 from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder

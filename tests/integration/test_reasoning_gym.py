@@ -7,10 +7,10 @@ import itertools
 
 import pytest
 
+from agentloop.environments.rewards.reward import Grader, RewardSettings
+from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import SettingsError
-from agentloop.rewards.reward import Grader, RewardSettings
 from agentloop.sandbox import Pool, PoolSettings
-from agentloop.tasks.sources import TaskSource, TasksSettings
 from agentloop.trajectory import StopReason, Trajectory, Turn
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]

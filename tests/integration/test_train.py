@@ -12,7 +12,7 @@ from agentloop.cli.chat import settings_of
 from agentloop.cli.console import ProgressLine
 from agentloop.cli.train import TrainSettings, train
 from agentloop.config import load_settings
-from agentloop.tasks.sources import Task
+from agentloop.environments.tasks.sources import Task
 from agentloop.training.run_status import RunStatus
 from agentloop.trajectory import Trajectory
 

@@ -27,8 +27,8 @@ import anyio.to_thread
 from agentloop import errors
 from agentloop.agent.rollout import Budget
 from agentloop.aio import task_group
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentLoopError, RunFolderError, ServerError, SettingsError
-from agentloop.tasks.sources import Task
 from agentloop.training.fleet.messages import (
     FleetError,
     Recipe,

@@ -17,16 +17,16 @@ from typing import Any, Self
 
 import pydantic
 
-from agentloop.environments.environment import EnvSettings
 from agentloop import distribution
 from agentloop.agent.chat_format import ChatSettings
 from agentloop.agent.rollout import Budget
+from agentloop.environments.environment import EnvSettings
+from agentloop.environments.rewards.reward import RewardSettings
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentLoopError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.sglang.weight_updates import Pause
 from agentloop.plain_json import ValidText, dumps, loads
-from agentloop.rewards.reward import RewardSettings
-from agentloop.tasks.sources import Task
 from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Purpose
 

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from agentloop.__main__ import main
-from agentloop.tasks.sources import TaskSource, TasksSettings, read_tasks
+from agentloop.environments.tasks.sources import TaskSource, TasksSettings, read_tasks
 
 
 def rows(count: int, first: int = 0) -> list[dict[str, Any]]:

@@ -21,8 +21,8 @@ from agentloop.__main__ import main
 from agentloop.cli.sft import SftSettings, sft, told
 from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings, to_toml
+from agentloop.environments.tasks.teacher import lessons
 from agentloop.models import SMALL
-from agentloop.tasks.teacher import lessons
 from agentloop.training.run_folder import RunFolder, checkpoints_in
 from agentloop.training.run_status import RunStatus
 from tests.support import eventually

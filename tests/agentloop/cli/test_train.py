@@ -19,9 +19,9 @@ from agentloop.cli import train as train_module
 from agentloop.cli.train import TrainSettings, _whole, learner_settings, main, train
 from agentloop.config import load_settings, to_toml
 from agentloop.distribution import install_hint
+from agentloop.environments.tasks.sources import TaskSource
 from agentloop.errors import AgentLoopError, RunFolderError, SettingsError
 from agentloop.models import SMALL
-from agentloop.tasks.sources import TaskSource
 from agentloop.training.learner_client import client as learner
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.queue import GroupQueue

@@ -14,10 +14,10 @@ from agentloop.agent.rollout import Budget
 from agentloop.environments.agent import Agent, AgentFailed
 from agentloop.environments.environment import Environment, EnvSettings, load, reward_of
 from agentloop.environments.episodes import EnvironmentGroups, Episode
+from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.rewards.reward import Reward
-from agentloop.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 
 pytestmark = pytest.mark.anyio

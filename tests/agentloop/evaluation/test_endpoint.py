@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import settings as given_settings
 from hypothesis import strategies as st
 
+from agentloop.environments.rewards.answers import final_answer
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.evaluation.endpoint import (
     Endpoint,
@@ -24,8 +26,6 @@ from agentloop.evaluation.endpoint import (
 )
 from agentloop.evaluation.loop import EvaluatedSample
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.rewards.answers import final_answer
-from agentloop.tasks.sources import Task
 from agentloop.trajectory import StopReason
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, said
 from tests.support import eventually

@@ -12,10 +12,10 @@ from typing import Any
 import anyio
 import pytest
 
+from agentloop.environments.rewards.reward import Grader, RewardSettings
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError, RunFolderError
 from agentloop.evaluation.loop import EvaluatedSample, Evaluation, EvaluationSettings, Outcome
-from agentloop.rewards.reward import Grader, RewardSettings
-from agentloop.tasks.sources import Task
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 from tests.support import eventually

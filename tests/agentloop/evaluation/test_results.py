@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from agentloop.environments.tasks.sources import Task
 from agentloop.evaluation.loop import EvaluationSettings, Outcome
 from agentloop.evaluation.results import figures_of, markdown, results, table, text
-from agentloop.tasks.sources import Task
 
 SETTINGS = EvaluationSettings(num_samples=2)
 ABOUT = {

@@ -12,13 +12,13 @@ from typing import Any
 
 import anyio
 
-from agentloop.environments.environment import EnvSettings
 from agentloop.agent.chat_format import ChatSettings
 from agentloop.agent.rollout import Budget
+from agentloop.environments.environment import EnvSettings
+from agentloop.environments.rewards.reward import RewardSettings
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import ServerError
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.rewards.reward import RewardSettings
-from agentloop.tasks.sources import Task
 from agentloop.training.fleet.messages import Recipe
 from agentloop.training.fleet.redis_link import RedisLink
 from agentloop.training.fleet.settings import FleetSettings

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import RunFolderError
-from agentloop.tasks.sources import TaskSource, TasksSettings
 from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.queue import GroupQueue, QueuedGroup
 from agentloop.training.run_control import RunControl

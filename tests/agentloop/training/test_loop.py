@@ -23,14 +23,14 @@ from agentloop.cli.runs.export import find
 from agentloop.cli.train import TrainSettings
 from agentloop.config import to_toml
 from agentloop.environments.episodes import PromptGroups
+from agentloop.environments.rewards.reward import Grader, RewardFunction, RewardSettings
+from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import ModelError, RequestError, RunFolderError, sole
 from agentloop.events import Emit, Event, GroupFinished, GroupStarted, ignore
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.observe.stalls import Stalls
-from agentloop.rewards.reward import Grader, RewardFunction, RewardSettings
-from agentloop.tasks.sources import TaskSource, TasksSettings
 from agentloop.training.collapse import CollapseSettings, RunCollapsed
 from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.learner_client.client import Learner, LearnerError, LearnerLost

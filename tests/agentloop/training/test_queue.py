@@ -13,8 +13,8 @@ from pathlib import Path
 import anyio
 import pytest
 
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
-from agentloop.tasks.sources import Task
 from agentloop.training.queue import GroupQueue, QueuedGroup
 
 CURSOR = {"position": 1}
@@ -215,7 +215,7 @@ CHILD = """
 import sys, anyio
 from pathlib import Path
 from agentloop.training.queue import GroupQueue
-from agentloop.tasks.sources import Task
+from agentloop.environments.tasks.sources import Task
 
 async def main():
     async with GroupQueue.open(Path(sys.argv[1])) as queue:

@@ -10,10 +10,10 @@ import pytest
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.episodes import PromptGroups
+from agentloop.environments.rewards.reward import Grader, RewardSettings
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError, ServerError
 from agentloop.events import Event, GroupFinished, GroupStarted
-from agentloop.rewards.reward import Grader, RewardSettings
-from agentloop.tasks.sources import Task
 from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Purpose, Rollouts, in_order
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan

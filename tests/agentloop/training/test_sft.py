@@ -19,11 +19,11 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import Rollout
 from agentloop.agent.sandbox_tools import PythonCode
 from agentloop.agent.tools import RunTool, ToolOutput
+from agentloop.environments.tasks.sources import TaskSource, TasksSettings
+from agentloop.environments.tasks.teacher import dialogues
 from agentloop.errors import DataError, RunFolderError
 from agentloop.events import Event, Measured, ignore
 from agentloop.models import SMALL
-from agentloop.tasks.sources import TaskSource, TasksSettings
-from agentloop.tasks.teacher import dialogues
 from agentloop.training.learner_client.batch import Sample
 from agentloop.training.learner_client.client import KeptLearner, Learner, LearnerLost
 from agentloop.training.run_folder import RunFolder

@@ -11,7 +11,7 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from agentloop.tasks.sources import Task
+from agentloop.environments.tasks.sources import Task
 from agentloop.training.learner_client.client import Learner, LearnerLost
 from agentloop.training.learner_client.protocol import TrainingState
 from agentloop.training.queue import GroupQueue, Lease

@@ -16,8 +16,8 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
-from agentloop.tasks.sources import Task
 from agentloop.training.queue import GroupQueue
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.undo import finish_undo, undo

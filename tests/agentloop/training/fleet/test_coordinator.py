@@ -19,9 +19,9 @@ import pytest
 from agentloop.agent.rollout import Budget
 from agentloop.config import to_toml
 from agentloop.environments.episodes import PromptGroups
+from agentloop.environments.rewards.reward import Grader, RewardSettings
+from agentloop.environments.tasks.sources import Task, TaskSource
 from agentloop.errors import PromptTooLong, RequestError, ServerError, SettingsError, sole
-from agentloop.rewards.reward import Grader, RewardSettings
-from agentloop.tasks.sources import Task, TaskSource
 from agentloop.training.fleet.coordinator import Fleet
 from agentloop.training.fleet.messages import (
     FleetError,

@@ -12,8 +12,8 @@ import pytest
 
 from agentloop.agent.rollout import Budget
 from agentloop.aio import task_group
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError, ServerError
-from agentloop.tasks.sources import Task
 from agentloop.training.fleet import worker
 from agentloop.training.fleet.messages import (
     FleetError,

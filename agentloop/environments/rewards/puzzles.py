@@ -18,8 +18,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from agentloop.environments.rewards.process_pool import CallFailed
 from agentloop.errors import SettingsError
-from agentloop.rewards.process_pool import CallFailed
 from agentloop.sandbox import CallResult, CallStatus, Pool, SandboxError
 
 __all__ = ["is_solved"]

@@ -23,8 +23,8 @@ from typing import Any, Literal, Self
 import pydantic
 
 from agentloop.distribution import install_hint
+from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.errors import DataError, SettingsError
-from agentloop.tasks.problems import GENERATORS
 from agentloop.trajectory import Message
 
 __all__ = ["Task", "TaskSource", "TasksSettings", "read_jsonl", "read_tasks"]

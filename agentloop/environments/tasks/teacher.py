@@ -20,7 +20,7 @@ from typing import Any
 
 from agentloop.agent.sandbox_tools import PythonCode
 from agentloop.agent.tool_stream import decode_call
-from agentloop.tasks.sources import Task, TaskSource, TasksSettings
+from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
 
 __all__ = ["dialogues", "lessons"]
 

@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from agentloop.rewards.reward import Reward
-from agentloop.tasks.sources import Task
+from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.tasks.sources import Task
 from agentloop.trajectory import Trajectory
 
 

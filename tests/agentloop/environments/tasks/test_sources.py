@@ -19,9 +19,9 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentloop.environments.tasks.problems import Problem, arithmetic, polynomial, symbolic
+from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings, read_tasks
 from agentloop.errors import DataError, SettingsError
-from agentloop.tasks.problems import Problem, arithmetic, polynomial, symbolic
-from agentloop.tasks.sources import Task, TaskSource, TasksSettings, read_tasks
 
 OPS = {"plus": "+", "minus": "-", "times": "*", "add": "+", "subtract": "-", "multiply by": "*"}
 
@@ -295,7 +295,8 @@ def test_the_order_of_a_file_does_not_matter(order: list[int], held_out: float) 
     for made in (plain, mixed + copies):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "agentloop.tasks.sources.read_jsonl", lambda path, made=made: enumerate(made, 1)
+                "agentloop.environments.tasks.sources.read_jsonl",
+                lambda path, made=made: enumerate(made, 1),
             )
             sources.append(opened(path, held_out=held_out))
     assert sources[0].held_out() == sources[1].held_out()

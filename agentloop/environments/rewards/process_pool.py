@@ -148,7 +148,13 @@ class ProcessPool:
         paths = os.pathsep.join([*filter(None, sys.path), os.getcwd()])
         process = await anyio.open_process(
             # Use -m, not a file name: modules beside that file would shadow the standard library.
-            [sys.executable, "-P", "-m", "agentloop.rewards.process_pool_child", *limits],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "agentloop.environments.rewards.process_pool_child",
+                *limits,
+            ],
             stderr=None,
             env={**os.environ, "PYTHONPATH": paths},
             start_new_session=True,

@@ -19,27 +19,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.errors import RewardError, SettingsError
-from agentloop.rewards.answers import boxed, final_answer, tagged
-from agentloop.rewards.math_check import number, same_number
-from agentloop.rewards.process_pool import (
+from agentloop.environments.rewards.answers import boxed, final_answer, tagged
+from agentloop.environments.rewards.math_check import number, same_number
+from agentloop.environments.rewards.process_pool import (
     CallDied,
     CallNotStarted,
     CallRaised,
     CallTimedOut,
     ProcessPool,
 )
-from agentloop.rewards.reward import Grader, Reward, RewardSettings
+from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
+from agentloop.environments.tasks.sources import Task
+from agentloop.errors import RewardError, SettingsError
 from agentloop.sandbox import CallResult, CallStatus, SandboxError, SandboxUnavailable
-from agentloop.tasks.sources import Task
 from agentloop.trajectory import StopReason, ToolResult, Trajectory, Turn
 from agentloop.trajectory import ToolCallStatus as ToolStatus
 from tests.support import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]  # processes start, and import much
 
-FUNCTIONS = "tests.agentloop.rewards.reward_functions"
-FRAGILE = "tests.agentloop.rewards.fragile_check:verified"
+FUNCTIONS = "tests.agentloop.environments.rewards.reward_functions"
+FRAGILE = "tests.agentloop.environments.rewards.fragile_check:verified"
 
 
 def rollout(*texts: str, reason: StopReason = StopReason.ANSWERED) -> Trajectory:
@@ -242,7 +242,7 @@ async def test_an_answer_that_hangs_math_verify_is_wrong() -> None:
 async def test_a_failed_check_is_attributed_to_its_cause(
     monkeypatch: pytest.MonkeyPatch, gold: str, answer: str, value: float | None, why: str
 ) -> None:
-    monkeypatch.setattr("agentloop.rewards.reward._VERIFIED", FRAGILE)
+    monkeypatch.setattr("agentloop.environments.rewards.reward._VERIFIED", FRAGILE)
     async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as grader:
         assert (await grader.score(rollout(r"\boxed{good}"), task("g"))).value == 1.0
         found = await grader.score(rollout(rf"\boxed{{{answer}}}"), task(gold))
@@ -254,7 +254,7 @@ async def test_a_check_that_was_killed_once_is_not_the_answers_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One hang is no proof: the second try has to show it, and was killed from outside."""
-    monkeypatch.setattr("agentloop.rewards.reward._VERIFIED", FRAGILE)
+    monkeypatch.setattr("agentloop.environments.rewards.reward._VERIFIED", FRAGILE)
     async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as grader:
         answer = f"hangs, then is killed: {tmp_path / 'mark'}"
         found = await grader.score(rollout(rf"\boxed{{{answer}}}"), task("g"))
@@ -345,7 +345,7 @@ async def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     program = f"""
 import anyio
-from tests.agentloop.rewards.test_reward import rollout, scoring, task
+from tests.agentloop.environments.rewards.test_reward import rollout, scoring, task
 
 async def main():
     async with scoring("hangs") as scorer:

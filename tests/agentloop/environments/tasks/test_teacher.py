@@ -12,9 +12,9 @@ import pytest
 
 from agentloop.__main__ import main
 from agentloop.agent.sandbox_tools import PythonCode
+from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
+from agentloop.environments.tasks.teacher import dialogues
 from agentloop.sandbox import Pool, PoolSettings
-from agentloop.tasks.sources import Task, TaskSource, TasksSettings
-from agentloop.tasks.teacher import dialogues
 
 
 def tasks(count: int, *levels: int) -> list[Task]:

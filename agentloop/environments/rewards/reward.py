@@ -24,18 +24,18 @@ import anyio
 import anyio.to_thread
 import pydantic
 
+from agentloop.environments.rewards.answers import final_answer
+from agentloop.environments.rewards.math_check import same_number
+from agentloop.environments.rewards.process_pool import CallFailed, CallTimedOut, ProcessPool
+from agentloop.environments.rewards.puzzles import is_solved
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RewardError, SettingsError
-from agentloop.rewards.answers import final_answer
-from agentloop.rewards.math_check import same_number
-from agentloop.rewards.process_pool import CallFailed, CallTimedOut, ProcessPool
-from agentloop.rewards.puzzles import is_solved
 from agentloop.sandbox import Pool
-from agentloop.tasks.sources import Task
 from agentloop.trajectory import StopReason, Trajectory
 
 __all__ = ["Grader", "Reward", "RewardFunction", "RewardSettings"]
 
-_VERIFIED = "agentloop.rewards.math_check:verified"
+_VERIFIED = "agentloop.environments.rewards.math_check:verified"
 _MAX_ANSWER_CHARS = 4000
 
 
