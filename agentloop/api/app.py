@@ -1,6 +1,7 @@
 """The HTTP service of a runtime: OpenAI's routes, the service's own, and the page.
 
 The routes are in ROUTES at the end; those of the live web page are in observe/page.py.
+
 A request lives in its handler's task: when the client disconnects, its rollouts are cancelled.
 """
 
