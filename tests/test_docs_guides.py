@@ -64,7 +64,7 @@ def test_commands_name_settings_that_exist(path: Path) -> None:
             if found is None:
                 continue
             known = {key for key, _, _ in describe_settings(models[found[1]])}
-            known |= {"env", "env.args.max_tries"}  # a short form, and an environment's own argument
+            known |= {"env", "env.args.max_tries"}  # short; an environment's own
             named = re.findall(r"(?:^| )'?([a-z]\w*(?:\.\w+)*)=", found[2])
             assert set(named) <= known, line
 
