@@ -17,7 +17,7 @@ from aiohttp import web
 from agentloop.sandbox.api import Model, RequestRefused, ValueCounter, max_values, parse, to_json
 from agentloop.sandbox.errors import Overloaded
 from agentloop.sandbox.guard import Guard
-from agentloop.sandbox.held import HeldBytes
+from agentloop.sandbox.held_bytes import HeldBytes
 from agentloop.sandbox.serve_settings import SandboxServeSettings
 
 log = logging.getLogger("sandbox")

@@ -33,10 +33,7 @@ from agentloop.sandbox.connections import ConnectionLimiter, Connections
 from agentloop.sandbox.errors import SessionLost
 from agentloop.sandbox.host import LinkedClient
 from agentloop.sandbox.middleware import MIB, Handler, RequestLimits, json_response
-from agentloop.sandbox.pool import Pool
-from agentloop.sandbox.remote import HEARTBEAT_S, MAX_MSG_SIZE
-from agentloop.sandbox.results import CallResult
-from agentloop.sandbox.routes import (
+from agentloop.sandbox.openapi import (
     JSON,
     JSON_LINES,
     Response,
@@ -45,6 +42,9 @@ from agentloop.sandbox.routes import (
     add_routes,
     document,
 )
+from agentloop.sandbox.pool import Pool
+from agentloop.sandbox.remote import HEARTBEAT_S, MAX_MSG_SIZE
+from agentloop.sandbox.results import CallResult
 from agentloop.sandbox.serve_settings import SandboxServeSettings, num_connections
 from agentloop.sandbox.sessions import Sessions
 from agentloop.sandbox.settings import OutputLimits

@@ -136,7 +136,7 @@ MAY_IMPORT = {
         "agentloop.api",
         "agentloop.agent",
         "agentloop.sandbox.guard",
-        "agentloop.sandbox.routes",
+        "agentloop.sandbox.openapi",
         *BOTTOM,
     },
     "agentloop.inference": {"agentloop.inference", "agentloop.models", *BOTTOM},

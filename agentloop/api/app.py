@@ -64,7 +64,7 @@ from agentloop.observe.live import Sources
 from agentloop.observe.stalls import Wait
 from agentloop.plain_json import dumps
 from agentloop.runtime import Runtime, Settings
-from agentloop.sandbox.routes import (
+from agentloop.sandbox.openapi import (
     EVENTS,
     JSON,
     JSON_LINES,

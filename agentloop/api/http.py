@@ -15,7 +15,7 @@ from aiohttp import web
 from agentloop.api.schemas import ErrorBody
 from agentloop.errors import AgentLoopError, RequestError, UnknownModel
 from agentloop.plain_json import dumps
-from agentloop.sandbox.routes import JSON, Response, Responses
+from agentloop.sandbox.openapi import JSON, Response, Responses
 
 __all__ = [
     "BODY_ERRORS",

@@ -57,10 +57,10 @@ from agentloop.training.fleet.settings import FleetSettings
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings, RlLearnerSettings
-from agentloop.training.learner_recovery import load_newest
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.queue import GroupQueue
+from agentloop.training.resume import load_newest
 from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Rollouts, RollsOut
 from agentloop.training.run_folder import RunFolder, RunSettings

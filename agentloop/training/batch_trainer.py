@@ -23,7 +23,7 @@ from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.group_metrics import mean, percent
 from agentloop.training.held_out import HeldOutEval
 from agentloop.training.loop_settings import LoopSettings
-from agentloop.training.progress import Pace
+from agentloop.training.pace import Pace
 from agentloop.training.queue import Lease
 from agentloop.training.run_control import RunControl
 from agentloop.training.run_folder import RunFolder

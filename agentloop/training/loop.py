@@ -42,7 +42,7 @@ from agentloop.training.held_out import HeldOutEval, TaskRunner
 from agentloop.training.learner_client.client import KeptLearner, Learner, LearnerRefused
 from agentloop.training.learner_client.protocol import TrainingState
 from agentloop.training.loop_settings import LoopSettings, StageSettings
-from agentloop.training.progress import Pace
+from agentloop.training.pace import Pace
 from agentloop.training.queue import GroupQueue
 from agentloop.training.rollouts import RollsOut
 from agentloop.training.run_control import RunControl

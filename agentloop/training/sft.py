@@ -38,7 +38,7 @@ from agentloop.events import Emit, Measured, ignore
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import KeptLearner, Learner
 from agentloop.training.learner_client.protocol import PublishRequest, StepRequest, TrainingState
-from agentloop.training.learner_recovery import ResumableLearner, load_newest, tell_other_loss
+from agentloop.training.resume import ResumableLearner, load_newest, tell_other_loss
 from agentloop.training.run_folder import RunFolder, training_state
 from agentloop.training.run_status import Reporter, RunStatus
 from agentloop.trajectory import Message, Trajectory, Turn, TurnEnd

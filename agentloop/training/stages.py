@@ -30,7 +30,7 @@ from agentloop.training.batch_trainer import BatchTrainer
 from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.held_out import TaskRunner
 from agentloop.training.loop_settings import LoopSettings, StageSettings
-from agentloop.training.progress import Pace
+from agentloop.training.pace import Pace
 from agentloop.training.queue import GroupQueue, QueuedGroup
 from agentloop.training.rollouts import RollsOut
 from agentloop.training.run_control import Drained, RunControl

@@ -29,8 +29,8 @@ from agentloop.training.learner_client.protocol import (
     StepRequest,
     TrainingState,
 )
-from agentloop.training.learner_recovery import ResumableLearner, tell_other_loss
 from agentloop.training.queue import GroupQueue, Lease
+from agentloop.training.resume import ResumableLearner, tell_other_loss
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.step_metrics import Learned
 from agentloop.training.weight_sync.transport import PublishedWeights, Publisher

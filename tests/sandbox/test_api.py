@@ -21,7 +21,7 @@ from agentloop.sandbox.api import (
     max_values,
     parse,
 )
-from agentloop.sandbox.held import HeldBytes
+from agentloop.sandbox.held_bytes import HeldBytes
 from agentloop.sandbox.settings import MAX_KEPT_BYTES, OutputLimits
 
 TEXT = st.text(st.sampled_from('a[]{},:"\\\n') | st.characters(exclude_categories=["Cs"]))

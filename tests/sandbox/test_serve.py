@@ -20,7 +20,7 @@ from pydantic import SecretStr
 
 from agentloop.sandbox import Pool
 from agentloop.sandbox.guard import Guard
-from agentloop.sandbox.held import HeldBytes
+from agentloop.sandbox.held_bytes import HeldBytes
 from agentloop.sandbox.host import LinkedClient
 from agentloop.sandbox.protocol import encode
 from agentloop.sandbox.remote import MAX_MESSAGE_BYTES

@@ -1,6 +1,6 @@
 """Pure: decides whether and when something that died is restarted.
 
-Servers (inference/processes/keep_alive.py), the learner (training/learner_recovery.py) and a
+Servers (inference/processes/keep_alive.py), the learner (training/resume.py) and a
 training process that was killed (cli/respawn.py) all follow it. Time is passed in as `now` [s], on
 any monotonic clock.
 """

@@ -11,7 +11,7 @@ import pytest
 from agentloop.api.app import ROUTES
 from agentloop.api.guard import ApiGuard, ServeSettings
 from agentloop.api.http import REFUSALS, REQUEST_ID
-from agentloop.sandbox.routes import document
+from agentloop.sandbox.openapi import document
 from agentloop.trajectory import ToolCall, Trajectory, Turn
 
 

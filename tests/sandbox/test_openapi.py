@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from agentloop.sandbox.routes import (
+from agentloop.sandbox.openapi import (
     EVENTS,
     JSON,
     JSON_LINES,

@@ -1,4 +1,4 @@
-"""A learner that is recovered after it was lost, and its checkpoints.
+"""Going on from a checkpoint, after the run was killed or the learner was lost.
 
     request ──> learner ──lost──> restart ──> load the newest checkpoint ──> redo steps ──> request
 
