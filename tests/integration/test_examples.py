@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -41,7 +42,42 @@ def test_example(name: str, prints: str, docker_engine: None, sglang_url: str) -
     assert prints in ended.stdout
 
 
+def test_the_environment_is_evaluated(
+    tmp_path: Path, docker_engine: None, sglang_url: str
+) -> None:
+    """The model that ships with agentloop cannot play, but it makes moves."""
+    settings = [
+        "env=examples.guess_number:guess",
+        f'servers=["{sglang_url}"]',
+        f"run.folder={tmp_path}",
+        "run.name=guess",
+        "page=false",
+        "evaluate.num_samples=2",
+        "evaluate.num_tasks=2",
+        "budget.max_response_tokens=300",
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-m", "agentloop", "evaluate", *settings],
+        cwd=EXAMPLES.parent,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    results = json.loads((tmp_path / "guess/results.json").read_text())
+    assert (results["all"]["num_tasks"], results["all"]["num_missing"]) == (2, 0)
+    rows = [
+        json.loads(line)
+        for file in (tmp_path / "guess/trajectories").iterdir()
+        for line in file.read_text().splitlines()
+    ]
+    assert len(rows) == 4
+    assert all(row["parts"].keys() == {"found", "quick"} for row in rows)
+    assert any(turn["calls"] for row in rows for turn in row["trajectory"]["turns"])
+
+
 def test_every_example_is_run() -> None:
-    run_here = {"own_tool.py", "watch.py", "groups.py"}
+    run_here = {"own_tool.py", "watch.py", "groups.py", "guess_number.py"}
     run_by_test_docs_guides = {"my_reward.py", "stateful_tool.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here | run_by_test_docs_guides
