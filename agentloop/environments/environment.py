@@ -31,6 +31,7 @@ from typing import Any, ClassVar, overload
 import pydantic
 
 from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import SettingsError
 
@@ -203,13 +204,13 @@ def open_tasks(
     environment: Environment | None,
     cursor: Mapping[str, Any] | None = None,
 ) -> TaskSource:
-    """Open the tasks of the settings: by default those that the environment makes, if it does.
+    """Open the tasks of the settings. An environment's own replace those of a generator.
 
     Raises:
         DataError, SettingsError: as `TaskSource.open`.
     """
     function = environment.tasks if environment else None
-    if function and "kind" not in settings.model_fields_set:
+    if function and settings.kind in GENERATORS:
         settings = settings.model_copy(update={"kind": "environment"})
     return TaskSource.open(settings, cursor, function=function)
 

@@ -42,9 +42,7 @@ def test_example(name: str, prints: str, docker_engine: None, sglang_url: str) -
     assert prints in ended.stdout
 
 
-def test_the_environment_is_evaluated(
-    tmp_path: Path, docker_engine: None, sglang_url: str
-) -> None:
+def test_the_environment_is_evaluated(tmp_path: Path, docker_engine: None, sglang_url: str) -> None:
     """The model that ships with agentloop cannot play, but it makes moves."""
     settings = [
         "env=examples.guess_number:guess",

@@ -81,8 +81,8 @@ class TasksSettings(pydantic.BaseModel):
         "arithmetic",
         description="Source of tasks: a generator (arithmetic, symbolic, or the environment's "
         "own), files (jsonl, or parquet with verl's columns), a Hugging Face data set "
-        "(huggingface) or puzzles of reasoning-gym (reasoning_gym). By default, the environment's "
-        "if it makes tasks, otherwise arithmetic.",
+        "(huggingface) or puzzles of reasoning-gym (reasoning_gym). An environment that makes "
+        "tasks replaces a generator.",
     )
     paths: list[Path] = pydantic.Field(
         default_factory=list, description="Files to read, with kind = jsonl or parquet."

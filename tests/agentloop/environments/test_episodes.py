@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -12,7 +13,13 @@ import pytest
 import agentloop
 from agentloop.agent.rollout import Budget
 from agentloop.environments.agent import Agent, AgentFailed
-from agentloop.environments.environment import Environment, EnvSettings, load, reward_of
+from agentloop.environments.environment import (
+    Environment,
+    EnvSettings,
+    load,
+    open_tasks,
+    reward_of,
+)
 from agentloop.environments.episodes import EnvironmentGroups, Episode
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
@@ -243,3 +250,18 @@ def test_an_environments_tasks_are_the_same_at_each_start_and_held_out_ones_are_
     assert len(held_out) == 8
     assert not {one.answer for one in held_out} & {one.answer for one in first + rest}
     assert source.find(first[3].id) == first[3]
+
+
+def test_an_environments_tasks_replace_those_of_a_generator_and_of_nothing_else(
+    tmp_path: Path,
+) -> None:
+    @agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 9), "top": 9})
+    async def game(task: Any, agent: Agent) -> float:
+        return 1.0
+
+    assert next(open_tasks(TasksSettings(kind="symbolic"), game)).top == 9
+    assert next(open_tasks(TasksSettings(), None)).source == "arithmetic"
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"prompt": "1 + 1?", "answer": "2"}\n{"prompt": "1 + 2?", "answer": "3"}\n')
+    listed = TasksSettings(kind="jsonl", paths=[file])
+    assert next(open_tasks(listed, game)).prompt in ("1 + 1?", "1 + 2?")
