@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import inspect
 import threading
 import time
@@ -35,6 +36,7 @@ __all__ = [
     "ToolOutput",
     "Tools",
     "as_tool",
+    "import_schema_parser",
 ]
 
 Schema = Mapping[str, Any]
@@ -300,6 +302,11 @@ def _as_error(error: BaseException) -> str:
     except Exception:  # the tool's own __str__ may raise, too
         text = ""
     return f"[error] {type(error).__name__}{': ' * bool(text)}{text}"
+
+
+def import_schema_parser() -> None:
+    """Import what `as_tool` needs for a function; the first time takes a second or two."""
+    importlib.import_module("transformers.utils.chat_template_utils")
 
 
 def _schema(function: ToolFunction) -> Schema:

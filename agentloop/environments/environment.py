@@ -30,6 +30,7 @@ from typing import Any, ClassVar, overload
 
 import pydantic
 
+from agentloop.agent.tools import import_schema_parser
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
@@ -196,6 +197,7 @@ def load(settings: EnvSettings) -> Environment | None:
         raise SettingsError(
             f"env.name: {name} is not an environment: decorate it with @agentloop.environment"
         )
+    import_schema_parser()  # now, when nothing else waits for the event loop
     return found.with_arguments(settings.args)
 
 
