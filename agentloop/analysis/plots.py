@@ -109,9 +109,9 @@ def plot_runs(folders: Sequence[Path], *paths: Path, what: Sequence[str] = ()) -
     for path in paths:
         if path.suffix.lower() not in (".png", ".svg"):
             raise SettingsError(f"{path}: the file name must end in .png or .svg")
-    pyplot = _pyplot()
     problems: list[str] = []
     read = [_read(folder, problems) for folder in folders]
+    pyplot = _pyplot()  # slow to import, so what is wrong with the runs is found before
     runs = dict(zip(labels_of(folders), read, strict=True))
     panels = _panels(what, list(runs.values()))
     num_columns = min(_NUM_COLUMNS, len(panels))

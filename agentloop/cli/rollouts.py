@@ -89,7 +89,7 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
         ):
             served = Served(runtime.router)
             rollouts = Rollouts(
-                group_runner(recipe.env, runtime, runtime.settings.sampling, traces.on_event),
+                group_runner(recipe.env, runtime, recipe.sampling, traces.on_event),
                 runtime.router.wait_for_capacity,
                 grader,
                 recipe.roc,
