@@ -178,6 +178,8 @@ def _check(settings: EvaluateSettings) -> None:
     """Raise SettingsError if settings contradict each other."""
     if settings.endpoint.model and not settings.endpoint.url:
         raise SettingsError("endpoint.model: set endpoint.url, too")
+    if settings.endpoint.url and settings.env.name:
+        raise SettingsError("env: runs on our own servers, not with endpoint.url: set one of them")
     if settings.endpoint.url and settings.servers:
         raise SettingsError("servers: not used with endpoint.url: set one of them")
 

@@ -1,9 +1,11 @@
-"""What an environment talks to: it runs the model and records every token that it samples."""
+"""What an environment talks to: it runs conversations with the model and keeps their records."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
+
+import anyio
 
 from agentloop.agent.rollout import Budget
 from agentloop.agent.tools import Tool, ToolFunction
@@ -12,6 +14,9 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.trajectory import Message, StopReason, Trajectory
 
 __all__ = ["Agent", "AgentFailed", "RunOne"]
+
+# The rest is the environment's own: a slow server must not make the environment late.
+_SHARE_OF_TIME = 0.9
 
 
 class RunOne(Protocol):
@@ -55,8 +60,10 @@ class Agent:
         Args:
             id: id of the first trajectory; the others are `ID+1`, `ID+2`, ...
             sampling: parameters of the first conversation; the seeds of others are derived.
-            budget: limits of each conversation; `timeout_s` is that of the environment as a whole.
+            budget: limits of each conversation; `timeout_s` is that of the environment as a whole,
+                of which the conversations together get nine tenths.
         """
+        self._ends_at = anyio.current_time() + _SHARE_OF_TIME * budget.timeout_s
         self._run = run
         self.id = id
         self._sampling = sampling
@@ -114,6 +121,9 @@ class Agent:
         if trajectory.stop_reason in (StopReason.INFRASTRUCTURE, StopReason.CANCELLED):
             self.failure = trajectory.error or str(trajectory.stop_reason)
             raise AgentFailed(self.failure)
+        if trajectory.stop_reason is StopReason.TIME_BUDGET and not trajectory.used_its_time:
+            self.failure = "it ran out of time, mostly waiting for servers and sandbox"
+            raise AgentFailed(self.failure)
         return trajectory
 
     async def chat(
@@ -133,13 +143,14 @@ class Agent:
         return found.answer
 
     def _lowered(self, max_turns: int | None, max_tokens: int | None) -> Budget:
-        """Return the budget, lowered to these limits."""
+        """Return the budget, lowered to these limits and to the time that is left."""
         limits = {"max_turns": max_turns, "max_response_tokens": max_tokens}
         update: dict[str, Any] = {
             name: min(getattr(self._budget, name), limit)
             for name, limit in limits.items()
             if limit is not None
         }
+        update["timeout_s"] = max(0.0, self._ends_at - anyio.current_time())
         return self._budget.model_copy(update=update)
 
 

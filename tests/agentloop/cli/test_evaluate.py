@@ -262,6 +262,10 @@ async def test_a_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
             ["evaluate.num_samples=2", "evaluate.pass_at=[3]"],
             "pass_at: 3 requires at least as many samples",
         ),
+        (
+            ["endpoint.url=http://a/v1", "env=examples.guess_number:guess"],
+            "env: runs on our own servers, not with endpoint.url",
+        ),
         (["endpoint.url=a"], "endpoint.url: 'a' does not have the form"),
         (["evaluate.numsamples=2"], "did you mean 'evaluate.num_samples'"),
         (["tasks.kind=jsonl", "tasks.paths=['/no/such.jsonl']"], "/no/such.jsonl: No such file"),

@@ -265,3 +265,26 @@ def test_an_environments_tasks_replace_those_of_a_generator_and_of_nothing_else(
     file.write_text('{"prompt": "1 + 1?", "answer": "2"}\n{"prompt": "1 + 2?", "answer": "3"}\n')
     listed = TasksSettings(kind="jsonl", paths=[file])
     assert next(open_tasks(listed, game)).prompt in ("1 + 1?", "1 + 2?")
+
+
+async def test_a_slow_server_is_not_the_environments_fault() -> None:
+    @agentloop.environment
+    async def twice(task: Any, agent: Agent) -> float:
+        begun = anyio.current_time()
+        await agent.run("?")
+        while anyio.current_time() == begun:  # the event loop's clock has milliseconds
+            await anyio.lowlevel.checkpoint()
+        await agent.run("And now?")
+        return 1.0
+
+    model = Model()
+    await run(twice, model, size=1, timeout_s=5)
+    first, second = (options["budget"].timeout_s for _, options in model.asked)
+    assert 5 * 0.9 >= first > second > 0
+
+    late = Model(StopReason.TIME_BUDGET)
+    episodes = await run(twice, late)  # no RequestError: the task is not refused
+    for episode in episodes:
+        assert episode.reward is not None
+        assert episode.reward.value is None
+        assert episode.reward.reason.startswith("infrastructure: it ran out of time")
