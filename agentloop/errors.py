@@ -11,6 +11,7 @@
      ├─ NotThere               a rollout, group or run that the page asked for does not exist
      ├─ DataError              task data: a file, a line, a field
      ├─ RewardError            the user's reward function: it raised or took too long
+     ├─ AgentFailed            the infrastructure failed below an environment's agent
      └─ ServerError            an inference server (infrastructure: retried, never a reward)
          ├─ ServerStartError
          ├─ ServerUnavailable  no connection, or a broken one
@@ -25,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
+    "AgentFailed",
     "AgentLoopError",
     "DataError",
     "ModelError",
@@ -62,6 +64,13 @@ def sole(error: BaseException) -> BaseException:
 
 class AgentLoopError(Exception):
     """Base class of all errors that agentloop raises on purpose."""
+
+
+class AgentFailed(AgentLoopError):
+    """The infrastructure failed while an environment's agent ran; the rollout gets no reward.
+
+    An environment need not handle it. If it does, its rollout still has no reward.
+    """
 
 
 class SettingsError(AgentLoopError):

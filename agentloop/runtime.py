@@ -35,7 +35,7 @@ import pydantic
 from aiohttp import ClientSession
 
 from agentloop.agent.chat_format import ChatFormat, ChatSettings
-from agentloop.agent.rollout import Budget, Rollout, TurnOptions, prompt_of
+from agentloop.agent.rollout import Budget, Reply, Rollout, TurnOptions, prompt_of
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
 from agentloop.agent.tools import CallerTool, Tool, ToolFunction, Tools, as_tool
 from agentloop.aio import task_group
@@ -212,6 +212,7 @@ class Runtime:
         sampling: Sampling | None = None,
         budget: Budget | None = None,
         options: TurnOptions | None = None,
+        reply: Reply | None = None,
         group: str = "",
         id: str | None = None,
         on_event: Emit = ignore,
@@ -222,6 +223,7 @@ class Runtime:
             messages: a question, or a conversation as OpenAI messages.
             tools: tools that the model may call; None: the built-in tools of the settings.
             options: conditions that end a turn besides the model's end-of-turn token.
+            reply: called with each answer; returns the user's next message, or None to end.
             group: a name shared by rollouts with the same messages and tools, which then share
                 KV cache.
             id: id of the trajectory, which no other one in flight may have; None: a new one.
@@ -239,6 +241,7 @@ class Runtime:
             sampling=sampling or self.settings.sampling,
             budget=budget or self.settings.budget,
             options=options or TurnOptions(),
+            reply=reply,
             emit=on_event,
             with_text=on_event is not ignore,
             group=group,

@@ -40,11 +40,17 @@ class StopReason(StrEnum):
     INFRASTRUCTURE = "infrastructure"  # failed for reasons other than the model: no reward
     STRAGGLER = "straggler"  # stopped because enough of its group had ended: no reward
     CANCELLED = "cancelled"  # by a person: no reward
+    ENVIRONMENT = "environment"  # its environment failed, or stopped it: not trained on
 
     @property
     def is_unscorable(self) -> bool:
         """True if the rollout says nothing about the model and must not be scored."""
-        return self in (StopReason.INFRASTRUCTURE, StopReason.STRAGGLER, StopReason.CANCELLED)
+        return self in (
+            StopReason.INFRASTRUCTURE,
+            StopReason.STRAGGLER,
+            StopReason.CANCELLED,
+            StopReason.ENVIRONMENT,
+        )
 
 
 class TurnEnd(StrEnum):
@@ -143,7 +149,8 @@ class Turn:
 
     `output_ids` and `logprobs` have the same length, and `versions` covers them without gaps.
     `calls` and `results` are in the order of the calls; `results` is shorter only if the turn was
-    cut off. Times are in seconds since the start of the trajectory.
+    cut off. `observation_ids` encode the results or, after a turn without calls, the user's next
+    message. Times are in seconds since the start of the trajectory.
 
     `top_logprobs`, if requested, lists for each output token the most likely tokens at its
     position as (log-probability, id), most likely first; otherwise it is empty.

@@ -27,6 +27,7 @@ import pydantic
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from agentloop.agent.placeholders import Placeholders
 from agentloop.agent.tokenizer import load_tokenizer
 from agentloop.errors import ModelError, RequestError
 from agentloop.plain_json import valid_text
@@ -263,7 +264,7 @@ class ChatFormat:
         """
         if not messages:
             raise RequestError("messages: at least one message is required")
-        mark = _Placeholders()
+        mark = Placeholders()
         marked = [
             self._disarmed_message(_marked(index, message, mark), mark)
             for index, message in enumerate(messages)
@@ -310,7 +311,7 @@ class ChatFormat:
             RequestError: The template cannot render the message, or does not start it with the
                 generation prompt.
         """
-        mark = _Placeholders()
+        mark = Placeholders()
         question = {"role": "user", "content": mark("question")}
         reply = self._disarmed_message(_marked(0, message, mark), mark, keep=_SAMPLED)
         try:
@@ -357,8 +358,32 @@ class ChatFormat:
             ids += self.encode(content) if isinstance(content, str) else content
         return ids + after
 
+    def user_message(self, content: str) -> list[int]:
+        """Return the ids after an assistant's turn: a user's message and a new generation prompt.
+
+        Raises:
+            RequestError: The template does not write a user's message after an assistant's turn.
+        """
+        mark = Placeholders()
+        messages = [
+            {"role": role, "content": mark(role)} for role in ("user", "assistant", "user")
+        ]
+        try:
+            text = self._render(messages, add_generation_prompt=True)
+        except Exception as error:  # as in prompt()
+            raise RequestError(f"reply: the model's chat template says: {error}") from error
+        pieces = mark.split(text)
+        end = pieces[4].find(self._end_token) if pieces[1::2] == ["0", "1", "2"] else -1
+        if end < 0:
+            raise RequestError(
+                "reply: the model's chat template drops or reorders messages, or does not end an "
+                f"assistant's turn with {self._end_token!r}"
+            )
+        before, after = pieces[4][end + len(self._end_token) :], pieces[6]
+        return self._encode(before) + self.encode(content) + self._encode(after)
+
     def _disarmed_message(
-        self, message: Mapping[str, Any], mark: _Placeholders, keep: Sequence[str] = _THOUGHTS
+        self, message: Mapping[str, Any], mark: Placeholders, keep: Sequence[str] = _THOUGHTS
     ) -> Any:
         """Replace control tokens by placeholders, except the `keep` tags of an assistant's turn.
 
@@ -376,7 +401,7 @@ class ChatFormat:
             )
         return disarmed
 
-    def _disarmed(self, value: Any, mark: _Placeholders) -> Any:
+    def _disarmed(self, value: Any, mark: Placeholders) -> Any:
         """Replace all control tokens spelled in `value`, at any depth, by placeholders."""
         if isinstance(value, str):
             return self._control_re.sub(lambda match: mark(match.group()), value)
@@ -393,7 +418,7 @@ class ChatFormat:
         ids: list[int] = self.tokenizer.encode(whole, add_special_tokens=False).ids
         return ids
 
-    def _encode_marked(self, text: str, mark: _Placeholders) -> list[int]:
+    def _encode_marked(self, text: str, mark: Placeholders) -> list[int]:
         ids: list[int] = []
         pieces = mark.split(text)
         for index, piece in enumerate(pieces):
@@ -405,7 +430,7 @@ class ChatFormat:
         """Return `configured`, or the end-of-turn token that the template writes."""
         if configured is not None and self.tokenizer.token_to_id(configured) is None:
             raise ModelError(f"chat.end_token: the tokenizer has no token {configured!r}")
-        mark = _Placeholders()
+        mark = Placeholders()
         question = {"role": "user", "content": mark("question")}
         reply = {"role": "assistant", "content": mark("reply")}
         try:
@@ -430,7 +455,7 @@ class ChatFormat:
 
     def _derive_observation(self) -> None:
         """Find the text that the template writes before, between and after two tool responses."""
-        mark = _Placeholders()
+        mark = Placeholders()
         question = {"role": "user", "content": mark("question")}
         call = {"type": "function", "function": {"name": "tool", "arguments": {}}}
         reply = {"role": "assistant", "content": mark("reply"), "tool_calls": [call]}
@@ -460,7 +485,7 @@ class ChatFormat:
         )
 
     def _generation_prompt(self, after: str) -> str:
-        mark = _Placeholders()
+        mark = Placeholders()
         response = {"role": "tool", "name": "tool", "content": mark("response")}
         question = {"role": "user", "content": mark("question")}
         call = {"type": "function", "function": {"name": "tool", "arguments": {}}}
@@ -498,27 +523,6 @@ class TextStream:
         return self._chat.decode(held) if held else ""
 
 
-class _Placeholders:
-    """Stand-ins for contents while a template is rendered.
-
-    Their names are random, so that no content can spell one, and alphanumeric, so that no template
-    changes them.
-    """
-
-    def __init__(self) -> None:
-        self.contents: list[str] = []
-        self._tag = f"PH{secrets.token_hex(8)}N"
-
-    def __call__(self, content: str) -> str:
-        self.contents.append(content)
-        return f"{self._tag}{len(self.contents) - 1}E"
-
-    def split(self, text: str) -> list[str]:
-        """Split rendered text into markup, placeholder name, markup, ..., ending with markup."""
-        first, *rest = text.split(self._tag)
-        return [first, *(part for piece in rest for part in piece.partition("E")[::2])]
-
-
 def _spelling(tokens: Iterable[str]) -> re.Pattern[str]:
     """Compile a pattern that matches any of `tokens`, or nothing if there are none."""
     longest_first = sorted(tokens, key=len, reverse=True)
@@ -554,7 +558,7 @@ def _padded_vocab_size(folder: Path) -> int:
         return 0
 
 
-def _marked(index: int, message: object, mark: _Placeholders) -> dict[str, Any]:
+def _marked(index: int, message: object, mark: Placeholders) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"messages[{index}]: expected an object, got {message!r:.50}")
     role = message.get("role")

@@ -7,13 +7,15 @@
 A call starts as soon as its last token arrives, while the turn is still being generated. The
 turn's task group waits for its calls; if the turn fails, it cancels them. The trajectory is the
 same as if the calls had run one by one after the turn.
+
+With `reply`, the conversation goes on after an answer: what it returns is the user's next message.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -57,7 +59,10 @@ from agentloop.trajectory import (
     VersionSpan,
 )
 
-__all__ = ["Budget", "Engine", "Rollout", "TurnOptions", "prompt_of", "truncated"]
+__all__ = ["Budget", "Engine", "Reply", "Rollout", "TurnOptions", "prompt_of", "truncated"]
+
+Reply = Callable[[str], Awaitable[str | None]]
+"""A function of the model's answer that returns the user's next message, or None to end."""
 
 
 class Budget(pydantic.BaseModel):
@@ -69,7 +74,8 @@ class Budget(pydantic.BaseModel):
     max_response_tokens: int = pydantic.Field(
         8192,
         ge=1,
-        description="Maximum number of tokens after the prompt: sampled tokens and tool responses.",
+        description="Maximum number of tokens after the prompt: sampled tokens, tool responses and "
+        "replies of the user.",
     )
     max_sampled_tokens: int | None = pydantic.Field(
         None,
@@ -184,6 +190,7 @@ class Rollout:
     sampling: Sampling = field(default_factory=lambda: Sampling())
     budget: Budget = field(default_factory=lambda: Budget())
     options: TurnOptions = TurnOptions()
+    reply: Reply | None = None
     emit: Emit = ignore
     with_text: bool = True  # decode tokens as they arrive; training does not need it
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -207,11 +214,12 @@ class Rollout:
 
         Raises:
             RequestError: The request is invalid; nothing has run.
+            Exception: Whatever `reply` raises.
         """
         self.started_s = time.monotonic()
         self._tools = Tools(self.tools)
-        thinks, stop = bool(self.chat.opened_thought), self.options.stop
-        self._speech = Speech(reasoning=thinks, stop=stop)
+        thinks = bool(self.chat.opened_thought)
+        self._speech = Speech(reasoning=thinks, stop=self.options.stop)
         prompt_ids = self.prompt_ids
         if prompt_ids is None:
             longest = self.engine.context_length
@@ -230,8 +238,8 @@ class Rollout:
             raise
         finally:
             self.engine.forget(self.id, whole=whole)
-        self._trajectory.elapsed_s = self._elapsed_s()
-        self._trajectory.answer = answer_in(self._trajectory.text, reasoning=thinks, stop=stop)
+            self._trajectory.elapsed_s = self._elapsed_s()
+            self._trajectory.answer = self._answer
         self.emit(RolloutFinished(self.id, self._trajectory))
         return self._trajectory
 
@@ -268,11 +276,12 @@ class Rollout:
                 return StopReason.CALLER_TOOLS
             if self._speech.stopped:
                 return StopReason.STOP_SEQUENCE
-            if not turn.calls:
+            text: str | None = None
+            if not turn.calls and (text := await self._replied()) is None:
                 return StopReason.ANSWERED
             if len(self._trajectory.turns) >= self.budget.max_turns:
                 return StopReason.TURN_BUDGET
-            observation = self._observation_of(turn)
+            observation = self._observation_of(turn, text)
             room -= len(turn.output_ids)
             if len(observation) >= room:  # no room for another token
                 return StopReason.TOKEN_BUDGET
@@ -281,6 +290,19 @@ class Rollout:
             sampled_left -= len(turn.output_ids)
             ids += turn.output_ids
             ids += observation
+
+    @property
+    def _answer(self) -> str:
+        """The answer in the newest turn."""
+        thinks = bool(self.chat.opened_thought)
+        return answer_in(self._trajectory.text, reasoning=thinks, stop=self.options.stop)
+
+    async def _replied(self) -> str | None:
+        """Return the user's reply to the newest answer, if there is to be one."""
+        if self.reply is None:
+            return None
+        text = await self.reply(self._answer)
+        return None if text is None else valid_text(text)
 
     async def _run_turn(self, ids: list[int], max_new_tokens: int) -> Turn:
         index = len(self._trajectory.turns)
@@ -371,7 +393,10 @@ class Rollout:
         if output.status is ToolCallStatus.INFRASTRUCTURE:
             raise _InfrastructureFailure(f"{call.name}: {output.content}")
 
-    def _observation_of(self, turn: Turn) -> list[int]:
+    def _observation_of(self, turn: Turn, reply: str | None) -> list[int]:
+        """Return the ids between this turn and the next one."""
+        if reply is not None:
+            return self.chat.user_message(reply)
         limit = self.budget.max_tool_response_tokens
         contents = [truncated(self.chat, result.content, limit) for result in turn.results]
         observation = self.chat.observation(contents)

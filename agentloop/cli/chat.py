@@ -37,6 +37,7 @@ _ENDINGS = {
     StopReason.TIME_BUDGET: "the time budget is used up",
     StopReason.INFRASTRUCTURE: "the infrastructure failed",
     StopReason.CANCELLED: "the rollout was cancelled",
+    StopReason.ENVIRONMENT: "the environment failed or stopped it",
 }
 
 

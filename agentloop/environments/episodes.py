@@ -14,33 +14,32 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 import anyio
 
 from agentloop.agent.rollout import Budget
-from agentloop.environments.agent import Agent, AgentFailed, RunOne
+from agentloop.environments.agent import Agent, Host
 from agentloop.environments.environment import Environment, EnvSettings, load, reward_of
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import RequestError
-from agentloop.events import Emit, Event, RolloutStarted
+from agentloop.errors import AgentFailed, RequestError
+from agentloop.events import Emit, Event, RolloutStarted, ignore
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.trajectory import Trajectory
+from agentloop.trajectory import StopReason, Trajectory
 
-__all__ = ["EnvironmentGroups", "Episode", "PromptGroups", "RunGroup", "group_runner"]
+__all__ = ["EnvironmentGroups", "Episode", "OtherAgent", "PromptGroups", "RunGroup", "group_runner"]
 
 log = logging.getLogger(__name__)
 
+_ENVIRONMENT = StopReason.ENVIRONMENT
 
-class Runner(Protocol):
+
+class Runner(Host, Protocol):
     """Runs conversations; implemented by `agentloop.runtime.Runtime`."""
-
-    @property
-    def rollout(self) -> Callable[..., Awaitable[Trajectory]]: ...
 
     @property
     def run_group(self) -> Callable[..., Awaitable[Sequence[Trajectory]]]: ...
@@ -55,17 +54,21 @@ def group_runner(settings: EnvSettings, runner: Runner, sampling: Sampling, emit
     environment = load(settings)
     if environment is None:
         return PromptGroups(partial(runner.run_group, on_event=emit, with_text=False))
+    return EnvironmentGroups(environment, runner, sampling=sampling, emit=emit)
 
-    def conversation(group: str) -> RunOne:
-        def labelled(event: Event) -> None:
-            # The prompts of a group may differ, so the router must not take them for siblings.
-            if isinstance(event, RolloutStarted):
-                event = replace(event, group=group)
-            emit(event)
 
-        return partial(runner.rollout, on_event=labelled)
+@dataclass(frozen=True, slots=True)
+class OtherAgent:
+    """The record of another agent of a rollout.
 
-    return EnvironmentGroups(environment, conversation, sampling=sampling)
+    Attributes:
+        reward: its own reward; None: it gets that of the rollout.
+        is_trained: whether its tokens are trained on.
+    """
+
+    trajectories: Sequence[Trajectory]
+    reward: float | None = None
+    is_trained: bool = True
 
 
 @dataclass(slots=True)
@@ -74,17 +77,30 @@ class Episode:
 
     Attributes:
         id: its name.
-        trajectories: its conversations with the model, at least one; of the built-in agent one.
+        trajectories: conversations of its agent with the model; of the built-in agent one.
         reward: what its environment says that it is worth; None: its answer is to be checked.
+        others: the other agents of its environment, by name.
     """
 
     id: str
     trajectories: Sequence[Trajectory]
     reward: Reward | None = None
+    others: Mapping[str, OtherAgent] = field(default_factory=dict)
+
+    @property
+    def all_trajectories(self) -> list[Trajectory]:
+        """The conversations of all agents, at least one."""
+        others = (one for other in self.others.values() for one in other.trajectories)
+        return [*self.trajectories, *others]
+
+    @property
+    def whole(self) -> list[Trajectory]:
+        """The conversations of its agent that were not stopped by the environment."""
+        return [one for one in self.trajectories if one.stop_reason is not _ENVIRONMENT]
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(one.num_sampled_tokens for one in self.trajectories)
+        return sum(one.num_sampled_tokens for one in self.all_trajectories)
 
 
 class RunGroup(Protocol):
@@ -137,18 +153,20 @@ class EnvironmentGroups:
     def __init__(
         self,
         environment: Environment,
-        run: Callable[[str], RunOne],
+        host: Host,
         *,
         sampling: Sampling,
+        emit: Emit = ignore,
     ) -> None:
         """
         Args:
-            run: returns what runs a conversation of the group with this name.
             sampling: parameters; with a seed, each rollout has its own.
+            emit: called with the events of all conversations.
         """
         self._environment = environment
-        self._run = run
+        self._host = host
         self._sampling = sampling
+        self._emit = emit
 
     async def __call__(
         self,
@@ -162,54 +180,93 @@ class EnvironmentGroups:
     ) -> Sequence[Episode]:
         """Implement `RunGroup`."""
         sampling = self._sampling.of_group(name)
-        run = self._run(name)
+
+        def labelled(event: Event) -> None:
+            # The prompts of a group may differ, so the router must not take them for siblings.
+            if isinstance(event, RolloutStarted):
+                event = replace(event, group=name)
+            self._emit(event)
+
         agents = [
-            Agent(run, id=f"{name}.{index}", sampling=sampling.of_sibling(index), budget=budget)
+            Agent(
+                self._host,
+                labelled,
+                id=f"{name}.{index}",
+                sampling=sampling.of_sibling(index),
+                budget=budget,
+            )
             for index in range(size)
         ]
-        rewards: dict[int, Reward] = {}
-        failures: list[str] = []
+        ends: dict[int, _End] = {}
 
         async def play(index: int) -> None:
-            reward, is_own_failure = await self._played(task, agents[index], budget.timeout_s)
-            rewards[index] = reward
-            if is_own_failure:
-                failures.append(reward.reason)
-            if enough and sum(one.value is not None for one in rewards.values()) == enough:
+            ends[index] = await self._played(task, agents[index], budget.timeout_s)
+            if enough and sum(one.reward.value is not None for one in ends.values()) == enough:
                 playing.cancel_scope.cancel()
 
         on_queued()
         async with anyio.create_task_group() as playing:
             for index in range(size):
                 playing.start_soon(play, index)
+        failures = [one.reward.reason for one in ends.values() if one.fault is _ENVIRONMENT]
         if len(failures) == size:
             raise RequestError(f"environment {self._environment.name}: {failures[0]}")
-        straggler = Reward(None, None, "stopped: enough of its group had ended")
-        found = [rewards.get(index, straggler) for index in range(size)]
         return [
-            Episode(agent.id, agent.trajectories or [_empty(agent.id, reward)], reward)
-            for agent, reward in zip(agents, found, strict=True)
+            _episode(agent, ends.get(index, _STRAGGLER)) for index, agent in enumerate(agents)
         ]
 
-    async def _played(self, task: Task, agent: Agent, timeout_s: float) -> tuple[Reward, bool]:
-        """Run the environment; return its reward, and whether it is to blame for having none."""
-        why, is_own = f"the environment ran out of time ({timeout_s:g} s)", True
+    async def _played(self, task: Task, agent: Agent, timeout_s: float) -> _End:
+        """Run the environment and return how the rollout ended."""
+        why = f"the environment ran out of time ({timeout_s:g} s)"
         try:
             with anyio.move_on_after(timeout_s):
                 reward = reward_of(await self._environment(task, agent), self._environment.weights)
                 if agent.failure is None:
-                    return reward, False
-                why, is_own = agent.failure, False
+                    return _End(reward)
         except AgentFailed as error:
-            why, is_own = str(error), False
+            return _End.of(str(error), StopReason.INFRASTRUCTURE)
         except Exception as error:  # whatever it is: the environment is the user's code
             log.warning("%s failed on task %s", self._environment.name, task.id, exc_info=True)
             why = f"the environment raised {type(error).__name__}: {error}"
-        if not is_own:
+        if agent.failure is not None:
+            return _End.of(agent.failure, StopReason.INFRASTRUCTURE)
+        return _End.of(why, _ENVIRONMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a rollout ended.
+
+    Attributes:
+        fault: what it was lost to, if it was.
+    """
+
+    reward: Reward
+    fault: StopReason | None = None
+
+    @classmethod
+    def of(cls, why: str, fault: StopReason) -> _End:
+        if fault is StopReason.INFRASTRUCTURE:
             why = f"infrastructure: {why}"
-        return Reward(None, None, why), is_own
+        return cls(Reward(None, None, why), fault)
 
 
-def _empty(id: str, reward: Reward) -> Trajectory:
-    """Return the record of a rollout without a conversation, so that its reason is not lost."""
-    return Trajectory(id, [], created_unix_s=time.time(), error=reward.reason)
+_STRAGGLER = _End.of("stopped: enough of its group had ended", StopReason.STRAGGLER)
+
+
+def _episode(agent: Agent, end: _End) -> Episode:
+    others = {
+        name: OtherAgent(one.trajectories, one.reward, one.is_trained)
+        for name, one in agent.others.items()
+    }
+    episode = Episode(agent.id, agent.trajectories, end.reward, others)
+    if end.fault is not None and not episode.all_trajectories:
+        # A record, so that the reason is not lost.
+        why = end.reward.reason
+        empty = Trajectory(agent.id, [], [], end.fault, why, created_unix_s=time.time())
+        episode.trajectories = [empty]
+    if end.fault is not None:
+        for one in episode.all_trajectories:
+            if one.stop_reason is _ENVIRONMENT:  # cut off by what ended the rollout
+                one.stop_reason = end.fault
+    return episode

@@ -291,9 +291,10 @@ class Evaluation:
             values = [one.value for one in rewards if one.value is not None]
             mean = statistics.fmean(values) if values else None
             self._emit(GroupFinished(name, mean_reward=mean, is_chosen=False))
-        for index, sample in zip(indexes, samples, strict=True):
-            for later, trajectory in enumerate(sample.trajectories):
-                trajectory.id = f"{number}-{task.id}.{index}" + (f"+{later}" if later else "")
+        for position, (index, sample) in enumerate(zip(indexes, samples, strict=True)):
+            for trajectory in sample.trajectories:
+                later = trajectory.id.removeprefix(f"{name}.{position}")  # "" or "+..."
+                trajectory.id = f"{number}-{task.id}.{index}{later}"
         common = {"group": number, "version": None, "attempt": attempt, "task": task.id}
         return await anyio.to_thread.run_sync(
             _rows, {**common, "truth": task.answer}, indexes, samples, rewards

@@ -22,7 +22,7 @@ from agentloop.events import Emit, GroupFinished, GroupStarted, RolloutScored, i
 from agentloop.training.advantage import group_advantages
 from agentloop.training.group_metrics import figures
 from agentloop.training.group_stream import finished_groups
-from agentloop.training.roc import RocSettings, Selection, Trace, resample
+from agentloop.training.roc import Rejected, RocSettings, Selection, Trace, resample
 from agentloop.trajectory import StopReason, Trajectory
 
 __all__ = ["Purpose", "RolledOut", "Rollouts", "RollsOut", "in_order"]
@@ -149,13 +149,19 @@ async def in_order(
 
 @dataclass(slots=True)
 class _Scored:
-    """A scored group, with the rollouts to train on and their advantages."""
+    """A scored group, with the rollouts to train on.
+
+    Attributes:
+        advantages: of their agent, by the number of the rollout.
+        others: of other agents, by name and the number of the rollout.
+    """
 
     task: Task
     episodes: Sequence[Episode]
     rewards: list[Reward]
     choice: Selection
     advantages: Mapping[int, float]
+    others: Mapping[str, Mapping[int, float]]
 
     @property
     def figures(self) -> Mapping[str, Any]:
@@ -163,19 +169,26 @@ class _Scored:
 
     @property
     def has_signal(self) -> bool:
-        return any(self.advantages.values())
+        by_agent = (self.advantages, *self.others.values())
+        return any(value for advantages in by_agent for value in advantages.values())
 
     def event(self, name: str, *, is_chosen: bool) -> GroupFinished:
         values = [reward.value for reward in self.rewards if reward.value is not None]
         mean = sum(values) / len(values) if values else None
         if not is_chosen:
             return GroupFinished(name, mean_reward=mean, is_chosen=False)
-        kept, dropped = self.advantages, self.choice.dropped
+        dropped = self.choice.dropped
         return GroupFinished(
             name,
-            kept={one.id: kept[index] for index, one in self._numbered() if index in kept},
+            kept={
+                one.id: advantage
+                for _, _, one, advantage in self._conversations()
+                if advantage is not None
+            },
             dropped={
-                one.id: str(dropped[index]) for index, one in self._numbered() if index in dropped
+                one.id: str(dropped[index])
+                for index, _, one, _ in self._conversations()
+                if index in dropped
             },
             mean_reward=mean,
             has_signal=self.has_signal,
@@ -187,22 +200,32 @@ class _Scored:
                 "task": self.task.id,
                 "truth": self.task.answer,
                 "rollout": index,
+                "agent": agent,
                 "reward": self.rewards[index].value,
                 "parts": dict(self.rewards[index].parts),
                 "answer": self.rewards[index].answer,
                 "reason": self.rewards[index].reason,
-                "advantage": self.advantages.get(index),
+                "advantage": advantage,
                 "dropped": self.choice.dropped.get(index),
                 "trajectory": trajectory.to_dict(),
             }
-            for index, trajectory in self._numbered()
+            for index, agent, trajectory, advantage in self._conversations()
         ]
 
-    def _numbered(self) -> Iterator[tuple[int, Trajectory]]:
-        """Yield each trajectory with the number of its rollout."""
+    def _conversations(self) -> Iterator[tuple[int, str, Trajectory, float | None]]:
+        """Yield each trajectory, with its rollout's number, its agent's name and its advantage.
+
+        The name is empty for the rollout's own agent; without an advantage, the trajectory is not
+        trained on.
+        """
         for index, episode in enumerate(self.episodes):
-            for trajectory in episode.trajectories:
-                yield index, trajectory
+            by_agent = {"": (episode.trajectories, self.advantages)}
+            for name, other in episode.others.items():
+                by_agent[name] = other.trajectories, self.others.get(name, {})
+            for name, (trajectories, advantages) in by_agent.items():
+                for one in trajectories:
+                    is_cut = one.stop_reason is StopReason.ENVIRONMENT
+                    yield index, name, one, None if is_cut else advantages.get(index)
 
 
 class Rollouts:
@@ -287,7 +310,7 @@ class Rollouts:
             begun = time.monotonic()
             rewards[index] = reward = await self._reward(task, episodes[index], oldest)
             told = (reward.value, reward.answer, reward.reason, time.monotonic() - begun)
-            for trajectory in episodes[index].trajectories:
+            for trajectory in episodes[index].all_trajectories:
                 self._emit(RolloutScored(trajectory.id, *told))
 
         async with anyio.create_task_group() as scoring:
@@ -297,13 +320,14 @@ class Rollouts:
 
     async def _reward(self, task: Task, episode: Episode, oldest: int) -> Reward:
         """Return the reward of a rollout, which has none if it cannot be trained on."""
-        if any(one.stop_reason is StopReason.STRAGGLER for one in episode.trajectories):
+        if any(one.stop_reason is StopReason.STRAGGLER for one in episode.all_trajectories):
             return Reward(None, None, "stopped: enough of its group had ended")
         if episode.reward is not None and episode.reward.value is None:
             return episode.reward
         if not episode.num_sampled_tokens:
-            return Reward(None, None, "timed out in the queue: nothing was sampled")
-        for trajectory in episode.trajectories:
+            why = "timed out in the queue" if episode.all_trajectories else "its agent did not run"
+            return Reward(None, None, f"{why}: nothing was sampled")
+        for trajectory in episode.all_trajectories:
             if other := _other_version(trajectory, oldest):
                 return Reward(None, None, f"sampled with other weights: {other}")
             if self._is_tainted(trajectory):
@@ -322,7 +346,7 @@ class Rollouts:
         if self._shuffle_rewards:
             values = _shuffled(values, draw)
         traces = [
-            Trace.of(episode.trajectories, value)
+            Trace.of(episode.whole, value)
             for episode, value in zip(episodes, values, strict=True)
         ]
         choice = resample(traces, self._roc, draw)
@@ -330,7 +354,30 @@ class Rollouts:
         advantages = dict(zip(choice.kept, group_advantages(kept), strict=True))
         if not any(advantages.values()) and self._roc.reject_equal_reward:
             advantages = {}
-        return _Scored(task, episodes, rewards, choice, advantages)
+        indexes: Sequence[int] = choice.kept
+        if choice.rejected is Rejected.EQUAL_REWARDS:  # those of other agents may differ
+            indexes = [index for index, value in enumerate(values) if value is not None]
+        others = _advantages_of_others(episodes, values, indexes)
+        return _Scored(task, episodes, rewards, choice, advantages, others)
+
+
+def _advantages_of_others(
+    episodes: Sequence[Episode], values: Sequence[float | None], indexes: Sequence[int]
+) -> dict[str, dict[int, float]]:
+    """Return the advantages of other agents by name and number of the rollout.
+
+    Each agent's rewards are compared among those of these rollouts that it took part in.
+    """
+    rewards: dict[str, dict[int, float]] = {}
+    for index in indexes:
+        for name, other in episodes[index].others.items():
+            reward = values[index] if other.reward is None else other.reward
+            if other.is_trained and reward is not None:
+                rewards.setdefault(name, {})[index] = reward
+    return {
+        name: dict(zip(own, group_advantages(list(own.values())), strict=True))
+        for name, own in rewards.items()
+    }
 
 
 def _other_version(trajectory: Trajectory, oldest: int) -> str | None:

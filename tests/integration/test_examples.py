@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,13 +43,16 @@ def test_example(name: str, prints: str, docker_engine: None, sglang_url: str) -
     assert prints in ended.stdout
 
 
-def test_the_environment_is_evaluated(tmp_path: Path, docker_engine: None, sglang_url: str) -> None:
-    """The model that ships with agentloop cannot play, but it makes moves."""
+def evaluated(tmp_path: Path, environment: str, sglang_url: str) -> list[dict[str, Any]]:
+    """Evaluate an environment of examples/ and return the rows of its four rollouts.
+
+    The model that ships with agentloop solves none of them, but it takes part.
+    """
     settings = [
-        "env=examples.guess_number:guess",
+        f"env=examples.{environment}",
         f'servers=["{sglang_url}"]',
         f"run.folder={tmp_path}",
-        "run.name=guess",
+        "run.name=run",
         "page=false",
         "evaluate.num_samples=2",
         "evaluate.num_tasks=2",
@@ -63,19 +67,30 @@ def test_the_environment_is_evaluated(tmp_path: Path, docker_engine: None, sglan
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    results = json.loads((tmp_path / "guess/results.json").read_text())
+    results = json.loads((tmp_path / "run/results.json").read_text())
     assert (results["all"]["num_tasks"], results["all"]["num_missing"]) == (2, 0)
-    rows = [
+    return [
         json.loads(line)
-        for file in (tmp_path / "guess/trajectories").iterdir()
+        for file in (tmp_path / "run/trajectories").iterdir()
         for line in file.read_text().splitlines()
     ]
+
+
+def test_a_game_is_evaluated(tmp_path: Path, docker_engine: None, sglang_url: str) -> None:
+    rows = evaluated(tmp_path, "guess_number:guess", sglang_url)
     assert len(rows) == 4
     assert all(row["parts"].keys() == {"found", "quick"} for row in rows)
     assert any(turn["calls"] for row in rows for turn in row["trajectory"]["turns"])
 
 
+def test_two_agents_are_evaluated(tmp_path: Path, docker_engine: None, sglang_url: str) -> None:
+    rows = evaluated(tmp_path, "solver_and_checker:solve_and_check", sglang_url)
+    assert all(row["parts"].keys() == {"right", "caught"} for row in rows)
+    ids = sorted(row["trajectory"]["id"].partition(".")[2] for row in rows)
+    assert ids == sorted(["0", "0+checker", "1", "1+checker"] * 2)
+
+
 def test_every_example_is_run() -> None:
-    run_here = {"own_tool.py", "watch.py", "groups.py", "guess_number.py"}
+    run_here = {"own_tool.py", "watch.py", "groups.py", "guess_number.py", "solver_and_checker.py"}
     run_by_test_docs_guides = {"my_reward.py", "stateful_tool.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here | run_by_test_docs_guides

@@ -47,7 +47,7 @@
   /** A stop reason, a status or a reason for dropping, as words. */
   const words = (name) => String(name ?? "").replaceAll("_", " ");
 
-  const BROKEN = new Set(["infrastructure", "straggler"]);
+  const BROKEN = new Set(["infrastructure", "straggler", "environment"]);
 
   /** live, done, or failed: ended by something that says nothing about the model. */
   function stateOf(row) {

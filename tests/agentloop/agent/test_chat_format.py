@@ -162,6 +162,32 @@ def test_each_turn_appends_and_nothing_before_it_changes(
         assert controls_in(chat, again) == controls_in(chat, ids)
 
 
+@FAST
+@given(words, st.lists(st.tuples(words, words), max_size=3))
+def test_a_users_next_message_appends_what_the_template_would_write(
+    question: str, exchanges: list[tuple[str, str]]
+) -> None:
+    chat = chat_format()
+    messages: list[dict[str, Any]] = [user(question)]
+    ids = chat.prompt(messages)
+    for said, asked in exchanges:
+        ids = ids + chat.encode(said) + written(chat, END) + chat.user_message(asked)
+        messages += [{"role": "assistant", "content": said}, user(asked)]
+    again = chat.prompt(messages)
+    assert chat.decode(again) == chat.decode(ids)
+    assert controls_in(chat, again) == controls_in(chat, ids)
+
+
+def test_a_template_without_a_place_for_a_second_question_is_named() -> None:
+    chat = ChatFormat(tokenizer(), template())
+    chat._render = template("{{ messages[0].content }}")  # a template that passes at first
+    with pytest.raises(RequestError, match="reply: .* drops or reorders messages"):
+        chat.user_message("And now?")
+    chat._render = template("{{ no.messages.here }}")
+    with pytest.raises(RequestError, match="reply: the model's chat template says"):
+        chat.user_message("And now?")
+
+
 def test_an_observation_takes_texts_and_ids_alike() -> None:
     chat = chat_format()
     assert chat.observation(["one", chat.encode("two")]) == chat.observation(["one", "two"])

@@ -129,6 +129,61 @@ async def test_a_call_is_run_and_its_result_read_in_the_next_turn() -> None:
     assert result.dispatched_s <= result.started_s <= result.ended_s <= trajectory.elapsed_s
 
 
+async def test_a_conversation_goes_on_while_the_user_replies() -> None:
+    engine = ScriptedEngine(
+        says("Is it 50?"), says(call_text("multiply", {"a": 5, "b": 15})), says("75?"), says("62?")
+    )
+    replies: list[str | None] = ["higher", "lower", None]
+    heard: list[str] = []
+
+    async def reply(answer: str) -> str | None:
+        heard.append(answer)
+        return replies[len(heard) - 1]
+
+    trajectory = await rollout(engine, [multiply], reply=reply).run()
+    check(trajectory, engine)
+    assert heard == ["Is it 50?", "75?", "62?"]
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert trajectory.answer == "62?"
+    observed = [turn.observation_ids for turn in trajectory]
+    asked = [CHAT.user_message(text) for text in ("higher", "lower")]
+    assert observed == [asked[0], CHAT.observation(["75"]), asked[1], []]
+
+
+@pytest.mark.parametrize(
+    ("budget", "stop_reason"),
+    [
+        (Budget(max_turns=2), StopReason.TURN_BUDGET),
+        (Budget(max_response_tokens=40), StopReason.TOKEN_BUDGET),
+    ],
+)
+async def test_the_user_hears_the_last_answer_within_the_budget(
+    budget: Budget, stop_reason: StopReason
+) -> None:
+    heard: list[str] = []
+
+    async def reply(answer: str) -> str:
+        heard.append(answer)
+        return "higher" * len(heard) ** 6  # the second one exceeds the budget of tokens
+
+    engine = ScriptedEngine(says("50?"), says("75?"))
+    trajectory = await rollout(engine, reply=reply, budget=budget).run()
+    check(trajectory, engine)
+    assert (heard, trajectory.stop_reason) == (["50?", "75?"], stop_reason)
+
+
+async def test_an_error_of_the_user_is_raised_and_leaves_nothing_behind() -> None:
+    async def reply(answer: str) -> str:
+        raise KeyError(answer)
+
+    events: list[Event] = []
+    engine = ScriptedEngine(says("50?"))
+    with pytest.raises(KeyError, match="50"):
+        await rollout(engine, reply=reply, emit=events.append).run()
+    assert engine.num_open == 0
+    assert isinstance(events[-1], RolloutAbandoned)
+
+
 async def test_events_are_emitted_in_order() -> None:
     events: list[Event] = []
     engine = ScriptedEngine(says(call_text("echo", {"text": "x"})), says("done"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 import agentloop
 from agentloop.agent.rollout import Budget
-from agentloop.environments.agent import Agent, AgentFailed
+from agentloop.environments.agent import Agent
 from agentloop.environments.environment import (
     Environment,
     EnvSettings,
@@ -23,8 +24,10 @@ from agentloop.environments.environment import (
 from agentloop.environments.episodes import EnvironmentGroups, Episode
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
-from agentloop.errors import RequestError, ServerUnavailable, SettingsError
+from agentloop.errors import AgentFailed, RequestError, ServerUnavailable, SettingsError
+from agentloop.events import RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.sandbox import CallResult, CallStatus, SandboxUnavailable
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 
 pytestmark = pytest.mark.anyio
@@ -33,33 +36,42 @@ TASK = Task("t", "", "42", extra={"top": 100})
 
 
 class Model:
-    """Answers each conversation with the number of messages in it; records what it was asked."""
+    """Answers each conversation with the number of messages in it; records what it was asked.
+
+    With `reply`, each further answer is one more.
+    """
+
+    pool: Any = None
 
     def __init__(self, stop_reason: StopReason = StopReason.ANSWERED) -> None:
         self.asked: list[tuple[Any, dict[str, Any]]] = []
         self.stop_reason = stop_reason
         self.error: Exception | None = None
+        self.max_turns = 3
 
-    def conversations(self, group: str) -> Callable[..., Any]:
-        async def run(messages: Any, **options: Any) -> Trajectory:
-            self.asked.append((messages, options))
-            await anyio.lowlevel.checkpoint()
-            if self.error is not None:
-                raise self.error
-            turn = Turn(output_ids=[1], logprobs=[-1.0], end=TurnEnd.STOP, text="hm")
-            return Trajectory(
-                options["id"], [9], [turn], self.stop_reason, answer=str(len(messages))
-            )
-
-        return run
+    async def rollout(self, messages: Any, **options: Any) -> Trajectory:
+        self.asked.append((messages, options))
+        turn = Turn(output_ids=[1], logprobs=[-1.0], end=TurnEnd.STOP, text="hm")
+        found = Trajectory(options["id"], [9], [turn])
+        options["on_event"](RolloutStarted(found, ""))
+        await anyio.lowlevel.checkpoint()
+        if self.error is not None:
+            raise self.error
+        found.answer = str(len(messages))
+        while options["reply"] is not None and await options["reply"](found.answer) is not None:
+            if len(found.turns) == self.max_turns:
+                found.stop_reason = StopReason.TURN_BUDGET
+                return found
+            found.turns.append(turn)
+            found.answer = str(int(found.answer) + 1)
+        found.stop_reason = self.stop_reason
+        return found
 
 
 async def run(
     environment: Environment, model: Model | None = None, *, size: int = 2, **options: Any
 ) -> Sequence[Episode]:
-    groups = EnvironmentGroups(
-        environment, (model or Model()).conversations, sampling=Sampling(seed=7)
-    )
+    groups = EnvironmentGroups(environment, model or Model(), sampling=Sampling(seed=7))
     budget = Budget(timeout_s=options.pop("timeout_s", 5))
     return await groups(
         TASK, size=size, name="1-t", budget=budget, on_queued=lambda: None, **options
@@ -288,3 +300,245 @@ async def test_a_slow_server_is_not_the_environments_fault() -> None:
         assert episode.reward is not None
         assert episode.reward.value is None
         assert episode.reward.reason.startswith("infrastructure: it ran out of time")
+
+
+async def test_a_conversation_goes_on_with_what_the_environment_replies() -> None:
+    heard: list[str] = []
+
+    def hint(answer: str) -> str | None:
+        heard.append(answer)
+        return "higher" if len(heard) < 3 else None
+
+    async def slow_hint(answer: str) -> str | None:
+        await anyio.lowlevel.checkpoint()
+        return hint(answer)
+
+    for reply in (hint, slow_hint):
+
+        @agentloop.environment
+        async def game(task: Any, agent: Agent) -> float:
+            return float((await agent.run("Find it.", reply=reply)).answer)  # noqa: B023
+
+        heard.clear()
+        (episode,) = await run(game, size=1)
+        assert heard == ["1", "2", "3"]
+        assert episode.reward is not None
+        assert episode.reward.value == 3.0
+
+
+async def test_an_environment_may_converse_message_by_message() -> None:
+    ends: list[Any] = []
+
+    @agentloop.environment
+    async def game(task: Any, agent: Agent) -> float:
+        answers = []
+        async with agent.conversation(system="Guess.") as talk:
+            while not talk.has_ended and len(answers) < task.top:
+                answers.append(await talk.ask("higher"))
+        ends.append((answers, talk.has_ended, talk.trajectory.stop_reason))
+        return len(answers)
+
+    model = Model()
+    (episode,) = await run(game, model, size=1)
+    assert ends == [(["2", "3", "4", ""], True, StopReason.TURN_BUDGET)]
+    assert [message["content"] for message in model.asked[0][0]] == ["Guess.", "higher"]
+    assert len(episode.trajectories) == 1
+
+    @agentloop.environment
+    async def once(task: Any, agent: Agent) -> float:
+        async with agent.conversation() as talk:
+            first = await talk.ask("?")
+        assert talk.trajectory is not None
+        assert talk.trajectory.stop_reason is StopReason.ANSWERED
+        return float(first)
+
+    (episode,) = await run(once, size=1)
+    assert episode.reward is not None
+    assert episode.reward.value == 1.0
+
+
+async def test_who_is_to_blame_for_a_conversation_that_fails() -> None:
+    @agentloop.environment
+    async def asks_too_much(task: Any, agent: Agent) -> float:
+        async with agent.conversation() as talk:
+            for _ in range(9):
+                await talk.ask("?")
+        return 1.0
+
+    with pytest.raises(RequestError, match=r"has ended \(turn_budget\): check has_ended"):
+        await run(asks_too_much)
+
+    broken = Model()
+    broken.error = ServerUnavailable("gone")
+    (episode,) = await run(asks_too_much, broken, size=1)
+    assert episode.reward is not None
+    assert episode.reward.reason == "infrastructure: gone"
+
+
+async def test_a_question_that_is_given_up_ends_the_conversation() -> None:
+    @agentloop.environment
+    async def impatient(task: Any, agent: Agent) -> float:
+        async with agent.conversation() as talk:
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await talk.ask("?")
+            assert talk.has_ended
+        return 1.0
+
+    (episode,) = await run(impatient, size=1)
+    assert episode.reward is not None
+    assert episode.reward.value == 1.0
+
+
+async def test_what_an_environment_stops_is_recorded_and_not_trained_on() -> None:
+    @agentloop.environment
+    async def race(task: Any, agent: Agent) -> float:
+        def never(answer: str) -> str:
+            return "again"
+
+        async def endless() -> None:
+            await agent.run("?", reply=never)
+
+        model.max_turns = 1 << 60
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(endless)
+            await anyio.lowlevel.checkpoint()
+            await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+        await agent.chat("?")
+        return 1.0
+
+    model = Model()
+    (episode,) = await run(race, model, size=1)
+    stopped, whole = episode.trajectories
+    assert stopped.stop_reason is StopReason.ENVIRONMENT
+    assert stopped.num_sampled_tokens
+    assert (whole.stop_reason, episode.whole) == (StopReason.ANSWERED, [whole])
+
+
+async def test_a_failure_is_recorded_with_its_reason() -> None:
+    @agentloop.environment
+    async def broken(task: Any, agent: Agent) -> float:
+        if agent.id.endswith(".0"):
+            return float((await agent.run("?")).answer)
+        if agent.id.endswith(".1"):
+            raise KeyError("board")
+        await agent.run("?")
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    good, bad, cut = await run(broken, size=3, timeout_s=0.2)
+    assert good.trajectories[0].stop_reason is StopReason.ANSWERED
+    assert bad.trajectories[0].stop_reason is StopReason.ENVIRONMENT
+    assert bad.trajectories[0].error == "the environment raised KeyError: 'board'"
+    assert cut.trajectories[0].stop_reason is StopReason.ANSWERED
+    assert cut.reward is not None
+    assert cut.reward.value is None
+
+
+async def test_other_agents_are_recorded_under_their_names() -> None:
+    @agentloop.environment
+    async def debate(task: Any, agent: Agent) -> float:
+        checker = agent.other("checker")
+        assert agent.other("checker") is checker
+        judge = agent.other("judge", is_trained=False)
+        await agent.run("Solve it.")
+        await checker.run("Check it.")
+        await checker.run("Check it again.")
+        checker.reward = 0.25
+        await judge.chat("Is it right?")
+        with pytest.raises(ValueError, match="is another agent itself"):
+            checker.other("checker")
+        with pytest.raises(ValueError, match="is not a name"):
+            agent.other("a b")
+        return 1.0
+
+    model = Model()
+    (episode,) = await run(debate, model, size=1)
+    assert [one.id for one in episode.all_trajectories] == [
+        "1-t.0",
+        "1-t.0+checker",
+        "1-t.0+checker+1",
+        "1-t.0+judge",
+    ]
+    checker, judge = episode.others["checker"], episode.others["judge"]
+    assert (checker.reward, checker.is_trained) == (0.25, True)
+    assert (judge.reward, judge.is_trained) == (None, False)
+    seeds = {options["sampling"].seed for _, options in model.asked}
+    assert len(seeds) == 4
+
+
+async def test_a_failure_below_another_agent_is_one_of_the_rollout() -> None:
+    @agentloop.environment
+    async def hides(task: Any, agent: Agent) -> float:
+        with pytest.raises(AgentFailed):
+            await agent.other("checker").run("?")
+        return 1.0
+
+    (episode,) = await run(hides, Model(StopReason.INFRASTRUCTURE), size=1)
+    assert episode.reward is not None
+    assert episode.reward.value is None
+
+
+async def test_slow_replies_are_the_environments_own_fault() -> None:
+    @agentloop.environment
+    async def slow(task: Any, agent: Agent) -> float:
+        async def reply(answer: str) -> None:
+            await anyio.sleep(0.01)
+
+        late = await agent.run("?", reply=reply)
+        return float(late.answer)
+
+    class Late(Model):
+        async def rollout(self, messages: Any, **options: Any) -> Trajectory:
+            found = await super().rollout(messages, **options)
+            found.elapsed_s = 0.01
+            return found
+
+    with pytest.raises(RequestError, match="its replies took .* s, most of the time"):
+        await run(slow, Late(StopReason.TIME_BUDGET))
+
+
+class Programs:
+    """A sandbox in which a program's outcome is its own text."""
+
+    async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
+        return CallResult(1, CallStatus(code))
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[Any]:
+        raise SandboxUnavailable("no worker")
+        yield
+
+
+@pytest.mark.parametrize(
+    ("status", "reward"),
+    [(CallStatus.OK, 1.0), (CallStatus.TIMEOUT, 0.0), (CallStatus.SANDBOX_ERROR, None)],
+)
+async def test_a_program_that_fails_is_a_result_and_a_sandbox_that_fails_is_not(
+    status: CallStatus, reward: float | None
+) -> None:
+    @agentloop.environment
+    async def tested(task: Any, agent: Agent) -> float:
+        await agent.run("Write a program.")
+        return (await agent.sandbox.run(str(status))).ok
+
+    model = Model()
+    model.pool = Programs()
+    (episode,) = await run(tested, model, size=1)
+    assert episode.reward is not None
+    assert episode.reward.value == reward
+
+
+async def test_a_session_that_cannot_be_opened_is_no_reward() -> None:
+    @agentloop.environment
+    async def tested(task: Any, agent: Agent) -> float:
+        async with agent.sandbox.session() as session:
+            await session.run("1")
+        return 1.0
+
+    model = Model()
+    model.pool = Programs()
+    (episode,) = await run(tested, model, size=1)
+    assert episode.reward is not None
+    assert episode.reward.reason == "infrastructure: sandbox: no worker"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
 import pytest
 
 from agentloop.agent.rollout import Budget
-from agentloop.environments.episodes import PromptGroups
-from agentloop.environments.rewards.reward import Grader, RewardSettings
+from agentloop.environments.episodes import Episode, OtherAgent, PromptGroups
+from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError, ServerError
 from agentloop.events import Event, GroupFinished, GroupStarted
@@ -108,6 +109,80 @@ async def test_equal_rewards_are_no_signal() -> None:
     found = await rolled_out(Group([trajectory(str(n), RIGHT) for n in range(4)]))
     assert not found.has_signal
     assert [row["advantage"] for row in found.rows()] == [None] * 4
+
+
+@dataclass
+class Episodes:
+    """Runs groups that consist of these episodes (`RunGroup`)."""
+
+    episodes: Sequence[Episode]
+
+    async def __call__(self, task: Task, **options: Any) -> Sequence[Episode]:
+        return self.episodes
+
+
+async def of_episodes(*episodes: Episode, **settings: Any) -> dict[str, dict[str, Any]]:
+    """Return the rows of a group by the trajectory's id."""
+    async with Grader(RewardSettings(function="exact")) as grader:
+        rollouts = Rollouts(
+            Episodes(episodes),
+            lambda size: anyio.lowlevel.checkpoint(),
+            grader,
+            RocSettings(down_sample_to_n=0, **settings),
+            seed=0,
+        )
+        found = await rollouts.group(TASK, "1", size=len(episodes), budget=BUDGET, oldest=3)
+    return {row["trajectory"]["id"]: dict(row) for row in found.rows()}
+
+
+def episode(key: str, reward: float | None, **others: OtherAgent) -> Episode:
+    return Episode(key, [trajectory(key, "")], Reward(reward, None, ""), others)
+
+
+async def test_each_agents_rewards_are_compared_among_its_own() -> None:
+    def others(key: str, checks: float | None) -> dict[str, OtherAgent]:
+        return {
+            "checker": OtherAgent([trajectory(f"{key}+checker", "")], checks),
+            "judge": OtherAgent([trajectory(f"{key}+judge", "")], is_trained=False),
+            "player": OtherAgent([trajectory(f"{key}+player", "")]),
+        }
+
+    rows = await of_episodes(
+        episode("a", 1.0, **others("a", 0.0)),
+        episode("b", 0.0, **others("b", 5.0)),
+        episode("c", None, **others("c", 9.0)),
+    )
+    advantage = {key: row["advantage"] for key, row in rows.items()}
+    assert advantage["a"] > 0 > advantage["b"]
+    assert advantage["a"] == advantage["a+player"] == advantage["b+checker"]
+    assert advantage["b"] == advantage["b+player"] == advantage["a+checker"]
+    assert {advantage[key] for key in advantage if key[0] == "c" or "judge" in key} == {None}
+    assert {row["agent"] for row in rows.values()} == {"", "checker", "judge", "player"}
+
+
+async def test_another_agent_may_learn_where_the_rollouts_are_all_alike() -> None:
+    rows = await of_episodes(
+        episode("a", 1.0, checker=OtherAgent([trajectory("a+checker", "")], 1.0)),
+        episode("b", 1.0, checker=OtherAgent([trajectory("b+checker", "")], 0.0)),
+    )
+    assert rows["a"]["advantage"] is None
+    assert rows["a+checker"]["advantage"] > 0 > rows["b+checker"]["advantage"]
+
+
+async def test_a_conversation_that_its_environment_stopped_is_not_trained_on() -> None:
+    cut = trajectory("a+1", "", stop_reason=StopReason.ENVIRONMENT)
+    first = episode("a", 1.0)
+    first.trajectories = [*first.trajectories, cut]
+    rows = await of_episodes(first, episode("b", 0.0))
+    assert rows["a"]["advantage"] > 0
+    assert rows["a+1"]["advantage"] is None
+
+
+async def test_an_environment_that_does_not_run_its_agent_is_told_so() -> None:
+    idle = Episode("a", [], Reward(1.0, None, ""))
+    rows = await of_episodes(idle, episode("b", 0.0), episode("c", 1.0))
+    assert set(rows) == {"b", "c"}
+    assert rows["c"]["advantage"] > 0 > rows["b"]["advantage"]
 
 
 async def test_the_selection_depends_on_the_name_alone() -> None:

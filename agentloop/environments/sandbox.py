@@ -1,0 +1,78 @@
+"""The sandbox as an environment sees it: its failures are never those of a program."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from agentloop.errors import AgentFailed
+from agentloop.sandbox import CallResult, LostBy, Pool, SandboxError, Session, SessionLost
+
+__all__ = ["EnvironmentSandbox", "EnvironmentSession"]
+
+Failed = Callable[[str], AgentFailed]
+"""Records a failure of the infrastructure, and returns it as an error."""
+
+
+class EnvironmentSandbox:
+    """Runs untrusted Python for an environment."""
+
+    def __init__(self, pool: Pool, failed: Failed) -> None:
+        self._pool = pool
+        self._failed = failed
+
+    async def run(
+        self, code: str, stdin: str = "", *, timeout_s: float | None = None
+    ) -> CallResult:
+        """Run a program and return how it ended; a program that fails is a result.
+
+        Args:
+            timeout_s: time limit of the program. By default, the setting `sandbox.timeout_s`.
+
+        Raises:
+            AgentFailed: the sandbox failed.
+        """
+        return _checked(await self._pool.run(code, stdin, timeout_s), self._failed)
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[EnvironmentSession]:
+        """Open a process that keeps its variables between runs.
+
+        Raises:
+            AgentFailed: the sandbox failed.
+        """
+        async with AsyncExitStack() as stack:
+            try:
+                session = await stack.enter_async_context(self._pool.session())
+            except SandboxError as error:
+                raise self._failed(f"sandbox: {error}") from error
+            yield EnvironmentSession(session, self._failed)
+
+
+class EnvironmentSession:
+    """A process of the sandbox that keeps its variables between runs."""
+
+    def __init__(self, session: Session, failed: Failed) -> None:
+        self._session = session
+        self._failed = failed
+
+    async def run(self, code: str, *, timeout_s: float | None = None) -> CallResult:
+        """Run code in the process; `result` is the value of its last expression.
+
+        Raises:
+            AgentFailed: the sandbox failed.
+            SessionLost: earlier code has ended the process.
+        """
+        try:
+            return _checked(await self._session.run(code, timeout_s=timeout_s), self._failed)
+        except SessionLost as error:
+            if error.by is LostBy.PROGRAM:
+                raise
+            raise self._failed(f"sandbox: {error}") from error
+
+
+def _checked(result: CallResult, failed: Failed) -> CallResult:
+    if result.status.is_unscorable:
+        why = result.error.message if result.error else str(result.status)
+        raise failed(f"sandbox: {why}")
+    return result
