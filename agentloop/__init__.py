@@ -22,14 +22,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentloop.agent.rollout import Budget
+    from agentloop.agent.tools import concurrent
     from agentloop.environments.agent import Agent
+    from agentloop.environments.conversation import Conversation
     from agentloop.environments.environment import Environment, environment
     from agentloop.environments.rewards.reward import Reward
+    from agentloop.environments.scripted import PlayedRollout, call, play
     from agentloop.environments.tasks.sources import Task
-    from agentloop.errors import AgentLoopError, RequestError, ServerError, SettingsError
+    from agentloop.errors import (
+        AgentFailed,
+        AgentLoopError,
+        RequestError,
+        ServerError,
+        SettingsError,
+    )
     from agentloop.inference.sglang.sampling import Sampling
     from agentloop.runtime import Runtime, Settings
     from agentloop.trajectory import (
+        Message,
         StopReason,
         ToolCall,
         ToolCallStatus,
@@ -40,9 +50,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Agent",
+    "AgentFailed",
     "AgentLoopError",
     "Budget",
+    "Conversation",
     "Environment",
+    "Message",
+    "PlayedRollout",
     "RequestError",
     "Reward",
     "Runtime",
@@ -57,19 +71,32 @@ __all__ = [
     "ToolResult",
     "Trajectory",
     "Turn",
+    "call",
+    "concurrent",
     "environment",
+    "play",
 ]
 
 _MODULES = {
     "agentloop.agent.rollout": ("Budget",),
+    "agentloop.agent.tools": ("concurrent",),
     "agentloop.environments.agent": ("Agent",),
+    "agentloop.environments.conversation": ("Conversation",),
     "agentloop.environments.environment": ("Environment", "environment"),
-    "agentloop.errors": ("AgentLoopError", "RequestError", "ServerError", "SettingsError"),
+    "agentloop.environments.scripted": ("PlayedRollout", "call", "play"),
+    "agentloop.errors": (
+        "AgentFailed",
+        "AgentLoopError",
+        "RequestError",
+        "ServerError",
+        "SettingsError",
+    ),
     "agentloop.inference.sglang.sampling": ("Sampling",),
     "agentloop.environments.rewards.reward": ("Reward",),
     "agentloop.runtime": ("Runtime", "Settings"),
     "agentloop.environments.tasks.sources": ("Task",),
     "agentloop.trajectory": (
+        "Message",
         "ToolCallStatus",
         "StopReason",
         "ToolCall",

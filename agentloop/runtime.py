@@ -216,6 +216,7 @@ class Runtime:
         group: str = "",
         id: str | None = None,
         on_event: Emit = ignore,
+        with_text: bool = True,
     ) -> Trajectory:
         """Run one rollout to its end.
 
@@ -228,6 +229,8 @@ class Runtime:
                 KV cache.
             id: id of the trajectory, which no other one in flight may have; None: a new one.
             on_event: called with each event as it happens; must not block.
+            with_text: decode the tokens of `TokensSampled` events; without it they carry ids only,
+                which costs less.
 
         Raises:
             RequestError: the request is invalid. Later failures are recorded in the trajectory.
@@ -243,7 +246,7 @@ class Runtime:
             options=options or TurnOptions(),
             reply=reply,
             emit=on_event,
-            with_text=on_event is not ignore,
+            with_text=with_text and on_event is not ignore,
             group=group,
             id=id or uuid.uuid4().hex,
         )
@@ -273,8 +276,6 @@ class Runtime:
                 rollout's seed is derived from the name and its index.
             enough: stop the remaining rollouts, the slowest ones, when this many have ended by
                 themselves.
-            with_text: decode the tokens of `TokensSampled` events; without it they carry ids only,
-                which costs less.
             on_queued: called when the prompt is encoded and the group begins to wait for capacity.
 
         Raises:

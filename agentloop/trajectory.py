@@ -7,6 +7,7 @@ prompt is exactly the ids before it. Text is decoded from ids for people and nev
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -22,10 +23,21 @@ __all__ = [
     "Turn",
     "TurnEnd",
     "VersionSpan",
+    "rollout_of",
 ]
+
+_LATER = re.compile(r"(?<=\.)(\d+)(?:\+\w+)+$")
 
 Message = Mapping[str, Any]
 """A chat message as OpenAI and Hugging Face define it: role, content, tool_calls, ..."""
+
+
+def rollout_of(id: str) -> str:
+    """Return the id of the rollout to which a conversation belongs.
+
+    The conversations of rollout `7-sum.3` are `7-sum.3`, `7-sum.3+1`, `7-sum.3+checker`, ...
+    """
+    return _LATER.sub(r"\1", id)
 
 
 class StopReason(StrEnum):

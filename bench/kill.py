@@ -78,6 +78,7 @@ _COMMON = [
     "loop.checkpoint_every=2",
     "router.probe_interval_s=0.02",
 ]
+_TWO_AGENTS = "env=bench.kill_environment:solve_and_check"
 _STAGES = [
     "stages.short.steps=3",
     "stages.hard.steps=3",
@@ -95,6 +96,8 @@ VARIANTS = {
         "loop.steps=8", "loop.max_staleness=2", "loop.dynamic_sampling=true"
     ],
     "staleness 2, stages": [*_STAGES, "loop.max_staleness=2", "loop.dynamic_sampling=true"],
+    "in step, two agents": ["loop.steps=8", _TWO_AGENTS],
+    "staleness 2, two agents": ["loop.steps=8", "loop.max_staleness=2", _TWO_AGENTS],
 }  # fmt: skip
 
 FLEETS = {

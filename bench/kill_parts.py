@@ -20,7 +20,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,7 @@ from agentloop.training.queue import GroupQueue
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
 from agentloop.trajectory import (
+    Message,
     StopReason,
     ToolCall,
     ToolCallStatus,
@@ -192,9 +193,7 @@ class PlayedRuntime:
         **_: Any,
     ) -> list[Trajectory]:
         """Run a group; `name` begins with its number and ends with the task's."""
-        number, task = int(name.partition("-")[0]), int(name.rpartition("-")[2])
-        if task % 11 == 5 and "held-out" not in name:
-            raise RequestError(f"task {task} is one of those that are refused")
+        number, task = _numbers(name)
         found: dict[int, Trajectory] = {}
 
         async def run(index: int, key: str) -> None:
@@ -206,6 +205,14 @@ class PlayedRuntime:
                 for index, key in enumerate(group.keys):
                     tasks.start_soon(run, index, key)
         return [found[index] for index in range(size)]
+
+    async def rollout(self, messages: Sequence[Message], *, id: str, **_: Any) -> Trajectory:
+        """Run one conversation of an environment; for its `id`, see `agentloop.Agent`."""
+        group, later = id.rsplit(".", 1)
+        index, *agent = later.split("+")
+        number, task = _numbers(group)
+        prompt = [number, task, 2 * int(index) + bool(agent)]
+        return await self._rollout(messages[-1]["content"], id, "", prompt)
 
     async def _rollout(self, question: str, key: str, group: str, prompt: list[int]) -> Trajectory:
         turn = Turn(end=TurnEnd.STOP)
@@ -237,13 +244,25 @@ class PlayedRuntime:
         turn.calls = [ToolCall("c", "python", {}, "", 0, 1)]
         turn.results = [ToolResult("c", "python", status, "", 0, 0, 1)]
         # Held-out tasks are not retried, but a fleet would retry a group in which all are broken.
-        is_broken = broken % 13 == 0 and "held-out" not in group
+        is_broken = broken % 13 == 0 and "held-out" not in key
         reason = StopReason.INFRASTRUCTURE if is_broken else StopReason.ANSWERED
-        return Trajectory(key, prompt, [turn], reason)
+        return Trajectory(key, prompt, [turn], reason, answer=turn.text)
+
+
+def _numbers(group: str) -> tuple[int, int]:
+    """Return the numbers of a group and of its task.
+
+    Raises:
+        RequestError: The task is one of those that are refused.
+    """
+    number, task = int(group.partition("-")[0]), int(group.rpartition("-")[2])
+    if task % 11 == 5 and "held-out" not in group:
+        raise RequestError(f"task {task} is one of those that are refused")
+    return number, task
 
 
 def _answer(question: str) -> str:
-    left, op, right = question.rstrip("?").split()[2:5]
+    left, op, right = question.partition("?")[0].split()[2:5]
     value = {"plus": int.__add__, "minus": int.__sub__, "times": int.__mul__}[op]
     return str(value(int(left), int(right)))
 

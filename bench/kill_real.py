@@ -46,7 +46,11 @@ _POLL_S = 0.1
 _SAME_LOSS = 1e-5  # relative
 _AGAIN = re.compile(r"Repeating steps (\d+) to (\d+),")
 _OWNER = "agentloop.sandbox.owner"
-_TOOLS = ("python_code_with_standard_io", "jupyter_code")  # alternate by seed
+_AGENTS = (  # rotate with the seed
+    'tools=["python_code_with_standard_io"]',
+    'tools=["jupyter_code"]',
+    "env=bench.kill_environment:solve_and_check",
+)
 _RUN = (ToolCallStatus.OK, ToolCallStatus.ERROR, ToolCallStatus.TIMEOUT)
 
 _OVERRIDES = [
@@ -99,7 +103,7 @@ def play_real(
         for life in range(draw.randint(1, 2))
     ]
     overrides = [*_OVERRIDES, f"loop.steps={num_steps}", f"loop.max_staleness={max_staleness}"]
-    overrides.append(f'tools=["{_TOOLS[seed % len(_TOOLS)]}"]')
+    overrides.append(_AGENTS[seed % len(_AGENTS)])
     told = [str(_RECIPE), *overrides, f"run.folder={run.parent}", f"run.name={run.name}"]
     losses: dict[int, float] = {}
     host = _Host(played) if any(victim == "host" for victim, *_ in blows) else None

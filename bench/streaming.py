@@ -2,6 +2,7 @@
 
     python -m bench.streaming                    agentloop, httpx and the OpenAI client in turn
     python -m bench.streaming --streams 1000 --servers 64 --tokens 200 --rounds 3
+    python -m bench.streaming --readers agentloop,environment
 
 A load generator in a process of its own sends SGLang's frames (and OpenAI's, for its client) from
 64 loopback ports: each "server" sends one token to each of its streams every `--step-ms`, as
@@ -11,7 +12,8 @@ timer).
 
 Readers: `agentloop` is the whole loop (HTTP, frames, router and ledger, tool-call scan, trajectory
 with ids, log-probabilities and versions); `httpx` reads the same frames, parses their JSON and
-keeps nothing; `openai` iterates over the equivalent chat completion chunks, with log-probabilities.
+keeps nothing; `openai` iterates over the equivalent chat completion chunks, with log-probabilities;
+`environment` is the whole loop below an environment that asks one question.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from typing import Any, ClassVar, cast
 
 import orjson
 
-READERS = ("agentloop", "httpx", "openai")
+READERS = ("agentloop", "httpx", "openai", "environment")
+_WHOLE_LOOP = ("agentloop", "environment")
 _PROMPT_TOKENS = 64
 _PLAIN = range(50, 300)  # tokens of the small model that do not open a tool call
 
@@ -249,6 +252,62 @@ async def _read_agentloop(urls: list[str], num_streams: int, num_tokens: int) ->
     return num_read
 
 
+async def _read_environment(urls: list[str], num_streams: int, num_tokens: int) -> int:
+    import anyio
+
+    from agentloop.agent.chat_format import ChatFormat
+    from agentloop.agent.rollout import Budget, Rollout
+    from agentloop.environments.agent import Agent
+    from agentloop.environments.environment import environment
+    from agentloop.environments.episodes import EnvironmentGroups
+    from agentloop.environments.tasks.sources import Task
+    from agentloop.inference.router import Router, RouterSettings
+    from agentloop.inference.sglang.client import SGLangServer
+    from agentloop.inference.sglang.control import http_session
+    from agentloop.inference.sglang.sampling import Sampling
+    from agentloop.models import SMALL
+    from agentloop.trajectory import Trajectory
+
+    chat = ChatFormat.load(SMALL)
+    num_read = 0
+
+    @environment
+    async def ask(task: Task, agent: Agent) -> float:
+        nonlocal num_read
+        trajectory = await agent.run(task.prompt)
+        num_read += trajectory.num_sampled_tokens
+        return 1.0
+
+    class Host:
+        pool: Any = None
+
+        async def rollout(
+            self, messages: Any, *, on_event: Any, id: str, budget: Any, **_: Any
+        ) -> Trajectory:
+            rollout = Rollout(
+                router, chat, messages, budget=budget, emit=on_event, with_text=False, id=id
+            )
+            return await rollout.run()
+
+    async def group(number: int, size: int) -> None:
+        groups = EnvironmentGroups(ask, Host(), sampling=Sampling())
+        await groups(
+            Task(str(number), f"{number} " + "x" * (_PROMPT_TOKENS // 2), ""),
+            size=size,
+            name=str(number),
+            budget=Budget(max_response_tokens=num_tokens, max_turns=1),
+            on_queued=lambda: None,
+        )
+
+    async with http_session() as session:
+        servers = [SGLangServer(url, session) for url in urls]
+        async with Router.open(servers, RouterSettings()) as router:
+            async with anyio.create_task_group() as tasks:
+                for first in range(0, num_streams, 32):
+                    tasks.start_soon(group, first // 32, min(32, num_streams - first))
+    return num_read
+
+
 async def _read_httpx(urls: list[str], num_streams: int, num_tokens: int) -> int:
     import anyio
     import httpx
@@ -309,7 +368,12 @@ async def _measure(
 ) -> dict[str, Any]:
     import anyio
 
-    read = {"agentloop": _read_agentloop, "httpx": _read_httpx, "openai": _read_openai}[reader]
+    read = {
+        "agentloop": _read_agentloop,
+        "environment": _read_environment,
+        "httpx": _read_httpx,
+        "openai": _read_openai,
+    }[reader]
     lag = _Lag()
     async with anyio.create_task_group() as tasks:
         # One uncounted stream first, to exclude imports and the tokenizer.
@@ -342,7 +406,7 @@ def main() -> None:
     )
     parser.add_argument("--step-ms", type=float, default=30.0, help="time between two tokens")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--readers", default=",".join(READERS))
+    parser.add_argument("--readers", default=",".join(READERS[:3]))
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--ending", type=json.loads, default=[], help=argparse.SUPPRESS)
@@ -378,7 +442,7 @@ def _run(options: argparse.Namespace) -> None:
         urls = load.stdout.readline()
         for number in range(options.rounds):
             for reader in options.readers.split(","):
-                tokens = options.tokens if reader == "agentloop" else max(4, options.tokens // 10)
+                tokens = options.tokens if reader in _WHOLE_LOOP else max(4, options.tokens // 10)
                 figures = subprocess.run(
                     [*me, "--read", reader, *shape, "--tokens", str(tokens)],
                     input=urls,

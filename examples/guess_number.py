@@ -6,12 +6,14 @@ import agentloop
 
 
 class Game:
-    def __init__(self, number: int) -> None:
-        self.number, self.tries, self.found = number, 0, False
+    def __init__(self, number: int, tries: int) -> None:
+        self.number, self.tries, self.found = number, tries, False
 
     def guess(self, number: int) -> str:
         """Guess the number."""
-        self.tries += 1
+        if not self.tries:
+            return "no tries left"
+        self.tries -= 1
         self.found |= number == self.number
         return "right" if self.found else "higher" if number < self.number else "lower"
 
@@ -22,6 +24,6 @@ def make_task(rng: random.Random) -> dict[str, int]:
 
 @agentloop.environment(tasks=make_task)
 async def guess(task: agentloop.Task, agent: agentloop.Agent) -> dict[str, float]:
-    game = Game(int(task.answer))
+    game = Game(int(task.answer), tries=task.top.bit_length())  # binary search needs no more
     await agent.run(f"Find my number, 1 to {task.top}.", tools=[game.guess])
-    return {"found": game.found, "quick": game.found * (1 - game.tries / 20)}
+    return {"found": game.found}

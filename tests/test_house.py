@@ -304,9 +304,13 @@ def test_importing_the_package_is_light() -> None:
 def test_the_public_names() -> None:
     assert agentloop.__all__ == [
         "Agent",
+        "AgentFailed",
         "AgentLoopError",
         "Budget",
+        "Conversation",
         "Environment",
+        "Message",
+        "PlayedRollout",
         "RequestError",
         "Reward",
         "Runtime",
@@ -321,7 +325,10 @@ def test_the_public_names() -> None:
         "ToolResult",
         "Trajectory",
         "Turn",
+        "call",
+        "concurrent",
         "environment",
+        "play",
     ]
     for name in agentloop.__all__:
         assert getattr(agentloop, name).__module__.startswith("agentloop.")

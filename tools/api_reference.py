@@ -92,8 +92,15 @@ def reference() -> str:
         parts.append(f"## {package.__name__}\n")
         for name in package.__all__:
             one = getattr(package, name)
-            parts.append((_of_class if inspect.isclass(one) else _of_function)(name, one))
+            if typing.get_origin(one) is not None:
+                parts.append(_of_alias(name, one))
+            else:
+                parts.append((_of_class if inspect.isclass(one) else _of_function)(name, one))
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _of_alias(name: str, alias: Any) -> str:
+    return f"### {name}\n\n```python\n{name} = {inspect.formatannotation(alias)}\n```\n"
 
 
 def _of_function(name: str, function: Any) -> str:

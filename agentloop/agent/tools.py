@@ -2,6 +2,9 @@
 
 A typed Python function with a docstring is a tool; the tools that run a model's own code are in
 `sandbox_tools`. A tool returns a `ToolOutput`; an exception means a bug in our own code.
+
+The calls of a turn run at the same time, except those of an object's methods: they share its state,
+so they run one at a time, in the order in which the model wrote them.
 """
 
 from __future__ import annotations
@@ -15,14 +18,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, Protocol, TypeVar
 
 import anyio
 import anyio.from_thread
 import anyio.lowlevel
 import pydantic
 
-from agentloop.errors import RequestError
+from agentloop.errors import AgentFailed, RequestError
 from agentloop.plain_json import dumps
 from agentloop.trajectory import ToolCallStatus
 
@@ -36,6 +40,7 @@ __all__ = [
     "ToolOutput",
     "Tools",
     "as_tool",
+    "concurrent",
     "import_schema_parser",
 ]
 
@@ -43,6 +48,7 @@ Schema = Mapping[str, Any]
 """A tool's JSON schema in OpenAI's form: {"type": "function", "function": {"name", ...}}."""
 
 ToolFunction = Callable[..., Any]
+F = TypeVar("F", bound=ToolFunction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,12 @@ class Tool(Protocol):
     def open(self) -> AbstractAsyncContextManager[RunTool]: ...
 
 
+def concurrent(function: F) -> F:
+    """Declare that a method may run at the same time as other methods of its object."""
+    function.__agentloop_concurrent__ = True  # type: ignore[attr-defined]
+    return function
+
+
 def as_tool(tool: Tool | ToolFunction) -> Tool:
     """Return `tool` itself, or a Python function wrapped as a tool.
 
@@ -99,6 +111,9 @@ class FunctionTool:
     Arguments are validated against the type hints. A synchronous function runs in a daemon thread.
     Python cannot kill a thread, so one that outlives its deadline is abandoned, and counts towards
     `MAX_THREADS` until it returns.
+
+    Attributes:
+        state: the object whose method this is, if its calls may not run at the same time.
     """
 
     MAX_THREADS = 64
@@ -112,6 +127,10 @@ class FunctionTool:
         self.name: str = function.__name__
         self.timeout_s = timeout_s
         self._function = function
+        owner = getattr(function, "__self__", None)
+        has_state = not isinstance(owner, type | ModuleType)
+        is_concurrent = getattr(function, "__agentloop_concurrent__", False)
+        self.state: object = owner if has_state and not is_concurrent else None
         self._is_async = inspect.iscoroutinefunction(function)
         self._arguments = _arguments_model(function)
 
@@ -138,6 +157,8 @@ class FunctionTool:
                 if inspect.isawaitable(value):  # an async function behind a synchronous wrapper
                     value = await value
                 return ToolOutput(ToolCallStatus.OK, _as_text(value), started_s)
+            except AgentFailed as error:  # of another agent, or a judge, that the function asked
+                return ToolOutput(ToolCallStatus.INFRASTRUCTURE, str(error), started_s)
             except (Exception, SystemExit) as error:  # shown to the model, whatever it is
                 return ToolOutput(ToolCallStatus.ERROR, _as_error(error), started_s)
             except asyncio.CancelledError as error:
@@ -202,6 +223,7 @@ class Tools:
             self._tools[tool.name] = tool
         self._opened: dict[str, _Opened] = {}
         self._locks: dict[str, anyio.Lock] = {}
+        self._in_turn: dict[int, anyio.Lock] = {}  # by the object that tools share
         self._holders = anyio.create_task_group()
 
     @property
@@ -231,6 +253,14 @@ class Tools:
             known = ", ".join(self._tools) or "none"
             text = f"[unknown tool] there is no tool {name!r}; the tools are: {known}"
             return ToolOutput(ToolCallStatus.UNKNOWN_TOOL, text)
+        state = getattr(self._tools[name], "state", None)
+        if state is None:
+            return await self._run(name, arguments)
+        # The lock is fair, and calls ask for it in the order in which they were dispatched.
+        async with self._in_turn.setdefault(id(state), anyio.Lock()):  # no deadline: calls have one
+            return await self._run(name, arguments)
+
+    async def _run(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
         while True:
             opened = self._opened.get(name) or await self._open(name)
             try:

@@ -152,8 +152,13 @@ def filter_solved(
     """
     last: dict[str, deque[float]] = {}
     for path in _trajectory_files(trajectories):
+        counted = set()  # a rollout has a row for each of its conversations
         for number, row in read_jsonl(path):
             task, reward = _outcome(row, f"{path}: line {number}")
+            rollout = (row.get("group"), task, row.get("rollout", f"line {number}"))
+            if rollout in counted:
+                continue
+            counted.add(rollout)
             rewards = last.setdefault(task, deque(maxlen=rollouts))
             if reward is not None:
                 rewards.append(reward)

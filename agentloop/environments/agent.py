@@ -44,6 +44,7 @@ class Host(Protocol):
         reply: Reply | None,
         id: str,
         on_event: Emit,
+        with_text: bool,
     ) -> Trajectory: ...
 
 
@@ -76,11 +77,9 @@ class Agent:
                 of which the conversations together get nine tenths.
             main: the agent of which this is another one.
         """
-        self._ends_at = (
-            anyio.current_time() + _SHARE_OF_TIME * budget.timeout_s
-            if main is None
-            else main._ends_at
-        )
+        self._ends_at: float = anyio.current_time() + _SHARE_OF_TIME * budget.timeout_s
+        if main is not None:
+            self._ends_at = main._ends_at
         self._host = host
         self._emit = emit
         self.id = id
@@ -176,7 +175,7 @@ class Agent:
 
         def observe(event: Event) -> None:
             if isinstance(event, RolloutStarted):
-                self._found[number] = event.trajectory
+                self._found[number] = event.record
             self._emit(event)
 
         try:
@@ -188,6 +187,7 @@ class Agent:
                 reply=clock,
                 id=f"{self.id}+{number}" if number else self.id,
                 on_event=observe,
+                with_text=False,
             )
         except ServerError as error:
             raise self._failed(str(error)) from error
@@ -223,11 +223,11 @@ class Agent:
 
     @asynccontextmanager
     async def conversation(self, **options: Any) -> AsyncIterator[Conversation]:
-        """Have a conversation message by message; takes the options of `run`, except `reply`.
+        """Open a conversation, message by message. Takes the options of `run`, except `reply`.
 
-            async with agent.conversation(system="Play chess.") as talk:
-                while not (game.is_over or talk.has_ended):
-                    game.play(await talk.ask(game.position))
+        async with agent.conversation(system="Play chess.") as talk:
+            while not (game.is_over or talk.has_ended):
+                game.play(await talk.ask(game.position))
         """
         async with Conversation.open(self.run, options) as conversation:
             yield conversation

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import anyio.abc
 
 from agentloop.aio import task_group
 from agentloop.trajectory import Trajectory
@@ -33,6 +34,7 @@ class Conversation:
         self._options = options
         self._error: BaseException | None = None
         self._has_begun = False
+        self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()
         self._send_question, self._questions = anyio.create_memory_object_stream[str](1)
         self._send_answer, self._answers = anyio.create_memory_object_stream[str](1)

@@ -26,7 +26,7 @@ from agentloop.environments.agent import Agent, Host
 from agentloop.environments.environment import Environment, EnvSettings, load, reward_of
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import AgentFailed, RequestError
+from agentloop.errors import AgentFailed, RequestError, sole
 from agentloop.events import Emit, Event, RolloutStarted, ignore
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.trajectory import StopReason, Trajectory
@@ -211,9 +211,7 @@ class EnvironmentGroups:
         failures = [one.reward.reason for one in ends.values() if one.fault is _ENVIRONMENT]
         if len(failures) == size:
             raise RequestError(f"environment {self._environment.name}: {failures[0]}")
-        return [
-            _episode(agent, ends.get(index, _STRAGGLER)) for index, agent in enumerate(agents)
-        ]
+        return [_episode(agent, ends.get(index, _STRAGGLER)) for index, agent in enumerate(agents)]
 
     async def _played(self, task: Task, agent: Agent, timeout_s: float) -> _End:
         """Run the environment and return how the rollout ended."""
@@ -227,7 +225,8 @@ class EnvironmentGroups:
             return _End.of(str(error), StopReason.INFRASTRUCTURE)
         except Exception as error:  # whatever it is: the environment is the user's code
             log.warning("%s failed on task %s", self._environment.name, task.id, exc_info=True)
-            why = f"the environment raised {type(error).__name__}: {error}"
+            cause = sole(error)  # of a task group
+            why = f"the environment raised {type(cause).__name__}: {cause}"
         if agent.failure is not None:
             return _End.of(agent.failure, StopReason.INFRASTRUCTURE)
         return _End.of(why, _ENVIRONMENT)
@@ -235,7 +234,7 @@ class EnvironmentGroups:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How a rollout ended.
+    """The end of a rollout.
 
     Attributes:
         fault: what it was lost to, if it was.

@@ -21,7 +21,7 @@ from agentloop.errors import NotThere
 from agentloop.observe.record import RecordReader, trajectory_of
 from agentloop.observe.runs import curves, read_metrics, runs_beside, start_metrics
 from agentloop.plain_json import dumps, loads
-from agentloop.trajectory import ToolCallStatus
+from agentloop.trajectory import ToolCallStatus, rollout_of
 
 __all__ = ["Archive", "read_group", "read_rollout"]
 
@@ -266,7 +266,8 @@ def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
 
 
 def _group_row(rows: Sequence[Mapping[str, Any]], t0: float) -> dict[str, Any]:
-    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    by_rollout = {rollout_of(row["trajectory"]["id"]): row["reward"] for row in rows}
+    rewards = [reward for reward in by_rollout.values() if reward is not None]
     starts = [row["trajectory"]["created_unix_s"] for row in rows]
     ends = [row["trajectory"]["created_unix_s"] + row["trajectory"]["elapsed_s"] for row in rows]
     kept = [row for row in rows if row["advantage"] is not None]
@@ -274,11 +275,11 @@ def _group_row(rows: Sequence[Mapping[str, Any]], t0: float) -> dict[str, Any]:
     return {
         "id": _group_of(rows[0]),
         "task": rows[0]["task"],
-        "size": len(rows),
+        "size": len(by_rollout),
         "state": "done",
-        "num_done": len(rows),
+        "num_done": len(by_rollout),
         "mean_reward": sum(rewards) / len(rewards) if rewards else None,
-        "kept": len(kept) if is_chosen else None,
+        "kept": len({rollout_of(row["trajectory"]["id"]) for row in kept}) if is_chosen else None,
         "has_signal": any(row["advantage"] for row in kept) if is_chosen else None,
         "start": round(1000 * (min(starts) - t0)),
         "end": round(1000 * (max(ends) - t0)),

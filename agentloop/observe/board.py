@@ -35,7 +35,7 @@ from agentloop.events import (
     TurnStarted,
     WeightsLoaded,
 )
-from agentloop.trajectory import Trajectory, Turn
+from agentloop.trajectory import Trajectory, Turn, rollout_of
 
 __all__ = ["Board", "GroupRow", "Lane", "Row"]
 
@@ -108,7 +108,7 @@ class GroupRow:
     start: int
     is_chosen: bool = True
     members: dict[str, None] = field(default_factory=dict)  # ordered
-    num_done: int = 0
+    ended: set[str] = field(default_factory=set)  # rollouts with a conversation that has ended
     mean_reward: float | None = None
     kept: int | None = None
     has_signal: bool | None = None
@@ -120,7 +120,7 @@ class GroupRow:
             "task": self.task,
             "size": self.size,
             "state": "live" if self.end is None else "done",
-            "num_done": self.num_done,
+            "num_done": len(self.ended),
             "mean_reward": self.mean_reward,
             "kept": self.kept,
             "has_signal": self.has_signal,
@@ -295,7 +295,8 @@ class Board:
                 group = self.groups[name]
                 group.mean_reward, group.end = event.mean_reward, self.ms()
                 if event.is_chosen:
-                    group.kept, group.has_signal = len(event.kept), event.has_signal
+                    group.kept = len({rollout_of(id) for id in event.kept})
+                    group.has_signal = event.has_signal
                 for key in group.members:
                     if (row := self.rows.get(key)) is not None:
                         row.advantage = event.kept.get(key)
@@ -323,7 +324,7 @@ class Board:
         self.num_in_flight -= 1
         self.num_done += 1
         if (group := self.groups.get(row.group)) is not None:
-            group.num_done += 1
+            group.ended.add(rollout_of(row.id))
             self._changed_groups[group.id] = None
         self._ended[row.id] = None
         if row.record is not None:

@@ -346,8 +346,7 @@ class Rollouts:
         if self._shuffle_rewards:
             values = _shuffled(values, draw)
         traces = [
-            Trace.of(episode.whole, value)
-            for episode, value in zip(episodes, values, strict=True)
+            Trace.of(episode.whole, value) for episode, value in zip(episodes, values, strict=True)
         ]
         choice = resample(traces, self._roc, draw)
         kept = [value for index in choice.kept if (value := values[index]) is not None]

@@ -17,6 +17,7 @@ from agentloop.trajectory import (
     Turn,
     TurnEnd,
     VersionSpan,
+    rollout_of,
 )
 
 MADE = Trajectory(
@@ -75,8 +76,8 @@ def test_the_model_is_not_blamed_for_what_others_did(status: ToolCallStatus) -> 
 
 
 def test_only_what_we_broke_or_stopped_goes_unscored() -> None:
-    ours = {StopReason.INFRASTRUCTURE, StopReason.STRAGGLER, StopReason.CANCELLED}
-    assert {reason for reason in StopReason if reason.is_unscorable} == ours
+    ours = {"infrastructure", "straggler", "cancelled", "environment"}
+    assert {str(reason) for reason in StopReason if reason.is_unscorable} == ours
 
 
 def ran(*spans: tuple[float, float], elapsed_s: float = 10.0) -> Trajectory:
@@ -108,3 +109,13 @@ def test_a_rollout_used_its_time_if_its_calls_took_half_of_it() -> None:
     assert not ran((0.0, 4.9)).used_its_time  # the rest was waited for
     assert not ran(elapsed_s=10.0).used_its_time
     assert not ran(elapsed_s=0.0).used_its_time  # nothing is known
+
+
+@given(
+    st.text(), st.integers(0, 99), st.lists(st.from_regex(r"[a-z_][a-z_0-9]*|\d+", fullmatch=True))
+)
+def test_a_conversations_id_begins_with_its_rollouts(
+    group: str, index: int, later: list[str]
+) -> None:
+    rollout = f"{group}.{index}"
+    assert rollout_of("+".join([rollout, *later])) == rollout

@@ -181,7 +181,7 @@ def test_a_users_next_message_appends_what_the_template_would_write(
 def test_a_template_without_a_place_for_a_second_question_is_named() -> None:
     chat = ChatFormat(tokenizer(), template())
     chat._render = template("{{ messages[0].content }}")  # a template that passes at first
-    with pytest.raises(RequestError, match="reply: .* drops or reorders messages"):
+    with pytest.raises(RequestError, match=r"reply: .* drops or reorders messages"):
         chat.user_message("And now?")
     chat._render = template("{{ no.messages.here }}")
     with pytest.raises(RequestError, match="reply: the model's chat template says"):

@@ -8,11 +8,15 @@ import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import agentloop
 from agentloop.agent.tools import (
     CallerTool,
     FunctionTool,
@@ -437,3 +441,79 @@ async def yields_later() -> Any:
 def test_a_generator_is_not_a_tool(function: Any) -> None:
     with pytest.raises(RequestError, match="yields"):
         Tools([function])
+
+
+class Ledger:
+    """Tools that share a state and give way in the middle of their work."""
+
+    def __init__(self) -> None:
+        self.total, self.running, self.most_running = 0, 0, 0
+
+    async def add(self, number: int) -> int:
+        """Add a number and return the total."""
+        before = self.total
+        await self._give_way(number)
+        self.total = before + number
+        return self.total
+
+    async def double(self, number: int) -> int:
+        """Double the total, and add a number."""
+        before = self.total
+        await self._give_way(number)
+        self.total = 2 * before + number
+        return self.total
+
+    @agentloop.concurrent
+    async def square(self, number: int) -> int:
+        """Square a number."""
+        await self._give_way(number)
+        return number**2
+
+    async def _give_way(self, times: int) -> None:
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        for _ in range(times):
+            await anyio.lowlevel.checkpoint()
+        self.running -= 1
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.sampled_from(["add", "double", "square"]), st.integers(0, 9))))
+def test_calls_at_once_give_the_results_of_calls_one_by_one(calls: list[tuple[str, int]]) -> None:
+    async def results(*, at_once: bool) -> tuple[list[str], int]:
+        ledger, found = Ledger(), dict[int, str]()
+        async with Tools([ledger.add, ledger.double, ledger.square]) as tools:
+
+            async def run(index: int, name: str, number: int) -> None:
+                found[index] = (await tools.run(name, {"number": number})).content
+
+            for index, (name, number) in enumerate(calls):
+                async with anyio.create_task_group() as tasks:
+                    if not at_once:
+                        tasks.start_soon(run, index, name, number)
+            async with anyio.create_task_group() as tasks:
+                for index, (name, number) in enumerate(calls):
+                    if at_once:
+                        tasks.start_soon(run, index, name, number)
+        return [found[index] for index in range(len(calls))], ledger.most_running
+
+    both = [anyio.run(partial(results, at_once=at_once)) for at_once in (False, True)]
+    assert both[0][0] == both[1][0]
+
+
+async def test_a_method_that_is_declared_concurrent_runs_beside_others() -> None:
+    ledger = Ledger()
+    async with Tools([ledger.square]) as tools, anyio.create_task_group() as tasks:
+        for number in (5, 6, 7):
+            tasks.start_soon(tools.run, "square", {"number": number})
+    assert ledger.most_running == 3
+
+
+async def test_a_tool_below_which_the_infrastructure_fails_says_so() -> None:
+    async def judge(text: str) -> str:
+        """Judge a text."""
+        raise agentloop.AgentFailed("the judge does not respond")
+
+    async with Tools([judge]) as tools:
+        output = await tools.run("judge", {"text": "x"})
+    assert output.status is ToolCallStatus.INFRASTRUCTURE

@@ -138,6 +138,17 @@ def test_problems_that_are_always_solved_are_left_out(
     assert [row["answer"] for row in written(out)] == ["2", "4", "5", "6"]
 
 
+def test_a_rollout_with_several_conversations_counts_once(tmp_path: Path) -> None:
+    problems = jsonl(tmp_path / "problems.jsonl", rows(1))
+    (task,) = read_tasks(TasksSettings(kind="jsonl", paths=[Path(problems)]))
+    row = {"group": 1, "task": task.id, "rollout": 0, "reward": 1.0}
+    rollouts = jsonl(tmp_path / "group.jsonl", [row, row])
+    out = tmp_path / "hard.jsonl"
+    command = ["data", "filter", rollouts, "--solved", "2/2", "--tasks", problems]
+    assert main([*command, "--out", str(out)]) == 0
+    assert len(written(out)) == 1
+
+
 def test_of_many_rollouts_the_newest_count(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

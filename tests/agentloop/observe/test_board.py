@@ -367,6 +367,16 @@ def test_a_finished_group_updates_its_rollouts() -> None:
     assert made.now()["groups_open"] == 0
 
 
+def test_a_group_counts_rollouts_and_not_their_conversations() -> None:
+    made, clock = board()
+    keys = ("1-a.0", "1-a.0+1", "1-a.0+checker", "1-a.1")
+    played([("group", "1-a.0", 1), *(("start", key, 1) for key in keys)], made, clock)
+    played([("finish", key, 1) for key in keys], made, clock)
+    made.on_event(GroupFinished("1-a", dict.fromkeys(keys, 0.5), {}, 0.5, True))
+    (group,) = made.take(9)["groups"]
+    assert (group["num_done"], group["kept"]) == (2, 2)
+
+
 def test_the_page_reads_every_field_of_a_row_by_its_name() -> None:
     """The scripts are not typed: a field that is renamed here must be renamed there."""
     made, clock = board()
