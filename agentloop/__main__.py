@@ -18,6 +18,7 @@ _COMMANDS = {
     "train": "train a model by reinforcement learning on rollouts",
     "rollouts": "generate rollouts for a training run on another machine",
     "evaluate": "evaluate a model or an endpoint on tasks",
+    "env": "try, create and list environments",
     "runs": "list, view, plot, analyze and export runs",
     "data": "prepare problems for training and evaluation, and dialogues for fine-tuning",
 }
@@ -28,7 +29,16 @@ _RUNS_COMMANDS = {
     "entropy": "find the tokens at which a run's policy is uncertain",
     "export": "export a run's weights as a model folder",
 }
-_MODULES = {"serve": "agentloop.serve"}  # `python -m agentloop.serve` works as well
+_ENV_COMMANDS = {
+    "try": "run ten rollouts of an environment and show them",
+    "init": "write a package with an environment to start from",
+    "list": "list the environments of installed packages",
+}
+_GROUPS = {"runs": _RUNS_COMMANDS, "env": _ENV_COMMANDS}
+_MODULES = {
+    "serve": "agentloop.serve",  # `python -m agentloop.serve` works as well
+    "try": "agentloop.cli.env.trial",  # a keyword of Python
+}
 _RENAMED = {
     "ls": "runs list",
     "view": "runs view",
@@ -65,8 +75,9 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], arguments
         said = f"{program}: error: unknown command {command!r}{hint}"
         print(f"{said}\n\n{_help(program, commands)}", file=sys.stderr)
         return 2
-    if command == "runs" and commands is _COMMANDS:
-        return _dispatch("agentloop runs", "agentloop.cli.runs", _RUNS_COMMANDS, rest)
+    if command in _GROUPS and commands is _COMMANDS:
+        names = f"agentloop {command}", f"agentloop.cli.{command}"
+        return _dispatch(*names, _GROUPS[command], rest)
     try:
         status: int = import_module(_MODULES.get(command, f"{package}.{command}")).main(rest)
         sys.stdout.flush()
@@ -83,6 +94,7 @@ def _help(program: str, commands: Mapping[str, str]) -> str:
     lines = [f"  {name:<{width}}  {summary}" for name, summary in commands.items()]
     about = {
         "agentloop": "Run and train tool-using language-model agents.",
+        "agentloop env": "Try environments, and create your own.",
         "agentloop runs": "Inspect the folders that training and evaluation runs write.",
     }
     return "\n".join(

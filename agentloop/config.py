@@ -35,6 +35,7 @@ _RENAMED = {
     "journal": "event_log",
     "start": "sft",
     "collapse.reward_sag": "collapse.reward_decline",
+    "event_log.enabled": "event_log.max_mib",
     "learner.loss.ratio_to": "learner.loss.old_logprobs_from",
     "loop.enough_of_group": "loop.early_stop_at",
     "loop.tasks_per_step": "loop.prompts_per_step",
@@ -230,6 +231,12 @@ def _check_keys(
         section = _section(field.annotation)
         if section is None:
             continue
+        if _is_list(field.annotation):
+            if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+                raise SettingsError(f"{source}: {path!r} is a list of tables: write [[{path}]]")
+            for number, one in enumerate(value):
+                _check_keys(section, one, source, f"{path}.{number}")
+            continue
         if not isinstance(value, Mapping):
             raise SettingsError(f"{source}: {path!r} is a section: set {path}.KEY")
         if not _has_names(field.annotation):
@@ -242,13 +249,18 @@ def _check_keys(
 
 
 def _expanded(model: type[pydantic.BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the plain value of a section that has a `SHORT_FORM`, the name of a key, by that."""
+    """Replace the plain value of a section that has a `SHORT_FORM`, the name of a key, by that.
+
+    In a list of such sections, each item may be a plain value.
+    """
     found = dict(values)
     for key, value in values.items():
         field = model.model_fields.get(key)
         short = getattr(_section(field.annotation), "SHORT_FORM", None) if field else None
         if short is not None and isinstance(value, str):
             found[key] = {short: value}
+        elif short is not None and isinstance(value, list):
+            found[key] = [{short: one} if isinstance(one, str) else one for one in value]
     return found
 
 
@@ -264,6 +276,11 @@ def _has_names(annotation: Any) -> bool:
     return get_origin(annotation) is dict
 
 
+def _is_list(annotation: Any) -> bool:
+    """Return whether the field is a list, such as of sections: `[[envs]]`."""
+    return get_origin(annotation) is list
+
+
 def _replace_none_text(
     model: type[pydantic.BaseModel], values: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -272,7 +289,9 @@ def _replace_none_text(
     for key, value in values.items():
         annotation = model.model_fields[key].annotation
         section = _section(annotation)
-        if section is not None and _has_names(annotation):
+        if section is not None and _is_list(annotation):
+            found[key] = [_replace_none_text(section, one) for one in value]
+        elif section is not None and _has_names(annotation):
             found[key] = {name: _replace_none_text(section, one) for name, one in value.items()}
         elif section is not None:
             found[key] = _replace_none_text(section, value)
@@ -342,11 +361,14 @@ def _parents(path: str) -> Iterator[str]:
 def describe_settings(
     model: type[pydantic.BaseModel], at: str = ""
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield each setting as (dotted key, default as TOML, description)."""
+    """Yield each setting as (dotted key, default as TOML, description).
+
+    A list of tables is one setting, whose description names the keys.
+    """
     for name, field in model.model_fields.items():
         path = f"{at}.{name}" if at else name
         section = _section(field.annotation)
-        if section is not None:
+        if section is not None and not _is_list(field.annotation):
             names = _has_names(field.annotation)
             yield from describe_settings(section, f"{path}.NAME" if names else path)
         else:
@@ -396,7 +418,8 @@ def _toml_value(value: Any) -> str:
         case list() | tuple():
             return "[" + ", ".join(map(_toml_value, value)) + "]"
         case dict():
-            pairs = (f"{json.dumps(key)} = {_toml_value(one)}" for key, one in value.items())
+            known = {key: one for key, one in value.items() if one is not None}
+            pairs = (f"{json.dumps(key)} = {_toml_value(one)}" for key, one in known.items())
             return "{" + ", ".join(pairs) + "}"
         case _:
             # TOML has the same escapes as JSON, but also requires one for DEL.

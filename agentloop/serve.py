@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import socket
 import sys
 
@@ -13,6 +14,7 @@ from agentloop.api.app import AgentService, listening
 from agentloop.api.listen import bind
 from agentloop.cli import chat, console
 from agentloop.config import load_settings
+from agentloop.errors import SettingsError
 from agentloop.runtime import Runtime, Settings
 from agentloop.trajectory import Message
 
@@ -37,7 +39,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 async def _serve(arguments: list[str], question: str | None) -> int:
-    settings = load_settings(Settings, *console.split_settings(arguments))
+    files, overrides = console.split_settings(arguments)
+    if any(re.match(r"\s*envs?\b", override) for override in overrides):
+        raise SettingsError(
+            "env: `agentloop serve` answers questions, and an environment asks its own, with tools "
+            "that exist only during a rollout: play it with `agentloop chat env=NAME`"
+        )
+    settings = load_settings(Settings, files, overrides)
     with bind(settings.serve) as bound:
         async with console.started(settings) as runtime:
             return await _serve_on(bound, AgentService(runtime, settings), runtime, question)

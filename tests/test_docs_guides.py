@@ -15,6 +15,8 @@ import pytest
 
 from agentloop import Settings
 from agentloop.agent.tools import Tools, as_tool
+from agentloop.cli.chat import AskSettings
+from agentloop.cli.env.trial import TrySettings
 from agentloop.cli.evaluate import EvaluateSettings
 from agentloop.cli.train import TrainSettings
 from agentloop.config import describe_settings, load_settings
@@ -58,10 +60,13 @@ def test_commands_name_settings_that_exist(path: Path) -> None:
         "train": TrainSettings,
         "evaluate": EvaluateSettings,
         "serve": Settings,
+        "chat": AskSettings,
+        "env try": TrySettings,
     }
     for text in blocks(path, "sh"):
         for line in text.splitlines():
-            found = re.search(r"^(?:\w+=\S+ )?agentloop (train|evaluate|serve) (.*)", line)
+            command = "agentloop (train|evaluate|serve|chat|env try) (.*)"
+            found = re.search(rf"^(?:\w+=\S+ )?{command}", line)
             if found is None:
                 continue
             known = {key for key, _, _ in describe_settings(models[found[1]])}

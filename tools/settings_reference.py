@@ -19,7 +19,12 @@ __all__ = ["main", "reference"]
 
 PATH = Path(__file__).parents[1] / "docs" / "settings.md"
 _COMMANDS: dict[str, tuple[type[pydantic.BaseModel], str]] = {
-    "agentloop serve": (Settings, "Also those of `agentloop chat` and of `agentloop.Runtime`."),
+    "agentloop serve": (
+        Settings,
+        "Also those of `agentloop.Runtime`, and of `agentloop chat` and `agentloop env try`, which "
+        "take `env` and `tasks` of `agentloop evaluate` besides. `agentloop env try` also takes "
+        "`num_rollouts` (default: 10).",
+    ),
     "agentloop train": (TrainSettings, "Besides those of `agentloop serve`."),
     "agentloop sft": (SftSettings, ""),
     "agentloop evaluate": (EvaluateSettings, "Besides those of `agentloop serve`."),

@@ -9,8 +9,9 @@ line style and markers. `agentloop train` plots its run at the end; `agentloop r
 from __future__ import annotations
 
 import difflib
+import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -222,7 +223,7 @@ def _panels(what: Sequence[str], runs: Sequence[Sequence[Row]]) -> list[Panel]:
         for usual in (_USUAL, _SUPERVISED):
             chosen = [PANELS[name] for name in usual if _names(PANELS[name]) & there]
             if PANELS[usual[0]] in chosen or (chosen and usual is _SUPERVISED):
-                return chosen
+                return chosen + _of_environments(there)
         return [PANELS[name] for name in _USUAL]  # no data yet: plot empty axes
     panels = []
     for name in what:
@@ -235,6 +236,13 @@ def _panels(what: Sequence[str], runs: Sequence[Sequence[Row]]) -> list[Panel]:
             )
         panels.append(panel)
     return panels
+
+
+def _of_environments(metrics: Collection[str]) -> list[Panel]:
+    """Return a panel with the reward of each environment of runs that have several."""
+    found = {name.removeprefix("held_out/") for name in metrics}
+    names = sorted(name for name in found if re.fullmatch("env/[^/]+/reward", name))
+    return [Panel(f"reward of {name.split('/')[1]}", name, held_out=True) for name in names]
 
 
 def _names(panel: Panel) -> set[str]:

@@ -1,25 +1,40 @@
-"""`agentloop chat`: ask the agent in a terminal and watch it think, call and answer."""
+"""`agentloop chat`: ask the agent in a terminal and watch it think, call and answer.
+
+With `env`, play one rollout of an environment instead, and show what it is worth.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os.path
 import sys
 from collections.abc import Sequence, Sized
 from pathlib import Path
 
+import anyio.to_thread
+import pydantic
 from rich.console import Console
 from rich.markup import escape
 
 from agentloop.agent.channels import Channel, Channels
+from agentloop.agent.chat_format import ChatFormat
 from agentloop.cli import console as commands
 from agentloop.config import load_known, load_settings
+from agentloop.environments.environment import EnvSettings, load, open_tasks
+from agentloop.environments.episodes import group_runner
+from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.tasks.sources import Task, TasksSettings
+from agentloop.errors import SettingsError
 from agentloop.events import (
     CallFinished,
     CallStarted,
     Emit,
     Event,
+    RolloutAbandoned,
+    RolloutFinished,
+    RolloutStarted,
     TokensSampled,
     TurnFinished,
     TurnMoved,
@@ -29,7 +44,24 @@ from agentloop.runtime import Runtime, Settings
 from agentloop.training.run_folder import RunFolder, config_of
 from agentloop.trajectory import Message, StopReason, ToolCall, ToolCallStatus, Trajectory
 
-__all__ = ["Transcript", "ask", "main", "settings_of"]
+__all__ = [
+    "AskSettings",
+    "Conversations",
+    "Transcript",
+    "ask",
+    "main",
+    "play",
+    "reward_in_words",
+    "settings_of",
+]
+
+
+class AskSettings(Settings):
+    """The settings of `agentloop chat`."""
+
+    env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
+    tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
+
 
 _ENDINGS = {
     StopReason.TURN_BUDGET: "the turn budget is used up",
@@ -106,6 +138,61 @@ class Transcript:
             self._at_line_start = True
 
 
+class Conversations:
+    """Print the conversations of an environment's rollout one at a time, from its events.
+
+    A conversation that begins during another one is printed after it.
+    """
+
+    def __init__(self, out: Console, chat: ChatFormat) -> None:
+        self._out = out
+        self._chat = chat
+        self._transcript = self._new_transcript()
+        self._waiting: dict[str, list[Event]] = {}  # the first one is being printed
+
+    def __call__(self, event: Event) -> None:
+        key = getattr(event, "rollout_id", None)
+        if key is None:
+            return
+        self._waiting.setdefault(key, []).append(event)
+        while self._waiting:
+            first, events = next(iter(self._waiting.items()))
+            ended = False
+            while events and not ended:
+                ended = self._print(events.pop(0))
+            if not ended:
+                return
+            del self._waiting[first]
+
+    def _print(self, event: Event) -> bool:
+        """Print an event, and return whether its conversation has ended."""
+        match event:
+            case RolloutStarted(record=record):
+                question = self._chat.last_user_text(record.prompt_ids)
+                self._transcript = self._new_transcript()
+                for line in question.strip().splitlines():
+                    self._out.print(f"> {line}", markup=False, highlight=False)
+            case RolloutFinished(trajectory=trajectory):
+                self._transcript.end(trajectory)
+                return True
+            case RolloutAbandoned():
+                self._out.print("\n[red]the environment ended this conversation[/red]")
+                return True
+            case _:
+                self._transcript(event)
+        return False
+
+    def _new_transcript(self) -> Transcript:
+        return Transcript(self._out, reasoning_first=bool(self._chat.opened_thought))
+
+
+def reward_in_words(reward: Reward) -> str:
+    """Return a rollout's reward with its parts, or the reason why it has none."""
+    if reward.value is None:
+        return f"no reward: {reward.reason}"
+    return f"reward {reward.value:g}" + (f" ({reward.reason})" if reward.reason else "")
+
+
 def _count(things: Sized, name: str) -> str:
     return f"{len(things)} {name}{'s' * (len(things) != 1)}"
 
@@ -137,12 +224,29 @@ async def ask(
     return trajectory
 
 
+async def play(runtime: Runtime, settings: AskSettings, task: Task, out: Console) -> Reward:
+    """Run one rollout of the environment, print it as it happens and return its reward.
+
+    Raises:
+        RequestError: the environment has failed.
+    """
+    conversations = Conversations(out, runtime.chat)
+    run_group = group_runner(settings.env, runtime, settings.sampling, conversations)
+    (episode,) = await run_group(
+        task, size=1, name="chat", budget=settings.budget, on_queued=lambda: None
+    )
+    assert episode.reward is not None  # the environment's
+    out.print(reward_in_words(episode.reward), markup=False, highlight=False, style="bold")
+    return episode.reward
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="agentloop chat",
         description="Ask the agent a question and watch its tool calls and their results as they "
         "stream. Without a question, read questions until the end of the input. Ctrl-C cancels "
-        "an answer; at the prompt it ends the chat.",
+        "an answer; at the prompt it ends the chat. With env=NAME, play one rollout of an "
+        "environment and show its reward.",
     )
     parser.add_argument("question", nargs="?", help='such as "What is 37 times 48?"')
     parser.add_argument(
@@ -152,10 +256,18 @@ def main(arguments: list[str]) -> int:
         help="use the newest model of this run of `agentloop train` or `agentloop sft`, with the "
         "run's tools and budget, such as runs/latest",
     )
+    parser.add_argument(
+        "--task",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with env=NAME: play the N-th of its tasks; with tasks.held_out, of the held-out ones "
+        "(default: 1)",
+    )
     commands.add_settings_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
     if options.list_settings:
-        print(commands.settings_text(Settings))
+        print(commands.settings_text(AskSettings))
         return 0
     given = [] if options.question is None else [options.question, *options.settings]
     questions, settings = _split_questions(given)
@@ -164,7 +276,11 @@ def main(arguments: list[str]) -> int:
     question = questions[0] if questions else None
     if question is not None and not question.strip():
         parser.error("the question is empty")
-    return commands.run(lambda: _chat(question, settings, options.run), explain=options.explain)
+    if options.task < 1:
+        parser.error(f"--task: must be at least 1, not {options.task}")
+    return commands.run(
+        lambda: _chat(question, settings, options.run, options.task), explain=options.explain
+    )
 
 
 def _split_questions(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -182,7 +298,7 @@ def _split_questions(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return questions, settings
 
 
-def settings_of(arguments: list[str], run: Path | None) -> Settings:
+def settings_of(arguments: list[str], run: Path | None) -> AskSettings:
     """Return the settings of the command line, on top of those of `run`.
 
     Raises:
@@ -191,19 +307,31 @@ def settings_of(arguments: list[str], run: Path | None) -> Settings:
     """
     files, overrides = commands.split_settings(arguments)
     if run is None:
-        return load_settings(Settings, files, overrides)
+        return load_settings(AskSettings, files, overrides)
     # Settings of training alone would be refused here, so only the known ones are read.
-    base = load_known(Settings, config_of(run, "--run"))
+    base = load_known(AskSettings, config_of(run, "--run"))
+    base.pop("env", None)  # otherwise a question to the model of such a run would be refused
     base |= {"model": str(RunFolder.model_in(run)), "servers": []}
-    return load_settings(Settings, files, overrides, base=base)
+    return load_settings(AskSettings, files, overrides, base=base)
 
 
-async def _chat(question: str | None, arguments: list[str], run: Path | None) -> int:
+async def _chat(question: str | None, arguments: list[str], run: Path | None, number: int) -> int:
     settings = settings_of(arguments, run)
+    task: Task | None = None
+    if settings.env.name:
+        if question is not None:
+            raise SettingsError(
+                "env: the environment asks the questions: leave yours out, and choose a task "
+                "by --task"
+            )
+        task = await anyio.to_thread.run_sync(_task, settings, number)
     if run is not None and settings.model is not None:
         print(f"Model: {settings.model}{_origin(Path(settings.model), run)}", file=sys.stderr)
     out = Console()
     async with commands.started(settings) as runtime:
+        if task is not None:
+            reward = await play(runtime, settings, task, out)
+            return 0 if reward.value is not None else 1
         if question is not None:
             trajectory = await ask(runtime, [{"role": "user", "content": question}], out)
             return 0 if trajectory.stop_reason is StopReason.ANSWERED else 1
@@ -218,6 +346,22 @@ async def _chat(question: str | None, arguments: list[str], run: Path | None) ->
                 out.print("\n[dim]interrupted; the question was dropped[/dim]")
                 messages.pop()
     return 0
+
+
+def _task(settings: AskSettings, number: int) -> Task:
+    """Return the task with this number, counted from 1.
+
+    Raises:
+        DataError: a task is invalid.
+        SettingsError: there is no such task, or the environment cannot be imported.
+    """
+    source = open_tasks(settings.tasks, load(settings.env))
+    listed = source.held_out() if settings.tasks.held_out else source.distinct
+    if listed is None:
+        return next(itertools.islice(source, number - 1, None))
+    if number > len(listed):
+        raise SettingsError(f"--task: there are only {len(listed)} tasks, not {number}")
+    return listed[number - 1]
 
 
 def _origin(model: Path, run: Path) -> str:

@@ -24,9 +24,15 @@ from agentloop.aio import task_group
 from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.config import load_known, load_settings, to_toml
-from agentloop.environments.environment import EnvSettings, load, open_tasks
-from agentloop.environments.episodes import group_runner
+from agentloop.environments.environment import EnvSettings, open_tasks
+from agentloop.environments.mixture import (
+    Envs,
+    RunEnvironment,
+    environments_of,
+    mixed_runner,
+)
 from agentloop.environments.rewards.reward import Grader, RewardSettings
+from agentloop.environments.tasks.mixed import of_environment
 from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import SettingsError
 from agentloop.evaluation.agent import AgentSampler
@@ -48,13 +54,16 @@ from agentloop.training.group_metrics import mean
 from agentloop.training.run_folder import RunFolder, RunSettings, config_of
 from agentloop.training.run_status import RunStatus
 
-__all__ = ["EvaluateSettings", "chosen_tasks", "evaluate", "main"]
+__all__ = ["EvaluateSettings", "chosen_tasks", "evaluate", "main", "tasks_of"]
 
 _GENERATED = 64  # default number of tasks of a generator, which has no end
 _LINES = 20  # progress lines printed without a terminal
 _TICK_S = 0.5
 # Settings that may not change on --resume: otherwise the samples would be mixed.
-_FIXED = ("model", "chat", "tools", "tool_timeout_s", "sampling", "env", "tasks", "reward")
+_FIXED = (
+    *("model", "chat", "tools", "tool_timeout_s", "sampling"),
+    *("env", "envs", "tasks", "reward"),
+)
 
 
 class EvaluateSettings(Settings):
@@ -63,6 +72,7 @@ class EvaluateSettings(Settings):
     evaluate: EvaluationSettings = pydantic.Field(default_factory=lambda: EvaluationSettings())
     endpoint: EndpointSettings = pydantic.Field(default_factory=lambda: EndpointSettings())
     env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
+    envs: Envs = pydantic.Field(default_factory=list)
     tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
     reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
     run: RunSettings = pydantic.Field(default_factory=lambda: RunSettings())
@@ -71,6 +81,11 @@ class EvaluateSettings(Settings):
         description="Serve a web page of the run at serve.host and serve.port, or at a free port "
         "if that one is taken.",
     )
+
+    @property
+    def environments(self) -> list[RunEnvironment]:
+        """The environments to evaluate in. Raises SettingsError if their settings are invalid."""
+        return environments_of(self.env, self.envs, self.tasks, self.budget)
 
 
 async def evaluate(
@@ -147,18 +162,24 @@ async def _evaluate_in(
 
 
 def chosen_tasks(settings: EvaluateSettings) -> list[Task]:
-    """Return the tasks to evaluate on.
+    """Return the tasks to evaluate on, of each environment. Raises the errors of `tasks_of`."""
+    num_tasks = settings.evaluate.num_tasks
+    return [task for one in settings.environments for task in tasks_of(one, num_tasks)]
+
+
+def tasks_of(environment: RunEnvironment, num_tasks: int) -> list[Task]:
+    """Return the tasks to evaluate an environment on.
 
     These are the held-out tasks if `tasks.held_out` is set; otherwise the distinct tasks of the
-    files, in order, or the first tasks of a generator. If `evaluate.num_tasks` is smaller, that
-    many are drawn at random with `tasks.seed`.
+    files, in order, or the first tasks of a generator. If `num_tasks` is smaller, and not
+    0, that many are drawn at random with `tasks.seed`.
 
     Raises:
         DataError: a task is invalid; the message names the file, the line or row, and the field.
         SettingsError: there are no tasks, or a package is missing.
     """
-    s, wanted = settings.tasks, settings.evaluate.num_tasks
-    source = open_tasks(s, load(settings.env))
+    s, wanted = environment.tasks, num_tasks
+    source = open_tasks(s, environment.load())
     if s.held_out:
         tasks = source.held_out()
     elif source.distinct is not None:
@@ -170,15 +191,16 @@ def chosen_tasks(settings: EvaluateSettings) -> list[Task]:
         drawn = set(random.Random(s.seed).sample(range(len(tasks)), wanted))
         tasks = [task for index, task in enumerate(tasks) if index in drawn]
     if not tasks:
-        raise SettingsError("tasks: there are no tasks to evaluate on")
-    return tasks
+        of = f" for {environment.name}" if environment.name else ""
+        raise SettingsError(f"tasks: there are no tasks to evaluate on{of}")
+    return [of_environment(task, environment.name) for task in tasks]
 
 
 def _check(settings: EvaluateSettings) -> None:
     """Raise SettingsError if settings contradict each other."""
     if settings.endpoint.model and not settings.endpoint.url:
         raise SettingsError("endpoint.model: set endpoint.url, too")
-    if settings.endpoint.url and settings.env.name:
+    if settings.endpoint.url and (settings.env.name or settings.envs):
         raise SettingsError("env: runs on our own servers, not with endpoint.url: set one of them")
     if settings.endpoint.url and settings.servers:
         raise SettingsError("servers: not used with endpoint.url: set one of them")
@@ -236,12 +258,17 @@ async def _open_sampler(
             named = s.endpoint.model_copy(update={"model": endpoint.model})
             yield endpoint, grader, s.model_copy(update={"endpoint": named})
         return
-    logged = s.model_copy(update={"log_dir": s.log_dir or scene.folder.path / "logs"})
+    most = max(one.budget_of(s.budget).max_response_tokens for one in s.environments)
+    update = {
+        "log_dir": s.log_dir or scene.folder.path / "logs",
+        "budget": s.budget.model_copy(update={"max_response_tokens": most}),
+    }
+    logged = s.model_copy(update=update)
     async with Runtime(logged, progress=progress) as runtime:
         scene.runtime = runtime
         async with Grader(s.reward, pool=runtime.pool) as grader, anyio.create_task_group() as tg:
             tg.start_soon(scene.stalls.watch, s.serve.no_progress_s)
-            run_group = group_runner(s.env, runtime, s.sampling, scene.emit)
+            run_group = mixed_runner(s.environments, runtime, s.sampling, scene.emit)
             model = s.model or (runtime.router.model_path if s.servers else None)
             agent = AgentSampler(run_group, s.budget, runtime.router.wait_for_capacity)
             try:

@@ -17,8 +17,7 @@ import pydantic
 
 from agentloop.cli import console
 from agentloop.config import load_settings
-from agentloop.environments.environment import load
-from agentloop.environments.episodes import group_runner
+from agentloop.environments.mixture import mixed_runner
 from agentloop.environments.rewards.reward import Grader
 from agentloop.errors import SettingsError
 from agentloop.inference.processes.supervise import ServerSettings, require_device
@@ -73,7 +72,9 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
     async with RedisLink.open(fleet, fleet.run) as link:
         state = await wait_for_trainer(link, within_s=fleet.give_up_s, say=progress.say)
         recipe = state.recipe
-        load(recipe.env)  # report mistakes before the servers start
+        environments = recipe.environments
+        for one in environments:
+            one.load()  # report mistakes before the servers start
         async with Grader(recipe.reward) as grader:
             await grader.ready()  # report missing packages before the servers start
         async with (
@@ -89,7 +90,7 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
         ):
             served = Served(runtime.router)
             rollouts = Rollouts(
-                group_runner(recipe.env, runtime, recipe.sampling, traces.on_event),
+                mixed_runner(environments, runtime, recipe.sampling, traces.on_event),
                 runtime.router.wait_for_capacity,
                 grader,
                 recipe.roc,

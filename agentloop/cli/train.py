@@ -17,7 +17,6 @@ from typing import Annotated
 import anyio
 import pydantic
 
-from agentloop.aio import task_group
 from agentloop.analysis.plots import plot_runs
 from agentloop.cli import console
 from agentloop.cli.resource_plan import plan
@@ -36,8 +35,14 @@ from agentloop.cli.sft import (
 )
 from agentloop.config import to_toml
 from agentloop.distribution import is_installed
-from agentloop.environments.environment import EnvSettings, load, open_tasks
-from agentloop.environments.episodes import group_runner
+from agentloop.environments.environment import EnvSettings
+from agentloop.environments.mixture import (
+    Envs,
+    RunEnvironment,
+    environments_of,
+    mixed_runner,
+    open_mixture,
+)
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import DataError, RunFolderError, SettingsError
@@ -47,8 +52,7 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
 from agentloop.observe.exporters.event_log import EventLogSettings
 from agentloop.observe.exporters.sinks import SinksSettings
-from agentloop.observe.stalls import Stalls
-from agentloop.observe.watchdog import Heartbeat, Progress, WatchdogSettings, watch_lag
+from agentloop.observe.watchdog import WatchdogSettings, watching
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.fleet.coordinator import Fleet
@@ -85,6 +89,7 @@ class TrainSettings(Settings):
         default_factory=dict, description="Stages by name, run in this order."
     )
     env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
+    envs: Envs = pydantic.Field(default_factory=list)
     tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
     reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
     roc: RocSettings = pydantic.Field(default_factory=lambda: RocSettings())
@@ -104,16 +109,21 @@ class TrainSettings(Settings):
         "if that one is taken.",
     )
 
+    @property
+    def environments(self) -> list[RunEnvironment]:
+        """The environments of the run. Raises SettingsError if their settings are invalid."""
+        return environments_of(self.env, self.envs, self.tasks, self.budget)
+
     def as_one_stage(self) -> TrainSettings:
-        """Merge all stages into one with the sum of their steps and the largest budget of any."""
-        if not self.stages:
-            return self
-        budgets = [stage.budget(self.budget) for stage in self.stages.values()]
+        """Merge all stages into one with the sum of their steps, and the budgets of all stages and
+        environments into the largest one."""
+        stages = [stage.budget(self.budget) for stage in self.stages.values()] or [self.budget]
+        budgets = [one.budget_of(budget) for one in self.environments for budget in stages]
         most = {
             name: max(getattr(budget, name) for budget in budgets)
             for name in ("max_turns", "max_response_tokens")
         }
-        steps = sum(stage.steps for stage in self.stages.values())
+        steps = sum(stage.steps for stage in self.stages.values()) or self.loop.steps
         loop = self.loop.model_copy(update={"steps": steps})
         return self.model_copy(
             update={"stages": {}, "loop": loop, "budget": self.budget.model_copy(update=most)}
@@ -140,7 +150,8 @@ async def train(
     settings = _whole(settings)
     async with Grader(settings.reward) as grader:
         await grader.ready()  # report missing packages before the servers start
-    opened = partial(open_tasks, settings.tasks, load(settings.env))
+    environments = settings.environments
+    opened = partial(open_mixture, environments, [one.load() for one in environments])
     if resume is None:
         tasks = await anyio.to_thread.run_sync(opened, abandon_on_cancel=True)
     async with (
@@ -243,7 +254,7 @@ async def _roll_out_and_learn(
             progress(f"Loading {folder.checkpoint.name}")
         timeout_s = settings.loop.step_timeout_s
         restored = await load_newest(learner, folder, timeout_s=timeout_s)
-        watch = await stack.enter_async_context(_watching(settings.watchdog, stalls, words))
+        watch = await stack.enter_async_context(watching(settings.watchdog, stalls, words))
         loop = TrainingLoop(
             settings.loop,
             rollouts=rollouts,
@@ -266,29 +277,6 @@ async def _roll_out_and_learn(
         scene.loop = loop
         stack.callback(scene.detach)
         await loop.run()
-
-
-class _Watch:
-    """Watch over the event loop and the run's progress, as a `run_status.StatusWatch`."""
-
-    def __init__(self, settings: WatchdogSettings, stalls: Stalls) -> None:
-        self.moved = stalls.moved
-        self.waiting = stalls.waiting
-        self.heart = Heartbeat(settings)
-        self.take_lag_s = self.heart.take_lag_s
-
-
-@asynccontextmanager
-async def _watching(
-    settings: WatchdogSettings, stalls: Stalls, more: Callable[[], str]
-) -> AsyncIterator[_Watch]:
-    watch = _Watch(settings, stalls)
-    progress = Progress(stalls, settings, more=more)
-    async with task_group() as tasks:
-        tasks.start_soon(watch_lag, watch.heart)
-        tasks.start_soon(progress.watch)
-        yield watch
-        tasks.cancel_scope.cancel()
 
 
 def _servers_in_words(runtime: Runtime) -> str:
@@ -325,7 +313,7 @@ async def _rolling_out(
         async with Grader(s.reward, pool=runtime.pool) as grader:
             serving = Served(runtime.router)
             rollouts = Rollouts(
-                group_runner(s.env, runtime, s.sampling, scene.emit),
+                mixed_runner(s.environments, runtime, s.sampling, scene.emit),
                 runtime.router.wait_for_capacity,
                 grader,
                 s.roc,
@@ -344,6 +332,7 @@ def recipe_of(settings: TrainSettings) -> Recipe:
         model=str(settings.model or SMALL),
         chat=settings.chat,
         env=settings.env,
+        envs=[one.model_copy(update={"tasks": {}}) for one in settings.envs],
         tools=settings.tools,
         tool_timeout_s=settings.tool_timeout_s,
         sampling=settings.sampling,
@@ -433,7 +422,8 @@ def _whole(settings: TrainSettings) -> TrainSettings:
         )
     if s.stages and s.loop.steps != LoopSettings().steps:
         raise SettingsError("loop.steps: each of the stages has its own")
-    if not s.loop.steps and not s.stages and not s.tasks.held_out:
+    held_out = any(one.tasks.held_out for one in s.environments)
+    if not s.loop.steps and not s.stages and not held_out:
         raise SettingsError("tasks.held_out: without steps there is nothing else to do")
     return s.model_copy(update={"model": str(model)})
 
@@ -538,9 +528,10 @@ async def _missing(settings: TrainSettings) -> str:
     """Return what a start on this machine would lack: packages, task files, the reward function."""
 
     async def read_tasks() -> None:
-        environment = load(settings.env)
-        if settings.tasks.paths or environment:
-            await anyio.to_thread.run_sync(open_tasks, settings.tasks, environment)
+        environments = settings.environments
+        loaded = [one.load() for one in environments]
+        if any(one.tasks.paths for one in environments) or any(loaded):
+            await anyio.to_thread.run_sync(open_mixture, environments, loaded)
 
     async def import_reward() -> None:
         async with Grader(settings.reward) as grader:

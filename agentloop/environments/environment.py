@@ -25,12 +25,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from numbers import Real
+from operator import attrgetter
 from random import Random
 from typing import Any, ClassVar, overload
 
 import pydantic
 
 from agentloop.agent.tools import import_schema_parser
+from agentloop.environments.registry import find
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
@@ -63,8 +65,9 @@ class EnvSettings(pydantic.BaseModel):
 
     name: str = pydantic.Field(
         "",
-        description="An environment, as module:name; none: the agent answers each task's prompt, "
-        "and its answer is checked (`reward`).",
+        description="An environment, as module:name or by the name that an installed package "
+        "registers; none: the agent answers each task's prompt, and its answer is checked "
+        "(`reward`).",
     )
     args: dict[str, Any] = pydantic.Field(
         default_factory=dict, description="Arguments of the environment, by name."
@@ -173,13 +176,15 @@ def load(settings: EnvSettings) -> Environment | None:
     """
     if not (name := settings.name):
         return None
+    if ":" not in name:
+        name = find(name)
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise SettingsError(f"env.name: {name!r} is not of the form module:function")
     if (here := os.getcwd()) not in sys.path:  # a command's path begins with its own folder
         sys.path.append(here)
     try:
-        found = getattr(import_module(module), attribute)
+        found = attrgetter(attribute)(import_module(module))
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise SettingsError(f"env.name: {name}: {error}") from error

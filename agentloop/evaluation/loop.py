@@ -48,7 +48,10 @@ class EvaluationSettings(pydantic.BaseModel):
         16, ge=1, le=4096, description="Samples per task: the k of avg@k."
     )
     num_tasks: int = pydantic.Field(
-        0, ge=0, description="Number of tasks, drawn with tasks.seed. 0: all, or 64 of a generator."
+        0,
+        ge=0,
+        description="Number of tasks of each environment, drawn with tasks.seed. 0: all, or 64 of "
+        "a generator.",
     )
     pass_at: list[pydantic.PositiveInt] = pydantic.Field(
         default_factory=list,

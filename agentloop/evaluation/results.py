@@ -18,7 +18,7 @@ _MAX_REASONS = 20
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Results of a set of tasks.
+    """Results of a set of tasks: those of an environment, or of a source.
 
     Attributes:
         avg_at_k: None if no task has a sample.
@@ -74,7 +74,7 @@ def results(
     """Return all results for JSON, starting with `about_it`: the model and its settings."""
     sets: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
-        sets.setdefault(outcome.task.source or "tasks", []).append(outcome)
+        sets.setdefault(outcome.task.env or outcome.task.source or "tasks", []).append(outcome)
     reasons = Counter(
         str(one["missing"])
         for outcome in outcomes

@@ -14,16 +14,27 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Self
 
 import anyio
 import pydantic
 
+from agentloop.aio import task_group
 from agentloop.errors import AgentLoopError
 from agentloop.observe.stalls import Stalls
 
-__all__ = ["Heartbeat", "NoProgress", "Progress", "WatchdogLimits", "WatchdogSettings", "watch_lag"]
+__all__ = [
+    "Heartbeat",
+    "NoProgress",
+    "Progress",
+    "RunWatch",
+    "WatchdogLimits",
+    "WatchdogSettings",
+    "watch_lag",
+    "watching",
+]
 
 log = logging.getLogger(__name__)
 
@@ -193,3 +204,27 @@ class Progress:
         if self._stalls.waits():
             return self._stalls.report(self._more())
         return f"no progress for {unmoved_s:.0f} s, and no waits are known\n{self._more()}"
+
+
+class RunWatch:
+    """Watch over the event loop and the run's progress, as a `run_status.StatusWatch`."""
+
+    def __init__(self, settings: WatchdogSettings, stalls: Stalls) -> None:
+        self.moved = stalls.moved
+        self.waiting = stalls.waiting
+        self.heart = Heartbeat(settings)
+        self.take_lag_s = self.heart.take_lag_s
+
+
+@asynccontextmanager
+async def watching(
+    settings: WatchdogSettings, stalls: Stalls, more: Callable[[], str]
+) -> AsyncIterator[RunWatch]:
+    """Watch the loop and the run while the context is open; `more` is that of `Progress`."""
+    watch = RunWatch(settings, stalls)
+    progress = Progress(stalls, settings, more=more)
+    async with task_group() as tasks:
+        tasks.start_soon(watch_lag, watch.heart)
+        tasks.start_soon(progress.watch)
+        yield watch
+        tasks.cancel_scope.cancel()

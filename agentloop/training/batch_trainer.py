@@ -20,7 +20,7 @@ from agentloop.training.collapse import (
     report,
 )
 from agentloop.training.group_buffer import GroupBuffer
-from agentloop.training.group_metrics import mean, percent
+from agentloop.training.group_metrics import mean, percent, rewards_of_each
 from agentloop.training.held_out import HeldOutEval
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.pace import Pace
@@ -145,7 +145,8 @@ class BatchTrainer:
         self._pace.stepped(metrics)
         rollouts = metrics.rollouts
         self._pace.report.say(
-            f"step {self.step}/{self._pace.num_steps}: reward {mean(rollouts.reward)}, "
+            f"step {self.step}/{self._pace.num_steps}: reward {mean(rollouts.reward)}"
+            f"{rewards_of_each(metrics.environments)}, "
             f"tool errors in correct {percent(rollouts.tool_errors_in_correct)}, "
             f"{metrics.learned.num_learned} of {rollouts.num_rollouts} rollouts trained on, "
             f"{metrics.rollout_tokens_per_s:,.0f} tokens/s, {metrics.step_s:.1f} s"

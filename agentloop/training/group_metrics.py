@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from agentloop.environments.episodes import Episode
@@ -12,7 +12,17 @@ from agentloop.environments.rewards.reward import Reward
 from agentloop.training.roc import Selection
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 
-__all__ = ["RolloutMetrics", "ScoredGroup", "about", "figures", "mean", "of_rollout", "percent"]
+__all__ = [
+    "RolloutMetrics",
+    "ScoredGroup",
+    "about",
+    "about_each",
+    "figures",
+    "mean",
+    "of_rollout",
+    "percent",
+    "rewards_of_each",
+]
 
 
 _TRUNCATED = (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET)
@@ -105,6 +115,34 @@ def about(groups: Sequence[Mapping[str, Any]]) -> RolloutMetrics:
             [any((one["reward"] or 0) > 0 for one in group["rollouts"]) for group in groups]
         ),
     )
+
+
+def about_each(groups: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Compute the metrics of each environment, by names such as `env/guess/reward`.
+
+    Args:
+        groups: the name of each group's environment, and its `figures`. Groups without a name, of a
+            run with a single environment, have no such metrics.
+    """
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for name, one in groups:
+        if name:
+            found.setdefault(name, []).append(one)
+    return {
+        f"env/{name}/{metric}": value
+        for name in sorted(found)
+        for metric, value in asdict(about(found[name])).items()
+    }
+
+
+def rewards_of_each(metrics: Mapping[str, Any]) -> str:
+    """Return the rewards among the result of `about_each` in words; empty if there are none."""
+    told = [
+        f"{name.split('/')[1]} {mean(value)}"
+        for name, value in metrics.items()
+        if name.endswith("/reward")
+    ]
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _fmean(values: Sequence[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 
@@ -10,7 +11,7 @@ import anyio.to_thread
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.tasks.sources import Task, TaskSource
-from agentloop.training.group_metrics import about, mean, percent
+from agentloop.training.group_metrics import about, about_each, mean, percent, rewards_of_each
 from agentloop.training.pace import Pace
 from agentloop.training.rollouts import RolledOut, RollsOut, in_order
 from agentloop.training.run_control import RunControl
@@ -72,7 +73,7 @@ class TaskRunner:
 
 
 class HeldOutEval:
-    """Evaluates the policy on held-out tasks, with one rollout each."""
+    """Evaluates the policy on held-out tasks of each environment, with one rollout each."""
 
     def __init__(
         self,
@@ -83,6 +84,10 @@ class HeldOutEval:
         *,
         max_tasks: int,
     ) -> None:
+        """
+        Args:
+            max_tasks: number of tasks of each environment.
+        """
         self._source = source
         self._max_tasks = max_tasks
         self._tasks: Sequence[Task] = ()
@@ -93,7 +98,7 @@ class HeldOutEval:
     async def find_tasks(self) -> None:
         """Find the held-out tasks, which may take a generator long. Without any, say so."""
         found = await anyio.to_thread.run_sync(self._source.held_out, abandon_on_cancel=True)
-        self._tasks = found[: self._max_tasks]
+        self._tasks = _first_of_each(found, self._max_tasks)
         if not found:
             self._pace.report.say(
                 "There will be no evaluation: no tasks are held out (tasks.held_out)"
@@ -116,11 +121,23 @@ class HeldOutEval:
             what="held-out tasks",
         )
         values = about([group.figures for _, group in found])
-        row = {f"held_out/{name}": value for name, value in asdict(values).items()}
+        each = about_each((task.env, group.figures) for task, group in found)
+        both = {**asdict(values), **each}
+        row = {f"held_out/{name}": value for name, value in both.items()}
         await self._metrics.add({"step": step, **row})
         reward = mean(values.reward)
         self._pace.values |= {"held-out reward": reward}
         self._pace.report.say(
-            f"step {step}: held-out reward {reward}, "
+            f"step {step}: held-out reward {reward}{rewards_of_each(each)}, "
             f"tool errors in correct {percent(values.tool_errors_in_correct)}"
         )
+
+
+def _first_of_each(tasks: Sequence[Task], number: int) -> list[Task]:
+    """Return the first tasks of each environment, up to `number` of each."""
+    found, num = [], Counter[str]()
+    for task in tasks:
+        num[task.env] += 1
+        if num[task.env] <= number:
+            found.append(task)
+    return found

@@ -61,7 +61,10 @@ class LoopSettings(pydantic.BaseModel):
         "never.",
     )
     evaluate_tasks: int = pydantic.Field(
-        64, ge=1, description="Number of held-out tasks per evaluation, with one rollout each."
+        64,
+        ge=1,
+        description="Number of held-out tasks per evaluation, of each environment, with one "
+        "rollout each.",
     )
     checkpoint_every: int = pydantic.Field(
         50, ge=0, description="Steps between checkpoints. 0: only at the end."

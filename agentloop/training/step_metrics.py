@@ -9,7 +9,7 @@ from typing import Any
 import anyio.to_thread
 
 from agentloop.events import Emit, Measured
-from agentloop.training.group_metrics import RolloutMetrics, about
+from agentloop.training.group_metrics import RolloutMetrics, about, about_each
 from agentloop.training.queue import Lease
 from agentloop.training.run_folder import RunFolder
 
@@ -68,6 +68,8 @@ class StepMetrics:
     Attributes:
         version: version of the weights that the step started from.
         rollouts: metrics of all rollouts of the step, including those of groups that were replaced.
+        environments: metrics of each environment, if the run has several, as `about_each` returns
+            them.
         num_groups_replaced: number of groups without a learning signal that were replaced.
         staleness_mean, staleness_max: versions by which the groups were behind at their admission.
         wait_s, sync_s, step_s: seconds of waiting for the batch, of syncing the new weights to
@@ -79,6 +81,7 @@ class StepMetrics:
     stage: int
     version: int
     rollouts: RolloutMetrics
+    environments: Mapping[str, Any]
     num_groups_replaced: int
     staleness_mean: float
     staleness_max: int
@@ -94,12 +97,13 @@ class StepMetrics:
         """Compute the metrics of a step from its batch."""
         version = lease.notes["version"]
         ages = [version - group.version for group in lease.groups]
-        groups = [group.figures or {} for group in (*lease.groups, *lease.replaced)]
+        groups = [*lease.groups, *lease.replaced]
         return cls(
             lease.step,
             lease.notes["stage"],
             version,
-            about(groups),
+            about([group.figures or {} for group in groups]),
+            about_each((group.task.env, group.figures or {}) for group in groups),
             len(lease.replaced),
             sum(ages) / len(ages),
             max(ages),
@@ -124,6 +128,7 @@ class StepMetrics:
             "stage": self.stage,
             "version": self.version,
             **asdict(self.rollouts),
+            **self.environments,
             "num_groups_replaced": self.num_groups_replaced,
             "staleness_mean": self.staleness_mean,
             "staleness_max": self.staleness_max,

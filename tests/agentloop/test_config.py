@@ -7,6 +7,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pydantic
 import pytest
@@ -380,3 +381,56 @@ def test_an_old_name_is_rejected_by_each_command_that_has_the_new_one(
         with_values(TrainSettings(), {"loop": {"enough_of_group": 3}}, source="of a run")
     monkeypatch.setenv("AGENTLOOP_START__LOOP__LR", "1")  # the command has no such section
     assert load_settings(Everything) == Everything()
+
+
+class Item(pydantic.BaseModel):
+    SHORT_FORM: ClassVar = "name"
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    name: str = ""
+    weight: float | None = pydantic.Field(1.0, gt=0)
+    args: dict[str, Any] = pydantic.Field(default_factory=dict)
+
+
+class WithItems(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    items: list[Item] = pydantic.Field(default_factory=list, description="Items.")
+
+
+def test_a_list_of_tables_is_read_from_every_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = '[[items]]\nname = "a"\nweight = "none"\n[items.args]\nx = [1, "y"]\n'
+    text += '[[items]]\nname = "b"\n'
+    path = file(tmp_path, "items.toml", text)
+    first, second = load_settings(WithItems, [path]).items
+    assert (first.name, first.weight, first.args) == ("a", None, {"x": [1, "y"]})
+    assert (second.name, second.weight) == ("b", 1)
+    assert load_settings(WithItems, [path], ["items=['c']"]).items == [Item(name="c")]
+    assert load_settings(WithItems, [], ["items=[{name='c', weight=2}]"]).items[0].weight == 2
+    monkeypatch.setenv("AGENTLOOP_ITEMS", '["d", {"name": "e", "args": {"x": null}}]')
+    found = load_settings(WithItems)
+    assert [one.name for one in found.items] == ["d", "e"]
+    assert [*describe_settings(WithItems)] == [("items", "[]", "Items.")]
+
+
+def test_a_list_of_tables_can_be_written_and_read_back(tmp_path: Path) -> None:
+    items = [Item(name="a", args={"x": {"y": [1, "z"]}}), Item(weight=0.5)]
+    path = file(tmp_path, "items.toml", to_toml(WithItems(items=items)))
+    assert load_settings(WithItems, [path]).items == items
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("items=[{nmae='a'}]", "unknown setting 'items.0.nmae' .did you mean 'items.0.name'"),
+        ("items=[{}, {weight=0}]", r"items\.1\.weight: .*greater than 0.*from override"),
+        ("items=a", r"'items' is a list of tables: write \[\[items\]\]"),
+        ("items=[3]", r"'items' is a list of tables"),
+        ("items.name=a", r"'items' is a list of tables"),
+    ],
+)
+def test_errors_name_the_item_of_a_list(override: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        load_settings(WithItems, overrides=[override])

@@ -76,11 +76,17 @@ def test_a_folder_without_a_run_is_one_line(
     assert str(run) in line
 
 
-def test_the_commands_for_runs_have_help_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_of_commands_have_help_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs"]) == 0
     assert "usage: agentloop runs COMMAND" in capsys.readouterr().out
     assert main(["runs", "veiw"]) == 2
     assert "agentloop runs: error: unknown command 'veiw' (did you mean 'view'?)" in (
+        capsys.readouterr().err
+    )
+    assert main(["env"]) == 0
+    assert "usage: agentloop env COMMAND" in capsys.readouterr().out
+    assert main(["env", "tyr"]) == 2
+    assert "agentloop env: error: unknown command 'tyr' (did you mean 'try'?)" in (
         capsys.readouterr().err
     )
 
@@ -105,6 +111,7 @@ def test_each_command_has_help_and_lists_its_settings(
         ("serve", "serve.prot=1", "did you mean 'serve.port'?"),
         ("serve", "serve.host=0.0.0.0", "set serve.token"),
         ("serve", "gone.toml", "gone.toml: No such file"),
+        ("serve", "env=my_game:play", "play it with `agentloop chat env=NAME`"),
         ("chat", "budget.max_turns=0", "budget.max_turns: "),
     ],
 )

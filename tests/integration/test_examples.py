@@ -90,6 +90,49 @@ def test_two_agents_are_evaluated(tmp_path: Path, docker_engine: None, sglang_ur
     assert ids == sorted(["0", "0+checker", "1", "1+checker"] * 2)
 
 
+def test_several_environments_are_evaluated(
+    tmp_path: Path, docker_engine: None, sglang_url: str
+) -> None:
+    recipe = tmp_path / "envs.toml"
+    recipe.write_text(
+        '[[envs]]\nname = "examples.guess_number:guess"\nbudget = {max_turns = 2}\n'
+        "[[envs]]\nweight = 3\ntasks = {levels = [2], held_out = 2}\n"
+        "[budget]\nmax_response_tokens = 200\n"
+        "[evaluate]\nnum_samples = 2\nnum_tasks = 2\n"
+    )
+    settings = [
+        f'servers=["{sglang_url}"]',
+        f"run.folder={tmp_path}",
+        "run.name=both",
+        "page=false",
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-m", "agentloop", "evaluate", recipe, *settings],
+        cwd=EXAMPLES.parent,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    results = json.loads((tmp_path / "both/results.json").read_text())
+    assert {name: one["num_tasks"] for name, one in results["sets"].items()} == {
+        "agent": 2,
+        "guess": 2,
+    }
+    rows = [
+        json.loads(line)
+        for file in (tmp_path / "both/trajectories").iterdir()
+        for line in file.read_text().splitlines()
+    ]
+    turns = {"agent": [0], "guess": [0]}
+    for row in rows:
+        name = row["task"].partition("-")[0]
+        turns[name].append(len(row["trajectory"]["turns"]))
+        assert row["parts"].keys() == ({"found"} if name == "guess" else set())
+    assert max(turns["guess"]) <= 2
+
+
 def test_every_example_is_run() -> None:
     run_here = {"own_tool.py", "watch.py", "groups.py", "guess_number.py", "solver_and_checker.py"}
     run_by_others = {"my_reward.py", "stateful_tool.py", "guess_teacher.py"}

@@ -48,6 +48,7 @@ class Task:
         source: Name of the data set.
         level: Difficulty, or 0 if the source does not give one.
         extra: Additional fields of the source.
+        env: Name of its environment in a run with several; otherwise empty.
     """
 
     id: str
@@ -56,6 +57,7 @@ class Task:
     source: str = ""
     level: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
+    env: str = ""
 
     def __getattr__(self, name: str) -> Any:
         """Return an additional field as an attribute, for environments: `task.top`."""

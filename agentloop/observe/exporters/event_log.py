@@ -59,15 +59,16 @@ class EventLogSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    enabled: bool = pydantic.Field(
-        True, description="Write the events of the run to events.jsonl in its folder."
-    )
     max_mib: int = pydantic.Field(
         512,
-        ge=1,
-        description="Maximum size of the event log on disk; when it is reached, the older half is "
-        "deleted.",
+        ge=0,
+        description="Maximum size of events.jsonl in the run's folder, which has the events of the "
+        "run; when it is reached, the older half is deleted. 0: no event log.",
     )
+
+    @property
+    def enabled(self) -> bool:
+        return self.max_mib > 0
 
 
 class EventLogLimits(EventLogSettings):

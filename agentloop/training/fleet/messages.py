@@ -21,8 +21,9 @@ from agentloop import distribution
 from agentloop.agent.chat_format import ChatSettings
 from agentloop.agent.rollout import Budget
 from agentloop.environments.environment import EnvSettings
+from agentloop.environments.mixture import EnvsSettings, RunEnvironment, environments_of
 from agentloop.environments.rewards.reward import RewardSettings
-from agentloop.environments.tasks.sources import Task
+from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import AgentLoopError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.sglang.weight_updates import Pause
@@ -111,6 +112,7 @@ class Recipe(_Message):
     """The settings that runtimes take from the trainer.
 
     Attributes:
+        envs: the environments, without the settings of their tasks, which the trainer draws.
         group_size: rollouts per group, for which a runtime waits for capacity.
         seed, shuffle_rewards, early_stop_at: those of `LoopSettings`.
     """
@@ -118,6 +120,7 @@ class Recipe(_Message):
     model: str
     chat: ChatSettings
     env: EnvSettings
+    envs: list[EnvsSettings] = []
     tools: list[str]
     tool_timeout_s: float
     sampling: Sampling
@@ -128,6 +131,11 @@ class Recipe(_Message):
     seed: int
     shuffle_rewards: bool
     early_stop_at: int
+
+    @property
+    def environments(self) -> list[RunEnvironment]:
+        """The environments of the run."""
+        return environments_of(self.env, self.envs, TasksSettings(), self.budget)
 
 
 class WeightsAnnouncement(_Message):

@@ -84,6 +84,15 @@ def test_the_parts_of_a_steps_time_are_plotted_for_a_single_run(tmp_path: Path) 
     assert not parts & set(words(tmp_path / "b.svg"))
 
 
+def test_the_reward_of_each_environment_is_plotted(tmp_path: Path) -> None:
+    more = {"env/guess/reward": 0.5, "env/guess/length_mean": 9, "held_out/env/solve/reward": 1}
+    one, out = run(tmp_path / "one", steps(3, **more)), tmp_path / "plots.svg"
+    plot_runs([one], out)
+    assert {"reward", "reward of guess", "reward of solve"} <= set(words(out))
+    plot_runs([one], out, what=["env/guess/length_mean"])
+    assert "reward of guess" not in words(out)
+
+
 def test_the_requested_metrics_are_plotted(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", steps(3, **{"learner/grad_norm": 0.1}))
     out = tmp_path / "plots.svg"

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import anyio
 import pytest
+from anyio.from_thread import start_blocking_portal
+from rich.console import Console
 
 from agentloop.__main__ import main
-from agentloop.trajectory import Message
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.cli.chat import Conversations, settings_of
+from agentloop.events import (
+    RolloutAbandoned,
+    RolloutFinished,
+    RolloutStarted,
+    TokensSampled,
+    TurnFinished,
+)
+from agentloop.trajectory import Message, StopReason, Trajectory, Turn
+from tests.agentloop.cli.played import server, settings_for
+from tests.support import FakeSGLang
 
 
 class Asked:
@@ -95,3 +110,111 @@ def test_a_wrong_end_of_turn_is_told_before_servers_are_started(
     monkeypatch.setattr("agentloop.runtime.sglang_servers", sglang_servers)
     assert main(["chat", "Hello", "chat.end_token=<eos>", "sandbox.backend=process"]) == 2
     assert "chat.end_token: the tokenizer has no token '<eos>'" in capsys.readouterr().err
+
+
+HERE = "tests.agentloop.cli.played"
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeSGLang]:
+    """Run a fake server in a thread with its own event loop."""
+    with start_blocking_portal() as portal:
+        with portal.wrap_async_context_manager(server().serving()) as fake:
+            yield fake
+
+
+def test_a_rollout_of_an_environment_is_played(
+    fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [f"env={HERE}:two_talks", *settings_for(fake)]
+    assert main(["chat", *settings]) == 0
+    first = capsys.readouterr().out
+    assert first.index("> First question about ") < first.index("> Second question?")
+    assert first.count("1 turn, 0 calls, 3 tokens in ") == 2
+    assert first.rstrip().endswith("reward 1.5 (whole 1, half 0.5)")
+    others = set()
+    for number in ("1", "2", "3", "4"):
+        assert main(["chat", "--task", number, *settings]) == 0
+        others.add(capsys.readouterr().out.splitlines()[0])
+    assert first.splitlines()[0] in others
+    assert len(others) > 1
+
+
+def test_a_rollout_without_a_reward_is_a_failure(
+    fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = settings_for(fake)
+    assert main(["chat", f"env={HERE}:undecided", *settings]) == 1
+    assert "no reward: the environment gives none" in capsys.readouterr().out
+    assert main(["chat", f"env={HERE}:broken", *settings]) == 2
+    assert "the environment raised KeyError: 'board'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["What is 1 + 1?"], "env: the environment asks the questions: leave yours out"),
+        (["--task", "9", "tasks.held_out=2"], "--task: there are only 2 tasks, not 9"),
+        (["env.args.x=1"], "env.args.x: Extra inputs are not permitted"),
+    ],
+)
+def test_mistakes_are_told_before_a_server_is_started(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", *arguments, f"env.name={HERE}:two_talks"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_of_an_environment_still_answers_questions(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "config.toml").write_text(
+        f'[env]\nname = "{HERE}:two_talks"\n[tasks]\nheld_out = 3\n'
+    )
+    settings = settings_of([], tmp_path)
+    assert (settings.env.name, settings.tasks.held_out) == ("", 3)
+    assert settings_of([f"env={HERE}:broken"], tmp_path).env.name == f"{HERE}:broken"
+
+
+class Terminal:
+    """A chat format whose prompts are texts."""
+
+    opened_thought = ""
+
+    def last_user_text(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def test_conversations_are_printed_one_after_the_other() -> None:
+    out = Console(width=80, color_system=None, file=io.StringIO())
+    show = Conversations(out, cast(ChatFormat, Terminal()))
+
+    def record(key: str) -> Trajectory:
+        return Trajectory(key, [*map(ord, f"{key}?")], stop_reason=StopReason.ANSWERED)
+
+    a, b, c = map(record, "abc")
+    for event in (
+        RolloutStarted(a),
+        TokensSampled("a", 0, [1], "one "),
+        RolloutStarted(b),
+        TokensSampled("b", 0, [1], "from b"),
+        RolloutStarted(c),
+        TurnFinished("b", 0, Turn()),
+        RolloutFinished("b", b),
+        TokensSampled("a", 0, [2], "two"),
+        TurnFinished("a", 0, Turn()),
+        RolloutFinished("a", a),
+        RolloutAbandoned("c"),
+    ):
+        show(event)
+    text = cast(io.StringIO, out.file).getvalue()
+    assert [line for line in text.splitlines() if line] == [
+        "> a?",
+        "one two",
+        "0 turns, 0 calls, 0 tokens in 0.0 s",
+        "> b?",
+        "from b",
+        "0 turns, 0 calls, 0 tokens in 0.0 s",
+        "> c?",
+        "the environment ended this conversation",
+    ]

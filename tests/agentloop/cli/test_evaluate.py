@@ -266,6 +266,11 @@ async def test_a_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
             ["endpoint.url=http://a/v1", "env=examples.guess_number:guess"],
             "env: runs on our own servers, not with endpoint.url",
         ),
+        (
+            ["endpoint.url=http://a/v1", "envs=[{}]"],
+            "env: runs on our own servers, not with endpoint.url",
+        ),
+        (["envs=[{}]", "env.name=a:b"], "env, envs: both are set"),
         (["endpoint.url=a"], "endpoint.url: 'a' does not have the form"),
         (["evaluate.numsamples=2"], "did you mean 'evaluate.num_samples'"),
         (["tasks.kind=jsonl", "tasks.paths=['/no/such.jsonl']"], "/no/such.jsonl: No such file"),
@@ -286,6 +291,14 @@ def test_a_generator_gives_some_and_files_all(tmp_path: Path) -> None:
     file = write(tmp_path / "set.jsonl", *map(str, range(20)))
     kind = ("tasks.kind=jsonl", f"tasks.paths=['{file}']")
     assert [task.answer for task in chosen_tasks(told(*kind))] == [*map(str, range(20))]
+
+
+def test_each_environment_has_its_own_tasks() -> None:
+    items = "envs=['examples.guess_number:guess', {tasks={levels=[2], held_out=4}}]"
+    tasks = chosen_tasks(told(items, "evaluate.num_tasks=3"))
+    assert [task.env for task in tasks] == ["guess"] * 3 + ["agent"] * 3
+    assert len({task.id for task in tasks}) == 6
+    assert (tasks[0].top, tasks[-1].level) == (100, 2)
 
 
 def test_problems_that_stand_there_twice_count_once(tmp_path: Path) -> None:

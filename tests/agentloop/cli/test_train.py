@@ -16,12 +16,21 @@ import pytest
 
 from agentloop.cli import console
 from agentloop.cli import train as train_module
-from agentloop.cli.train import TrainSettings, _whole, learner_settings, main, train
+from agentloop.cli.train import (
+    TrainSettings,
+    _whole,
+    learner_settings,
+    main,
+    recipe_of,
+    train,
+)
 from agentloop.config import load_settings, to_toml
 from agentloop.distribution import install_hint
+from agentloop.environments.mixture import open_mixture
 from agentloop.environments.tasks.sources import TaskSource
 from agentloop.errors import AgentLoopError, RunFolderError, SettingsError
 from agentloop.models import SMALL
+from agentloop.training.fleet.messages import Recipe
 from agentloop.training.learner_client import client as learner
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.queue import GroupQueue
@@ -57,6 +66,11 @@ from tests.support import FakeSGLang, eventually
         ("loop.early_stop_at=99", "loop.early_stop_at: 99 are more than loop.group_size .32."),
         ("watchdog.give_up_s=60", r"watchdog.give_up_s: 60 .* loop.step_timeout_s .3600."),
         ("fleet.redis=127.0.0.1:6379", "fleet.redis: .* not of the form redis://HOST"),
+        ("envs=[{nmae='a:b'}]", r"unknown setting 'envs\.0\.nmae' .did you mean 'envs\.0\.name'"),
+        ("envs=[{name='a:b', weight=0}]", r"envs\.0\.weight: .*greater than 0"),
+        ("envs=[{name='a:b', tasks={helt_out=1}}]", r"envs\.0\.tasks: .*'held_out'"),
+        ("envs=[{budget={max_response_tokens=20000}}]", "learner.micro_batch_tokens: .*.20000."),
+        ("envs=a:b", r"'envs' is a list of tables: write \[\[envs\]\]"),
     ],
 )
 def test_what_would_teach_the_wrong_thing_is_refused_by_name(override: str, named: str) -> None:
@@ -313,12 +327,13 @@ def played_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return script
 
 
-def played_settings(folder: Path, server: FakeSGLang) -> TrainSettings:
+def played_settings(folder: Path, server: FakeSGLang, *more: str) -> TrainSettings:
     overrides = [
         *(f"servers=['{server.url}']", f"model='{SMALL}'", "sandbox.backend=process"),
         *(f"run.folder='{folder}/my runs'", "run.name=first", "reward.function=exact"),
         *("loop.steps=2", "loop.prompts_per_step=2", "loop.group_size=4", "loop.evaluate_every=1"),
         *("roc.down_sample_to_n=2", "tasks.held_out=2", "ranks.nproc_per_node=2"),
+        *more,
     ]
     return load_settings(TrainSettings, overrides=overrides)
 
@@ -416,3 +431,62 @@ async def test_a_rank_that_dies_while_rollouts_go_on_is_started_again(
             with pytest.raises(learner.LearnerError, match="exit status 137"):
                 await train(settings, cast(console.ProgressLine, said))
     assert pids_of(played_rank) == []
+
+
+ENVS = "envs=[{weight=2, tasks={levels=[2]}, budget={max_turns=3}}, {tasks={levels=[3]}}]"
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(180)  # all processes of a run start
+@pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
+async def test_a_run_of_two_environments(tmp_path: Path, played_rank: Path) -> None:
+    server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
+    async with server.serving():
+        settings = played_settings(tmp_path, server, ENVS, "loop.prompts_per_step=3")
+        folder = await train(settings, cast(console.ProgressLine, Said()))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if "reward" in row]
+    numbers = [
+        [row[f"env/{name}/num_rollouts"] for name in ("agent", "agent-2")] for row in trained
+    ]
+    assert numbers == [[8, 4], [8, 4]]
+    held_out = [row for row in rows if "held_out/reward" in row]
+    assert all(row["held_out/env/agent-2/num_rollouts"] == 2 for row in held_out)
+    again = load_settings(TrainSettings, [folder / "config.toml"])
+    assert again == settings
+    async with GroupQueue.open(folder / "queue.sqlite") as queue:
+        cursor = (await queue.noted("cursor") or {})["tasks"]
+    positions = [cursor["envs"][name]["position"] for name in ("agent", "agent-2")]
+    assert positions[0] > positions[1] > 0
+
+
+@pytest.mark.parametrize("command", [[], ["env=examples.guess_number:guess"]])
+def test_env_and_envs_exclude_each_other(command: list[str]) -> None:
+    settings = load_settings(TrainSettings, overrides=[ENVS, *command])
+    if not command:
+        _whole(settings)
+        return
+    with pytest.raises(SettingsError, match="env, envs: both are set"):
+        _whole(settings)
+
+
+@pytest.mark.anyio
+async def test_a_run_is_not_resumed_with_other_environments(tmp_path: Path) -> None:
+    settings = run_at(tmp_path, ENVS)
+    folder = RunFolder(tmp_path / "run", to_toml(settings))
+    path = folder.path
+    environments = settings.environments
+    tasks = open_mixture(environments, [None, None])
+    async with GroupQueue.open(path / "queue.sqlite") as queue:
+        await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
+    others = run_at(tmp_path, "envs=[{}, {}, {}]")
+    with pytest.raises(AgentLoopError, match="envs: the run has agent, agent-2, not agent, ag"):
+        await train(others, cast(Any, Said()), resume=path)
+
+
+def test_a_fleets_runtimes_are_told_the_environments_without_their_tasks() -> None:
+    settings = load_settings(TrainSettings, overrides=[ENVS, "stages.one.steps=3"])
+    recipe = Recipe.from_json(recipe_of(settings.as_one_stage()).to_json())
+    assert [one.name for one in recipe.environments] == ["agent", "agent-2"]
+    assert recipe.environments[0].budget == {"max_turns": 3}
+    assert "levels" not in str(recipe.envs)

@@ -228,7 +228,8 @@ def test_arguments_are_checked_against_the_signature() -> None:
         ("no_such_module:f", "there is no module 'no_such_module'"),
         (f"{__name__}:nothing", "has no 'nothing'"),
         (f"{__name__}:Model", "decorate it with @agentloop.environment"),
-        ("plain", "not of the form module:function"),
+        ("plain", "no installed package registers an environment .plain."),
+        ("plain:", "not of the form module:function"),
     ],
 )
 def test_a_name_that_is_no_environment_is_refused(name: str, problem: str) -> None:

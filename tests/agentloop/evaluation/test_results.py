@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,15 @@ def test_sets_are_reported_separately_and_together() -> None:
     assert table(told)[0] == ["", "one", "two", "all"]
     alone = results([outcome("a", "two", 1.0, 1.0)], SETTINGS, ABOUT)
     assert table(alone)[0] == ["", "two"]
+
+
+def test_the_tasks_of_an_environment_are_a_set() -> None:
+    outcomes = [outcome("a", "environment", 1.0, 1.0), outcome("b", "environment", 0.0, 0.0)]
+    for one, name in zip(outcomes, ("guess", "solve"), strict=True):
+        one.task = replace(one.task, env=name)
+    sets = results(outcomes, SETTINGS, ABOUT)["sets"]
+    values = {name: one["avg_at_k"]["value"] for name, one in sets.items()}
+    assert values == {"guess": 1, "solve": 0}
 
 
 def test_results_are_plain_data() -> None:

@@ -254,7 +254,7 @@ async def test_any_metrics_row_is_written(tmp_path: Path, value: object, read: o
 
 @pytest.mark.anyio
 async def test_the_event_log_can_be_disabled(tmp_path: Path) -> None:
-    assert await written(tmp_path, story.run(), EventLogSettings(enabled=False)) == []
+    assert await written(tmp_path, story.run(), EventLogSettings(max_mib=0)) == []
     assert os.listdir(tmp_path) == []
 
 

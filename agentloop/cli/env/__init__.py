@@ -1,0 +1,1 @@
+"""`agentloop env`: commands for environments."""

@@ -1,0 +1,180 @@
+"""`agentloop env try`: run some rollouts of an environment and show all that there is to see.
+
+tasks ──a rollout of each, all at once──> transcripts, rewards, failures, where the time went
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import anyio
+import anyio.to_thread
+import pydantic
+from rich.console import Console
+from rich.markup import escape
+
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.cli import console
+from agentloop.cli.chat import Conversations, reward_in_words
+from agentloop.cli.env.timing import Activity, Timeline, seconds_by_activity
+from agentloop.cli.evaluate import tasks_of
+from agentloop.config import load_settings
+from agentloop.environments.environment import EnvSettings
+from agentloop.environments.episodes import group_runner
+from agentloop.environments.mixture import RunEnvironment
+from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.tasks.sources import Task, TasksSettings
+from agentloop.errors import RequestError
+from agentloop.events import Event, RolloutStarted
+from agentloop.runtime import Runtime, Settings
+from agentloop.training.group_metrics import mean
+from agentloop.trajectory import Trajectory
+
+__all__ = ["TrySettings", "main"]
+
+
+class TrySettings(Settings):
+    """The settings of `agentloop env try`, on top of those of a runtime."""
+
+    env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
+    tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
+    num_rollouts: int = pydantic.Field(
+        10, ge=1, le=1000, description="Number of rollouts, each of another task."
+    )
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A rollout of a task, with its events and its result."""
+
+    task: Task
+    events: list[Event] = field(default_factory=list)
+    timeline: Timeline = field(default_factory=Timeline)
+    reward: Reward = field(default_factory=lambda: Reward(None, None, "it did not run"))
+    started_s: float = 0.0
+    ended_s: float = 0.0
+
+    def on_event(self, event: Event) -> None:
+        self.timeline.on_event(event)
+        self.events.append(event)
+
+    @property
+    def records(self) -> list[Trajectory]:
+        """The conversations, including those that were cut off."""
+        return [event.record for event in self.events if isinstance(event, RolloutStarted)]
+
+    @property
+    def seconds(self) -> dict[Activity, float]:
+        return seconds_by_activity(self.timeline.spans, self.started_s, self.ended_s)
+
+    async def run(self, runtime: Runtime, settings: TrySettings, name: str) -> None:
+        """Run the rollout; a failure becomes the reason of a missing reward."""
+        run_group = group_runner(settings.env, runtime, settings.sampling, self.on_event)
+        self.started_s = time.monotonic()
+        try:
+            (episode,) = await run_group(
+                self.task, size=1, name=name, budget=settings.budget, on_queued=lambda: None
+            )
+            self.reward = episode.reward or self.reward
+        except RequestError as error:
+            self.reward = Reward(None, None, str(error))
+        finally:
+            self.ended_s = time.monotonic()
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="agentloop env try",
+        description="Run ten rollouts of an environment and show their transcripts, their rewards "
+        "with the parts, the reasons for missing ones, and where the time went. Exits with status "
+        "1 if a rollout has no reward.",
+    )
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="module:name, or a name that `env list` shows"
+    )
+    console.add_settings_arguments(parser)
+    options = parser.parse_intermixed_args(arguments)
+    if options.list_settings:
+        print(console.settings_text(TrySettings))
+        return 0
+    if options.name is None or "=" in options.name:
+        parser.error("expected the NAME of an environment first")
+    work = partial(_try, options.name, options.settings)
+    return console.run(work, explain=options.explain)
+
+
+async def _try(name: str, arguments: list[str]) -> int:
+    files, overrides = console.split_settings(arguments)
+    named = f"env.name={json.dumps(name)}"
+    settings = load_settings(TrySettings, files, [*overrides, named])
+    environment = RunEnvironment("", settings.env, settings.tasks)
+    tasks = await anyio.to_thread.run_sync(tasks_of, environment, settings.num_rollouts)
+    trials = [_Trial(task) for task in tasks]
+    with console.ProgressLine("Starting the agent") as progress:
+        async with Runtime(settings, progress=progress) as runtime:
+            progress(f"Running {len(trials)} rollouts")
+            async with anyio.create_task_group() as running:
+                for number, trial in enumerate(trials, 1):
+                    running.start_soon(trial.run, runtime, settings, f"try-{number}")
+            chat = runtime.chat
+    out = Console()
+    for number, trial in enumerate(trials, 1):
+        _print_trial(trial, f"rollout {number} of {len(trials)}", chat, out)
+    _print_summary(trials)
+    return 1 if any(trial.reward.value is None for trial in trials) else 0
+
+
+def _print_trial(trial: _Trial, title: str, chat: ChatFormat, out: Console) -> None:
+    task = trial.task
+    shown = {"answer": task.answer, **task.extra} if task.answer else task.extra
+    fields = ", ".join(f"{name} {value!r:.60}" for name, value in shown.items())
+    out.rule(escape(f"{title}: {task.id}" + (f" ({fields})" if fields else "")), align="left")
+    conversations = Conversations(out, chat)
+    for event in trial.events:
+        conversations(event)
+    out.print(reward_in_words(trial.reward), style="bold", markup=False, highlight=False)
+    out.print()
+
+
+def _print_summary(trials: Sequence[_Trial]) -> None:
+    parts = list(dict.fromkeys(name for trial in trials for name in trial.reward.parts))
+    rows = []
+    for number, trial in enumerate(trials, 1):
+        records = trial.records
+        rows.append(
+            (
+                str(number),
+                _value(trial.reward.value),
+                *(_value(trial.reward.parts.get(name)) for name in parts),
+                str(sum(len(one.turns) for one in records)),
+                str(sum(len(one.calls) for one in records)),
+                str(sum(one.num_sampled_tokens for one in records)),
+                *(f"{seconds:.1f}" for seconds in trial.seconds.values()),
+            )
+        )
+    times = [f"{activity} s" for activity in Activity]
+    columns = ["rollout", "reward", *parts, "turns", "calls", "tokens", *times]
+    console.print_table(columns, rows, numbers=columns, optional=[*times, "calls", "turns"])
+    values = [trial.reward.value for trial in trials if trial.reward.value is not None]
+    print(f"\nreward     {mean(statistics.fmean(values) if values else None)} on average")
+    for name in parts:
+        found = [trial.reward.parts[name] for trial in trials if name in trial.reward.parts]
+        print(f"  {console.printable(name)}: {statistics.fmean(found):.3f}")
+    reasons = Counter(trial.reward.reason for trial in trials if trial.reward.value is None)
+    for reason, count in reasons.most_common():
+        print(f"failed     {count} of {len(trials)}: {console.printable(reason)}")
+    total = sum(trial.ended_s - trial.started_s for trial in trials)
+    spent = {what: sum(trial.seconds[what] for trial in trials) for what in Activity}
+    shares = ", ".join(f"{what} {100 * s / (total or 1):.0f}%" for what, s in spent.items())
+    print(f"time       {total:.1f} s in all rollouts: {shares}")
+
+
+def _value(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"

@@ -1,0 +1,191 @@
+"""Several environments in one run: `[[envs]]`, each with its own tasks, weight and budget.
+
+    envs ──environments_of──> tasks, drawn by weight ──> a group ──> runs in its task's environment
+
+A run with a single environment, or with none, is the case of one `RunEnvironment` without a name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+
+import pydantic
+
+from agentloop.agent.rollout import Budget
+from agentloop.config import with_values
+from agentloop.environments.environment import Environment, EnvSettings, load, open_tasks
+from agentloop.environments.episodes import Episode, RunGroup, Runner, group_runner
+from agentloop.environments.tasks.mixed import MixedTasks
+from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
+from agentloop.errors import SettingsError
+from agentloop.events import Emit
+from agentloop.inference.sglang.sampling import Sampling
+
+__all__ = [
+    "Envs",
+    "EnvsSettings",
+    "MixedGroups",
+    "RunEnvironment",
+    "environments_of",
+    "mixed_runner",
+    "open_mixture",
+]
+
+M = TypeVar("M", bound=pydantic.BaseModel)
+
+_BUILT_IN = "agent"  # the name of an item without an environment
+
+
+class EnvsSettings(EnvSettings):
+    """One of several environments of a run."""
+
+    weight: float = pydantic.Field(
+        1.0, gt=0, allow_inf_nan=False, description="Share of the groups, relative to the others."
+    )
+    tasks: dict[str, Any] = pydantic.Field(
+        default_factory=dict, description="Settings of its tasks; the others are those of `tasks`."
+    )
+    budget: dict[str, Any] = pydantic.Field(
+        default_factory=dict,
+        description="Limits of its rollouts; the others are those of `budget` or of the stage.",
+    )
+
+
+Envs = Annotated[
+    list[EnvsSettings],
+    pydantic.Field(
+        description="Several environments instead of `env`: a list of tables ([[envs]]) with the "
+        "keys name and args, as in `env`; weight, the share of the groups relative to the others "
+        "(1); and tasks and budget, tables of what differs from `tasks` and `budget`.",
+    ),
+]
+"""The setting `envs` of a command."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnvironment:
+    """An environment of a run.
+
+    Attributes:
+        name: its name in metrics and in the ids of tasks; empty if it is the only one.
+        env: the environment and its arguments.
+        budget: the limits that differ from the run's and the stage's.
+    """
+
+    name: str
+    env: EnvSettings
+    tasks: TasksSettings
+    budget: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+
+    def load(self) -> Environment | None:
+        """Import the environment, or return None. Raises SettingsError, as `load` does."""
+        return load(self.env)
+
+    def budget_of(self, usual: Budget) -> Budget:
+        """Return the limits of a rollout where those of the run or the stage are `usual`."""
+        return usual.model_copy(update=dict(self.budget))
+
+
+def environments_of(
+    env: EnvSettings, envs: Sequence[EnvsSettings], tasks: TasksSettings, budget: Budget
+) -> list[RunEnvironment]:
+    """Return the environments of a run, without importing them.
+
+    With `envs`, an environment's name is the last part of `module:name`; of several with the same
+    name, the second is `name-2`.
+
+    Raises:
+        SettingsError: `env` and `envs` are both set, or a setting of an item is invalid.
+    """
+    if not envs:
+        return [RunEnvironment("", env, tasks)]
+    if env.name or env.args:
+        raise SettingsError("env, envs: both are set: move `env` into a table [[envs]]")
+    found: list[RunEnvironment] = []
+    for number, one in enumerate(envs):
+        own = _replaced(budget, one.budget, f"envs.{number}.budget")
+        found.append(
+            RunEnvironment(
+                _new_name(one, [other.name for other in found]),
+                EnvSettings(name=one.name, args=one.args),
+                _replaced(tasks, one.tasks, f"envs.{number}.tasks"),
+                {key: getattr(own, key) for key in one.budget},
+                one.weight,
+            )
+        )
+    return found
+
+
+def _replaced(settings: M, values: Mapping[str, Any], at: str) -> M:
+    """Return the settings with these values. Raises SettingsError that names `at`."""
+    try:
+        return with_values(settings, values, source=at)
+    except SettingsError as error:
+        said = str(error).removeprefix("settings: ")
+        raise SettingsError(said if at in said else f"{at}: {said}") from error
+
+
+def _new_name(env: EnvSettings, taken: Sequence[str]) -> str:
+    last = re.sub(r"[^\w.-]", "-", env.name.rpartition(":")[2]) or _BUILT_IN
+    names = (f"{last}-{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([last], names) if name not in taken)
+
+
+def open_mixture(
+    environments: Sequence[RunEnvironment],
+    loaded: Sequence[Environment | None],
+    cursor: Mapping[str, Any] | None = None,
+) -> TaskSource:
+    """Open the tasks of the environments, and continue from `cursor` if given.
+
+    Args:
+        loaded: the results of `RunEnvironment.load`, in the same order.
+
+    Raises:
+        DataError, SettingsError: as `TaskSource.open`.
+    """
+    if not environments[0].name:
+        return open_tasks(environments[0].tasks, loaded[0], cursor)
+    sources: dict[str, TaskSource] = {}
+    for one, environment in zip(environments, loaded, strict=True):
+        sources[one.name] = open_tasks(one.tasks, environment)
+    source = MixedTasks(sources, {one.name: one.weight for one in environments})
+    if cursor is not None:
+        source.go_to(cursor)
+    return source
+
+
+def mixed_runner(
+    environments: Sequence[RunEnvironment], runner: Runner, sampling: Sampling, emit: Emit
+) -> RunGroup:
+    """Return what runs each group in its task's environment.
+
+    Raises:
+        SettingsError: as `group_runner`.
+    """
+    each = {one.name: group_runner(one.env, runner, sampling, emit) for one in environments}
+    return each[""] if "" in each else MixedGroups(environments, each)
+
+
+class MixedGroups:
+    """Runs each group in its task's environment, with that environment's budget (`RunGroup`)."""
+
+    def __init__(
+        self, environments: Sequence[RunEnvironment], run_group: Mapping[str, RunGroup]
+    ) -> None:
+        """
+        Args:
+            run_group: what runs the groups of each environment, by its name.
+        """
+        self._environments = {one.name: one for one in environments}
+        self._run_group = run_group
+
+    async def __call__(self, task: Task, *, budget: Budget, **options: Any) -> Sequence[Episode]:
+        """Implement `RunGroup`."""
+        own = self._environments[task.env].budget_of(budget)
+        return await self._run_group[task.env](task, budget=own, **options)

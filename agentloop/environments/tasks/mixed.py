@@ -1,0 +1,123 @@
+"""The tasks of several environments, drawn by weight.
+
+The environments take turns by smooth weighted round robin, as nginx balances requests: before each
+turn every environment gets its weight as credit; the one with the most credit has the turn and
+pays the sum of all weights. With weights 2 and 1 the turns are a b a, a b a, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from agentloop.environments.tasks.sources import Task, TaskSource
+from agentloop.errors import DataError
+
+__all__ = ["MixedTasks", "WeightedTurns", "of_environment"]
+
+
+class WeightedTurns:
+    """Smooth weighted round robin. Pure: the weights and the credit determine all turns.
+
+    After any number of turns, each name has had fewer than one turn more than its share.
+
+    Attributes:
+        credit: what each name is owed, in units of the weights; the sum is 0.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        """
+        Args:
+            weights: positive weights by name. Of names with equal credit, the first has the turn.
+        """
+        self._weights = dict(weights)
+        self.credit = dict.fromkeys(weights, 0.0)
+
+    def take(self) -> str:
+        """Return the name whose turn it is."""
+        for name, weight in self._weights.items():
+            self.credit[name] += weight
+        chosen = max(self.credit, key=lambda name: self.credit[name])
+        self.credit[chosen] -= sum(self._weights.values())
+        return chosen
+
+
+class MixedTasks(TaskSource):
+    """Draws each task from one of several sources, by weight.
+
+    The id of a task begins with the name of its environment.
+    """
+
+    def __init__(self, sources: Mapping[str, TaskSource], weights: Mapping[str, float]) -> None:
+        """
+        Args:
+            sources: the tasks of each environment, by its name.
+            weights: the weight of each environment.
+        """
+        self._sources = dict(sources)
+        self._turns = WeightedTurns(weights)
+        each = [source.distinct for source in sources.values()]
+        if None not in each:
+            self.distinct = [
+                of_environment(task, name)
+                for name, source in sources.items()
+                for task in source.distinct or ()
+            ]
+
+    def __next__(self) -> Task:
+        name = self._turns.take()
+        return of_environment(next(self._sources[name]), name)
+
+    def held_out(self) -> list[Task]:
+        """Return the held-out tasks of each environment, one environment after the other."""
+        return [
+            of_environment(task, name)
+            for name, source in self._sources.items()
+            for task in source.held_out()
+        ]
+
+    def find(self, id: str) -> Task:
+        for name, source in self._sources.items():
+            if id.startswith(f"{name}-"):
+                try:
+                    return of_environment(source.find(id.removeprefix(f"{name}-")), name)
+                except KeyError:  # the name of another environment may begin alike
+                    continue
+        raise KeyError(id)
+
+    @property
+    def fingerprint(self) -> str:
+        """The digests of all sources."""
+        return " ".join(f"{name}={one.fingerprint}" for name, one in self._sources.items())
+
+    def cursor(self) -> dict[str, Any]:
+        """Return the positions in all sources and whose turn is next, as JSON-compatible data."""
+        return {
+            "envs": {name: source.cursor() for name, source in self._sources.items()},
+            "credit": dict(self._turns.credit),
+        }
+
+    def go_to(self, cursor: Mapping[str, Any]) -> None:
+        """Continue from a cursor. The weights may have changed since.
+
+        Raises:
+            DataError: The cursor belongs to other environments or other tasks.
+        """
+        before = cursor.get("envs", {})
+        if before.keys() != self._sources.keys():
+            raise DataError(
+                f"envs: the run has {', '.join(before) or 'a single environment'}, not "
+                f"{', '.join(self._sources)}: keep its environments"
+            )
+        for name, source in self._sources.items():
+            try:
+                source.go_to(before[name])
+            except DataError as error:
+                raise DataError(f"envs: {name}: {error}") from error
+        self._turns.credit |= cursor["credit"]
+
+
+def of_environment(task: Task, name: str) -> Task:
+    """Return the task as one of the environment `name`; unchanged if the name is empty."""
+    return replace(task, id=f"{name}-{task.id}", env=name) if name else task

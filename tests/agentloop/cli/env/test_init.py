@@ -1,0 +1,111 @@
+"""`agentloop env init` and `agentloop env list`: a new package, and that it works."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from agentloop.__main__ import main
+from agentloop.environments.registry import GROUP
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    assert main(["env", "init", "my-game"]) == 0
+    return tmp_path / "my-game"
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in `folder`, as a user would."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.timeout(90)  # two processes import agentloop
+def test_the_tests_of_a_new_package_pass(package: Path) -> None:
+    assert sorted(path.name for path in package.iterdir()) == [
+        "README.md",
+        "my_game.py",
+        "pyproject.toml",
+        "test_my_game.py",
+    ]
+    ended = python(package, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "7 passed" in ended.stdout
+    game = package / "my_game.py"
+    game.write_text(game.read_text().replace('return "right"', 'return "wrong"'))
+    broken = python(package, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
+    assert broken.returncode == 1
+
+
+@pytest.mark.timeout(90)  # two processes import agentloop
+def test_an_installed_package_is_listed_and_used_by_its_name(package: Path) -> None:
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    info = package / "my_game-0.1.0.dist-info"  # as an installer writes it
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    lines = [f"{name} = {value}\n" for name, value in project["entry-points"][GROUP].items()]
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\n" + "".join(lines))
+    listed = python(package, "-m", "agentloop", "env", "list", "--json")
+    found = [one for one in json.loads(listed.stdout) if one["package"] == "my-game 0.1.0"]
+    assert found == [{"name": "my-game", "target": "my_game:my_game", "package": "my-game 0.1.0"}]
+    planned = python(
+        package, "-m", "agentloop", "evaluate", "--dry-run", "env=my-game", "env.args.max_tries=5"
+    )
+    assert "tasks      64, of environment" in planned.stdout, planned.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["My-Game", "2nd", "a--b", "-a", "a.b", "class", "../x", "spiel ä"]
+)
+def test_a_name_that_no_package_can_have_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["env", "init", "--", name]) == 2
+    assert f"NAME: {name!r} must be lower-case words" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_shadowed_or_written_over(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["env", "init", "json"]) == 2
+    assert "there is a module 'json' already" in capsys.readouterr().err
+    before = (package / "README.md").read_text()
+    assert main(["env", "init", "other-game", "--folder", str(package)]) == 2
+    assert f"{package}: File exists" in capsys.readouterr().err
+    assert (package / "README.md").read_text() == before
+
+
+def test_the_list_is_a_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    info = tmp_path / "chess-2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: chess\nVersion: 2.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\nmate = chess.envs:mate\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["env", "list"]) == 0
+    out = capsys.readouterr().out
+    assert out.split("\n")[0].split() == ["name", "environment", "package"]
+    assert "mate  chess.envs:mate  chess 2.0" in out
+    monkeypatch.setattr("agentloop.cli.env.list.registered", list)
+    assert main(["env", "list"]) == 0
+    assert "No installed package registers" in capsys.readouterr().out

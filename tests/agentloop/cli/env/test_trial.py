@@ -1,0 +1,89 @@
+"""`agentloop env try`: transcripts, rewards, failures and times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from anyio.from_thread import start_blocking_portal
+
+from agentloop.__main__ import main
+from tests.agentloop.cli.played import server, settings_for
+from tests.support import FakeSGLang
+
+HERE = "tests.agentloop.cli.played"
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeSGLang]:
+    """Run a fake server in a thread with its own event loop."""
+    with start_blocking_portal() as portal:
+        with portal.wrap_async_context_manager(server().serving()) as fake:
+            yield fake
+
+
+def test_an_environment_is_shown_with_all_parts(
+    fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*settings_for(fake), "num_rollouts=3", "env.args.half=0.25"]
+    assert main(["env", "try", f"{HERE}:two_talks", *settings]) == 0
+    out = capsys.readouterr().out
+    assert out.count("rollout ") >= 3
+    assert "rollout 2 of 3: environment-" in out
+    assert "mood '[good]'" in out
+    assert out.count("> First question about ") == out.count("> Second question?") == 3
+    assert out.count("reward 1.25 (whole 1, half 0.25)") == 3
+    (head,) = (line for line in out.splitlines() if line.startswith("  rollout") or "turns" in line)
+    for name in ("reward", "whole", "half", "turns", "calls", "tokens", "model s", "waiting s"):
+        assert name in head
+    assert "reward     1.250 on average\n  whole: 1.000\n  half: 0.250" in out
+    assert "failed" not in out
+    assert "s in all rollouts: model " in out
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("broken", "environment broken: the environment raised KeyError: 'board'"),
+        ("undecided", "the environment gives none"),
+    ],
+)
+def test_who_failed_and_why_is_shown(
+    fake: FakeSGLang,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    why: str,
+) -> None:
+    settings = [*settings_for(fake), "num_rollouts=2"]
+    assert main(["env", "try", f"{HERE}:{name}", *settings]) == 1
+    out = capsys.readouterr().out
+    assert out.count(f"no reward: {why}") == 2
+    assert f"failed     2 of 2: {why}" in out
+    assert "it breaks?" in out or name != "broken"  # the transcript is there nevertheless
+    assert "reward     - on average" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["num_rollouts=3"], "expected the NAME of an environment first"),
+        ([], "expected the NAME of an environment first"),
+    ],
+)
+def test_the_name_comes_first(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["env", "try", *arguments])
+    assert said in capsys.readouterr().err
+
+
+def test_mistakes_are_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "try", "no_such_module:f"]) == 2
+    assert "there is no module 'no_such_module'" in capsys.readouterr().err
+    assert main(["env", "try", f"{HERE}:two_talks", "num_rollouts=0"]) == 2
+    assert "num_rollouts: " in capsys.readouterr().err
+    assert main(["env", "try", "--list-settings"]) == 0
+    assert "num_rollouts = 10" in capsys.readouterr().out

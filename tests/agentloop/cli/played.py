@@ -1,0 +1,52 @@
+"""Environments and a server for tests of commands that play them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+
+import agentloop
+from agentloop.models import SMALL
+from tests.support import FakeSGLang
+
+
+class AnyPromptServer(FakeSGLang):
+    """Gives the same response to every prompt."""
+
+    async def _stream(self, request: Any, response: Any, asked: Any, fault: Any) -> None:
+        self.num_prompt = len(asked["input_ids"])
+        await super()._stream(request, response, asked, fault)
+
+
+def server() -> AnyPromptServer:
+    return AnyPromptServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
+
+
+def settings_for(fake: FakeSGLang) -> list[str]:
+    """Return the settings of a command that uses the server."""
+    return [f"servers=['{fake.url}']", f"model='{SMALL}'", "sandbox.backend=process"]
+
+
+@agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 999), "mood": "[good]"})
+async def two_talks(task: Any, agent: agentloop.Agent, *, half: float = 0.5) -> dict[str, float]:
+    """Hold two conversations, the second one within the first one's time."""
+
+    async def ask(question: str) -> None:
+        await agent.run(question)
+
+    async with anyio.create_task_group() as talks:
+        talks.start_soon(ask, f"First question about {task.answer}?")
+        talks.start_soon(ask, "Second question?")
+    return {"whole": 1.0, "half": half}
+
+
+@agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 9)})
+async def broken(task: Any, agent: agentloop.Agent) -> float:
+    await agent.run("Before it breaks?")
+    raise KeyError("board")
+
+
+@agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 9)})
+async def undecided(task: Any, agent: agentloop.Agent) -> None:
+    await agent.run("What is it worth?")

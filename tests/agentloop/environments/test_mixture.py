@@ -1,0 +1,145 @@
+"""Several environments in one run: their settings, and where a group runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+
+import agentloop
+from agentloop.agent.rollout import Budget
+from agentloop.environments.agent import Agent
+from agentloop.environments.environment import EnvSettings
+from agentloop.environments.episodes import Episode
+from agentloop.environments.mixture import (
+    EnvsSettings,
+    RunEnvironment,
+    environments_of,
+    mixed_runner,
+    open_mixture,
+)
+from agentloop.environments.tasks.sources import Task, TasksSettings
+from agentloop.errors import SettingsError
+from agentloop.events import ignore
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.trajectory import StopReason, Trajectory
+
+pytestmark = pytest.mark.anyio
+
+HERE = __name__
+
+
+@agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 9)})
+async def game(task: Any, agent: Agent, *, worth: float = 1.0) -> float:
+    await agent.run("?")
+    return worth
+
+
+def resolved(*envs: dict[str, Any], **options: Any) -> list[RunEnvironment]:
+    return environments_of(
+        options.get("env", EnvSettings()),
+        [EnvsSettings(**one) for one in envs],
+        options.get("tasks", TasksSettings(seed=3, held_out=4)),
+        options.get("budget", Budget(max_turns=5, timeout_s=60)),
+    )
+
+
+def test_without_envs_there_is_one_environment_without_a_name() -> None:
+    (one,) = resolved(env=EnvSettings(name="a:b"))
+    assert (one.name, one.env.name, one.tasks.seed, dict(one.budget)) == ("", "a:b", 3, {})
+    assert open_mixture([one], [None]).cursor()["position"] == 0
+
+
+def test_an_item_has_what_differs_and_the_rest_of_the_run() -> None:
+    first, second = resolved(
+        {"name": "m:one", "weight": 2, "tasks": {"held_out": "1"}, "budget": {"max_turns": "9"}},
+        {"name": "m:two", "args": {"x": 1}},
+    )
+    assert (first.name, first.weight, first.tasks.seed, first.tasks.held_out) == ("one", 2, 3, 1)
+    assert first.budget_of(Budget(max_turns=2, timeout_s=7)) == Budget(max_turns=9, timeout_s=7)
+    assert (second.tasks.held_out, second.env.args) == (4, {"x": 1})
+    assert second.budget_of(Budget(max_turns=2)) == Budget(max_turns=2)
+
+
+def test_names_are_short_and_distinct() -> None:
+    names = ["m:game", "n:game", "", "game-2", "a b", "m:game", ""]
+    found = resolved(*({"name": name} for name in names))
+    assert [one.name for one in found] == [
+        *("game", "game-2", "agent", "game-2-2", "a-b", "game-3", "agent-2")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("item", "problem"),
+    [
+        ({"tasks": {"heldout": 1}}, r"envs\.1\.tasks: unknown setting 'heldout' .*'held_out'"),
+        ({"tasks": {"levels": [0]}}, r"envs\.1\.tasks: levels: must be at least 1, got 0"),
+        ({"budget": {"max_turns": 0}}, r"max_turns: .*envs\.1\.budget"),
+        ({"budget": {"turns": 1}}, r"envs\.1\.budget: unknown setting 'turns'"),
+    ],
+)
+def test_a_wrong_setting_of_an_item_is_named(item: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SettingsError, match=problem):
+        resolved({"name": "m:one"}, {"name": "m:two", **item})
+
+
+@pytest.mark.parametrize("env", [EnvSettings(name="m:f"), EnvSettings(args={"x": 1})])
+def test_env_and_envs_exclude_each_other(env: EnvSettings) -> None:
+    with pytest.raises(SettingsError, match=r"env, envs: both are set: move `env` into"):
+        resolved({"name": "m:one"}, env=env)
+
+
+class Model:
+    """Answers at once; records the budgets of environments and of the built-in agent."""
+
+    def __init__(self) -> None:
+        self.budgets: list[tuple[str, Budget]] = []
+
+    async def rollout(self, messages: Any, *, id: str, budget: Budget, **_: Any) -> Trajectory:
+        self.budgets.append((id, budget))
+        return Trajectory(id, [9], stop_reason=StopReason.ANSWERED)
+
+    async def run_group(
+        self, prompt: Any, *, size: int, name: str, budget: Budget, **_: Any
+    ) -> list[Trajectory]:
+        self.budgets.append((name, budget))
+        return [Trajectory(f"{name}.{index}", [9]) for index in range(size)]
+
+
+async def test_a_group_runs_in_its_tasks_environment() -> None:
+    environments = resolved(
+        {"name": f"{HERE}:game", "args": {"worth": 0.5}, "budget": {"max_turns": 2}},
+        {"name": f"{HERE}:game", "args": {"worth": 3}},
+        {"budget": {"max_response_tokens": 77}, "tasks": {"levels": [2]}},
+    )
+    source = open_mixture(environments, [one.load() for one in environments])
+    model = Model()
+    run_group = mixed_runner(environments, model, Sampling(), ignore)
+    found: dict[str, Sequence[Episode]] = {}
+    for task in islice(source, 3):
+        found[task.env] = await run_group(
+            task, size=2, name=task.id, budget=Budget(max_turns=5), on_queued=lambda: None
+        )
+    rewards = {
+        name: [one.reward and one.reward.value for one in each] for name, each in found.items()
+    }
+    assert rewards == {"game": [0.5] * 2, "game-2": [3.0] * 2, "agent": [None] * 2}
+    limits = {
+        re.sub("-(environment|arithmetic).*", "", id): (one.max_turns, one.max_response_tokens)
+        for id, one in model.budgets
+    }
+    usual = Budget().max_response_tokens
+    assert limits == {"game": (2, usual), "game-2": (5, usual), "agent": (5, 77)}
+
+
+async def test_a_single_environment_is_run_as_it_is() -> None:
+    environments = resolved(env=EnvSettings(name=f"{HERE}:game"))
+    run_group = mixed_runner(environments, Model(), Sampling(), ignore)
+    (episode,) = await run_group(
+        Task("t", "", ""), size=1, name="1-t", budget=Budget(), on_queued=lambda: None
+    )
+    assert episode.reward is not None
+    assert episode.reward.value == 1.0

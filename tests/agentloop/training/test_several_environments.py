@@ -1,0 +1,102 @@
+"""A training run with several environments: its metrics, its evaluations, and how it goes on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentloop.environments.tasks.mixed import MixedTasks
+from agentloop.environments.tasks.sources import TaskSource, TasksSettings
+from agentloop.training.group_metrics import about_each, rewards_of_each
+from agentloop.training.loop_settings import StageSettings
+from agentloop.training.queue import GroupQueue
+from agentloop.trajectory import Trajectory
+from tests.agentloop.training.test_loop import Killed, Played, Told, ended, lines, played
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
+
+
+def mixed() -> MixedTasks:
+    levels = {"easy": 1, "hard": 2}
+    sources: dict[str, TaskSource] = {
+        name: TaskSource.open(TasksSettings(levels=[level], held_out=4))
+        for name, level in levels.items()
+    }
+    return MixedTasks(sources, {"easy": 2, "hard": 1})
+
+
+class Mostly(Played):
+    """Solves easy tasks each time, and hard ones half of the time."""
+
+    async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+        self._right = 1.0 if "easy" in options["name"] else 0.5
+        return await super().__call__(prompt, **options)
+
+
+async def test_each_environment_has_its_metrics_and_its_evaluation(tmp_path: Path) -> None:
+    tasks, told = mixed(), Told()
+    _, _, run = await played(
+        tmp_path,
+        tasks=tasks,
+        run_group=Mostly(tasks),
+        told=told,
+        steps=2,
+        evaluate_every=2,
+        evaluate_tasks=3,
+    )
+    rows = lines(run.path / "metrics.jsonl")
+    for row in (row for row in rows if "reward" in row):
+        assert (row["env/easy/reward"], row["env/hard/reward"]) == (1.0, pytest.approx(4 / 7))
+        assert (row["env/easy/num_rollouts"], row["env/hard/num_rollouts"]) == (16, 8)
+        assert row["reward"] == pytest.approx((14 + 4) / 21)
+        assert row["env/hard/length_mean"] == row["length_mean"]
+    for row in (row for row in rows if "held_out/reward" in row):
+        counts = [row[f"held_out/env/{name}/num_rollouts"] for name in ("easy", "hard")]
+        assert counts == [3, 3]  # evaluate_tasks of each
+        assert row["held_out/num_rollouts"] == 6
+        assert {"held_out/env/easy/reward", "held_out/env/hard/pass_at_k"} <= row.keys()
+    assert any("step 1/2: reward 0.857 (easy 1.000, hard 0.571), " in one for one in told.lines)
+    assert any("held-out reward 0.500 (easy 1.000, hard 0.000), " in one for one in told.lines)
+
+
+def test_a_run_with_one_environment_has_no_metrics_of_each() -> None:
+    assert about_each([("", {"rejected": None, "rollouts": []})]) == {}
+    assert rewards_of_each({}) == ""
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+async def test_a_resumed_run_goes_on_with_the_same_sequence(tmp_path: Path, steps: int) -> None:
+    tasks = mixed()
+    run_group = Killed(tasks)
+    run_group.last = f"{3 * steps + 2}-"  # a group of the next step
+    settings: dict[str, Any] = {"steps": 5, "evaluate_every": 0, "checkpoint_every": 1}
+    await ended(tmp_path, tasks=tasks, run_group=run_group, **settings)
+    async with GroupQueue.open(tmp_path / "run" / "queue.sqlite") as queue:
+        cursor = (await queue.noted("cursor") or {})["tasks"]
+    tasks = mixed()
+    tasks.go_to(cursor)
+    state = {"step": steps, "version": steps}
+    _, others, _ = await played(tmp_path, tasks=tasks, restored=state, **settings)
+    expected = list(islice(mixed(), 15))
+    prompts = [*run_group.prompts[: 3 * steps], *others.prompts]
+    assert prompts == [task.prompt for task in expected]
+    numbered = [f"{number}-{task.id}" for number, task in enumerate(expected, 1)]
+    assert others.names == numbered[3 * steps :]  # the id begins with the environment
+    assert Counter(task.env for task in expected) == {"easy": 10, "hard": 5}
+
+
+async def test_a_stage_of_filtered_tasks_keeps_their_environments(tmp_path: Path) -> None:
+    tasks = mixed()
+    run_group = Mostly(tasks)
+    stages = {"hard": StageSettings(steps=1, filter_tasks=6, filter_rollouts=4)}
+    _, _, run = await played(
+        tmp_path, tasks=tasks, run_group=run_group, stages=stages, evaluate_every=0
+    )
+    (row,) = [row for row in lines(run.path / "metrics.jsonl") if "reward" in row]
+    assert row["env/hard/num_rollouts"] == row["num_rollouts"] == 24
+    assert "env/easy/reward" not in row
