@@ -83,7 +83,6 @@ _STAGES = [
     "stages.hard.steps=3",
     "stages.hard.reset_optimizer=true",
     "stages.hard.filter_tasks=8",
-    "stages.hard.filter_rollouts=3",
     "stages.rest.steps=2",
 ]
 VARIANTS = {
@@ -95,6 +94,7 @@ VARIANTS = {
         "loop.steps=8", "loop.max_staleness=2", "loop.dynamic_sampling=true"
     ],
     "staleness 2, stages": [*_STAGES, "loop.max_staleness=2", "loop.dynamic_sampling=true"],
+    "in step, curriculum": ["loop.steps=8", "loop.curriculum=true", "tasks.levels=[1, 2, 3]"],
 }  # fmt: skip
 
 FLEETS = {
