@@ -23,8 +23,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from agentloop.agent.rollout import Budget
     from agentloop.environments.agent import Agent
+    from agentloop.environments.endpoint import Endpoint
     from agentloop.environments.environment import Environment, environment
+    from agentloop.environments.judge import Judge
     from agentloop.environments.rewards.reward import Reward
+    from agentloop.environments.simulated_user import SimulatedUser
     from agentloop.environments.tasks.sources import Task
     from agentloop.errors import AgentLoopError, RequestError, ServerError, SettingsError
     from agentloop.inference.sglang.sampling import Sampling
@@ -42,7 +45,9 @@ __all__ = [
     "Agent",
     "AgentLoopError",
     "Budget",
+    "Endpoint",
     "Environment",
+    "Judge",
     "RequestError",
     "Reward",
     "Runtime",
@@ -50,6 +55,7 @@ __all__ = [
     "ServerError",
     "Settings",
     "SettingsError",
+    "SimulatedUser",
     "StopReason",
     "Task",
     "ToolCall",
@@ -63,7 +69,10 @@ __all__ = [
 _MODULES = {
     "agentloop.agent.rollout": ("Budget",),
     "agentloop.environments.agent": ("Agent",),
+    "agentloop.environments.endpoint": ("Endpoint",),
     "agentloop.environments.environment": ("Environment", "environment"),
+    "agentloop.environments.judge": ("Judge",),
+    "agentloop.environments.simulated_user": ("SimulatedUser",),
     "agentloop.errors": ("AgentLoopError", "RequestError", "ServerError", "SettingsError"),
     "agentloop.inference.sglang.sampling": ("Sampling",),
     "agentloop.environments.rewards.reward": ("Reward",),

@@ -13,6 +13,7 @@ from typing import Any
 import pydantic
 import pytest
 
+import agentloop
 from agentloop import Settings
 from agentloop.agent.tools import Tools, as_tool
 from agentloop.cli.evaluate import EvaluateSettings
@@ -38,7 +39,8 @@ def guide(name: str) -> str:
 
 def test_there_are_guides() -> None:
     assert [path.stem for path in GUIDES] == [
-        "your-data", "your-environment", "your-gpus", "your-model", "your-reward", "your-tool"
+        "a-judge", "your-data", "your-environment", "your-gpus", "your-model", "your-reward",
+        "your-tool",
     ]  # fmt: skip
 
 
@@ -128,6 +130,12 @@ def test_the_tool_guide_quotes_the_messages(tool: Any) -> None:
     with pytest.raises(AgentLoopError) as raised:
         as_tool(tool)
     assert is_quoted(str(raised.value), guide("your-tool.md"))
+
+
+def test_the_guide_of_judges_quotes_the_messages() -> None:
+    with pytest.raises(AgentLoopError) as raised:
+        agentloop.Judge(agentloop.Endpoint("http://a/v1"), "", low=1, high=1)
+    assert is_quoted(str(raised.value), guide("a-judge.md"))
 
 
 def is_quoted(message: str, text: str) -> bool:
