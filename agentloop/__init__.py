@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from agentloop.agent.tools import concurrent
     from agentloop.environments.agent import Agent
     from agentloop.environments.conversation import Conversation
+    from agentloop.environments.endpoint import Endpoint
     from agentloop.environments.environment import Environment, environment
+    from agentloop.environments.judge import Judge
     from agentloop.environments.rewards.reward import Reward
     from agentloop.environments.scripted import PlayedRollout, call, play
+    from agentloop.environments.simulated_user import SimulatedUser
     from agentloop.environments.tasks.sources import Task
     from agentloop.errors import (
         AgentFailed,
@@ -54,7 +57,9 @@ __all__ = [
     "AgentLoopError",
     "Budget",
     "Conversation",
+    "Endpoint",
     "Environment",
+    "Judge",
     "Message",
     "PlayedRollout",
     "RequestError",
@@ -64,6 +69,7 @@ __all__ = [
     "ServerError",
     "Settings",
     "SettingsError",
+    "SimulatedUser",
     "StopReason",
     "Task",
     "ToolCall",
@@ -91,6 +97,9 @@ _MODULES = {
         "ServerError",
         "SettingsError",
     ),
+    "agentloop.environments.endpoint": ("Endpoint",),
+    "agentloop.environments.judge": ("Judge",),
+    "agentloop.environments.simulated_user": ("SimulatedUser",),
     "agentloop.inference.sglang.sampling": ("Sampling",),
     "agentloop.environments.rewards.reward": ("Reward",),
     "agentloop.runtime": ("Runtime", "Settings"),

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any
 
@@ -32,7 +32,7 @@ import orjson
 from pydantic import BeforeValidator
 from pydantic_core import from_json
 
-__all__ = ["ValidText", "dumps", "loads", "valid_text"]
+__all__ = ["ValidText", "dumps", "is_encodable", "loads", "valid_text"]
 
 
 def valid_text(text: str) -> str:
@@ -44,6 +44,20 @@ ValidText = Annotated[
     str, BeforeValidator(lambda value: valid_text(value) if isinstance(value, str) else value)
 ]
 """A type for pydantic fields that accepts any string, made valid by `valid_text`."""
+
+
+def is_encodable(value: Any) -> bool:
+    """Return whether all strings in a value can be encoded as UTF-8."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return False
+    elif isinstance(value, Mapping):
+        return all(is_encodable(key) and is_encodable(one) for key, one in value.items())
+    elif isinstance(value, list):
+        return all(map(is_encodable, value))
+    return True
 
 
 def dumps(value: Any, *, default: Callable[[Any], Any] | None = str) -> bytes:

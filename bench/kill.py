@@ -84,7 +84,6 @@ _STAGES = [
     "stages.hard.steps=3",
     "stages.hard.reset_optimizer=true",
     "stages.hard.filter_tasks=8",
-    "stages.hard.filter_rollouts=3",
     "stages.rest.steps=2",
 ]
 VARIANTS = {
@@ -98,6 +97,7 @@ VARIANTS = {
     "staleness 2, stages": [*_STAGES, "loop.max_staleness=2", "loop.dynamic_sampling=true"],
     "in step, two agents": ["loop.steps=8", _TWO_AGENTS],
     "staleness 2, two agents": ["loop.steps=8", "loop.max_staleness=2", _TWO_AGENTS],
+    "in step, curriculum": ["loop.steps=8", "loop.curriculum=true", "tasks.levels=[1, 2, 3]"],
 }  # fmt: skip
 
 FLEETS = {

@@ -100,7 +100,7 @@ def _of_journal(run: Path, journal: Journal, settings: TrainSettings) -> Iterato
     num_steps = sum(stage.steps for stage in settings.stages.values()) or settings.loop.steps
     if [*journal.steps] != [*range(1, num_steps + 1)]:
         yield f"steps {[*journal.steps]}"
-    if not settings.stages:  # with a filter, tasks repeat in its order
+    if not (settings.stages or settings.loop.curriculum):  # these repeat or pass over tasks
         source = TaskSource.open(settings.tasks)
         expected = [task.id for task in itertools.islice(source, len(journal.groups))]
         if [group["task"] for group in journal.groups] != expected:

@@ -13,6 +13,7 @@ from typing import Any
 import pydantic
 import pytest
 
+import agentloop
 from agentloop import Settings
 from agentloop.agent.tools import Tools, as_tool
 from agentloop.cli.chat import AskSettings
@@ -38,11 +39,10 @@ def guide(name: str) -> str:
     return (ROOT / "docs/guides" / name).read_text("utf-8")
 
 
-def test_there_are_guides() -> None:
-    assert [path.stem for path in GUIDES] == [
-        "two-agents", "your-data", "your-environment", "your-gpus", "your-model", "your-reward",
-        "your-tool",
-    ]  # fmt: skip
+def test_the_index_links_all_guides() -> None:
+    index = (ROOT / "docs/README.md").read_text("utf-8")
+    assert GUIDES
+    assert [path.stem for path in GUIDES if f"(guides/{path.name})" not in index] == []
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
@@ -134,6 +134,12 @@ def test_the_tool_guide_quotes_the_messages(tool: Any) -> None:
     with pytest.raises(AgentLoopError) as raised:
         as_tool(tool)
     assert is_quoted(str(raised.value), guide("your-tool.md"))
+
+
+def test_the_guide_of_judges_quotes_the_messages() -> None:
+    with pytest.raises(AgentLoopError) as raised:
+        agentloop.Judge(agentloop.Endpoint("http://a/v1"), "", low=1, high=1)
+    assert is_quoted(str(raised.value), guide("a-judge.md"))
 
 
 def is_quoted(message: str, text: str) -> bool:

@@ -302,34 +302,7 @@ def test_importing_the_package_is_light() -> None:
 
 
 def test_the_public_names() -> None:
-    assert agentloop.__all__ == [
-        "Agent",
-        "AgentFailed",
-        "AgentLoopError",
-        "Budget",
-        "Conversation",
-        "Environment",
-        "Message",
-        "PlayedRollout",
-        "RequestError",
-        "Reward",
-        "Runtime",
-        "Sampling",
-        "ServerError",
-        "Settings",
-        "SettingsError",
-        "StopReason",
-        "Task",
-        "ToolCall",
-        "ToolCallStatus",
-        "ToolResult",
-        "Trajectory",
-        "Turn",
-        "call",
-        "concurrent",
-        "environment",
-        "play",
-    ]
+    assert agentloop.__all__ == sorted(agentloop.__all__)
     for name in {*agentloop.__all__} - {"Message"}:  # an alias of a type of the standard library
         assert getattr(agentloop, name).__module__.startswith("agentloop.")
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):

@@ -36,7 +36,7 @@ from agentloop.environments.tasks.mixed import of_environment
 from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import SettingsError
 from agentloop.evaluation.agent import AgentSampler
-from agentloop.evaluation.endpoint import Endpoint, EndpointSettings
+from agentloop.evaluation.endpoint import EndpointSampler
 from agentloop.evaluation.loop import Evaluation, EvaluationSettings, Sampler
 from agentloop.evaluation.results import figures_of, markdown, notes, results, table, text
 from agentloop.events import (
@@ -46,6 +46,7 @@ from agentloop.events import (
     RolloutStarted,
     TokensSampled,
 )
+from agentloop.inference.openai_client import EndpointSettings
 from agentloop.inference.processes.supervise import require_device
 from agentloop.models import SMALL
 from agentloop.runtime import Runtime, Settings
@@ -247,7 +248,9 @@ async def _open_sampler(
     s = settings
     if s.endpoint.url:
         most = s.budget.max_response_tokens
-        opened = Endpoint.open(s.endpoint, s.sampling, max_response_tokens=most, emit=scene.emit)
+        opened = EndpointSampler.open(
+            s.endpoint, s.sampling, max_response_tokens=most, emit=scene.emit
+        )
         async with AsyncExitStack() as stack:
             endpoint = await stack.enter_async_context(opened)
             pool = None

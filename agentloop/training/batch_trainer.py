@@ -19,6 +19,7 @@ from agentloop.training.collapse import (
     checkpoint_before,
     report,
 )
+from agentloop.training.curriculum import Curriculum
 from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.group_metrics import mean, percent, rewards_of_each
 from agentloop.training.held_out import HeldOutEval
@@ -50,6 +51,7 @@ class BatchTrainer:
         control: RunControl,
         pace: Pace,
         collapse: CollapseSettings,
+        curriculum: Curriculum,
         waits_for_weights: bool,
     ) -> None:
         """
@@ -67,6 +69,7 @@ class BatchTrainer:
         self._pace = pace
         self._collapse_settings = collapse
         self._collapse = Collapse(collapse)
+        self._curriculum = curriculum
         self._waits_for_weights = waits_for_weights
         self._waited_s = 0.0  # for the batch
 
@@ -89,7 +92,9 @@ class BatchTrainer:
     async def _record_repeated(self, lease: Lease, learned: Learned) -> None:
         """Record the metrics of a repeated step unless they were before."""
         if not await self._metrics.has(lease.step, "reward"):
-            await self._metrics.add(StepMetrics.of(lease, learned).row())
+            metrics = StepMetrics.of(lease, learned)
+            metrics.curriculum = self._curriculum.metrics()  # the last step's, as is this one
+            await self._metrics.add(metrics.row())
 
     async def wait_for_batch(self) -> bool:
         """Wait for a batch; return False if there will be none because the run is draining."""
@@ -136,6 +141,7 @@ class BatchTrainer:
             self._buffer.learned_nothing()
         metrics.step_s = self._waited_s + time.monotonic() - begun
         metrics.weights = self._weights.metrics
+        metrics.curriculum = self._curriculum.metrics()
         metrics.loop_lag_s = self._control.watch.take_lag_s()
         await self._record(metrics)
 

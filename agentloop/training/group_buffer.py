@@ -192,7 +192,9 @@ class GroupBuffer:
         numbers = self._slots.take()
         if numbers is None:
             raise ValueError("no batch is complete")
-        lease = await self._queue.lease(step, numbers, notes)
+        assert self._tasks is not None
+        lease = await self._queue.lease(step, numbers, notes, rate_key=self._tasks.rate_key)
+        self._tasks.observe(lease.outcomes)
         self._control.notify()
         return lease
 

@@ -37,6 +37,7 @@ from agentloop.environments.tasks.sources import TaskSource
 from agentloop.events import Emit, ignore
 from agentloop.training.batch_trainer import BatchTrainer
 from agentloop.training.collapse import CollapseSettings
+from agentloop.training.curriculum import BY_SOLVE_RATE, EVERY_TASK, Curriculum
 from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.held_out import HeldOutEval, TaskRunner
 from agentloop.training.learner_client.client import KeptLearner, Learner, LearnerRefused
@@ -102,11 +103,14 @@ class TrainingLoop:
         if not self._stages and settings.steps:
             self._stages = {"": StageSettings(steps=settings.steps)}
         self._budget = budget or Budget()
+        self._queue = queue
         self._folder = folder
         self._report = report
         self._to_save: list[_CheckpointRequest] = []
         self._control = control = RunControl(watch)
         self._pace = Pace(report, sum(stage.steps for stage in self._stages.values()))
+        policy = BY_SOLVE_RATE if settings.curriculum else EVERY_TASK
+        self._curriculum = Curriculum(policy, seed=settings.seed)
         self._buffer = GroupBuffer(
             queue,
             control,
@@ -150,6 +154,7 @@ class TrainingLoop:
             control=control,
             pace=self._pace,
             collapse=collapse or CollapseSettings(),
+            curriculum=self._curriculum,
             waits_for_weights=settings.max_staleness == 0 or weights.transport == "group",
         )
         self._stage_runner = StageRunner(
@@ -161,6 +166,7 @@ class TrainingLoop:
             folder=folder,
             rollouts=rollouts,
             runner=runner,
+            curriculum=self._curriculum,
             buffer=self._buffer,
             trainer=self._trainer,
             metrics=metrics,
@@ -270,6 +276,10 @@ class TrainingLoop:
             await self._held_out.find_tasks()
         if self.step:
             self._report.say(f"Resuming from the checkpoint of step {self.step}")
+        cursor = await self._queue.noted("cursor") or {}
+        self._curriculum.restore(
+            await self._queue.outcomes(), num_offered=cursor.get("num_offered", 0)
+        )
         await self._trainer.restore()
         self._buffer.reset(self.version)
         await self._weights.publish()

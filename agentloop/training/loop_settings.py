@@ -36,6 +36,12 @@ class LoopSettings(pydantic.BaseModel):
         description="Replace groups whose rewards are all equal by groups of other tasks, so that "
         "every group of a step has a learning signal, as in DAPO.",
     )
+    curriculum: bool = pydantic.Field(
+        False,
+        description="Draw tasks by how often they are solved: rarely those that always or never "
+        "are. A task that all rollouts of three groups in a row solve is retired, and only "
+        "rechecked now and then.",
+    )
     early_stop_at: int = pydantic.Field(
         0,
         ge=0,
@@ -77,8 +83,8 @@ class LoopSettings(pydantic.BaseModel):
     seed: int = pydantic.Field(
         0,
         ge=0,
-        description="Random seed of Resample-on-Correct, of shuffle_rewards and of the order of "
-        "filtered tasks.",
+        description="Random seed of Resample-on-Correct, of shuffle_rewards, of curriculum and of "
+        "the order of filtered tasks.",
     )
     step_timeout_s: float = pydantic.Field(
         3600.0, gt=0, description="Time limit of one request to the learner, such as a step."
@@ -105,11 +111,8 @@ class StageSettings(pydantic.BaseModel):
     filter_tasks: int = pydantic.Field(
         0,
         ge=0,
-        description="Before this stage, roll out this many tasks and then train only on those that "
-        "some rollout failed, epoch after epoch. 0: train on all tasks.",
-    )
-    filter_rollouts: int = pydantic.Field(
-        8, ge=1, description="Rollouts per task when tasks are filtered."
+        description="Before this stage, roll out each of this many tasks eight times and then "
+        "train only on those that some rollout failed, epoch after epoch. 0: train on all tasks.",
     )
 
     def budget(self, usual: Budget) -> Budget:

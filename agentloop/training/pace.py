@@ -52,6 +52,9 @@ class Pace:
             "trained tokens/s": f"{metrics.learned.learner.get('tokens_per_s') or 0:,.0f}",
             "time": ", ".join(shares),
         }
+        if tried := metrics.curriculum.get("curriculum/num_tasks"):
+            retired = metrics.curriculum["curriculum/num_retired"]
+            self.values |= {"tasks retired": f"{retired} of {tried}"}
 
     def waits(self, what: str) -> None:
         left_s = None

@@ -5,7 +5,8 @@
 
 The journal is one SQLite file in WAL mode. Each method is one transaction, which is durable when
 the method returns. The rollouts of a group are in a separate file, which is complete before the
-journal refers to it; the journal holds its path and its metrics.
+journal refers to it; the journal holds its path and its metrics. With a lease, the
+outcomes of its groups are recorded, from which the solve rates of tasks follow (curriculum.py).
 
 A step leases its groups before the learner sees them and acknowledges them once the step is in a
 checkpoint. After a crash the learner therefore resumes from its last checkpoint with the same
@@ -20,7 +21,7 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ import anyio
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
 from agentloop.plain_json import dumps, loads
+from agentloop.training.curriculum import GroupOutcome
 
 __all__ = ["GroupQueue", "Lease", "QueuedGroup"]
 
@@ -56,6 +58,17 @@ CREATE TABLE steps (
 ) STRICT;
 CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 PRAGMA user_version = {_FORMAT};
+"""
+# Created separately, since journals of earlier versions do not have it.
+_OUTCOMES = """
+CREATE TABLE IF NOT EXISTS outcomes (
+    number INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    key TEXT NOT NULL,
+    num_solved INTEGER NOT NULL,
+    num_rollouts INTEGER NOT NULL,
+    is_equal INTEGER NOT NULL
+) STRICT;
 """
 _BUSY_S = 10.0
 
@@ -89,6 +102,7 @@ class Lease:
         notes: Data needed to repeat the step.
         result: Result of the step, or None if it is unknown.
         replaced: Groups that were given back since the previous step.
+        outcomes: Outcomes of both, with the keys of their tasks' solve rates.
     """
 
     step: int
@@ -96,6 +110,7 @@ class Lease:
     notes: Mapping[str, Any]
     result: Mapping[str, Any] | None
     replaced: Sequence[QueuedGroup] = ()
+    outcomes: Sequence[tuple[str, GroupOutcome]] = ()
 
 
 class GroupQueue:
@@ -173,8 +188,18 @@ class GroupQueue:
             partial(_update_group, f"{set_} WHERE state = 'open' AND number = ?", row)
         )
 
-    async def lease(self, step: int, numbers: Sequence[int], notes: Mapping[str, Any]) -> Lease:
-        """Make these groups the batch of `step`.
+    async def lease(
+        self,
+        step: int,
+        numbers: Sequence[int],
+        notes: Mapping[str, Any],
+        *,
+        rate_key: Callable[[Task], str] = lambda task: task.id,
+    ) -> Lease:
+        """Make these groups the batch of `step`, and record their outcomes.
+
+        Args:
+            rate_key: returns the key of a task's solve rate.
 
         Raises:
             ValueError: A group is not finished, or the step already has a batch.
@@ -190,7 +215,14 @@ class GroupQueue:
                 raise ValueError(f"step {step} already has a batch") from None
             since = "state = 'given back' AND step IS NULL"
             db.execute(f"UPDATE groups SET step = ? WHERE {since}", (step,))
-            return _lease(db, step, notes, None)
+            lease = _lease(db, step, notes, None)
+            outcomes = [
+                (rate_key(group.task), outcome)
+                for group in (*lease.groups, *lease.replaced)
+                if (outcome := GroupOutcome.of(group.figures or {})) is not None
+            ]
+            _add_outcomes(db, step, outcomes)
+            return replace(lease, outcomes=outcomes)
 
         lease = await self._transaction(work)
         self._num_bytes -= sum(group.num_bytes for group in lease.groups)
@@ -241,6 +273,7 @@ class GroupQueue:
         step: int,
         tasks: Sequence[Mapping[str, Any]] | None,
         cursor: Mapping[str, Any],
+        outcomes: Sequence[tuple[str, GroupOutcome]] = (),
     ) -> dict[str, Any]:
         """Record that a stage begins after `step`.
 
@@ -249,6 +282,7 @@ class GroupQueue:
             step: The last step before the stage.
             tasks: Tasks of the stage; None: those of the source.
             cursor: Position of the task source.
+            outcomes: Outcomes of the groups that filtered the tasks, with their keys.
 
         Returns:
             The note stored as `stage NUMBER`: `begun` (the step), `tasks`, and for `undo` the
@@ -262,6 +296,7 @@ class GroupQueue:
             stage = {"begun": step, "tasks": tasks, "last": last, "before": before}
             _note(db, f"stage {number}", stage)
             _note(db, "cursor", cursor)
+            _add_outcomes(db, step, outcomes)
             return stage
 
         return await self._transaction(work)
@@ -293,6 +328,7 @@ class GroupQueue:
                 f"UPDATE groups SET {reopened}, num_bytes = 0 WHERE {undone_groups}", (step,)
             )
             db.execute("DELETE FROM steps WHERE step > ?", (step,))
+            db.execute("DELETE FROM outcomes WHERE step > ?", (step,))
             stages = db.execute("SELECT key, value FROM notes WHERE key LIKE 'stage %'").fetchall()
             for key, value in sorted(stages, key=lambda row: _stage_number(row[0]), reverse=True):
                 stage = loads(value)
@@ -315,6 +351,20 @@ class GroupQueue:
         return await self._transaction(
             lambda db: _groups(db, "state = 'finished' ORDER BY number", ())
         )
+
+    async def outcomes(self) -> list[tuple[str, GroupOutcome]]:
+        """Return all outcomes with their keys, in the order in which they were recorded."""
+        columns = "key, num_solved, num_rollouts, is_equal"
+        query = f"SELECT {columns} FROM outcomes ORDER BY number"
+
+        def work(db: sqlite3.Connection) -> list[tuple[str, GroupOutcome]]:
+            found = db.execute(query).fetchall()
+            return [
+                (key, GroupOutcome(solved, rollouts, bool(equal)))
+                for key, solved, rollouts, equal in found
+            ]
+
+        return await self._transaction(work)
 
     async def reopen(self, numbers: Sequence[int], *, version: int) -> None:
         """Mark groups as open again, to be rolled out with the weights of `version`."""
@@ -376,6 +426,7 @@ def _connect(path: Path) -> sqlite3.Connection:
                     f"{path}: written by an incompatible version of agentloop (format {format_}, "
                     f"not {_FORMAT})"
                 )
+            connection.execute(_OUTCOMES)
         except BaseException:
             connection.close()
             raise
@@ -402,6 +453,16 @@ def _note(db: sqlite3.Connection, key: str, value: Any) -> None:
 def _noted(db: sqlite3.Connection, key: str) -> Any:
     row = db.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
     return None if row is None else loads(row[0])
+
+
+def _add_outcomes(
+    db: sqlite3.Connection, step: int, outcomes: Sequence[tuple[str, GroupOutcome]]
+) -> None:
+    rows = [
+        (step, key, one.num_solved, one.num_rollouts, int(one.is_equal)) for key, one in outcomes
+    ]
+    columns = "step, key, num_solved, num_rollouts, is_equal"
+    db.executemany(f"INSERT INTO outcomes ({columns}) VALUES (?, ?, ?, ?, ?)", rows)
 
 
 def _stage_number(stage: str) -> int:

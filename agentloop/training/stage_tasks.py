@@ -8,21 +8,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentloop.environments.tasks.sources import Task, TaskSource
+from agentloop.training.curriculum import Curriculum, GroupOutcome
 
 __all__ = ["StageTasks"]
 
 
 class StageTasks(Iterator[Task]):
-    """Draws the tasks of a stage: the next ones of the run's source, or its own, in epochs."""
+    """Draws the tasks of a stage: the next ones of the run's source, or its own, in epochs.
 
-    def __init__(self, source: TaskSource, number: int) -> None:
+    The curriculum decides which of them are taken.
+    """
+
+    def __init__(
+        self, source: TaskSource, number: int, curriculum: Curriculum | None = None
+    ) -> None:
         """
         Args:
             source: the run's source of tasks.
             number: number of the stage.
+            curriculum: the run's; by default, every task is taken.
         """
         self._source = source
         self._number = number
+        self._curriculum = curriculum or Curriculum()
         self._num_drawn = 0  # of the stage's own tasks
         self._own: Iterator[Task] | None = None
 
@@ -39,12 +47,27 @@ class StageTasks(Iterator[Task]):
 
     def __next__(self) -> Task:
         if self._own is None:
-            return next(self._source)
-        self._num_drawn += 1
-        return next(self._own)
+            return self._source.draw(self._takes)
+        for task in self._own:
+            self._num_drawn += 1
+            if self._takes(task):
+                return task
+        raise AssertionError("unreachable: there are epochs without end")
+
+    def _takes(self, task: Task) -> bool:
+        return self._curriculum.takes(self.rate_key(task))
+
+    def rate_key(self, task: Task) -> str:
+        """Return the key of the task's solve rate. The stage's own tasks always come again."""
+        return self._source.rate_key(task) if self._own is None else task.id
+
+    def observe(self, outcomes: Sequence[tuple[str, GroupOutcome]]) -> None:
+        """Tell the curriculum the outcomes of groups, with the keys of their tasks."""
+        for key, outcome in outcomes:
+            self._curriculum.observe(key, outcome)
 
     def take(self, number: int) -> list[Task]:
-        """Draw up to `number` tasks of the run's source."""
+        """Draw up to `number` tasks of the run's source, whatever the curriculum says."""
         return list(itertools.islice(self._source, number))
 
     def cursor(self) -> dict[str, Any]:
@@ -53,6 +76,7 @@ class StageTasks(Iterator[Task]):
             "tasks": self._source.cursor(),
             "stage": self._number,
             "num_drawn": self._num_drawn,
+            "num_offered": self._curriculum.num_offered,
         }
 
 

@@ -27,6 +27,7 @@ from agentloop.agent.rollout import Budget
 from agentloop.environments.tasks.sources import Task, TaskSource
 from agentloop.errors import RequestError
 from agentloop.training.batch_trainer import BatchTrainer
+from agentloop.training.curriculum import FILTER_ROLLOUTS, NOT_SOLVED, Curriculum, GroupOutcome
 from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.held_out import TaskRunner
 from agentloop.training.loop_settings import LoopSettings, StageSettings
@@ -57,6 +58,7 @@ class StageRunner:
         folder: RunFolder,
         rollouts: RollsOut,
         runner: TaskRunner,
+        curriculum: Curriculum,
         buffer: GroupBuffer,
         trainer: BatchTrainer,
         metrics: MetricsLog,
@@ -76,6 +78,7 @@ class StageRunner:
         self._folder = folder
         self._rollouts = rollouts
         self._runner = runner
+        self._curriculum = curriculum
         self._buffer = buffer
         self._trainer = trainer
         self._metrics = metrics
@@ -106,7 +109,7 @@ class StageRunner:
             return
         if self._num_stages > 1:
             self._say(f"{title[0].upper()}{title[1:]}, {stage.steps - done} steps")
-        tasks = StageTasks(self._tasks, number)
+        tasks = StageTasks(self._tasks, number, self._curriculum)
         if note is None:
             try:
                 note = await self._begin(number, stage, tasks)
@@ -140,44 +143,55 @@ class StageRunner:
 
     async def _begin(self, number: int, stage: StageSettings, tasks: StageTasks) -> dict[str, Any]:
         """Filter the tasks if the stage does so and record its beginning. Raises Drained."""
-        own = await self._filter(stage, tasks) if stage.filter_tasks else None
-        return await self._queue.begin_stage(
+        own: list[dict[str, Any]] | None = None
+        outcomes: list[tuple[str, GroupOutcome]] = []
+        if stage.filter_tasks:
+            left, outcomes = await self._filter(stage, tasks)
+            own = [*map(asdict, left)]
+        note = await self._queue.begin_stage(
             number,
             step=self._trainer.step,
-            tasks=None if own is None else [*map(asdict, own)],
+            tasks=own,
             cursor=tasks.cursor(),
+            outcomes=outcomes,
         )
+        tasks.observe(outcomes)
+        return note
 
-    async def _filter(self, stage: StageSettings, source: StageTasks) -> list[Task]:
-        """Roll out the next tasks and return those that some rollout fails.
+    async def _filter(
+        self, stage: StageSettings, source: StageTasks
+    ) -> tuple[list[Task], list[tuple[str, GroupOutcome]]]:
+        """Roll out the next tasks; return those to train on, and the outcomes by their ids.
 
-        A task without any reward is kept, too. Raises Drained.
+        A task is left out as soon as all of its rollouts solve it. Raises Drained.
         """
         step = self._trainer.step
         tasks = source.take(stage.filter_tasks)
         groups = await self._runner.run(
             tasks,
             f"{step}-filter",
-            size=stage.filter_rollouts,
+            size=FILTER_ROLLOUTS,
             budget=self._budget,
             version=self._trainer.version,
             what="the tasks to be filtered",
             may_begin=partial(self._control.wait_while_paused, "the filter"),
         )
-        left = []
-        for task, group in groups:
-            rewards = [one["reward"] for one in group.figures["rollouts"]]
-            values = [reward for reward in rewards if reward is not None]
-            if not values or min(values) <= 0:
-                left.append(task)
+        outcomes = [
+            (task.id, outcome)
+            for task, group in groups
+            if (outcome := GroupOutcome.of(group.figures)) is not None
+        ]
+        measured = Curriculum(NOT_SOLVED)
+        measured.restore(outcomes, num_offered=0)
+        left = [task for task, _ in groups if not measured.is_retired(task.id)]
         if not await self._metrics.has(step, "filter/num_tasks"):
             counts = {"filter/num_tasks": len(tasks), "filter/num_left": len(left)}
             await self._metrics.add({"step": step, **counts})
         self._say(
             f"{len(left)} of {len(tasks)} tasks are kept: not all of their "
-            f"{stage.filter_rollouts} rollouts solve them"
+            f"{FILTER_ROLLOUTS} rollouts solve them"
         )
-        return left
+        return left, outcomes
 
     # --- rollouts ---------------------------------------------------------------------------------
 

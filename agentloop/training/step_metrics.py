@@ -75,6 +75,7 @@ class StepMetrics:
         wait_s, sync_s, step_s: seconds of waiting for the batch, of syncing the new weights to
             the servers, and of the whole step; None: the step was repeated after a restart.
         loop_lag_s: longest blocking of the event loop during the step, in seconds.
+        curriculum: metrics of the curriculum, `Curriculum.metrics`.
     """
 
     step: int
@@ -90,6 +91,7 @@ class StepMetrics:
     sync_s: float | None = None
     step_s: float | None = None
     loop_lag_s: float | None = None
+    curriculum: Mapping[str, float] = field(default_factory=dict)
     weights: WeightSyncMetrics = field(default_factory=WeightSyncMetrics)
 
     @classmethod
@@ -133,6 +135,7 @@ class StepMetrics:
             "staleness_mean": self.staleness_mean,
             "staleness_max": self.staleness_max,
             **self.learned.row(),
+            **self.curriculum,
             **self.weights.row(),
             **dict(_known(timings)),
         }

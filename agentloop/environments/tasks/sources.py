@@ -25,6 +25,7 @@ import pydantic
 from agentloop.distribution import install_hint
 from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.errors import DataError, SettingsError
+from agentloop.plain_json import is_encodable
 from agentloop.trajectory import Message
 
 __all__ = ["Task", "TaskSource", "TasksSettings", "read_jsonl", "read_tasks"]
@@ -202,6 +203,17 @@ class TaskSource(ABC):
 
     @abstractmethod
     def __next__(self) -> Task: ...
+
+    def draw(self, accepts: Callable[[Task], bool]) -> Task:
+        """Return the next task that is accepted, passing over the others."""
+        return next(filter(accepts, self))
+
+    def rate_key(self, task: Task) -> str:
+        """Return what a task's solve rate is kept under: its id, if it comes again.
+
+        Tasks that are made without end do not, so theirs is the rate of their source and level.
+        """
+        return task.id if self.distinct is not None else f"{task.source} level {task.level}"
 
     @abstractmethod
     def held_out(self) -> list[Task]:
@@ -482,7 +494,7 @@ def _task(row: Any, where: str, source: str, settings: TasksSettings) -> Task:
     if not isinstance(extra, Mapping | None):
         raise DataError(f"{where}: field 'extra_info': expected an object, got {_shown(extra)}")
     for name in (named, *_ANSWERS, *_OTHERS):
-        if not _is_encodable(row.get(name)):
+        if not is_encodable(row.get(name)):
             raise DataError(
                 f"{where}: field {name!r} contains a lone surrogate (such as \\ud800), "
                 "which cannot be encoded as UTF-8: replace it"
@@ -572,20 +584,6 @@ def _digest(text: str) -> str:
     """Return 32 hexadecimal digits that do not depend on the whitespace of the text."""
     plain = " ".join(unicodedata.normalize("NFC", text).split())
     return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def _is_encodable(value: Any) -> bool:
-    """Return whether all strings in a value can be encoded as UTF-8."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return False
-    elif isinstance(value, Mapping):
-        return all(_is_encodable(key) and _is_encodable(one) for key, one in value.items())
-    elif isinstance(value, list):
-        return all(map(_is_encodable, value))
-    return True
 
 
 def _is_below(digest: str, share: float) -> bool:

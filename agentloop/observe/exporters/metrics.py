@@ -97,6 +97,18 @@ _STEP_GAUGES = (
         1,
     ),
     (
+        "curriculum/solve_rate",
+        "curriculum_solve_ratio",
+        "Mean solve rate of the tasks tried so far.",
+        1,
+    ),
+    (
+        "curriculum/num_retired",
+        "curriculum_retired_tasks",
+        "Tasks that are retired because every rollout solved them.",
+        1,
+    ),
+    (
         "versions_mean",
         "mean_rollout_versions",
         "Mean number of policy versions per rollout of the last step.",

@@ -59,6 +59,17 @@
       series: [["staleness_mean", "mean", "thin"], ["staleness_max", "largest", "dashed"]],
     },
     {
+      title: "Solve rate",
+      note: "of the tasks tried so far, mean",
+      series: [["curriculum/solve_rate", "solve rate", "thin"]],
+      most: 1,
+      text: percent,
+    },
+    {
+      title: "Tasks of the curriculum",
+      series: [["curriculum/num_tasks", "tried", "thin"], ["curriculum/num_retired", "retired", "dashed"]],
+    },
+    {
       title: "Step time",
       note: "where it went",
       stack: [

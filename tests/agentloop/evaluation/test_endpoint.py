@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from agentloop.environments.rewards.answers import final_answer
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
-from agentloop.evaluation.endpoint import (
-    Endpoint,
+from agentloop.evaluation.endpoint import EndpointSampler
+from agentloop.evaluation.loop import EvaluatedSample
+from agentloop.inference.openai_client import (
     EndpointSettings,
     delay_s,
     parse_completion,
     retry_after_s,
 )
-from agentloop.evaluation.loop import EvaluatedSample
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.trajectory import StopReason
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, said
@@ -45,7 +45,7 @@ async def sampled(
     **told: Any,
 ) -> Sequence[EvaluatedSample]:
     settings = EndpointSettings(**{"url": fake.url, "model": "fake", **QUICK, **told})
-    opened = Endpoint.open(settings, sampling or Sampling(), max_response_tokens=max_tokens)
+    opened = EndpointSampler.open(settings, sampling or Sampling(), max_response_tokens=max_tokens)
     async with opened as endpoint:
         return await endpoint.group(task, name="1-one", size=size, on_queued=lambda: None)
 
@@ -190,7 +190,7 @@ async def test_messages_that_cannot_be_encoded_are_rejected() -> None:
 async def test_the_number_of_requests_in_flight_is_bounded() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         settings = EndpointSettings(url=fake.url, max_concurrent=3)
-        opened = Endpoint.open(settings, Sampling(), max_response_tokens=9)
+        opened = EndpointSampler.open(settings, Sampling(), max_response_tokens=9)
         async with opened as endpoint, anyio.create_task_group() as tasks:
             wait_for_capacity = anyio.Event()
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import RunFolderError
+from agentloop.training.curriculum import Curriculum, DrawPolicy
 from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.queue import GroupQueue, QueuedGroup
 from agentloop.training.run_control import RunControl
@@ -70,6 +71,23 @@ async def test_a_batch_frees_its_slots_when_its_weights_are_live(tmp_path: Path)
         assert can_admit(buffer)
         assert (await buffer.admit()).version == 1
         assert await queue.counts() == {"leased": BATCH, "open": 1}
+
+
+async def test_what_a_batch_achieved_changes_what_is_drawn_next(tmp_path: Path) -> None:
+    curriculum = Curriculum(DrawPolicy(retire_after=1))
+    tasks = StageTasks(TaskSource.open(TasksSettings(levels=[1, 2])), 1, curriculum)
+    figures = {"rejected": None, "rollouts": [{"reward": 1.0}]}
+    async with opened(tmp_path) as (buffer, _):
+        await buffer.begin_stage(tasks, num_groups=100, ids=None)
+        easy, lost = await buffer.admit(), await buffer.admit()
+        assert [easy.task.level, lost.task.level] == [1, 2]
+        await buffer.finish(easy, path=None, num_bytes=0, figures=figures)
+        await finish(buffer, lost)
+        assert not curriculum.is_retired("arithmetic level 1")  # not leased yet
+        await buffer.lease(1, NOTES)
+        assert curriculum.is_retired("arithmetic level 1")
+        buffer.now_live(1)
+        assert [(await buffer.admit()).task.level for _ in range(BATCH)] == [2, 2]
 
 
 async def test_a_discarded_group_is_replaced(tmp_path: Path) -> None:

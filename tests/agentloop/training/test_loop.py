@@ -6,7 +6,7 @@ import gc
 import itertools
 import json
 import sqlite3
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, closing, nullcontext, suppress
 from pathlib import Path
@@ -620,7 +620,7 @@ async def test_what_was_filtered_is_not_drawn_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = {
-        "hard": StageSettings(steps=1, filter_tasks=4, filter_rollouts=4),
+        "hard": StageSettings(steps=1, filter_tasks=4),
         "rest": StageSettings(steps=1),
     }
 
@@ -674,20 +674,89 @@ async def test_a_stage_learns_from_what_is_not_solved_each_time(tmp_path: Path) 
 
     tasks = TaskSource.open(ARITHMETIC)
     run_group = HalfSolved(tasks)
-    stages = {"hard": StageSettings(steps=2, filter_tasks=4, filter_rollouts=4)}
+    stages = {"hard": StageSettings(steps=2, filter_tasks=4)}
     _, _, run = await played(
-        tmp_path, tasks=tasks, run_group=run_group, stages=stages, evaluate_every=0
+        tmp_path, tasks=tasks, run_group=run_group, stages=stages, evaluate_every=0, group_size=6
     )
-    assert run_group.sizes == [4] * 4 + [8] * 6
+    assert run_group.sizes == [8] * 4 + [6] * 6
     hard = {run_group.prompts[1], run_group.prompts[3]}
     assert set(run_group.prompts[4:]) == hard
     filtered, *_ = lines(run.path / "metrics.jsonl")
     assert (filtered["filter/num_tasks"], filtered["filter/num_left"]) == (4, 2)
 
 
+class Uneven(Played):
+    """Solves sums with an even number each time, and half of the others."""
+
+    killed_at = ""
+
+    async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+        if options["name"].partition("-")[0] == self.killed_at:
+            raise OSError("killed")
+        self._right = 0.5 if int(str(prompt).split()[2]) % 2 else 1.0
+        return await super().__call__(prompt, **options)
+
+
+def sums(folder: Path, cursor: dict[str, Any] | None = None) -> TaskSource:
+    """Return six sums as tasks."""
+    file = folder / "sums.jsonl"
+    rows = [{"problem": f"What is {n} plus 1?", "answer": str(n + 1)} for n in range(6)]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return TaskSource.open(TasksSettings(kind="jsonl", paths=[file]), cursor)
+
+
+async def test_a_curriculum_retires_what_is_solved_and_a_resumed_run_draws_the_same(
+    tmp_path: Path,
+) -> None:
+    settings: dict[str, Any] = {"curriculum": True, "steps": 14, "evaluate_every": 0}
+    tasks = sums(tmp_path)
+    _, run_group, run = await played(
+        tmp_path / "whole", tasks=tasks, run_group=Uneven(tasks), **settings
+    )
+    metrics = lines(run.path / "metrics.jsonl")
+    assert metrics[0]["curriculum/num_tasks"] == 3
+    assert metrics[-1]["curriculum/num_tasks"] == 6
+    assert metrics[-1]["curriculum/num_retired"] == 3
+    assert metrics[-1]["curriculum/solve_rate"] == pytest.approx((1 + 4 / 7) / 2)
+    assert len(set(run_group.prompts[:6])) == 6  # the first epoch
+    last = [int(prompt.split()[2]) for prompt in run_group.prompts[-12:]]
+    assert sum(number % 2 for number in last) >= 9
+    query = "SELECT number, version, json_extract(task, '$.id') FROM groups ORDER BY number"
+    expected = asked(run, query)
+
+    killed = Uneven(tasks)
+    killed.killed_at = "25"
+    await ended(tmp_path / "cut", tasks=sums(tmp_path), run_group=killed, **settings)
+    async with GroupQueue.open(tmp_path / "cut" / "run" / "queue.sqlite") as queue:
+        cursor = await queue.noted("cursor")
+    tasks = sums(tmp_path, cursor["tasks"])
+    _, _, run = await played(
+        tmp_path / "cut", tasks=tasks, run_group=Uneven(tasks),
+        restored={"step": 0, "version": 0}, **settings,
+    )  # fmt: skip
+    assert asked(run, query) == expected
+    for now, then in zip(lines(run.path / "metrics.jsonl"), metrics, strict=True):
+        names = [name for name in then if name.startswith("curriculum/")]
+        assert len(names) == 3
+        assert {name: now[name] for name in names} == {name: then[name] for name in names}
+
+
+async def test_without_a_curriculum_every_task_comes_once_in_an_epoch(tmp_path: Path) -> None:
+    tasks = sums(tmp_path)
+    _, run_group, run = await played(
+        tmp_path, tasks=tasks, run_group=Uneven(tasks), steps=8, evaluate_every=0
+    )
+    assert set(Counter(run_group.prompts).values()) == {4}
+    assert not any(
+        "curriculum" in name for row in lines(run.path / "metrics.jsonl") for name in row
+    )
+    rates = "SELECT key, sum(num_solved), sum(num_rollouts) FROM outcomes GROUP BY key"
+    assert sorted(row[1:] for row in asked(run, rates)) == [(16, 28)] * 3 + [(28, 28)] * 3
+
+
 async def test_it_is_told_of_which_groups_something_is_learned(tmp_path: Path) -> None:
     events: list[Event] = []
-    stages = {"hard": StageSettings(steps=1, filter_tasks=4, filter_rollouts=4)}
+    stages = {"hard": StageSettings(steps=1, filter_tasks=4)}
     await played(tmp_path, stages=stages, evaluate_every=1, emit=events.append)
     started = {one.group: one for one in events if isinstance(one, GroupStarted)}
     finished = {one.group: one for one in events if isinstance(one, GroupFinished)}
@@ -1142,7 +1211,7 @@ async def test_a_stage_that_was_undone_begins_anew_and_leaves_nothing_to_others(
 
     stages = {
         "plain": StageSettings(steps=2),
-        "hard": StageSettings(steps=2, filter_tasks=4, filter_rollouts=4),
+        "hard": StageSettings(steps=2, filter_tasks=4),
         "rest": StageSettings(steps=1),
     }
     settings: dict[str, Any] = {"stages": stages, "dynamic_sampling": True, "evaluate_every": 0}
@@ -1182,7 +1251,7 @@ async def test_what_a_stage_has_left_over_is_no_other_kinds_of_stages(tmp_path: 
 
     stages = {
         "plain": StageSettings(steps=2),
-        "hard": StageSettings(steps=1, filter_tasks=4, filter_rollouts=4),
+        "hard": StageSettings(steps=1, filter_tasks=4),
         "rest": StageSettings(steps=1),
     }
     settings: dict[str, Any] = {"stages": stages, "dynamic_sampling": True, "evaluate_every": 0}
@@ -1491,7 +1560,7 @@ async def test_a_pause_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 async def test_paused_it_filters_no_further_tasks(
     tmp_path: Path, num_filtered: int, drained: bool
 ) -> None:
-    stages = {"hard": StageSettings(steps=1, filter_tasks=4, filter_rollouts=4)}
+    stages = {"hard": StageSettings(steps=1, filter_tasks=4)}
     tasks = TaskSource.open(ARITHMETIC)
     loops: list[TrainingLoop] = []
 
@@ -1521,9 +1590,9 @@ async def test_paused_it_filters_no_further_tasks(
         tmp_path, tasks=tasks, run_group=run_group, meanwhile=meanwhile, **told
     )
     if not drained:
-        assert (len(learner.batches), run_group.sizes) == (1, [4] * 4 + [8] * 3)
+        assert (len(learner.batches), run_group.sizes) == (1, [8] * 7)
         return
-    assert (len(learner.batches), run_group.sizes) == (0, [4] * num_filtered)
+    assert (len(learner.batches), run_group.sizes) == (0, [8] * num_filtered)
     loops.clear()
     del run
     gc.collect()
@@ -1531,7 +1600,7 @@ async def test_paused_it_filters_no_further_tasks(
     learner, again, _ = await played(
         tmp_path, tasks=await whole_cursor(tmp_path), restored=nothing, **told
     )
-    assert (len(learner.batches), again.sizes) == (1, [4] * 4 + [8] * 3)
+    assert (len(learner.batches), again.sizes) == (1, [8] * 7)
     assert again.prompts[:num_filtered] == run_group.prompts  # none was left out
 
 

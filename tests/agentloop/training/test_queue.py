@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
+from agentloop.training.curriculum import GroupOutcome
 from agentloop.training.queue import GroupQueue, QueuedGroup
 
 CURSOR = {"position": 1}
@@ -185,6 +187,44 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(
 
 
 @pytest.mark.anyio
+async def test_outcomes_are_recorded_with_the_step_and_undone_with_it(tmp_path: Path) -> None:
+    def figures(*rewards: float | None) -> dict[str, Any]:
+        return {"rollouts": [{"reward": reward} for reward in rewards]}
+
+    solved, mixed = GroupOutcome(2, 2, is_equal=True), GroupOutcome(1, 2, is_equal=False)
+    async with opened(tmp_path) as queue:
+        one, two, three, lost = await admitted(queue, 4)
+        await queue.finish(one, path="1", num_bytes=1, figures=figures(1, 0))
+        await queue.finish(two, path="2", num_bytes=1, figures=figures(None, 1, 1))
+        await queue.discard(three, path="3", figures=figures(1, 1))
+        await queue.finish(lost, path="4", num_bytes=1, figures=figures(None, None))
+        filtered = [("f", solved)]
+        await queue.begin_stage(1, step=0, tasks=None, cursor=CURSOR, outcomes=filtered)
+        assert await queue.outcomes() == filtered
+        lease = await queue.lease(1, [two, one], {}, rate_key=lambda task: f"k{task.id}")
+        expected = [("kt1", solved), ("kt0", mixed), ("kt2", solved)]
+        assert lease.outcomes == expected
+        assert (await queue.lease(2, [lost], {})).outcomes == []
+    async with opened(tmp_path) as queue:
+        assert await queue.outcomes() == filtered + expected
+        await queue.rewind(0)  # the same batches again, which were counted
+        assert await queue.outcomes() == filtered + expected
+        await queue.undo(0)
+        assert await queue.outcomes() == filtered
+
+
+@pytest.mark.anyio
+async def test_a_journal_of_an_earlier_version_gets_what_it_lacks(tmp_path: Path) -> None:
+    async with opened(tmp_path) as queue:
+        await finished(queue, 1)
+    with closing(sqlite3.connect(tmp_path / "queue.sqlite")) as connection, connection:
+        connection.execute("DROP TABLE outcomes")
+    async with opened(tmp_path) as queue:
+        assert await queue.outcomes() == []
+        assert len(await queue.finished_groups()) == 1
+
+
+@pytest.mark.anyio
 async def test_reopened_groups_have_no_results(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         (one,) = await finished(queue, 1)
@@ -227,7 +267,8 @@ async def main():
                 position = ((await queue.noted("cursor")) or {"position": 0})["position"] + 1
                 task = Task(str(position), "?", "")
                 group = await queue.admit(task, version=0, cursor={"position": position})
-                await queue.finish(group.number, path="p", num_bytes=1, figures={})
+                figures = {"rollouts": [{"reward": 1.0}, {"reward": 0.0}]}
+                await queue.finish(group.number, path="p", num_bytes=1, figures=figures)
                 found.append(group.number)
             await queue.lease(step, found, {})
             await queue.done(step, {})
@@ -265,6 +306,8 @@ async def _check(folder: Path, told: int) -> None:
         assert len(leases) >= told
         learned = [group.task.id for lease in leases for group in lease.groups]
         assert len(set(learned)) == len(learned) == 3 * len(leases)
+        outcome = GroupOutcome(1, 2, is_equal=False)
+        assert await queue.outcomes() == [(id, outcome) for id in learned]
 
 
 @pytest.mark.anyio

@@ -1,0 +1,154 @@
+"""An endpoint that judges and simulated users ask, with limits on requests and cost."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pydantic
+
+from agentloop.agent.channels import answer_in
+from agentloop.errors import AgentFailed, ServerError, SettingsError
+from agentloop.inference.openai_client import EndpointSettings, OpenAIClient
+from agentloop.trajectory import Message
+
+__all__ = ["Ask", "Endpoint", "asking"]
+
+Ask = Callable[[Sequence[Message]], Awaitable[str]]
+"""An async function of a conversation that returns the next message, such as `Agent.chat`."""
+
+
+class Endpoint:
+    """A model with OpenAI's chat completions API, for judges and simulated users.
+
+    The limits hold for all that ask it, in this process. Connections are open only while somebody
+    waits for an answer: an endpoint may be made in an environment's module, and needs no closing.
+
+        model = agentloop.Endpoint("http://127.0.0.1:30000/v1", max_requests=100_000)
+
+    Attributes:
+        num_requests: requests so far; a request that is repeated after a failure counts once.
+        cost: cost of the answers so far, by `prices`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str = "",
+        api_key: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        max_concurrent: int = 32,
+        timeout_s: float = 50.0,
+        max_tries: int = 3,
+        max_requests: int | None = None,
+        max_cost: float | None = None,
+        prices: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
+        """
+        Args:
+            url: base URL, such as https://api.openai.com/v1.
+            model: name of the model; by default, the only one that the endpoint has.
+            api_key: read it from the environment: `os.environ["..."]`.
+            options: further fields of each request, such as `{"temperature": 0}`.
+            max_concurrent: maximum number of requests in flight; others wait.
+            timeout_s: time limit of an answer, including waits and all attempts. It should be
+                below a tenth of `budget.timeout_s`, the part that is the environment's own.
+            max_tries: attempts at a request while the endpoint is busy, failing or slow.
+            max_requests, max_cost: further requests are errors, and end the run.
+            prices: cost of a million tokens of the prompt, and of the answer.
+
+        Raises:
+            SettingsError: an argument is invalid.
+        """
+        try:
+            self._settings = EndpointSettings(
+                url=url,
+                model=model,
+                api_key=pydantic.SecretStr(api_key) if api_key else None,
+                max_concurrent=max_concurrent,
+                timeout_s=timeout_s,
+                max_tries=max_tries,
+            )
+        except pydantic.ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            raise SettingsError(f"Endpoint: {problem['loc'][0]}: {problem['msg']}") from error
+        if not url:
+            raise SettingsError("Endpoint: url: must not be empty")
+        self.num_requests = 0
+        self.cost = 0.0
+        self._model = model
+        self._options = dict(options or {})
+        self._max_requests = max_requests
+        self._max_cost = max_cost
+        self._prices = prices
+        self._client: OpenAIClient | None = None
+        self._num_users = 0
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Everything besides the messages that an answer depends on, as plain data."""
+        return {"url": self._settings.url, "model": self._settings.model, **self._options}
+
+    async def chat(self, messages: Sequence[Message]) -> str:
+        """Return the model's next message, without its reasoning.
+
+        Raises:
+            AgentFailed: there was no answer in time; the rollout gets no reward.
+            RequestError: the endpoint rejects these messages.
+            SettingsError: the endpoint rejects all requests, or a limit is reached.
+        """
+        url, timeout_s = self._settings.url, self._settings.timeout_s
+        try:
+            with anyio.fail_after(timeout_s):
+                return await self._answer(messages)
+        except TimeoutError as error:
+            raise AgentFailed(f"{url}: no answer within {timeout_s:g} s (timeout_s)") from error
+        except ServerError as error:
+            raise AgentFailed(str(error)) from error
+
+    async def _answer(self, messages: Sequence[Message]) -> str:
+        url = self._settings.url
+        async with self._connected() as client, client.slots:
+            self._model = self._model or await client.only_model()
+            self._count()
+            body = {"model": self._model, "messages": list(messages), **self._options}
+            found = await client.complete(body, id=f"{self.num_requests}")
+        if self._max_cost is not None and None in (found.num_prompt_tokens, found.num_tokens):
+            raise SettingsError(
+                f"{url}: the answer has no token counts: max_cost cannot be held; set max_requests"
+            )
+        tokens = (found.num_prompt_tokens or 0, found.num_tokens or 0)
+        self.cost += sum(price * num / 1e6 for price, num in zip(self._prices, tokens, strict=True))
+        if found.stop_reason.is_unscorable:
+            raise AgentFailed(f"{url}: it reports a failure of its own infrastructure")
+        return answer_in(found.text, reasoning=False)
+
+    def _count(self) -> None:
+        """Count a request. Raises SettingsError if there may be no further one."""
+        url = self._settings.url
+        if self._max_requests is not None and self.num_requests >= self._max_requests:
+            raise SettingsError(f"{url}: {self.num_requests} requests were made (max_requests)")
+        if self._max_cost is not None and self.cost >= self._max_cost:
+            raise SettingsError(f"{url}: answers cost {self.cost:.6g} so far (max_cost)")
+        self.num_requests += 1
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[OpenAIClient]:
+        """Share the connections with all who ask at the same time; the last one closes them."""
+        client = self._client = self._client or OpenAIClient(self._settings, named="")
+        self._num_users += 1
+        try:
+            yield client
+        finally:
+            self._num_users -= 1
+            if not self._num_users:
+                self._client = None
+                await client.aclose()
+
+
+def asking(model: Endpoint | Ask) -> Ask:
+    """Return the function that asks a model."""
+    return model.chat if isinstance(model, Endpoint) else model

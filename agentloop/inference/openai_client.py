@@ -1,0 +1,331 @@
+"""A client of any endpoint with OpenAI's chat completions API.
+
+Requests to an endpoint that is busy, failing or slow are retried with exponential backoff. The
+number of requests in flight is bounded.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import anyio
+import httpx
+import orjson
+import pydantic
+
+from agentloop.errors import RequestError, ServerRefused, ServerUnavailable, SettingsError
+from agentloop.plain_json import ValidText, loads
+from agentloop.trajectory import StopReason
+
+__all__ = [
+    "EndpointCompletion",
+    "EndpointSettings",
+    "OpenAIClient",
+    "delay_s",
+    "parse_completion",
+    "retry_after_s",
+]
+
+_BUSY = (408, 409, 425, 429)
+_MAX_ERROR_CHARS = 300  # of an error's body
+_CLOSE_S = 5.0
+
+
+class EndpointSettings(pydantic.BaseModel):
+    """An endpoint to sample instead of our own agent loop."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    url: str = pydantic.Field(
+        "",
+        description="Base URL of an OpenAI-compatible API to evaluate, such as "
+        "http://127.0.0.1:8000/v1. By default, the model is evaluated with our own agent loop.",
+    )
+    model: str = pydantic.Field(
+        "", description="Name of the endpoint's model. By default, the only one that it has."
+    )
+    api_key: pydantic.SecretStr | None = pydantic.Field(
+        None,
+        description="API key of the endpoint. Set it in the environment: "
+        "AGENTLOOP_ENDPOINT__API_KEY.",
+    )
+    max_concurrent: int = pydantic.Field(
+        32, ge=1, description="Maximum number of requests in flight."
+    )
+    timeout_s: float = pydantic.Field(1800.0, gt=0, description="Time limit of one request.")
+    max_tries: int = pydantic.Field(
+        5,
+        ge=1,
+        description="Number of attempts at a request if the endpoint is busy, failing or slow.",
+    )
+    backoff_s: float = pydantic.Field(
+        1.0,
+        gt=0,
+        description="Maximum delay before the second attempt; it doubles with each further "
+        "attempt.",
+    )
+    max_backoff_s: float = pydantic.Field(
+        120.0,
+        gt=0,
+        description="Maximum delay before any attempt, even if the endpoint asks for more.",
+    )
+    token_limit: Literal["max_tokens", "max_completion_tokens"] = pydantic.Field(
+        "max_tokens",
+        description="Name of the request parameter that carries budget.max_response_tokens.",
+    )
+
+    @pydantic.field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if url and (parts.scheme not in ("http", "https") or not parts.hostname or parts.query):
+            raise ValueError(f"{url!r} does not have the form http://HOST:PORT/v1")
+        return url.rstrip("/")
+
+    @pydantic.field_validator("api_key")
+    @classmethod
+    def _check_api_key(cls, key: pydantic.SecretStr | None) -> pydantic.SecretStr | None:
+        value = key.get_secret_value() if key is not None else ""
+        if not (value.isascii() and value.isprintable()):
+            raise ValueError("must be printable ASCII")
+        return key
+
+
+class _Message(pydantic.BaseModel):
+    content: ValidText | None = None
+    reasoning_content: ValidText | None = None  # used by SGLang, DeepSeek and agentloop
+    reasoning: ValidText | None = None  # used by vLLM and OpenRouter
+
+
+class _Choice(pydantic.BaseModel):
+    message: _Message
+    finish_reason: str | None = None
+    stop_reason: Any = None  # agentloop's; other servers use it differently
+
+
+class _Usage(pydantic.BaseModel):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Body(pydantic.BaseModel):
+    choices: list[_Choice] = pydantic.Field(min_length=1)
+    usage: _Usage | None = None
+
+
+class EndpointCompletion(pydantic.BaseModel):
+    """An endpoint's answer; `text` includes its reasoning in <think>...</think>, as in our loop."""
+
+    text: str
+    stop_reason: StopReason
+    num_prompt_tokens: int | None = None
+    num_tokens: int | None = None
+
+
+def parse_completion(body: bytes) -> EndpointCompletion:
+    """Parse a response body.
+
+    Raises:
+        ValueError: The body is not a chat completion.
+    """
+    try:
+        found = _Body.model_validate(loads(body))
+    except pydantic.ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
+    choice = found.choices[0]
+    message = choice.message
+    reasoning = message.reasoning_content or message.reasoning
+    content = message.content or ""
+    text = f"<think>{reasoning}</think>\n{content}" if reasoning else content
+    return EndpointCompletion(
+        text=text,
+        stop_reason=_stop_reason(choice),
+        num_prompt_tokens=found.usage.prompt_tokens if found.usage else None,
+        num_tokens=found.usage.completion_tokens if found.usage else None,
+    )
+
+
+def _stop_reason(choice: _Choice) -> StopReason:
+    if isinstance(choice.stop_reason, str) and choice.stop_reason in set(StopReason):
+        return StopReason(choice.stop_reason)
+    match choice.finish_reason:
+        case "length":
+            return StopReason.TOKEN_BUDGET
+        case "tool_calls" | "function_call":
+            return StopReason.CALLER_TOOLS
+        case "error":
+            return StopReason.INFRASTRUCTURE
+    return StopReason.ANSWERED
+
+
+def delay_s(
+    settings: EndpointSettings, tries: int, requested_s: float | None, draw: float
+) -> float:
+    """Return the delay before the next attempt, at most `max_backoff_s`.
+
+    This is the delay that the endpoint requested, or a share `draw` (0 to 1) of a bound that
+    doubles with each attempt ("full jitter").
+    """
+    if requested_s is not None:
+        return min(max(requested_s, 0.0), settings.max_backoff_s)
+    # A power beyond 1023 would overflow a float.
+    bound = settings.backoff_s * 2.0 ** min(tries - 1, 60)
+    return draw * min(bound, settings.max_backoff_s)
+
+
+class OpenAIClient:
+    """Sends requests to an endpoint. Close it with `aclose`."""
+
+    def __init__(self, settings: EndpointSettings, *, named: str = "endpoint.") -> None:
+        """
+        Args:
+            named: what precedes the names of settings in messages.
+        """
+        headers = {}
+        if settings.api_key is not None:
+            headers["Authorization"] = f"Bearer {settings.api_key.get_secret_value()}"
+        self._client = httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(settings.timeout_s, connect=30.0, pool=None),
+            limits=httpx.Limits(max_connections=settings.max_concurrent),
+            # Reading the certificates takes a while, and a server nearby needs none.
+            verify=settings.url.startswith("https:"),
+        )
+        self._settings = settings
+        self._named = named
+        self.slots = anyio.CapacityLimiter(settings.max_concurrent)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        with anyio.move_on_after(_CLOSE_S, shield=True):
+            await self._client.aclose()
+
+    async def complete(self, body: Mapping[str, Any], *, id: str) -> EndpointCompletion:
+        """Send a request for a completion, retrying it up to `max_tries` times.
+
+        Hold one of the `slots` meanwhile.
+
+        Args:
+            body: the request, with a model and messages.
+            id: seed of the delays between attempts.
+
+        Raises:
+            ServerRefused: The last attempt was refused.
+            ServerUnavailable: The last attempt got no answer.
+            RequestError: The messages cannot be encoded, or the endpoint rejects them.
+            SettingsError: The endpoint rejects all requests.
+        """
+        try:
+            content = orjson.dumps(body)
+        except TypeError as unknown:  # for example a lone surrogate
+            raise RequestError(f"messages: they cannot be encoded: {unknown}") from unknown
+        draw = random.Random(id)
+        for tries in range(1, self._settings.max_tries + 1):
+            requested_s = None
+            try:
+                answer = await self._request("POST", "chat/completions", content)
+                if answer.status_code == 200:
+                    return parse_completion(answer.content)
+                error: Exception = self._refusal(answer)
+                requested_s = retry_after_s(answer.headers, time.time())
+            except ServerUnavailable as unavailable:
+                error = unavailable
+            except ValueError as malformed:
+                error = ServerUnavailable(f"{self._where}: not a chat completion: {malformed}")
+            if tries == self._settings.max_tries:
+                raise error
+            await anyio.sleep(delay_s(self._settings, tries, requested_s, draw.random()))
+        raise AssertionError("unreachable")
+
+    async def only_model(self) -> str:
+        """Return the name of the endpoint's model.
+
+        Raises:
+            SettingsError: The endpoint refuses access, or has not exactly one model.
+            ServerUnavailable: The endpoint cannot be reached.
+        """
+        answer = await self._request("GET", "models")
+        if answer.status_code != 200:
+            raise self._refusal(answer)
+        try:
+            names = [str(one["id"]) for one in orjson.loads(answer.content)["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise SettingsError(
+                f"{self._named}model: {self._where} does not list its models: set it"
+            ) from error
+        if len(names) != 1:
+            names_ = ", ".join(names[:20]) or "none"
+            raise SettingsError(
+                f"{self._named}model: set it to one of the models of {self._where}: {names_}"
+            )
+        return names[0]
+
+    async def _request(
+        self, method: str, path: str, content: bytes | None = None
+    ) -> httpx.Response:
+        """Send a request.
+
+        Raises:
+            ServerUnavailable: There was no answer.
+        """
+        url = f"{self._settings.url}/{path}"
+        headers = {"Content-Type": "application/json"} if content is not None else {}
+        try:
+            with anyio.fail_after(self._settings.timeout_s):
+                return await self._client.request(method, url, content=content, headers=headers)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise ServerUnavailable(
+                f"{self._where}: no answer within {self._settings.timeout_s:g} s "
+                f"({self._named}timeout_s)"
+            ) from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            what = str(error) or type(error).__name__
+            raise ServerUnavailable(f"{self._where}: {what}") from error
+
+    def _refusal(self, answer: httpx.Response) -> ServerRefused:
+        """Return the error of a request that may succeed later.
+
+        Raises:
+            RequestError: The endpoint rejects this prompt.
+            SettingsError: The endpoint rejects all requests.
+        """
+        status = answer.status_code
+        description = f"{self._where}: {status} {_message(answer)}"
+        if status in _BUSY or status >= 500:
+            return ServerRefused(description, status=status)
+        if status in (401, 403):
+            raise SettingsError(f"{self._named}api_key: {description}")
+        if status in (400, 413, 422):
+            raise RequestError(description)
+        raise SettingsError(f"{self._named}url, {self._named}model: {description}")
+
+    @property
+    def _where(self) -> str:
+        return self._settings.url
+
+
+def retry_after_s(headers: Mapping[str, str], now_unix_s: float) -> float | None:
+    """Return the seconds of a Retry-After header (RFC 9110, 10.2.3), or None."""
+    value = headers.get("retry-after", "").strip()
+    if value.isdecimal():
+        return float(value)
+    try:
+        return parsedate_to_datetime(value).timestamp() - now_unix_s
+    except (ValueError, OverflowError):
+        return None
+
+
+def _message(answer: httpx.Response) -> str:
+    """Return the message of an error response, in OpenAI's format or any other."""
+    try:
+        message = orjson.loads(answer.content)["error"]
+        message = message["message"] if isinstance(message, Mapping) else message
+    except (ValueError, KeyError, TypeError):
+        message = answer.text
+    return " ".join(str(message).split())[:_MAX_ERROR_CHARS] or answer.reason_phrase
