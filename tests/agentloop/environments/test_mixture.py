@@ -95,6 +95,8 @@ def test_env_and_envs_exclude_each_other(env: EnvSettings) -> None:
 class Model:
     """Answers at once; records the budgets of environments and of the built-in agent."""
 
+    pool: Any = None
+
     def __init__(self) -> None:
         self.budgets: list[tuple[str, Budget]] = []
 

@@ -93,7 +93,7 @@ async def test_a_resumed_run_goes_on_with_the_same_sequence(tmp_path: Path, step
 async def test_a_stage_of_filtered_tasks_keeps_their_environments(tmp_path: Path) -> None:
     tasks = mixed()
     run_group = Mostly(tasks)
-    stages = {"hard": StageSettings(steps=1, filter_tasks=6, filter_rollouts=4)}
+    stages = {"hard": StageSettings(steps=1, filter_tasks=6)}
     _, _, run = await played(
         tmp_path, tasks=tasks, run_group=run_group, stages=stages, evaluate_every=0
     )
