@@ -21,8 +21,10 @@ from agentloop.cli.env.trial import TrySettings
 from agentloop.cli.evaluate import EvaluateSettings
 from agentloop.cli.train import TrainSettings
 from agentloop.config import describe_settings, load_settings
+from agentloop.environments.environment import EnvSettings, load
 from agentloop.environments.rewards.reward import Reward
-from agentloop.environments.tasks.sources import Task, TasksSettings, read_tasks
+from agentloop.environments.tasks.mixed import MixedTasks
+from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings, read_tasks
 from agentloop.errors import AgentLoopError
 from agentloop.trajectory import ToolCallStatus, Trajectory, Turn
 
@@ -140,6 +142,24 @@ def test_the_guide_of_judges_quotes_the_messages() -> None:
     with pytest.raises(AgentLoopError) as raised:
         agentloop.Judge(agentloop.Endpoint("http://a/v1"), "", low=1, high=1)
     assert is_quoted(str(raised.value), guide("a-judge.md"))
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        lambda: load(EnvSettings(name="guess")),
+        lambda: load(EnvSettings(name="my_module:guess")),
+        lambda: TaskSource.open(TasksSettings(kind="environment")),
+        lambda: load_settings(TrainSettings, [], ["env=a:b", "envs=['c:d']"]).environments,
+        lambda: MixedTasks({"guess": TaskSource.open()}, {"guess": 1}).go_to(
+            {"envs": {"guess": {}, "agent": {}}}
+        ),
+    ],
+)
+def test_the_environment_guide_quotes_the_messages(fails: Callable[[], object]) -> None:
+    with pytest.raises(AgentLoopError) as raised:
+        fails()
+    assert is_quoted(str(raised.value), guide("your-environment.md"))
 
 
 def is_quoted(message: str, text: str) -> bool:

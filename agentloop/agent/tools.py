@@ -335,8 +335,20 @@ def _as_error(error: BaseException) -> str:
 
 
 def import_schema_parser() -> None:
-    """Import what `as_tool` needs for a function; the first time takes a second or two."""
-    importlib.import_module("transformers.utils.chat_template_utils")
+    """Import what `as_tool` needs for a function; the first time takes seconds.
+
+    The parser imports torch when it is first used, if torch is installed.
+    """
+    parser = importlib.import_module("transformers.utils.chat_template_utils")
+    parser.get_json_schema(_example)
+
+
+def _example(number: int) -> None:
+    """Do nothing.
+
+    Args:
+        number: a number.
+    """
 
 
 def _schema(function: ToolFunction) -> Schema:

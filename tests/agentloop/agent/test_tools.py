@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -517,3 +519,22 @@ async def test_a_tool_below_which_the_infrastructure_fails_says_so() -> None:
     async with Tools([judge]) as tools:
         output = await tools.run("judge", {"text": "x"})
     assert output.status is ToolCallStatus.INFRASTRUCTURE
+
+
+@pytest.mark.timeout(120)  # torch is imported, if it is installed
+def test_the_first_function_imports_nothing_slow_once_the_parser_is_imported() -> None:
+    program = (
+        "import sys\n"
+        "from agentloop.agent.tools import as_tool, import_schema_parser\n"
+        "import_schema_parser()\n"
+        "before = set(sys.modules)\n"
+        "def add(a: int, b: list[str] | None = None) -> str:\n"
+        "    '''Add.\\n\\n    Args:\\n        a: one.\\n        b: others.\\n    '''\n"
+        "as_tool(add)\n"
+        "late = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(late & {'torch', 'transformers'})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"
