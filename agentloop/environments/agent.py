@@ -176,7 +176,7 @@ class Agent:
 
         def observe(event: Event) -> None:
             if isinstance(event, RolloutStarted):
-                self._found[number] = event.trajectory
+                self._found[number] = event.record
             self._emit(event)
 
         try:
