@@ -35,6 +35,7 @@ __all__ = [
     "FunctionTool",
     "Reopen",
     "Schema",
+    "ThreadLimit",
     "Tool",
     "ToolFunction",
     "ToolOutput",
@@ -42,6 +43,7 @@ __all__ = [
     "as_tool",
     "concurrent",
     "import_schema_parser",
+    "in_daemon_thread",
 ]
 
 Schema = Mapping[str, Any]
@@ -153,7 +155,7 @@ class FunctionTool:
                     value = await self._function(**kwargs)
                 else:
                     call = functools.partial(self._function, **kwargs)
-                    value = await _in_daemon_thread(call, self.MAX_THREADS)
+                    value = await in_daemon_thread(call, self.MAX_THREADS)
                 if inspect.isawaitable(value):  # an async function behind a synchronous wrapper
                     value = await value
                 return ToolOutput(ToolCallStatus.OK, _as_text(value), started_s)
@@ -285,17 +287,26 @@ class Tools:
             await opened.closing.wait()  # no deadline: ends with the trajectory, which has one
 
 
-_thread_limiter = anyio.lowlevel.RunVar[anyio.CapacityLimiter]("_thread_limiter")
+ThreadLimit = anyio.lowlevel.RunVar[anyio.CapacityLimiter]
+_tool_threads = ThreadLimit("_tool_threads")
 
 
-async def _in_daemon_thread(function: Callable[[], Any], max_threads: int) -> Any:
-    """Run `function` in a thread that cannot keep the process from exiting."""
+async def in_daemon_thread(
+    function: Callable[[], Any], max_threads: int, limit: ThreadLimit = _tool_threads
+) -> Any:
+    """Run `function` in a thread that cannot keep the process from exiting.
+
+    A thread that is abandoned, because the caller is cancelled, counts until it ends.
+
+    Args:
+        max_threads: how many may run at a time, of those that share `limit`.
+    """
     loop_token = anyio.lowlevel.current_token()
     try:
-        limiter = _thread_limiter.get()
+        limiter = limit.get()
     except LookupError:
         limiter = anyio.CapacityLimiter(max_threads)
-        _thread_limiter.set(limiter)
+        limit.set(limiter)
     done = anyio.Event()
     outcome: list[tuple[bool, Any]] = []
     borrower = object()
@@ -313,12 +324,12 @@ async def _in_daemon_thread(function: Callable[[], Any], max_threads: int) -> An
         with suppress(RuntimeError):  # the event loop has closed, so nobody is waiting
             anyio.from_thread.run_sync(finish, token=loop_token)
 
-    threading.Thread(target=work, name=f"tool {function}", daemon=True).start()
+    threading.Thread(target=work, name=f"blocking {function}", daemon=True).start()
     await done.wait()  # no deadline: the call has one, timeout_s
     succeeded, value = outcome[0]
     if succeeded:
         return value
-    raise value if isinstance(value, Exception) else RuntimeError(f"the tool raised {value!r}")
+    raise value if isinstance(value, Exception) else RuntimeError(f"it raised {value!r}")
 
 
 def _cancelled_from_outside() -> bool:

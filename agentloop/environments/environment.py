@@ -26,7 +26,6 @@ from functools import partial
 from importlib import import_module
 from numbers import Real
 from operator import attrgetter
-from random import Random
 from typing import Any, ClassVar, overload
 
 import pydantic
@@ -52,8 +51,11 @@ __all__ = [
 EnvironmentFunction = Callable[..., Awaitable[Any]]
 """An async function of a task, an agent and, by name, the environment's arguments."""
 
-TaskFunction = Callable[[Random], Mapping[str, Any]]
-"""A function of a random number generator that returns the fields of a task."""
+TaskFunction = Callable[..., Mapping[str, Any]]
+"""A function of a `random.Random` that returns the fields of a task.
+
+Further parameters are arguments of the environment, by their names.
+"""
 
 
 class EnvSettings(pydantic.BaseModel):
@@ -123,7 +125,8 @@ class Environment:
             )
             known = ", ".join(fields) or "none"
             raise SettingsError(f"{problems} (arguments of {self.name}: {known})") from error
-        return replace(self, arguments={name: getattr(found, name) for name in fields})
+        values = {name: getattr(found, name) for name in fields}
+        return replace(self, arguments=values, tasks=_with_arguments(self.tasks, values))
 
 
 @overload
@@ -147,7 +150,8 @@ def environment(
 
     Args:
         tasks: a function of a `random.Random` that returns the fields of a task, such as
-            `{"answer": rng.randint(1, 100), "top": 100}`.
+            `{"answer": rng.randint(1, 100), "top": 100}`. Further parameters are arguments
+            of the environment, by their names.
         weights: weights of the named parts of the reward; 1 by default.
 
     Raises:
@@ -166,6 +170,15 @@ def _made(
     if len(inspect.signature(function).parameters) < 2:
         raise TypeError(f"environment: {function.__name__} must take a task and an agent")
     return Environment(function, tasks, weights)
+
+
+def _with_arguments(tasks: TaskFunction | None, values: Mapping[str, Any]) -> TaskFunction | None:
+    """Pass those of the environment's arguments to its task function that the function takes."""
+    if tasks is None:
+        return None
+    taken = list(inspect.signature(tasks).parameters)[1:]
+    given = {name: values[name] for name in taken if name in values}
+    return partial(tasks, **given) if given else tasks
 
 
 def load(settings: EnvSettings) -> Environment | None:

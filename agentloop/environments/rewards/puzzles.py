@@ -1,7 +1,7 @@
 """Score answers to reasoning-gym puzzles with the puzzles' own scorers, in the sandbox.
 
 Some scorers evaluate the answer as Python, so model output must not be scored in this process. Many
-give nonsense a score above 0, and some raise: only a score of exactly 1 is correct.
+give nonsense a score above 0, and some raise: an answer is correct only if its score is exactly 1.
 
 The program prints a line before it scores. A failure before that line is an infrastructure failure
 and gives no reward. A failure after it is attributed to the answer, which is then wrong: otherwise
@@ -16,13 +16,13 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from agentloop.environments.rewards.process_pool import CallFailed
 from agentloop.errors import SettingsError
-from agentloop.sandbox import CallResult, CallStatus, Pool, SandboxError
+from agentloop.sandbox import CallResult, CallStatus, SandboxError
 
-__all__ = ["is_solved"]
+__all__ = ["is_solved", "score"]
 
 _PROGRAM = """\
 import json, sys
@@ -33,7 +33,10 @@ except ImportError as error:
     outcome = {"missing": str(error)}
 else:
     where = request["puzzle"]
-    puzzles = reasoning_gym.create_dataset(where["family"], size=where["size"], seed=where["seed"])
+    options = where.get("options", {})
+    puzzles = reasoning_gym.create_dataset(
+        where["family"], size=where["size"], seed=where["seed"], **options
+    )
     entry = puzzles[where["index"]]
     print()
     print(request["mark"], "scores", flush=True)
@@ -46,13 +49,27 @@ print(request["mark"], json.dumps(outcome))
 """
 
 
+class Programs(Protocol):
+    """Runs programs: a sandbox `Pool`, or that of an environment's agent."""
+
+    async def run(self, code: str, stdin: str, *, timeout_s: float) -> CallResult: ...
+
+
 async def is_solved(
-    pool: Pool, puzzle: Mapping[str, Any], answer: str, *, timeout_s: float
+    pool: Programs, puzzle: Mapping[str, Any], answer: str, *, timeout_s: float
 ) -> tuple[bool, str]:
-    """Return whether `answer` scores 1, and an explanation.
+    """Return whether `answer` scores 1, and an explanation. Takes and raises what `score` does."""
+    value, why = await score(pool, puzzle, answer, timeout_s=timeout_s)
+    return value == 1, why
+
+
+async def score(
+    pool: Programs, puzzle: Mapping[str, Any], answer: str, *, timeout_s: float
+) -> tuple[float, str]:
+    """Return the score of `answer`, from 0 to 1, and an explanation.
 
     Args:
-        puzzle: Family, size, seed and index, as made by `tasks.py`.
+        puzzle: Family, size, seed, index and, if any, further options of the data set.
 
     Raises:
         CallFailed: The sandbox failed before scoring.
@@ -70,7 +87,7 @@ async def is_solved(
             raise _not_scored(result, mark)
         if result.status is not CallStatus.TIMEOUT:
             return _verdict(result, mark, family)
-    return False, f"{family} took longer than {timeout_s:g} s to score it, twice"
+    return 0.0, f"{family} took longer than {timeout_s:g} s to score it, twice"
 
 
 def _not_scored(result: CallResult, mark: str) -> Exception:
@@ -85,17 +102,17 @@ def _not_scored(result: CallResult, mark: str) -> Exception:
     return CallFailed(f"the sandbox call ended with status {result.status}: {why}")
 
 
-def _verdict(result: CallResult, mark: str, family: str) -> tuple[bool, str]:
+def _verdict(result: CallResult, mark: str, family: str) -> tuple[float, str]:
     outcome = _last_line(result.stdout, mark)
     if result.status is not CallStatus.OK or outcome is None:
         how = "" if result.status is CallStatus.OK else f" ({result.status})"
-        return False, f"it ended the process that scored it{how}"
+        return 0.0, f"it ended the process that scored it{how}"
     if "raised" in outcome:
-        return False, f"{family} raised {outcome['raised']} on it"
-    score = outcome.get("score")  # untrusted: the answer may have forged it
-    if not isinstance(score, int | float):
-        return False, f"{family} gives it no score"
-    return score == 1.0, f"{family} scores it {score:g}"
+        return 0.0, f"{family} raised {outcome['raised']} on it"
+    value = outcome.get("score")  # untrusted: the answer may have forged it
+    if not isinstance(value, int | float) or not 0 <= value <= 1:
+        return 0.0, f"{family} gives it no score"
+    return float(value), f"{family} scores it {value:g}"
 
 
 def _last_line(stdout: str, mark: str) -> dict[str, Any] | None:

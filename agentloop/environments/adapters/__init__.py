@@ -1,0 +1,8 @@
+"""Environments of other libraries, unmodified. A module imports its library when it is used.
+
+reasoning_gym:puzzle   puzzles, scored in the sandbox
+textworld:game         text adventures
+verifiers:rollout      an environment of verifiers or of its hub
+inspect_ai:sample      a task of Inspect: its data set, solver and scorer
+openenv:episode        a server of OpenEnv, over its WebSocket
+"""

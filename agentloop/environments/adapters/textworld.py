@@ -1,0 +1,99 @@
+"""Text adventures of TextWorld: the model reads what it sees, and writes commands.
+
+    tw-make custom --world-size 3 --quest-length 3 --seed 1 --output games/1.z8
+    env=agentloop.environments.adapters.textworld:game env.args.file=games/*.z8
+
+A game is one conversation, and each command a turn of it, so `budget.max_turns` should be at least
+`max_moves`. The reward is the share of the game's points that the model has got.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from random import Random
+from typing import Any
+
+from agentloop.distribution import require
+from agentloop.environments.adapters.blocking import Blocking
+from agentloop.environments.agent import Agent
+from agentloop.environments.environment import environment
+from agentloop.environments.tasks.sources import Task
+from agentloop.errors import SettingsError
+
+__all__ = ["game"]
+
+_SYSTEM = (
+    "You play a text adventure. Each of your messages is one command, such as: look, inventory, "
+    "go east, open chest, take key from chest. Write the command on the last line of the message."
+)
+
+
+def make_task(rng: Random, *, file: str) -> Mapping[str, Any]:
+    """Choose one of the games.
+
+    Raises:
+        SettingsError: there is no such file, or TextWorld is not installed.
+    """
+    require("textworld", {"textworld": "text adventures"})
+    files = sorted(glob.glob(file, recursive=True))
+    if not files:
+        raise SettingsError(f"env.args.file: {file}: there is no such file: make one with tw-make")
+    return {"file": rng.choice(files), "source": "textworld"}
+
+
+@environment(tasks=make_task, weights={"won": 0.0, "moves": 0.0})
+async def game(
+    task: Task,
+    agent: Agent,
+    *,
+    file: str,
+    max_moves: int = 50,
+    lists_commands: bool = False,
+    system: str = _SYSTEM,
+    timeout_s: float = 30.0,
+) -> dict[str, float]:
+    """Let the model play a game until it ends.
+
+    Args:
+        file: a game (.z8 or .ulx), or a pattern of several, such as games/*.z8.
+        max_moves: the game ends after this many commands.
+        lists_commands: tell the model which commands are possible.
+        system: system message.
+        timeout_s: time limit of one command.
+    """
+    textworld = import_module("textworld")
+    wanted = ("objective", "score", "max_score", "won", "admissible_commands")
+    infos = textworld.EnvInfos(**dict.fromkeys(wanted, True))
+    library = Blocking("textworld", timeout_s)
+    async with library.opened(textworld.start, task.file, infos) as play:
+        state = await library.call(play.reset)
+        moves = 0
+
+        async def answer(command: str) -> str | None:
+            nonlocal state, moves
+            moves += 1
+            state, _, is_over = await library.call(play.step, _command(command))
+            return None if is_over or moves == max_moves else _scene(state, lists_commands)
+
+        await agent.run(_scene(state, lists_commands), system=system or None, reply=answer)
+    most = state["max_score"] or 1
+    return {"score": (state["score"] or 0) / most, "won": bool(state["won"]), "moves": moves}
+
+
+def _command(answer: str) -> str:
+    """Return the command in the model's answer: its last line that is not empty."""
+    lines = [line.strip() for line in answer.splitlines() if line.strip()]
+    return lines[-1].removeprefix(">").strip() if lines else "look"
+
+
+def _scene(state: Mapping[str, Any], lists_commands: bool) -> str:
+    """Return what the player sees, without the title, the prompt and the score."""
+    text = re.sub(r"\n>[^\n]*\Z", "", state["feedback"].rstrip()).strip()
+    if (objective := state.get("objective")) and objective in text:
+        text = text[text.index(objective) :]  # the title is before it, as a picture
+    if not lists_commands:
+        return text
+    return f"{text}\n\nYou can: {', '.join(state['admissible_commands'])}"

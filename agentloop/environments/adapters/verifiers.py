@@ -1,0 +1,85 @@
+"""An environment of verifiers, such as one of its hub, with our agent behind its OpenAI client.
+
+    env=agentloop.environments.adapters.verifiers:rollout env.args.id=wordle
+
+verifiers drives the rollout: it runs the tools, and asks for completions, each of which is a
+conversation of its own. The reward is that of its rubric, and the rubric's metrics are parts.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from random import Random
+from typing import Any
+
+from agentloop.distribution import require
+from agentloop.environments.adapters.completions import AgentTransport
+from agentloop.environments.agent import Agent
+from agentloop.environments.environment import environment
+from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.tasks.sources import Task
+
+__all__ = ["rollout"]
+
+
+def make_task(rng: Random, *, id: str, args: dict[str, Any] | None) -> Mapping[str, Any]:
+    """Choose a row of the environment's data set.
+
+    Raises:
+        SettingsError: verifiers is not installed.
+    """
+    rows = _loaded(id, json.dumps(args or {}, sort_keys=True)).get_dataset()
+    row = rng.randrange(len(rows))
+    return {"row": row, "answer": rows[row].get("answer", ""), "source": id}
+
+
+@environment(tasks=make_task)
+async def rollout(
+    task: Task, agent: Agent, *, id: str, args: dict[str, Any] | None = None
+) -> Reward:
+    """Let verifiers run and score a rollout.
+
+    Args:
+        id: name of the environment, an installed package.
+        args: arguments of its `load_environment`.
+    """
+    found = _loaded(id, json.dumps(args or {}, sort_keys=True))
+    openai, vf = import_module("openai"), import_module("verifiers")
+    http = openai.DefaultAsyncHttpxClient(transport=AgentTransport(agent), timeout=None)
+    async with openai.AsyncOpenAI(
+        api_key="none", base_url="http://agent/v1", max_retries=0, http_client=http
+    ) as client:
+        ended = await found.run_rollout(
+            dict(found.get_dataset()[task.row]),
+            vf.OpenAIChatCompletionsClient(client),
+            model="agent",
+            sampling_args={},
+        )
+    if error := ended.get("error"):
+        why = error.get("error_chain_str") if isinstance(error, Mapping) else error
+        raise RuntimeError(f"verifiers: {id}: {why}")
+    metrics = {name: float(value) for name, value in (ended.get("metrics") or {}).items()}
+    return Reward(float(ended["reward"]), None, f"by the rubric of {id}", metrics)
+
+
+@cache
+def _loaded(id: str, args: str) -> Any:
+    """Return the environment of that name."""
+    require("verifiers", {"verifiers": "an environment of verifiers"})
+    with _no_signal_handlers():
+        return import_module("verifiers").load_environment(id, **json.loads(args))
+
+
+@contextmanager
+def _no_signal_handlers() -> Iterator[None]:
+    """Keep the library from handling signals: it does when an environment is made, and exits."""
+    install, signal.signal = signal.signal, lambda number, handler: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        signal.signal = install

@@ -1,0 +1,78 @@
+"""A host whose model is a function of the conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import anyio.lowlevel
+
+from agentloop.agent.rollout import Budget
+from agentloop.agent.tools import Tools
+from agentloop.environments.environment import Environment
+from agentloop.environments.episodes import EnvironmentGroups, Episode
+from agentloop.environments.tasks.sources import Task
+from agentloop.events import RolloutStarted
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.trajectory import Message, StopReason, ToolCall, Trajectory, Turn, TurnEnd
+
+Said = str | tuple[str, dict[str, Any]]
+"""A message, or a tool call: name and arguments."""
+
+
+class Scripted:
+    """Runs conversations with a function of the messages so far in place of the model."""
+
+    def __init__(self, script: Callable[[list[Message]], Said], pool: Any = None) -> None:
+        self.pool: Any = pool
+        self.script = script
+        self.asked: list[tuple[str, list[Message], list[str]]] = []  # id, messages, tools
+
+    async def rollout(
+        self, messages: Any, *, tools: Any, budget: Budget, reply: Any, id: str, **options: Any
+    ) -> Trajectory:
+        names = [schema["function"]["name"] for schema in Tools(tools).schemas]
+        self.asked.append((id, list(messages), names))
+        found = Trajectory(id, [9], stop_reason=StopReason.ANSWERED)
+        options["on_event"](RolloutStarted(found, ""))
+        seen = list(messages)
+        while True:
+            await anyio.lowlevel.checkpoint()
+            said = self.script(seen)
+            turn = Turn(output_ids=[1], logprobs=[-1.0], end=TurnEnd.STOP)
+            found.turns.append(turn)
+            if isinstance(said, tuple):
+                turn.calls.append(ToolCall(f"call_{len(self.asked)}", *said, "", 0, 1))
+                found.stop_reason = StopReason.CALLER_TOOLS
+                return found
+            turn.text = found.answer = said
+            text = await reply(said) if reply is not None else None
+            if text is None:
+                return found
+            if len(found.turns) == budget.max_turns:
+                found.stop_reason = StopReason.TURN_BUDGET
+                return found
+            seen += [{"role": "assistant", "content": said}, {"role": "user", "content": text}]
+
+
+def task_of(environment: Environment, seed: int = 0) -> Task:
+    """Return a task of the environment's own."""
+    assert environment.tasks is not None
+    fields: Mapping[str, Any] = environment.tasks(Random(seed))
+    rest = {name: value for name, value in fields.items() if name not in ("prompt", "answer")}
+    return Task("t", fields.get("prompt", ""), str(fields.get("answer", "")), extra=rest)
+
+
+async def play(
+    environment: Environment, host: Any, *, size: int = 1, timeout_s: float = 60, seed: int = 0
+) -> Sequence[Episode]:
+    """Run a group of the environment's own task."""
+    groups = EnvironmentGroups(environment, host, sampling=Sampling(seed=7))
+    return await groups(
+        task_of(environment, seed),
+        size=size,
+        name="1-t",
+        budget=Budget(timeout_s=timeout_s, max_turns=50),
+        on_queued=lambda: None,
+    )

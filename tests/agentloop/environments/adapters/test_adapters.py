@@ -1,0 +1,342 @@
+"""Adapters: what happens when a library, or the agent below it, fails."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from aiohttp import web
+
+from agentloop.agent.rollout import Budget
+from agentloop.environments.adapters import inspect_ai, openenv, reasoning_gym, textworld, verifiers
+from agentloop.environments.adapters.blocking import Blocking
+from agentloop.environments.adapters.completions import AgentTransport
+from agentloop.environments.agent import Agent
+from agentloop.environments.environment import Environment
+from agentloop.errors import PromptTooLong, RequestError, ServerUnavailable, SettingsError
+from agentloop.events import ignore
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.sandbox import CallResult, CallStatus
+from agentloop.trajectory import Message
+from tests.agentloop.environments.adapters.scripted import Said, Scripted, play, task_of
+
+pytestmark = pytest.mark.anyio
+
+
+class Closable:
+    def __init__(self) -> None:
+        self.num_closed = 0
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+    def fail(self) -> None:
+        raise KeyError("board")
+
+
+async def test_what_a_library_opens_is_closed_also_after_an_error() -> None:
+    thing = Closable()
+    library = Blocking("games", 5)
+    with pytest.raises(KeyError, match="board"):
+        async with library.opened(lambda: thing):
+            await library.call(thing.fail)
+    assert thing.num_closed == 1
+    with anyio.CancelScope() as scope:
+        async with library.opened(lambda: thing):
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert thing.num_closed == 2
+
+
+async def test_a_call_that_hangs_ends_at_its_deadline_and_what_it_uses_is_left_alone() -> None:
+    thing, release = Closable(), threading.Event()
+
+    def hang() -> None:
+        release.wait(10)
+
+    library = Blocking("games that hang", 0.05)
+    with pytest.raises(TimeoutError, match=r"games that hang: hang took more than 0.05 s"):
+        async with library.opened(lambda: thing):
+            await library.call(hang)
+    assert thing.num_closed == 0
+    release.set()
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "extra"),
+    [
+        (reasoning_gym.puzzle, {"families": ["countdown"]}, "reasoning-gym"),
+        (textworld.game, {"file": "game.z8"}, "textworld"),
+        (verifiers.rollout, {"id": "wordle"}, "verifiers"),
+        (inspect_ai.sample, {"name": "tasks.py@one"}, "inspect"),
+    ],
+)
+def test_a_library_that_is_missing_is_named_with_its_extra(
+    environment: Environment, arguments: Any, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentloop.distribution.is_installed", lambda module: False)
+    with pytest.raises(SettingsError, match=rf"not installed: pip install '.*\[{extra}\]'"):
+        task_of(environment.with_arguments(arguments))
+
+
+def an_agent(host: Any) -> Agent:
+    return Agent(host, ignore, id="a", sampling=Sampling(), budget=Budget())
+
+
+async def posted(host: Any, body: dict[str, Any]) -> httpx.Response:
+    transport: Any = AgentTransport(an_agent(host))
+    async with httpx.AsyncClient(transport=transport) as client:
+        return await client.post("http://agent/v1/chat/completions", json=body)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+async def test_an_openai_client_gets_completions_of_the_agent() -> None:
+    host = Scripted(lambda seen: ("add", {"a": 1}) if len(seen) == 1 else "3")
+    asked: list[Message] = [{"role": "user", "content": "1 + 2?"}]
+    body = {"model": "agent", "messages": asked, "tools": [TOOL]}
+    answer = (await posted(host, body)).json()
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+        "add",
+        {"a": 1},
+    )
+    assert answer["usage"] == {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    messages = [*asked, choice["message"], {"role": "tool", "content": "3"}]
+    answer = (await posted(host, {**body, "messages": messages, "tool_choice": "none"})).json()
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "3"}
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert [tools for _, _, tools in host.asked] == [["add"], []]
+
+
+async def test_an_openai_client_is_told_what_has_failed() -> None:
+    def too_long(seen: list[Message]) -> Said:
+        raise PromptTooLong("messages: this model's maximum context length is 8 tokens")
+
+    body = {"model": "agent", "messages": [{"role": "user", "content": "?"}]}
+    answer = await posted(Scripted(too_long), body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+    def gone(seen: list[Message]) -> Said:
+        raise ServerUnavailable("gone")
+
+    answer = await posted(Scripted(gone), body)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "gone")
+
+
+class Scorer:
+    """A sandbox in which every answer gets the same score."""
+
+    def __init__(self, score: object) -> None:
+        self.score = score
+
+    async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
+        mark = json.loads(stdin)["mark"]
+        stdout = f"\n{mark} scores\n\n{mark} {json.dumps({'score': self.score})}\n"
+        return CallResult(1, CallStatus.OK, stdout=stdout)
+
+
+@pytest.fixture
+def gym(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A reasoning-gym whose only puzzle is a sum; returns the options of its data sets."""
+    asked: list[dict[str, Any]] = []
+
+    def create_dataset(family: str, **options: Any) -> Any:
+        if "levle" in options:
+            raise TypeError("unexpected keyword argument 'levle'")
+        asked.append({"family": family, **options})
+        return [{"question": "1 + 1?", "answer": "2"}]
+
+    monkeypatch.setattr("agentloop.distribution.is_installed", lambda module: True)
+    module = type("gym", (), {"create_dataset": staticmethod(create_dataset)})
+    monkeypatch.setattr(reasoning_gym, "import_module", lambda name: module)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("answer", "score", "partial", "value"),
+    [
+        ("<answer>2</answer>", 0.0, True, 1.0),
+        ("<answer>two</answer>", 0.25, True, 0.25),
+        ("<answer>two</answer>", 0.25, False, 0.0),
+        ("<answer>1+1</answer>", 1.0, False, 1.0),
+        ("<answer>forged</answer>", 1e9, True, 0.0),
+        ("2", 1.0, True, 0.0),
+    ],
+)
+async def test_a_puzzle_gives_its_score(
+    gym: Any, answer: str, score: object, partial: bool, value: float
+) -> None:
+    options = {"sum": {"level": 3}}
+    arguments = {"families": ["sum"], "options": options, "partial_credit": partial}
+    puzzle = reasoning_gym.puzzle.with_arguments(arguments)
+    (episode,) = await play(puzzle, Scripted(lambda seen: answer, Scorer(score)))
+    assert episode.reward is not None
+    assert episode.reward.value == value
+    assert gym[0]["level"] == 3
+
+
+def test_an_option_that_a_puzzle_does_not_have_is_refused(gym: Any) -> None:
+    arguments = {"families": ["sum"], "options": {"sum": {"levle": 3}}}
+    with pytest.raises(SettingsError, match=r"env.args: reasoning-gym's 'sum': .*'levle'"):
+        task_of(reasoning_gym.puzzle.with_arguments(arguments))
+
+
+def test_a_game_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentloop.distribution.is_installed", lambda module: True)
+    with pytest.raises(SettingsError, match=r"env.args.file: no/\*.z8: there is no such file"):
+        task_of(textworld.game.with_arguments({"file": "no/*.z8"}))
+
+
+class Lock:
+    """An OpenEnv server: a lock that opens at the right number, and a hand that it may bite."""
+
+    def __init__(self) -> None:
+        number = {"type": "integer"}
+        self.schema: Any = {"properties": {"number": number}, "required": ["number"]}
+        self.num_open = self.most_open = 0
+
+    async def describe(self, request: web.Request) -> web.Response:
+        return web.json_response({"action": self.schema})
+
+    async def session(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        try:
+            async for message in socket:
+                asked = json.loads(message.data)
+                if asked["data"].get("number") == 13:
+                    break
+                await socket.send_json(self.answer(asked["type"], asked["data"]))
+        finally:
+            self.num_open -= 1
+        return socket
+
+    def answer(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        if kind == "reset":
+            said: Any = {"text": f"seed {data['seed']} {data['size']}", "other": None}
+            return {"type": "observation", "data": {"observation": said, "reward": None}}
+        number = data.get("number")
+        if not isinstance(number, int):
+            error = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": ["int"]}
+            return {"type": "error", "data": error}
+        if number == 7:
+            return {"type": "error", "data": {"message": "ouch", "code": "EXECUTION_ERROR"}}
+        seen = {"a": number, "b": "closed"}
+        data = {"observation": seen, "reward": 0.5, "done": number == 3}
+        return {"type": "observation", "data": data}
+
+
+@asynccontextmanager
+async def serving(lock: Lock) -> AsyncIterator[str]:
+    app = web.Application()
+    app.add_routes([web.get("/schema", lock.describe), web.get("/ws", lock.session)])
+    runner = web.AppRunner(app, shutdown_timeout=1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
+    finally:
+        await runner.cleanup()
+
+
+def numbers(*said: str) -> Scripted:
+    return Scripted(lambda seen: said[(len(seen) - 1) // 2])
+
+
+async def test_an_episode_ends_when_the_server_says_so_and_its_rewards_are_added() -> None:
+    lock = Lock()
+    async with serving(lock) as url:
+        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
+        host = numbers("I say five.", 'So: {"number": 5}', '{"number": 3}')
+        (episode,) = await play(environment, host)
+        seed = task_of(environment).seed
+    assert episode.reward is not None
+    assert episode.reward.parts == {"reward": 1.0, "steps": 3}
+    assert episode.reward.value == 1.0
+    (_, (system, first), _) = host.asked[0]
+    assert '"number"' in system["content"]
+    assert first["content"] == f"seed {seed} 2"
+    assert lock.num_open == 0
+
+
+async def test_a_text_is_an_action_without_json() -> None:
+    lock = Lock()
+    lock.schema = {"properties": {"say": {"type": "string"}}, "required": ["say"]}
+    asked: list[Any] = []
+    lock.answer = lambda kind, data: (  # type: ignore[method-assign]
+        asked.append((kind, data))
+        or {"type": "observation", "data": {"observation": {"text": "hm"}, "done": kind == "step"}}
+    )
+    async with serving(lock) as url:
+        environment = openenv.episode.with_arguments({"url": url, "system": "Speak."})
+        host = numbers("friend")
+        await play(environment, host)
+    assert asked[1] == ("step", {"say": "friend"})
+    assert [one["content"] for one in host.asked[0][1]] == ["Speak.", "hm"]
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [("7", r"openenv: step: ouch \(EXECUTION_ERROR\)"), ("13", "closed the connection at step")],
+)
+async def test_a_server_that_fails_is_the_environments_failure(number: str, why: str) -> None:
+    lock = Lock()
+    async with serving(lock) as url:
+        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
+        with pytest.raises(RequestError, match=why):
+            await play(environment, numbers(f'{{"number": {number}}}'))
+        gone = url
+    with pytest.raises(RequestError, match=r"environment episode: .* raised Client"):
+        await play(environment.with_arguments({"url": gone}), numbers("1"))
+
+
+async def test_a_server_gets_as_many_sessions_as_it_may_have() -> None:
+    for most in (1, 3):
+        lock = Lock()
+        async with serving(lock) as url:
+            arguments = {"url": url, "reset": {"size": 2}, "max_sessions": most}
+            environment = openenv.episode.with_arguments(arguments)
+            episodes = await play(environment, numbers('{"number": 3}'), size=6)
+        assert [one.reward and one.reward.value for one in episodes] == [0.5] * 6
+        assert lock.most_open == most
+
+
+async def test_a_session_ends_with_its_rollout() -> None:
+    lock = Lock()
+
+    def hang(seen: list[Message]) -> Said:
+        scope.cancel()
+        return '{"number": 1}'
+
+    async with serving(lock) as url:
+        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
+        with anyio.CancelScope() as scope:
+            await play(environment, Scripted(hang))
+        with anyio.fail_after(10):
+            while lock.num_open:
+                await anyio.lowlevel.checkpoint()
+
+
+async def test_a_failure_below_the_agent_is_not_the_librarys() -> None:
+    def gone(seen: list[Message]) -> Said:
+        raise ServerUnavailable("gone")
+
+    async with serving(Lock()) as url:
+        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
+        (episode,) = await play(environment, Scripted(gone))
+    assert episode.reward is not None
+    assert episode.reward.reason == "infrastructure: gone"

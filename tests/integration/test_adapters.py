@@ -1,0 +1,386 @@
+"""The real libraries that have adapters, with a script in place of the model.
+
+Not all of them can be installed beside SGLang, and together they are large, so they have a tox
+environment of their own: `tox -e adapters`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentloop.environments.adapters import inspect_ai, textworld, verifiers
+from agentloop.environments.environment import Environment
+from agentloop.errors import PromptTooLong, RequestError, ServerUnavailable, SettingsError
+from agentloop.trajectory import Message
+from tests.agentloop.environments.adapters.scripted import Said, Scripted, play, task_of
+from tests.integration.conftest import need
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.real,
+    pytest.mark.timeout(300),
+    # What the libraries import is not ours.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:.*not fully supported"),
+]
+
+
+def needs(module: str, package: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        need(f"{package}: tox -e adapters")
+
+
+@pytest.fixture(scope="module")
+def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two games of TextWorld, made by its own command."""
+    needs("textworld", "TextWorld")
+    folder = tmp_path_factory.mktemp("games")
+    size = ["--world-size", "1", "--nb-objects", "2", "--quest-length", "1"]
+    for seed in ("1", "2"):
+        command = [Path(sys.executable).with_name("tw-make"), "custom", *size, "--silent"]
+        output = ["--seed", seed, "--output", folder / f"{seed}.z8"]
+        subprocess.run([*command, *output], check=True, capture_output=True, timeout=200)
+    return folder
+
+
+def first_command(seen: list[Message]) -> str:
+    """Take or do the first thing that is listed and could be what the quest asks for."""
+    listed = seen[-1]["content"].rpartition("You can: ")[2].split(", ")
+    wanted = [one for one in listed if re.match(r"take|open|insert|put|eat|unlock|go", one)]
+    return f"I think.\n> {wanted[0] if wanted else listed[0]}"
+
+
+async def test_a_text_adventure_is_played(games: Path) -> None:
+    arguments = {"file": str(games / "*.z8"), "lists_commands": True, "max_moves": 30}
+    game = textworld.game.with_arguments(arguments)
+    files = {task_of(game, seed).file for seed in range(20)}
+    assert files == {str(games / "1.z8"), str(games / "2.z8")}
+    host = Scripted(first_command)
+    episodes = await play(game, host, size=4)
+    for episode in episodes:
+        assert episode.reward is not None
+        assert episode.reward.parts.keys() == {"score", "won", "moves"}
+        assert episode.reward.value == episode.reward.parts["score"]
+        assert len(episode.trajectories) == 1
+        assert len(episode.trajectories[0].turns) == episode.reward.parts["moves"]
+    (_, (system, first), _) = host.asked[0]
+    assert "one command" in system["content"]
+    assert not re.search(r"[|>$]", first["content"])
+
+
+async def test_a_text_adventure_is_won_by_its_walkthrough(games: Path) -> None:
+    library = importlib.import_module("textworld")
+    file = str(games / "1.z8")
+    walkthrough = library.Game.load(file.replace(".z8", ".json")).metadata["walkthrough"]
+    host = Scripted(lambda seen: walkthrough[(len(seen) - 2) // 2])
+    (episode,) = await play(textworld.game.with_arguments({"file": file}), host)
+    assert episode.reward is not None
+    assert episode.reward.parts == {"score": 1.0, "won": 1.0, "moves": len(walkthrough)}
+    assert episode.reward.value == 1.0
+
+
+async def test_a_failure_below_a_text_adventure_is_not_the_games(games: Path) -> None:
+    def gone(seen: list[Message]) -> Said:
+        raise ServerUnavailable("gone")
+
+    game = textworld.game.with_arguments({"file": str(games / "1.z8")})
+    (episode,) = await play(game, Scripted(gone))
+    assert episode.reward is not None
+    assert episode.reward.reason == "infrastructure: gone"
+
+
+INSPECT = '''
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import Score, accuracy, match, model_graded_qa, scorer
+from inspect_ai.solver import generate, solver, system_message, use_tools
+from inspect_ai.tool import tool
+from inspect_ai.util import store
+
+SUMS = [Sample(input=f"What is 1 + {n}?", target=str(1 + n)) for n in range(1, 6)]
+
+
+@tool
+def add():
+    async def execute(a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: One.
+            b: The other.
+        """
+        return str(a + b)
+
+    return execute
+
+
+@solver
+def count():
+    async def solve(state, generate):
+        store().set("count", store().get("count", 0) + 1)
+        state.metadata["count"] = store().get("count")
+        return state
+
+    return solve
+
+
+@scorer(metrics=[accuracy()])
+def parts():
+    async def score(state, target):
+        right = state.output.completion == target.text
+        return Score(value={"right": right, "first": state.metadata["count"] == 1})
+
+    return score
+
+
+@task
+def sums(system: str = "Be brief."):
+    return Task(SUMS, solver=[system_message(system), generate()], scorer=match())
+
+
+@task
+def tools():
+    return Task(SUMS, solver=[use_tools(add()), generate()], scorer=match(), message_limit=5)
+
+
+@task
+def graded():
+    return Task(SUMS, solver=generate(), scorer=model_graded_qa())
+
+
+@task
+def stored():
+    return Task(SUMS, setup=count(), solver=generate(), scorer=parts())
+
+
+@task
+def boxed():
+    return Task(SUMS, solver=generate(), scorer=match(), sandbox="docker")
+'''
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    needs("inspect_ai", "Inspect")
+    file = tmp_path / "own_tasks.py"
+    file.write_text(INSPECT)
+    return file
+
+
+def last_user(seen: list[Message]) -> str:
+    return str(next(one["content"] for one in reversed(seen) if one["role"] == "user"))
+
+
+def right(seen: list[Message]) -> str:
+    a, b = map(int, re.findall(r"\d+", last_user(seen)))
+    return str(a + b)
+
+
+@pytest.mark.parametrize(("script", "value"), [(right, 1.0), (lambda seen: "no idea", 0.0)])
+async def test_an_inspect_task_is_solved_and_scored(
+    tasks: Path, script: Said, value: float
+) -> None:
+    arguments = {"name": f"{tasks}@sums", "args": {"system": "Add."}}
+    sample = inspect_ai.sample.with_arguments(arguments)
+    host = Scripted(script)  # type: ignore[arg-type]
+    for episode in await play(sample, host, size=3):
+        assert episode.reward is not None
+        assert episode.reward.value == value, episode.reward
+    assert [one["content"] for one in host.asked[0][1]] == ["Add.", host.asked[0][1][1]["content"]]
+    assert len({task_of(sample, seed).row for seed in range(40)}) == 5
+
+
+async def test_an_inspect_task_runs_its_tools(tasks: Path) -> None:
+    def script(seen: list[Message]) -> Said:
+        if seen[-1]["role"] == "tool":
+            assert seen[-2]["tool_calls"][0]["function"]["name"] == "add"
+            return str(seen[-1]["content"])
+        a, b = map(int, re.findall(r"\d+", last_user(seen)))
+        return "add", {"a": a, "b": b}
+
+    host = Scripted(script)
+    (episode,) = await play(inspect_ai.sample.with_arguments({"name": f"{tasks}@tools"}), host)
+    assert episode.reward is not None
+    assert episode.reward.value == 1.0
+    assert [names for _, _, names in host.asked] == [["add"], ["add"]]
+    assert len(episode.trajectories) == 2
+
+    endless = Scripted(lambda seen: ("add", {"a": 1, "b": 1}))
+    (episode,) = await play(inspect_ai.sample.with_arguments({"name": f"{tasks}@tools"}), endless)
+    assert episode.reward is not None
+    assert episode.reward.value == 0.0  # at its limit of messages it is scored
+    assert len(endless.asked) == 2
+
+
+async def test_a_grader_of_inspect_is_another_agent(tasks: Path) -> None:
+    def script(seen: list[Message]) -> str:
+        return "GRADE: C" if "GRADE" in last_user(seen) else "2"
+
+    graded = inspect_ai.sample.with_arguments({"name": f"{tasks}@graded"})
+    (episode,) = await play(graded, Scripted(script))
+    assert episode.reward is not None
+    assert episode.reward.value == 1.0
+    assert len(episode.trajectories) == 1
+    assert episode.others["grader"].is_trained is False
+    assert len(episode.others["grader"].trajectories) == 1
+
+
+async def test_rollouts_of_inspect_do_not_share_a_store(tasks: Path) -> None:
+    stored = inspect_ai.sample.with_arguments({"name": f"{tasks}@stored"})
+    for episode in await play(stored, Scripted(right), size=3):
+        assert episode.reward is not None
+        assert episode.reward.parts == {"right": 1.0, "first": 1.0}
+        assert episode.reward.value == 1.0
+
+
+def test_inspect_tasks_that_cannot_run_are_refused(tasks: Path) -> None:
+    with pytest.raises(SettingsError, match="boxed needs a sandbox of Inspect: not supported"):
+        task_of(inspect_ai.sample.with_arguments({"name": f"{tasks}@boxed"}))
+    for name in ("own_tasks.py", f"{tasks}@nothing", "no_such_package/task"):
+        with pytest.raises(SettingsError, match=r"env.args.name: .*; write FILE@NAME"):
+            task_of(inspect_ai.sample.with_arguments({"name": name}))
+
+
+async def test_a_failure_below_inspect_is_not_the_tasks(tasks: Path) -> None:
+    def gone(seen: list[Message]) -> Said:
+        raise ServerUnavailable("gone")
+
+    sums = inspect_ai.sample.with_arguments({"name": f"{tasks}@sums"})
+    (episode,) = await play(sums, Scripted(gone))
+    assert episode.reward is not None
+    assert episode.reward.reason == "infrastructure: gone"
+
+
+VERIFIERS = '''
+import verifiers as vf
+from datasets import Dataset
+
+SUMS = [{"question": f"What is 1 + {n}?", "answer": str(1 + n)} for n in range(1, 6)]
+
+
+async def right(completion, answer) -> float:
+    return float(answer in completion[-1]["content"])
+
+
+async def brief(completion) -> float:
+    return float(len(completion[-1]["content"]) < 3)
+
+
+async def count(state) -> float:
+    return float(len(state["trajectory"]))
+
+
+def add(a: int, b: int) -> str:
+    """Add two numbers."""
+    return str(a + b)
+
+
+class Countdown(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        state["left"] = state.get("left", 3) - 1
+        if self.fails:
+            raise KeyError("board")
+        return [{"role": "user", "content": f"{state['left']} left"}]
+
+    @vf.stop
+    async def is_over(self, state) -> bool:
+        return state.get("left", 3) == 0
+
+
+def load_environment(kind: str = "single"):
+    data = Dataset.from_list(SUMS)
+    rubric = vf.Rubric(funcs=[right, brief, count], weights=[1.0, 0.5, 0.0])
+    common = {"dataset": data, "rubric": rubric}
+    if kind == "single":
+        return vf.SingleTurnEnv(system_prompt="Add.", **common)
+    if kind == "tools":
+        return vf.ToolEnv(tools=[add], max_turns=5, **common)
+    env = Countdown(**common)
+    env.fails = kind == "broken"
+    return env
+'''
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An environment of verifiers that is installed."""
+    needs("verifiers", "verifiers")
+    folder = tmp_path_factory.mktemp("hub")
+    (folder / "own_sums.py").write_text(VERIFIERS)
+    sys.path.append(str(folder))
+    yield "own-sums"
+    sys.path.remove(str(folder))
+
+
+def of_verifiers(id: str, kind: str) -> Environment:
+    return verifiers.rollout.with_arguments({"id": id, "args": {"kind": kind}})
+
+
+async def test_a_verifiers_environment_is_run_and_scored(hub: str) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    single = of_verifiers(hub, "single")
+    assert len({task_of(single, seed).row for seed in range(40)}) == 5
+    host = Scripted(right)
+    for episode in await play(single, host, size=3):
+        assert episode.reward is not None
+        assert episode.reward.value == 1.5
+        assert {"right": 1.0, "brief": 1.0, "count": 1.0}.items() <= episode.reward.parts.items()
+    assert host.asked[0][1][0] == {"role": "system", "content": "Add."}
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+
+
+async def test_a_verifiers_environment_of_several_turns(hub: str) -> None:
+    host = Scripted(lambda seen: f"{len(seen)}")
+    (episode,) = await play(of_verifiers(hub, "countdown"), host)
+    assert episode.reward is not None
+    assert episode.reward.parts["count"] == 4.0
+    assert [len(messages) for _, messages, _ in host.asked] == [1, 3, 5, 7]
+    assert host.asked[1][1][1]["content"] == "1"
+
+
+async def test_a_verifiers_environment_runs_its_tools(hub: str) -> None:
+    def script(seen: list[Message]) -> Said:
+        if seen[-1]["role"] == "tool":
+            return str(seen[-1]["content"])
+        a, b = map(int, re.findall(r"\d+", last_user(seen)))
+        return "add", {"a": a, "b": b}
+
+    host = Scripted(script)
+    (episode,) = await play(of_verifiers(hub, "tools"), host)
+    assert episode.reward is not None
+    assert episode.reward.value == 1.5
+    assert [names for _, _, names in host.asked] == [["add"], ["add"]]
+
+
+async def test_a_verifiers_environment_that_fails_gives_no_reward(hub: str) -> None:
+    with pytest.raises(RequestError, match=r"environment rollout: .* raised .*board"):
+        await play(of_verifiers(hub, "broken"), Scripted(right))
+
+
+async def test_a_failure_below_verifiers_is_not_the_environments(hub: str) -> None:
+    def gone(seen: list[Message]) -> Said:
+        raise ServerUnavailable("gone")
+
+    (episode,) = await play(of_verifiers(hub, "single"), Scripted(gone))
+    assert episode.reward is not None
+    assert episode.reward.reason == "infrastructure: gone"
+
+
+async def test_a_rollout_of_verifiers_that_fills_the_context_is_scored(hub: str) -> None:
+    def script(seen: list[Message]) -> Said:
+        if len(seen) == 3:
+            raise PromptTooLong("messages: this model's maximum context length is 8 tokens")
+        return "2 3 4 5 6"
+
+    (episode,) = await play(of_verifiers(hub, "countdown"), Scripted(script))
+    assert episode.reward is not None
+    assert episode.reward.parts["right"] == 1.0
