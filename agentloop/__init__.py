@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from agentloop.agent.mcp import mcp_server
     from agentloop.agent.rollout import Budget
     from agentloop.environments.agent import Agent
     from agentloop.environments.environment import Environment, environment
@@ -58,9 +59,11 @@ __all__ = [
     "Trajectory",
     "Turn",
     "environment",
+    "mcp_server",
 ]
 
 _MODULES = {
+    "agentloop.agent.mcp": ("mcp_server",),
     "agentloop.agent.rollout": ("Budget",),
     "agentloop.environments.agent": ("Agent",),
     "agentloop.environments.environment": ("Environment", "environment"),

@@ -38,7 +38,8 @@ def guide(name: str) -> str:
 
 def test_there_are_guides() -> None:
     assert [path.stem for path in GUIDES] == [
-        "your-data", "your-environment", "your-gpus", "your-model", "your-reward", "your-tool"
+        "mcp", "your-data", "your-environment", "your-gpus", "your-model", "your-reward",
+        "your-tool",
     ]  # fmt: skip
 
 

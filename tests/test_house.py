@@ -322,6 +322,7 @@ def test_the_public_names() -> None:
         "Trajectory",
         "Turn",
         "environment",
+        "mcp_server",
     ]
     for name in agentloop.__all__:
         assert getattr(agentloop, name).__module__.startswith("agentloop.")
@@ -407,11 +408,13 @@ def test_no_file_is_longer_than_people_read() -> None:
     assert long == set(LONG_FILES)
 
 
-def test_train_has_at_most_230_settings() -> None:
+def test_train_has_at_most_224_settings() -> None:
+    """Those of a table that the user names, such as a stage or an MCP server, do not count."""
     from agentloop.cli.train import TrainSettings
     from agentloop.config import describe_settings
 
-    assert len([*describe_settings(TrainSettings)]) <= 230
+    keys = [key for key, _, _ in describe_settings(TrainSettings)]
+    assert len([key for key in keys if ".NAME." not in key]) <= 224
 
 
 def test_the_top_level_stays_small() -> None:

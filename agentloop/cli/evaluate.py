@@ -54,7 +54,7 @@ _GENERATED = 64  # default number of tasks of a generator, which has no end
 _LINES = 20  # progress lines printed without a terminal
 _TICK_S = 0.5
 # Settings that may not change on --resume: otherwise the samples would be mixed.
-_FIXED = ("model", "chat", "tools", "tool_timeout_s", "sampling", "env", "tasks", "reward")
+_FIXED = ("model", "chat", "mcp", "tools", "tool_timeout_s", "sampling", "env", "tasks", "reward")
 
 
 class EvaluateSettings(Settings):

@@ -344,6 +344,7 @@ def recipe_of(settings: TrainSettings) -> Recipe:
         model=str(settings.model or SMALL),
         chat=settings.chat,
         env=settings.env,
+        mcp=settings.mcp,
         tools=settings.tools,
         tool_timeout_s=settings.tool_timeout_s,
         sampling=settings.sampling,

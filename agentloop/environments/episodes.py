@@ -26,7 +26,7 @@ from agentloop.environments.agent import Agent, AgentFailed, RunOne
 from agentloop.environments.environment import Environment, EnvSettings, load, reward_of
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import RequestError
+from agentloop.errors import RequestError, ServerError
 from agentloop.events import Emit, Event, RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.trajectory import Trajectory
@@ -200,7 +200,7 @@ class EnvironmentGroups:
                 if agent.failure is None:
                     return reward, False
                 why, is_own = agent.failure, False
-        except AgentFailed as error:
+        except (AgentFailed, ServerError) as error:
             why, is_own = str(error), False
         except Exception as error:  # whatever it is: the environment is the user's code
             log.warning("%s failed on task %s", self._environment.name, task.id, exc_info=True)

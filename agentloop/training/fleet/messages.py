@@ -19,6 +19,7 @@ import pydantic
 
 from agentloop import distribution
 from agentloop.agent.chat_format import ChatSettings
+from agentloop.agent.mcp import McpServerSettings
 from agentloop.agent.rollout import Budget
 from agentloop.environments.environment import EnvSettings
 from agentloop.environments.rewards.reward import RewardSettings
@@ -118,6 +119,7 @@ class Recipe(_Message):
     model: str
     chat: ChatSettings
     env: EnvSettings
+    mcp: dict[str, McpServerSettings] = pydantic.Field(default_factory=dict)
     tools: list[str]
     tool_timeout_s: float
     sampling: Sampling
