@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from agentloop.agent.mcp import mcp_server
     from agentloop.agent.rollout import Budget
     from agentloop.agent.tools import concurrent
     from agentloop.environments.agent import Agent
@@ -80,10 +81,12 @@ __all__ = [
     "call",
     "concurrent",
     "environment",
+    "mcp_server",
     "play",
 ]
 
 _MODULES = {
+    "agentloop.agent.mcp": ("mcp_server",),
     "agentloop.agent.rollout": ("Budget",),
     "agentloop.agent.tools": ("concurrent",),
     "agentloop.environments.agent": ("Agent",),

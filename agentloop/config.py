@@ -16,8 +16,11 @@ import itertools
 import json
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -27,7 +30,14 @@ from pydantic_settings import EnvSettingsSource
 
 from agentloop.errors import SettingsError
 
-__all__ = ["describe_settings", "load_known", "load_settings", "to_toml", "with_values"]
+__all__ = [
+    "describe_settings",
+    "import_named",
+    "load_known",
+    "load_settings",
+    "to_toml",
+    "with_values",
+]
 
 _ENV_PREFIX = "AGENTLOOP_"
 # Old names of settings and sections. `sft` has sections of the same names, renamed alike.
@@ -363,12 +373,14 @@ def describe_settings(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield each setting as (dotted key, default as TOML, description).
 
-    A list of tables is one setting, whose description names the keys.
+    A list of tables is one setting, whose description names the keys. So is a field with
+    `json_schema_extra={"is_one_setting": True}`.
     """
     for name, field in model.model_fields.items():
         path = f"{at}.{name}" if at else name
         section = _section(field.annotation)
-        if section is not None and not _is_list(field.annotation):
+        is_one = _is_list(field.annotation) or field.json_schema_extra == {"is_one_setting": True}
+        if section is not None and not is_one:
             names = _has_names(field.annotation)
             yield from describe_settings(section, f"{path}.NAME" if names else path)
         else:
@@ -424,3 +436,32 @@ def _toml_value(value: Any) -> str:
         case _:
             # TOML has the same escapes as JSON, but also requires one for DEL.
             return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def import_named(name: str, setting: str) -> Any:
+    """Import `module:name`, also from the current folder.
+
+    Args:
+        setting: the setting that contains the name, for messages.
+
+    Raises:
+        SettingsError: there is no such module or name, or importing it raised.
+    """
+    module, _, attribute = name.partition(":")
+    if (here := os.getcwd()) not in sys.path:  # a command's path begins with its own folder
+        sys.path.append(here)
+    try:
+        return attrgetter(attribute)(import_module(module))
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise SettingsError(f"{setting}: {name}: {error}") from error
+        raise SettingsError(
+            f"{setting}: there is no module {error.name!r}; it must be importable from here, such "
+            "as a file in the current folder or an installed package"
+        ) from error
+    except AttributeError as error:
+        raise SettingsError(f"{setting}: {module} has no {attribute!r}") from error
+    except Exception as error:
+        raise SettingsError(
+            f"{setting}: importing {module} raised {type(error).__name__}: {error}"
+        ) from error

@@ -12,7 +12,8 @@
      ├─ DataError              task data: a file, a line, a field
      ├─ RewardError            the user's reward function: it raised or took too long
      ├─ AgentFailed            the infrastructure failed below an environment's agent
-     └─ ServerError            an inference server (infrastructure: retried, never a reward)
+     └─ ServerError            a server (infrastructure: retried, never a reward)
+         ├─ McpServerError     an MCP server: not reached, not ready, or dead
          ├─ ServerStartError
          ├─ ServerUnavailable  no connection, or a broken one
          └─ ServerRefused      the server answered with an error
@@ -29,6 +30,7 @@ __all__ = [
     "AgentFailed",
     "AgentLoopError",
     "DataError",
+    "McpServerError",
     "ModelError",
     "NotThere",
     "PromptTooLong",
@@ -126,7 +128,7 @@ class RewardError(AgentLoopError):
 
 
 class ServerError(AgentLoopError):
-    """An inference server failed; the request may be retried on another one.
+    """A server failed; a request to an inference server may be retried on another one.
 
     Attributes:
         log_path: the log that the message quotes, if it is that of a process started here.
@@ -139,6 +141,10 @@ class ServerError(AgentLoopError):
 
 class ServerStartError(ServerError):
     """A server process did not become ready; the message ends with the tail of its log."""
+
+
+class McpServerError(ServerError):
+    """An MCP server could not be reached, was not ready in time, or has died too often."""
 
 
 class ServerUnavailable(ServerError):

@@ -10,20 +10,21 @@ that fails for good ends the runtime with an error and stops everything that it 
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 import uuid
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
     Callable,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+)
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -35,15 +36,18 @@ import pydantic
 from aiohttp import ClientSession
 
 from agentloop.agent.chat_format import ChatFormat, ChatSettings
+from agentloop.agent.mcp import McpServer, McpServerSettings, PlainName, mcp_servers
+from agentloop.agent.named_tools import AnyTool, check_tool_name, imported_tools, resolved_tools
 from agentloop.agent.rollout import Budget, Reply, Rollout, TurnOptions, prompt_of
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
-from agentloop.agent.tools import CallerTool, Tool, ToolFunction, Tools, as_tool
+from agentloop.agent.tools import Tool, Tools
 from agentloop.aio import task_group
 from agentloop.api.guard import ServeSettings
 from agentloop.config import load_settings, with_values
-from agentloop.errors import AgentLoopError, RequestError, ServerError, leaves
+from agentloop.errors import AgentLoopError, RequestError, SettingsError, leaves
 from agentloop.events import Emit, Event, Feed, RolloutFinished, ignore
 from agentloop.inference.processes.keep_alive import keep_alive
+from agentloop.inference.processes.server_log import folder_kept_on_error
 from agentloop.inference.processes.supervise import (
     ServerProcess,
     ServerSettings,
@@ -63,11 +67,6 @@ from agentloop.trajectory import Message, StopReason, Trajectory
 __all__ = ["RolloutStream", "Runtime", "Settings"]
 
 log = logging.getLogger(__name__)
-
-_BUILT_IN = {tool.name: tool for tool in (PythonCode, JupyterCode)}
-
-AnyTool = Tool | ToolFunction | str | Mapping[str, Any]
-"""A tool, a Python function, a built-in tool's name, or the schema of a tool the caller runs."""
 
 Task = TypeVar("Task", bound=str | Sequence[Message])
 """A question, or a conversation as OpenAI messages."""
@@ -90,10 +89,17 @@ class Settings(pydantic.BaseModel):
         description="URLs of running SGLang servers to use, such as http://gpu1:30000. By default, "
         "server.count servers are started on this machine.",
     )
+    mcp: dict[PlainName, McpServerSettings] = pydantic.Field(
+        default_factory=dict,
+        json_schema_extra={"is_one_setting": True},
+        description="MCP servers, as tables [mcp.NAME] with a command or a url, env, headers, "
+        "timeout_s, start_timeout_s and max_concurrent (docs/guides/mcp.md).",
+    )
     tools: list[str] = pydantic.Field(
         default_factory=lambda: [PythonCode.name, JupyterCode.name],
-        description="Names of the built-in tools that a rollout gets if it does not bring its own; "
-        "[] for none.",
+        description="Tools that a rollout gets if it does not bring its own; [] for none. Built-in "
+        "ones by name, `mcp:NAME` or `mcp:NAME/TOOL` for those of an MCP server in `mcp`, and "
+        "`module:function` for a Python function.",
     )
     tool_timeout_s: float = pydantic.Field(
         4.0, gt=0, description="Time limit of one call of a built-in tool."
@@ -126,12 +132,10 @@ class Settings(pydantic.BaseModel):
 
     @pydantic.field_validator("tools")
     @classmethod
-    def _are_built_in(cls, tools: list[str]) -> list[str]:
-        for tool in tools:
-            if tool not in _BUILT_IN:
-                raise ValueError(
-                    f"{tool!r} is not a built-in tool; choose from {', '.join(_BUILT_IN)}"
-                )
+    def _are_tools(cls, tools: list[str], info: pydantic.ValidationInfo) -> list[str]:
+        if (servers := info.data.get("mcp")) is not None:  # otherwise that is the error
+            for tool in tools:
+                check_tool_name(tool, servers)
         return tools
 
 
@@ -167,6 +171,7 @@ class _Model:
 class _Parts:
     model: _Model
     pool: Pool
+    mcp: Mapping[str, McpServer] = field(default_factory=dict)
 
 
 class Runtime:
@@ -187,7 +192,8 @@ class Runtime:
             overrides: top-level settings, such as `servers=["http://..."]`.
 
         Raises:
-            SettingsError: a setting is unknown or invalid; the message names it.
+            SettingsError: a setting is unknown or invalid, or a function that `tools` names cannot
+                be imported; the message names it.
         """
         if not isinstance(settings, Settings):
             settings = load_settings(Settings, [] if settings is None else [settings])
@@ -196,6 +202,7 @@ class Runtime:
         self._stack = AsyncExitStack()
         self._parts_or_none: _Parts | None = None
         self._open: dict[str, Rollout] = {}  # rollouts in flight
+        self._functions = imported_tools(self.settings.tools)
 
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self._running())
@@ -222,7 +229,7 @@ class Runtime:
 
         Args:
             messages: a question, or a conversation as OpenAI messages.
-            tools: tools that the model may call; None: the built-in tools of the settings.
+            tools: tools that the model may call; None: those of the settings.
             options: conditions that end a turn besides the model's end-of-turn token.
             reply: called with each answer; returns the user's next message, or None to end.
             group: a name shared by rollouts with the same messages and tools, which then share
@@ -457,19 +464,13 @@ class Runtime:
         return self._parts_or_none
 
     def _tools(self, tools: Sequence[AnyTool] | None) -> list[Tool]:
-        if isinstance(tools, str):
-            raise RequestError(f"tools: expected a list, not {tools!r}")
-        return [self._tool(tool) for tool in (self.settings.tools if tools is None else tools)]
-
-    def _tool(self, tool: AnyTool) -> Tool:
-        if isinstance(tool, str):
-            if tool not in _BUILT_IN:
-                known = ", ".join(_BUILT_IN)
-                raise RequestError(f"tools: {tool!r} is not a built-in tool; choose from {known}")
-            return _BUILT_IN[tool](self._parts.pool, timeout_s=self.settings.tool_timeout_s)
-        if isinstance(tool, Mapping):
-            return CallerTool(tool)
-        return as_tool(tool)
+        return resolved_tools(
+            self.settings.tools if tools is None else tools,
+            pool=self._parts.pool,
+            servers=self._parts.mcp,
+            functions=self._functions,
+            timeout_s=self.settings.tool_timeout_s,
+        )
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
@@ -477,6 +478,7 @@ class Runtime:
             require_device(self.settings.server)
         model: _Model
         pool: Pool
+        servers: Mapping[str, McpServer]
         try:
             async with task_group() as keepers:
                 closing = anyio.Event()
@@ -487,12 +489,19 @@ class Runtime:
 
                 async def start_pool() -> None:
                     nonlocal pool
-                    pool = await keepers.start(self._keep_pool, closing)
+                    context = Pool(self.settings.sandbox, on_progress=self._progress)
+                    pool = await keepers.start(_keep, context, closing)
+
+                async def start_mcp() -> None:
+                    nonlocal servers
+                    context = mcp_servers(self.settings.mcp, log_dir=self.settings.log_dir)
+                    servers = await keepers.start(_keep, context, closing)
 
                 async with anyio.create_task_group() as starting:
-                    starting.start_soon(start_model)
-                    starting.start_soon(start_pool)
-                self._parts_or_none = _Parts(model, pool)
+                    for start in (start_model, start_pool, start_mcp):
+                        starting.start_soon(start)
+                self._parts_or_none = _Parts(model, pool, servers)
+                self._check_tools()
                 try:
                     yield
                 finally:
@@ -500,12 +509,12 @@ class Runtime:
         finally:
             self._parts_or_none = None
 
-    async def _keep_pool(
-        self, closing: anyio.Event, *, task_status: anyio.abc.TaskStatus[Pool]
-    ) -> None:
-        async with Pool(self.settings.sandbox, on_progress=self._progress) as pool:
-            task_status.started(pool)
-            await closing.wait()  # no deadline: lives as long as the runtime
+    def _check_tools(self) -> None:
+        """Raise SettingsError if the tools of the settings cannot be used together."""
+        try:
+            Tools(self._tools(None))
+        except RequestError as error:
+            raise SettingsError(str(error)) from error
 
     async def _keep_model(
         self, closing: anyio.Event, *, task_status: anyio.abc.TaskStatus[_Model]
@@ -553,29 +562,19 @@ class Runtime:
     def _log_dir(self, stack: AsyncExitStack) -> Path:
         if self.settings.log_dir is not None:
             return self.settings.log_dir
-        return stack.enter_context(_folder_kept_on_error())
+        return stack.enter_context(folder_kept_on_error())
+
+
+async def _keep(
+    context: AbstractAsyncContextManager[Any],
+    closing: anyio.Event,
+    *,
+    task_status: anyio.abc.TaskStatus[Any],
+) -> None:
+    async with context as resource:
+        task_status.started(resource)
+        await closing.wait()  # no deadline: lives as long as the runtime
 
 
 def _conversation(messages: str | Sequence[Message]) -> Sequence[Message]:
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-
-
-@contextmanager
-def _folder_kept_on_error() -> Iterator[Path]:
-    """Yield a temporary folder for logs; keep it if an error refers to a log in it."""
-    folder = Path(tempfile.mkdtemp(prefix="agentloop-"))
-    keep = False
-    try:
-        yield folder
-    except Exception as error:
-        keep = any(_has_log(one, folder) for one in leaves(error))
-        raise
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _has_log(error: BaseException, folder: Path) -> bool:
-    """Return whether a server's log in `folder` tells more about an error."""
-    path = error.log_path if isinstance(error, ServerError) else None
-    return path is not None and path.is_relative_to(folder)

@@ -62,7 +62,7 @@ _LINES = 20  # progress lines printed without a terminal
 _TICK_S = 0.5
 # Settings that may not change on --resume: otherwise the samples would be mixed.
 _FIXED = (
-    *("model", "chat", "tools", "tool_timeout_s", "sampling"),
+    *("model", "chat", "mcp", "tools", "tool_timeout_s", "sampling"),
     *("env", "envs", "tasks", "reward"),
 )
 

@@ -116,7 +116,7 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
 
 def _settings_of(settings: RolloutsSettings, recipe: Recipe) -> Settings:
     """Combine this machine's settings with those of the trainer's `recipe`."""
-    names = ("chat", "tools", "tool_timeout_s", "sampling", "budget")
+    names = ("chat", "mcp", "tools", "tool_timeout_s", "sampling", "budget")
     common = {name: getattr(recipe, name) for name in names}
     own = {name: getattr(settings, name) for name in type(settings).model_fields if name != "fleet"}
     own["model"] = settings.model or recipe.model

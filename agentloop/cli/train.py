@@ -333,6 +333,7 @@ def recipe_of(settings: TrainSettings) -> Recipe:
         chat=settings.chat,
         env=settings.env,
         envs=[one.model_copy(update={"tasks": {}}) for one in settings.envs],
+        mcp=settings.mcp,
         tools=settings.tools,
         tool_timeout_s=settings.tool_timeout_s,
         sampling=settings.sampling,

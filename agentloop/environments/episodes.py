@@ -26,7 +26,7 @@ from agentloop.environments.agent import Agent, Host
 from agentloop.environments.environment import Environment, EnvSettings, load, reward_of
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import AgentFailed, RequestError, sole
+from agentloop.errors import AgentFailed, RequestError, ServerError, sole
 from agentloop.events import Emit, Event, RolloutStarted, ignore
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.trajectory import StopReason, Trajectory
@@ -221,7 +221,7 @@ class EnvironmentGroups:
                 reward = reward_of(await self._environment(task, agent), self._environment.weights)
                 if agent.failure is None:
                     return _End(reward)
-        except AgentFailed as error:
+        except (AgentFailed, ServerError) as error:
             return _End.of(str(error), StopReason.INFRASTRUCTURE)
         except Exception as error:  # whatever it is: the environment is the user's code
             log.warning("%s failed on task %s", self._environment.name, task.id, exc_info=True)

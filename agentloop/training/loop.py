@@ -58,6 +58,8 @@ from agentloop.training.weight_sync.sync import Serving, publisher
 
 __all__ = ["TrainingLoop"]
 
+_MAX_QUEUE_BYTES = 8 << 30  # of finished groups on disk; above it, no further groups start
+
 
 @dataclass(slots=True)
 class _CheckpointRequest:
@@ -116,7 +118,7 @@ class TrainingLoop:
             control,
             batch_size=settings.prompts_per_step,
             max_staleness=settings.max_staleness,
-            max_bytes=settings.max_queue_bytes,
+            max_bytes=_MAX_QUEUE_BYTES,
         )
         self._steps = Steps(
             learner,

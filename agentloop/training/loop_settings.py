@@ -49,12 +49,6 @@ class LoopSettings(pydantic.BaseModel):
         "reward. This shortens the long tail, but biases training towards short rollouts. 0: wait "
         "for all.",
     )
-    max_queue_bytes: int = pydantic.Field(
-        8 << 30,
-        ge=1,
-        description="Size on disk of the finished groups in the queue above which no further "
-        "groups start.",
-    )
     learn: bool = pydantic.Field(
         True,
         description="Train. false: only write the trajectories, for instance for `agentloop data "

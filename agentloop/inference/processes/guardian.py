@@ -9,6 +9,9 @@ the server to end, waits, and kills every descendant. On Linux it adopts orphans
 the server (which the kernel kills with it), and removes the server's files in shared memory. Each
 server has its own temporary directory, removed at the end.
 
+With `--stdio-peer PID` the server gets the guardian's stdin and stdout, on which it talks to the
+process PID, the runtime; the guardian then watches that process instead of its stdin.
+
 It is run by path and uses only the standard library, so that it starts in milliseconds. Not
 covered: files that a server writes elsewhere, and its files if the guardian itself is killed.
 """
@@ -39,9 +42,16 @@ _SGLANG_FILES = ("/dev/shm/sglang_loads_", "/dev/shm/sem.mp-")
 class Guardian:
     """Runs a server, from its start until the last of its processes is gone."""
 
-    def __init__(self, command: list[str], *, stop_timeout_s: float) -> None:
+    def __init__(
+        self, command: list[str], *, stop_timeout_s: float, stdio_peer: int | None = None
+    ) -> None:
+        """
+        Args:
+            stdio_peer: process id of the runtime, if it talks to the server on stdin and stdout.
+        """
         self._stop_timeout_s = stop_timeout_s
-        self._parent = os.getppid()
+        self._passes_stdio = stdio_peer is not None
+        self._parent = os.getppid() if stdio_peer is None else stdio_peer
         # Files that exist before the server starts are not its own.
         self._foreign = {path for path, _ in _shared_memory()}
         self._mapped: set[str] = set()  # inodes
@@ -55,7 +65,7 @@ class Guardian:
         self._stopping = False
         self._scratch = tempfile.mkdtemp(prefix="agentloop-server-")
         try:
-            self._server = _start(command, self._scratch)
+            self._server = _start(command, self._scratch, passes_stdio=self._passes_stdio)
         except BaseException:
             shutil.rmtree(self._scratch, ignore_errors=True)
             raise
@@ -66,8 +76,9 @@ class Guardian:
 
     def run(self) -> int:
         """Wait until the server ends or is to be stopped; return the exit status to report."""
+        watched = [self._wakeup] if self._passes_stdio else [self._wakeup, sys.stdin]
         while not self._stopping and self._reap() and os.getppid() == self._parent:
-            readable, _, _ = select.select([sys.stdin, self._wakeup], [], [], _TICK_S)
+            readable, _, _ = select.select(watched, [], [], _TICK_S)
             if self._wakeup in readable:
                 os.read(self._wakeup, 4096)
             if sys.stdin in readable and _at_end(sys.stdin.fileno()):
@@ -112,32 +123,39 @@ class Guardian:
         """Remove the server's files: those that it mapped, and unmapped leftovers of SGLang."""
         shutil.rmtree(self._scratch, ignore_errors=True)
         files = {path: inode for path, inode in _shared_memory() if path not in self._foreign}
-        in_use = _mapped(int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat"))
+        orphans = {path for path in files if path.startswith(_SGLANG_FILES)}
+        if orphans:  # looking at every process takes long on a machine with many
+            every = (int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat"))
+            in_use = _mapped(every)
+            orphans = {path for path in orphans if files[path] not in in_use}
         for path, inode in files.items():
-            orphan = path.startswith(_SGLANG_FILES) and inode not in in_use
-            if orphan or inode in self._mapped:
+            if path in orphans or inode in self._mapped:
                 with suppress(FileNotFoundError, PermissionError):
                     os.unlink(path)
 
 
-def _start(command: list[str], scratch: str) -> int:
+def _start(command: list[str], scratch: str, *, passes_stdio: bool) -> int:
     prctl = _prctl()
 
     def die_with_guardian() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # Both of the server's outputs go to the guardian's stderr, which is the log.
+    # Without stdin and stdout, both of the server's outputs go to the guardian's stderr, the log.
     process = subprocess.Popen(
         command,
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr,
+        stdin=None if passes_stdio else subprocess.DEVNULL,
+        stdout=None if passes_stdio else sys.stderr,
         stderr=sys.stderr,
         env={**os.environ, "TMPDIR": scratch},
         start_new_session=True,
         preexec_fn=die_with_guardian,
     )
     process.returncode = 0  # reaped by our own waitpid, not by Popen
+    if passes_stdio:  # otherwise a pipe whose server has closed it would not be at its end
+        with open(os.devnull, "r+b") as nothing:
+            os.dup2(nothing.fileno(), 0)
+            os.dup2(nothing.fileno(), 1)
     return process.pid
 
 
@@ -218,15 +236,19 @@ def _signal_group(group: int, number: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stop-timeout-s", type=float, required=True)
+    parser.add_argument("--stdio-peer", type=int, metavar="PID")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     try:
-        guardian = Guardian(options.command, stop_timeout_s=options.stop_timeout_s)
+        guardian = Guardian(
+            options.command, stop_timeout_s=options.stop_timeout_s, stdio_peer=options.stdio_peer
+        )
     except OSError as error:
         print(f"cannot run {options.command[0]}: {error}", file=sys.stderr)
         return 127
-    with suppress(BrokenPipeError):  # the runtime is already gone, which stdin shows as well
-        print(guardian.pid, flush=True)
+    if options.stdio_peer is None:
+        with suppress(BrokenPipeError):  # the runtime is already gone, which stdin shows as well
+            print(guardian.pid, flush=True)
     return guardian.run()
 
 

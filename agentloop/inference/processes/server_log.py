@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from agentloop.errors import ServerError, leaves
 from agentloop.inference.cpu import INSTALL_COMMAND
 
-__all__ = ["NOT_INSTALLED", "ServerLog"]
+__all__ = ["NOT_INSTALLED", "ServerLog", "folder_kept_on_error"]
 
 NOT_INSTALLED = f"SGLang is not installed: `{INSTALL_COMMAND}`"
 _TAIL_LINES = 30
@@ -108,3 +112,24 @@ def _advice(text: str, exit_status: int | None, *, unexplained: bool) -> list[st
     if killed or "crashed with exit code -9" in text:
         return ["If nobody killed it, the machine ran out of memory."]
     return []
+
+
+@contextmanager
+def folder_kept_on_error() -> Iterator[Path]:
+    """Yield a temporary folder for logs; keep it if an error refers to a log in it."""
+    folder = Path(tempfile.mkdtemp(prefix="agentloop-"))
+    keep = False
+    try:
+        yield folder
+    except Exception as error:
+        keep = any(_has_log(one, folder) for one in leaves(error))
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_log(error: BaseException, folder: Path) -> bool:
+    """Return whether a server's log in `folder` tells more about an error."""
+    path = error.log_path if isinstance(error, ServerError) else None
+    return path is not None and path.is_relative_to(folder)

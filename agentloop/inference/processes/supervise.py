@@ -42,6 +42,7 @@ __all__ = [
     "require_device",
     "running",
     "sglang_servers",
+    "stdio_guarded",
 ]
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")
@@ -357,6 +358,16 @@ async def guarded(
             env={**environment, **wait_policy(environment)},
             start_new_session=True,  # Ctrl-C in a terminal is handled by the runtime
         )
+
+
+def stdio_guarded(command: Sequence[str]) -> tuple[str, ...]:
+    """Return the command that runs `command` on its own stdin and stdout under a guardian.
+
+    Closing its stdin asks the server to end; SIGTERM kills the server with its children, and so
+    does our own end, however it comes about.
+    """
+    options = ("--stop-timeout-s", "0", "--stdio-peer", str(os.getpid()))
+    return (sys.executable, "-I", str(_GUARDIAN), *options, "--", *command)
 
 
 async def _all_ready(servers: list[ServerProcess], on_progress: Callable[[str], None]) -> None:

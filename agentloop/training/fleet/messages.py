@@ -19,6 +19,7 @@ import pydantic
 
 from agentloop import distribution
 from agentloop.agent.chat_format import ChatSettings
+from agentloop.agent.mcp import McpServerSettings
 from agentloop.agent.rollout import Budget
 from agentloop.environments.environment import EnvSettings
 from agentloop.environments.mixture import EnvsSettings, RunEnvironment, environments_of
@@ -121,6 +122,7 @@ class Recipe(_Message):
     chat: ChatSettings
     env: EnvSettings
     envs: list[EnvsSettings] = []
+    mcp: dict[str, McpServerSettings] = pydantic.Field(default_factory=dict)
     tools: list[str]
     tool_timeout_s: float
     sampling: Sampling
