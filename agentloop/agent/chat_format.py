@@ -365,9 +365,7 @@ class ChatFormat:
             RequestError: The template does not write a user's message after an assistant's turn.
         """
         mark = Placeholders()
-        messages = [
-            {"role": role, "content": mark(role)} for role in ("user", "assistant", "user")
-        ]
+        messages = [{"role": role, "content": mark(role)} for role in ("user", "assistant", "user")]
         try:
             text = self._render(messages, add_generation_prompt=True)
         except Exception as error:  # as in prompt()

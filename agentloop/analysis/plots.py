@@ -55,7 +55,9 @@ PANELS = {
     # Not `rollout_tokens_per_s`: the rollouts of a step may be finished before it starts.
     "throughput": Panel("sampled tokens per second", "num_sampled_tokens", per="step_s"),
     "entropy": Panel("entropy, nats per token", "learner/entropy"),
-    "mismatch": Panel("mismatch KL between servers and learner, nats per token", "learner/mismatch_kl"),
+    "mismatch": Panel(
+        "mismatch KL between servers and learner, nats per token", "learner/mismatch_kl"
+    ),
     "loss": Panel("loss", "learner/loss"),
     "staleness": Panel("staleness, versions", "staleness_mean"),
     "times": Panel(

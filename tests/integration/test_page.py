@@ -269,9 +269,7 @@ def test_control_wants_the_token_and_does_what_it_says(service: Service, chromiu
 async def watched_run(folder: Path) -> AsyncIterator[tuple[str, RunDashboard]]:
     """A training run's page, with one rollout that goes on."""
     said: list[str] = []
-    progress = SimpleNamespace(
-        line="", say=said.append, standing=RunStatus("stage", 3, 10, "Waits")
-    )
+    progress = SimpleNamespace(line="", say=said.append, status=RunStatus("stage", 3, 10, "Waits"))
     scene = RunDashboard(RunFolder(folder, ""), cast(console.ProgressLine, progress))
     async with scene.serve_page(ServeSettings(port=0)):
         scene.emit(RolloutStarted(Trajectory("1.0", [1, 2, 3]), "1"))

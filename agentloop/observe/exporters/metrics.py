@@ -339,7 +339,7 @@ class Metrics:
         self._summed = {key: self._counter(name, text) for key, name, text in _SUMMED}
         self._phase_s = self._counter(
             "step_phase_seconds",
-            "Time of training steps, by phase: waiting for rollouts, learning, weight sync.",
+            "Time of training steps, by phase: waiting for rollouts, training, weight sync.",
             "phase",
         )
         self._load_s = self._histogram(
