@@ -118,7 +118,7 @@ _STEP_GAUGES = (
     (
         "learner/mismatch_kl",
         "learner_mismatch_kl_nats",
-        "KL divergence per token between inference engine and learner in the last step.",
+        "KL divergence per token between servers and learner in the last step.",
         1,
     ),
     (
