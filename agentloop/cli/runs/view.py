@@ -1,4 +1,4 @@
-"""`agentloop runs view RUN`: serve or export the web page of a run's folder, active or ended."""
+"""`agentloop runs view RUN`: serve or export the web page of a run, active or ended."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ViewSettings(pydantic.BaseModel):
 
 
 class _ModelSettings(pydantic.BaseModel):
-    """The settings of a run that tell how its tokens are shown as text."""
+    """The settings of a run that determine how its tokens are decoded."""
 
     model: str | None = None
     chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
@@ -112,7 +112,7 @@ async def _export(run: Path, out: Path, num_rollouts: int) -> int:
         await anyio.Path(out).write_text(html, "utf-8")
     except OSError as error:
         raise SettingsError(f"--export: {out}: {error.strerror or error}") from error
-    print(f"{out}: {len(html.encode()) / 1e6:.1f} MB, {num_texts} rollouts with their texts")
+    print(f"{out}: {len(html.encode()) / 1e6:.1f} MB, {num_texts} rollouts with text")
     return 0
 
 
