@@ -211,7 +211,7 @@
       const areSeveral = runs.length > 1;
       if (this.spec.stack) setText(this.note, `${this.spec.note}${areSeveral ? `, in ${runs[0].name}` : ""}`);
       this.drawLegend(lines, areSeveral && !this.spec.stack);
-      this.tell();
+      this.showValues();
       setAttr(this.plot, "aria-label", this.summary());
     }
 
@@ -234,12 +234,12 @@
         style.height = line.fill ? "" : line.stroke.points ? "4px" : "2px";
         return node;
       };
-      this.told = new Map();
+      this.valueNodes = new Map();
       keyed(this.legend, [...labels], ([key]) => key, row, (node, [, some]) => {
         keyed(node.lastChild, some, (line) => `${line.run.name} ${line.color}`, value, (one, line) => {
           setText(one.children[1], areSeveral ? `${line.run.name}: ` : "");
           setAttr(one, "title", areSeveral && line.run.name);
-          this.told.set(line, one.lastChild);
+          this.valueNodes.set(line, one.lastChild);
         });
       });
     }
@@ -290,15 +290,15 @@
     }
 
     // Shows all values at the cursor's step, or at the last step; a missing value is shown as "–".
-    tell() {
+    showValues() {
       this.values?.forEach((values, i) => {
         const found = values[this.page.index ?? values.length - 1];
-        setText(this.told.get(this.lineList[i]), isNumber(found) ? this.text(found) : "–");
+        setText(this.valueNodes.get(this.lineList[i]), isNumber(found) ? this.text(found) : "–");
       });
     }
 
     summary() {
-      const said = this.lineList.map(({ run, label }, i) => {
+      const parts = this.lineList.map(({ run, label }, i) => {
         const points = this.values[i].map((value, j) => [this.steps[j], value]).filter(([, value]) => isNumber(value));
         const [[first, from], [last, to]] = [points[0], points[points.length - 1]];
         const name = this.page.runs.length > 1 ? `${run.name}, ${label}` : label;
@@ -306,7 +306,7 @@
           ? `${name}: ${this.text(from)} at step ${first}, ${this.text(to)} at step ${last}`
           : `${name}: ${this.text(to)} at step ${last}`;
       });
-      return `${this.title} over steps. ${said.join(". ")}.`;
+      return `${this.title} over steps. ${parts.join(". ")}.`;
     }
 
     destroy() {
@@ -346,8 +346,8 @@
       [this.window, this.zoom, this.index, this.steps] = [1, null, null, []];
       this.charts = CHARTS.map((spec) => new Chart(spec, this));
       this.build(root);
-      this.seen = new ResizeObserver(() => this.charts.forEach((chart) => chart.resize()));
-      this.seen.observe(this.grid);
+      this.resizeObserver = new ResizeObserver(() => this.charts.forEach((chart) => chart.resize()));
+      this.resizeObserver.observe(this.grid);
       this.off = app.store.on((changed) => {
         if (changed.has("steps") || changed.has("about")) this.draw();
         else if (changed.has("theme")) this.redraw();
@@ -359,7 +359,7 @@
     close() {
       this.closed = true;
       this.off();
-      this.seen.disconnect();
+      this.resizeObserver.disconnect();
       for (const chart of this.charts) chart.destroy();
     }
 
@@ -519,7 +519,7 @@
       const text = step === undefined ? "" : index === null ? `${step} (last)` : String(step);
       setText(this.at, text);
       setAttr(this.step, "aria-valuetext", `step ${text}`);
-      for (const chart of this.charts) chart.tell();
+      for (const chart of this.charts) chart.showValues();
     }
 
     move() {
