@@ -13,9 +13,9 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "serve": "serve the agent over HTTP (OpenAI's protocol)",
-    "chat": "ask the agent in a terminal",
-    "sft": "fine-tune a model on dialogues, usually before training by rollouts",
-    "train": "train a model by reinforcement learning on rollouts",
+    "chat": "chat with the agent in a terminal",
+    "sft": "fine-tune a model on dialogues, usually before reinforcement learning",
+    "train": "train a model with reinforcement learning",
     "rollouts": "generate rollouts for a training run on another machine",
     "evaluate": "evaluate a model or an endpoint on tasks",
     "env": "try, create and list environments",
@@ -72,8 +72,8 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], arguments
         else:
             close = get_close_matches(command, commands, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
-        said = f"{program}: error: unknown command {command!r}{hint}"
-        print(f"{said}\n\n{_help(program, commands)}", file=sys.stderr)
+        message = f"{program}: error: unknown command {command!r}{hint}"
+        print(f"{message}\n\n{_help(program, commands)}", file=sys.stderr)
         return 2
     if command in _GROUPS and commands is _COMMANDS:
         names = f"agentloop {command}", f"agentloop.cli.{command}"
@@ -83,8 +83,8 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], arguments
         sys.stdout.flush()
     except KeyboardInterrupt:  # before the command has installed its signal handler
         return 130
-    except BrokenPipeError:  # the reader of our output has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the interpreter flushes it once more
+    except BrokenPipeError:  # the reader of our output has exited, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because the interpreter flushes it again
         return 128 + signal.SIGPIPE
     return status
 

@@ -1,4 +1,4 @@
-"""`agentloop serve`: serve the agent over HTTP until it is stopped (api/app.py has the routes)."""
+"""`agentloop serve`: serve the agent over HTTP until it is stopped. Routes: api/app.py."""
 
 from __future__ import annotations
 

@@ -48,10 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
     actions = parser.add_subparsers(dest="action", required=True)
     check = actions.add_parser(
         "doctor",
-        help="list the layers of isolation on this machine; status 1 if calls are not isolated",
+        help="list the isolation layers of this machine; exit status 1 if calls are not isolated",
     )
     check.add_argument("--json", action="store_true", help="print the result as JSON")
-    one = actions.add_parser("run", help="run the program on standard input")
+    one = actions.add_parser("run", help="run the program read from standard input")
     one.add_argument("--backend", default="auto", choices=["auto", "docker", "process"])
     one.add_argument("--allow-weak-isolation", action="store_true")
     one.add_argument("--timeout-s", type=float, default=4.0)

@@ -310,16 +310,16 @@ def readable_by_others() -> bool:
 def describe(
     spaces: str, why: str, rooted: str, filtered: str, apart: str, counted: bool
 ) -> dict[str, str]:
-    """`why` there are no namespaces. `apart`: what keeps calls from each other where all have the
-    user's uid."""
+    """Return the states of the layers. `why`: the reason for missing namespaces. `apart`: what
+    separates calls that share the user's uid."""
     walled = spaces != "none"
     one_each = spaces == "root" or (not walled and os.getuid() == 0)
     return {
-        "processes apart": "namespaces"
+        "process isolation": "namespaces"
         if walled
-        else f"no: this machine refuses namespaces ({why})",
-        "network": "none" if walled else "no: calls reach what this machine reaches",
-        "root": rooted,
+        else f"no: this machine does not allow namespaces ({why})",
+        "network": "isolated" if walled else "no: calls have the network access of this machine",
+        "file system": rooted,
         "uid": "one per call" if one_each else apart,
         "capabilities": "none in a call",
         "system calls": filtered,
@@ -336,8 +336,8 @@ def start(spec: dict[str, Any]) -> None:
         wait_for(pid)
     uid_base = spec["uid_base"]
     told: dict[str, Any] = {}  # the worker's settings, as they have come to be
-    rooted = "no: calls see the files that the user sees"
-    apart, counted = "no: every call has yours, and may signal your processes", False
+    rooted = "no: calls can read all files that the user can read"
+    apart, counted = "no: calls have the user's uid and may signal the user's processes", False
     if spaces == "root":
         build_root(spec["scratch"], spec["lanes"], "hidepid=2")
         rooted = ROOTED
@@ -352,11 +352,13 @@ def start(spec: dict[str, Any]) -> None:
             rooted = ROOTED
             told["scratch"] = SCRATCH
             counted = try_view(view)
-            apart = "yours, but in user, mount and process namespaces of each call's own"
+            apart = "the user's, in separate user, mount and process namespaces per call"
             told |= {"view": view, "counts_apart": counted}
         except OSError as error:
             refused = why_refused(str(error))
-            apart = f"no: every call has yours, without rights outside its namespaces ({refused})"
+            apart = (
+                f"no: calls have the user's uid, without rights outside the namespaces ({refused})"
+            )
             if rooted != ROOTED:
                 rooted = f"no: {refused}"
             for lane in range(spec["lanes"] if rooted == ROOTED else 0):
@@ -378,7 +380,7 @@ def start(spec: dict[str, Any]) -> None:
         # Where root has the last two: to measure calls' memory, and to fix their OOM scores.
         keep_caps(CAP_KILL, CAP_SETUID, CAP_SETGID, CAP_SYS_PTRACE, CAP_SYS_RESOURCE)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    filtered = "own allow list (seccomp)"
+    filtered = "allow list (seccomp)"
     try:
         load_filter(spec["seccomp"])
     except OSError as error:

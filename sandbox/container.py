@@ -67,14 +67,14 @@ REMOVE_TIMEOUT_S = 10.0
 SWEEP_EVERY_S = 2.0
 AVOID_S = 10.0
 LAYERS = {
-    "container": "its own root, processes, mounts and IPC (Docker)",
-    "network": "none",
-    "root": "read-only",
+    "container": "separate file system, processes, mounts and IPC (Docker)",
+    "network": "isolated",
+    "file system": "the image, read-only",
     "uid": "one per call",
     "capabilities": "none in a call",
-    "system calls": "own allow list (seccomp)",
-    "memory": "limit per call, and the cgroup",
-    "processes": "cgroup, and a limit per call",
+    "system calls": "allow list (seccomp)",
+    "memory": "limits per call and per container",
+    "process count": "limits per call and per container",
 }
 
 

@@ -56,7 +56,9 @@ PANELS = {
     # Not `rollout_tokens_per_s`: the rollouts of a step may be finished before it starts.
     "throughput": Panel("sampled tokens per second", "num_sampled_tokens", per="step_s"),
     "entropy": Panel("entropy, nats per token", "learner/entropy"),
-    "mismatch": Panel("mismatch of engine and learner, KL per token", "learner/mismatch_kl"),
+    "mismatch": Panel(
+        "mismatch KL between servers and learner, nats per token", "learner/mismatch_kl"
+    ),
     "loss": Panel("loss", "learner/loss"),
     "staleness": Panel("staleness, versions", "staleness_mean"),
     "times": Panel(
@@ -64,8 +66,8 @@ PANELS = {
         "step_s",
         parts={
             "wait_s": "waiting for rollouts",
-            "learn_s": "learning",
-            "sync_s": "loading weights",
+            "learn_s": "training",
+            "sync_s": "weight sync",
         },
     ),
 }
@@ -73,7 +75,7 @@ PANELS = {
 
 _USUAL = ("reward", "tool_errors", "lengths", "throughput", "entropy", "mismatch", "times")
 _SUPERVISED = ("loss", "entropy")  # for runs that have only these
-# Okabe and Ito, "Color Universal Design": distinct for all colour vision, mostly also in grey.
+# Okabe and Ito, "Color Universal Design": distinct for all color vision, mostly also in grey.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", "-.", ":")
 _MARKS = ("o", "s", "^", "D", "v", "P", "X")

@@ -1,4 +1,4 @@
-"""Helpers that all commands share: arguments, output, progress and signal handling."""
+"""Helpers shared by all commands: arguments, output, progress and signal handling."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def print_table(
         title=title or None,
         title_justify="left",
         title_style="bold",
-        caption=f"not shown here: {', '.join(left_out)}" if left_out else None,
+        caption=f"columns omitted: {', '.join(left_out)}" if left_out else None,
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -196,7 +196,7 @@ class ProgressLine:
     def __init__(self, title: str, *, after_s: float = 0.0) -> None:
         """
         Args:
-            title: the first activity.
+            title: the initial activity.
             after_s: print nothing for this many seconds, for work that may be over soon; without
                 a terminal the pauses between lines then double. `say` always prints at once.
         """
@@ -204,7 +204,7 @@ class ProgressLine:
         from rich.live import Live
 
         self._line = title
-        self._standing: RunStatus | None = None
+        self._status: RunStatus | None = None
         self._begun = time.monotonic()
         self._after_s, self._over = after_s, threading.Event()
         self._console = Console(stderr=True)
@@ -237,9 +237,9 @@ class ProgressLine:
         else:
             self._console.print(line, highlight=False, markup=False)
 
-    def show(self, standing: RunStatus) -> None:
+    def show(self, status: RunStatus) -> None:
         """Show this status in the panel until the next call. Has no effect without a terminal."""
-        self._standing = standing
+        self._status = status
 
     @property
     def line(self) -> str:
@@ -247,9 +247,9 @@ class ProgressLine:
         return self._line
 
     @property
-    def standing(self) -> RunStatus | None:
+    def status(self) -> RunStatus | None:
         """The status last shown, if any."""
-        return self._standing
+        return self._status
 
     def refresh(self) -> None:
         """Redraw now instead of at the next tick."""
@@ -277,13 +277,13 @@ class ProgressLine:
         if elapsed_s < self._after_s:
             return Text()
         elapsed = clock(elapsed_s)
-        if self._standing is None:
+        if self._status is None:
             return Spinner("dots", Text(f"{self._line}  {elapsed}"))
-        spinner = Spinner("dots", Text(f"{self._standing.waits}  {elapsed}"))
-        return Group(_panel(self._standing), spinner)
+        spinner = Spinner("dots", Text(f"{self._status.waits}  {elapsed}"))
+        return Group(_panel(self._status), spinner)
 
 
-def _panel(standing: RunStatus) -> RenderableType:
+def _panel(status: RunStatus) -> RenderableType:
     from rich.columns import Columns
     from rich.console import Group
     from rich.panel import Panel
@@ -292,18 +292,17 @@ def _panel(standing: RunStatus) -> RenderableType:
     from rich.text import Text
 
     bar = Table.grid(padding=(0, 1))
-    left = "" if standing.left_s is None else f"about {clock(standing.left_s)} left"
+    left = "" if status.left_s is None else f"about {clock(status.left_s)} left"
     bar.add_row(
-        f"{standing.unit} {standing.step} of {standing.num_steps}",
-        ProgressBar(total=standing.num_steps, completed=standing.step, width=30),
+        f"{status.unit} {status.step} of {status.num_steps}",
+        ProgressBar(total=status.num_steps, completed=status.step, width=30),
         left,
     )
     values = [
-        Text.assemble((f"{name} ", "dim"), (value, "bold"))
-        for name, value in standing.values.items()
+        Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in status.values.items()
     ]
     content = Group(bar, Columns(values, padding=(0, 3))) if values else bar
-    return Panel(content, title=standing.stage, title_align="left", expand=False)
+    return Panel(content, title=status.stage, title_align="left", expand=False)
 
 
 @asynccontextmanager
@@ -346,7 +345,7 @@ def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
 
 
 def _configure_logging() -> None:
-    """Log warnings and errors to stderr: in colour on a terminal, otherwise as JSON lines."""
+    """Log warnings and errors to stderr: in color on a terminal, otherwise as JSON lines."""
     import structlog
 
     stamp = structlog.processors.TimeStamper(fmt="iso")
@@ -384,7 +383,7 @@ class _Stderr(logging.StreamHandler[Any]):
 def interruptible() -> Iterator[anyio.CancelScope]:
     """Let Ctrl-C cancel this block instead of the whole command.
 
-    The scope's `cancelled_caught` tells afterwards whether it did. SIGTERM still ends the command.
+    Afterwards, the scope's `cancelled_caught` tells whether it did. SIGTERM still ends the command.
     """
     with anyio.CancelScope() as scope:
         _interruptible.append(scope)

@@ -2,7 +2,7 @@
 
 `prepare` converts local files of a well-known problem set into one JSONL file; nothing is
 downloaded. The number of rows is checked, so that a truncated file or the wrong language or year
-is noticed before a training run. `filter` drops the problems that a policy already solves.
+is detected before a training run. `filter` drops the problems that a policy already solves.
 `teacher` writes dialogues for supervised fine-tuning.
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from agentloop.cli import console
+from agentloop.cli.units import count_of
 from agentloop.environments.tasks.sources import Task, TasksSettings, read_jsonl, read_tasks
 from agentloop.environments.tasks.teacher import lessons
 from agentloop.errors import AgentLoopError, DataError
@@ -29,14 +30,14 @@ __all__ = ["SETS", "Filtered", "filter_solved", "main", "prepare"]
 
 SETS = {
     "dapo-en": (14_116, "DAPO-Math-17k in English: open-r1/DAPO-Math-17k-Processed, en"),
-    "aime-2024": (30, "AIME 2024, I and II"),
-    "aime-2025": (30, "AIME 2025, I and II"),
-    "math-500": (500, "500 of MATH's test problems"),
-    "hmmt-2025": (30, "HMMT, February 2025"),
+    "aime-2024": (30, "AIME 2024 I and II"),
+    "aime-2025": (30, "AIME 2025 I and II"),
+    "math-500": (500, "500 problems of the MATH test set"),
+    "hmmt-2025": (30, "HMMT February 2025"),
 }
 """Number of rows and description of each problem set."""
 
-Said = tuple[str, dict[str, Any]]
+Result = tuple[str, dict[str, Any]]
 """The result of a command, as text and as data for JSON."""
 
 _COUNTS = ("num_tasks", "num_too_few", "num_without", "num_unknown")  # of `Filtered`
@@ -47,49 +48,50 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         with console.ProgressLine(options.doing, after_s=2.0):
-            said, told = options.command(options)
+            text, data = options.command(options)
     except AgentLoopError as error:
         print(f"agentloop: error: {error}", file=sys.stderr)
         return 2
     if options.json:
-        console.print_json(told)
+        console.print_json(data)
     else:
-        print(said)
+        print(text)
     return 0
 
 
-def _prepare(options: argparse.Namespace) -> Said:
+def _prepare(options: argparse.Namespace) -> Result:
     num_rows, tasks = prepare(
         options.set, options.files, without=options.without, any_count=options.any_count
     )
     _write(map(_row, tasks), options.out)
-    said = f"{options.out}: {len(tasks)} problems of {num_rows} rows"
-    return said, {"out": str(options.out), "num_problems": len(tasks), "num_rows": num_rows}
+    text = f"{options.out}: {len(tasks)} problems from {num_rows} rows"
+    return text, {"out": str(options.out), "num_problems": len(tasks), "num_rows": num_rows}
 
 
-def _filter(options: argparse.Namespace) -> Said:
+def _filter(options: argparse.Namespace) -> Result:
     solved, rollouts = options.solved
     found = filter_solved(options.tasks, options.trajectories, solved=solved, rollouts=rollouts)
     _write(map(_row, found.tasks), options.out)
-    said = (
+    text = (
         f"{options.out}: {len(found.tasks)} of {found.num_tasks} problems; "
         f"{found.num_tasks - len(found.tasks)} were solved {solved} of {rollouts} times or more"
     )
     if found.num_too_few:
-        said += (
-            f"; {found.num_too_few} are kept that have fewer than {rollouts} rollouts with a "
-            f"reward, {found.num_without} of them none"
+        text += (
+            f"; {found.num_too_few} are kept because they have fewer than {rollouts} rollouts with "
+            f"a reward ({found.num_without} have none)"
         )
     if found.num_unknown:
-        said += f"; {found.num_unknown} problems of the rollouts stand in no file of --tasks"
+        num = count_of(found.num_unknown, "problem")
+        text += f"; {num} of the rollouts not found in the --tasks files"
     counts = {name: getattr(found, name) for name in _COUNTS}
-    return said, {"out": str(options.out), "num_problems": len(found.tasks), **counts}
+    return text, {"out": str(options.out), "num_problems": len(found.tasks), **counts}
 
 
-def _teacher(options: argparse.Namespace) -> Said:
+def _teacher(options: argparse.Namespace) -> Result:
     _write(lessons(options.count, levels=options.levels, seed=options.seed), options.out)
-    said = f"{options.out}: {options.count} dialogues"
-    return said, {"out": str(options.out), "num_dialogues": options.count}
+    text = f"{options.out}: {options.count} dialogues"
+    return text, {"out": str(options.out), "num_dialogues": options.count}
 
 
 def prepare(
@@ -122,7 +124,7 @@ class Filtered:
     Attributes:
         num_tasks: distinct problems before filtering.
         num_too_few: problems kept because they have too few rollouts.
-        num_without: those of them that have no rollout at all.
+        num_without: those of them without any rollouts.
         num_unknown: problems with rollouts that are not among the tasks.
     """
 
@@ -168,7 +170,7 @@ def filter_solved(
     if not tasks.keys() & last.keys():
         raise DataError(
             f"--tasks: none of the {len(last)} problems of the rollouts is among these "
-            f"{len(tasks)} problems: pass the files that the run was trained on"
+            f"{len(tasks)} problems; pass the files that the run was trained on"
         )
     counts = {id: len(last.get(id, ())) for id in tasks}
     left = [
@@ -177,7 +179,7 @@ def filter_solved(
         if counts[id] < rollouts or sum(reward > 0 for reward in last[id]) < solved
     ]
     if not left:
-        raise DataError(f"no problem is left: all {len(tasks)} are solved")
+        raise DataError(f"no problems are left: all {len(tasks)} are solved")
     return Filtered(
         left,
         num_tasks=len(tasks),
@@ -194,7 +196,7 @@ def _trajectory_files(paths: Iterable[Path]) -> Iterable[Path]:
         elif files := sorted((path / "trajectories").glob("*.jsonl")):
             yield from files
         else:
-            raise DataError(f"{path}: no trajectories/*.jsonl: expected a run's folder")
+            raise DataError(f"{path}: no trajectories/*.jsonl; expected a run's folder")
 
 
 def _outcome(row: Any, where: str) -> tuple[str, float | None]:
@@ -222,7 +224,7 @@ def _write(rows: Iterable[Mapping[str, Any]], out: Path) -> None:
     """
     out = out.resolve()
     if out.exists() and not out.is_file():
-        raise DataError(f"{out}: not a regular file: it cannot be replaced")
+        raise DataError(f"{out}: cannot be replaced, since it is not a regular file")
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -266,26 +268,26 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         type=Path,
         metavar="FILE",
-        help="leave out the problems in this file, such as those used for evaluation",
+        help="exclude the problems in this file, such as those used for evaluation",
     )
     prepare.add_argument(
-        "--any-count", action="store_true", help="accept files with another number of rows"
+        "--any-count", action="store_true", help="accept a different number of rows"
     )
-    hard = commands.add_parser("filter", help="leave out problems that the policy already solves")
+    hard = commands.add_parser("filter", help="drop problems that the policy already solves")
     hard.set_defaults(command=_filter, doing="Reading the rollouts")
     hard.add_argument(
         "trajectories",
         nargs="+",
         type=Path,
         metavar="TRAJECTORIES",
-        help="a run's folder, or files from its trajectories/; each problem's last rollouts count",
+        help="a run's folder, or files from its trajectories/",
     )
     hard.add_argument(
         "--solved",
         type=_share,
         default=(8, 8),
         metavar="K/N",
-        help="leave out problems solved at least K times in their last N rollouts (default: 8/8)",
+        help="drop problems solved at least K times in their last N rollouts (default: 8/8)",
     )
     hard.add_argument(
         "--tasks",
@@ -293,7 +295,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         type=Path,
         metavar="FILE",
-        help="file with the problems, .jsonl or .parquet; may be repeated",
+        help="a .jsonl or .parquet file with the problems; may be repeated",
     )
     hard.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
     teacher = commands.add_parser(
@@ -302,7 +304,7 @@ def _parser() -> argparse.ArgumentParser:
     teacher.set_defaults(command=_teacher, doing="Writing the dialogues")
     teacher.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
     teacher.add_argument(
-        "--count", type=_from(1), default=10_000, help="dialogues (default: 10000)"
+        "--count", type=_from(1), default=10_000, help="number of dialogues (default: 10000)"
     )
     teacher.add_argument("--seed", type=_from(0), default=0, help="random seed (default: 0)")
     teacher.add_argument(
@@ -330,5 +332,5 @@ def _from(least: int) -> Callable[[str], int]:
 def _share(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 8/8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form K/N, such as 8/8")
     return int(found[1]), int(found[2])

@@ -524,17 +524,17 @@ def _warnings(
     longest = s.budget.max_response_tokens
     if 0 < shape.context_length <= longest:
         yield (
-            f"the model's context of {number(shape.context_length)} tokens does not hold a prompt "
+            f"the model's context of {number(shape.context_length)} tokens cannot hold a prompt "
             f"and budget.max_response_tokens ({number(longest)})"
         )
     if s.learner.micro_batch_tokens <= longest:
         yield (
-            f"learner.micro_batch_tokens ({number(s.learner.micro_batch_tokens)}) does not hold a "
+            f"learner.micro_batch_tokens ({number(s.learner.micro_batch_tokens)}) cannot hold a "
             f"prompt and budget.max_response_tokens ({number(longest)})"
         )
     cache = s.server.max_total_tokens
     if cache is not None and not s.servers and cache <= longest:
-        yield f"server.max_total_tokens ({number(cache)}) does not hold one rollout"
+        yield f"server.max_total_tokens ({number(cache)}) cannot hold one rollout"
     if s.learner.optimizer.warmup_steps >= s.loop.steps * s.learner.updates_per_batch > 0:
         yield f"the warm-up of {s.learner.optimizer.warmup_steps} steps lasts the whole run"
     if on_gpus:
@@ -547,11 +547,11 @@ def _warnings(
         )
     host = max(host, learner.loading, s.ranks.nproc_per_node * learner.offloaded)
     if host > machine.ram_bytes:
-        yield f"{size(host)} of host memory are needed; there are {size(machine.ram_bytes)}"
+        yield f"needs {size(host)} of host memory; this machine has {size(machine.ram_bytes)}"
     if disk.total > machine.disk_free_bytes:
         yield (
-            f"up to {size(disk.total)} will be written to {s.run.folder}, where "
-            f"{size(machine.disk_free_bytes)} are free"
+            f"up to {size(disk.total)} will be written to {s.run.folder}, which has only "
+            f"{size(machine.disk_free_bytes)} of free space"
         )
 
 

@@ -29,7 +29,7 @@ def _lines(p: Plan) -> Iterator[str]:
     yield (
         f"  roll out {number(loop.prompts_per_step)} tasks, {loop.group_size} times each: "
         f"{number(p.num_rollouts)} rollouts of at most {tokens} tokens and "
-        f"{s.budget.max_turns} turns, {amount(p.max_tokens)} tokens in all"
+        f"{s.budget.max_turns} turns, {amount(p.max_tokens)} tokens in total"
     )
     yield (
         f"  train    on at most {number(p.num_kept)} of them, {amount(p.max_kept_tokens)} "
@@ -39,7 +39,7 @@ def _lines(p: Plan) -> Iterator[str]:
     factor = 8 if learner.activation_checkpointing else 6
     yield (
         f"  compute  at most {flops(2 * shape.num_parameters * p.max_tokens)} for rollouts, "
-        f"{flops(factor * shape.num_parameters * p.max_kept_tokens)} for training, without "
+        f"{flops(factor * shape.num_parameters * p.max_kept_tokens)} for training, excluding "
         "attention"
     )
     where = count_of(s.server.count, "server")
@@ -47,7 +47,10 @@ def _lines(p: Plan) -> Iterator[str]:
         where = count_of(len(s.servers), "external server")
     yield f"  publish  {size(p.disk.weights)} of weights for {where}"
     if loop.evaluate_every:
-        yield f"  every {loop.evaluate_every} steps {loop.evaluate_tasks} held-out tasks, once each"
+        yield (
+            f"  every {loop.evaluate_every} steps, evaluate {loop.evaluate_tasks} held-out tasks, "
+            "once each"
+        )
     m = p.learner
     device = "GPU" if p.on_gpus else "process"
     nodes = f" on each of {s.ranks.nodes} nodes" if s.ranks.nodes > 1 else ""
@@ -70,7 +73,7 @@ def _lines(p: Plan) -> Iterator[str]:
         yield f"  {name:<12} {size(num_bytes):>10}  {note}".rstrip()
     if m.offloaded:
         yield f"  offloaded    {size(m.offloaded):>10}  of host memory, per rank"
-    yield f"  at the start {size(m.loading):>10}  of host memory, for all ranks of a node"
+    yield f"  at startup   {size(m.loading):>10}  of host memory, for all ranks of a node"
     own = "" if s.servers else f", tp {s.server.tp_size}, dp {s.server.dp_size}"
     yield f"inference  {where}{own}; on each {device}:"
     yield f"  weights      {size(p.server.weights):>10}"
@@ -82,7 +85,7 @@ def _lines(p: Plan) -> Iterator[str]:
         yield f"               {size(p.server.kv_cache):>10}  in total"
     d = p.disk
     yield f"disk       {s.run.folder}: up to {size(d.total)}"
-    yield f"  weights      {size(d.weights):>10}  twice, while they are replaced"
+    yield f"  weights      {size(d.weights):>10}  twice while they are being replaced"
     yield f"  checkpoints  {size(d.checkpoints):>10}  at most, {size(d.checkpoint)} each"
     per_step = size(d.trajectories_per_step)
     yield f"  trajectories {size(d.trajectories):>10}  at most, {per_step} per step"

@@ -35,7 +35,7 @@ def is_child() -> bool:
 
 
 def tell_run(folder: Path) -> None:
-    """Tell the parent which run to resume."""
+    """Report the run to resume to the parent."""
     fd = os.environ.pop(_FD, None)
     if fd is None:
         return
@@ -127,7 +127,7 @@ def _signals(left: bytearray) -> Iterator[Callable[[], int]]:
     """Collect stop signals and SIGCHLD, and yield a function that waits for the next one.
 
     No signal is lost: neither one from before the child was started nor one from just before the
-    wait, which a handler in Python would process only after it. Signals that were not waited for
+    wait, which a Python handler would only process after it. Signals that were not waited for
     are put into `left` at the end. A terminal also sends them to the child; repeats are harmless.
     """
     heard, wakeup = os.pipe()

@@ -74,8 +74,11 @@ class RunDashboard:
         self._dashboard.board.steps.extend(steps)
 
     def on_start_event(self, event: Event) -> None:
-        """Show the metrics of a step of supervised fine-tuning. Its steps count by themselves, so
-        other readers of events, to whom they would be steps of the run, are not told."""
+        """Show the metrics of a step of supervised fine-tuning on the page.
+
+        Other readers of events do not receive them, since they would take the step for one of the
+        run's, which are counted separately.
+        """
         if isinstance(event, Measured):
             self._dashboard.board.on_event(Measured(of_start(event.row)))
 
@@ -189,23 +192,23 @@ class RunDashboard:
         match action:
             case "pause":
                 loop.pause()
-                return "no further groups are started; those in flight continue"
+                return "paused: no further groups are started; those in flight continue"
             case "resume":
                 loop.pause(False)
                 if loop.is_draining:
-                    return "no groups are started: the run is being drained and ends soon"
-                return "groups are started again"
+                    return "resumed, but no groups are started because the run is draining"
+                return "resumed: groups are started again"
             case "drain":
                 loop.drain()
-                return "no further groups are started; the run ends when those in flight have ended"
+                return "draining: the run ends when the groups in flight have ended"
             case _:
                 with anyio.move_on_after(_SAVE_S):
                     return f"a checkpoint of step {await loop.save()} is being written"
-                raise RequestError(f"do: the learner was busy for {_SAVE_S:g} s")
+                raise RequestError(f"do: the learner was busy for {_SAVE_S:g} s; try again later")
 
     async def _answer(self, question: str, emit: Emit) -> None:
         if self.runtime is None:
-            raise ServerError("no server is up yet; ask again later")
+            raise ServerError("no server is ready yet; ask again later")
         with anyio.CancelScope() as scope:
             self._answers.add(scope)
             try:
@@ -259,15 +262,15 @@ class RunDashboard:
 
     def _moment(self) -> Mapping[str, Any]:
         found: dict[str, Any] = {"waits": self._progress.line}
-        if (standing := self._progress.standing) is not None:
+        if (status := self._progress.status) is not None:
             found |= {
-                "stage": standing.stage,
-                "stage_step": standing.step,
-                "stage_num_steps": standing.num_steps,
-                "waits": standing.waits,
-                "values": dict(standing.values),
-                "left_s": standing.left_s,
-                "unit": standing.unit,
+                "stage": status.stage,
+                "stage_step": status.step,
+                "stage_num_steps": status.num_steps,
+                "waits": status.waits,
+                "values": dict(status.values),
+                "left_s": status.left_s,
+                "unit": status.unit,
             }
         if self.loop is not None:
             found |= self.loop.view()

@@ -1,4 +1,4 @@
-"""`agentloop sft`: fine-tune a model on dialogues, to imitate the assistant in them."""
+"""`agentloop sft`: fine-tune a model on dialogues, to imitate their assistant."""
 
 from __future__ import annotations
 
@@ -147,11 +147,11 @@ class SftStageSettings(pydantic.BaseModel):
 
 def _check_named(data: DialoguesSettings) -> None:
     if not data.paths and not data.teacher:
-        raise ValueError("data.paths: name a file of dialogues at least (or set data.teacher)")
+        raise ValueError("data.paths: name at least one file of dialogues, or set data.teacher")
 
 
 class SftSettings(DialogueTraining):
-    """All settings of a supervised run."""
+    """All settings of a supervised fine-tuning run."""
 
     model: Path = pydantic.Field(
         SMALL,
@@ -184,11 +184,11 @@ async def sft(
         if resume:
             folder.tell(config)  # only now: rejected settings must leave the run unchanged
         try:
-            scene = RunDashboard(folder, progress, kind="sft", has_runtime=False)
+            dashboard = RunDashboard(folder, progress, kind="sft", has_runtime=False)
             with folder.noting_failure():
-                async with scene.serve_page(settings.serve) if settings.page else nullcontext():
+                async with dashboard.serve_page(settings.serve) if settings.page else nullcontext():
                     return await imitate(
-                        settings, model, settings.chat, tuning, folder, progress, scene.emit
+                        settings, model, settings.chat, tuning, folder, progress, dashboard.emit
                     )
         except anyio.get_cancelled_exc_class():
             progress.say(how_to_go_on("sft", folder.path))
@@ -207,11 +207,12 @@ def require_learner(settings: TrainingSettings) -> None:
     """Check that the learner's packages are installed, and that there is a GPU if it needs one.
 
     Raises:
-        SettingsError: something is missing; names it and what to do.
+        SettingsError: something is missing; the message says how to install it.
     """
     if settings.attention.startswith("flash_attention") and not has_accelerator():
         raise SettingsError(
-            f"learner.attention: {settings.attention}, but {NO_ACCELERATOR}; or set it to packed"
+            f"learner.attention: {settings.attention} needs a GPU, but {NO_ACCELERATOR}; "
+            "or set it to packed"
         )
     modules = {"torch": "the learner", "deepspeed": "the learner", "matplotlib": "plots"}
     if settings.lora.rank > 0:
@@ -229,7 +230,7 @@ async def samples_of(
         read_samples, chat_format, settings.data, max_tokens=settings.learner.micro_batch_tokens
     )
     samples, num_left_out = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
-    left_out = f", {num_left_out} skipped as too long" if num_left_out else ""
+    left_out = f" ({num_left_out} too long and skipped)" if num_left_out else ""
     progress.say(
         f"{len(samples)} samples{left_out}, {sum(len(s.ids) for s in samples)} tokens, "
         f"{sum(sum(s.mask) for s in samples)} of them trained on"
@@ -301,8 +302,8 @@ def told(kind: type[S], arguments: list[str], resume: Path | None) -> S:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="agentloop sft",
-        description="Fine-tune a model on dialogues: on everything the assistant writes in them, "
-        "tool calls included.",
+        description="Fine-tune a model on everything that the assistant writes in dialogues, "
+        "including tool calls.",
     )
     console.add_settings_arguments(parser)
     parser.add_argument(
@@ -320,10 +321,10 @@ def main(arguments: list[str]) -> int:
 
 async def _sft(arguments: list[str], resume: Path | None) -> int:
     settings = told(SftSettings, arguments, resume)
-    model_folder(settings.model)  # files first: a missing package takes longer to put right
+    model_folder(settings.model)  # check files first: installing a missing package takes longer
     settings.data.require_files()
     require_learner(settings.learner)
     with console.ProgressLine("Starting to train") as progress:
         model = await sft(settings, progress, resume=resume)
-    print(f"The model is in {model}")
+    print(f"The new model is in {model}")
     return 0

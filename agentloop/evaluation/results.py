@@ -131,7 +131,10 @@ def table(data: Mapping[str, Any]) -> list[list[str]]:
         row("tokens, mean", *(f"{one['length_mean']:,.0f}" for one in columns)),
         row("turns, mean", *(f"{one['turns_mean']:.1f}" for one in columns)),
         row("out of budget", *(percent(one["truncated"]) for one in columns)),
-        row("tool errors in correct", *(percent(one["tool_errors_in_correct"]) for one in columns)),
+        row(
+            "tool errors in correct rollouts",
+            *(percent(one["tool_errors_in_correct"]) for one in columns),
+        ),
     ]
     return rows
 

@@ -2,7 +2,7 @@
 
     trajectories/group-*.jsonl, metrics.jsonl, entropy/ ──read on request──> rows, rollouts, curves
 
-The folder is read again every few seconds, in case the run is still going. Data that only the
+The folder is read again every few seconds, in case the run is still active. Data that only the
 running process has, such as servers and waits, is not shown.
 """
 
@@ -308,7 +308,7 @@ def _results(folder: Path) -> dict[str, Any]:
     try:
         results = loads((folder / "results.json").read_bytes())
         k, whole = results["num_samples"], results["all"]
-        values = {"tasks": str(whole["num_tasks"]), "samples missing": str(whole["num_missing"])}
+        values = {"tasks": str(whole["num_tasks"]), "missing samples": str(whole["num_missing"])}
         if (found := whole["avg_at_k"]) is not None:
             text = f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
             values = {f"avg@{k}": text, **values}
@@ -343,7 +343,7 @@ def _sliced(whole: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _extent(folder: Path) -> tuple[int, int]:
-    """Return the sizes that change while a run is going."""
+    """Return sizes that change while the run is active."""
     try:
         size = (folder / "metrics.jsonl").stat().st_size
     except OSError:

@@ -36,7 +36,7 @@ __all__ = ["Live", "Sources"]
 log = logging.getLogger(__name__)
 
 _EVERY_S = 0.5
-_GROWS_EVERY_S = 0.1
+_DELTA_EVERY_S = 0.1
 _KEEP_ALIVE_S = 15.0
 _MAX_FRAMES = 64
 _MAX_ROWS = 500  # in one frame, which takes some milliseconds of the event loop
@@ -195,7 +195,7 @@ class Live:
         since_s = time.monotonic()
         # Stop if a new rollout with the same id replaces this one.
         while row.state == "live" and self.board.rows.get(key) is row:
-            await anyio.sleep(_GROWS_EVERY_S)
+            await anyio.sleep(_DELTA_EVERY_S)
             delta = await anyio.to_thread.run_sync(reader.delta)
             if delta is not None:
                 since_s = time.monotonic()

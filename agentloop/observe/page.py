@@ -90,7 +90,7 @@ class Control(Protocol):
 
     @property
     def actions(self) -> Sequence[str]:
-        """The available actions, out of pause, resume, drain, cancel and checkpoint."""
+        """The available actions: some of pause, resume, drain, cancel and checkpoint."""
         ...
 
     async def perform(self, action: str, rollout: str | None) -> str:
@@ -218,15 +218,14 @@ class Page:
     async def _post_action(self, request: web.Request) -> web.StreamResponse:
         given = request.headers.get("X-Control-Token", "").encode("utf-8", "surrogatepass")
         if not secrets.compare_digest(given, self.control_token.encode()):
-            text = "the control token is missing or wrong: it was printed at startup"
+            text = "the control token is missing or wrong; it was printed at startup"
             return _json({"error": text}, status=403)
         body = await _body(request, self._io_timeout_s)
         action, rollout = body.get("do"), body.get("rollout")
         actions = [] if self._control is None else self._control.actions
         if self._control is None or not isinstance(action, str) or action not in actions:
-            raise RequestError(
-                f"do: must be one of: {', '.join(actions) or 'none is available here'}"
-            )
+            available = f"must be one of: {', '.join(actions)}" if actions else "not available here"
+            raise RequestError(f"do: {available}")
         if rollout is not None and not isinstance(rollout, str):
             raise RequestError("rollout: expected an id")
         return _json({"done": await self._control.perform(action, rollout)})
@@ -315,7 +314,7 @@ async def _static(name: str) -> web.StreamResponse:
     except (OSError, ValueError):  # the name is too long or contains a NUL
         is_there = False
     if path.suffix not in _TYPES or not is_there:
-        raise web.HTTPNotFound(text=f"there is no {name!r}")
+        raise web.HTTPNotFound(text=f"{name!r}: not found")
     headers = {**_HEADERS, "Content-Type": f"{_TYPES[path.suffix]}; charset=utf-8"}
     return web.FileResponse(path, headers=headers)
 

@@ -47,7 +47,7 @@ def curves(folder: Path, run: str) -> list[dict[str, Any]]:
     if run not in {
         one["name"] for one in runs_beside(folder)
     }:  # untrusted input must not form a path
-        raise NotThere(f"run {run!r}: there is none in {folder.parent}")
+        raise NotThere(f"run {run!r}: not found in {folder.parent}")
     path = folder.parent / run
     return [*start_metrics(path), *read_metrics(path)]
 

@@ -66,7 +66,7 @@ class WatchdogSettings(pydantic.BaseModel):
 class WatchdogLimits(WatchdogSettings):
     """Limits of the watchdog, which only tests change."""
 
-    lag_told_every_s: float = pydantic.Field(
+    lag_logged_every_s: float = pydantic.Field(
         60.0, ge=0, description="Minimum time between two of these logs; omitted ones are counted."
     )
 
@@ -116,13 +116,13 @@ class Heartbeat:
         """Return a message with the loop's stack if its beat is late, else None.
 
         Call it from another thread. Each late beat is reported once, and at most one per
-        `lag_told_every_s`.
+        `lag_logged_every_s`.
         """
         due_s, now = self._due_s, self._clock()
         if due_s is None or now - due_s < self.settings.max_lag_s or due_s == self._seen_due_s:
             return None
         self._seen_due_s = due_s
-        if self._logged_s is not None and now - self._logged_s < self.settings.lag_told_every_s:
+        if self._logged_s is not None and now - self._logged_s < self.settings.lag_logged_every_s:
             self._num_omitted += 1
             return None
         frame = sys._current_frames().get(self._thread_id)
@@ -130,7 +130,7 @@ class Heartbeat:
         if frame is None or self._due_s != due_s:
             return None
         stack = "".join(traceback.format_stack(frame)[-_STACK_DEPTH:])
-        omitted = f" ({self._num_omitted} earlier times not logged)" * bool(self._num_omitted)
+        omitted = f" ({self._num_omitted} earlier occurrences not logged)" * bool(self._num_omitted)
         self._logged_s, self._num_omitted = now, 0
         return f"the event loop has been blocked for {now - due_s:.2f} s{omitted} by:\n{stack}"
 

@@ -40,14 +40,14 @@ class Pace:
         self._num_left -= 1
         seconds = {
             "waiting for rollouts": metrics.wait_s,
-            "learning": metrics.learned.learn_s,
-            "loading weights": metrics.sync_s,
+            "training": metrics.learned.learn_s,
+            "weight sync": metrics.sync_s,
         }
         step_s = metrics.step_s or math.inf
         shares = [f"{100 * (part or 0.0) / step_s:.0f}% {what}" for what, part in seconds.items()]
         self.values |= {
             "reward": mean(metrics.rollouts.reward),
-            "tool errors in correct": percent(metrics.rollouts.tool_errors_in_correct),
+            "tool errors in correct rollouts": percent(metrics.rollouts.tool_errors_in_correct),
             "sampled tokens/s": f"{metrics.rollout_tokens_per_s or 0:,.0f}",
             "trained tokens/s": f"{metrics.learned.learner.get('tokens_per_s') or 0:,.0f}",
             "time": ", ".join(shares),

@@ -41,7 +41,7 @@ class Reporter(Protocol):
     def say(self, line: str) -> None:
         """Print a line that stays on the screen."""
 
-    def show(self, standing: RunStatus) -> None:
+    def show(self, status: RunStatus) -> None:
         """Show the current status."""
 
 

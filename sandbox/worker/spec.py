@@ -8,7 +8,7 @@ from typing import Any
 from agentloop.sandbox.worker import landlock
 from agentloop.sandbox.worker.kernel import count_own_processes
 
-UNHIDDEN = "no: a call reads their names and arguments (Landlock, Linux 5.19, would hide them)"
+UNHIDDEN = "no: calls can read their names and arguments (hiding them needs Landlock, Linux 5.19)"
 
 
 class Spec:

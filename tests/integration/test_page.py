@@ -269,9 +269,7 @@ def test_control_wants_the_token_and_does_what_it_says(service: Service, chromiu
 async def watched_run(folder: Path) -> AsyncIterator[tuple[str, RunDashboard]]:
     """A training run's page, with one rollout that goes on."""
     said: list[str] = []
-    progress = SimpleNamespace(
-        line="", say=said.append, standing=RunStatus("stage", 3, 10, "Waits")
-    )
+    progress = SimpleNamespace(line="", say=said.append, status=RunStatus("stage", 3, 10, "Waits"))
     scene = RunDashboard(RunFolder(folder, ""), cast(console.ProgressLine, progress))
     async with scene.serve_page(ServeSettings(port=0)):
         scene.emit(RolloutStarted(Trajectory("1.0", [1, 2, 3]), "1"))
@@ -296,7 +294,7 @@ def test_a_run_that_has_ended_looks_like_one(
         expect(page.locator("#connection-text")).to_have_text("failed" if fails else "finished")
         expect(page.get_by_role("button", name="Drain")).not_to_be_visible()
         page.evaluate("location.hash = '#/rollouts'")
-        expect(page.get_by_text("1 live")).to_be_visible()
+        expect(page.get_by_text("1 in flight")).to_be_visible()
         elapsed = page.evaluate("window.agentloop.app.time()")
         page.evaluate(_A_SECOND_OLD)
         assert page.evaluate("window.agentloop.app.time()") == elapsed  # nothing grows any more
@@ -331,7 +329,7 @@ def test_a_runs_folder_is_shown_and_made_one_file(
         # All of it is of the last step, which has no tool errors in correct rollouts.
         page.goto(f"{out.as_uri()}#/")
         expect(page.locator(".values > div")).to_have_text(
-            ["reward0.875", "tool errors in correct–"]
+            ["reward0.875", "tool errors in correct rollouts–"]
         )
         page.goto(f"{out.as_uri()}#/curves")
         shown = page.get_by_role("region", name="Reward", exact=True).locator("b")
@@ -367,7 +365,7 @@ def test_what_is_not_there_offers_nothing_to_be_done_with_it(
         seen.expected = ["404"]
         expect(page.get_by_text("cannot be shown")).to_be_visible()
         expect(page.get_by_role("button", name="Copy as JSON")).not_to_be_visible()
-        expect(page.get_by_label("Shade")).not_to_be_visible()
+        expect(page.get_by_label("Color tokens by")).not_to_be_visible()
         for kind in ("rollout", "group"):  # without an id
             page.goto(f"{service.url}/#/{kind}")
             expect(page.get_by_role("heading", level=1)).to_have_text(f"{kind.capitalize()}s")
@@ -419,13 +417,13 @@ def test_a_turn_says_what_can_be_said_of_it(chromium: Browser, tmp_path: Path) -
     subprocess.run(command, check=True, capture_output=True)
     with looking(chromium, f"{out.as_uri()}#/rollout/1-a.0") as (page, _):
         first = page.locator(".tr-turn").first
-        expect(first).to_contain_text("never ran")
+        expect(first).to_contain_text("did not run")
         expect(first).not_to_contain_text("queued")
         expect(first).not_to_contain_text("tokens/s")
         assert first.locator(".v-fill.tool").count() == 0
         page.goto(f"{out.as_uri()}#/rollout/2-b.0")
         expect(page.get_by_text("59 sampled")).to_be_visible()
-        expect(page.locator(".tr-seg.thought")).to_contain_text("Hm.")
+        expect(page.locator(".tr-seg.reasoning")).to_contain_text("Hm.")
         expect(page.locator(".tr-turn")).to_contain_text("it is 42")
 
 

@@ -43,7 +43,7 @@ class Said:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
-    def show(self, standing: RunStatus) -> None:
+    def show(self, status: RunStatus) -> None:
         pass
 
 

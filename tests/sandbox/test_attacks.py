@@ -78,7 +78,7 @@ async def pool(form: str, anyio_backend: str) -> AsyncIterator[Pool]:
 async def num_processes(pool: Pool) -> AsyncIterator[int | None]:
     """Return the number of processes that a call sees in an idle worker; None if it sees the
     machine's."""
-    if pool.stats()["layers"]["processes apart"].startswith("no"):
+    if pool.stats()["layers"]["process isolation"].startswith("no"):
         yield None
     else:
         yield num_seen(await pool.run(AFTER))
@@ -90,7 +90,8 @@ def lacks(pool: Pool, wall: str) -> bool:
     missing = {
         "": False,
         "uid": layers["uid"].startswith("no"),
-        "spaces": layers["processes apart"].startswith("no") or layers["root"].startswith("no"),
+        "spaces": layers["process isolation"].startswith("no")
+        or layers["file system"].startswith("no"),
         "filter": layers["system calls"].startswith("no"),
         "hidden": layers["other calls' processes"].startswith("no"),
     }
@@ -141,7 +142,7 @@ async def test_a_full_disk_is_full_for_one_call_alone(pool: Pool) -> None:
 async def test_every_form_of_this_machine_keeps_calls_apart(pool: Pool) -> None:
     """Here, where the tests may make namespaces. A layer that begins with "no" is no wall."""
     layers = pool.stats()["layers"]
-    if layers["processes apart"].startswith("no"):
+    if layers["process isolation"].startswith("no"):
         pytest.skip("this machine refuses namespaces")
     assert missing_layers(layers) == []
     assert layers["other calls' processes"] == "hidden"

@@ -24,10 +24,10 @@ from agentloop.sandbox.required_layers import NEEDED, missing_layers
 pytestmark = pytest.mark.timeout(60)  # real workers are started
 
 WEAK = {
-    "processes apart": "no: this machine refuses namespaces",
-    "network": "no: calls reach what this machine reaches",
-    "root": "no: calls see the files that the user sees",
-    "uid": "no: every call has yours",
+    "process isolation": "no: this machine does not allow namespaces",
+    "network": "no: calls have the network access of this machine",
+    "file system": "no: calls can read all files that the user can read",
+    "uid": "no: calls have the user's uid",
     "memory": "no: nothing bounds it",
 }
 
@@ -96,16 +96,16 @@ def test_doctor_says_it_in_words_and_by_its_status(
     assert main(["doctor"]) == 1
     said = capfd.readouterr().out
     assert re.search(f"network +{WEAK['network']}\n", said)
-    assert "By default a pool does not start here: calls would not be isolated" in said
+    assert "By default, a pool does not start on this machine: calls would not be isolated" in said
     assert main(["doctor", "--json"]) == 1
     told = json.loads(capfd.readouterr().out)
     assert (told["isolated"], told["backend"]) == (False, None)
-    assert "allow_weak_isolation" in told["why"]
-    assert told["forms"]["local processes"].items() >= WEAK.items()
+    assert "allow_weak_isolation" in told["reason"]
+    assert told["backends"]["local processes"].items() >= WEAK.items()
     local_workers_say |= dict.fromkeys(NEEDED, "yes")
     assert main(["doctor"]) == 0
     said = capfd.readouterr().out
-    assert "By default a pool runs its calls in local processes here" in said
+    assert "By default, a pool on this machine runs calls in local processes" in said
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["backend"] == "process"
 

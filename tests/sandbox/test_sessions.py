@@ -269,7 +269,7 @@ async def test_random_numbers_differ_between_sessions_whichever_cell_draws(pool:
 
 @pytest.mark.parametrize("number", [signal.SIGXCPU, signal.SIGKILL])
 async def test_a_cell_that_kills_itself_is_killed(pool: Pool, number: signal.Signals) -> None:
-    if "namespaces" not in pool.stats()["layers"]["processes apart"] or os.getuid() != 0:
+    if "namespaces" not in pool.stats()["layers"]["process isolation"] or os.getuid() != 0:
         pytest.skip("as pid 1 of its own namespace it could not")
     async with pool.session() as session:
         ended = await session.run(f"import os; os.kill(os.getpid(), {int(number)})")

@@ -1,1 +1,1 @@
-"""`agentloop runs`: commands that inspect the runs that are there."""
+"""`agentloop runs`: commands that inspect existing runs."""

@@ -54,7 +54,7 @@ _CONTEXT = 6  # tokens shown before an example
 _SPACE = "\N{OPEN BOX}"
 _KINDS = {
     Kind.FORKING: "text",
-    Kind.REFLECTION: "text right after a tool's result",
+    Kind.REFLECTION: "text right after a tool response",
     Kind.CALL: "tool calls",
 }
 
@@ -128,7 +128,7 @@ async def entropy(
         partial(_origin, run, settings, versions, weights=weights)
     )
     found = await _found(run, settings, groups, chosen, progress)
-    progress("Counting")
+    progress("Counting the tokens")
     turns = [
         rollout.with_entropies(entropies)
         for number, rollouts in groups.items()
@@ -328,7 +328,7 @@ def _example(report: EntropyReport, chat: ChatFormat, place: TokenPosition) -> d
 def _print(data: Mapping[str, Any]) -> None:
     for line in _summary_lines(data):
         print(line)
-    columns: tuple[str, ...] = ("where", "tokens", "marked", "of all marked", "mean entropy")
+    columns: tuple[str, ...] = ("kind", "tokens", "marked", "share of marked", "mean entropy")
     rows: list[tuple[str, ...]] = [
         (
             f"{kind}: {_KINDS[Kind(kind)]}",
@@ -341,7 +341,7 @@ def _print(data: Mapping[str, Any]) -> None:
     ]
     print()
     console.print_table(columns, rows, numbers=columns[1:])
-    columns = ("token", "marked", "of", "share", "mean entropy", "after")
+    columns = ("token", "marked", "of", "share of marked", "mean entropy", "after")
     for kind in (Kind.FORKING, Kind.REFLECTION):
         rows = [
             (
@@ -361,22 +361,23 @@ def _print(data: Mapping[str, Any]) -> None:
 
 
 def _summary_lines(data: Mapping[str, Any]) -> list[str]:
-    """Return the lines that say which tokens were scored, and by which weights."""
+    """Return lines about the scored tokens and the weights that scored them."""
     version = data["version"]
     versions = list(data["versions"])
     sampled = ", ".join(versions[:4]) + (" ..." if len(versions) > 4 else "")
     by, share = f"the model in {data['weights']}", ""
     if version is not None:
         by = f"version {version}, {data['weights']}"
-        share = f", {data['share_of_version']:.0%} of the tokens under the same"
+        share = f" ({data['share_of_version']:.0%} of the tokens under the scoring version)"
     groups = data["groups"]
     return [
         f"tokens   {data['num_tokens']:,}, sampled in {data['num_rollouts']} rollouts of groups "
         f"{groups[0]} to {groups[-1]} of {data['run']}",
         f"scored   by {by}; temperature {data['temperature']:g}",
-        f"sampled  under version {sampled}{share}; KL to it {data['mismatch_kl']:.2g} per token",
+        f"sampled  under version {sampled}{share}; KL divergence from the scoring weights "
+        f"{data['mismatch_kl']:.2g} nats per token",
         f"entropy  {data['mean_entropy']:.3g} nats on average; the top {data['top_percent']:g}% "
-        f"of each rollout are marked, from {data['threshold']:.3g} nats (median)",
+        f"of each rollout are marked: those above {data['threshold']:.3g} nats (median)",
     ]
 
 
@@ -392,16 +393,16 @@ def main(arguments: list[str]) -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="agentloop runs entropy",
-        description="Find the tokens at which a run's policy is uncertain: those of the highest "
+        description="Find the tokens at which a run's policy is uncertain: those with the highest "
         "entropy in each rollout, separately for text (forking tokens), for text right after a "
-        "tool's result (reflection tokens) and for tool calls. The entropies are cached in "
+        "tool response (reflection tokens) and for tool calls. The entropies are cached in "
         "RUN/entropy/.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, such as runs/latest")
     parser.add_argument(
         "settings",
         nargs="*",
-        default=[],  # else argparse says that it is required
+        default=[],  # otherwise argparse reports it as required
         metavar="key=value",
         help="override one of the run's settings, such as ranks.nproc_per_node=1",
     )
@@ -422,8 +423,8 @@ def main(arguments: list[str]) -> int:
         "--weights",
         type=Path,
         metavar="FOLDER",
-        help="model folder to score with (default: the run's weights that are nearest to those "
-        "that sampled the tokens)",
+        help="model folder to score with (default: the run's weights nearest to those that "
+        "sampled the tokens)",
     )
     parser.add_argument(
         "--tokens", type=_at_least_one, default=20, metavar="N", help="rows per table (default: 20)"
@@ -437,7 +438,7 @@ async def _entropy(options: argparse.Namespace) -> int:
     run = options.run.expanduser()
     base = load_known(EntropySettings, config_of(run))
     settings = load_settings(EntropySettings, (), options.settings, base=base)
-    with console.ProgressLine("Starting to analyze") as progress:
+    with console.ProgressLine("Starting the analysis") as progress:
         report = await entropy(
             run,
             settings,

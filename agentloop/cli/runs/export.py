@@ -84,7 +84,8 @@ def find(source: Path, step: int | None = None) -> ModelSource:
         there = ", ".join(map(str, sorted(versions))) or "none"
         wanted = "" if step is None else f" of step {step}"
         raise ModelError(
-            f"{source}: no published weights{wanted} (available: {there}); a run keeps its newest"
+            f"{source}: no published weights{wanted} (available: {there}); a run keeps only its "
+            "newest"
         )
     return ModelSource(versions[chosen], source, _version(versions[chosen]))
 
@@ -169,7 +170,7 @@ def _write(found: ModelSource, out: Path, weights: Sequence[str], dtype: Dtype |
         index = _read_json(out / _INDEX)
         _write_json(out / _INDEX, index | {"metadata": {"total_size": num_bytes}})
     config = _read_json(out / "config.json")
-    config.pop("torch_dtype", None)  # the former name of "dtype"
+    config.pop("torch_dtype", None)  # the old name of "dtype"
     if most := kinds.most_common(1)[0][0]:
         config["dtype"] = most
     _write_json(out / "config.json", config)
@@ -234,7 +235,7 @@ def _metrics_table(path: Path) -> Iterator[str]:
         last[any(name.startswith("held_out/") for name in row)] = row
     for is_evaluation, row in sorted(last.items()):
         kind = "evaluation" if is_evaluation else "step"
-        yield from ("", f"## The last {kind}", "", "| | |", "|---|---|")
+        yield from ("", f"## Last {kind}", "", "| | |", "|---|---|")
         for name, value in row.items():
             yield f"| {name} | {f'{value:.4g}' if isinstance(value, float) else value} |"
 
@@ -306,5 +307,5 @@ def main(arguments: list[str]) -> int:
     if options.json:
         console.print_json({"out": options.out, **asdict(found)})
     else:
-        print(f"{options.out}: the model of {found.folder}{version}")
+        print(f"{options.out}: exported from {found.folder}{version}")
     return 0

@@ -1,4 +1,4 @@
-"""`agentloop runs view RUN`: serve or export the web page of a run's folder, active or ended."""
+"""`agentloop runs view RUN`: serve or export the web page of a run, active or ended."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from agentloop.analysis.run_list import summarize
 from agentloop.api.guard import ApiGuard, ServeSettings
 from agentloop.api.listen import bind, serving
 from agentloop.cli import console
+from agentloop.cli.units import count_of
 from agentloop.config import load_known, load_settings, with_values
 from agentloop.distribution import version
 from agentloop.errors import ModelError, NotThere, RunFolderError, SettingsError
@@ -40,7 +41,7 @@ class ViewSettings(pydantic.BaseModel):
 
 
 class _ModelSettings(pydantic.BaseModel):
-    """The settings of a run that tell how its tokens are shown as text."""
+    """The settings of a run that determine how its tokens are decoded."""
 
     model: str | None = None
     chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
@@ -112,7 +113,7 @@ async def _export(run: Path, out: Path, num_rollouts: int) -> int:
         await anyio.Path(out).write_text(html, "utf-8")
     except OSError as error:
         raise SettingsError(f"--export: {out}: {error.strerror or error}") from error
-    print(f"{out}: {len(html.encode()) / 1e6:.1f} MB, {num_texts} rollouts with their texts")
+    print(f"{out}: {len(html.encode()) / 1e6:.1f} MB, {count_of(num_texts, 'rollout')} with text")
     return 0
 
 

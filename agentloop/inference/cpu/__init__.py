@@ -23,7 +23,7 @@ INSTALL_COMMAND = "python -m agentloop.inference.install"
 _DEVICE_FILES = ("nvidia0", "kfd")  # NVIDIA, AMD
 NO_ACCELERATOR = (
     "no GPU is visible here: check the driver, the container's devices and CUDA_VISIBLE_DEVICES "
-    "(AGENTLOOP_ACCELERATOR=1 says that there is one)"
+    "(if there is one, set AGENTLOOP_ACCELERATOR=1)"
 )
 
 

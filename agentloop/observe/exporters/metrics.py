@@ -130,7 +130,7 @@ _STEP_GAUGES = (
     (
         "learner/mismatch_kl",
         "learner_mismatch_kl_nats",
-        "KL divergence per token between inference engine and learner in the last step.",
+        "KL divergence per token between servers and learner in the last step.",
         1,
     ),
     (
@@ -351,7 +351,7 @@ class Metrics:
         self._summed = {key: self._counter(name, text) for key, name, text in _SUMMED}
         self._phase_s = self._counter(
             "step_phase_seconds",
-            "Time of training steps, by phase: waiting for rollouts, learning, weight sync.",
+            "Time of training steps, by phase: waiting for rollouts, training, weight sync.",
             "phase",
         )
         self._load_s = self._histogram(

@@ -1,16 +1,16 @@
-// Requests, and streams of server-sent events, with a token where one is asked for.
+// Requests and streams of server-sent events, with a token where the server requires one.
 //
-// Streams are read by fetch, since EventSource cannot send a token. In an exported file everything is
-// answered from what lies in the page; nothing is asked of anybody.
+// Streams are read with fetch, because EventSource cannot send a token. In an exported file, all data
+// is read from the file itself and no requests are made.
 (() => {
   "use strict";
   const { keptForSession } = window.agentloop;
 
-  const SILENT_MS = 45_000; // the server says something, if only a comment, more often than that
-  const REST_MS = 20_000;
+  const SILENT_MS = 45_000; // reconnect after this long without data; the server sends keep-alives more often
+  const HIDDEN_MS = 20_000; // a hidden page disconnects after this long
   const BACKOFF_MS = [300, 1000, 2000, 4000, 8000, 15_000];
 
-  let exported; // path to body; null: this is no export. Read late, for the scripts may stand before it
+  let exported; // path to body, or null if this is not an exported file; read lazily, after the document is complete
   const inExport = () => {
     if (exported === undefined) {
       const node = document.getElementById("run");
@@ -28,15 +28,15 @@
 
   // --- tokens ---------------------------------------------------------------------------------
 
-  // "token" (serve.token) is what all of api/ may want, "control" what api/control wants besides.
-  // Whoever is refused asks the reader, once for all that were refused meanwhile.
+  // "token" (serve.token) may be required by all of api/, "control" in addition by api/control.
+  // After a refusal the reader is asked for the token, once for all requests refused at the same time.
   const REFUSED = { 401: "token", 403: "control" };
   let ask = async () => null;
   const asking = new Map();
 
   const askFor = (kind, used, reason) => {
     const known = keptForSession.get(kind);
-    if (known && known !== used) return Promise.resolve(known); // another request has asked already
+    if (known && known !== used) return Promise.resolve(known); // entered for another request
     if (!asking.has(kind)) {
       const answer = ask(kind, reason).then((token) => {
         if (token) keptForSession.set(kind, token);
@@ -52,7 +52,7 @@
 
   const send = async (path, { kind = "token", headers = {}, ...options } = {}) => {
     if (kind === "control" && !keptForSession.get(kind) && !(await askFor(kind, null, "")))
-      throw new ApiError(403, "not without the control token");
+      throw new ApiError(403, "the control token is required");
     for (;;) {
       const [token, control] = [keptForSession.get("token"), keptForSession.get("control")];
       const sent = { ...headers };
@@ -77,16 +77,16 @@
       const { error } = await response.json();
       message = (typeof error === "string" ? error : error?.message) || message;
     } catch {
-      // No JSON: whatever stands in between has answered.
+      // Not JSON: the response may come from a proxy.
     }
     return new ApiError(response.status, message);
   };
 
   // --- streams --------------------------------------------------------------------------------
 
-  // Text in, events out: {id, event, data}. Lines end as they like.
+  // Returns a function that parses chunks of text into events {id, event, data}; lines end in LF or CRLF.
   const parser = (onEvent) => {
-    let pieces = []; // of a line that is not whole yet
+    let pieces = []; // of an incomplete line
     let [id, event, data] = ["", "", []];
     const line = (text) => {
       if (text === "") {
@@ -114,26 +114,27 @@
     };
   };
 
-  // Reads `path` for ever, again after every break, from where it was. `handlers`: open(),
-  // event({event, data}) -> true ends it, lost(error, retryMs | null for never). With `rests` it is
-  // not read while nobody sees the page: a browser has six connections for all tabs of a server.
-  const subscribe = (path, handlers, { rests = false } = {}) => {
-    let [closed, lastId, failures, resting] = [false, "", 0, 0];
+  // Reads the stream `path` and reconnects when it breaks, resuming after the last event. `handlers`: open(),
+  // event({event, data}), which returns true to end the stream, and lost(error, retryMs), where null means that
+  // it will not retry. With `pauses`, it disconnects while the page is hidden: browsers allow only six
+  // connections to a server across all tabs.
+  const subscribe = (path, handlers, { pauses = false } = {}) => {
+    let [closed, lastId, failures, hiddenTimer] = [false, "", 0, 0];
     let [abort, wake] = [null, () => {}];
 
     const once = async () => {
       abort = new AbortController();
-      let silent = 0;
-      const heard = () => {
-        clearTimeout(silent);
-        silent = setTimeout(() => abort.abort(), SILENT_MS);
+      let silenceTimer = 0;
+      const received = () => {
+        clearTimeout(silenceTimer);
+        silenceTimer = setTimeout(() => abort.abort(), SILENT_MS);
       };
       try {
         const headers = { Accept: "text/event-stream" };
         if (lastId) headers["Last-Event-ID"] = lastId;
         const response = await send(path, { headers, signal: abort.signal });
         handlers.open?.();
-        heard();
+        received();
         const feed = parser(({ id, event, data }) => {
           if (closed) return;
           if (id) lastId = id;
@@ -144,11 +145,11 @@
         for (;;) {
           const { done, value } = await reader.read();
           if (done) return;
-          heard();
+          received();
           feed(value);
         }
       } finally {
-        clearTimeout(silent);
+        clearTimeout(silenceTimer);
         abort.abort();
       }
     };
@@ -162,8 +163,8 @@
           error = caught;
         }
         if (closed) return;
-        if (rests && document.hidden) {
-          await new Promise((resolve) => (wake = resolve)); // until somebody sees it
+        if (pauses && document.hidden) {
+          await new Promise((resolve) => (wake = resolve)); // until the page is visible
           continue;
         }
         const final = error instanceof ApiError && error.status >= 400 && error.status < 500;
@@ -181,41 +182,41 @@
     };
 
     const retry = () => wake();
-    const seen = () => {
-      clearTimeout(resting);
+    const visibilityChanged = () => {
+      clearTimeout(hiddenTimer);
       if (!document.hidden) retry();
-      else if (rests) resting = setTimeout(() => abort?.abort(), REST_MS);
+      else if (pauses) hiddenTimer = setTimeout(() => abort?.abort(), HIDDEN_MS);
     };
     const close = () => {
       closed = true;
-      clearTimeout(resting);
-      document.removeEventListener("visibilitychange", seen);
+      clearTimeout(hiddenTimer);
+      document.removeEventListener("visibilitychange", visibilityChanged);
       window.removeEventListener("online", retry);
       abort?.abort();
       wake();
     };
-    document.addEventListener("visibilitychange", seen);
+    document.addEventListener("visibilitychange", visibilityChanged);
     window.addEventListener("online", retry);
     loop();
     return { close, retry };
   };
 
-  // --- what views use ---------------------------------------------------------------------------
+  // --- for views --------------------------------------------------------------------------------
 
   const get = async (path) => {
     const bodies = inExport();
     if (!bodies) return (await send(path)).json();
     if (Object.hasOwn(bodies, path)) return structuredClone(bodies[path]);
-    throw new ApiError(404, "this is not in the exported file");
+    throw new ApiError(404, "not included in the exported file");
   };
 
   const post = async (path, body, { kind } = {}) => {
-    if (inExport()) throw new ApiError(409, "this is an exported file: nobody is there to be asked");
+    if (inExport()) throw new ApiError(409, "not available in an exported file");
     const headers = { "Content-Type": "application/json" };
     return (await send(path, { kind, method: "POST", headers, body: JSON.stringify(body) })).json();
   };
 
-  // `handlers` by the names of events; `end` is the last one. Also error(Error): it will not come.
+  // Watches a stream with `handlers` by event name, the last of which is `end`, and error(Error) if it fails.
   const watch = (path, handlers) => {
     if (inExport()) {
       let closed = false;
@@ -236,7 +237,7 @@
     const lost = (error, retryMs) => {
       if (retryMs === null) handlers.error?.(error);
     };
-    return subscribe(path, { event, lost }, { rests: true }).close;
+    return subscribe(path, { event, lost }, { pauses: true }).close;
   };
 
   window.agentloop.api = {

@@ -1,4 +1,4 @@
-// The shell: which view is shown, how the page is connected, keys, theme, tokens.
+// The frame around the views: routing, connection state, dialogs, keyboard shortcuts and theme.
 (() => {
   "use strict";
   const { h, setText, setAttr, format, kept, views, api, makeStore, isEvaluation } = window.agentloop;
@@ -9,9 +9,9 @@
   // --- router: #/name/id?query ------------------------------------------------------------------
 
   const VIEWS = ["now", "servers", "rollouts", "groups", "curves", "sandbox", "ask"];
-  const WITHIN = { rollout: "rollouts", group: "groups" }; // what the navigation shows for it
+  const PARENTS = { rollout: "rollouts", group: "groups" }; // the view that the navigation marks
 
-  let [unmount, where, isFirst] = [null, "", true];
+  let [unmount, current, isFirst] = [null, "", true];
 
   const parse = (hash) => {
     const [path, query = ""] = hash.replace(/^#\/?/, "").split("?", 2);
@@ -24,7 +24,7 @@
       }
     };
     const id = rest.length ? decode(rest.join("/")) : null;
-    return { name: (!id && WITHIN[name]) || name || "now", id, query: new URLSearchParams(query) };
+    return { name: (!id && PARENTS[name]) || name || "now", id, query: new URLSearchParams(query) };
   };
 
   const go = (hash) => {
@@ -37,16 +37,16 @@
 
   const route = () => {
     const params = parse(location.hash);
-    const here = `${params.name}/${params.id ?? ""}`;
-    if (here === where && unmount) return; // another query: the view's own affair
+    const target = `${params.name}/${params.id ?? ""}`;
+    if (target === current && unmount) return; // only the query has changed, which the view handles
     leave();
-    where = here;
+    current = target;
     app.params = params;
     const view = views.get(params.name);
     const root = h("div", { id: "view", "data-view": params.name });
     $("view").replaceWith(root);
     $("actions").replaceChildren();
-    app.title(view?.title ?? "No such view");
+    app.title(view?.title ?? "View not found");
     if (view) {
       try {
         unmount = view.mount(root, params, app) ?? (() => {});
@@ -55,17 +55,17 @@
         root.append(h("p", { class: "bad" }, `This view failed: ${error.message}`));
       }
     } else {
-      root.append(h("p", {}, "This view does not exist. ", h("a", { href: "#/" }, "Go to Now.")));
+      root.append(h("p", {}, "This view does not exist. ", h("a", { href: "#/" }, "Go to the overview.")));
     }
     for (const enter of app.entered) enter(params);
     for (const link of $("nav").querySelectorAll("a")) {
-      const shown = link.dataset.view === (WITHIN[params.name] ?? params.name);
+      const shown = link.dataset.view === (PARENTS[params.name] ?? params.name);
       setAttr(link, "aria-current", shown && "page");
       if (shown) link.scrollIntoView({ block: "nearest", inline: "nearest" });
     }
     if (!isFirst) {
       scrollTo(0, 0);
-      $("title").focus({ preventScroll: true }); // so that a screen reader says where one is
+      $("title").focus({ preventScroll: true }); // so that screen readers announce the view
     }
     isFirst = false;
   };
@@ -79,20 +79,20 @@
     unmount = null;
   };
 
-  // A view may name what it shows better than its registration could.
+  // Views may call it to replace the title that they were registered with.
   app.title = (text) => {
     setText($("title"), text);
     app.titleText = text;
     nameDocument();
   };
-  app.entered = []; // called with params after a view was mounted
+  app.entered = []; // called with the params after a view is mounted
 
   const nameDocument = () => {
     const { title, kind } = store.about;
     document.title = [app.titleText, title ?? kind, "agentloop"].filter(Boolean).join(" · ");
   };
 
-  // --- the top: what this is, where one can go, whether it is live --------------------------------
+  // --- the header: run, navigation, connection -------------------------------------------------------
 
   const showAbout = () => {
     const { title, model, kind, version } = store.about;
@@ -101,27 +101,27 @@
     nameDocument();
   };
 
-  const offered = () => {
+  const availableViews = () => {
     const { about, servers, sandbox, groups, steps } = store;
-    const can = {
+    const isAvailable = {
       now: true,
       rollouts: true,
       servers: servers.length > 0 || about.live,
       groups: groups.size > 0 || about.kind !== "serve",
-      // The rows of an evaluation are tasks: a line from one to the next would mean nothing.
+      // An evaluation has a row per task, so a curve over its rows would be meaningless.
       curves: !isEvaluation(about) && (steps.length > 0 || about.kind !== "serve"),
       sandbox: about.has_sandbox || sandbox !== null,
       ask: about.can_ask && !api.exported,
     };
-    return VIEWS.filter((name) => can[name]);
+    return VIEWS.filter((name) => isAvailable[name]);
   };
 
   let navigation = [];
   const showNavigation = () => {
-    const names = store.ready ? offered() : ["now", "servers", "rollouts"];
+    const names = store.ready ? availableViews() : ["now", "servers", "rollouts"];
     if (names.join() === navigation.join()) return;
     navigation = names;
-    const shown = WITHIN[app.params?.name] ?? app.params?.name ?? "now";
+    const shown = PARENTS[app.params?.name] ?? app.params?.name ?? "now";
     const links = names.map((name) => {
       const title = views.get(name)?.title ?? name[0].toUpperCase() + name.slice(1);
       const current = name === shown ? "page" : null;
@@ -134,7 +134,7 @@
     const { state, error, retryMs } = store.connection;
     const { live, kind } = store.about;
     const isOpen = state === "open";
-    const said = api.exported
+    const status = api.exported
       ? "exported"
       : store.now.ended
       ? store.now.ended.state
@@ -147,19 +147,19 @@
           : retryMs === null
             ? "not connected"
             : "reconnecting";
-    setText($("connection-text"), said);
-    setAttr($("connection"), "data-state", said.replace(" ", "-"));
+    setText($("connection-text"), status);
+    setAttr($("connection"), "data-state", status.replace(" ", "-"));
     setAttr($("connection"), "title", error || null);
     showNotice();
   };
 
-  // Seen in every view, and said by a screen reader when it changes.
+  // Shown in every view and announced by screen readers when it changes.
   const showMode = () => {
     const { paused, draining } = store.now;
     setText($("mode"), draining ? "draining" : paused ? "paused" : "");
   };
 
-  // One line above the view, for what the reader must know of the page itself.
+  // One line above the view: the end of the run, a lost connection, missed updates.
   const showNotice = () => {
     const { state, error, retryMs } = store.connection;
     const parts = [];
@@ -167,13 +167,13 @@
     if (ended) parts.push(h("span", {}, ended.text));
     else if (state === "lost" && lostSince && Date.now() - lostSince > 1500) {
       const what = retryMs === null ? "Not connected" : "Connection lost";
-      const old = store.ready ? " What is shown is old." : "";
-      parts.push(h("span", {}, `${what}${error ? `: ${error}` : ""}.${old} `));
+      const stale = store.ready ? " The data shown is out of date." : "";
+      parts.push(h("span", {}, `${what}${error ? `: ${error}` : ""}.${stale} `));
       const text = retryMs === null ? "Connect" : "Connect now";
       parts.push(h("button", { type: "button", onclick: () => stream?.retry() }, text));
     } else if (store.missed > acknowledged) {
-      const count = format.plural(store.missed - acknowledged, "frame was", "frames were");
-      parts.push(h("span", {}, `${count} missed: this page was too slow for a while. All that is shown is current. `));
+      const count = format.plural(store.missed - acknowledged, "update was", "updates were");
+      parts.push(h("span", {}, `${count} missed because this page was too slow. The data shown is current. `));
       const close = () => {
         acknowledged = store.missed;
         showNotice();
@@ -207,10 +207,10 @@
         if (event === "frame") store.apply(data);
         if (store.now.ended) {
           store.connected("ended");
-          return true; // nobody will answer any more
+          return true; // the server is shutting down
         }
         if (store.connection.state !== "open") {
-          if (lostSince && Date.now() - lostSince > 1500) store.say("Reconnected");
+          if (lostSince && Date.now() - lostSince > 1500) store.addToLog("Reconnected");
           lostSince = 0;
           store.connected("open");
         }
@@ -227,7 +227,7 @@
 
   // --- dialogs --------------------------------------------------------------------------------------
 
-  // Shows `children` and the buttons [[value, text, class], ...]; -> what was pressed, "" for none.
+  // Shows `children` and the buttons [[value, text, class], ...]; returns the value of the pressed button, or "".
   const dialog = (title, children, buttons) =>
     new Promise((resolve) => {
       const press = ([value, text, name], i) =>
@@ -261,7 +261,7 @@
       reason ? h("p", { class: "bad", role: "alert" }, "Wrong token.") : null,
       h("label", { for: "token" }, "Token"),
       input,
-      h("p", { class: "muted" }, "It is kept in this tab alone, until the tab is closed."),
+      h("p", { class: "muted" }, "The token is stored in this tab only, until it is closed."),
     ];
     const pressed = await dialog("Token", body, [["ok", "Continue", "primary"], ["", "Cancel"]]);
     return pressed === "ok" ? input.value.trim() || null : null;
@@ -277,32 +277,32 @@
     setText($("theme"), theme() === "dark" ? "☀" : "☾");
     setAttr($("theme"), "aria-label", `Switch to the ${other} theme`);
     setAttr($("theme"), "title", `Switch to the ${other} theme`);
-    store.touch("theme"); // canvases are drawn anew
+    store.touch("theme"); // canvases are redrawn
     window.dispatchEvent(new Event("agentloop:theme"));
   };
 
   const switchTheme = () => {
     const other = theme() === "dark" ? "light" : "dark";
-    const isSystems = other === (system.matches ? "dark" : "light");
-    if (isSystems) delete document.documentElement.dataset.theme;
+    const isSystemTheme = other === (system.matches ? "dark" : "light");
+    if (isSystemTheme) delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = other;
-    kept.set("theme", isSystems ? null : other);
+    kept.set("theme", isSystemTheme ? null : other);
     showTheme();
   };
 
   const keys = () => [
-    [`1 – ${navigation.length}`, "switch to a view, in the order of the navigation bar"],
-    ["/", "go to the search field or the question"],
-    ["t", "switch between dark and light"],
+    [`1 – ${navigation.length}`, "open a view, in the order of the navigation bar"],
+    ["/", "focus the search field or the question"],
+    ["t", "switch between the dark and the light theme"],
     ["?", "show this list"],
-    ["Esc", "close the dialog or menu"],
+    ["Esc", "close the dialog"],
   ];
 
   const showKeys = async () => {
     const off = h("input", { type: "checkbox", id: "keys-off" });
     off.checked = kept.get("keys") === "off";
     const rows = keys().map(([key, what]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, what)]);
-    const body = [h("dl", { class: "keys" }, rows), h("label", { class: "check" }, off, " No keyboard shortcuts")];
+    const body = [h("dl", { class: "keys" }, rows), h("label", { class: "check" }, off, " Disable keyboard shortcuts")];
     const version = store.about.version ? h("p", { class: "muted" }, store.about.version) : null;
     await dialog("Keyboard shortcuts", [...body, version], [["ok", "Close", "primary"]]);
     kept.set("keys", off.checked ? "off" : null);
@@ -327,9 +327,9 @@
     event.preventDefault();
   };
 
-  // --- begin ------------------------------------------------------------------------------------------
+  // --- start ------------------------------------------------------------------------------------------
 
-  const begin = () => {
+  const start = () => {
     api.askWith(askToken);
     app.dialog = dialog;
     window.agentloop.app = app;
@@ -359,5 +359,5 @@
     route();
   };
 
-  document.addEventListener("DOMContentLoaded", begin); // all views are registered, then
+  document.addEventListener("DOMContentLoaded", start); // by then all views are registered
 })();

@@ -1,10 +1,10 @@
-// A visitor's question: it becomes a rollout, which is shown as it goes on.
+// A form for a visitor's question, which starts a rollout and opens its view.
 (() => {
   "use strict";
   const { view, h, setText, keyed, keptForSession, parts } = window.agentloop;
 
   const MAX_CHARS = 100_000;
-  const MAX_KEPT = 10;
+  const MAX_REMEMBERED = 10;
   const EXAMPLES = ["What is 37 times 48?", "What is 19 times 23 plus 5?", "What is 12 times 12 minus 44?"];
 
   const asked = () => {
@@ -17,17 +17,17 @@
   };
 
   const remember = (id, question) => {
-    const all = [{ id, question: question.slice(0, 200) }, ...asked()].slice(0, MAX_KEPT);
+    const all = [{ id, question: question.slice(0, 200) }, ...asked()].slice(0, MAX_REMEMBERED);
     keptForSession.set("asked", JSON.stringify(all));
   };
 
-  let draft = ""; // outlives the view
+  let draft = ""; // kept when the view is closed
 
   view("ask", {
     title: "Ask",
     mount(root, params, app) {
       const { store, api } = app;
-      let [closed, unanswered] = [false, false];
+      let [closed, isOffline] = [false, false];
       const field = h("textarea", {
         id: "question",
         rows: 4,
@@ -44,7 +44,7 @@
       field.value = draft;
       const button = h("button", { type: "submit", class: "primary" }, "Ask");
       const paused = h("p", { id: "question-paused", role: "status", class: "warn" });
-      const said = h("p", { role: "alert", class: "bad" });
+      const error = h("p", { role: "alert", class: "bad" });
       const state = h("span", { role: "status", class: "muted" });
 
       const ask = async (event) => {
@@ -52,17 +52,17 @@
         const question = field.value.trim();
         if (!question || button.disabled) return;
         button.disabled = true;
-        setText(said, "");
-        unanswered = false;
+        setText(error, "");
+        isOffline = false;
         setText(state, "Starting…");
         try {
           const { rollout } = await api.post("api/ask", { question });
           draft = "";
           remember(rollout, question);
           if (!closed) app.go(parts.hash("rollout", rollout));
-        } catch (error) {
-          setText(said, `Could not send the question: ${error.message}`);
-          unanswered = error.status === 0;
+        } catch (failure) {
+          setText(error, `Could not send the question: ${failure.message}`);
+          isOffline = failure.status === 0;
           field.focus();
         } finally {
           button.disabled = false;
@@ -75,9 +75,9 @@
         { class: "ask", onsubmit: ask },
         h("label", { for: "question" }, "Question"),
         field,
-        h("p", { id: "question-how", class: "muted" }, "Enter asks, Shift and Enter begin a new line. You can watch it work."),
+        h("p", { id: "question-how", class: "muted" }, "Press Enter to ask, Shift+Enter for a new line. You can watch the rollout as it runs."),
         paused,
-        said,
+        error,
         h("div", { class: "ask-buttons" }, button, state),
       );
       const example = (text) =>
@@ -100,7 +100,7 @@
       );
       const list = h("ul", { class: "ask-before" });
       const before = h("section", { "aria-labelledby": "ask-before" }, h("h2", { id: "ask-before" }, "Asked in this tab"), list);
-      const closedNote = h("p", { class: "muted" }, "Nobody is there to be asked.");
+      const closedNote = h("p", { class: "muted" }, "Questions cannot be asked here.");
       root.append(closedNote, form, examples, before);
 
       const show = () => {
@@ -109,19 +109,19 @@
         closedNote.hidden = can;
         const kept = asked();
         before.hidden = !kept.length;
-        // A training run that is paused answers visitors all the same.
+        // A paused training run still answers questions.
         const refuses = store.now.paused && store.about.kind === "serve";
         setText(paused, refuses ? "The service is paused: questions are refused until it is resumed." : "");
         const make = ({ id, question }) => h("li", {}, h("a", { href: parts.hash("rollout", id) }, question), h("span", { class: "muted" }));
         keyed(list, kept, ({ id }) => id, make, (node, { id }) => {
           const row = store.rollouts.get(id);
-          setText(node.lastChild, row ? (row.state === "live" ? "running" : parts.words(row.stop ?? row.state)) : "");
+          setText(node.lastChild, row ? (parts.stateText(row.state === "live" ? "live" : (row.stop ?? row.state))) : "");
         });
       };
       show();
       const off = store.on((changed) => {
         if (["about", "rollouts", "now"].some((key) => changed.has(key))) show();
-        if (unanswered && changed.has("connection") && store.connection.state === "open") setText(said, "");
+        if (isOffline && changed.has("connection") && store.connection.state === "open") setText(error, "");
       });
       return () => {
         closed = true;

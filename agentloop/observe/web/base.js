@@ -1,6 +1,6 @@
-// What every part of the page uses: the registry of views, elements without markup, numbers as text.
+// Helpers shared by all views: the registry of views, DOM elements, and number formats.
 //
-// Model output is hostile, so text is only ever set as text: nothing here or elsewhere parses HTML.
+// Model output is untrusted, so it is only ever set as text: nothing on this page parses HTML.
 (() => {
   "use strict";
   const agentloop = (window.agentloop = { views: new Map() });
@@ -13,7 +13,7 @@
   const SVG = "http://www.w3.org/2000/svg";
   const SVG_TAGS = new Set(["svg", "path", "line"]);
 
-  // h("a", {href: "#/", class: "x", onclick: f}, "text", element): null and false are left out.
+  // Creates an element: h("a", {href: "#/", class: "x", onclick: f}, "text", element). Null and false are skipped.
   const h = (tag, props, ...children) => {
     const svg = SVG_TAGS.has(tag);
     const node = svg ? document.createElementNS(SVG, tag) : document.createElement(tag);
@@ -35,8 +35,8 @@
     else if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value);
   };
 
-  // Makes `parent`'s children those of `items`, in order, and leaves those that stay alone: focus
-  // and selection live through an update. `make(item)` -> element, `update(element, item)`.
+  // Reconciles `parent`'s children with `items`, by key and in order. Elements of remaining items are
+  // reused, so that focus and selection survive. `make(item)` returns an element; `update(element, item)`.
   const keyed = (parent, items, key, make, update) => {
     const old = (parent.keyedNodes ??= new Map());
     const fresh = new Map();
@@ -54,7 +54,7 @@
     parent.keyedNodes = fresh;
   };
 
-  // A table with a head; -> {table, body}. Columns: {text, class}.
+  // Returns {table, body} of a new table with a header row. Columns: {text, class}.
   const table = (caption, columns, className) => {
     const body = h("tbody", { role: "rowgroup" });
     const head = columns.map(({ text, class: name }) =>
@@ -62,7 +62,7 @@
     );
     const node = h(
       "table",
-      { class: className, role: "table" }, // the roles stay where a phone shows rows as blocks
+      { class: className, role: "table" }, // explicit roles, because phones display rows as blocks
       h("caption", { class: "hidden" }, caption),
       h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, head)),
       body,
@@ -76,7 +76,7 @@
     return h("section", { class: "panel", "aria-labelledby": id }, head, children);
   };
 
-  // A line over time, as wide as its place. `draw(points)`: [[x, y], ...] in order of x.
+  // A line over time that fills the width of its container. `draw(points)`: [[x, y], ...], sorted by x.
   const sparkline = () => {
     const path = h("path", { "vector-effect": "non-scaling-stroke" });
     const area = h("path", { class: "area" });
@@ -101,7 +101,7 @@
     return { node, draw };
   };
 
-  // --- numbers and times as text --------------------------------------------------------------
+  // --- formats of numbers and times --------------------------------------------------------------
 
   const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
   const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
@@ -109,7 +109,7 @@
   const format = {
     isNumber,
     whole: (value) => (isNumber(value) ? whole.format(value) : "–"),
-    // About three digits: 0.012, 3.4, 123, 4,567, 12.3k, 4.57M.
+    // About three significant digits: 0.012, 3.4, 123, 4,567, 12.3k, 4.57M.
     short: (value) => {
       if (!isNumber(value)) return "–";
       const size = Math.abs(value);
@@ -130,7 +130,7 @@
       return `${(value / 1024 ** unit).toPrecision(3)} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
     },
     ms: (value) => (isNumber(value) ? format.span(value / 1000) : "–"),
-    // Seconds as a length of time: 3 ms, 0.8 s, 12 s, 4:05, 1:02:03, 3 d 4 h.
+    // A duration in seconds: 3 ms, 0.8 s, 12 s, 4:05, 1:02:03, 3 d 4 h.
     span: (seconds) => {
       if (!isNumber(seconds)) return "–";
       if (seconds < 0.1) return `${Number((seconds * 1000).toPrecision(2))} ms`;
@@ -142,7 +142,7 @@
       if (hours >= 48) return `${Math.floor(hours / 24)} d ${hours % 24} h`;
       return hours ? `${hours}:${two(minutes)}:${two(rest % 60)}` : `${minutes}:${two(rest % 60)}`;
     },
-    // A moment, by the reader's clock: 14:03:09.
+    // A time of day in the reader's time zone: 14:03:09.
     clock: (unixSeconds) =>
       isNumber(unixSeconds)
         ? new Date(unixSeconds * 1000).toLocaleTimeString("en-GB", { hour12: false })
@@ -150,7 +150,7 @@
     plural: (count, one, many) => `${format.whole(count)} ${count === 1 ? one : (many ?? `${one}s`)}`,
   };
 
-  // What the reader chose, where storage is allowed.
+  // Stores the reader's choices, if the browser allows it.
   const kept = (storage) => ({
     get(name) {
       try {
@@ -164,7 +164,7 @@
         if (value === null) window[storage].removeItem(`agentloop.${name}`);
         else window[storage].setItem(`agentloop.${name}`, value);
       } catch {
-        // It is forgotten with the page, then.
+        // Storage is not allowed: the choice lasts until the page is closed.
       }
     },
   });

@@ -1,48 +1,48 @@
-// What whoever has the token may do to a run: buttons beside a view's title.
+// Buttons beside the title that control a run; they require the control token.
 (() => {
   "use strict";
   const { h, keyed, setText } = window.agentloop;
 
-  // `sure` is what is asked before. A rollout is cancelled where it is shown (trajectory.js).
+  // `confirm` is shown before the action. The button that cancels a rollout is in its view (trajectory.js).
   const BUTTONS = [
     { name: "pause", text: "Pause", when: ({ now }) => !now.paused },
     { name: "resume", text: "Resume", when: ({ now }) => now.paused },
-    { name: "checkpoint", text: "Save a checkpoint", when: () => true },
+    { name: "checkpoint", text: "Save checkpoint", when: () => true },
     {
       name: "drain",
       text: "Drain",
       when: ({ now }) => !now.draining,
-      sure: "Finish what is running, start nothing new, then stop. This cannot be undone.",
+      confirm: "The groups in flight are completed, no new groups are started, and the run ends. This cannot be undone.",
     },
   ];
 
   window.agentloop.control = (app) => {
     const { store, api } = app;
-    // -> {done: "in words"}; asks for the token where it has none.
+    // Returns {done: description}; asks for the control token if it is not known.
     app.control = (body) => api.post("api/control", body, { kind: "control" });
 
-    const said = h("span", { role: "status", class: "said" });
+    const message = h("span", { role: "status", class: "message" });
     const row = h("div", { class: "control" });
     let clear = 0;
 
-    const say = (text, kind) => {
-      setText(said, text);
-      said.dataset.kind = kind;
+    const showMessage = (text, kind) => {
+      setText(message, text);
+      message.dataset.kind = kind;
       clearTimeout(clear);
-      clear = setTimeout(() => setText(said, ""), kind === "bad" ? 20_000 : 6000);
+      clear = setTimeout(() => setText(message, ""), kind === "bad" ? 20_000 : 6000);
     };
 
-    const press = async ({ name, text, sure }) => {
-      if (sure) {
-        const pressed = await app.dialog(`${text}?`, [h("p", {}, sure)], [["ok", text, "primary"], ["", "Cancel"]]);
+    const press = async ({ name, text, confirm }) => {
+      if (confirm) {
+        const pressed = await app.dialog(`${text}?`, [h("p", {}, confirm)], [["ok", text, "primary"], ["", "Cancel"]]);
         if (pressed !== "ok") return;
       }
       for (const button of row.children) button.disabled = true;
       try {
         const { done } = await app.control({ do: name });
-        say(done, "good");
+        showMessage(done, "good");
       } catch (error) {
-        say(error.message, "bad");
+        showMessage(error.message, "bad");
       } finally {
         for (const button of row.children) button.disabled = false;
       }
@@ -57,8 +57,8 @@
     };
     app.entered.push(({ name }) => {
       if (name !== "now") return;
-      setText(said, "");
-      document.getElementById("actions").replaceChildren(said, row);
+      setText(message, "");
+      document.getElementById("actions").replaceChildren(message, row);
       show();
     });
     store.on((changed) => {

@@ -1,9 +1,9 @@
-// The run's metrics over its steps, and other runs' over them.
+// Charts of the run's metrics over its steps, optionally with those of other runs.
 //
-//     rows of metrics.jsonl ──by step──> a chart for each thing worth knowing that has data
+//     rows of metrics.jsonl ──by step──> a chart for each metric that has data
 //
-// Strokes tell what is drawn of a run, colours tell runs apart, where there are several. All charts have one cursor: the
-// mouse moves it, and so does the slider, for the keyboard and for fingers.
+// With several runs, colors distinguish the runs and strokes the metrics. All charts share a cursor, which the
+// mouse moves, or the slider for keyboards and touch screens.
 (() => {
   "use strict";
   const { view, h, setText, setAttr, keyed, format, color } = window.agentloop;
@@ -11,9 +11,9 @@
   const percent = (share) => `${Number((100 * share).toPrecision(2))}%`;
   const span = (seconds) => (seconds ? format.span(seconds) : "0");
 
-  const MAX_COMPARED = 5; // and the run itself
+  const MAX_COMPARED = 5; // in addition to the run itself
   const MAX_TABLE = 500; // rows
-  const FEW = 40; // points that are drawn one by one
+  const FEW = 40; // with at most this many points, each is marked
   const COLORS = ["lane-decode", "lane-tool", "lane-reward", "lane-prefill", "bad", "lane-wait"];
   const STROKES = {
     thin: { width: 1.25 },
@@ -30,33 +30,33 @@
     ["run", "rollouts"],
   ];
 
-  // `series`: [key, label, stroke]. `text`: a value as the reader sees it.
+  // `series`: [key, label, stroke]. `text`: formats a value. `most`: upper bound of the metric.
   const both = (key) => [[key, "rollouts", "thin"], [`held_out/${key}`, "held out", "thick"]];
   const CHARTS = [
-    { title: "Reward", note: "mean of the step's rollouts", series: both("reward"), most: 1 },
-    { title: "avg@k and pass@k", note: "of a task's rollouts", series: null, most: 1 },
+    { title: "Reward", note: "mean of the rollouts", series: both("reward"), most: 1 },
+    { title: "avg@k and pass@k", note: "over k rollouts per task", series: null, most: 1 },
     {
       title: "Tool errors in correct rollouts",
-      note: "failed calls by calls",
+      note: "fraction of calls that failed",
       series: both("tool_errors_in_correct"),
       most: 1,
       text: percent,
     },
-    { title: "Tokens per rollout", note: "sampled tokens, mean", series: both("length_mean") },
-    { title: "Truncated", note: "rollouts that a budget ended", series: both("truncated"), most: 1, text: percent },
+    { title: "Tokens per rollout", note: "mean number of sampled tokens", series: both("length_mean") },
+    { title: "Truncated", note: "fraction of rollouts ended by a budget", series: both("truncated"), most: 1, text: percent },
     { title: "Entropy", note: "nats per token", series: [["learner/entropy", "entropy", "thin"]] },
     {
       title: "Mismatch KL",
-      note: "engine and learner, nats per token",
+      note: "between servers and learner, nats per token",
       series: [["learner/mismatch_kl", "mismatch", "thin"]],
     },
-    { title: "Loss", note: "mean of the step", series: [["learner/loss", "loss", "thin"]] },
+    { title: "Loss", note: "mean over the step", series: [["learner/loss", "loss", "thin"]] },
     { title: "Learning rate", series: [["learner/lr", "learning rate", "thin"]] },
     { title: "Gradient norm", note: "before clipping", series: [["learner/grad_norm", "norm", "thin"]] },
     {
       title: "Staleness",
-      note: "versions behind, of the rollouts used",
-      series: [["staleness_mean", "mean", "thin"], ["staleness_max", "largest", "dashed"]],
+      note: "versions behind, of the rollouts trained on",
+      series: [["staleness_mean", "mean", "thin"], ["staleness_max", "maximum", "dashed"]],
     },
     {
       title: "Solve rate",
@@ -71,11 +71,11 @@
     },
     {
       title: "Step time",
-      note: "where it went",
+      note: "by activity",
       stack: [
         ["wait_s", "waiting for rollouts", "lane-wait"],
-        ["learn_s", "learning", "lane-decode"],
-        ["sync_s", "loading weights", "lane-prefill"],
+        ["learn_s", "training", "lane-decode"],
+        ["sync_s", "weight sync", "lane-prefill"],
         ["rest_s", "other", "lane-tool"],
       ],
       text: span,
@@ -87,7 +87,7 @@
 
   const AT_K = /^(held_out\/)?(avg|pass)(?:@(\d+)|_at_k)?$/;
 
-  // Supervised fine-tuning has steps of its own, whose names have start/ in front; `agentloop sft` has no others.
+  // The steps of supervised fine-tuning are counted separately; their metrics have the prefix start/, except in `agentloop sft`.
   const START = "start/";
   const isOfStart = (row) => isNumber(row[`${START}step`]);
   const ofPhase = (rows, phase) => {
@@ -96,7 +96,7 @@
     return rows.some(isOfStart) ? rows.filter(isOfStart).map(plain) : rows.filter((row) => isNumber(row.epoch));
   };
 
-  // A row per step: what is told of it at different times belongs together.
+  // Merges rows of the same step, such as those of training and of the evaluation after it.
   const bySteps = (rows) => {
     const steps = new Map();
     for (const row of rows) if (isNumber(row.step)) steps.set(row.step, { ...steps.get(row.step), ...row });
@@ -117,7 +117,7 @@
     return keys;
   };
 
-  // With one rollout of a task, pass@k is the reward, which is shown already.
+  // With one rollout per task, pass@k equals the reward, which has a chart of its own.
   const saysNew = (runs, key) => {
     const reward = key.startsWith("held_out/") ? "held_out/reward" : "reward";
     return runs.some((run) => [...run.rows.values()].some((row) => isNumber(row[key]) && row[key] !== row[reward]));
@@ -168,7 +168,7 @@
       this.shape = "";
     }
 
-    // What is drawn of which run: [{label, run, key, color, stroke, fill}]
+    // The lines to draw: [{label, run, key, color, stroke, fill}]
     lines(runs, keys) {
       const { spec } = this;
       if (spec.stack) {
@@ -222,7 +222,7 @@
       const areSeveral = runs.length > 1;
       if (this.spec.stack) setText(this.note, `${this.spec.note}${areSeveral ? `, in ${runs[0].name}` : ""}`);
       this.drawLegend(lines, areSeveral && !this.spec.stack);
-      this.tell();
+      this.showValues();
       setAttr(this.plot, "aria-label", this.summary());
     }
 
@@ -232,7 +232,7 @@
       setAttr(this.node, "aria-label", title);
     }
 
-    // A line for what is drawn of the runs, with a value for each of them.
+    // A row per metric, with a value for each run.
     drawLegend(lines, areSeveral) {
       const labels = new Map(lines.map((line) => [line.key, []]));
       for (const line of lines) labels.get(line.key).push(line);
@@ -245,12 +245,12 @@
         style.height = line.fill ? "" : line.stroke.points ? "4px" : "2px";
         return node;
       };
-      this.told = new Map();
+      this.valueNodes = new Map();
       keyed(this.legend, [...labels], ([key]) => key, row, (node, [, some]) => {
         keyed(node.lastChild, some, (line) => `${line.run.name} ${line.color}`, value, (one, line) => {
           setText(one.children[1], areSeveral ? `${line.run.name}: ` : "");
           setAttr(one, "title", areSeveral && line.run.name);
-          this.told.set(line, one.lastChild);
+          this.valueNodes.set(line, one.lastChild);
         });
       });
     }
@@ -263,7 +263,7 @@
       const series = lines.map(({ color: stroke, stroke: { width, dash, points }, fill }) => ({
         stroke: fill ? panel : stroke,
         fill: fill ? stroke : undefined,
-        width: fill ? Number(few) : width, // lines between parts would hide narrow ones
+        width: fill ? Number(few) : width, // borders would hide narrow areas
         dash,
         spanGaps: true,
         points: { show: !fill && (few || points === true), size: points ? 6 : 4, fill: stroke, stroke },
@@ -300,16 +300,16 @@
       if (this.u && this.u.width !== width) this.u.setSize({ width, height });
     }
 
-    // The values at the cursor's step, or at the last one: all of one step, also where it has none.
-    tell() {
+    // Shows all values at the cursor's step, or at the last step; a missing value is shown as "–".
+    showValues() {
       this.values?.forEach((values, i) => {
         const found = values[this.page.index ?? values.length - 1];
-        setText(this.told.get(this.lineList[i]), isNumber(found) ? this.text(found) : "–");
+        setText(this.valueNodes.get(this.lineList[i]), isNumber(found) ? this.text(found) : "–");
       });
     }
 
     summary() {
-      const said = this.lineList.map(({ run, label }, i) => {
+      const parts = this.lineList.map(({ run, label }, i) => {
         const points = this.values[i].map((value, j) => [this.steps[j], value]).filter(([, value]) => isNumber(value));
         const [[first, from], [last, to]] = [points[0], points[points.length - 1]];
         const name = this.page.runs.length > 1 ? `${run.name}, ${label}` : label;
@@ -317,7 +317,7 @@
           ? `${name}: ${this.text(from)} at step ${first}, ${this.text(to)} at step ${last}`
           : `${name}: ${this.text(to)} at step ${last}`;
       });
-      return `${this.title} over steps. ${said.join(". ")}.`;
+      return `${this.title} over steps. ${parts.join(". ")}.`;
     }
 
     destroy() {
@@ -326,17 +326,17 @@
     }
   }
 
-  // Each on top of those after it; so the highest is drawn first, and the others in front of it.
+  // Each series on top of those after it, so the highest is drawn first and the others in front of it.
   const stacked = (parts) => {
     const sums = parts[0].map(() => 0);
     const up = parts.toReversed().map((values) => values.map((value, i) => (isNumber(value) || sums[i] ? (sums[i] += value ?? 0) : null)));
     return up.reverse();
   };
 
-  // Numbers of an axis, with as many digits as its steps have.
+  // Labels of an axis with as many digits as its increments.
   const alike = (by) => {
     if (by >= 1) return short;
-    const digits = Math.ceil(-Math.log10(by) - 1e-9); // of its first digit that is not 0
+    const digits = Math.ceil(-Math.log10(by) - 1e-9); // position of its first nonzero digit
     const exact = String(Number((by * 10 ** digits).toPrecision(3))).split(".")[1] ?? ""; // such as 2.5
     return digits + exact.length < 6 ? (value) => value.toFixed(digits + exact.length) : (value) => (value ? value.toExponential(1) : "0");
   };
@@ -357,8 +357,8 @@
       [this.window, this.zoom, this.index, this.steps] = [1, null, null, []];
       this.charts = CHARTS.map((spec) => new Chart(spec, this));
       this.build(root);
-      this.seen = new ResizeObserver(() => this.charts.forEach((chart) => chart.resize()));
-      this.seen.observe(this.grid);
+      this.resizeObserver = new ResizeObserver(() => this.charts.forEach((chart) => chart.resize()));
+      this.resizeObserver.observe(this.grid);
       this.off = app.store.on((changed) => {
         if (changed.has("steps") || changed.has("about")) this.draw();
         else if (changed.has("theme")) this.redraw();
@@ -370,7 +370,7 @@
     close() {
       this.closed = true;
       this.off();
-      this.seen.disconnect();
+      this.resizeObserver.disconnect();
       for (const chart of this.charts) chart.destroy();
     }
 
@@ -379,7 +379,7 @@
       this.at = h("output", { for: "cv-step", class: "cv-at" });
       const smooth = h("select", { id: "cv-smooth", onchange: () => ((this.window = Number(smooth.value)), this.draw()) });
       for (const [value, text] of SMOOTH) smooth.append(h("option", { value }, text));
-      this.all = h("button", { type: "button", hidden: true, onclick: () => this.unzoom() }, "All steps");
+      this.all = h("button", { type: "button", hidden: true, onclick: () => this.unzoom() }, "Show all steps");
       this.phases = h("select", { id: "cv-phase", onchange: () => this.enter(this.phases.value) });
       for (const [value, text] of PHASES) this.phases.append(h("option", { value }, text));
       this.phaseBox = h("span", { hidden: true }, h("label", { for: "cv-phase" }, "Phase"), " ", this.phases);
@@ -402,7 +402,7 @@
       this.grid = h("div", { class: "cv-grid" }, this.charts.map(({ node }) => node));
       this.tableRun = h("select", { "aria-label": "Run", onchange: () => this.fill() });
       this.tableBox = h("div", { class: "cv-table", role: "region", "aria-label": "Metrics by step", tabindex: "0" });
-      this.table = h("details", { class: "cv-numbers", ontoggle: () => this.fill() }, h("summary", {}, "The numbers as a table"), this.tableRun, this.tableBox);
+      this.table = h("details", { class: "cv-numbers", ontoggle: () => this.fill() }, h("summary", {}, "Metrics as a table"), this.tableRun, this.tableBox);
       root.append(this.picker, this.legend, this.bar, this.none, this.grid, this.table);
     }
 
@@ -417,7 +417,7 @@
       try {
         this.others = (await this.app.api.get("api/runs")).runs;
       } catch {
-        return; // its own curves are there anyway
+        return; // the run's own curves are shown anyway
       }
       if (this.closed) return;
       const names = this.others.map(({ name }) => name);
@@ -499,8 +499,8 @@
       for (const one of [this.grid, this.table]) one.hidden = !keys.size;
       this.bar.hidden = !keys.size && !hasStart;
       this.none.hidden = keys.size > 0;
-      setText(this.none, store.ready ? "No step has finished yet." : "Waiting for the first numbers.");
-      this.drawing = true; // cursors move meanwhile, and mean nothing by it
+      setText(this.none, store.ready ? "No steps have finished yet." : "Waiting for data…");
+      this.drawing = true; // ignore cursor events while drawing
       for (const chart of this.charts) chart.draw(this.runs, keys, steps);
       this.drawing = false;
       this.step.max = Math.max(steps.length - 1, 0);
@@ -508,7 +508,7 @@
       this.fill();
     }
 
-    // Show another phase: its steps are others.
+    // Shows another phase, which has its own steps.
     enter(phase) {
       [this.phase, this.zoom, this.index] = [phase, null, null];
       this.all.hidden = true;
@@ -520,17 +520,17 @@
       this.draw();
     }
 
-    // The cursor is at this step, or nowhere.
+    // Moves the cursor to the step at this index; null: no cursor.
     point(index) {
       if (this.drawing) return;
       this.index = index;
       const at = index ?? this.steps.length - 1;
       const step = this.steps[at];
       if (this.step.valueAsNumber !== at) this.step.value = at;
-      const text = step === undefined ? "" : index === null ? `${step}, the last` : String(step);
+      const text = step === undefined ? "" : index === null ? `${step} (last)` : String(step);
       setText(this.at, text);
       setAttr(this.step, "aria-valuetext", `step ${text}`);
-      for (const chart of this.charts) chart.tell();
+      for (const chart of this.charts) chart.showValues();
     }
 
     move() {
@@ -579,7 +579,7 @@
         h(
           "table",
           {},
-          h("caption", {}, `${run.name}, the newest step first${left ? `; ${format.whole(left)} older steps are left out` : ""}`),
+          h("caption", {}, `${run.name}, newest step first${left ? `; ${format.whole(left)} older steps are left out` : ""}`),
           h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "num" }, "Step"), [...columns.values()].map(({ title }) => h("th", { scope: "col", class: "num" }, title)))),
           h("tbody", {}, rows.map(cells)),
         ),

@@ -1,22 +1,22 @@
-// A group: of the 2G rollouts that were sampled, the G that are learned from, and why.
+// One group: its rollouts, which of them are trained on and why, rewards and advantages.
 (() => {
   "use strict";
   const { h, setText, setAttr, format, parts } = window.agentloop;
   const { svg } = parts;
 
-  const AGAIN_MS = 1000; // how often a group that is in flight is asked for
+  const REFRESH_MS = 1000; // minimum time between two requests for a group in flight
 
-  // [key, header, class, what it is sorted by]
+  // [key, header, class, sort key]
   const COLUMNS = [
-    ["place", "#", "num gr-wide", (row) => row.place],
+    ["number", "#", "num gr-wide", (row) => row.number],
     ["id", "Rollout", "", (row) => row.id],
     ["reward", "Reward", "", (row) => row.reward],
     ["advantage", "Advantage", "num", (row) => row.advantage],
-    ["kept", "Used in update", "", (row) => (row.kept ? 0 : 1) + (row.dropped ?? "")],
+    ["kept", "Selection", "", (row) => (row.kept ? 0 : 1) + (row.dropped ?? "")],
     ["tokens", "Tokens", "num", (row) => row.tokens],
     ["turns", "Turns", "num", (row) => row.turns],
     ["failed", "Failed calls", "num", (row) => row.failed_calls],
-    ["stop", "Stop", "", (row) => row.stop ?? ""],
+    ["stop", "Stop reason", "", (row) => row.stop ?? ""],
     ["answer", "Answer", "gr-answer", (row) => row.answer ?? ""],
   ];
 
@@ -33,10 +33,10 @@
       this.id = id;
       this.app = app;
       this.group = null;
-      this.order = { key: "place", down: false };
+      this.order = { key: "number", down: false };
       this.build(root);
       this.off = app.store.on((changed) => {
-        if (this.group?.state === "live" && (changed.has("rollouts") || changed.has("groups"))) this.again();
+        if (this.group?.state === "live" && (changed.has("rollouts") || changed.has("groups"))) this.refresh();
       });
       this.load();
     }
@@ -51,7 +51,7 @@
       try {
         const group = await this.app.api.get(`api/groups/${encodeURIComponent(this.id)}`);
         if (this.closed) return;
-        this.group = { ...group, rollouts: group.rollouts.map((row, place) => ({ ...row, place: place + 1 })) };
+        this.group = { ...group, rollouts: group.rollouts.map((row, number) => ({ ...row, number: number + 1 })) };
         this.draw();
       } catch (error) {
         if (this.closed) return;
@@ -61,27 +61,27 @@
       }
     }
 
-    again() {
+    refresh() {
       this.timer ??= setTimeout(() => {
         this.timer = null;
         this.load();
-      }, AGAIN_MS);
+      }, REFRESH_MS);
     }
 
     build(root) {
       this.note = h("p", { class: "v-empty", role: "alert", hidden: true });
       this.facts = h("dl", { class: "v-facts" });
-      this.story = h("ul", { class: "gr-story" });
+      this.summary = h("ul", { class: "gr-summary" });
       this.plot = h("figure", { class: "gr-plot" });
       this.prompt = h("div", { class: "tr-text tr-fixed" });
-      this.answer = h("p", { class: "gr-right" });
+      this.answer = h("p", { class: "gr-truth" });
       this.body = h("tbody");
       this.heads = COLUMNS.map(([key, text, kind]) => {
         const sort = h("button", { type: "button", class: "gr-sort", onclick: () => this.sort(key) }, text);
         return h("th", { scope: "col", class: kind || null }, sort);
       });
       this.paper = h(
-        "div", null, this.facts, this.story, this.plot,
+        "div", null, this.facts, this.summary, this.plot,
         h("details", { class: "tr-prompt", open: true }, h("summary", null, "Task"), this.prompt, this.answer),
         h(
           "div", { class: "v-table", role: "region", "aria-label": "Rollouts of the group", tabindex: "0" },
@@ -102,31 +102,31 @@
       const scored = rows.filter((row) => parts.rewardOf(row) !== "none");
       const kept = rows.filter((row) => row.kept);
       const mean = scored.reduce((sum, row) => sum + row.reward, 0) / scored.length;
-      const decided = rows.some((row) => row.kept !== null && row.kept !== undefined);
+      const hasSelection = rows.some((row) => row.kept !== null && row.kept !== undefined);
       const facts = [
-        ["State", h("span", { class: `v-chip ${group.state}` }, group.state)],
+        ["State", h("span", { class: `v-chip ${group.state}` }, parts.stateText(group.state))],
         ["Task", group.task ?? "–"],
         ["Sampled", `${rows.length} of ${group.size}`],
-        ["Kept", decided ? `${kept.length} of ${rows.length}` : "–"],
+        ["Kept", hasSelection ? `${kept.length} of ${rows.length}` : "–"],
         ["Mean reward", scored.length ? parts.number(mean, 3) : "–"],
       ];
       this.facts.replaceChildren(...facts.map(([term, what]) => parts.fact(term, what)));
-      this.story.replaceChildren(...story(rows, decided).map((text) => h("li", null, text)));
-      this.story.hidden = !decided;
+      this.summary.replaceChildren(...summaryOf(rows, hasSelection).map((text) => h("li", null, text)));
+      this.summary.hidden = !hasSelection;
       if (this.prompted !== group.prompt) {
         this.prompted = group.prompt;
         parts.fillLong(this.prompt, group.prompt ?? "", parts.LONG_PROMPT);
       }
       this.answer.hidden = group.answer === null || group.answer === undefined;
-      this.answer.replaceChildren("Answer: ", h("b", null, String(group.answer ?? "–")));
+      this.answer.replaceChildren("Reference answer: ", h("b", null, String(group.answer ?? "–")));
       this.plot.replaceChildren(...plot(rows, (id) => this.app.go(parts.hash("rollout", id))));
       this.drawTable();
     }
 
     drawTable() {
       const { key, down } = this.order;
-      const of = COLUMNS.find(([name]) => name === key)[3];
-      const rows = [...this.group.rollouts].sort((a, b) => compare(of(a), of(b), down) || a.place - b.place);
+      const keyOf = COLUMNS.find(([name]) => name === key)[3];
+      const rows = [...this.group.rollouts].sort((a, b) => compare(keyOf(a), keyOf(b), down) || a.number - b.number);
       COLUMNS.forEach(([name], i) => {
         setAttr(this.heads[i], "aria-sort", name === key && (down ? "descending" : "ascending"));
       });
@@ -136,7 +136,7 @@
     }
   }
 
-  /** Numbers as numbers; what is not known comes last, whichever way it goes. */
+  /** Compares numbers as numbers; unknown values come last in both directions. */
   function compare(a, b, down) {
     const [hasA, hasB] = [a, b].map((x) => x !== null && x !== undefined && x !== "");
     if (!hasA || !hasB) return hasB - hasA;
@@ -146,10 +146,10 @@
 
   function line(row) {
     const cells = {
-      place: row.place, id: null, reward: parts.rewardMark(row), advantage: parts.signed(row.advantage), kept: fate(row),
+      number: row.number, id: null, reward: parts.rewardMark(row), advantage: parts.signed(row.advantage), kept: selection(row),
       tokens: format.whole(row.tokens), turns: format.whole(row.turns),
-      failed: row.calls ? `${row.failed_calls} of ${row.calls}` : "no call",
-      stop: row.state === "live" ? "live" : parts.words(row.stop ?? row.state),
+      failed: row.calls ? `${row.failed_calls} of ${row.calls}` : "no calls",
+      stop: parts.stateText(row.state === "live" ? "live" : (row.stop ?? row.state)),
       answer: row.answer ?? "–",
     };
     if (row.failed_calls) cells.failed = h("span", { class: "v-bad" }, cells.failed);
@@ -164,38 +164,38 @@
     );
   }
 
-  function fate(row) {
+  function selection(row) {
     if (row.kept) return h("span", { class: "gr-kept" }, "kept");
     if (row.kept === false || row.dropped) return h("span", { class: "gr-dropped" }, `dropped: ${parts.whyDropped(row.dropped)}`);
     return "–";
   }
 
-  /** What became of them, in words: 32 sampled, 20 right, ... */
-  function story(rows, decided) {
-    if (!decided) return [];
-    const by = (of) => rows.filter((row) => parts.rewardOf(row) === of);
+  /** Lines such as "20 correct: 8 kept". */
+  function summaryOf(rows, hasSelection) {
+    if (!hasSelection) return [];
+    const withReward = (kind) => rows.filter((row) => parts.rewardOf(row) === kind);
     const kept = (some) => some.filter((row) => row.kept).length;
-    const [right, wrong, none] = [by("right"), by("wrong"), by("none")];
-    const said = [`${right.length} right: ${kept(right)} kept`, `${wrong.length} wrong: ${kept(wrong)} kept`];
-    if (none.length) said.push(`${none.length} without a reward`);
+    const [correct, incorrect, none] = ["correct", "incorrect", "none"].map(withReward);
+    const lines = [`${correct.length} correct: ${kept(correct)} kept`, `${incorrect.length} incorrect: ${kept(incorrect)} kept`];
+    if (none.length) lines.push(`${none.length} without a reward`);
     const reasons = new Map();
     for (const row of rows) if (!row.kept && row.dropped) reasons.set(row.dropped, (reasons.get(row.dropped) ?? 0) + 1);
-    for (const [why, num] of reasons) said.push(`${num} dropped: ${parts.whyDropped(why)}`);
-    return said;
+    for (const [why, num] of reasons) lines.push(`${num} dropped: ${parts.whyDropped(why)}`);
+    return lines;
   }
 
-  const [STEP, HIGH, LOW] = [22, 34, 44]; // of a column: its width, the reward's field, the advantage's
+  const [STEP, HIGH, LOW] = [22, 34, 44]; // of a column: its width, the height of the reward, half the height of the advantage
 
-  /** A column per rollout: the reward as a mark, the advantage as a bar up or down; hollow: dropped. */
+  /** A column per rollout: the reward as a mark, the advantage as a bar. Dropped rollouts have faint marks. */
   function plot(rows, open) {
     if (!rows.length) return [];
     const width = Math.max(rows.length * STEP, STEP);
     const middle = HIGH + LOW;
     const largest = Math.max(0.5, ...rows.map((row) => Math.abs(row.advantage ?? 0)));
-    const right = rows.filter((row) => parts.rewardOf(row) === "right").length;
+    const numCorrect = rows.filter((row) => parts.rewardOf(row) === "correct").length;
     const image = svg("svg", {
       viewBox: `0 0 ${width} ${HIGH + 2 * LOW}`, role: "img", class: "gr-chart",
-      "aria-label": `Rewards and advantages of ${rows.length} rollouts: ${right} right. The table below has the numbers.`,
+      "aria-label": `Rewards and advantages of ${rows.length} rollouts, ${numCorrect} of them correct. The values are in the table below.`,
     });
     image.append(svg("line", { class: "gr-zero", x1: 0, x2: width, y1: middle, y2: middle }));
     rows.forEach((row, i) => {
@@ -207,15 +207,15 @@
       column.append(
         kind === "none"
           ? svg("circle", { class: "gr-mark none", cx: x + STEP / 2, cy: HIGH / 2, r: 2.5 })
-          : kind === "right"
-            ? svg("circle", { class: `gr-mark right${hollow}`, cx: x + STEP / 2, cy: HIGH / 2, r: 6 })
-            : svg("path", { class: `gr-mark wrong${hollow}`, d: `M${x + 6} ${HIGH / 2 - 5}l10 10m0 -10l-10 10` }),
+          : kind === "correct"
+            ? svg("circle", { class: `gr-mark correct${hollow}`, cx: x + STEP / 2, cy: HIGH / 2, r: 6 })
+            : svg("path", { class: `gr-mark incorrect${hollow}`, d: `M${x + 6} ${HIGH / 2 - 5}l10 10m0 -10l-10 10` }),
       );
       if (Number.isFinite(row.advantage)) {
         const height = Math.max((Math.abs(row.advantage) / largest) * (LOW - 4), 1);
         column.append(
           svg("rect", {
-            class: `gr-bar ${row.advantage < 0 ? "wrong" : "right"}`, x: x + 5, width: STEP - 10,
+            class: `gr-bar ${row.advantage < 0 ? "negative" : "positive"}`, x: x + 5, width: STEP - 10,
             y: row.advantage < 0 ? middle : middle - height, height,
           }),
         );
@@ -225,7 +225,7 @@
     });
     image.style.maxWidth = `${width * 1.5}px`;
     const caption = h(
-      "figcaption", null, "Above: reward (○ right, ✗ wrong; faint: dropped). Below: advantage, up to ", `±${parts.number(largest, 2)}`, ".",
+      "figcaption", null, `Top: reward (○ correct, ✗ incorrect; faint if dropped). Bottom: advantage, from −${parts.number(largest, 2)} to +${parts.number(largest, 2)}.`,
     );
     return [image, caption];
   }

@@ -1,4 +1,4 @@
-// The first screen: how it goes, in a glance; who waits for whom; what has changed.
+// The overview: progress, key figures, waits, metrics of the last step, and a log of events.
 (() => {
   "use strict";
   const { view, h, setText, setAttr, keyed, table, panel, sparkline, format, isEvaluation } = window.agentloop;
@@ -6,7 +6,7 @@
 
   const SHOWN_WAITS = 8;
 
-  // Big numbers: the line below is the last ten minutes of `history`. `value` null: not shown.
+  // Tiles with a number and a sparkline of its `history`. A tile whose `value` is null is not shown.
   const TILES = [
     { name: "tokens_per_s", label: "tokens/s", value: ({ now }) => now.tokens_per_s, text: short },
     { name: "calls_per_s", label: "tool calls/s", value: ({ now }) => now.calls_per_s, text: short },
@@ -18,10 +18,10 @@
       text: whole,
       note: ({ now }) => isNumber(now.rollouts_done) && `${whole(now.rollouts_done)} done`,
     },
-    { name: "num_waiting", label: "waiting for KV space", value: ({ now }) => now.num_waiting, text: whole, note: () => "turns" },
+    { name: "num_waiting", label: "waiting for capacity", value: ({ now }) => now.num_waiting, text: whole, note: () => "requests" },
     {
       name: "groups_open",
-      label: "groups open",
+      label: "groups in flight",
       href: "#/groups",
       value: ({ now, about, groups }) => (about.kind === "serve" && !groups.size ? null : now.groups_open),
       text: whole,
@@ -29,10 +29,10 @@
     },
     {
       name: "queue_groups",
-      label: "learner's queue",
+      label: "groups in the queue",
       value: ({ now }) => now.queue_groups,
       text: whole,
-      note: ({ now }) => `groups${isNumber(now.queue_bytes) ? `, ${bytes(now.queue_bytes)}` : ""}`,
+      note: ({ now }) => `for the learner${isNumber(now.queue_bytes) ? `, ${bytes(now.queue_bytes)}` : ""}`,
     },
     {
       name: "staleness",
@@ -68,7 +68,7 @@
     },
     {
       name: "refusals",
-      label: "refusals",
+      label: "requests refused",
       value: ({ now }) => now.refusals,
       text: whole,
       kind: ({ now }) => now.refusals > 0 && "warn",
@@ -95,12 +95,12 @@
 
   const range = (points, text) => {
     const values = points.map(([, value]) => value);
-    const minutes = span(points[points.length - 1][0] - points[0][0]);
-    return `${text(Math.min(...values))} to ${text(Math.max(...values))} in the last ${minutes}`;
+    const duration = span(points[points.length - 1][0] - points[0][0]);
+    return `${text(Math.min(...values))} to ${text(Math.max(...values))} over the last ${duration}`;
   };
 
   const mountTiles = (store) => {
-    const list = h("ul", { class: "tiles", "aria-label": "Numbers now" });
+    const list = h("ul", { class: "tiles", "aria-label": "Current metrics" });
     const update = (changed) => {
       const shown = TILES.filter((tile) => isNumber(tile.value(store)));
       keyed(list, shown, (tile) => tile.name, makeTile, (node, tile) => {
@@ -119,17 +119,17 @@
     return { node: list, update };
   };
 
-  // Stage, step, how long it will take, and who waits for whom, in a sentence.
+  // Stage, step, estimated time left, and a sentence about the current activity.
   const mountProgress = (store) => {
     const stage = h("span", { class: "stage" });
     const bar = h("progress", { "aria-label": "Steps of this stage" });
     const facts = h("span", { class: "facts" });
     const sentence = h("p", { class: "sentence" });
-    const still = h("p", { class: "bad still" });
-    const node = h("section", { class: "progress", "aria-label": "Progress" }, h("div", {}, stage, facts), bar, sentence, still);
+    const stall = h("p", { class: "bad stall" });
+    const node = h("section", { class: "progress", "aria-label": "Progress" }, h("div", {}, stage, facts), bar, sentence, stall);
     const update = () => {
       const { now } = store;
-      // Supervised fine-tuning and an evaluation count by themselves: the run's loop has no step yet.
+      // Supervised fine-tuning and evaluations have their own count; the training loop has no step yet.
       const step = now.step ?? now.stage_step;
       const numSteps = now.num_steps ?? now.stage_num_steps;
       const hasSteps = isNumber(step) && isNumber(numSteps) && numSteps > 0;
@@ -152,26 +152,26 @@
       const waits = now.ended ? "" : (now.waits ?? "");
       setText(sentence, waits && waits[0].toUpperCase() + waits.slice(1));
       sentence.hidden = !waits;
-      still.hidden = Boolean(now.ended) || !(now.no_progress_s >= 10);
-      if (!still.hidden) setText(still, `No progress for ${span(now.no_progress_s)}.`);
-      node.hidden = !now.stage && !facts.textContent && !waits && still.hidden;
+      stall.hidden = Boolean(now.ended) || !(now.no_progress_s >= 10);
+      if (!stall.hidden) setText(stall, `No progress for ${span(now.no_progress_s)}.`);
+      node.hidden = !now.stage && !facts.textContent && !waits && stall.hidden;
     };
     return { node, update };
   };
 
   const mountWaits = (store) => {
     const { table: node, body } = table(
-      "What is waiting for what, the longest first",
-      [{ text: "What" }, { text: "Waiting for" }, { text: "Since", class: "num" }],
+      "Waits, longest first",
+      [{ text: "Rollout or component" }, { text: "Waiting for" }, { text: "Duration", class: "num" }],
       "waits",
     );
     const none = h("p", { class: "muted" }, "Nothing is waiting.");
     let all = false;
     const more = h("button", { type: "button", class: "quiet", onclick: () => ((all = !all), update()) });
     const make = () => {
-      const [who, what, waited] = [h("td", { role: "cell" }), h("td", { role: "cell" }), h("td", { role: "cell", class: "num" })];
-      const row = h("tr", { role: "row" }, who, what, waited);
-      row.parts = { who, what, waited };
+      const [who, what, duration] = [h("td", { role: "cell" }), h("td", { role: "cell" }), h("td", { role: "cell", class: "num" })];
+      const row = h("tr", { role: "row" }, who, what, duration);
+      row.parts = { who, what, duration };
       return row;
     };
     const update = () => {
@@ -183,21 +183,21 @@
           parts.who.replaceChildren(name);
         }
         setText(parts.what, what);
-        setText(parts.waited, span(waited));
+        setText(parts.duration, span(waited));
       });
       node.hidden = !store.waits.length;
       none.hidden = store.waits.length > 0;
       more.hidden = store.waits.length <= SHOWN_WAITS;
-      setText(more, all ? "Fewer" : `All ${store.waits.length}`);
+      setText(more, all ? "Show fewer" : `Show all ${store.waits.length}`);
     };
-    return { node: panel("Waiting", node, none, more), update };
+    return { node: panel("Waits", node, none, more), update };
   };
 
-  // Of a run from disk, what it measured of its last step has to do: in a row, or in two where it was evaluated.
+  // For a run from disk, metrics of the last step. An evaluation after the step has a row of its own.
   const VALUES = [
     ["reward", "reward", short],
     ["held_out/reward", "held-out reward", short],
-    ["tool_errors_in_correct", "tool errors in correct", percent],
+    ["tool_errors_in_correct", "tool errors in correct rollouts", percent],
     ["length_mean", "tokens per rollout", short],
     ["learner/loss", "loss", short],
     ["learner/entropy", "entropy, nats per token", short],
@@ -231,24 +231,24 @@
       h(
         "li",
         { "data-kind": kind },
-        h("time", {}, t === null ? (store.about.live === false ? "" : "before") : format.clock(t)),
+        h("time", {}, t === null ? (store.about.live === false ? "" : "earlier") : format.clock(t)),
         href ? h("a", { href }, text) : h("span", {}, text),
       );
     const update = () => {
       keyed(list, store.log, ({ id }) => id, make, () => {});
       none.hidden = store.log.length > 0;
     };
-    const scroll = h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Events, the newest first" }, list);
+    const scroll = h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Events, newest first" }, list);
     return { node: panel("Events", none, scroll), update };
   };
 
   view("now", {
-    title: "Now",
+    title: "Overview",
     mount(root, params, app) {
       const { store } = app;
       const [progress, tiles, waits] = [mountProgress(store), mountTiles(store), mountWaits(store)];
       const [values, log] = [mountValues(store), mountLog(store)];
-      const empty = h("p", { class: "muted" }, "Waiting for the first numbers.");
+      const empty = h("p", { class: "muted" }, "Waiting for data…");
       const columns = h("div", { class: "columns" }, h("div", {}, waits.node, values.node), h("div", {}, log.node));
       root.append(progress.node, tiles.node, empty, columns);
       const update = (changed) => {

@@ -1,11 +1,11 @@
-// Rollouts in an order that is kept: what a frame costs is what has changed, and one pass over the rest.
+// A sorted list of rollouts. An update costs as much as what has changed, plus one pass over the rest.
 (() => {
   "use strict";
 
-  const LIVE_FIRST = 1e12; // more milliseconds than any rollout takes
+  const LIVE_FIRST = 1e12; // ms; longer than any rollout
 
-  // What rows are sorted by, the smallest first. None depends on the clock: of two rollouts in flight
-  // the one that began first stays the longer one.
+  // Sort keys of rows, smallest first. None depends on the clock: of two rollouts in flight, the one that
+  // started first is always the longer one.
   const KEYS = {
     newest: (row) => -row.start,
     longest: (row) => (row.state === "live" ? row.start - LIVE_FIRST : row.start - (row.end ?? row.start)),
@@ -14,7 +14,7 @@
 
   const before = (a, b) => a.key - b.key || (a.id < b.id ? -1 : 1);
 
-  /** Two sorted lists as one. */
+  /** Merges two sorted lists. */
   function merged(some, others) {
     const all = new Array(some.length + others.length);
     let [i, j] = [0, 0];
@@ -26,12 +26,12 @@
   }
 
   class Order {
-    /** `rollouts`: id to row, as the store holds them. Read `list` after `take`. */
+    /** `rollouts`: id to row, as in the store. Read `list` after calling `take`. */
     constructor(rollouts) {
       this.rollouts = rollouts;
-      this.entries = new Map(); // id to {id, row, key, shown}, the same ones as long as they are there
-      this.all = []; // entries in order
-      this.list = []; // those of them that match
+      this.entries = new Map(); // id to {id, row, key, shown}; an entry keeps its identity
+      this.all = []; // all entries, sorted
+      this.list = []; // the entries that match the filter
       this.numLive = 0;
       this.name = "newest";
       this.matches = () => true;
@@ -55,8 +55,8 @@
     }
 
     /**
-     * Rows that have changed, come or gone, by their ids; null: any may have.
-     * Whether something else is to be listed than before, or elsewhere.
+     * Takes the ids of rows that were added, changed or removed (null: any may have changed) and
+     * returns whether `list` has changed.
      */
     take(ids) {
       if (ids === null) {
@@ -65,34 +65,34 @@
         ids = this.rollouts.keys();
       }
       const keyOf = KEYS[this.name];
-      const placed = []; // entries that come, or move
-      let [leaves, turns] = [false, false];
+      const placed = []; // new entries, and those that move
+      let [hasRemoved, hasToggled] = [false, false];
       for (const id of ids) {
         const row = this.rollouts.get(id);
         let entry = this.entries.get(id);
         if (entry?.row.state === "live") this.numLive--;
         if (row === undefined) {
-          if (entry) leaves = entry.leaves = true;
+          if (entry) hasRemoved = entry.removed = true;
           this.entries.delete(id);
           continue;
         }
         if (row.state === "live") this.numLive++;
         const [key, shown] = [keyOf(row), this.matches(row)];
         if (!entry) {
-          entry = { id, row, key, shown, leaves: false };
+          entry = { id, row, key, shown, removed: false };
           this.entries.set(id, entry);
           placed.push(entry);
         } else if (key !== entry.key) {
-          leaves = entry.leaves = true;
+          hasRemoved = entry.removed = true;
           placed.push(entry);
-        } else if (shown !== entry.shown) turns = true;
+        } else if (shown !== entry.shown) hasToggled = true;
         Object.assign(entry, { row, key, shown });
       }
-      if (leaves) this.all = this.all.filter((entry) => !entry.leaves);
-      for (const entry of placed) entry.leaves = false;
+      if (hasRemoved) this.all = this.all.filter((entry) => !entry.removed);
+      for (const entry of placed) entry.removed = false;
       if (placed.length) this.all = merged(this.all, placed.sort(before));
-      if (leaves || placed.length || turns) this.show();
-      return leaves || placed.length > 0 || turns;
+      if (hasRemoved || placed.length || hasToggled) this.show();
+      return hasRemoved || placed.length > 0 || hasToggled;
     }
   }
 

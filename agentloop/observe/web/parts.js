@@ -1,17 +1,18 @@
-// What the views of rollouts have in common: lanes, rewards, small elements.
+// Shared by the views of rollouts: lanes, rewards and small elements.
 (() => {
   "use strict";
   const { h, format, color } = window.agentloop;
 
+  // A lane is a phase of a rollout: [name, label, tooltip].
   const LANES = [
-    ["wait", "Waiting", "for KV space on a server; in a run from disk, until the first token"],
-    ["prefill", "Prefill", "on a server until the first token: queue and prefill"],
-    ["decode", "Decode", "sampling"],
-    ["tool", "Tool", "calls that run after the turn's last token"],
-    ["siblings", "Waiting for group", "until all rollouts of its group have ended"],
-    ["reward", "Reward", "its answer is checked"],
+    ["wait", "Waiting", "waiting for capacity on a server; from disk, the time until the first token"],
+    ["prefill", "Prefill", "time until the first token on a server: queueing and prefill"],
+    ["decode", "Decode", "generating tokens"],
+    ["tool", "Tool", "waiting for tool calls after the turn's last token"],
+    ["siblings", "Waiting for group", "waiting until all rollouts of its group have ended"],
+    ["reward", "Scoring", "the answer is being checked"],
   ];
-  // Lanes differ in height as well as in colour: [top, height] as shares of the bar's height.
+  // Lanes differ in height as well as in color: [top, height] as fractions of the bar's height.
   const SHAPES = {
     wait: [0.42, 0.16],
     prefill: [0.25, 0.5],
@@ -20,7 +21,7 @@
     siblings: [0.46, 0.08],
     reward: [0.25, 0.5],
   };
-  const LONG = 6000; // characters of an output that are shown at first
+  const LONG = 6000; // characters of an output that are shown initially
   const LONG_PROMPT = 2500;
   const SVG = "http://www.w3.org/2000/svg";
 
@@ -36,7 +37,7 @@
 
   // --- numbers and words ------------------------------------------------------------------------
 
-  /** At most so many digits, with a minus that is one. */
+  /** A number with at most `digits` significant digits and a typographic minus. */
   function number(x, digits = 3) {
     return format.isNumber(x) ? String(Number(x.toPrecision(digits))).replace("-", "−") : "–";
   }
@@ -44,34 +45,37 @@
   const signed = (x, digits = 2) =>
     format.isNumber(x) ? (x < 0 ? "−" : "+") + Math.abs(x).toFixed(digits) : "–";
 
-  /** A stop reason, a status or a reason for dropping, as words. */
+  /** The identifier of a stop reason, a status or a reason for dropping, as words. */
   const words = (name) => String(name ?? "").replaceAll("_", " ");
+
+  /** A state, or the stop reason of a rollout that has ended, as words. */
+  const stateText = (state) => (state === "live" ? "in flight" : words(state));
 
   const BROKEN = new Set(["infrastructure", "straggler", "environment"]);
 
-  /** live, done, or failed: ended by something that says nothing about the model. */
+  /** "live", "done", or "failed", which means that it ended for reasons other than the model. */
   function stateOf(row) {
     if (row.state === "live") return "live";
     return row.state === "abandoned" || BROKEN.has(row.stop ?? row.stop_reason) ? "failed" : "done";
   }
 
-  /** right, wrong, or none: without a reward (yet). */
+  /** "correct", "incorrect", or "none" if it has no reward (yet). */
   function rewardOf(row) {
     if (!format.isNumber(row.reward)) return "none";
-    return row.reward > 0 ? "right" : "wrong";
+    return row.reward > 0 ? "correct" : "incorrect";
   }
 
-  /** A reward with a sign for the eye: never by colour alone. */
+  /** A reward with a symbol, so that it does not rely on color alone. */
   function rewardText(row) {
     const kind = rewardOf(row);
-    return kind === "none" ? "–" : `${kind === "right" ? "✓" : "✗"} ${number(row.reward, 2)}`;
+    return kind === "none" ? "–" : `${kind === "correct" ? "✓" : "✗"} ${number(row.reward, 2)}`;
   }
 
   const rewardMark = (row) => h("span", { class: `v-reward ${rewardOf(row)}` }, rewardText(row));
 
   // --- lanes ------------------------------------------------------------------------------------
 
-  /** [lane, from, to] of a row, in ms since the run's start. */
+  /** Returns [lane, from, to] for each lane of a row, in ms since the start of the run. */
   function spans(row, now) {
     const end = row.end ?? now;
     return (row.lanes ?? []).map(([lane, from], i, lanes) => [lane, from, lanes[i + 1]?.[1] ?? end]);
@@ -80,18 +84,20 @@
   function lanesText(row, now) {
     const total = {};
     for (const [lane, from, to] of spans(row, now)) total[lane] = (total[lane] ?? 0) + to - from;
-    const said = LANES.filter(([lane]) => total[lane] > 0);
-    return said.map(([lane, name]) => `${name.toLowerCase()} ${format.ms(total[lane])}`).join(", ") || "nothing yet";
+    const used = LANES.filter(([lane]) => total[lane] > 0);
+    return used.map(([lane, name]) => `${name.toLowerCase()} ${format.ms(total[lane])}`).join(", ") || "not started";
   }
 
   function legend() {
     const items = LANES.map(([lane, name, meaning]) =>
       h("li", { title: meaning }, h("span", { class: `v-lane ${lane}`, "aria-hidden": "true" }), name),
     );
-    return h("ul", { class: "v-legend", "aria-label": "Lanes" }, items);
+    return h("ul", { class: "v-legend", "aria-label": "Phases of a rollout" }, items);
   }
 
-  /** Lanes as an image: `pieces` of [lane, from, to] within 0..total, as wide as its place. */
+  const laneLabel = (lane) => (LANES.find(([name]) => name === lane)?.[1] ?? lane).toLowerCase();
+
+  /** An image of lanes that fills the width of its container: `pieces` of [lane, from, to] within 0..total. */
   function strip(pieces, total, label) {
     const image = svg("svg", { class: "v-strip", viewBox: "0 0 1000 16", preserveAspectRatio: "none" });
     image.setAttribute("role", "img");
@@ -107,14 +113,14 @@
 
   // --- canvas -----------------------------------------------------------------------------------
 
-  /** The theme's colours by name, for a canvas. */
-  function colours() {
+  /** The theme's colors by name, for a canvas. */
+  function colors() {
     const names = ["fg", "muted", "line", "panel", "accent", "good", "bad", "warn"];
     names.push(...LANES.map(([lane]) => `lane-${lane}`));
     return Object.fromEntries(names.map((name) => [name, color(`--${name}`) || "gray"]));
   }
 
-  /** A canvas of so many CSS pixels, sharp on this screen. Gives its context, cleared. */
+  /** Resizes a canvas to a size in CSS pixels, at the screen's resolution. Returns its cleared context. */
   function fit(canvas, width, height) {
     const ratio = window.devicePixelRatio || 1;
     const [w, h] = [width, height].map((length) => Math.max(1, Math.round(length * ratio)));
@@ -131,7 +137,7 @@
 
   // --- small elements ---------------------------------------------------------------------------
 
-  /** A labelled choice. `options`: [value, text]. */
+  /** A labelled select element. `options`: [value, text]. */
   function choice(label, options, value, changed) {
     const select = h("select", { onchange: () => changed(select.value) });
     for (const [name, text] of options) select.append(h("option", { value: name, selected: name === value }, text));
@@ -143,7 +149,7 @@
       type: "search", value, placeholder, autocomplete: "off", spellcheck: "false",
       oninput: () => changed(input.value.trim().toLowerCase()),
     });
-    return h("label", { class: "v-field" }, h("span", null, "Find"), input);
+    return h("label", { class: "v-field" }, h("span", null, "Search"), input);
   }
 
   function check(label, value, changed) {
@@ -151,12 +157,12 @@
     return h("label", { class: "v-check" }, box, label);
   }
 
-  /** A button whose text is a sign: `label` says what it does. */
+  /** A button with a symbol; `label` describes its action. */
   function button(sign, label, clicked) {
     return h("button", { type: "button", class: "v-button", "aria-label": label, title: label, onclick: clicked }, sign);
   }
 
-  /** A long text in two steps: its two ends at first, all of it when asked for. */
+  /** Shows a text; a long one is abbreviated in the middle until the reader expands it. */
   function fillLong(node, text, long = LONG) {
     if (text.length <= long) {
       node.textContent = text;
@@ -174,16 +180,16 @@
   const link = (kind, id) => h("a", { href: hash(kind, id) }, id);
 
   const WHY_DROPPED = {
-    infrastructure: "no reward: infrastructure failure",
-    group_rejected: "the whole group is rejected",
-    negative: "wrong, over the quota",
-    positive: "right, over the quota",
+    infrastructure: "no reward because of an infrastructure failure",
+    group_rejected: "the whole group was rejected",
+    negative: "incorrect, quota full",
+    positive: "correct, quota full",
   };
-  /** Why a rollout is not learned from, in the same words in every view. */
+  /** Why a rollout is not trained on. */
   const whyDropped = (reason) => WHY_DROPPED[reason] ?? words(reason);
 
   window.agentloop.parts = {
-    LANES, SHAPES, svg, number, signed, words, whyDropped, stateOf, rewardOf, rewardText, rewardMark, spans, lanesText,
-    legend, strip, colours, fit, choice, search, check, button, fillLong, LONG_PROMPT, fact, hash, link,
+    LANES, SHAPES, svg, number, signed, words, whyDropped, stateOf, stateText, rewardOf, rewardText, rewardMark, spans, laneLabel, lanesText,
+    legend, strip, colors, fit, choice, search, check, button, fillLong, LONG_PROMPT, fact, hash, link,
   };
 })();

@@ -1,32 +1,32 @@
-// Rollouts: a row per trajectory, its lanes on one canvas; and groups, as a table.
+// The views of all rollouts, with a row and a timeline for each, and of all groups, as a table.
 //
-// Rows that are not in view do not exist: neither as elements nor on the canvas. Whatever changes
-// (the store, the scroll, the zoom, the clock) asks for one animation frame, which draws what differs
-// and reads nothing of the layout: sizes are measured when they change.
+// Rows outside the viewport are not rendered. Every change (of the store, scroll position, zoom or clock)
+// requests an animation frame, which draws the differences. It does not read the layout: sizes are
+// measured when they change.
 //
-//     store ──ids──> Order ──> items (entries, headers) ──those in view──> slots, canvas
+//     store ──ids──> Order ──> items (entries, headers) ──visible ones──> slots, canvas
 (() => {
   "use strict";
   const { h, setText, setAttr, format, parts, Order } = window.agentloop;
 
-  const OVERSCAN = 6; // rows drawn beyond either edge, so that scrolling shows no gap
-  const TICK_MS = 250; // how often a clock that is followed moves on
-  const REST_MS = 300; // after a scroll: then the elements are put in order
+  const OVERSCAN = 6; // rows rendered beyond each edge, to avoid gaps while scrolling
+  const TICK_MS = 250; // how often the time axis is updated
+  const SCROLL_END_MS = 300; // time after scrolling at which the elements are sorted
   const SPANS_S = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400, 172800];
-  const AHEAD = 0.03; // share of the window that is kept free to the right of now
-  const SHORTEST_S = 30; // what is shown at first, where now is followed
-  const MARK_PX = 11; // width of the sign at a lane's end
-  const DRAG_PX = 4; // a pointer that moved less has clicked
+  const AHEAD = 0.03; // fraction of the window to the right of the current time
+  const MIN_SPAN_S = 30; // minimum initial time span of a live run
+  const MARK_PX = 11; // width of the mark at the end of a row
+  const DRAG_PX = 4; // a smaller movement of the pointer is a click
 
-  const ORDERS = [["newest", "Newest first"], ["longest", "Longest-running first"], ["tokens", "Most tokens first"]];
-  const STATES = [["all", "All"], ["live", "Live"], ["done", "Done"], ["failed", "Failed"]];
-  const REWARDS = [["all", "Any"], ["right", "Right"], ["wrong", "Wrong"], ["none", "Not scored"]];
+  const ORDERS = [["newest", "Newest"], ["longest", "Longest duration"], ["tokens", "Most tokens"]];
+  const STATES = [["all", "All"], ["live", "In flight"], ["done", "Done"], ["failed", "Failed"]];
+  const REWARDS = [["all", "All"], ["correct", "Correct"], ["incorrect", "Incorrect"], ["none", "Not scored"]];
   const COLUMNS = [
     ["id", "Rollout"], ["turn", "Turn"], ["tokens", "Tokens"], ["calls", "Calls"], ["reward", "Reward"],
-    ["time", "Time"], ["lanes", "Lanes"],
+    ["time", "Time"], ["lanes", "Timeline"],
   ];
 
-  // What a reader has chosen outlives the view, so that the way back from a rollout leads to it.
+  // The reader's choices are kept when the view is closed, so that going back from a rollout restores it.
   const chosen = { query: "", state: "all", reward: "all", order: "newest", grouped: false, aligned: null, span: 120, top: 0 };
 
   window.agentloop.view("rollouts", {
@@ -42,22 +42,22 @@
       this.app = app;
       this.now = app.time;
       this.order = new Order(app.store.rollouts);
-      this.items = []; // entries of the order and, where grouped, headers: what stands below each other
-      this.slots = []; // elements of rows: that of a place is the one at its remainder
-      this.top = 0; // how far it is scrolled
-      this.active = null; // id of the rollout (or "group:ID") that the keyboard is at
+      this.items = []; // the rows of the list: entries of the order and, if grouped, headers
+      this.slots = []; // elements of rows; a row uses the one at its index modulo their number
+      this.top = 0; // scroll position
+      this.active = null; // id of the selected rollout (or "group:ID")
       this.follow = true;
-      this.from = 0; // left edge in ms, where now is not followed
-      this.t = 0; // the moment that is drawn
-      this.changed = null; // ids of rollouts to look at; null: all of them
-      this.stale = true; // something was chosen
-      this.version = 0; // of what the rows say
+      this.from = 0; // left edge in ms, if the view does not follow the current time
+      this.t = 0; // the time that is drawn
+      this.changed = null; // ids of changed rollouts; null: any may have changed
+      this.stale = true; // the filter or the order has changed
+      this.version = 0; // of the content of the rows
       this.asked = 0;
-      this.colours = parts.colours();
+      this.colors = parts.colors();
       this.build(root);
       this.off = app.store.on((changed, ids) => {
         if (changed.has("theme")) {
-          this.colours = parts.colours();
+          this.colors = parts.colors();
           this.drawn = "";
         }
         if (ids === null) this.changed = null;
@@ -66,24 +66,24 @@
       });
       this.sizes = new ResizeObserver(() => this.measure());
       this.sizes.observe(this.scroll);
-      this.settled = () => this.settle();
-      window.addEventListener("resize", this.settled);
+      this.onResize = () => this.fillWindow();
+      window.addEventListener("resize", this.onResize);
       this.timer = setInterval(() => {
         if (this.live && !document.hidden) this.ask();
       }, TICK_MS);
-      this.settle();
+      this.fillWindow();
       this.refresh();
       this.scroll.scrollTop = this.top = chosen.top;
     }
 
-    /** Once it is known what is shown: a run that is over is compared rather than followed. */
+    /** Sets the initial time axis once there is data: a finished run starts with aligned rollouts. */
     begin() {
-      this.begun = true;
+      this.hasBegun = true;
       chosen.aligned ??= !this.live;
-      this.aligning.firstChild.checked = chosen.aligned;
+      this.alignBox.firstChild.checked = chosen.aligned;
       this.fitting = !this.live;
       this.fitAll();
-      if (this.follow) chosen.span = Math.max(chosen.span, SHORTEST_S);
+      if (this.follow) chosen.span = Math.max(chosen.span, MIN_SPAN_S);
     }
 
     get live() {
@@ -92,10 +92,10 @@
 
     close() {
       chosen.top = this.top;
-      clearTimeout(this.resting);
+      clearTimeout(this.scrollTimer);
       this.off();
       this.sizes.disconnect();
-      window.removeEventListener("resize", this.settled);
+      window.removeEventListener("resize", this.onResize);
       clearInterval(this.timer);
       cancelAnimationFrame(this.asked);
     }
@@ -110,11 +110,11 @@
       };
       this.found = h("p", { class: "ro-found" });
       this.spanText = h("output", { class: "ro-span" });
-      this.following = h(
+      this.followButton = h(
         "button", { type: "button", class: "v-button", "aria-pressed": "true", onclick: () => this.setFollow(!this.follow) },
-        "Follow now",
+        "Follow",
       );
-      this.aligning = parts.check("Align starts", chosen.aligned ?? false, (on) => {
+      this.alignBox = parts.check("Align start times", chosen.aligned ?? false, (on) => {
         chosen.aligned = on;
         this.follow = !on && this.live;
         this.fitAll();
@@ -125,18 +125,18 @@
         parts.search("id or group", chosen.query, filter("query")),
         parts.choice("State", STATES, chosen.state, filter("state")),
         parts.choice("Reward", REWARDS, chosen.reward, filter("reward")),
-        parts.choice("Order", ORDERS, chosen.order, filter("order")),
-        parts.check("By group", chosen.grouped, filter("grouped")),
-        this.aligning,
+        parts.choice("Sort by", ORDERS, chosen.order, filter("order")),
+        parts.check("Show by group", chosen.grouped, filter("grouped")),
+        this.alignBox,
         h(
-          "div", { class: "v-cluster", role: "group", "aria-label": "Time" },
+          "div", { class: "v-cluster", role: "group", "aria-label": "Time axis" },
           parts.button("−", "Zoom out", () => this.zoom(1)),
           this.spanText,
           parts.button("+", "Zoom in", () => this.zoom(-1)),
-          parts.button("Fit", "Fit the rows in view", () => this.fitAll()),
+          parts.button("Fit", "Fit to the visible rows", () => this.fitAll()),
           parts.button("‹", "Earlier", () => this.pan(-0.5)),
           parts.button("›", "Later", () => this.pan(0.5)),
-          this.following,
+          this.followButton,
         ),
       );
       this.axis = h("canvas", { class: "ro-axis", "aria-hidden": "true" });
@@ -165,15 +165,15 @@
           "section", { class: "v ro" }, bar,
           h("div", { class: "ro-under" }, parts.legend(), this.found),
           h("p", { class: "v-hidden", id: "ro-keys" },
-            "Up and down arrows select a rollout, Enter opens it. Left and right arrows move in time, plus and minus zoom, F follows now."),
+            "Press the up and down arrow keys to select a rollout and Enter to open it, the left and right arrow keys to move in time, plus and minus to zoom, and F to follow the current time."),
           h("div", { class: "ro-panel" }, this.scroll, this.empty, this.readout),
         ),
       );
       this.root = root;
     }
 
-    /** The list takes what is left of the window, so that the page itself need not scroll. */
-    settle() {
+    /** The list fills the rest of the window, so that the page itself need not scroll. */
+    fillWindow() {
       const top = this.scroll.getBoundingClientRect().top + window.scrollY;
       const left = window.innerHeight - top - 64;
       this.scroll.style.height = `${Math.max(left, 320)}px`;
@@ -198,8 +198,8 @@
 
     scrolled() {
       this.top = this.scroll.scrollTop;
-      clearTimeout(this.resting);
-      this.resting = setTimeout(() => this.sortElements(), REST_MS);
+      clearTimeout(this.scrollTimer);
+      this.scrollTimer = setTimeout(() => this.sortElements(), SCROLL_END_MS);
       this.ask();
     }
 
@@ -207,12 +207,12 @@
       this.asked ||= requestAnimationFrame(() => {
         this.asked = 0;
         if (this.stale || this.changed === null || this.changed.size) this.refresh();
-        if (!this.begun && this.app.store.ready && this.items.length) this.begin();
+        if (!this.hasBegun && this.app.store.ready && this.items.length) this.begin();
         this.draw();
       });
     }
 
-    // -- which rows, in which order
+    // -- the list of rows
 
     refresh() {
       const { order } = this;
@@ -226,32 +226,32 @@
       this.version++;
       this.t = this.now();
       if (moved) this.relist();
-      if (moved && this.fitting) this.fitAll(); // a run that is over comes in slices
+      if (moved && this.fitting) this.fitAll(); // a finished run arrives in several frames
       const all = order.all.length;
-      const shown = order.list.length === all ? "" : `${format.whole(order.list.length)} shown of `;
-      setText(this.found, `${shown}${format.whole(all)} rollouts, ${format.whole(order.numLive)} live`);
+      const shown = order.list.length === all ? "" : `${format.whole(order.list.length)} of `;
+      setText(this.found, `${shown}${format.plural(all, "rollout")}, ${format.whole(order.numLive)} in flight`);
     }
 
     relist() {
       const { order } = this;
-      // A reader who has scrolled down keeps the rows before their eyes, whatever comes in above. By
-      // tokens it is a ranking, in which places are what is looked at.
+      // If the reader has scrolled down, the visible rows stay in position when rows are added above. Not
+      // when sorted by tokens: the reader of a ranking looks at the positions.
       const at = Math.floor(this.top / this.rowHeight);
       const anchor = at > 0 && chosen.order !== "tokens" ? this.items[at] : null;
       this.items = chosen.grouped ? byGroup(order.list) : order.list;
       setAttr(this.scroll, "aria-rowcount", this.items.length + 1);
       const height = this.items.length * this.rowHeight;
       this.space.style.height = `${height}px`;
-      const place = anchor ? this.placeOf(anchor.id) : -1;
-      const top = place < 0 ? this.top : this.top + (place - at) * this.rowHeight;
+      const index = anchor ? this.indexOf(anchor.id) : -1;
+      const top = index < 0 ? this.top : this.top + (index - at) * this.rowHeight;
       const clamped = Math.max(0, Math.min(top, height - this.height));
-      if (place >= 0 && clamped !== this.top) this.scroll.scrollTop = clamped;
+      if (index >= 0 && clamped !== this.top) this.scroll.scrollTop = clamped;
       this.top = clamped;
       this.empty.hidden = this.items.length > 0;
-      setText(this.empty, order.all.length ? "No rollout matches." : "No rollout yet.");
+      setText(this.empty, order.all.length ? "No matching rollouts." : "No rollouts yet.");
     }
 
-    placeOf(id) {
+    indexOf(id) {
       return id === null ? -1 : this.items.findIndex((item) => item.id === id);
     }
 
@@ -266,20 +266,20 @@
       this.scale = this.width / span;
       const first = Math.max(0, Math.floor(this.top / this.rowHeight) - OVERSCAN);
       const last = Math.min(this.items.length, first + this.capacity);
-      this.place(first, last);
+      this.assignSlots(first, last);
       const axis = [this.t, this.from, span, this.width, chosen.aligned, this.live].join();
       const drawn = [axis, first, last, this.version, this.capacity].join();
       if (drawn !== this.drawn) this.paint(first, last);
       if (axis !== this.axisDrawn || !this.drawn) this.paintAxis();
       [this.drawn, this.axisDrawn] = [drawn, axis];
       setText(this.spanText, format.span(chosen.span));
-      setAttr(this.following, "aria-pressed", String(this.follow));
-      setAttr(this.following, "hidden", chosen.aligned || !this.live);
-      this.tell();
+      setAttr(this.followButton, "aria-pressed", String(this.follow));
+      setAttr(this.followButton, "hidden", chosen.aligned || !this.live);
+      this.showDetails();
     }
 
-    /** Elements for the places from `first` to `last`: each has one that serves others, too. */
-    place(first, last) {
+    /** Assigns elements, which are reused, to the rows from `first` to `last`. */
+    assignSlots(first, last) {
       const { slots, capacity } = this;
       if (slots.length !== capacity || this.resized) {
         this.resized = false;
@@ -290,29 +290,29 @@
           slots.push(slot);
           this.body.append(slot.node);
         }
-        for (const slot of slots) slot.place = -1;
+        for (const slot of slots) slot.index = -1;
         this.space.style.height = `${this.items.length * this.rowHeight}px`;
       }
       let active = null;
-      for (let place = first; place < first + capacity; place++) {
-        const slot = slots[place % capacity];
-        if (place >= last) {
-          if (slot.place >= 0 || !slot.node.hidden) clear(slot);
+      for (let index = first; index < first + capacity; index++) {
+        const slot = slots[index % capacity];
+        if (index >= last) {
+          if (slot.index >= 0 || !slot.node.hidden) clear(slot);
           continue;
         }
-        this.fill(slot, place);
+        this.fill(slot, index);
         if (slot.item.id === this.active) active = slot.node.id;
       }
       setAttr(this.scroll, "aria-activedescendant", active);
     }
 
-    fill(slot, place) {
-      const item = this.items[place];
-      if (slot.place !== place) {
+    fill(slot, index) {
+      const item = this.items[index];
+      if (slot.index !== index) {
         if (slot.node.hidden) slot.node.hidden = false;
-        slot.place = place;
-        slot.node.style.transform = `translateY(${place * this.rowHeight}px)`;
-        slot.node.setAttribute("aria-rowindex", place + 2);
+        slot.index = index;
+        slot.node.style.transform = `translateY(${index * this.rowHeight}px)`;
+        slot.node.setAttribute("aria-rowindex", index + 2);
       }
       const active = item.id === this.active;
       if (slot.active !== active) {
@@ -320,59 +320,59 @@
         slot.node.classList.toggle("active", active);
         slot.node.setAttribute("aria-selected", String(active));
       }
-      const is = item.header ? this.version : item.row;
-      if (slot.item !== item || slot.is !== is) {
-        [slot.item, slot.is, slot.t] = [item, is, null];
+      const content = item.header ? this.version : item.row;
+      if (slot.item !== item || slot.content !== content) {
+        [slot.item, slot.content, slot.t] = [item, content, null];
         if (item.header) fillHeader(slot, item, this.app.store.groups.get(item.group));
         else fillRow(slot, item.row);
       }
       if (!item.header && slot.t !== this.t) {
         slot.t = this.t;
-        slot.say("time", format.span(((item.row.end ?? this.t) - item.row.start) / 1000));
+        slot.write("time", format.span(((item.row.end ?? this.t) - item.row.start) / 1000));
       }
     }
 
-    /** Elements in the order of their places, for those who read them one after the other. */
+    /** Sorts the elements by index, for screen readers. */
     sortElements() {
-      const used = this.slots.filter((slot) => slot.place >= 0).sort((a, b) => a.place - b.place);
+      const used = this.slots.filter((slot) => slot.index >= 0).sort((a, b) => a.index - b.index);
       used.forEach(({ node }, i) => {
         if (this.body.children[i] !== node) this.body.insertBefore(node, this.body.children[i]);
       });
     }
 
-    /** The canvas lies at the rows that it shows, and so scrolls with them until it is drawn anew. */
+    /** Draws the timelines. The canvas is positioned at its rows, so it scrolls with them until it is redrawn. */
     paint(first, last) {
       const { rowHeight, stripTop, stripHeight } = this;
       const context = parts.fit(this.canvas, this.width, this.capacity * rowHeight);
       this.canvas.style.transform = `translate(${this.left}px, ${first * rowHeight}px)`;
-      const colours = this.colours;
+      const colors = this.colors;
       const height = (last - first) * rowHeight;
-      // Where lanes lie below the text of their row, no line goes through the text.
+      // If timelines are below the text of their rows, grid lines must not cross the text.
       const bands = stripTop < stripHeight ? [[0, height]] : Array.from({ length: last - first }, (_, i) => [i * rowHeight + stripTop - 2, stripHeight + 4]);
       const line = (x) => {
         for (const [top, length] of bands) context.fillRect(Math.round(x), top, 1, length);
       };
-      context.fillStyle = colours.line;
+      context.fillStyle = colors.line;
       for (const tick of this.ticks()) line(tick.x);
-      for (let place = first; place < last; place++) {
-        const item = this.items[place];
-        if (!item.header) this.paintRow(context, item.row, (place - first) * rowHeight + stripTop, stripHeight, colours);
+      for (let index = first; index < last; index++) {
+        const item = this.items[index];
+        if (!item.header) this.paintRow(context, item.row, (index - first) * rowHeight + stripTop, stripHeight, colors);
       }
       if (!chosen.aligned) {
         const x = (this.t - this.from) * this.scale;
-        context.fillStyle = colours.accent;
+        context.fillStyle = colors.accent;
         if (this.live && x <= this.width) line(x);
       }
     }
 
-    paintRow(context, row, top, height, colours) {
+    paintRow(context, row, top, height, colors) {
       const base = chosen.aligned ? row.start : 0;
       const x = (ms) => (ms - base - this.from) * this.scale;
       const end = x(row.end ?? this.t);
       const begin = x(row.start);
       const middle = top + height / 2;
       if (end < 0 || begin > this.width) {
-        context.fillStyle = colours.muted;
+        context.fillStyle = colors.muted;
         context.font = "11px system-ui, sans-serif";
         context.textBaseline = "middle";
         context.textAlign = end < 0 ? "left" : "right";
@@ -380,7 +380,7 @@
         return;
       }
       if (row.more) {
-        context.fillStyle = colours.muted; // lanes that the server has left out
+        context.fillStyle = colors.muted; // lanes that the server omitted
         for (let at = Math.max(begin, 0); at < Math.min(x(row.lanes?.[0]?.[1] ?? row.start), this.width); at += 6) {
           context.fillRect(at, middle - 0.5, 3, 1);
         }
@@ -392,35 +392,35 @@
         const right = Math.min(i + 1 < lanes.length ? x(lanes[i + 1][1]) : end, this.width);
         if (right < 0 || left > this.width) continue;
         const [shift, share] = parts.SHAPES[lane] ?? parts.SHAPES.decode;
-        context.fillStyle = colours[`lane-${lane}`] ?? colours.muted;
+        context.fillStyle = colors[`lane-${lane}`] ?? colors.muted;
         context.fillRect(left, top + shift * height, Math.max(right - left, 0.75), share * height);
       }
       if (row.end !== null && row.end !== undefined && end <= this.width) {
-        paintEnd(context, row, Math.min(end + 4, this.width - MARK_PX), middle, colours);
+        paintEnd(context, row, Math.min(end + 4, this.width - MARK_PX), middle, colors);
       }
     }
 
     paintAxis() {
       const height = this.axisHeight;
       const context = parts.fit(this.axis, this.width, height);
-      const colours = this.colours;
+      const colors = this.colors;
       context.font = "11px system-ui, sans-serif";
       context.textBaseline = "alphabetic";
       for (const tick of this.ticks()) {
-        context.fillStyle = colours.line;
+        context.fillStyle = colors.line;
         context.fillRect(Math.round(tick.x), height - 5, 1, 5);
-        context.fillStyle = colours.muted;
+        context.fillStyle = colors.muted;
         const width = context.measureText(tick.text).width;
         if (tick.x + 3 + width < this.width) context.fillText(tick.text, tick.x + 3, height - 6);
       }
     }
 
-    /** Round moments within the window, some 90 pixels apart. */
+    /** Ticks at round times, about 90 pixels apart. */
     ticks() {
       const span = chosen.span * 1000;
       const step = (SPANS_S.find((s) => (s / chosen.span) * this.width >= 90) ?? 172800) * 1000;
       const t0 = chosen.aligned ? 0 : (this.app.store.about.t0 ?? 0) * 1000;
-      const zone = chosen.aligned ? 0 : new Date().getTimezoneOffset() * 60000; // steps of hours: local ones
+      const zone = chosen.aligned ? 0 : new Date().getTimezoneOffset() * 60000; // hours are in local time
       const found = [];
       for (let at = Math.ceil((t0 - zone + this.from) / step) * step + zone; at <= t0 + this.from + span; at += step) {
         const text = chosen.aligned ? format.span(at / 1000) : timeOfDay(at, step);
@@ -436,7 +436,7 @@
       this.ask();
     }
 
-    /** One step longer or shorter, around `share` of the window (now, where it is followed). */
+    /** Zooms by one step around `share` of the window, by default the current time if it is followed. */
     zoom(by, share = this.follow ? 1 - AHEAD : 0.5) {
       this.fitting = false;
       const at = SPANS_S.findIndex((s) => s >= chosen.span);
@@ -454,7 +454,7 @@
       this.ask();
     }
 
-    /** The shortest span that holds the rows in view whole. */
+    /** Chooses the shortest time span that contains the visible rows. */
     fitAll() {
       const at = Math.floor(this.top / this.rowHeight) || 0;
       const shown = this.items.slice(at, at + Math.ceil(this.height / this.rowHeight || 40));
@@ -471,12 +471,12 @@
       this.ask();
     }
 
-    // -- hands
+    // -- keyboard and pointer
 
     key(event) {
       if (event.altKey || event.ctrlKey || event.metaKey) return;
       const page = Math.max(1, Math.floor(this.height / this.rowHeight) - 1);
-      const here = this.placeOf(this.active);
+      const here = this.indexOf(this.active);
       const steps = { ArrowDown: here + 1, ArrowUp: here - 1, PageDown: here + page, PageUp: here - page, Home: 0, End: this.items.length - 1 };
       const acts = {
         ArrowLeft: () => this.pan(-0.1), ArrowRight: () => this.pan(0.1), "+": () => this.zoom(-1), "=": () => this.zoom(-1),
@@ -492,8 +492,8 @@
       this.ask();
     }
 
-    reveal(place) {
-      const top = place * this.rowHeight;
+    reveal(index) {
+      const top = index * this.rowHeight;
       const to = Math.max(Math.min(this.top, top), top + this.rowHeight - this.height);
       if (to !== this.top) this.scroll.scrollTop = this.top = to;
     }
@@ -550,24 +550,24 @@
       });
     }
 
-    /** What stands at the pointer, or where the keyboard is, in one line. */
-    tell() {
+    /** Shows details of the lane at the pointer, or of the selected rollout. */
+    showDetails() {
       const pointed = this.hover?.item ?? this.slots.find((slot) => slot.item && slot.item.id === this.active)?.item;
       if (!pointed || pointed.header) {
-        setText(this.readout, pointed ? `group ${pointed.group || "–"}` : "Point at a lane, or use the arrow keys.");
+        setText(this.readout, pointed ? `group ${pointed.group || "–"}` : "Point at a timeline or use the arrow keys to see details.");
         return;
       }
       const item = pointed.row;
-      const said = [item.id, item.stop ? parts.words(item.stop) : item.state];
-      if (item.server) said.push(item.server);
+      const details = [item.id, item.stop ? parts.words(item.stop) : parts.stateText(item.state)];
+      if (item.server) details.push(item.server);
       const base = chosen.aligned ? item.start : 0;
       const at = this.hover ? this.from + this.hover.x / this.scale + base : null;
       const lane = at !== null && parts.spans(item, this.t).find(([, from, to]) => from <= at && at < to);
       if (lane && this.hover.x >= 0) {
         const [name, from, to] = lane;
-        said.push(`${name} ${format.span((to - from) / 1000)}, from ${format.span((from - item.start) / 1000)} after its start`);
-      } else said.push(parts.lanesText(item, this.t));
-      setText(this.readout, said.join(" · "));
+        details.push(`${parts.laneLabel(name)} ${format.span((to - from) / 1000)}, from ${format.span((from - item.start) / 1000)} after the start`);
+      } else details.push(parts.lanesText(item, this.t));
+      setText(this.readout, details.join(" · "));
     }
   }
 
@@ -580,7 +580,7 @@
     return row.id.toLowerCase().includes(chosen.query) || (row.group ?? "").toLowerCase().includes(chosen.query);
   }
 
-  /** Headers and rows; groups stand in the order of their first row. */
+  /** Returns headers and rows; groups are in the order of their first rows. */
   function byGroup(entries) {
     const groups = new Map();
     for (const entry of entries) {
@@ -612,20 +612,20 @@
     lanes.append(texts.lanes);
     cells.id.append(mark, link);
     cells.lanes.append(lanes);
-    const say = (name, text) => {
+    const write = (name, text) => {
       if (texts[name].data !== text) texts[name].data = text;
     };
-    return { node, cells, link, mark, say, item: null, is: null, place: -1 };
+    return { node, cells, link, mark, write, item: null, content: null, index: -1 };
   }
 
   function clear(slot) {
     slot.node.hidden = true;
-    slot.place = -1;
-    slot.item = slot.is = null;
+    slot.index = -1;
+    slot.item = slot.content = null;
   }
 
   function fillRow(slot, row) {
-    const { cells, say } = slot;
+    const { cells, write } = slot;
     const state = parts.stateOf(row);
     const reward = parts.rewardOf(row);
     const failed = row.failed_calls ? `${row.failed_calls} of ${row.calls} calls failed` : "";
@@ -636,17 +636,17 @@
     setAttr(slot.link, "href", parts.hash("rollout", row.id));
     setAttr(slot.link, "title", row.id);
     setAttr(cells.calls, "title", failed || null);
-    say("id", row.id);
-    say("turn", format.whole(row.turn));
-    say("tokens", format.whole(row.tokens));
-    say("calls", row.failed_calls ? `${row.calls} (${row.failed_calls} ✗)` : format.whole(row.calls));
-    say("reward", reward === "none" && state !== "done" ? state : parts.rewardText(row));
-    say("lanes", parts.lanesText(row, row.end ?? row.lanes?.at(-1)?.[1] ?? row.start));
+    write("id", row.id);
+    write("turn", format.whole(row.turn));
+    write("tokens", format.whole(row.tokens));
+    write("calls", row.failed_calls ? `${row.calls} (${row.failed_calls} ✗)` : format.whole(row.calls));
+    write("reward", reward === "none" && state !== "done" ? parts.stateText(state) : parts.rewardText(row));
+    write("lanes", parts.lanesText(row, row.end ?? row.lanes?.at(-1)?.[1] ?? row.start));
   }
 
-  /** `known`: what the server says of the group, of which members may be hidden here. */
+  /** `known`: the group's row in the store, which also covers members that are hidden here. */
   function fillHeader(slot, { group, members }, known) {
-    const { cells, say } = slot;
+    const { cells, write } = slot;
     let [tokens, calls, live, scored, sum] = [0, 0, 0, 0, 0];
     for (const { row } of members) {
       tokens += row.tokens;
@@ -663,24 +663,24 @@
     setAttr(slot.link, "href", known ? parts.hash("group", group) : null);
     setAttr(slot.link, "title", group || null);
     setAttr(cells.calls, "title", null);
-    say("id", group || "no group");
-    say("turn", "");
-    say("tokens", format.whole(tokens));
-    say("calls", format.whole(calls));
+    write("id", group || "no group");
+    write("turn", "");
+    write("tokens", format.whole(tokens));
+    write("calls", format.whole(calls));
     const mean = known ? known.mean_reward : sum / scored;
-    say("reward", format.isNumber(mean) ? `mean ${mean.toFixed(2)}` : "");
-    say("time", "");
-    say("lanes", `${members.length} rollouts, ${live} live`);
+    write("reward", format.isNumber(mean) ? `mean ${mean.toFixed(2)}` : "");
+    write("time", "");
+    write("lanes", `${format.plural(members.length, "rollout")}, ${live} in flight`);
   }
 
   function setClass(node, name) {
     if (node.className !== name) node.className = name;
   }
 
-  function paintEnd(context, row, x, middle, colours) {
+  function paintEnd(context, row, x, middle, colors) {
     const kind = parts.stateOf(row) === "failed" ? "failed" : parts.rewardOf(row);
-    const mark = { right: ["✓", colours.good], wrong: ["✗", colours.bad], failed: ["!", colours.warn], none: ["", colours.muted] }[kind];
-    context.fillStyle = colours.panel; // at the edge it would lie on its lane
+    const mark = { correct: ["✓", colors.good], incorrect: ["✗", colors.bad], failed: ["!", colors.warn], none: ["", colors.muted] }[kind];
+    context.fillStyle = colors.panel; // at the edge, the mark would overlap the lane
     context.fillRect(x - 1, middle - 6, MARK_PX, 12);
     context.fillStyle = mark[1];
     context.font = "bold 11px system-ui, sans-serif";
@@ -697,13 +697,13 @@
 
   // -- groups
 
-  const GROUP_STATES = [["all", "All"], ["live", "In flight"], ["teach", "Has signal"], ["idle", "No signal"]];
+  const GROUP_STATES = [["all", "All"], ["live", "In flight"], ["signal", "Has signal"], ["no-signal", "No signal"]];
 
   window.agentloop.view("groups", {
     title: "Groups",
     mount(root, params, app) {
       const now = app.time;
-      const rows = new Map(); // id to its element and the row that it shows
+      const rows = new Map(); // id to the element of a group and the group that it shows
       let query = "";
       let state = "all";
       const found = h("p", { class: "ro-found" });
@@ -736,8 +736,8 @@
 
       function fits(group) {
         if (state === "live" && group.state !== "live") return false;
-        if (state === "teach" && !group.has_signal) return false;
-        if (state === "idle" && group.has_signal !== false) return false;
+        if (state === "signal" && !group.has_signal) return false;
+        if (state === "no-signal" && group.has_signal !== false) return false;
         return !query || group.id.toLowerCase().includes(query) || String(group.task ?? "").toLowerCase().includes(query);
       }
 
@@ -750,17 +750,17 @@
           node.remove();
           rows.delete(id);
         }
-        shown.forEach((group, place) => {
+        shown.forEach((group, index) => {
           let row = rows.get(group.id);
           if (!row) rows.set(group.id, (row = { node: h("tr"), group: null }));
           if (row.group !== group) row.node.replaceChildren(...cells(group));
           row.group = group;
-          if (body.children[place] !== row.node) body.insertBefore(row.node, body.children[place] ?? null);
+          if (body.children[index] !== row.node) body.insertBefore(row.node, body.children[index] ?? null);
         });
-        const some = shown.length === everything.length ? "" : `${format.whole(shown.length)} shown of `;
-        setText(found, `${some}${format.whole(everything.length)} groups`);
+        const some = shown.length === everything.length ? "" : `${format.whole(shown.length)} of `;
+        setText(found, `${some}${format.plural(everything.length, "group")}`);
         empty.hidden = shown.length > 0;
-        setText(empty, everything.length ? "No group matches." : "No group yet.");
+        setText(empty, everything.length ? "No matching groups." : "No groups yet.");
       }
 
       function cells(group) {
@@ -786,7 +786,7 @@
     },
   });
 
-  /** A mean reward from 0 to 1 as a bar beside its number. */
+  /** A mean reward from 0 to 1, as a number and a bar. */
   function meter(value) {
     if (!Number.isFinite(value)) return "–";
     const bar = h("span", { class: "gr-meter", "aria-hidden": "true" }, h("span"));

@@ -1,39 +1,39 @@
-// The sandbox: its slots, who waits for one, how long calls take, how they end, what holds them in.
+// The sandbox: slots, queue, latency, calls by status, isolation layers.
 (() => {
   "use strict";
   const { view, h, setText, setAttr, keyed, table, panel, sparkline, format } = window.agentloop;
   const { isNumber, whole, percent, ms, plural } = format;
 
-  // How a call ends: [status, what it means, kind]. The order is that of the table.
-  const ENDS = [
+  // [status, meaning, kind], in the order of the table.
+  const STATUSES = [
     ["ok", "the program finished", "good"],
-    ["error", "the tool or the program raised", ""],
-    ["timeout", "killed: over its time", "bad"],
-    ["oom", "killed: over its memory", "bad"],
-    ["output_limit", "killed: it printed too much", "bad"],
-    ["killed", "killed: by a signal, or for what it tried", "bad"],
-    ["malformed", "the call could not be decoded; it never ran", ""],
-    ["unknown_tool", "there is no such tool; it never ran", ""],
-    ["bad_arguments", "the tool does not accept the arguments; it never ran", ""],
-    ["caller", "the caller runs it", ""],
-    ["cancelled", "the rollout ended first", ""],
-    ["infrastructure", "infrastructure failure; does not count", "warn"],
-    ["sandbox_error", "infrastructure failure; does not count", "warn"],
-    ["overloaded", "refused: too many waited", "warn"],
+    ["error", "the tool or the program failed", ""],
+    ["timeout", "killed at its time limit", "bad"],
+    ["oom", "killed at its memory limit", "bad"],
+    ["output_limit", "killed at its output limit", "bad"],
+    ["killed", "killed by a signal, or because it crashed two workers", "bad"],
+    ["malformed", "the call could not be decoded and did not run", ""],
+    ["unknown_tool", "there is no such tool; the call did not run", ""],
+    ["bad_arguments", "the tool rejected the arguments; the call did not run", ""],
+    ["caller", "left for the caller to run", ""],
+    ["cancelled", "the turn or the rollout ended first", ""],
+    ["infrastructure", "infrastructure failure; not counted against the model", "warn"],
+    ["sandbox_error", "infrastructure failure; not counted against the model", "warn"],
+    ["overloaded", "refused because the queue was full", "warn"],
   ];
-  const MEANS = new Map(ENDS.map(([name, means, kind], place) => [name, { means, kind, place }]));
+  const MEANINGS = new Map(STATUSES.map(([name, meaning, kind], position) => [name, { meaning, kind, position }]));
   const KILLS = ["timeout", "oom", "output_limit", "killed"];
 
   const mountTiles = (store) => {
-    const list = h("ul", { class: "tiles", "aria-label": "The sandbox now" });
+    const list = h("ul", { class: "tiles", "aria-label": "Current state of the sandbox" });
     const kills = ({ calls }) => calls && KILLS.reduce((sum, name) => sum + (calls[name] ?? 0), 0);
     const replaced = ({ replaced: count }) => count > 0 && `${whole(count)} replaced`;
     const TILES = [
       ["slots busy", "sandbox_busy", (one) => one.busy, (one) => `of ${whole(one.slots)}`],
-      ["calls queued", "sandbox_waiting", (one) => one.waiting, () => "for a slot", (one) => one.waiting > 0 && "warn"],
+      ["calls queued", "sandbox_waiting", (one) => one.waiting, () => "waiting for a slot", (one) => one.waiting > 0 && "warn"],
       ["workers", null, (one) => one.workers, replaced, (one) => one.workers === 0 && "bad"],
-      ["sessions", null, (one) => one.sessions, () => "open notebooks"],
-      ["kills", null, kills, () => "by limits and signals"],
+      ["sessions", null, (one) => one.sessions, () => "notebooks open"],
+      ["calls killed", null, kills, () => "at limits or by signals"],
     ];
     const make = ([label]) => {
       const parts = { number: h("span", { class: "number" }), note: h("span", { class: "note" }), spark: sparkline() };
@@ -64,7 +64,7 @@
     const make = ([name]) => h("tr", {}, h("th", { scope: "row" }, name), ["p50", "p90", "p99"].map(() => h("td", { class: "num" })));
     const update = () => {
       const { latency_ms: latency, queued_ms: queued } = store.sandbox ?? {};
-      const rows = [["total time", latency], ["time in queue", queued]].filter(([, of]) => of);
+      const rows = [["total", latency], ["in the queue", queued]].filter(([, of]) => of);
       keyed(body, rows, ([name]) => name, make, (row, [, of]) => {
         ["p50", "p90", "p99"].forEach((name, i) => setText(row.children[i + 1], ms(of[name])));
       });
@@ -74,19 +74,19 @@
     return { node: box, update };
   };
 
-  const mountEnds = (store) => {
-    const columns = [{ text: "Ended by" }, { text: "Meaning" }, { text: "Calls", class: "num" }, { text: "Share", class: "num" }];
-    const { table: node, body } = table("Calls by status", columns, "sb-ends");
-    const none = h("p", { class: "muted" }, "No call has ended yet.");
+  const mountStatuses = (store) => {
+    const columns = [{ text: "Status" }, { text: "Meaning" }, { text: "Calls", class: "num" }, { text: "Share", class: "num" }];
+    const { table: node, body } = table("Calls by status", columns, "sb-statuses");
+    const none = h("p", { class: "muted" }, "No calls have ended yet.");
     const total = h("p", { class: "muted" });
     const make = ([name]) => {
-      const { means, kind } = MEANS.get(name) ?? { means: "", kind: "" };
+      const { meaning, kind } = MEANINGS.get(name) ?? { meaning: "", kind: "" };
       const bar = h("span", { class: "sb-bar", "data-kind": kind, "aria-hidden": "true" }, h("span", {}));
       const row = h(
         "tr",
         {},
         h("th", { scope: "row", "data-kind": kind }, name.replaceAll("_", " ")),
-        h("td", {}, h("span", { class: "sb-means" }, means), bar),
+        h("td", {}, h("span", { class: "sb-meaning" }, meaning), bar),
         h("td", { class: "num" }),
         h("td", { class: "num" }),
       );
@@ -95,8 +95,8 @@
     };
     const update = () => {
       const calls = Object.entries(store.sandbox?.calls ?? {}).filter(([, count]) => count > 0);
-      const place = (name) => MEANS.get(name)?.place ?? ENDS.length;
-      calls.sort(([a], [b]) => place(a) - place(b));
+      const position = (name) => MEANINGS.get(name)?.position ?? STATUSES.length;
+      calls.sort(([a], [b]) => position(a) - position(b));
       const all = calls.reduce((sum, [, count]) => sum + count, 0);
       keyed(body, calls, ([name]) => name, make, (row, [, count]) => {
         setText(row.children[2], whole(count));
@@ -105,9 +105,9 @@
       });
       node.hidden = !calls.length;
       none.hidden = calls.length > 0;
-      setText(total, calls.length ? `${plural(all, "call")} since the start` : "");
+      setText(total, calls.length ? `${plural(all, "call")} since the start of the run` : "");
     };
-    return { node: panel("Call status", none, node, total), update };
+    return { node: panel("Calls by status", none, node, total), update };
   };
 
   const mountLayers = (store) => {
@@ -129,16 +129,16 @@
     title: "Sandbox",
     mount(root, params, { store }) {
       const tiles = mountTiles(store);
-      const parts = [mountEnds(store), mountLatency(store), mountLayers(store)];
-      const [ends, latency, layers] = parts;
+      const parts = [mountStatuses(store), mountLatency(store), mountLayers(store)];
+      const [statuses, latency, layers] = parts;
       const empty = h("p", { class: "muted" });
-      const columns = h("div", { class: "columns" }, h("div", {}, ends.node), h("div", {}, latency.node, layers.node));
+      const columns = h("div", { class: "columns" }, h("div", {}, statuses.node), h("div", {}, latency.node, layers.node));
       root.append(empty, tiles.node, columns);
       const update = (changed) => {
         const isKnown = store.sandbox !== null;
         empty.hidden = isKnown;
         columns.hidden = !isKnown;
-        setText(empty, store.ready ? "This run has no sandbox." : "Waiting for the first numbers.");
+        setText(empty, store.ready ? "This run has no sandbox." : "Waiting for data…");
         if (["sandbox", "history"].some((key) => changed.has(key))) tiles.update(changed);
         if (changed.has("sandbox")) for (const part of parts) part.update();
       };

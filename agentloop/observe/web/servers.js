@@ -1,25 +1,25 @@
-// Each inference server: its KV cache, what runs and waits there, whose weights it has, how it is.
+// The inference servers: health, KV cache, running requests, prefix cache hits and weight versions.
 (() => {
   "use strict";
   const { view, h, setText, setAttr, keyed, table, format } = window.agentloop;
   const { isNumber, short, whole, percent, plural } = format;
 
-  // Parts of a KV bar, in their order. What is cached of turns that are over is given up first.
+  // Parts of a KV cache bar, in order.
   const PARTS = [
     { name: "held", label: "held" },
     { name: "reserved", label: "reserved" },
-    { name: "parked", label: "waiting at a tool" },
-    { name: "others", label: "other clients" },
-    { name: "cached", label: "reusable cache" },
+    { name: "parked", label: "parked" },
+    { name: "others", label: "used by others" },
+    { name: "cached", label: "evictable" },
   ];
 
   const COLUMNS = [
     { text: "Server" },
     { text: "State" },
     { text: "KV cache, tokens" },
-    { text: "Running", class: "num" },
-    { text: "Prefix hits", class: "num" },
-    { text: "Weights", class: "num" },
+    { text: "Running requests", class: "num" },
+    { text: "Prefix cache hits", class: "num" },
+    { text: "Weight version", class: "num" },
   ];
 
   const cell = (name, ...children) => h("td", { role: "cell", "data-label": name }, children);
@@ -41,9 +41,9 @@
       h("th", { scope: "row", role: "rowheader" }, parts.url),
       cell("State", parts.state, parts.reason),
       cell("KV cache", parts.bar, parts.kv),
-      num("Running", parts.running),
-      num("Prefix hits", parts.cached),
-      num("Weights", parts.version),
+      num("Running requests", parts.running),
+      num("Prefix cache hits", parts.cached),
+      num("Weight version", parts.version),
     );
     row.parts = parts;
     return row;
@@ -59,13 +59,13 @@
       const share = capacity ? Math.min((server[name] ?? 0) / capacity, 1) : 0;
       parts.bars[i].style.width = `${100 * share}%`;
     });
-    const told = PARTS.filter(({ name }) => isNumber(server[name]) && (server[name] || !["others", "cached"].includes(name))).map(({ name, label }) => `${short(server[name])} ${label}`);
-    setText(parts.kv, capacity ? `${told.join(", ")} of ${short(capacity)}` : "size unknown");
+    const amounts = PARTS.filter(({ name }) => isNumber(server[name]) && (server[name] || !["others", "cached"].includes(name))).map(({ name, label }) => `${short(server[name])} ${label}`);
+    setText(parts.kv, capacity ? `${amounts.join(", ")} of ${short(capacity)}` : "capacity unknown");
     setText(parts.running, whole(server.num_running));
     setText(parts.cached, percent(server.cached_fraction));
-    const isOld = current && server.version && server.version !== current;
-    setText(parts.version, server.version ? `${server.version}${isOld ? " (old)" : ""}` : "–");
-    setAttr(parts.version, "data-kind", isOld && "warn");
+    const isStale = current && server.version && server.version !== current;
+    setText(parts.version, server.version ? `${server.version}${isStale ? " (stale)" : ""}` : "–");
+    setAttr(parts.version, "data-kind", isStale && "warn");
   };
 
   view("servers", {
@@ -75,11 +75,11 @@
       const legend = h(
         "ul",
         { class: "legend", "aria-label": "Parts of the KV cache" },
-        h("li", {}, h("span", { class: "key kv-held", "aria-hidden": "true" }), "held by what runs"),
-        h("li", {}, h("span", { class: "key kv-reserved", "aria-hidden": "true" }), "reserved for its growth"),
-        h("li", {}, h("span", { class: "key kv-parked", "aria-hidden": "true" }), "of rollouts that wait at a tool"),
-        h("li", {}, h("span", { class: "key kv-others", "aria-hidden": "true" }), "of requests that are not ours"),
-        h("li", {}, h("span", { class: "key kv-cached", "aria-hidden": "true" }), "reusable cache of turns that are over"),
+        h("li", {}, h("span", { class: "key kv-held", "aria-hidden": "true" }), "held: tokens of running requests"),
+        h("li", {}, h("span", { class: "key kv-reserved", "aria-hidden": "true" }), "reserved: tokens that running requests are expected to generate"),
+        h("li", {}, h("span", { class: "key kv-parked", "aria-hidden": "true" }), "parked: context of rollouts that are running tools"),
+        h("li", {}, h("span", { class: "key kv-others", "aria-hidden": "true" }), "used by other clients of the server"),
+        h("li", {}, h("span", { class: "key kv-cached", "aria-hidden": "true" }), "evictable: cached prefixes of finished turns"),
         h("li", {}, h("span", { class: "key kv-free", "aria-hidden": "true" }), "free"),
       );
       const { table: node, body } = table("Inference servers", COLUMNS, "servers cards");
@@ -92,13 +92,13 @@
         const healthy = servers.filter((one) => one.healthy).length;
         const running = servers.reduce((total, one) => total + (one.num_running ?? 0), 0);
         const kv = store.kvShare();
-        const parts = [`${healthy} of ${plural(servers.length, "server")} healthy`, `${whole(running)} running`];
+        const parts = [`${healthy} of ${plural(servers.length, "server")} healthy`, `${plural(running, "request")} running`];
         if (isNumber(kv)) parts.push(`${percent(kv)} of the KV cache held or reserved`);
-        if (isNumber(now.num_waiting)) parts.push(`${plural(now.num_waiting, "turn")} waiting for KV space`);
+        if (isNumber(now.num_waiting)) parts.push(`${plural(now.num_waiting, "request")} waiting for capacity`);
         setText(sum, parts.join(" · "));
         for (const one of [sum, legend, node]) one.hidden = !servers.length;
         none.hidden = servers.length > 0;
-        setText(none, store.ready ? "This run has no servers." : "Waiting for the first numbers.");
+        setText(none, store.ready ? "This run has no servers." : "Waiting for data…");
       };
       show();
       return store.on((changed) => {

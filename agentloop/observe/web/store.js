@@ -1,17 +1,17 @@
-// What the page knows: frames of api/stream, merged; and what follows from them.
+// The state of the page: merged frames of api/stream, and values derived from them.
 //
-//     api/stream ──frames──> apply ──> state ──at most once an animation frame──> views
+//     api/stream ──frames──> apply ──> state ──once per animation frame──> views
 //                                └──> history (sparklines), log (what changed)
 //
-// All of it is bounded: rollouts and groups go when the server says so, rows of metrics are thinned,
-// history and log keep the newest.
+// Its size is bounded: rollouts and groups are removed when the server removes them, old rows of metrics
+// are thinned out, and history and log keep the newest entries.
 (() => {
   "use strict";
   const { api, format } = window.agentloop;
 
   const MAX_STEPS = 5000;
   const MAX_LOG = 200;
-  const HISTORY_MS = 1000; // between two points
+  const HISTORY_MS = 1000; // between two points of the history
   const MAX_HISTORY = 600;
 
   const kvShare = (servers) => {
@@ -20,7 +20,7 @@
     return capacity ? (sum("held") + sum("reserved")) / capacity : null;
   };
 
-  // What is drawn as a line over the last minutes, by its name.
+  // The values that are recorded for sparklines, by name.
   const MEASURES = {
     kv: (store) => kvShare(store.servers),
     healthy: ({ servers }) => (servers.length ? servers.filter((one) => one.healthy).length : null),
@@ -33,12 +33,12 @@
     ),
   };
 
-  // Every second row of the older ones goes, those of an evaluation last.
+  // Removes every second row of the older ones; rows of evaluations only if that is not enough.
   const thinned = (rows, max = MAX_STEPS) => {
     if (rows.length <= max) return rows;
-    const border = rows.length - Math.floor(max / 5);
+    const recent = rows.length - Math.floor(max / 5);
     const isRare = (row) => !["reward", "learner/loss", "start/step"].some((name) => name in row);
-    const half = (keeps) => rows.filter((row, i) => i >= border || i % 2 === 0 || keeps(row));
+    const half = (keeps) => rows.filter((row, i) => i >= recent || i % 2 === 0 || keeps(row));
     const left = half(isRare);
     return left.length <= max ? left : half(() => false);
   };
@@ -46,13 +46,13 @@
   const makeStore = () => {
     const callbacks = new Set();
     let [changed, scheduled] = [new Set(), false];
-    let rows = new Set(); // ids of rollouts that have changed; null: any may have
-    let [offset, logged, lastPoint] = [null, 0, 0];
+    let rows = new Set(); // ids of changed rollouts; null: any may have changed
+    let [clockOffset, numLogged, lastPoint] = [null, 0, 0];
 
     const store = {
-      ready: false, // until the first frame
+      ready: false, // true after the first frame
       rev: 0,
-      t: 0, // unix seconds of the newest frame, by the server's clock
+      t: 0, // Unix time of the newest frame, by the server's clock
       about: {},
       now: {},
       waits: [],
@@ -61,15 +61,15 @@
       rollouts: new Map(), // id to Row
       groups: new Map(), // id to GroupRow
       steps: [],
-      missed: 0, // frames, since the page was opened
+      missed: 0, // frames since the page was opened
       connection: { state: "connecting", error: "", retryMs: null },
       history: new Map(Object.keys(MEASURES).map((name) => [name, []])), // name to [[t, value], ...]
       log: [], // newest first: {id, t, text, kind, href}
       kvShare: () => kvShare(store.servers),
     };
 
-    // `callback(changed, ids)` gets a Set of keys, and one of the rollouts that have changed, come or
-    // gone (null: any may have); -> off().
+    // Calls `callback(changed, ids)` with the Set of changed keys and the Set of ids of rollouts that were
+    // added, changed or removed (null: any may have changed). Returns a function that unsubscribes.
     store.on = (callback) => {
       callbacks.add(callback);
       return () => callbacks.delete(callback);
@@ -86,22 +86,22 @@
           try {
             callback(keys, ids);
           } catch (error) {
-            console.error(error); // a view that fails must not keep the others from it
+            console.error(error); // an error in one view must not affect the others
           }
         }
       });
     };
 
-    // Milliseconds since the run's t0, by the server's clock as far as it is known.
+    // Milliseconds since the run's t0, by the estimated server clock.
     store.time = () => {
-      const moves = offset !== null && isLive() && store.connection.state === "open";
-      const unix = moves ? Date.now() / 1000 + offset : store.t; // nothing grows that nobody tells of
+      const isRunning = clockOffset !== null && isLive() && store.connection.state === "open";
+      const unix = isRunning ? Date.now() / 1000 + clockOffset : store.t; // without updates, time stands still
       return 1000 * (unix - (store.about.t0 ?? unix));
     };
     const isLive = () => store.about.live !== false && !api.exported;
 
-    store.say = (text, { kind = "", href = null, t = store.t } = {}) => {
-      store.log.unshift({ id: ++logged, t, text, kind, href });
+    store.addToLog = (text, { kind = "", href = null, t = store.t } = {}) => {
+      store.log.unshift({ id: ++numLogged, t, text, kind, href });
       store.log.length = Math.min(store.log.length, MAX_LOG);
       store.touch("log");
     };
@@ -116,8 +116,8 @@
       const isFirst = !store.ready;
       [store.ready, store.rev] = [true, frame.rev];
       store.t = frame.t;
-      const late = frame.t - Date.now() / 1000;
-      offset = offset === null || frame.full ? late : Math.max(late, offset - 0.01); // the fastest one counts
+      const sample = frame.t - Date.now() / 1000;
+      clockOffset = clockOffset === null || frame.full ? sample : Math.max(sample, clockOffset - 0.01); // least delayed frame
       if (frame.full) {
         store.rollouts.clear();
         rows = null;
@@ -132,10 +132,10 @@
         store.touch(name);
       }
       for (const name of ["rollouts", "groups"]) {
-        const [told, gone] = [frame[name] ?? [], frame.gone?.[name] ?? []];
-        for (const row of told) store[name].set(row.id, row);
-        for (const id of gone) store[name].delete(id);
-        if (told.length || gone.length) store.touch(name);
+        const [updated, removed] = [frame[name] ?? [], frame.gone?.[name] ?? []];
+        for (const row of updated) store[name].set(row.id, row);
+        for (const id of removed) store[name].delete(id);
+        if (updated.length || removed.length) store.touch(name);
       }
       for (const { id } of frame.rollouts ?? []) rows?.add(id);
       for (const id of frame.gone?.rollouts ?? []) rows?.add(id);
@@ -147,12 +147,12 @@
         store.missed += frame.missed;
         store.touch("missed");
       }
-      remember();
-      if (isFirst) begin();
-      else tell(before, frame);
+      recordHistory();
+      if (isFirst) logInitialState();
+      else logChanges(before, frame);
     };
 
-    const remember = () => {
+    const recordHistory = () => {
       if (Math.abs(store.t * 1000 - lastPoint) < HISTORY_MS) return;
       lastPoint = store.t * 1000;
       for (const [name, measure] of Object.entries(MEASURES)) {
@@ -164,68 +164,68 @@
       store.touch("history");
     };
 
-    // --- the log: what changed, in words --------------------------------------------------------
+    // --- the log of changes ---------------------------------------------------------------------
 
-    const begin = () => {
+    const logInitialState = () => {
       const first = store.about.live === false ? 60 : 8;
-      for (const row of store.steps.slice(-first)) aboutRow(row, null);
-      for (const server of store.servers) if (!server.healthy) aboutServer(server);
+      for (const row of store.steps.slice(-first)) logRow(row, null);
+      for (const server of store.servers) if (!server.healthy) logServer(server);
     };
 
-    const tell = (before, frame) => {
+    const logChanges = (before, frame) => {
       const { now, servers, sandbox } = store;
       if (frame.now) {
         const was = before.now;
-        if (now.stage && now.stage !== was.stage) store.say(`Now: ${now.stage}`);
+        if (now.stage && now.stage !== was.stage) store.addToLog(now.stage[0].toUpperCase() + now.stage.slice(1));
         const isNew = now.policy_version && now.policy_version !== was.policy_version;
-        if (isNew && store.about.kind !== "train") // there it is every step
-          store.say(`Policy version ${now.policy_version}`);
+        if (isNew && store.about.kind !== "train") // where it changes with every step
+          store.addToLog(`Policy version ${now.policy_version}`);
         for (const [name, on, off] of [
           ["paused", "Paused", "Resumed"],
-          ["draining", "Draining: no new rollouts start", "No longer draining"],
+          ["draining", "Draining: no new groups are started", "No longer draining"],
         ])
-          if (Boolean(now[name]) !== Boolean(was[name])) store.say(now[name] ? on : off, { kind: "warn" });
+          if (Boolean(now[name]) !== Boolean(was[name])) store.addToLog(now[name] ? on : off, { kind: "warn" });
         const refused = (now.refusals ?? 0) - (was.refusals ?? 0);
-        if (refused > 0) store.say(`${format.plural(refused, "request")} refused`, { kind: "warn" });
+        if (refused > 0) store.addToLog(`${format.plural(refused, "request")} refused`, { kind: "warn" });
       }
       if (frame.servers) {
-        const old = new Map(before.servers.map((one) => [one.url, one]));
+        const previous = new Map(before.servers.map((one) => [one.url, one]));
         for (const server of servers) {
-          if (!old.has(server.url) || old.get(server.url).state !== server.state) aboutServer(server);
-          old.delete(server.url);
+          if (!previous.has(server.url) || previous.get(server.url).state !== server.state) logServer(server);
+          previous.delete(server.url);
         }
-        for (const url of old.keys()) store.say(`${url} is gone`, { kind: "warn", href: "#/servers" });
+        for (const url of previous.keys()) store.addToLog(`${url} was removed`, { kind: "warn", href: "#/servers" });
       }
       if (frame.sandbox && before.sandbox) {
         const replaced = (sandbox.replaced ?? 0) - (before.sandbox.replaced ?? 0);
         if (replaced > 0)
-          store.say(`${format.plural(replaced, "sandbox worker")} replaced`, { kind: "warn", href: "#/sandbox" });
+          store.addToLog(`${format.plural(replaced, "sandbox worker")} replaced`, { kind: "warn", href: "#/sandbox" });
       }
       if (frame.full) return;
-      for (const row of frame.steps ?? []) aboutRow(row, store.t);
+      for (const row of frame.steps ?? []) logRow(row, store.t);
     };
 
-    const aboutServer = ({ url, state, healthy, reason }) =>
-      store.say(`${url} is ${state}${reason ? `: ${reason}` : ""}`, {
+    const logServer = ({ url, state, healthy, reason }) =>
+      store.addToLog(`${url} is ${state}${reason ? `: ${reason}` : ""}`, {
         kind: healthy ? "good" : state === "suspect" ? "warn" : "bad",
         href: "#/servers",
       });
 
-    const aboutRow = (row, t) => {
+    const logRow = (row, t) => {
       const parts = [];
       const part = (name, text) => format.isNumber(row[name]) && parts.push(text(row[name]));
       part("held_out/reward", (value) => `held-out reward ${value.toFixed(3)}`);
       part("reward", (value) => `reward ${value.toFixed(3)}`);
       if (!parts.length) part("learner/loss", (value) => `loss ${format.short(value)}`);
-      part("tool_errors_in_correct", (value) => `tool errors in correct ${format.percent(value)}`);
-      part("step_s", format.span);
-      if (parts.length) store.say(`Step ${row.step}: ${parts.join(", ")}`, { t, href: "#/curves" });
+      part("tool_errors_in_correct", (value) => `tool errors in correct rollouts ${format.percent(value)}`);
+      part("step_s", (value) => `took ${format.span(value)}`);
+      if (parts.length) store.addToLog(`Step ${row.step}: ${parts.join(", ")}`, { t, href: "#/curves" });
     };
 
     return store;
   };
 
-  /** Whether this is an evaluation, while it goes on or from its folder. */
+  /** True for an evaluation, live or read from its folder. */
   const isEvaluation = ({ kind, of }) => kind === "evaluate" || of === "evaluate";
 
   Object.assign(window.agentloop, { makeStore, thinned, isEvaluation });

@@ -1,8 +1,8 @@
-// The theme before anything is painted; so this script alone is not deferred.
+// Sets the theme before the first paint, so this script is not deferred.
 "use strict";
 try {
   const chosen = localStorage.getItem("agentloop.theme");
   if (chosen === "dark" || chosen === "light") document.documentElement.dataset.theme = chosen;
 } catch {
-  // Storage is forbidden: the system's theme, then.
+  // Storage is not allowed: use the system's theme.
 }

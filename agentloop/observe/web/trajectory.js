@@ -1,31 +1,32 @@
-// One rollout as it streams: its turns, calls and results, and its tokens shaded by a measure.
+// One rollout, updated while it runs: turns, calls and results. Tokens can be colored by a measure.
 //
-// deltas ──> the record ──> per turn: segments (thought, answer, call) ──> pieces of text
-//                                          a piece near the window, where a shade is chosen: a span per token
+// deltas ──> record ──> per turn: segments (reasoning, answer, call) ──> pieces of text
+//                                     if colored and near the viewport: a span per token
 //
-// What is on the page is compared with the record once an animation frame; what still fits stays.
-// So a stream appends, and a tag that turns out to be one moves only its own segment. Text and spans
-// take the same room, and so however long a rollout is, only what is looked at has spans.
+// The page is reconciled with the record once per animation frame, and matching segments are kept: a
+// stream only appends, and a tag that is completed only affects its own segment. Text and spans have
+// the same size, so only text near the viewport needs spans, however long the rollout is.
 (() => {
   "use strict";
   const { h, setText, setAttr, format, parts } = window.agentloop;
 
-  const BLOCK = 150; // tokens after which a line's end begins a block, so that what grows is laid out alone
-  const PIECE = 300; // tokens of a text node at most, where no line ends
-  const NEAR = "600px 0px"; // of the window: there tokens have spans
-  const LONG_CODE = 20_000; // characters from which on it is not coloured
-  const MARK_MS = 1000; // how often the forking tokens are chosen anew while it streams
-  const FORKING = 0.2; // share of the tokens, by entropy (rStar2-Agent, arXiv 2508.20722)
-  const REFLECTION = 64; // tokens after a tool's result among which a forking one is a reflection
-  const RATE_S = 0.5; // sampling for less says nothing of its rate: a server sends its tokens in bursts
-  const NEAR_PX = 96; // so near to the end counts as being there
+  const BLOCK = 150; // tokens after which the next line starts a new block, which limits the layout of growing text
+  const PIECE = 300; // maximum tokens of a text node without a line break
+  const NEAR = "600px 0px"; // distance from the viewport within which tokens have spans
+  const LONG_CODE = 20_000; // characters; longer code is not highlighted
+  const MARK_MS = 1000; // how often the forking tokens are recomputed during the stream
+  const FORKING = 0.2; // fraction of tokens with the highest entropy (rStar2-Agent, arXiv 2508.20722)
+  const REFLECTION = 64; // a forking token among the first 64 after a tool response is a reflection
+  const RATE_S = 0.5; // minimum decoding time for a rate: servers send tokens in bursts
+  const NEAR_PX = 96; // distance from the end that counts as being at the end
+  const ENDS = { length: "cut off at the token limit", abort: "aborted" };
   const TAG = /<\/?(?:reason|think|answer|tool_call)>|<\|[a-z_]{1,20}\|>/g;
-  const STEPS = [0.01, 0.05, 0.15, 0.3, 0.6, 1, 1.5, 2.2, 3.2]; // nats at which the next shade begins
+  const STEPS = [0.01, 0.05, 0.15, 0.3, 0.6, 1, 1.5, 2.2, 3.2]; // lower bounds of the shades, in nats
 
   const SHADES = [
-    ["none", "None"], ["logprob", "Log-probability"], ["entropy", "Entropy"], ["mask", "Mask"], ["version", "Policy version"],
+    ["none", "None"], ["logprob", "Log-probability"], ["entropy", "Entropy"], ["mask", "Training mask"], ["version", "Policy version"],
   ];
-  let shade = "none"; // outlives the view
+  let shade = "none"; // kept when the view is closed
 
   window.agentloop.view("rollout", {
     title: "Rollout",
@@ -40,8 +41,8 @@
       this.id = id;
       this.app = app;
       this.record = null;
-      this.turns = []; // what is on the page of each turn
-      this.cursor = null; // [turn, token] that the keyboard is at
+      this.turns = []; // a TurnView for each turn
+      this.cursor = null; // [turn, token] that is selected
       this.threshold = Infinity;
       this.marked = 0;
       this.asked = 0;
@@ -104,7 +105,7 @@
       this.ask();
     }
 
-    /** Turns from `turn` on are replaced; of the first of them `token` tokens stay. */
+    /** Replaces the turns from `turn` on; the first of them keeps its first `token` tokens. */
     apply({ turn, token, turns }) {
       if (this.closed || !this.record) return;
       const old = this.record.turns[turn];
@@ -131,7 +132,7 @@
 
     build() {
       this.facts = h("dl", { class: "v-facts" });
-      this.cancel = h("button", { type: "button", class: "v-button danger", hidden: true, onclick: () => this.stop() }, "Cancel it");
+      this.cancel = h("button", { type: "button", class: "v-button danger", hidden: true, onclick: () => this.stop() }, "Cancel rollout");
       this.copier = h("button", { type: "button", class: "v-button", hidden: true, onclick: () => this.copy() }, "Copy as JSON");
       this.copied = h("span", { role: "status", class: "v-muted" });
       this.note = h("p", { class: "v-empty", role: "alert", hidden: true });
@@ -141,9 +142,9 @@
       this.promptFold = h("details", { class: "tr-prompt", open: true }, h("summary", null, "Prompt ", this.promptNote), this.prompt);
       this.list = h("div", { class: "tr-turns" });
       this.legend = h("div", { class: "tr-legend" });
-      this.following = h(
+      this.followButton = h(
         "button", { type: "button", class: "v-button", "aria-pressed": "false", hidden: true, onclick: () => this.setFollow(!this.follow) },
-        "Follow the end",
+        "Follow",
       );
       const jump = (to) => () => this.jump(to);
       this.jumps = h(
@@ -151,11 +152,11 @@
         parts.button("‹", "Previous forking token", jump(-1)), h("span", { class: "tr-forks" }, "forking"),
         parts.button("›", "Next forking token", jump(1)),
       );
-      const choose = parts.choice("Shade", SHADES, shade, (value) => {
+      const choose = parts.choice("Color tokens by", SHADES, shade, (value) => {
         shade = value;
         this.ask();
       });
-      this.bar = h("div", { class: "v-bar tr-bar", hidden: true }, choose, this.jumps, this.legend, this.following);
+      this.bar = h("div", { class: "v-bar tr-bar", hidden: true }, choose, this.jumps, this.legend, this.followButton);
       this.readout = h("p", { class: "tr-readout", hidden: true });
       this.spoken = h("p", { class: "v-hidden", "aria-live": "polite" });
       this.paper = h("div", { class: "tr-paper" }, this.promptFold, this.list);
@@ -207,9 +208,9 @@
       const observed = record.turns.reduce((sum, turn) => sum + (turn.observation_tokens ?? 0), 0);
       const calls = record.turns.reduce((sum, turn) => sum + turn.calls.length, 0);
       const failed = record.turns.reduce((sum, turn) => sum + turn.results.filter((result) => hasFailed(result.status)).length, 0);
-      const elapsed = state === "live" ? this.app.time() / 1000 - this.began(row) : record.elapsed_s;
+      const elapsed = state === "live" ? this.app.time() / 1000 - this.startOf(row) : record.elapsed_s;
       const servers = [...new Set(record.turns.flatMap((turn) => turn.servers))];
-      const stop = state === "live" ? `live, turn ${record.turns.length}` : parts.words(record.stop_reason ?? record.state);
+      const stop = state === "live" ? `in flight, turn ${record.turns.length}` : parts.words(record.stop_reason ?? record.state);
       const reward = [parts.rewardMark(record)];
       if (record.reason) reward.push(` ${record.reason}`);
       const isScored = parts.rewardOf(record) !== "none" || record.reason;
@@ -220,9 +221,9 @@
         ["Advantage", record.dropped ? `– (dropped: ${parts.whyDropped(record.dropped)})` : format.isNumber(record.advantage) && parts.signed(record.advantage)],
         ["Answer", record.answer],
         ["Tokens", record.turns.every(isCounted)
-          ? `${format.whole(sampled)} sampled, ${format.whole(observed)} tool output, ${format.whole(record.prompt_tokens)} prompt`
+          ? `${format.whole(record.prompt_tokens)} prompt, ${format.whole(sampled)} sampled, ${format.whole(observed)} observed`
           : `${format.whole(row?.tokens)} sampled`],
-        ["Calls", failed ? h("span", { class: "v-bad" }, `${calls}, ${failed} failed`) : format.whole(calls)],
+        ["Tool calls", failed ? h("span", { class: "v-bad" }, `${calls} (${failed} failed)`) : format.whole(calls)],
         ["Time", format.span(elapsed)],
         ["Group", record.group && (isKnown ? parts.link("group", record.group) : record.group)],
         ["Task", record.task],
@@ -230,7 +231,7 @@
       ];
       if (record.created_unix_s) facts.push(["Started", new Date(record.created_unix_s * 1000).toLocaleString()]);
       if (record.error) facts.push(["Error", h("span", { class: "v-bad" }, record.error)]);
-      facts = facts.filter(([, what]) => what || what === 0); // what is not known, or does not apply, is not named
+      facts = facts.filter(([, what]) => what || what === 0); // omit unknown and inapplicable facts
       const key = facts.map(([, what]) => what.textContent ?? what).join("|");
       if (key !== this.factsKey) {
         this.factsKey = key;
@@ -241,22 +242,22 @@
       this.drawTimeline(row, elapsed);
     }
 
-    /** What a turn is told to be at until its first token: as its row is. */
+    /** The lane of a turn until its first token, as in the rollouts view. */
     get lane() {
       return this.app.store.about.live === false ? "wait" : "prefill";
     }
 
-    /** When it began, in seconds since the run did. A row's first lane is its first turn's, a moment later. */
-    began(row) {
+    /** Start of the rollout in seconds since the start of the run. A row's first lane starts with its first turn. */
+    startOf(row) {
       if (row?.lanes?.length && !row.more) return row.lanes[0][1] / 1000 - (this.record.turns[0]?.started_s ?? 0);
       return this.record.created_unix_s - (this.app.store.about.t0 ?? this.record.created_unix_s);
     }
 
     drawTimeline(row, elapsed) {
       const { record } = this;
-      const told = row?.end ? row.end / 1000 - this.began(row) : 0; // with what came after its last token
-      const total = Math.max(elapsed || 0, told, ...record.turns.map((turn) => lastOf(turn)));
-      const since = row ? this.began(row) : 0;
+      const ended = row?.end ? row.end / 1000 - this.startOf(row) : 0; // includes the time after its last token
+      const total = Math.max(elapsed || 0, ended, ...record.turns.map((turn) => lastOf(turn)));
+      const since = row ? this.startOf(row) : 0;
       const pieces = row?.lanes?.length && !row.more
         ? parts.spans(row, (since + total) * 1000).map(([lane, from, to]) => [lane, from / 1000 - since, to / 1000 - since])
         : record.turns.flatMap((turn) => lanesOf(turn, total, this.lane));
@@ -265,7 +266,7 @@
       if (key === this.timelineKey || this.timeline.contains(document.activeElement)) return;
       this.timelineKey = key;
       const calls = record.turns.flatMap((turn) => turn.results);
-      const label = `Timeline of ${format.span(total)}: ${record.turns.length} turns, ${calls.length} finished calls`;
+      const label = `Timeline of ${format.span(total)}: ${format.plural(record.turns.length, "turn")}, ${format.plural(calls.length, "finished call")}`;
       const turns = h("div", { class: "tr-ticks" });
       record.turns.forEach((turn, index) => {
         const tick = h("a", { href: parts.hash("rollout", this.id), class: "tr-tick", "aria-label": `Turn ${index + 1}`, onclick: (event) => {
@@ -286,7 +287,7 @@
       const key = [shade, known, record.state === "live", record.turns.length && shade === "version" ? this.versions.join() : ""].join("|");
       if (key === this.barKey) return;
       this.barKey = key;
-      this.following.hidden = record.state !== "live";
+      this.followButton.hidden = record.state !== "live";
       this.jumps.hidden = shade === "none";
       this.legend.replaceChildren(...legendOf(shade, known, this.versions));
     }
@@ -295,11 +296,11 @@
       if (this.prompted === this.record.prompt) return;
       this.prompted = this.record.prompt;
       this.promptFold.hidden = !this.record.prompt && !this.record.prompt_tokens;
-      setText(this.promptNote, `${format.whole(this.record.prompt_tokens)} tokens, not trained on`);
+      setText(this.promptNote, `${format.plural(this.record.prompt_tokens, "token")}, not trained on`);
       parts.fillLong(this.prompt, this.record.prompt ?? "", parts.LONG_PROMPT);
     }
 
-    /** The entropy from which on a token is a forking one: the top share of this rollout's. */
+    /** Computes the minimum entropy of a forking token, from all tokens of this rollout. */
     mark() {
       this.remark = false;
       this.marked = performance.now();
@@ -311,13 +312,13 @@
       let at = 0;
       for (const turn of this.record.turns) for (let k = 0; k < turn.ids.length; k++) values[at++] = uncertainty(turn, k);
       values.sort();
-      // At least ten, or there is no share to speak of; never those of which the model was certain.
-      const place = Math.floor(size * (1 - FORKING));
-      this.threshold = size < 10 ? Infinity : Math.max(values[Math.min(place, size - 1)], STEPS[0]);
+      // A fraction is meaningless for fewer than ten tokens. Tokens that the model was certain of never fork.
+      const index = Math.floor(size * (1 - FORKING));
+      this.threshold = size < 10 ? Infinity : Math.max(values[Math.min(index, size - 1)], STEPS[0]);
     }
 
-    /** 0: neither; 1: forking; 2: a reflection, which is a forking token soon after a tool's result.
-     *  Tokens of a tool call are neither, as in `agentloop runs entropy`. */
+    /** 0: neither; 1: forking; 2: a reflection, which is a forking token soon after a tool response.
+     *  Tokens of tool calls are neither, as in `agentloop runs entropy`. */
     markOf(index, k) {
       const { turns } = this.record;
       if (uncertainty(turns[index], k) < this.threshold) return 0;
@@ -325,11 +326,11 @@
       return k < REFLECTION && index > 0 && turns[index - 1].results.length ? 2 : 1;
     }
 
-    // -- the end
+    // -- following the end
 
     setFollow(on) {
       this.follow = on;
-      this.following.setAttribute("aria-pressed", String(on));
+      this.followButton.setAttribute("aria-pressed", String(on));
       if (on) this.toEnd();
     }
 
@@ -338,7 +339,7 @@
       this.lastTop = this.page.scrollTop;
     }
 
-    /** A reader who scrolls up wants to stay there; one who comes back to the end wants to follow. */
+    /** Stops following when the reader scrolls up, and resumes when they return to the end. */
     noticeScroll() {
       if (!this.followed) return;
       const top = this.page.scrollTop;
@@ -350,10 +351,10 @@
 
     // -- tokens under the pointer and the keyboard
 
-    point(target, place = false) {
+    point(target, selects = false) {
       const at = target.token === undefined ? null : [target.closest(".tr-tokens").turn, target.token];
-      if (place && at) this.move(at, false);
-      else this.tell(at ?? this.cursor);
+      if (selects && at) this.move(at, false);
+      else this.showDetails(at ?? this.cursor);
     }
 
     key(event) {
@@ -368,7 +369,7 @@
       event.preventDefault();
     }
 
-    /** To the next forking token, in this turn or beyond. */
+    /** Selects the next forking token, in this turn or another one. */
     jump(by) {
       const { turns } = this.record;
       let [index, k] = this.cursor ?? (by > 0 ? [0, -1] : [turns.length - 1, turns.at(-1)?.ids.length ?? 0]);
@@ -394,7 +395,7 @@
         const box = span.getBoundingClientRect();
         if (box.top < 120 || box.bottom > window.innerHeight - 80) span.scrollIntoView({ block: "center" });
       }
-      this.tell(at);
+      this.showDetails(at);
       setText(this.spoken, this.describe(at).join(", "));
     }
 
@@ -402,7 +403,7 @@
       return at ? this.turns[at[0]]?.spanOf(at[1]) : null;
     }
 
-    tell(at) {
+    showDetails(at) {
       const turn = at && this.record?.turns[at[0]];
       this.readout.hidden = !turn || at[1] >= turn.ids.length;
       if (this.readout.hidden) return;
@@ -415,29 +416,29 @@
       const logprob = turn.logprobs[k];
       const entropy = turn.entropies?.[k];
       const version = turn.versions.find((span) => span.start <= k && k < span.end)?.version;
-      const said = [
+      const details = [
         visible(turn.pieces[k]), `id ${turn.ids[k]}`,
         `log-probability ${Number.isFinite(logprob) ? `${parts.number(logprob)} (p ${parts.number(Math.exp(logprob), 2)})` : "unknown"}`,
         Number.isFinite(entropy) ? `entropy ${parts.number(entropy)}` : `surprisal ${parts.number(-logprob)}`,
         `version ${version ?? "unknown"}`, `turn ${index + 1}, token ${k + 1} of ${turn.ids.length}`,
       ];
       const mark = this.markOf(index, k);
-      if (mark) said.push(mark === 2 ? "reflection" : "forking");
-      return said;
+      if (mark) details.push(mark === 2 ? "reflection" : "forking");
+      return details;
     }
 
-    // -- what can be done with it
+    // -- actions
 
     async copy() {
       const text = JSON.stringify(this.record, null, 1);
       try {
         await navigator.clipboard.writeText(text);
-        setText(this.copied, `Copied, ${format.whole(text.length)} characters.`);
+        setText(this.copied, `Copied ${format.whole(text.length)} characters.`);
       } catch {
         const link = h("a", { href: URL.createObjectURL(new Blob([text], { type: "application/json" })), download: `${this.id}.json` });
         link.click();
         setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-        setText(this.copied, "The clipboard is not available: saved as a file.");
+        setText(this.copied, "The clipboard is not available, so the record was saved as a file.");
       }
     }
 
@@ -457,7 +458,7 @@
     constructor(owner, index) {
       this.owner = owner;
       this.index = index;
-      this.segments = []; // {kind, from, to, done, ...}: what is on the page
+      this.segments = []; // on the page: {kind, from, to, drawn, ...}
       this.meta = h("span", { class: "tr-note" });
       this.strip = h("div", { class: "tr-strip" });
       this.tokens = h("div", { class: "tr-tokens" });
@@ -485,7 +486,7 @@
     draw(turn, record) {
       this.drawHead(turn);
       const previous = this.index ? record.turns[this.index - 1].observation : record.prompt;
-      // A turn that is over and has been drawn as it is needs no second look.
+      // A finished turn that has not changed need not be drawn again.
       const key = [shade, turn.ids.length, turn.calls.length, turn.results.length, turn.end, this.owner.threshold].join("|");
       if (key !== this.key || this.turn !== turn) {
         this.turn = turn;
@@ -497,34 +498,34 @@
 
     drawHead(turn) {
       const isAwaited = !turn.ids.length && !turn.end;
-      const said = isAwaited ? ["no token yet"] : isCounted(turn) ? [format.plural(turn.ids.length, "token")] : [];
-      if (turn.first_token_s) said.push(`TTFT ${format.span(turn.first_token_s - turn.started_s)}`);
+      const notes = isAwaited ? ["no tokens yet"] : isCounted(turn) ? [format.plural(turn.ids.length, "token")] : [];
+      if (turn.first_token_s) notes.push(`TTFT ${format.span(turn.first_token_s - turn.started_s)}`);
       const took = (turn.generated_s || 0) - (turn.first_token_s || 0);
-      if (took >= RATE_S && turn.ids.length > 1) said.push(`${parts.number((turn.ids.length - 1) / took, 3)} tokens/s`);
-      if (turn.cached_tokens) said.push(`${format.whole(turn.cached_tokens)} cached`);
-      if (turn.end && turn.end !== "stop") said.push(`ended by ${turn.end}`);
-      if (turn.servers.length > 1) said.push(`moved: ${turn.servers.join(" → ")}`);
-      setText(this.meta, said.join(" · "));
+      if (took >= RATE_S && turn.ids.length > 1) notes.push(`${parts.number((turn.ids.length - 1) / took, 3)} tokens/s`);
+      if (turn.cached_tokens) notes.push(`${format.whole(turn.cached_tokens)} cached`);
+      if (turn.end && turn.end !== "stop") notes.push(ENDS[turn.end] ?? turn.end);
+      if (turn.servers.length > 1) notes.push(`moved: ${turn.servers.join(" → ")}`);
+      setText(this.meta, notes.join(" · "));
       const from = turn.started_s;
       const total = lastOf(turn) - from;
       const key = `${total.toFixed(3)}|${turn.results.length}|${this.owner.lane}`;
       if (key === this.stripKey || !(total > 0)) return;
       this.stripKey = key;
       const pieces = lanesOf(turn, lastOf(turn), this.owner.lane).map(([lane, a, b]) => [lane, a - from, b - from]);
-      const label = pieces.map(([lane, a, b]) => `${lane} ${format.span(b - a)}`).join(", ");
+      const label = pieces.map(([lane, a, b]) => `${parts.laneLabel(lane)} ${format.span(b - a)}`).join(", ");
       this.strip.replaceChildren(parts.strip(pieces, total, `Turn ${this.index + 1}: ${label}`));
       this.strip.title = label;
     }
 
-    /** Brings the page to the segments of the record. */
+    /** Reconciles the segments on the page with those of the record. */
     drawTokens(turn, wanted) {
       if (this.shade !== shade) {
         this.shade = shade;
         while (this.segments.length) this.close(this.segments.pop());
-        const walked = shade !== "none";
-        setAttr(this.tokens, "tabindex", walked && "0");
-        setAttr(this.tokens, "role", walked && "group");
-        setAttr(this.tokens, "aria-label", walked && `Tokens of turn ${this.index + 1}: arrow keys move, N and P go by forking token`);
+        const isNavigable = shade !== "none";
+        setAttr(this.tokens, "tabindex", isNavigable && "0");
+        setAttr(this.tokens, "role", isNavigable && "group");
+        setAttr(this.tokens, "aria-label", isNavigable && `Tokens of turn ${this.index + 1}. Use the arrow keys to move, N and P to go to the next and previous forking token.`);
       }
       let same = 0;
       while (same < this.segments.length && same < wanted.length) {
@@ -557,7 +558,7 @@
         segment.out = h("div");
         segment.node.append(segment.head, shade === "none" ? segment.code : segment.body, segment.out);
       } else {
-        const label = { thought: "thought", answer: "answer", text: "" }[kind];
+        const label = { reasoning: "reasoning", answer: "answer", text: "" }[kind];
         segment.node = h("div", { class: `tr-seg ${kind}` }, label ? h("span", { class: "tr-kind" }, label) : null, segment.body);
       }
       this.tokens.append(segment.node);
@@ -569,7 +570,7 @@
       segment.node.remove();
     }
 
-    /** Tokens that are new, as text: in blocks of lines, and in each in pieces. */
+    /** Appends new tokens as text: in blocks of lines, which consist of pieces. */
     fillText(turn, segment) {
       const { pieces: texts } = turn;
       const { pieces } = segment;
@@ -629,7 +630,7 @@
       if (key === segment.key) return;
       segment.key = key;
       segment.drawn = segment.to;
-      const status = result ? result.status : call ? (turn.ended_s ? "no result" : "running") : turn.end ? "not closed" : "being written";
+      const status = result ? result.status : call ? (turn.ended_s ? "no result" : "running") : turn.end ? "incomplete" : "in progress";
       const tone = result ? (result.status === "ok" ? "good" : hasFailed(result.status) ? "bad" : "muted") : "muted";
       const name = call?.name || "call";
       segment.head.replaceChildren(
@@ -641,7 +642,7 @@
       const below = [];
       const input = call?.arguments?.input;
       if (typeof input === "string" && input) below.push(labelled("input", input));
-      if (call?.error && !result?.content.includes(call.error)) below.push(labelled("could not be decoded", call.error));
+      if (call?.error && !result?.content.includes(call.error)) below.push(labelled("error", call.error));
       if (result) below.push(labelled("output", result.content));
       segment.out.replaceChildren(...below);
     }
@@ -653,7 +654,7 @@
       const body = h("div", { class: "tr-text tr-fixed" });
       const fold = h(
         "details", { class: "tr-observation" },
-        h("summary", null, "Observation ", h("span", { class: "tr-note" }, `${format.whole(turn.observation_tokens)} tokens as the model reads them, not trained on`)),
+        h("summary", null, "Observation ", h("span", { class: "tr-note" }, `${format.plural(turn.observation_tokens, "token")} as read by the model, not trained on`)),
         body,
       );
       fold.addEventListener("toggle", () => fold.open && !body.firstChild && parts.fillLong(body, text));
@@ -661,7 +662,7 @@
     }
   }
 
-  // -- a piece of text, which has spans while it is near the window
+  // -- a piece of text, with a span per token while it is near the viewport
 
   const MARKS = ["", " fork", " reflect"];
 
@@ -680,7 +681,7 @@
 
     grow(turn, to) {
       this.turn = turn;
-      if (this.spans) this.node.append(this.dressed(this.to, to));
+      if (this.spans) this.node.append(this.spansOf(this.to, to));
       else if (this.node.firstChild) this.node.firstChild.appendData(this.text(this.to, to));
       else this.node.append(this.text(this.to, to));
       this.to = to;
@@ -694,11 +695,11 @@
       if (near === (this.spans !== null)) return;
       this.spans = near ? [] : null;
       this.marks = [];
-      if (near) this.node.replaceChildren(this.dressed(this.from, this.to));
+      if (near) this.node.replaceChildren(this.spansOf(this.from, this.to));
       else this.node.textContent = this.text(this.from, this.to);
     }
 
-    dressed(from, to) {
+    spansOf(from, to) {
       const { owner, index } = this.view;
       const found = document.createDocumentFragment();
       for (let k = from; k < to; k++) {
@@ -714,7 +715,7 @@
       return found;
     }
 
-    /** The threshold has moved: only spans whose mark changes are touched. */
+    /** Updates the spans whose mark has changed with the threshold. */
     mark() {
       this.turn = this.view.turn;
       this.spans?.forEach((span, i) => {
@@ -729,8 +730,8 @@
   // -- segments
 
   /**
-   * Where thought, answer, text and calls begin and end, in tokens. A token belongs to what its first
-   * character stands in; tags belong to the segment that they open or close.
+   * Returns reasoning, answer, text and calls as ranges of tokens. A token belongs to the segment of its
+   * first character; tags belong to the segment that they open or close.
    */
   function segmentsOf(turn, before) {
     const { pieces, calls } = turn;
@@ -742,7 +743,7 @@
       found.push({ kind, from, to: pieces.length, call });
     };
     let at = 0;
-    let kind = startsThinking(before, pieces) ? "thought" : "text";
+    let kind = startsThinking(before, pieces) ? "reasoning" : "text";
     open(kind, 0);
     const inside = (from, to) => {
       if (from >= to) return;
@@ -758,13 +759,13 @@
         const opens = tag[1] !== "/";
         if (tag.includes("tool_call")) {
           if (opens) {
-            open("call", tokenAt(match.index), -1); // one that is being written, or never ended
+            open("call", tokenAt(match.index), -1); // incomplete or still streaming
             return;
           }
           continue;
         }
         if (tag.startsWith("<|")) continue;
-        const next = /reason|think/.test(tag) ? (opens ? "thought" : "text") : opens ? "answer" : "text";
+        const next = /reason|think/.test(tag) ? (opens ? "reasoning" : "text") : opens ? "answer" : "text";
         if (next === kind) continue;
         kind = next;
         open(kind, opens ? tokenAt(match.index) : Math.min(tokenAt(match.index + tag.length - 1) + 1, to));
@@ -807,7 +808,7 @@
   const NEVER_RAN = new Set(["malformed", "unknown_tool", "bad_arguments", "caller"]);
   const hasFailed = (status) => !INNOCENT.has(status);
 
-  /** An endpoint of others says its text, not its tokens. */
+  /** False for turns from external endpoints, which return text without tokens. */
   const isCounted = (turn) => turn.ids.length > 0 || !turn.pieces.length;
 
   function lastOf(turn) {
@@ -815,7 +816,7 @@
     return Math.max(turn.started_s, turn.first_token_s || 0, turn.generated_s || 0, turn.ended_s || 0, ...ends);
   }
 
-  /** Lanes of a turn as its own times tell them: waiting is not told apart from prefill. */
+  /** Lanes of a turn, from its own times, which do not distinguish waiting from prefill. */
   function lanesOf(turn, until, before) {
     const first = turn.first_token_s || (turn.generated_s ? turn.generated_s : until);
     const generated = turn.generated_s || (turn.end ? first : until);
@@ -825,16 +826,16 @@
     return lanes.filter(([, from, to]) => to > from);
   }
 
-  /** A call's code in colours; its arguments, where it has none; what was written, where it is no call. */
+  /** Returns the highlighted code of a call, else its arguments, else its raw text. */
   function codeOf(call, raw) {
-    if (!call) return coloured(partialCode(raw));
+    if (!call) return highlighted(partialCode(raw));
     const code = call.arguments?.code;
-    if (typeof code === "string") return coloured(code);
+    if (typeof code === "string") return highlighted(code);
     const isFilled = call.arguments && Object.keys(call.arguments).length;
-    return [isFilled ? JSON.stringify(call.arguments, null, 2) : (call.raw ?? "").trim() || "(nothing)"];
+    return [isFilled ? JSON.stringify(call.arguments, null, 2) : (call.raw ?? "").trim() || "(empty)"];
   }
 
-  /** Code out of a call that is still being written: JSON that may end anywhere. */
+  /** Extracts the code from a call that is still streaming: JSON that may be cut off anywhere. */
   function partialCode(raw) {
     const start = raw.match(/"code"\s*:\s*"/);
     if (!start) return raw.replace(/^[^<]*<tool_call>\s*/, "");
@@ -856,8 +857,8 @@
     "g",
   );
 
-  /** Python's words, texts, numbers and comments apart: pieces that give the code when joined. */
-  function coloured(code) {
+  /** Splits Python code into plain text and elements for keywords, strings, numbers and comments. */
+  function highlighted(code) {
     if (code.length > LONG_CODE) return [code];
     const found = [];
     let at = 0;
@@ -871,13 +872,13 @@
     return found;
   }
 
-  const visible = (piece) => (piece === "" ? "(part of a character)" : piece.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣"));
+  const visible = (piece) => (piece === "" ? "(partial character)" : piece.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣"));
 
   // -- small elements
 
-  /** When a call waited and when it ran, within its turn. */
+  /** When a call was queued and when it ran, within its turn. */
   function timing(result, turn) {
-    if (NEVER_RAN.has(result.status)) return h("span", { class: "tr-note tr-timing" }, result.status === "caller" ? "left to the caller" : "never ran");
+    if (NEVER_RAN.has(result.status)) return h("span", { class: "tr-note tr-timing" }, result.status === "caller" ? "left for the caller to run" : "did not run");
     const queued = Math.max(result.started_s - result.dispatched_s, 0);
     const ran = Math.max(result.ended_s - result.started_s, 0);
     const label = `queued ${format.span(queued)}, ran ${format.span(ran)}`;
@@ -888,7 +889,7 @@
       ["tool", result.started_s - from, result.ended_s - from],
     ];
     const image = parts.strip(pieces, total, label);
-    const note = early > 0.001 ? `${label}, began ${format.span(early)} before the turn's last token` : label;
+    const note = early > 0.001 ? `${label}, started ${format.span(early)} before the turn's last token` : label;
     return h("span", { class: "tr-timing", title: note }, image, h("span", { class: "tr-note" }, label));
   }
 
@@ -900,8 +901,8 @@
 
   function legendOf(measure, known, versions) {
     const marks = [
-      h("span", { class: "tr-key" }, h("span", { class: "fork" }, "forking"), ` top 20% by ${known ? "entropy" : "surprisal"}`),
-      h("span", { class: "tr-key" }, h("span", { class: "reflect" }, "reflection"), " after a tool's result"),
+      h("span", { class: "tr-key" }, h("span", { class: "fork" }, "forking"), `: top 20% by ${known ? "entropy" : "surprisal"}`),
+      h("span", { class: "tr-key" }, h("span", { class: "reflect" }, "reflection"), ": forking, after a tool response"),
     ];
     const ramp = (letter, low, high) => h(
       "span", { class: "tr-key" }, `${low} `,
@@ -912,13 +913,13 @@
       case "none":
         return [];
       case "logprob":
-        return [ramp("l", "certain", "p < 0.04"), ...marks];
+        return [ramp("l", "p = 1", "p < 0.04"), ...marks];
       case "entropy":
         return [ramp("e", known ? "0" : "surprisal 0", "3.2 nats"), ...marks];
       case "version":
         return [...versions.map((version, i) => h("span", { class: "tr-key" }, h("span", { class: `p${i % 6}` }, `version ${version}`))), ...marks];
       default:
-        return [h("span", { class: "tr-key" }, h("span", { class: "m1" }, "trained on"), " (mask 1)"), h("span", { class: "tr-key" }, "the rest: mask 0"), ...marks];
+        return [h("span", { class: "tr-key" }, h("span", { class: "m1" }, "trained on"), " (mask 1)"), h("span", { class: "tr-key" }, "not trained on (mask 0)"), ...marks];
     }
   }
 })();

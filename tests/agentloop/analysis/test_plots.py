@@ -77,7 +77,7 @@ def test_runs_are_drawn_with_what_they_have(tmp_path: Path) -> None:
 
 def test_the_parts_of_a_steps_time_are_plotted_for_a_single_run(tmp_path: Path) -> None:
     one, other = run(tmp_path / "one", steps(3)), run(tmp_path / "other", steps(3))
-    parts = {"waiting for rollouts", "learning", "loading weights"}
+    parts = {"waiting for rollouts", "training", "weight sync"}
     plot_runs([one], tmp_path / "a.svg", what=["times"])
     assert parts <= set(words(tmp_path / "a.svg"))
     plot_runs([one, other], tmp_path / "b.svg", what=["times"])

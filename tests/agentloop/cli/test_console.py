@@ -126,7 +126,7 @@ def test_a_table_fits_the_terminal(
     assert all(len(line) <= width for line in plain.splitlines())
     assert ("mean reward" in plain) == (width == 80)
     assert ("going on" in plain) == (width >= 32)
-    assert ("not shown here: state" in " ".join(plain.split())) == (width < 32)
+    assert ("columns omitted: state" in " ".join(plain.split())) == (width < 32)
     assert ("a long name" in plain) == (width > 18)
     assert "12.25" in plain
     if width == 80:
@@ -151,11 +151,11 @@ def test_a_terminal_shows_a_panel_with_the_progress(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("COLUMNS", "100")
     written = io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
-    standing = RunStatus(
+    status = RunStatus(
         "stage 2 of 3: longer", 3, 15, "the learner waits", {"reward": "0.812"}, left_s=95
     )
     with ProgressLine("Starting") as progress:
-        progress.show(standing)
+        progress.show(status)
         progress.say("step 3 of 15")
         progress.refresh()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.getvalue())

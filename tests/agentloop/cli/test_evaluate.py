@@ -27,7 +27,7 @@ class Said:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.standings: list[RunStatus] = []
+        self.statuses: list[RunStatus] = []
 
     def __call__(self, line: str) -> None:
         self.lines.append(line)
@@ -35,16 +35,16 @@ class Said:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
-    def show(self, standing: RunStatus) -> None:
-        self.standings.append(standing)
+    def show(self, status: RunStatus) -> None:
+        self.statuses.append(status)
 
     @property
     def line(self) -> str:
         return self.lines[-1] if self.lines else ""
 
     @property
-    def standing(self) -> RunStatus | None:
-        return self.standings[-1] if self.standings else None
+    def status(self) -> RunStatus | None:
+        return self.statuses[-1] if self.statuses else None
 
 
 def write(path: Path, *answers: str) -> Path:
@@ -220,11 +220,11 @@ async def test_progress_is_shown(tmp_path: Path) -> None:
     async with FakeEndpoint().serving() as fake:
         overrides = overrides_for(fake, tmp_path, "tasks.kind=jsonl", f'tasks.paths=["{file}"]')
         await evaluate(told(*overrides), cast(console.ProgressLine, progress))
-    last = progress.standings[-1]
+    last = progress.statuses[-1]
     assert (last.step, last.num_steps, last.unit) == (3, 3, "task")
     assert last.values["avg@4"].startswith("0.667 [")
     assert last.values["missing"] == "0"
-    assert any("samples in flight" in one.waits for one in progress.standings)
+    assert any("samples in flight" in one.waits for one in progress.statuses)
 
 
 @pytest.mark.anyio

@@ -246,9 +246,9 @@ def test_gpus_are_shared_by_servers_and_ranks() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["budget.max_response_tokens=4096"], "context of 4,096 tokens does not hold a prompt and"),
-        (["learner.micro_batch_tokens=8192"], r"micro_batch_tokens \(8,192\) does not hold a"),
-        (["server.max_total_tokens=8000"], r"max_total_tokens \(8,000\) does not hold one rollout"),
+        (["budget.max_response_tokens=4096"], "context of 4,096 tokens cannot hold a prompt and"),
+        (["learner.micro_batch_tokens=8192"], r"micro_batch_tokens \(8,192\) cannot hold a"),
+        (["server.max_total_tokens=8000"], r"max_total_tokens \(8,000\) cannot hold one rollout"),
         (["loop.steps=20"], "the warm-up of 20 steps lasts the whole run"),
         (["server.device=cuda", "ranks.nproc_per_node=9"], "9 GPUs needed; this machine has 8"),
         (["server.device=cuda"], "servers and ranks share GPUs, and a server takes most"),
@@ -271,9 +271,9 @@ def test_gpus_are_shared_by_servers_and_ranks() -> None:
         ),
         (
             [f"model='{QWEN3_14B}'", "ranks.nproc_per_node=64"],
-            "host memory are needed; there are 2.0 TiB",
+            "of host memory; this machine has 2.0 TiB",
         ),
-        (["loop.steps=200000"], r"up to [\d,.]+ TiB will be written to runs, where 100 TiB"),
+        (["loop.steps=200000"], r"up to [\d,.]+ TiB will be written to runs, which has only 100 TiB"),
     ],
 )  # fmt: skip
 def test_warnings(overrides: list[str], said: str) -> None:
@@ -299,7 +299,7 @@ def test_a_plan_says_what_a_step_does() -> None:
         "14.77 billion parameters (from the configuration)",
         "40 layers of 5120, vocabulary 151,936, context 32,768",
         "roll out 512 tasks, 32 times each: 16,384 rollouts of at most 8,192 tokens and 10 turns",
-        "134.2 million tokens in all",
+        "134.2 million tokens in total",
         "on at most 8,192 of them, 67.11 million tokens: at least 4,096 micro-batches per rank",
         "3.96 EFLOP for rollouts, 5.95 EFLOP for training",
         "27.5 GiB of weights for 1 external server",

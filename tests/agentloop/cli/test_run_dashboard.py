@@ -41,7 +41,7 @@ class Told:
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.standing: RunStatus | None = None
+        self.status: RunStatus | None = None
 
     def say(self, line: str) -> None:
         self.said.append(line)
@@ -202,7 +202,7 @@ async def test_a_group_of_before_a_restart_is_read_from_the_folder(tmp_path: Pat
 async def test_before_servers_are_up_nobody_answers(tmp_path: Path) -> None:
     async with scene(tmp_path) as at:
         status, body = await at.post("/api/ask", {"question": "why?"})
-        assert (status, body["error"]) == (503, "no server is up yet; ask again later")
+        assert (status, body["error"]) == (503, "no server is ready yet; ask again later")
         at.begin()
         assert await at.post("/api/ask", {"question": "why?"}) == (200, {"rollout": "r"})
 
@@ -240,7 +240,7 @@ async def test_a_draining_run_cannot_be_resumed_by_control(tmp_path: Path) -> No
     async with scene(tmp_path) as at:
         at.begin()
         _, body = await at.post("/api/control", {"do": "resume"})
-        assert body["done"] == "groups are started again"
+        assert body["done"] == "resumed: groups are started again"
         at.loop.is_draining = True
         _, body = await at.post("/api/control", {"do": "resume"})
         assert "no groups are started" in body["done"]
@@ -254,7 +254,10 @@ async def test_a_learner_that_is_busy_is_not_waited_for_for_ever(
         at.begin()
         at.loop.is_busy = True
         status, body = await at.post("/api/control", {"do": "checkpoint"})
-        assert (status, body["error"]) == (400, "do: the learner was busy for 0.02 s")
+        assert (status, body["error"]) == (
+            400,
+            "do: the learner was busy for 0.02 s; try again later",
+        )
 
 
 async def test_rollouts_stay_visible_after_the_runtime_is_gone(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_every_setting_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ("setting", "said"),
     [
         ("loop.epoch=1", "did you mean 'loop.epochs'?"),
-        ("data.paths=[]", "data.paths: name a file"),
+        ("data.paths=[]", "data.paths: name at least one file"),
         ("learner.optimizer.lr=0.1", "unknown setting 'learner.optimizer.lr'"),
         ("learner.config.num_hidden_layers=2", "learner.config: .*init = random"),
         ("learner.model=x", "unknown setting 'learner.model'"),
@@ -70,7 +70,7 @@ def test_invalid_settings_are_named_before_anything_starts(
         ),
         (
             ["sft", "data.teacher=9", "learner.attention=flash_attention_2"],
-            "learner.attention: flash_attention_2, but no GPU",
+            "learner.attention: flash_attention_2 needs a GPU, but no GPU",
         ),
     ],
 )
@@ -120,7 +120,7 @@ class Said:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
-    def show(self, standing: RunStatus) -> None:
+    def show(self, status: RunStatus) -> None:
         pass
 
 
@@ -191,8 +191,8 @@ async def test_a_killed_run_resumes_with_equal_losses_and_weights(tmp_path: Path
     assert 3 <= step <= num_done
 
     class Kills(Said):
-        def show(self, standing: RunStatus) -> None:
-            if standing.step == num_done + 2:
+        def show(self, status: RunStatus) -> None:
+            if status.step == num_done + 2:
                 os.kill(pid_of_rank_1(run / "logs"), signal.SIGKILL)
 
     said = Kills()

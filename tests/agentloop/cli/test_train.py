@@ -56,7 +56,7 @@ from tests.support import FakeSGLang, eventually
         ("loop.group_size=8", "loop.group_size: 8 .* roc.down_sample_to_n .16."),
         ("budget.max_response_tokens=20000", "learner.micro_batch_tokens"),
         ("loop.steps=0", "tasks.held_out"),
-        ("sft.data.teacher=0", "sft: .*data.paths: name a file"),
+        ("sft.data.teacher=0", "sft: .*data.paths: name at least one file"),
         ("stages.one.max_turns=3", "stages.one.steps: Field required"),
         ("stages.one.step=3", "did you mean 'stages.one.steps'"),
         ("stages.2nd.steps=3", "is not a setting"),
@@ -314,7 +314,7 @@ class Said:
 
     say = __call__
 
-    def show(self, standing: RunStatus) -> None:
+    def show(self, status: RunStatus) -> None:
         pass
 
 

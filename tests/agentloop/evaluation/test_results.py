@@ -77,7 +77,7 @@ def test_results_without_samples() -> None:
     told = results([outcome("a", "s", None, None)], SETTINGS, ABOUT)
     assert told["all"]["avg_at_k"] is None
     assert ["avg@2", "-"] in table(told)
-    assert ["tool errors in correct", "-"] in table(told)
+    assert ["tool errors in correct rollouts", "-"] in table(told)
 
 
 def test_text_output_is_aligned_in_columns() -> None:

@@ -366,4 +366,4 @@ async def test_an_evaluation_shows_its_results(run: RunFolder, damage: bytes | N
     if damage:
         assert values is None
     else:
-        assert values == {"avg@2": "0.667 [0.500, 0.800]", "tasks": "9", "samples missing": "1"}
+        assert values == {"avg@2": "0.667 [0.500, 0.800]", "tasks": "9", "missing samples": "1"}

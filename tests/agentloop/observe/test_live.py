@@ -421,7 +421,7 @@ async def test_a_loop_that_wakes_early_has_no_lag(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "_GROWS_EVERY_S", 0.001)
+    monkeypatch.setattr(live_module, "_DELTA_EVERY_S", 0.001)
 
 
 async def grown(

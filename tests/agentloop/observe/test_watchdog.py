@@ -24,7 +24,7 @@ from agentloop.observe.watchdog import (
 from agentloop.trajectory import Trajectory
 from tests.support import eventually
 
-SETTINGS = WatchdogLimits(max_lag_s=1, lag_told_every_s=60, no_progress_s=10, give_up_s=100)
+SETTINGS = WatchdogLimits(max_lag_s=1, lag_logged_every_s=60, no_progress_s=10, give_up_s=100)
 
 
 class Clock:
@@ -71,7 +71,7 @@ def test_reports_are_rate_limited_and_omissions_counted() -> None:
         clock.now_s += 20
         said.append(heart.look())
     assert [bool(one) for one in said] == [True, False, False, True, False]
-    assert "(2 earlier times not logged)" in (said[3] or "")
+    assert "(2 earlier occurrences not logged)" in (said[3] or "")
 
 
 def test_the_largest_lag() -> None:
@@ -89,7 +89,7 @@ def test_the_largest_lag() -> None:
 
 @pytest.mark.anyio
 async def test_a_real_loop_that_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
-    settings = WatchdogLimits(max_lag_s=0.05, lag_told_every_s=0)
+    settings = WatchdogLimits(max_lag_s=0.05, lag_logged_every_s=0)
     heart = Heartbeat(settings)
 
     def is_found() -> bool:

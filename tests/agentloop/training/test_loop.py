@@ -68,7 +68,7 @@ class Told:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.standings: list[RunStatus] = []
+        self.statuses: list[RunStatus] = []
 
     def __call__(self, line: str) -> None:
         pass
@@ -76,8 +76,8 @@ class Told:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
-    def show(self, standing: RunStatus) -> None:
-        self.standings.append(standing)
+    def show(self, status: RunStatus) -> None:
+        self.statuses.append(status)
 
 
 class PlayedLearner(FakeLearner):
@@ -656,7 +656,7 @@ async def test_stages_have_their_own_budgets_and_optimizer(tmp_path: Path) -> No
     # Held-out tasks at the start, and at the end of each stage.
     assert budgets == [(10, 100)] * 4 + [(2, 50)] * 7 + [(10, 100)] * 10
     assert [one["step"] for one in lines(run.path / "metrics.jsonl")] == [0, 1, 1, 2, 3, 3]
-    last = told.standings[-1]
+    last = told.statuses[-1]
     assert (last.stage, last.step, last.num_steps) == ("stage 2 of 2: long", 2, 2)
     assert last.left_s == 0
     assert {"reward", "held-out reward", "time"} <= set(last.values)
@@ -813,7 +813,7 @@ async def test_a_stage_with_nothing_left_to_learn_is_passed_over(tmp_path: Path)
     found = summarize(path)  # it has done what there was to do
     assert (found.state, found.step, found.num_steps) == (RunState.ENDED, 1, 10)
     assert any("are solved by every rollout" in line for line in told.lines)
-    assert told.standings[-1].left_s is None
+    assert told.statuses[-1].left_s is None
 
 
 async def test_without_learning_rollouts_are_written_down_alone(tmp_path: Path) -> None:
@@ -1325,7 +1325,7 @@ async def test_a_learner_that_is_lost_while_rollouts_go_on_does_not_lead_them_as
         with closing(sqlite3.connect(tmp_path / "run" / "queue.sqlite")) as db:
             query = "SELECT count(*) FROM groups WHERE state != 'open'"
             (num_done,) = db.execute(query).fetchone()
-        return num_done >= 9 and told.standings[-1].waits == "the learner trains"
+        return num_done >= 9 and told.statuses[-1].waits == "the learner trains"
 
     lost = LostMeanwhile("", 0)
     _, _, run = await played(

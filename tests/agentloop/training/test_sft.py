@@ -363,8 +363,8 @@ class Said:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
-    def show(self, standing: RunStatus) -> None:
-        self.last = standing
+    def show(self, status: RunStatus) -> None:
+        self.last = status
 
 
 SAMPLES = [Sample([9, n], [0, 1], [0.0, 0.0], 0.0, n) for n in range(5)]

@@ -190,9 +190,11 @@ def test_people_get_tables(run: Path, starts: Starts, capsys: pytest.CaptureFixt
     assert main(["runs", "entropy", str(run)]) == 0
     out, err = capsys.readouterr()
     assert f"scored   by version 2, {run}/weights/2; temperature 1" in out
-    assert "sampled  under version 1, 2, 3, 4, 25% of the tokens under the same; KL" in out
-    assert "reflection tokens: text right after a tool's result" in out
-    assert err.splitlines()[-2:] == ["Scoring group 4, 4 of 4", "Counting"]
+    assert (
+        "sampled  under version 1, 2, 3, 4 (25% of the tokens under the scoring version); KL" in out
+    )
+    assert "reflection tokens: text right after a tool response" in out
+    assert err.splitlines()[-2:] == ["Scoring group 4, 4 of 4", "Counting the tokens"]
 
 
 def test_long_rollouts_fit(run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,7 @@ def test_what_was_exported_is_told_to_scripts(
 def test_the_newest_weights_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run.parent / "new" / "model"
     assert main(["runs", "export", str(run), str(out)]) == 0
-    said = f"{out}: the model of {run}/weights/9, version 9\n"
+    said = f"{out}: exported from {run}/weights/9, version 9\n"
     assert capsys.readouterr().out == said
     same = ("model.safetensors", "chat_template.jinja", "tokenizer.json", "generation_config.json")
     for name in same:

@@ -78,7 +78,7 @@ def test_a_run_becomes_one_file(
 ) -> None:
     run, out = run_in(tmp_path / "a run", model=model), tmp_path / "out.html"
     assert main(["runs", "view", str(run), "--export", str(out)]) == 0
-    assert "1 rollouts with their texts" in capsys.readouterr().out
+    assert "1 rollout with text" in capsys.readouterr().out
     told = bodies(out)
     # By the paths that the page asks for, encoded as JavaScript does it.
     assert {*told} == {
