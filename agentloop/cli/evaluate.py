@@ -428,7 +428,8 @@ async def _plan(settings: EvaluateSettings) -> int:
     tasks = await anyio.to_thread.run_sync(chosen_tasks, settings, abandon_on_cancel=True)
     k, most = settings.evaluate.num_samples, settings.budget.max_response_tokens
     by = settings.endpoint.url or "agentloop"
-    print(f"tasks      {len(tasks)}, of {', '.join(sorted({task.source for task in tasks}))}")
+    sets = sorted({task.env or task.source for task in tasks})
+    print(f"tasks      {len(tasks)}, of {', '.join(sets)}")
     print(f"samples    {k} of each: {len(tasks) * k:,}, by {by}")
     print(f"tokens     {most:,} a sample at most: {len(tasks) * k * most:,}")
     return 0

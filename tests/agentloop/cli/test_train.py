@@ -14,6 +14,7 @@ from typing import Any, cast
 import anyio
 import pytest
 
+from agentloop.agent.rollout import Budget
 from agentloop.cli import console
 from agentloop.cli import train as train_module
 from agentloop.cli.train import (
@@ -27,10 +28,10 @@ from agentloop.cli.train import (
 from agentloop.config import load_settings, to_toml
 from agentloop.distribution import install_hint
 from agentloop.environments.mixture import open_mixture
-from agentloop.environments.tasks.sources import TaskSource
+from agentloop.environments.tasks.sources import Task, TaskSource
 from agentloop.errors import AgentLoopError, RunFolderError, SettingsError
 from agentloop.models import SMALL
-from agentloop.training.fleet.messages import Recipe
+from agentloop.training.fleet.messages import Recipe, Ticket
 from agentloop.training.learner_client import client as learner
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.queue import GroupQueue
@@ -460,14 +461,11 @@ async def test_a_run_of_two_environments(tmp_path: Path, played_rank: Path) -> N
     assert positions[0] > positions[1] > 0
 
 
-@pytest.mark.parametrize("command", [[], ["env=examples.guess_number:guess"]])
-def test_env_and_envs_exclude_each_other(command: list[str]) -> None:
-    settings = load_settings(TrainSettings, overrides=[ENVS, *command])
-    if not command:
-        _whole(settings)
-        return
+def test_env_and_envs_exclude_each_other() -> None:
+    _whole(load_settings(TrainSettings, overrides=[ENVS]))
+    both = load_settings(TrainSettings, overrides=[ENVS, "env=examples.guess_number:guess"])
     with pytest.raises(SettingsError, match="env, envs: both are set"):
-        _whole(settings)
+        _whole(both)
 
 
 @pytest.mark.anyio
@@ -490,3 +488,6 @@ def test_a_fleets_runtimes_are_told_the_environments_without_their_tasks() -> No
     assert [one.name for one in recipe.environments] == ["agent", "agent-2"]
     assert recipe.environments[0].budget == {"max_turns": 3}
     assert "levels" not in str(recipe.envs)
+    task = Task("agent-2-arithmetic-1", "?", "1", env="agent-2")
+    ticket = Ticket(incarnation="i", name="1", task=task, size=2, budget=Budget(), oldest=0)
+    assert Ticket.from_json(ticket.to_json()).task == task
