@@ -27,10 +27,10 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_killed_runs_equal_undisturbed_ones(tmp_path: Path) -> None:
-    """Two synchronous runs for each victim: the runtime, its learner and a server."""
-    done = bench("--runs", "6", "--seed", "4", "--folder", str(tmp_path))
+    """A run of each kind, in which the runtime, its learner and servers are killed."""
+    done = bench("--runs", "7", "--seed", "0", "--folder", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "6 runs" in done.stdout
+    assert "7 runs" in done.stdout
     for victim in ("runtime", "learner", "server"):
         assert f", {victim} " in done.stdout
 
