@@ -57,7 +57,8 @@ class Endpoint:
             timeout_s: time limit of an answer, including waits and all attempts. It should be
                 below a tenth of `budget.timeout_s`, the part that is the environment's own.
             max_tries: attempts at a request while the endpoint is busy, failing or slow.
-            max_requests, max_cost: further requests are errors, and end the run.
+            max_requests, max_cost: further requests are errors, and end the run. Requests in
+                flight when the cost is reached are completed.
             prices: cost of a million tokens of the prompt, and of the answer.
 
         Raises:

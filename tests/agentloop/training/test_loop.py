@@ -896,9 +896,9 @@ async def test_of_two_batches_that_are_ready_at_once_none_is_lost(
     numbers: list[int] = []
     lease = GroupQueue.lease
 
-    async def leased(self: GroupQueue, step: int, *arguments: Any) -> Any:
+    async def leased(self: GroupQueue, step: int, *arguments: Any, **named: Any) -> Any:
         numbers.append(step)
-        return await lease(self, step, *arguments)
+        return await lease(self, step, *arguments, **named)
 
     monkeypatch.setattr(GroupBuffer, "has_batch", property(late))
     monkeypatch.setattr(GroupQueue, "lease", leased)
