@@ -9,14 +9,18 @@ from __future__ import annotations
 import importlib.util
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
-from agentloop.environments.adapters import inspect_ai, textworld, verifiers
+from agentloop.environments.adapters import inspect_ai, openenv, textworld, verifiers
 from agentloop.environments.environment import Environment
 from agentloop.errors import PromptTooLong, RequestError, ServerUnavailable, SettingsError
 from agentloop.trajectory import Message
@@ -243,7 +247,7 @@ async def test_rollouts_of_inspect_do_not_share_a_store(tasks: Path) -> None:
 
 
 def test_inspect_tasks_that_cannot_run_are_refused(tasks: Path) -> None:
-    with pytest.raises(SettingsError, match="boxed needs a sandbox of Inspect: not supported"):
+    with pytest.raises(SettingsError, match="boxed: it must have a scorer, and need no sandbox"):
         task_of(inspect_ai.sample.with_arguments({"name": f"{tasks}@boxed"}))
     for name in ("own_tasks.py", f"{tasks}@nothing", "no_such_package/task"):
         with pytest.raises(SettingsError, match=r"env.args.name: .*; write FILE@NAME"):
@@ -384,3 +388,87 @@ async def test_a_rollout_of_verifiers_that_fills_the_context_is_scored(hub: str)
     (episode,) = await play(of_verifiers(hub, "countdown"), Scripted(script))
     assert episode.reward is not None
     assert episode.reward.parts["right"] == 1.0
+
+
+OPENENV = """
+import sys
+
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_app
+
+
+class Guess(Action):
+    number: int
+
+
+class Seen(Observation):
+    text: str
+
+
+class Game(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, **options):
+        self.number = options.get("number", 7)
+        self._state = State(step_count=0)
+        return Seen(text="Guess!", done=False)
+
+    def step(self, action, timeout_s=None, **options):
+        if action.number < 0:
+            raise ValueError("ouch")
+        self._state.step_count += 1
+        right = action.number == self.number
+        return Seen(text="right" if right else "higher", done=right, reward=float(right))
+
+    @property
+    def state(self):
+        return self._state
+
+
+app = create_app(Game, Guess, Seen, max_concurrent_envs=4)
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+"""
+
+
+@pytest.fixture(scope="module")
+def openenv_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of OpenEnv."""
+    needs("openenv", "OpenEnv")
+    file = tmp_path_factory.mktemp("openenv") / "server.py"
+    file.write_text(OPENENV)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, file, str(port)])
+    try:
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 100
+        while True:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health").is_success:
+                    break
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_an_episode_of_openenv_is_played(openenv_url: str) -> None:
+    arguments = {"url": openenv_url, "reset": {"number": 2}, "max_sessions": 4}
+    said = ("I do not know.", '{"number": "x"}', '{"number": 1}', 'Now {"number": 2}.')
+    host = Scripted(lambda seen: said[len(seen) // 2 - 1])
+    for episode in await play(openenv.episode.with_arguments(arguments), host, size=6):
+        assert episode.reward is not None
+        assert episode.reward.parts == {"reward": 1.0, "steps": 4.0}
+    (_, (system, first), _) = host.asked[0]
+    assert '"number"' in system["content"]
+    assert "Guess!" in first["content"]
+
+
+async def test_an_environment_of_openenv_that_raises_gives_no_reward(openenv_url: str) -> None:
+    game = openenv.episode.with_arguments({"url": openenv_url})
+    with pytest.raises(RequestError, match=r"openenv: step: ouch"):
+        await play(game, Scripted(lambda seen: '{"number": -1}'))

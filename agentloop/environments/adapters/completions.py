@@ -18,7 +18,7 @@ from agentloop.environments.agent import Agent
 from agentloop.errors import AgentFailed, RequestError
 from agentloop.trajectory import Message, StopReason, ToolCall
 
-__all__ = ["AgentTransport", "Completion", "complete"]
+__all__ = ["AgentTransport", "Completion", "complete", "openai_call"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,24 @@ class Completion:
     finish_reason: Literal["stop", "length", "tool_calls"] = "stop"
     num_prompt_tokens: int = 0
     num_sampled_tokens: int = 0
+
+    def usage(self, prompt: str = "prompt", sampled: str = "completion") -> dict[str, int]:
+        """Return the numbers of tokens by these names."""
+        num_prompt, num_sampled = self.num_prompt_tokens, self.num_sampled_tokens
+        return {
+            f"{prompt}_tokens": num_prompt,
+            f"{sampled}_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+        }
+
+
+def openai_call(id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call in OpenAI's form."""
+    return {
+        "id": id,
+        "type": "function",
+        "function": {"name": name, "arguments": json.dumps(arguments)},
+    }
 
 
 async def complete(
@@ -115,12 +133,7 @@ def _chat_completion(found: Completion, model: object) -> Mapping[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": found.text}
     if found.calls:
         message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-            }
-            for call in found.calls
+            openai_call(one.id, one.name, one.arguments) for one in found.calls
         ]
     return {
         "id": "chatcmpl-agent",
@@ -128,9 +141,5 @@ def _chat_completion(found: Completion, model: object) -> Mapping[str, Any]:
         "created": int(time.time()),
         "model": model,
         "choices": [{"index": 0, "message": message, "finish_reason": found.finish_reason}],
-        "usage": {
-            "prompt_tokens": found.num_prompt_tokens,
-            "completion_tokens": found.num_sampled_tokens,
-            "total_tokens": found.num_prompt_tokens + found.num_sampled_tokens,
-        },
+        "usage": found.usage(),
     }

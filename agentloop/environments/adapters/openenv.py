@@ -115,6 +115,7 @@ async def _session(
     except LookupError:
         _sessions.set(limits := {})
     async with (
+        # no deadline: the rollout has one
         limits.setdefault(url, anyio.CapacityLimiter(max_sessions)),
         aiohttp.ClientSession(raise_for_status=True) as http,
     ):

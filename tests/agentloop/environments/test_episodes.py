@@ -546,3 +546,16 @@ async def test_a_session_that_cannot_be_opened_is_no_reward() -> None:
     (episode,) = await run(tested, model, size=1)
     assert episode.reward is not None
     assert episode.reward.reason == "infrastructure: sandbox: no worker"
+
+
+def test_a_task_function_may_take_arguments_of_the_environment() -> None:
+    def make(rng: Random, *, top: int, unrelated: str = "x") -> dict[str, Any]:
+        return {"answer": rng.randint(1, top), "top": top, "unrelated": unrelated}
+
+    @agentloop.environment(tasks=make)
+    async def game(task: Any, agent: Agent, *, top: int = 9, name: str = "") -> float:
+        return 1.0
+
+    few = next(open_tasks(TasksSettings(), game.with_arguments({"top": "3", "name": "a"})))
+    assert (few.top, few.unrelated) == (3, "x")
+    assert next(open_tasks(TasksSettings(), game.with_arguments({}))).top == 9
