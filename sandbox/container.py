@@ -409,7 +409,7 @@ async def _prepared(
 ) -> _Engine:
     """An engine on which nothing of dead owners is left, and which has the image."""
     if num := await reap_containers(docker, is_local(url)):
-        on_progress(f"Removed {num} containers that a killed process had left.")
+        on_progress(f"Removed {num} containers left by a killed process.")
     image = await ensure_image(docker, settings.image, on_progress, settings.packages)
     info = await docker.system.info()
     options = info["SecurityOptions"] or []

@@ -139,7 +139,7 @@ async def _can_pull(docker: aiodocker.Docker, base: str, progress: Progress) -> 
         with anyio.fail_after(PULL_TIMEOUT_S):
             await docker.images.pull(base)
     except (aiodocker.DockerError, aiohttp.ClientError, TimeoutError) as error:
-        progress(f"It can't be pulled here ({what_it_said(error)[:200] or 'too slow'}).")
+        progress(f"Cannot pull it ({what_it_said(error)[:200] or 'too slow'}).")
         return False
     return True
 
@@ -150,7 +150,7 @@ async def _system_base(docker: aiodocker.Docker, progress: Progress) -> str:
     if await has_image(docker, name):
         return name
     commands = await anyio.to_thread.run_sync(_mmdebstrap_commands)
-    progress("Making a base for the sandbox image from system packages (a minute) ...")
+    progress("Making a base for the sandbox image from system packages (about a minute) ...")
     said = ""
     for command in commands:
         failed = await _import_output(docker, command, name, progress)

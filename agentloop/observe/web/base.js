@@ -147,6 +147,7 @@
       isNumber(unixSeconds)
         ? new Date(unixSeconds * 1000).toLocaleTimeString("en-GB", { hour12: false })
         : "",
+    capitalized: (text) => text && text[0].toUpperCase() + text.slice(1),
     plural: (count, one, many) => `${format.whole(count)} ${count === 1 ? one : (many ?? `${one}s`)}`,
   };
 

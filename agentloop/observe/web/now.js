@@ -133,7 +133,7 @@
       const step = now.step ?? now.stage_step;
       const numSteps = now.num_steps ?? now.stage_num_steps;
       const hasSteps = isNumber(step) && isNumber(numSteps) && numSteps > 0;
-      setText(stage, now.stage ?? "");
+      setText(stage, format.capitalized(now.stage ?? ""));
       setText(
         facts,
         [
@@ -150,7 +150,7 @@
       bar.hidden = !hasSteps;
       if (hasSteps) Object.assign(bar, { max: numSteps, value: step });
       const waits = now.ended ? "" : (now.waits ?? "");
-      setText(sentence, waits && waits[0].toUpperCase() + waits.slice(1));
+      setText(sentence, format.capitalized(waits));
       sentence.hidden = !waits;
       stall.hidden = Boolean(now.ended) || !(now.no_progress_s >= 10);
       if (!stall.hidden) setText(stall, `No progress for ${span(now.no_progress_s)}.`);

@@ -26,7 +26,7 @@
     ["time", "Time"], ["lanes", "Timeline"],
   ];
 
-  // The reader's choices are kept when the view is closed, so that going back from a rollout restores it.
+  // The reader's choices are kept when the view is closed, so that they apply again after visiting a rollout.
   const chosen = { query: "", state: "all", reward: "all", order: "newest", grouped: false, aligned: null, span: 120, top: 0 };
 
   window.agentloop.view("rollouts", {

@@ -78,7 +78,7 @@
         h("li", {}, h("span", { class: "key kv-held", "aria-hidden": "true" }), "held: tokens of running requests"),
         h("li", {}, h("span", { class: "key kv-reserved", "aria-hidden": "true" }), "reserved: tokens that running requests are expected to generate"),
         h("li", {}, h("span", { class: "key kv-parked", "aria-hidden": "true" }), "parked: context of rollouts that are running tools"),
-        h("li", {}, h("span", { class: "key kv-others", "aria-hidden": "true" }), "used by other clients of the server"),
+        h("li", {}, h("span", { class: "key kv-others", "aria-hidden": "true" }), "used by others: requests of other clients"),
         h("li", {}, h("span", { class: "key kv-cached", "aria-hidden": "true" }), "evictable: cached prefixes of finished turns"),
         h("li", {}, h("span", { class: "key kv-free", "aria-hidden": "true" }), "free"),
       );

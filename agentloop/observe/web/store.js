@@ -176,7 +176,7 @@
       const { now, servers, sandbox } = store;
       if (frame.now) {
         const was = before.now;
-        if (now.stage && now.stage !== was.stage) store.addToLog(now.stage[0].toUpperCase() + now.stage.slice(1));
+        if (now.stage && now.stage !== was.stage) store.addToLog(format.capitalized(now.stage));
         const isNew = now.policy_version && now.policy_version !== was.policy_version;
         if (isNew && store.about.kind !== "train") // where it changes with every step
           store.addToLog(`Policy version ${now.policy_version}`);

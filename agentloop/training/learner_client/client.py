@@ -322,7 +322,8 @@ async def started(
         for start in starts(ranks_settings, command, socket_path=path, port=port):
             await ranks.start(start, log_dir / f"learner-{start.name.removeprefix('rank ')}.log")
         num_ranks = ranks_settings.nproc_per_node * ranks_settings.nodes
-        on_progress(f"Starting the learner, {num_ranks} rank(s); logs in {log_dir}")
+        what = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+        on_progress(f"Starting the learner with {what}; logs in {log_dir}")
         if others := on_other_nodes(ranks_settings, command, port):
             listed = settings_path.with_name("learner-nodes.txt")
             await listed.write_text("".join(f"{other}\n" for other in others), "utf-8")
