@@ -40,7 +40,7 @@ import pydantic
 from aiohttp import ClientSession
 
 from agentloop.agent.chat_format import ChatFormat, ChatSettings
-from agentloop.agent.mcp import McpServer, McpServerSettings, PlainName, mcp_servers
+from agentloop.agent.mcp import McpServer, McpServerSettings, mcp_servers, with_plain_names
 from agentloop.agent.named_tools import AnyTool, check_tool_name, imported_tools, resolved_tools
 from agentloop.agent.rollout import Budget, Rollout, TurnOptions, prompt_of
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
@@ -92,7 +92,7 @@ class Settings(pydantic.BaseModel):
         description="URLs of running SGLang servers to use, such as http://gpu1:30000. By default, "
         "server.count servers are started on this machine.",
     )
-    mcp: dict[PlainName, McpServerSettings] = pydantic.Field(
+    mcp: dict[str, McpServerSettings] = pydantic.Field(
         default_factory=dict, description="MCP servers, by names of your choice."
     )
     tools: list[str] = pydantic.Field(
@@ -129,6 +129,8 @@ class Settings(pydantic.BaseModel):
         if len({server.rstrip("/") for server in servers}) < len(servers):
             raise ValueError("a server is named twice")
         return servers
+
+    _plain = pydantic.field_validator("mcp")(with_plain_names)
 
     @pydantic.field_validator("tools")
     @classmethod
