@@ -36,7 +36,7 @@ import pydantic
 from aiohttp import ClientSession
 
 from agentloop.agent.chat_format import ChatFormat, ChatSettings
-from agentloop.agent.mcp import McpServer, McpServerSettings, PlainName, mcp_servers
+from agentloop.agent.mcp import McpServer, McpServerSettings, mcp_servers, with_plain_names
 from agentloop.agent.named_tools import AnyTool, check_tool_name, imported_tools, resolved_tools
 from agentloop.agent.rollout import Budget, Reply, Rollout, TurnOptions, prompt_of
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
@@ -89,7 +89,7 @@ class Settings(pydantic.BaseModel):
         description="URLs of running SGLang servers to use, such as http://gpu1:30000. By default, "
         "server.count servers are started on this machine.",
     )
-    mcp: dict[PlainName, McpServerSettings] = pydantic.Field(
+    mcp: dict[str, McpServerSettings] = pydantic.Field(
         default_factory=dict,
         json_schema_extra={"is_one_setting": True},
         description="MCP servers, as tables [mcp.NAME] with a command or a url, env, headers, "
@@ -129,6 +129,8 @@ class Settings(pydantic.BaseModel):
         if len({server.rstrip("/") for server in servers}) < len(servers):
             raise ValueError("a server is named twice")
         return servers
+
+    _plain = pydantic.field_validator("mcp")(with_plain_names)
 
     @pydantic.field_validator("tools")
     @classmethod

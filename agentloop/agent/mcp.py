@@ -29,7 +29,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Self, TextIO
+from typing import Any, Self, TextIO, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
@@ -50,13 +50,14 @@ __all__ = [
     "McpServer",
     "McpServerSettings",
     "McpTool",
-    "PlainName",
     "import_sdk",
     "mcp_server",
     "mcp_servers",
+    "with_plain_names",
 ]
 
 log = logging.getLogger(__name__)
+V = TypeVar("V")
 
 _MAX_RESTARTS = 10
 _PROBE_TIMEOUT_S = 5.0
@@ -65,7 +66,17 @@ _TAIL_BYTES = 2000
 # The SDK's message for an HTTP error whose body is no JSON-RPC. The code is that of a failed tool.
 _HTTP_ERROR = "Server returned an error response"
 
-PlainName = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]
+
+def with_plain_names(values: dict[str, V]) -> dict[str, V]:
+    """Return a table whose names the user chooses, after a check of these.
+
+    Raises:
+        ValueError: one of them has other characters than letters, digits, `_` and `-`.
+    """
+    for name in values:
+        if not re.fullmatch(r"[\w-]+", name, re.ASCII):
+            raise ValueError(f"{name!r}: a name has only letters, digits, _ and -")
+    return values
 
 
 class McpServerSettings(pydantic.BaseModel):
@@ -81,12 +92,12 @@ class McpServerSettings(pydantic.BaseModel):
     url: str | None = pydantic.Field(
         None, description="URL of a running server (streamable HTTP), instead of `command`."
     )
-    env: dict[PlainName, str] = pydantic.Field(
+    env: dict[str, str] = pydantic.Field(
         default_factory=dict,
         description="Environment of the program, besides HOME, PATH and a few others. `${NAME}` in "
         "a value is replaced by that variable of our own environment.",
     )
-    headers: dict[PlainName, str] = pydantic.Field(
+    headers: dict[str, str] = pydantic.Field(
         default_factory=dict,
         description="HTTP headers of requests to the URL, such as a token; `${NAME}` as in `env`.",
     )
@@ -99,6 +110,8 @@ class McpServerSettings(pydantic.BaseModel):
     max_concurrent: pydantic.PositiveInt = pydantic.Field(
         64, description="Maximum number of concurrent calls; further ones wait."
     )
+
+    _plain = pydantic.field_validator("env", "headers")(with_plain_names)
 
     @pydantic.model_validator(mode="after")
     def _is_one_server(self) -> Self:
@@ -443,7 +456,7 @@ async def mcp_server(
     Raises:
         RequestError: an argument is invalid, or the server cannot be used: its program is missing
             or ends by itself, or a tool has an invalid schema.
-        McpServerError: the server cannot be reached, or was not ready in time.
+        ServerError: the server cannot be reached, or was not ready in time.
         SettingsError: the SDK is not installed.
     """
     try:

@@ -40,6 +40,7 @@ from agentloop.api.http import (
     send,
 )
 from agentloop.api.listen import serving
+from agentloop.api.mcp import AgentTool
 from agentloop.api.requests import ChatRequest, parse
 from agentloop.api.schemas import (
     ChatCompletion,
@@ -155,6 +156,7 @@ class AgentService:
             io_timeout_s=settings.serve.io_timeout_s,
         )
         self._asks: Ask | None = None
+        self._mcp = AgentTool(self._answer_to, model_name=runtime.model_name)
         self._document = document(
             ROUTES,
             info={"title": "agentloop", "version": version(), "description": _ABOUT},
@@ -404,6 +406,15 @@ class AgentService:
         }
         return json_response(body, status=200 if is_healthy else 503)
 
+    async def mcp(self, request: web.Request) -> web.Response:
+        return await self._mcp.answer(request, await self._body(request))
+
+    async def _answer_to(self, question: str) -> str:
+        self._check_open()
+        async with self._slots:  # no deadline: until another rollout ends, which has its own
+            trajectory = await self._runtime.rollout(question, on_event=self.on_event)
+        return _scorable(trajectory).answer
+
     async def waits(self, request: web.Request) -> web.Response:
         """List everything that waits, with reasons and durations, and the state of the servers."""
         body: Waits = {
@@ -509,6 +520,7 @@ ROUTES = [
     Route("GET", "/v1/models/{model:.+}", AgentService.model, "Get the model by name",
           {200: Response("The model.", {JSON: Model}), **UNKNOWN_MODEL},
           parameters={"model": "Name of the model; slashes need not be escaped."}),
+    Route("POST", "/mcp", AgentService.mcp, "Speak MCP, with the agent as a tool", {}),
     Route("GET", "/v1/waits", AgentService.waits,
           "List what every rollout is waiting for and how long, and the servers",
           {200: Response("The router's current state.", {JSON: Waits})}),

@@ -1,15 +1,12 @@
 """An MCP server on stdin and stdout, for the tests. It is run by path, in a process of its own.
 
-python mcp_script.py [stubborn | invalid]
+python mcp_script.py [invalid]
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
-import time
 
 import anyio
 from mcp.server import MCPServer, Server
@@ -18,19 +15,11 @@ from mcp.server.stdio import stdio_server
 from mcp.types import ListToolsResult, Tool
 
 server = MCPServer("calculator", log_level="CRITICAL")
-_count = 0
 
 
 def add(a: int, b: int) -> int:
     """Add two integers."""
     return a + b
-
-
-def count() -> int:
-    """Count the calls of this tool."""
-    global _count
-    _count += 1
-    return _count
 
 
 def fail(why: str) -> str:
@@ -55,19 +44,7 @@ def end(status: int) -> str:
     os._exit(status)
 
 
-def freeze() -> str:
-    """Stop the server without ending it."""
-    os.kill(os.getpid(), signal.SIGSTOP)
-    return "thawed"
-
-
-def processes() -> str:
-    """Start a child that outlives this server, and return the ids of both."""
-    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    return f"{os.getpid()} {child.pid}"
-
-
-for tool in (add, count, fail, wait, variable, end, freeze, processes):
+for tool in (add, fail, wait, variable, end):
     server.tool()(tool)
 
 
@@ -84,10 +61,6 @@ async def _invalid() -> None:
 
 def main() -> None:
     match sys.argv[1:]:
-        case ["stubborn"]:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            server.run()
-            time.sleep(600)
         case ["invalid"]:
             anyio.run(_invalid)
         case _:

@@ -15,7 +15,13 @@ import pytest
 from aiohttp import web
 
 import agentloop
-from agentloop.agent.mcp import McpServer, McpServerSettings, mcp_server, mcp_servers
+from agentloop.agent.mcp import (
+    McpServer,
+    McpServerSettings,
+    import_sdk,
+    mcp_server,
+    mcp_servers,
+)
 from agentloop.agent.rollout import Budget, Rollout
 from agentloop.agent.tools import Tool, ToolOutput, Tools
 from agentloop.environments.episodes import EnvironmentGroups
@@ -34,25 +40,23 @@ pytestmark = [
 ]
 
 SCRIPT = Path(__file__).with_name("mcp_script.py")
+RAW = [sys.executable, str(Path(__file__).with_name("mcp_raw.py"))]
+SDK = [sys.executable, str(SCRIPT)]
 SILENT = [sys.executable, "-c", "import time; time.sleep(600)"]
 BROKEN = [sys.executable, "-c", "raise SystemExit('no licence')"]
 CHAT = chat_format()
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, str(SCRIPT), *arguments]
-
-
 @pytest.fixture(scope="module")
 async def healthy() -> AsyncIterator[McpServer]:
     """A server that no test breaks."""
-    async with shared(env={"COLOUR": "${HOME}/blue"}) as server:
+    async with shared(SDK, env={"COLOUR": "${HOME}/blue"}) as server:
         yield server
 
 
 @asynccontextmanager
-async def shared(*arguments: str, **settings: Any) -> AsyncIterator[McpServer]:
-    given = McpServerSettings(command=tuple(command(*arguments)), **settings)
+async def shared(command: Sequence[str] = RAW, **settings: Any) -> AsyncIterator[McpServer]:
+    given = McpServerSettings(command=tuple(command), **settings)
     async with mcp_servers({"calculator": given}) as servers:
         yield servers["calculator"]
 
@@ -77,7 +81,7 @@ def says(text: str) -> list[Step]:
 
 async def test_its_tools_are_found_and_called(healthy: McpServer) -> None:
     tools = healthy.tools
-    assert [tool.name for tool in tools][:2] == ["add", "count"]
+    assert [tool.name for tool in tools] == ["add", "fail", "wait", "variable", "end"]
     schema = tools[0].schema["function"]
     assert schema["description"] == "Add two integers."
     assert schema["parameters"]["properties"]["a"]["type"] == "integer"
@@ -111,7 +115,7 @@ async def test_what_goes_wrong_in_a_tool_is_for_the_model_to_read(
 
 
 async def test_calls_run_concurrently_as_many_as_are_allowed() -> None:
-    async with shared(max_concurrent=2) as server, anyio.create_task_group() as tasks:
+    async with shared(SDK, max_concurrent=2) as server, anyio.create_task_group() as tasks:
         ended: list[str] = []
 
         async def one(name: str, /, **arguments: Any) -> None:
@@ -128,7 +132,7 @@ async def test_calls_run_concurrently_as_many_as_are_allowed() -> None:
 
 async def test_a_call_that_a_dead_server_takes_with_it_is_an_infrastructure_failure() -> None:
     async with shared() as server:
-        lost = await call(server.tools, "end", status=3)
+        lost = await call(server.tools, "end")
         assert lost.status is ToolCallStatus.INFRASTRUCTURE
         # It is restarted, and the next call waits for it.
         again = await call(server.tools, "count")
@@ -164,7 +168,7 @@ async def test_a_server_that_dies_too_often_ends_its_users(
     async def use() -> None:
         async with shared() as server:
             for _ in range(2):
-                lost = await call(server.tools, "end", status=3)
+                lost = await call(server.tools, "end")
                 assert lost.status is ToolCallStatus.INFRASTRUCTURE
             await anyio.sleep_forever()
 
@@ -173,10 +177,10 @@ async def test_a_server_that_dies_too_often_ends_its_users(
 
 
 async def test_its_stderr_is_in_the_log_and_in_the_message(tmp_path: Path) -> None:
-    given = McpServerSettings(command=tuple(command()))
+    given = McpServerSettings(command=tuple(RAW))
     async with mcp_servers({"calculator": given}, log_dir=tmp_path / "logs") as servers:
         server = servers["calculator"]
-        await call(server.tools, "end", status=3)
+        await call(server.tools, "end")
         await eventually(lambda: "bye" in server._why)
     assert (tmp_path / "logs" / "mcp-calculator.log").exists()
 
@@ -186,7 +190,7 @@ async def test_its_stderr_is_in_the_log_and_in_the_message(tmp_path: Path) -> No
     [
         (BROKEN, "ended as it started; its stderr ends with:\nno licence"),
         (
-            command("invalid"),
+            [*SDK, "invalid"],
             "the input schema of tool 'odd' is invalid: 3 is not of type 'object'",
         ),
     ],
@@ -237,7 +241,7 @@ async def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> No
 
 
 async def test_nothing_of_a_server_is_left_when_its_block_is_left() -> None:
-    async with mcp_server(command("stubborn")) as tools:
+    async with mcp_server([*RAW, "stubborn"]) as tools:
         pids = [int(pid) for pid in (await call(tools, "processes")).content.split()]
         assert len(pids) == 2
         assert all(map(alive, pids))
@@ -251,7 +255,7 @@ from agentloop import mcp_server
 from agentloop.agent.tools import Tools
 
 async def main():
-    async with mcp_server({command("stubborn")!r}) as tools, Tools(tools) as opened:
+    async with mcp_server({[*RAW, "stubborn"]!r}) as tools, Tools(tools) as opened:
         print((await opened.run("processes", {{}})).content, flush=True)
         await anyio.sleep_forever()
 
@@ -266,16 +270,16 @@ anyio.run(main)
 
 
 async def test_two_rollouts_have_a_server_each() -> None:
-    async with mcp_server(command()) as one, mcp_server(command()) as other:
+    async with mcp_server(RAW) as one, mcp_server(RAW) as other:
         assert (await call(one, "count")).content == "1"
         assert (await call(one, "count")).content == "2"
         assert (await call(other, "count")).content == "1"
 
 
 async def test_a_rollouts_own_server_is_not_restarted_since_its_state_is_lost() -> None:
-    async with mcp_server(command()) as tools:
-        for name, arguments in (("end", {"status": 3}), ("count", {}), ("count", {})):
-            lost = await call(tools, name, **arguments)
+    async with mcp_server(RAW) as tools:
+        for name in ("end", "count", "count"):
+            lost = await call(tools, name)
             assert lost.status is ToolCallStatus.INFRASTRUCTURE
 
 
@@ -297,7 +301,7 @@ async def test_a_rollout_calls_it_in_mid_stream(healthy: McpServer) -> None:
 
 async def test_a_rollout_whose_call_was_lost_is_not_scored() -> None:
     async with shared() as server:
-        engine = ScriptedEngine(says(call_text("end", {"status": 3})))
+        engine = ScriptedEngine(says(call_text("end", {})))
         trajectory = await Rollout(
             engine=engine,
             chat=CHAT,
@@ -329,11 +333,12 @@ async def test_an_environments_servers_are_ended_at_its_deadline() -> None:
 
     @agentloop.environment
     async def hangs(task: Any, agent: Any) -> float:
-        async with agentloop.mcp_server(command("stubborn")) as tools:
+        async with agentloop.mcp_server([*RAW, "stubborn"]) as tools:
             pids.extend(map(int, (await call(tools, "processes")).content.split()))
             await anyio.sleep_forever()
         return 1.0
 
+    await import_sdk()  # takes a second, which is not the environment's
     groups = EnvironmentGroups(hangs, Conversations(), sampling=Sampling())
     with pytest.raises(RequestError, match="ran out of time"):
         await groups(
@@ -350,11 +355,11 @@ async def test_an_environments_servers_are_ended_at_its_deadline() -> None:
 async def test_an_environment_whose_server_dies_is_not_to_blame() -> None:
     @agentloop.environment
     async def plays(task: Any, agent: Any) -> float:
-        async with agentloop.mcp_server(command()) as tools:
+        async with agentloop.mcp_server(RAW) as tools:
             await agent.run("Play.", tools=tools)
         return 0.0
 
-    conversations = Conversations(says(call_text("end", {"status": 3})))
+    conversations = Conversations(says(call_text("end", {})))
     groups = EnvironmentGroups(plays, conversations, sampling=Sampling())
     (episode,) = await groups(
         Task("t", "", "42"), size=1, name="1-t", budget=Budget(timeout_s=50), on_queued=lambda: None

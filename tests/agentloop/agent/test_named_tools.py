@@ -132,6 +132,7 @@ def test_a_missing_module_is_named() -> None:
             ["mcp.far.uri='http://far'"],
             "unknown setting 'mcp.far.uri' (did you mean",
         ),
+        (["mcp={'f/r' = {url = 'http://far'}}"], "mcp: 'f/r': a name has only letters, digits"),
         (["mcp.far.timeout_s=3"], "mcp.far: set either command or url"),
     ],
 )

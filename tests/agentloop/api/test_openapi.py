@@ -38,7 +38,7 @@ def test_every_reference_resolves() -> None:
 def test_operation_ids_are_unique() -> None:
     whole = made()
     names = [one["operationId"] for methods in whole["paths"].values() for one in methods.values()]
-    assert len(set(names)) == len(names) == len(ROUTES)
+    assert len(set(names)) == len(names) == len([one for one in ROUTES if one.responses])
     assert all(name.isidentifier() for name in names)
 
 
