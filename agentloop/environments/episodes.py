@@ -23,7 +23,13 @@ import anyio
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.agent import Agent, AgentFailed, RunOne
-from agentloop.environments.environment import Environment, EnvSettings, load, reward_of
+from agentloop.environments.environment import (
+    Environment,
+    EnvSettings,
+    check_turn_rewards,
+    load,
+    reward_of,
+)
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError
@@ -197,6 +203,7 @@ class EnvironmentGroups:
         try:
             with anyio.move_on_after(timeout_s):
                 reward = reward_of(await self._environment(task, agent), self._environment.weights)
+                check_turn_rewards(agent.trajectories)
                 if agent.failure is None:
                     return reward, False
                 why, is_own = agent.failure, False

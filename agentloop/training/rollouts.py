@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol
@@ -17,15 +18,21 @@ from agentloop.agent.rollout import Budget
 from agentloop.environments.episodes import Episode, RunGroup
 from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import RequestError
+from agentloop.errors import RequestError, ServerError
 from agentloop.events import Emit, GroupFinished, GroupStarted, RolloutScored, ignore
-from agentloop.training.advantage import group_advantages
+from agentloop.training.credit.roc import RocSettings, Selection, Trace, resample
+from agentloop.training.credit.rule import RewardedRollout, TokenCredit
+from agentloop.training.credit.settings import CreditSettings, assign
 from agentloop.training.group_metrics import figures
 from agentloop.training.group_stream import finished_groups
-from agentloop.training.roc import RocSettings, Selection, Trace, resample
 from agentloop.trajectory import StopReason, Trajectory
 
 __all__ = ["Purpose", "RolledOut", "Rollouts", "RollsOut", "in_order"]
+
+log = logging.getLogger(__name__)
+
+Teacher = Callable[[Trajectory], Awaitable[Sequence[float]]]
+"""Returns a teacher's log-probabilities of a trajectory's sampled tokens."""
 
 
 class Purpose(StrEnum):
@@ -149,13 +156,13 @@ async def in_order(
 
 @dataclass(slots=True)
 class _Scored:
-    """A scored group, with the rollouts to train on and their advantages."""
+    """A scored group, with the rollouts to train on and the credit of their trajectories."""
 
     task: Task
     episodes: Sequence[Episode]
     rewards: list[Reward]
     choice: Selection
-    advantages: Mapping[int, float]
+    credit: Mapping[int, Sequence[TokenCredit]]
 
     @property
     def figures(self) -> Mapping[str, Any]:
@@ -163,19 +170,21 @@ class _Scored:
 
     @property
     def has_signal(self) -> bool:
-        return any(self.advantages.values())
+        return any(one.has_signal for credit in self.credit.values() for one in credit)
 
     def event(self, name: str, *, is_chosen: bool) -> GroupFinished:
         values = [reward.value for reward in self.rewards if reward.value is not None]
         mean = sum(values) / len(values) if values else None
         if not is_chosen:
             return GroupFinished(name, mean_reward=mean, is_chosen=False)
-        kept, dropped = self.advantages, self.choice.dropped
+        dropped = self.choice.dropped
         return GroupFinished(
             name,
-            kept={one.id: kept[index] for index, one in self._numbered() if index in kept},
+            kept={one.id: credit.mean_advantage for _, one, credit in self._numbered() if credit},
             dropped={
-                one.id: str(dropped[index]) for index, one in self._numbered() if index in dropped
+                one.id: str(dropped[index])
+                for index, one, _ in self._numbered()
+                if index in dropped
             },
             mean_reward=mean,
             has_signal=self.has_signal,
@@ -191,18 +200,20 @@ class _Scored:
                 "parts": dict(self.rewards[index].parts),
                 "answer": self.rewards[index].answer,
                 "reason": self.rewards[index].reason,
-                "advantage": self.advantages.get(index),
+                "advantage": None if credit is None else credit.mean_advantage,
+                "credit": None if credit is None else asdict(credit),
                 "dropped": self.choice.dropped.get(index),
                 "trajectory": trajectory.to_dict(),
             }
-            for index, trajectory in self._numbered()
+            for index, trajectory, credit in self._numbered()
         ]
 
-    def _numbered(self) -> Iterator[tuple[int, Trajectory]]:
-        """Yield each trajectory with the number of its rollout."""
+    def _numbered(self) -> Iterator[tuple[int, Trajectory, TokenCredit | None]]:
+        """Yield each trajectory with the number of its rollout, and its credit if it has any."""
         for index, episode in enumerate(self.episodes):
-            for trajectory in episode.trajectories:
-                yield index, trajectory
+            for number, trajectory in enumerate(episode.trajectories):
+                credit = self.credit.get(index)
+                yield index, trajectory, None if credit is None else credit[number]
 
 
 class Rollouts:
@@ -214,9 +225,10 @@ class Rollouts:
         wait_for_capacity: Callable[[int], Awaitable[None]],
         grader: Grader,
         roc: RocSettings,
+        credit: CreditSettings | None = None,
+        teacher: Teacher | None = None,
         *,
         seed: int,
-        shuffle_rewards: bool = False,
         enough: int = 0,
         is_tainted: Callable[[Trajectory], bool] = lambda trajectory: False,
         emit: Emit = ignore,
@@ -224,6 +236,8 @@ class Rollouts:
         """
         Args:
             wait_for_capacity: as in `RollsOut`.
+            teacher: returns a teacher's log-probabilities of the sampled tokens, for a rule of
+                credit assignment that needs them.
             seed: seed of all random choices.
             enough: stop the remaining rollouts of a group when this many have ended; 0: never.
             is_tainted: returns whether a trajectory may have been sampled with wrong weights; it
@@ -233,9 +247,11 @@ class Rollouts:
         self._run_group = run_group
         self._wait_for_capacity = wait_for_capacity
         self._grader = grader
+        self._credit = credit or CreditSettings()
         self._roc = roc
+        self._teacher = teacher
+        self._has_told_ignored = False
         self._seed = seed
-        self._shuffle_rewards = shuffle_rewards
         self._enough = enough
         self._is_tainted = is_tainted
         self._emit = emit
@@ -269,7 +285,7 @@ class Rollouts:
                 on_queued=on_queued,
                 enough=self._enough if self._enough < size else 0,
             )
-            scored = await self._scored(task, name, episodes, oldest)
+            scored = await self._scored(task, name, episodes, oldest, teaches=is_chosen)
         finally:
             self._emit(
                 GroupFinished(full_name, is_chosen=is_chosen)
@@ -279,13 +295,29 @@ class Rollouts:
         return scored
 
     async def _scored(
-        self, task: Task, name: str, episodes: Sequence[Episode], oldest: int
+        self, task: Task, name: str, episodes: Sequence[Episode], oldest: int, *, teaches: bool
     ) -> _Scored:
+        """Score the rollouts, with the teacher's judgement if it `teaches`, and select.
+
+        Raises:
+            ServerError: the teacher failed on every rollout that has a reward.
+        """
         rewards: dict[int, Reward] = {}
+        taught: dict[int, list[list[float]]] = {}
+        failures: list[ServerError] = []
 
         async def score(index: int) -> None:
             begun = time.monotonic()
-            rewards[index] = reward = await self._reward(task, episodes[index], oldest)
+            reward = await self._reward(task, episodes[index], oldest)
+            if self._teacher is not None and teaches and reward.value is not None:
+                try:
+                    taught[index] = [
+                        await self._teacher(one) for one in episodes[index].trajectories
+                    ]
+                except ServerError as error:
+                    failures.append(error)
+                    reward = Reward(None, reward.answer, f"infrastructure: {error}")
+            rewards[index] = reward
             told = (reward.value, reward.answer, reward.reason, time.monotonic() - begun)
             for trajectory in episodes[index].trajectories:
                 self._emit(RolloutScored(trajectory.id, *told))
@@ -293,7 +325,10 @@ class Rollouts:
         async with anyio.create_task_group() as scoring:
             for index in range(len(episodes)):
                 scoring.start_soon(score, index)
-        return self._select(task, name, episodes, [rewards[i] for i in range(len(rewards))])
+        if failures and not taught:
+            raise failures[0]
+        found = [rewards[index] for index in range(len(rewards))]
+        return self._select(task, name, episodes, found, taught)
 
     async def _reward(self, task: Task, episode: Episode, oldest: int) -> Reward:
         """Return the reward of a rollout, which has none if it cannot be trained on."""
@@ -314,23 +349,53 @@ class Rollouts:
         return await self._grader.score(trajectory, task)
 
     def _select(
-        self, task: Task, name: str, episodes: Sequence[Episode], rewards: list[Reward]
+        self,
+        task: Task,
+        name: str,
+        episodes: Sequence[Episode],
+        rewards: list[Reward],
+        taught: Mapping[int, list[list[float]]],
     ) -> _Scored:
         values = [reward.value for reward in rewards]
         # A generator per group, since groups finish in any order.
         draw = random.Random(f"{self._seed} {name}")
-        if self._shuffle_rewards:
+        if self._credit.arguments.shuffle_rewards:
             values = _shuffled(values, draw)
+        has_turn_rewards = _has_turn_rewards(episodes)
+        if has_turn_rewards and not self._credit.rule.uses_turn_rewards:
+            self._tell_ignored()
+        roc = self._credit.selection(self._roc, has_turn_rewards=has_turn_rewards)
         traces = [
             Trace.of(episode.trajectories, value)
             for episode, value in zip(episodes, values, strict=True)
         ]
-        choice = resample(traces, self._roc, draw)
-        kept = [value for index in choice.kept if (value := values[index]) is not None]
-        advantages = dict(zip(choice.kept, group_advantages(kept), strict=True))
-        if not any(advantages.values()) and self._roc.reject_equal_reward:
-            advantages = {}
-        return _Scored(task, episodes, rewards, choice, advantages)
+        choice = resample(traces, roc, draw)
+        needs_teacher = self._credit.rule.needs_teacher  # in an evaluation there is none
+        kept = {
+            index: RewardedRollout(value, episodes[index].trajectories, taught.get(index, ()))
+            for index in choice.kept
+            if (value := values[index]) is not None and (index in taught or not needs_teacher)
+        }
+        credit = dict(zip(kept, assign([*kept.values()], self._credit), strict=True))
+        found = _Scored(task, episodes, rewards, choice, credit)
+        if self._roc.reject_equal_reward and not found.has_signal:
+            found.credit = {}
+        return found
+
+    def _tell_ignored(self) -> None:
+        """Log once that an environment rewards turns, but that this has no effect."""
+        if not self._has_told_ignored:
+            self._has_told_ignored = True
+            log.warning(
+                "the environment rewards single turns, which credit = %s does not use: set "
+                "credit = per_turn",
+                self._credit.name,
+            )
+
+
+def _has_turn_rewards(episodes: Sequence[Episode]) -> bool:
+    turns = (turn for episode in episodes for one in episode.trajectories for turn in one)
+    return any(turn.reward is not None or turn.token_rewards for turn in turns)
 
 
 def _other_version(trajectory: Trajectory, oldest: int) -> str | None:

@@ -27,7 +27,8 @@ from agentloop.errors import AgentLoopError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.sglang.weight_updates import Pause
 from agentloop.plain_json import ValidText, dumps, loads
-from agentloop.training.roc import RocSettings
+from agentloop.training.credit.roc import RocSettings
+from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.rollouts import Purpose
 
 __all__ = [
@@ -112,7 +113,7 @@ class Recipe(_Message):
 
     Attributes:
         group_size: rollouts per group, for which a runtime waits for capacity.
-        seed, shuffle_rewards, early_stop_at: those of `LoopSettings`.
+        seed, early_stop_at: those of `LoopSettings`.
     """
 
     model: str
@@ -124,9 +125,9 @@ class Recipe(_Message):
     budget: Budget
     reward: RewardSettings
     roc: RocSettings
+    credit: CreditSettings
     group_size: int
     seed: int
-    shuffle_rewards: bool
     early_stop_at: int
 
 
