@@ -303,7 +303,7 @@ class Rollouts:
             ServerError: the teacher failed on every rollout that has a reward.
         """
         rewards: dict[int, Reward] = {}
-        taught: dict[int, list[list[float]]] = {}
+        taught: dict[int, list[Sequence[float]]] = {}
         failures: list[ServerError] = []
 
         async def score(index: int) -> None:
@@ -354,7 +354,7 @@ class Rollouts:
         name: str,
         episodes: Sequence[Episode],
         rewards: list[Reward],
-        taught: Mapping[int, list[list[float]]],
+        taught: Mapping[int, Sequence[Sequence[float]]],
     ) -> _Scored:
         values = [reward.value for reward in rewards]
         # A generator per group, since groups finish in any order.
