@@ -57,6 +57,12 @@ _RENAMED = {
     "sinks.to": "sinks.report_to",
     "weights.by": "weights.transport",
 }
+# Old names of settings that are now in another section.
+_MOVED = {
+    "learner.loss.kind": "credit.name",
+    "learner.loss.aggregate": "credit.args.aggregate",
+    "loop.shuffle_rewards": "credit.args.shuffle_rewards",
+}
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 
@@ -234,6 +240,8 @@ def _check_keys(
         path = f"{at}.{key}" if at else key
         field = model.model_fields.get(key)
         if field is None:
+            if path in _MOVED:
+                raise SettingsError(f"{source}: {path!r} was renamed: write {_MOVED[path]!r}")
             if _new_name(path).rpartition(".")[2] in model.model_fields:
                 old = _first_leaf(path, value)
                 raise SettingsError(f"{source}: {old!r} was renamed: write {_new_name(old)!r}")

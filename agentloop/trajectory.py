@@ -166,6 +166,9 @@ class Turn:
 
     `top_logprobs`, if requested, lists for each output token the most likely tokens at its
     position as (log-probability, id), most likely first; otherwise it is empty.
+
+    An environment may give the turn a `reward`, and each output token one of its own
+    (`token_rewards`); training uses them with `credit = "per_turn"`.
     """
 
     output_ids: list[int] = field(default_factory=list)
@@ -185,6 +188,8 @@ class Turn:
     generated_s: float = 0.0  # the last token
     ended_s: float = 0.0  # the last result
     top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
+    reward: float | None = None
+    token_rewards: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -51,6 +51,7 @@ from agentloop.environments.episodes import PromptGroups
 from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.inference.router import Router
+from agentloop.training.credit.roc import RocSettings
 from agentloop.training.learner_client.client import Learner
 from agentloop.training.learner_client.protocol import (
     PublishReply,
@@ -65,7 +66,6 @@ from agentloop.training.learner_client.protocol import (
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.queue import GroupQueue
-from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus

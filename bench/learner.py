@@ -81,13 +81,17 @@ def agentic_batch(seed: int, num_tokens: int, vocab: int) -> Batch:
     masks = [(np.arange(n) >= n // 5) & ((np.arange(n) - n // 5) % 128 < 96) for n in lengths]
     mask = np.concatenate(masks).astype(np.uint8)
     mask[np.cumsum(lengths) - lengths] = 0
+    groups = np.arange(len(lengths), dtype=np.int32) // _GROUP
+    counts = np.bincount(np.repeat(groups, lengths), weights=mask)
     return Batch(
         ids=rng.integers(0, vocab, num_tokens, dtype=np.int32),
         mask=mask,
         logprobs=(-math.log(vocab) - 0.1 * rng.random(num_tokens)).astype(np.float32) * mask,
+        advantages=np.repeat(rng.choice(np.asarray([-1, 1], np.float32), len(lengths)), lengths)
+        * mask,
+        weights=(mask / counts[np.repeat(groups, lengths)]).astype(np.float32),
         lengths=lengths,
-        advantages=rng.choice(np.asarray([-1, 1], np.float32), len(lengths)),
-        groups=np.arange(len(lengths), dtype=np.int32) // _GROUP,
+        groups=groups,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentloop.learner.batch import Batch, MicroBatch, make_micro_batch, token_weights
+from agentloop.learner.batch import Batch, MicroBatch, make_micro_batch, normalized_weights
 from agentloop.learner.policy import TokenScorer, load_model
 from agentloop.training.learner_client.settings import LearnerSettings
 from bench.learner import PACKED, arrange
@@ -47,7 +47,7 @@ class Plain:
     def step(self, batch: Batch) -> dict[str, float]:
         """One update; its loss and gradient norm."""
         lengths = batch.lengths.tolist()
-        weights = token_weights(batch, range(len(lengths)), "group")
+        weights = normalized_weights(batch, range(len(lengths)))
         loss_sum = 0.0
         for indices in arrange(lengths, self._settings.micro_batch_tokens, self._how):
             loss = self.loss(make_micro_batch(batch, indices, weights))
@@ -107,7 +107,7 @@ def peak(plain: Plain, batch: Batch) -> dict[str, float]:
         parameter.grad = torch.full_like(parameter, 0.0)
     samples = range(len(batch.lengths))
     shortest = int(batch.lengths.argmin())
-    weights = token_weights(batch, samples, "group")
+    weights = normalized_weights(batch, samples)
     plain.loss(make_micro_batch(batch, [shortest], weights)).backward()  # buffers, threads
     micro = make_micro_batch(batch, samples, weights)
     cuda = torch.cuda.is_available()

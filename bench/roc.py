@@ -34,7 +34,7 @@ ARMS: Mapping[str, Sequence[str]] = {
              "roc.min_non_zero_reward_trace_num=-1"],
     "roc": [],
     "random": ["roc.roc_error_ratio=false", "roc.roc_answer_format=false"],
-    "shuffled": ["loop.shuffle_rewards=true"],
+    "shuffled": ["credit.args.shuffle_rewards=true"],
 }  # fmt: skip
 _LAST = 5  # steps at the end that are averaged
 

@@ -19,23 +19,31 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from agentloop.learner.errors import BatchError
-from agentloop.training.learner_client.settings import Aggregate
 
-__all__ = ["Array", "Batch", "MicroBatch", "make_micro_batch", "parts", "plan", "token_weights"]
+__all__ = [
+    "Array",
+    "Batch",
+    "MicroBatch",
+    "make_micro_batch",
+    "normalized_weights",
+    "parts",
+    "plan",
+]
 
 Array = np.ndarray[Any, Any]
 _TYPES = {
     "ids": np.int32,
     "mask": np.uint8,
     "logprobs": np.float32,
-    "lengths": np.int32,
     "advantages": np.float32,
+    "weights": np.float32,
+    "lengths": np.int32,
     "groups": np.int32,
     "old_logprobs": np.float32,
     "ref_logprobs": np.float32,
 }
 _OPTIONAL = ("old_logprobs", "ref_logprobs")
-_PER_SAMPLE = ("lengths", "advantages", "groups")
+_PER_SAMPLE = ("lengths", "groups")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,8 +54,10 @@ class Batch:
         ids: int32 [T].
         mask: uint8 [T], 1 where the model sampled the token; only those are trained on.
         logprobs: float32 [T], the engine's; read where `mask` is 1.
+        advantages: float32 [T], 0 where `mask` is 0.
+        weights: float32 [T], 0 where `mask` is 0, otherwise not negative: the loss of an update is
+            the mean over its tokens with these weights.
         lengths: int32 [N], sum(lengths) = T.
-        advantages: float32 [N].
         groups: int32 [N], equal for samples of the same task.
         old_logprobs: float32 [T] or None: denominator of the ratio.
         ref_logprobs: float32 [T] or None: of the reference policy of the KL term.
@@ -56,8 +66,9 @@ class Batch:
     ids: Array
     mask: Array
     logprobs: Array
-    lengths: Array
     advantages: Array
+    weights: Array
+    lengths: Array
     groups: Array
     old_logprobs: Array | None = None
     ref_logprobs: Array | None = None
@@ -139,41 +150,38 @@ def _check(batch: Batch) -> None:
     if not num_sampled.all():
         raise BatchError(f"mask: sample {int(num_sampled.argmin())} has no sampled token")
     sampled = batch.mask == 1
-    if not np.isfinite(batch.advantages).all():
-        raise BatchError(f"advantages: sample {_first_bad(batch.advantages)} is not finite")
+    for name in ("advantages", "weights"):
+        array = getattr(batch, name)
+        if not np.isfinite(array).all():
+            raise BatchError(
+                f"{name}: token {_first(~np.isfinite(array))} of the batch is not finite"
+            )
+        if array[~sampled].any():
+            at = _first(~sampled & (array != 0))
+            raise BatchError(f"{name}: token {at} of the batch was not sampled, but is not 0")
+    if batch.weights.min() < 0:
+        raise BatchError(f"weights: token {_first(batch.weights < 0)} of the batch is negative")
     for name in ("logprobs", *_OPTIONAL):
         array = getattr(batch, name)
         if array is not None and not np.isfinite(array[sampled]).all():
-            at = _first_bad(np.where(sampled, array, 0))
+            at = _first(~np.isfinite(array) & sampled)
             raise BatchError(f"{name}: token {at} of the batch is not finite")
 
 
-def _first_bad(array: Array) -> int:
-    return int(np.flatnonzero(~np.isfinite(array))[0])
+def _first(where: Array) -> int:
+    return int(np.flatnonzero(where)[0])
 
 
-def token_weights(batch: Batch, samples: Sequence[int], how: Aggregate) -> Array:
-    """Return the weight of each token in the loss, float32 [T].
+def normalized_weights(batch: Batch, samples: Sequence[int]) -> Array:
+    """Return the weight of each token in the loss of an update on `samples`, float32 [T].
 
-    The weights of the sampled tokens of `samples` sum to 1; all others are 0.
-
-    group: mean over the groups of the mean over a group's tokens (rStar2, arXiv 2508.20722, eq. 6);
-    batch: mean over all tokens (DAPO); sequence: mean over the samples of the mean over a sample's
-    tokens (GRPO as first published).
+    These are the batch's weights, divided by their sum over `samples`; 0 for all other tokens.
     """
-    key_N = {
-        "group": batch.groups,
-        "batch": np.zeros_like(batch.groups),
-        "sequence": np.arange(len(batch.groups)),
-    }[how]
     chosen_N = np.zeros(len(batch.lengths), bool)
     chosen_N[list(samples)] = True
-    sampled = (batch.mask == 1) & np.repeat(chosen_N, batch.lengths)
-    key_T = np.repeat(np.unique(key_N, return_inverse=True)[1], batch.lengths)
-    counts = np.bincount(key_T[sampled], minlength=int(key_T.max()) + 1)
-    weights = np.zeros(len(batch.ids), np.float64)
-    weights[sampled] = 1 / (counts[key_T[sampled]] * np.count_nonzero(counts))
-    return weights.astype(np.float32)
+    weights = np.where(np.repeat(chosen_N, batch.lengths), batch.weights, 0).astype(np.float64)
+    total = weights.sum()
+    return (weights / total if total else weights).astype(np.float32)
 
 
 def parts(groups: Sequence[int], num_parts: int) -> list[list[int]]:
@@ -284,7 +292,7 @@ def make_micro_batch(batch: Batch, samples: Sequence[int], weights_T: Array) -> 
         source=source,
         sample=sample,
         weights=weights_T[source],
-        advantages=batch.advantages[np.asarray(samples)][sample],
+        advantages=batch.advantages[source],
         engine=batch.logprobs[source],
         old=None if batch.old_logprobs is None else batch.old_logprobs[source],
         reference=None if batch.ref_logprobs is None else batch.ref_logprobs[source],

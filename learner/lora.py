@@ -8,6 +8,8 @@ which are not linear layers in transformers.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
     from transformers import PreTrainedModel
 
-__all__ = ["adapted_layers", "add_adapters", "delta"]
+__all__ = ["adapted_layers", "adapters_off", "add_adapters", "delta"]
 
 _NAME = "lora"
 
@@ -69,3 +71,20 @@ def adapted_layers(model: torch.nn.Module) -> dict[str, LoraLayer]:
 def delta(layer: LoraLayer) -> torch.Tensor:
     """Return alpha / rank * B A, in the shape of the layer's weight."""
     return layer.get_delta_weight(_NAME)
+
+
+@contextmanager
+def adapters_off(model: torch.nn.Module) -> Iterator[None]:
+    """Let the model compute without its adapters.
+
+    They are scaled to 0 rather than skipped, so that ZeRO 3 sees the same modules in each pass.
+    """
+    layers = [*adapted_layers(model).values()]
+    scales = [layer.scaling[_NAME] for layer in layers]
+    try:
+        for layer in layers:
+            layer.scaling[_NAME] = 0.0
+        yield
+    finally:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.scaling[_NAME] = scale

@@ -5,8 +5,8 @@ Unless stated otherwise, all tensors are float32 [M], one entry per sampled toke
     new        the policy's log-probabilities, with gradient
     old        log-probabilities in the denominator of the ratio
     engine     log-probabilities reported by the inference engine when it sampled
-    advantage  advantage of the token's sample
-    weight     weight of the token in the loss; the weights of a whole batch sum to 1
+    advantage  the token's advantage
+    weight     weight of the token in the loss; the weights of a whole update sum to 1
     sample     int64 [M], index of the token's sample, from 0
 
 The `*_objective` functions return the quantity to maximise per token.
@@ -73,7 +73,8 @@ def clipped_objective(
 def gspo_ratio(new: Tensor, old: Tensor, sample: Tensor) -> Tensor:
     """Return exp(mean over the sample's tokens of (new - old)) for each of its tokens.
 
-    GSPO (arXiv 2507.18071). All tokens of a sample must be in the same micro-batch.
+    GSPO (arXiv 2507.18071). All tokens of a sample must be in the same micro-batch, and have the
+    same advantage.
     """
     num_samples = int(sample.max()) + 1 if sample.numel() else 0
     zeros = torch.zeros(num_samples, dtype=new.dtype, device=new.device)
@@ -108,7 +109,8 @@ def k3(new: Tensor, other: Tensor) -> Tensor:
     """Return exp(d) - d - 1 with d = other - new.
 
     It is unbiased for KL(new || other) on samples of new, and never negative (Schulman,
-    "Approximating KL Divergence", k3).
+    "Approximating KL Divergence", k3). GRPO (arXiv 2402.03300, eq. 4) adds it to the loss; verl's
+    low_var_kl and TRL's beta are the same.
     """
     d = (other - new).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     return torch.expm1(d) - d  # expm1 stays exact where both nearly agree, the usual case

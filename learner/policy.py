@@ -31,17 +31,18 @@ from agentloop.learner.batch import (
     Batch,
     MicroBatch,
     make_micro_batch,
+    normalized_weights,
     parts,
     plan,
-    token_weights,
 )
 from agentloop.learner.errors import BatchError, GradientError
 from agentloop.learner.lora import add_adapters
 from agentloop.learner.loss import LossInput, policy_loss
+from agentloop.learner.reference import Reference
 from agentloop.learner.utilization import Work, peak_tflops
 from agentloop.learner.world import Clock, World
 from agentloop.training.learner_client.protocol import StepReply
-from agentloop.training.learner_client.settings import LearnerSettings
+from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -280,6 +281,18 @@ class Policy:
             dist_init_required=False,
         )
         self.engine.train()
+        self._reference = self._create_reference() if settings.loss.kl_coef else None
+
+    def _create_reference(self) -> Reference:
+        own = {"activation_checkpointing": False, "lora": LoraSettings()}
+        settings = self.settings.model_copy(update=own)
+        return Reference.of(
+            self.engine,
+            lambda: TokenScorer(load_model(settings), settings),
+            self.world,
+            zero=_deepspeed_config(settings)["zero_optimization"],
+            dtype=settings.dtype,
+        )
 
     def check(self, batch: Batch) -> None:
         """Check that the batch suits this model; `step` and `logprobs` rely on it.
@@ -292,8 +305,6 @@ class Policy:
             raise BatchError(
                 f"ids: {int(batch.ids.max())} is out of range, the vocabulary has {vocab}"
             )
-        if self.settings.loss.kl_coef and batch.ref_logprobs is None:
-            raise BatchError("ref_logprobs: required if learner.loss.kl_coef is set")
 
     def step(self, batch: Batch, lr: float | None = None) -> StepReply:
         """Train on a batch in `updates_per_batch` steps; return metrics over all of them.
@@ -322,6 +333,10 @@ class Policy:
         elif batch.old_logprobs is None and len(updates) > 1:
             batch = replace(batch, old_logprobs=self.logprobs(batch))
             clock.lap("old_logprobs_s")
+        if self._reference is not None and batch.ref_logprobs is None:
+            with self._reference.scorer() as scorer:
+                batch = replace(batch, ref_logprobs=self._scores(scorer, batch)[0])
+            clock.lap("ref_logprobs_s")
         done = [self._update(batch, samples, lr, clock) for samples in updates]
         num_tokens = int(batch.mask.sum())
         norms = [one.grad_norm for one in done if one.grad_norm is not None]
@@ -353,7 +368,7 @@ class Policy:
     def _update(
         self, batch: Batch, samples: Sequence[int], lr: float | None, clock: Clock
     ) -> _Update:
-        weights_T = token_weights(batch, samples, self.settings.loss.weighing)
+        weights_T = normalized_weights(batch, samples)
         sums: dict[str, float] = defaultdict(float)
         for micro in self._micro_batches(batch, samples, weights_T):
             loss, found = self._forward_loss(micro)
@@ -378,7 +393,7 @@ class Policy:
         return _Update(sums.pop("loss"), sums, norm, rate, skipped)
 
     def _forward_loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        new, entropy = self._score(micro)
+        new, entropy = self._score(micro, self.engine)
         on = self._on_device
         batch = LossInput(
             new=new,
@@ -450,12 +465,15 @@ class Policy:
         float32 [2, T], 0 elsewhere; an entropy, in nats, is that of the distribution that the token
         was sampled from. Every sample must fit into a micro-batch.
         """
+        return self._scores(self.engine, batch)
+
+    def _scores(self, scorer: Any, batch: Batch) -> Array:
         found_2T = torch.zeros(2, len(batch.ids))
         samples = range(len(batch.lengths))
         self.engine.eval()
         with torch.no_grad():
             for micro in self._micro_batches(batch, samples, np.zeros_like(batch.logprobs)):
-                scored = torch.stack(self._score(micro))
+                scored = torch.stack(self._score(micro, scorer))
                 if micro.source[0] >= 0:
                     found_2T[:, torch.from_numpy(micro.source)] = scored.cpu()
         self.engine.train()
@@ -470,9 +488,9 @@ class Policy:
         for indices in ranks[self.world.rank]:
             yield make_micro_batch(batch, [samples[i] for i in indices], weights_T)
 
-    def _score(self, micro: MicroBatch) -> Scores:
+    def _score(self, micro: MicroBatch, scorer: Any) -> Scores:
         where = (micro.ids, micro.positions, micro.predictors, micro.targets)
-        scores: Scores = self.engine(*map(self._on_device, where), micro.segments)
+        scores: Scores = scorer(*map(self._on_device, where), micro.segments)
         return scores
 
     def _on_device(self, array: Array) -> Tensor:

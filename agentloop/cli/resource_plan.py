@@ -13,12 +13,13 @@ w the bytes of `learner.dtype`. With DeepSpeed 0.19's ZeRO stages, each rank hol
 
 and in stage 3 also the gathered parameters, w min(P, stage3_max_live_parameters). The optimizer
 holds float32 weights and AdamW's two moments. When offloaded, these and the rank's share of the
-gradients are in the host's memory. Buffers are the gradient reduction bucket and the gathered
-parameters. Activations are the tensors that autograd saves in Qwen3's layers, per token:
-w (6 H + 5 Q + 4 K + 4 I), and in bfloat16 another 4 H + 2 Q + 2 K for norms in float32, where H, Q,
-K, I are the widths of a layer, its queries, its keys and its MLP; with activation checkpointing,
-w H per layer plus one whole layer. Logits are `head_chunk_tokens` rows, four times in float32 and
-once in w.
+gradients are in the host's memory. With `learner.loss.kl_coef`, and without LoRA, there is a frozen
+copy of the weights: w P / R on each device in stage 3, otherwise w P in the host's memory. Buffers
+are the gradient reduction bucket and the gathered parameters. Activations are the tensors that
+autograd saves in Qwen3's layers, per token: w (6 H + 5 Q + 4 K + 4 I), and in bfloat16 another
+4 H + 2 Q + 2 K for norms in float32, where H, Q, K, I are the widths of a layer, its queries, its
+keys and its MLP; with activation checkpointing, w H per layer plus one whole layer. Logits are
+`head_chunk_tokens` rows, four times in float32 and once in w.
 
 Not covered: memory of torch, CUDA and NCCL themselves (a few GiB per GPU); fragmentation; gradients
 of activations; ZeRO's copy of a rank's gradients during the optimizer step, when activations are
@@ -48,10 +49,10 @@ from agentloop.errors import ModelError, SettingsError
 from agentloop.inference.cpu import has_accelerator
 from agentloop.inference.processes.supervise import ServerSettings
 from agentloop.models import SMALL, not_a_model
+from agentloop.training.credit.roc import RocSettings
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import RlLearnerSettings, TrainingSettings
 from agentloop.training.loop_settings import LoopSettings
-from agentloop.training.roc import RocSettings
 from agentloop.training.run_folder import RunSettings
 
 __all__ = [
@@ -416,6 +417,8 @@ def _learner_memory(
     stage = learner.zero_stage
     share = math.ceil(t / num_ranks)
     weights = w * (math.ceil(p / num_ranks) if stage == 3 else p)
+    has_copy = _has_frozen_copy(learner)
+    weights += weights if has_copy and stage == 3 else 0
     gradients = w * t if stage == 1 else 4 * share
     optimizer = 12 * share
     # On a GPU the buffer is allocated whole; on a CPU only pages written to count.
@@ -423,7 +426,7 @@ def _learner_memory(
     buffers = w * (bucket if on_gpus else min(bucket, t))
     if stage == 3:
         buffers += w * min(p, int(zero.get("stage3_max_live_parameters", 1e9)))
-    offloaded = 0
+    offloaded = w * p if has_copy and stage < 3 else 0
     if "optimizer" in learner.offload:
         offloaded += optimizer + 4 * share
         optimizer, gradients = 0, w * t if stage == 1 else 0
@@ -445,6 +448,12 @@ def _learner_memory(
         offloaded=offloaded,
         loading=ranks.nproc_per_node * w * p,
     )
+
+
+def _has_frozen_copy(learner: TrainingSettings) -> bool:
+    """Return whether the reference of the KL term takes memory."""
+    has_kl = isinstance(learner, RlLearnerSettings) and learner.loss.kl_coef > 0
+    return has_kl and not learner.lora.rank
 
 
 def _saved_of_layer(shape: ModelShape, dtype: str) -> int:

@@ -30,6 +30,7 @@ from agentloop.training.fleet.redis_link import RedisLink
 from agentloop.training.fleet.settings import FleetSettings
 from agentloop.training.fleet.worker import Member, wait_for_trainer
 from agentloop.training.rollouts import Rollouts
+from agentloop.training.teacher_client import open_teacher
 from agentloop.training.weight_sync.sync import Served
 
 __all__ = ["RolloutsSettings", "main", "roll_out"]
@@ -80,6 +81,7 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
         async with (
             Runtime(_settings_of(settings, recipe), progress=progress) as runtime,
             Grader(recipe.reward, pool=runtime.pool) as grader,
+            open_teacher(recipe.credit, runtime.chat.tokenizer) as teacher,
             Traces.open(
                 settings.otel,
                 model=Path(settings.model or recipe.model).name,
@@ -94,8 +96,9 @@ async def roll_out(settings: RolloutsSettings, progress: console.ProgressLine) -
                 runtime.router.wait_for_capacity,
                 grader,
                 recipe.roc,
+                recipe.credit,
+                teacher,
                 seed=recipe.seed,
-                shuffle_rewards=recipe.shuffle_rewards,
                 enough=recipe.early_stop_at,
                 is_tainted=served.is_tainted,
                 emit=traces.on_event,

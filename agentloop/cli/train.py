@@ -55,6 +55,8 @@ from agentloop.observe.exporters.sinks import SinksSettings
 from agentloop.observe.watchdog import WatchdogSettings, watching
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.collapse import CollapseSettings
+from agentloop.training.credit.roc import RocSettings
+from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.fleet.coordinator import Fleet
 from agentloop.training.fleet.messages import Recipe
 from agentloop.training.fleet.settings import FleetSettings
@@ -65,10 +67,10 @@ from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.queue import GroupQueue
 from agentloop.training.resume import load_newest
-from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Rollouts, RollsOut
 from agentloop.training.run_folder import RunFolder, RunSettings
 from agentloop.training.sft import FineTuning
+from agentloop.training.teacher_client import open_teacher
 from agentloop.training.undo import finish_undo, undo
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served, Serving
@@ -93,6 +95,7 @@ class TrainSettings(Settings):
     tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
     reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
     roc: RocSettings = pydantic.Field(default_factory=lambda: RocSettings())
+    credit: CreditSettings = pydantic.Field(default_factory=lambda: CreditSettings())
     learner: RlLearnerSettings = pydantic.Field(default_factory=lambda: RlLearnerSettings())
     ranks: RanksSettings = pydantic.Field(default_factory=lambda: RanksSettings())
     loop: LoopSettings = pydantic.Field(default_factory=lambda: LoopSettings())
@@ -310,15 +313,19 @@ async def _rolling_out(
     async with Runtime(served, progress=progress) as runtime, AsyncExitStack() as stack:
         scene.runtime = runtime
         stack.callback(scene.detach)  # also if the learner fails to start
-        async with Grader(s.reward, pool=runtime.pool) as grader:
+        async with (
+            Grader(s.reward, pool=runtime.pool) as grader,
+            open_teacher(s.credit, runtime.chat.tokenizer) as teacher,
+        ):
             serving = Served(runtime.router)
             rollouts = Rollouts(
                 mixed_runner(s.environments, runtime, s.sampling, scene.emit),
                 runtime.router.wait_for_capacity,
                 grader,
                 s.roc,
+                s.credit,
+                teacher,
                 seed=s.loop.seed,
-                shuffle_rewards=s.loop.shuffle_rewards,
                 enough=s.loop.early_stop_at,
                 is_tainted=serving.is_tainted,
                 emit=scene.emit,
@@ -340,9 +347,9 @@ def recipe_of(settings: TrainSettings) -> Recipe:
         budget=settings.budget,
         reward=settings.reward,
         roc=settings.roc,
+        credit=settings.credit,
         group_size=settings.loop.group_size,
         seed=settings.loop.seed,
-        shuffle_rewards=settings.loop.shuffle_rewards,
         early_stop_at=settings.loop.early_stop_at,
     )
 
@@ -354,6 +361,7 @@ def learner_settings(settings: TrainSettings) -> LearnerSettings:
         model=model_folder(settings.model or SMALL),
         chat_template=settings.chat.template,
         temperature=settings.sampling.temperature,
+        objective=settings.credit.rule.objective,
     )
 
 
@@ -398,7 +406,8 @@ def _whole(settings: TrainSettings) -> TrainSettings:
             f"watchdog.give_up_s: {give_up_s:g} must be above loop.step_timeout_s ({step_s:g}), "
             "or a long step ends the run"
         )
-    learns = s.loop.learn and (s.loop.steps or s.stages)
+    s.credit.check(temperature=s.sampling.temperature, clip_low=s.learner.loss.clip_low)
+    learns = s.loop.learn and (s.loop.steps or s.stages) and not s.credit.rule.needs_teacher
     if learns and s.loop.group_size < max(2, s.roc.down_sample_to_n):
         raise SettingsError(
             f"loop.group_size: {s.loop.group_size} rollouts, of which roc.down_sample_to_n "

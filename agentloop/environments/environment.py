@@ -20,7 +20,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -36,12 +36,14 @@ from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import SettingsError
+from agentloop.trajectory import Trajectory
 
 __all__ = [
     "EnvSettings",
     "Environment",
     "EnvironmentFunction",
     "TaskFunction",
+    "check_turn_rewards",
     "environment",
     "load",
     "open_tasks",
@@ -251,6 +253,27 @@ def reward_of(value: Any, weights: Mapping[str, float]) -> Reward:
         told = ", ".join(f"{name} {part:g}" for name, part in parts.items())
         return Reward(_number(total, "the sum of the parts"), None, told, parts)
     return Reward(_number(value, "the reward"), None, "by the environment")
+
+
+def check_turn_rewards(trajectories: Sequence[Trajectory]) -> None:
+    """Check the rewards that an environment has given to turns and tokens.
+
+    Raises:
+        ValueError: one is not a finite number, or there is not one for each token of a turn.
+    """
+    for trajectory in trajectories:
+        for number, turn in enumerate(trajectory, 1):
+            where = f"turn {number} of {trajectory.id}"
+            if turn.reward is not None:
+                turn.reward = _number(turn.reward, f"{where}: reward")
+            if turn.token_rewards and len(turn.token_rewards) != len(turn.output_ids):
+                raise ValueError(
+                    f"{where}: token_rewards: {len(turn.token_rewards)} for "
+                    f"{len(turn.output_ids)} tokens: give one for each of output_ids"
+                )
+            turn.token_rewards = [
+                _number(one, f"{where}: token_rewards") for one in turn.token_rewards
+            ]
 
 
 def _number(value: Any, what: str) -> float:

@@ -23,7 +23,13 @@ import anyio
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.agent import Agent, Host
-from agentloop.environments.environment import Environment, EnvSettings, load, reward_of
+from agentloop.environments.environment import (
+    Environment,
+    EnvSettings,
+    check_turn_rewards,
+    load,
+    reward_of,
+)
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentFailed, RequestError, ServerError, sole
@@ -70,6 +76,11 @@ class OtherAgent:
     reward: float | None = None
     is_trained: bool = True
 
+    @property
+    def whole(self) -> list[Trajectory]:
+        """The conversations that were not stopped by the environment."""
+        return [one for one in self.trajectories if one.stop_reason is not _ENVIRONMENT]
+
 
 @dataclass(slots=True)
 class Episode:
@@ -97,6 +108,12 @@ class Episode:
     def whole(self) -> list[Trajectory]:
         """The conversations of its agent that were not stopped by the environment."""
         return [one for one in self.trajectories if one.stop_reason is not _ENVIRONMENT]
+
+    @property
+    def trained(self) -> list[Trajectory]:
+        """The conversations of all agents that may be trained on."""
+        others = (other.whole for other in self.others.values() if other.is_trained)
+        return [*self.whole, *(one for whole in others for one in whole)]
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -219,6 +236,8 @@ class EnvironmentGroups:
         try:
             with anyio.move_on_after(timeout_s):
                 reward = reward_of(await self._environment(task, agent), self._environment.weights)
+                for one in (agent, *agent.others.values()):
+                    check_turn_rewards(one.trajectories)
                 if agent.failure is None:
                     return _End(reward)
         except (AgentFailed, ServerError) as error:

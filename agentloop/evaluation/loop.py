@@ -27,9 +27,9 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import DataError, RequestError
 from agentloop.evaluation.estimate import avg_at_k
 from agentloop.events import Emit, GroupFinished, GroupStarted, Measured, RolloutScored, ignore
+from agentloop.training.credit.roc import DropReason
 from agentloop.training.group_metrics import about, of_rollout
 from agentloop.training.group_stream import finished_groups
-from agentloop.training.roc import DropReason
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import Trajectory
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from agentloop.environments.episodes import Episode
 from agentloop.environments.rewards.reward import Reward
-from agentloop.training.roc import Selection
+from agentloop.training.credit.roc import Selection
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 
 __all__ = [

@@ -69,15 +69,10 @@ class LoopSettings(pydantic.BaseModel):
     checkpoint_every: int = pydantic.Field(
         50, ge=0, description="Steps between checkpoints. 0: only at the end."
     )
-    shuffle_rewards: bool = pydantic.Field(
-        False,
-        description="Control experiment in which nothing should be learned: train each rollout "
-        "with the reward of another one of its group. Metrics still show the true rewards.",
-    )
     seed: int = pydantic.Field(
         0,
         ge=0,
-        description="Random seed of Resample-on-Correct, of shuffle_rewards, of curriculum and of "
+        description="Random seed of Resample-on-Correct, of shuffled rewards, of curriculum and of "
         "the order of filtered tasks.",
     )
     step_timeout_s: float = pydantic.Field(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol
@@ -17,15 +18,21 @@ from agentloop.agent.rollout import Budget
 from agentloop.environments.episodes import Episode, RunGroup
 from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import RequestError
+from agentloop.errors import RequestError, ServerError
 from agentloop.events import Emit, GroupFinished, GroupStarted, RolloutScored, ignore
-from agentloop.training.advantage import group_advantages
+from agentloop.training.credit.roc import Rejected, RocSettings, Selection, Trace, resample
+from agentloop.training.credit.rule import RewardedRollout, TokenCredit
+from agentloop.training.credit.settings import CreditSettings, assign
 from agentloop.training.group_metrics import figures
 from agentloop.training.group_stream import finished_groups
-from agentloop.training.roc import Rejected, RocSettings, Selection, Trace, resample
 from agentloop.trajectory import StopReason, Trajectory
 
 __all__ = ["Purpose", "RolledOut", "Rollouts", "RollsOut", "in_order"]
+
+log = logging.getLogger(__name__)
+
+Teacher = Callable[[Trajectory], Awaitable[Sequence[float]]]
+"""Returns a teacher's log-probabilities of a trajectory's sampled tokens."""
 
 
 class Purpose(StrEnum):
@@ -152,16 +159,14 @@ class _Scored:
     """A scored group, with the rollouts to train on.
 
     Attributes:
-        advantages: of their agent, by the number of the rollout.
-        others: of other agents, by name and the number of the rollout.
+        credit: of each trajectory to train on, by its id.
     """
 
     task: Task
     episodes: Sequence[Episode]
     rewards: list[Reward]
     choice: Selection
-    advantages: Mapping[int, float]
-    others: Mapping[str, Mapping[int, float]]
+    credit: Mapping[str, TokenCredit]
 
     @property
     def figures(self) -> Mapping[str, Any]:
@@ -169,8 +174,7 @@ class _Scored:
 
     @property
     def has_signal(self) -> bool:
-        by_agent = (self.advantages, *self.others.values())
-        return any(value for advantages in by_agent for value in advantages.values())
+        return any(one.has_signal for one in self.credit.values())
 
     def event(self, name: str, *, is_chosen: bool) -> GroupFinished:
         values = [reward.value for reward in self.rewards if reward.value is not None]
@@ -180,14 +184,10 @@ class _Scored:
         dropped = self.choice.dropped
         return GroupFinished(
             name,
-            kept={
-                one.id: advantage
-                for _, _, one, advantage in self._conversations()
-                if advantage is not None
-            },
+            kept={key: credit.mean_advantage for key, credit in self.credit.items()},
             dropped={
                 one.id: str(dropped[index])
-                for index, _, one, _ in self._conversations()
+                for index, _, one in self._conversations()
                 if index in dropped
             },
             mean_reward=mean,
@@ -205,27 +205,26 @@ class _Scored:
                 "parts": dict(self.rewards[index].parts),
                 "answer": self.rewards[index].answer,
                 "reason": self.rewards[index].reason,
-                "advantage": advantage,
+                "advantage": None if credit is None else credit.mean_advantage,
+                "credit": None if credit is None else asdict(credit),
                 "dropped": self.choice.dropped.get(index),
                 "trajectory": trajectory.to_dict(),
             }
-            for index, agent, trajectory, advantage in self._conversations()
+            for index, agent, trajectory in self._conversations()
+            for credit in [self.credit.get(trajectory.id)]
         ]
 
-    def _conversations(self) -> Iterator[tuple[int, str, Trajectory, float | None]]:
-        """Yield each trajectory, with its rollout's number, its agent's name and its advantage.
+    def _conversations(self) -> Iterator[tuple[int, str, Trajectory]]:
+        """Yield each trajectory with its rollout's number and its agent's name.
 
-        The name is empty for the rollout's own agent; without an advantage, the trajectory is not
-        trained on.
+        The name is empty for the rollout's own agent.
         """
         for index, episode in enumerate(self.episodes):
-            by_agent = {"": (episode.trajectories, self.advantages)}
+            for one in episode.trajectories:
+                yield index, "", one
             for name, other in episode.others.items():
-                by_agent[name] = other.trajectories, self.others.get(name, {})
-            for name, (trajectories, advantages) in by_agent.items():
-                for one in trajectories:
-                    is_cut = one.stop_reason is StopReason.ENVIRONMENT
-                    yield index, name, one, None if is_cut else advantages.get(index)
+                for one in other.trajectories:
+                    yield index, name, one
 
 
 class Rollouts:
@@ -237,9 +236,10 @@ class Rollouts:
         wait_for_capacity: Callable[[int], Awaitable[None]],
         grader: Grader,
         roc: RocSettings,
+        credit: CreditSettings | None = None,
+        teacher: Teacher | None = None,
         *,
         seed: int,
-        shuffle_rewards: bool = False,
         enough: int = 0,
         is_tainted: Callable[[Trajectory], bool] = lambda trajectory: False,
         emit: Emit = ignore,
@@ -247,6 +247,8 @@ class Rollouts:
         """
         Args:
             wait_for_capacity: as in `RollsOut`.
+            teacher: returns a teacher's log-probabilities of the sampled tokens, for a rule of
+                credit assignment that needs them.
             seed: seed of all random choices.
             enough: stop the remaining rollouts of a group when this many have ended; 0: never.
             is_tainted: returns whether a trajectory may have been sampled with wrong weights; it
@@ -256,9 +258,11 @@ class Rollouts:
         self._run_group = run_group
         self._wait_for_capacity = wait_for_capacity
         self._grader = grader
+        self._credit = credit or CreditSettings()
         self._roc = roc
+        self._teacher = teacher
+        self._has_told_ignored = False
         self._seed = seed
-        self._shuffle_rewards = shuffle_rewards
         self._enough = enough
         self._is_tainted = is_tainted
         self._emit = emit
@@ -292,7 +296,7 @@ class Rollouts:
                 on_queued=on_queued,
                 enough=self._enough if self._enough < size else 0,
             )
-            scored = await self._scored(task, name, episodes, oldest)
+            scored = await self._scored(task, name, episodes, oldest, teaches=is_chosen)
         finally:
             self._emit(
                 GroupFinished(full_name, is_chosen=is_chosen)
@@ -302,13 +306,28 @@ class Rollouts:
         return scored
 
     async def _scored(
-        self, task: Task, name: str, episodes: Sequence[Episode], oldest: int
+        self, task: Task, name: str, episodes: Sequence[Episode], oldest: int, *, teaches: bool
     ) -> _Scored:
+        """Score the rollouts, with the teacher's judgement if it `teaches`, and select.
+
+        Raises:
+            ServerError: the teacher failed on every rollout that has a reward.
+        """
         rewards: dict[int, Reward] = {}
+        taught: dict[str, Sequence[float]] = {}
+        failures: list[ServerError] = []
 
         async def score(index: int) -> None:
             begun = time.monotonic()
-            rewards[index] = reward = await self._reward(task, episodes[index], oldest)
+            reward = await self._reward(task, episodes[index], oldest)
+            if self._teacher is not None and teaches and reward.value is not None:
+                try:
+                    for one in episodes[index].trained:
+                        taught[one.id] = await self._teacher(one)
+                except ServerError as error:
+                    failures.append(error)
+                    reward = Reward(None, reward.answer, f"infrastructure: {error}")
+            rewards[index] = reward
             told = (reward.value, reward.answer, reward.reason, time.monotonic() - begun)
             for trajectory in episodes[index].all_trajectories:
                 self._emit(RolloutScored(trajectory.id, *told))
@@ -316,7 +335,10 @@ class Rollouts:
         async with anyio.create_task_group() as scoring:
             for index in range(len(episodes)):
                 scoring.start_soon(score, index)
-        return self._select(task, name, episodes, [rewards[i] for i in range(len(rewards))])
+        if failures and not taught:
+            raise failures[0]
+        found = [rewards[index] for index in range(len(rewards))]
+        return self._select(task, name, episodes, found, taught)
 
     async def _reward(self, task: Task, episode: Episode, oldest: int) -> Reward:
         """Return the reward of a rollout, which has none if it cannot be trained on."""
@@ -338,45 +360,83 @@ class Rollouts:
         return await self._grader.score(trajectory, task)
 
     def _select(
-        self, task: Task, name: str, episodes: Sequence[Episode], rewards: list[Reward]
+        self,
+        task: Task,
+        name: str,
+        episodes: Sequence[Episode],
+        rewards: list[Reward],
+        taught: Mapping[str, Sequence[float]],
     ) -> _Scored:
         values = [reward.value for reward in rewards]
         # A generator per group, since groups finish in any order.
         draw = random.Random(f"{self._seed} {name}")
-        if self._shuffle_rewards:
+        if self._credit.arguments.shuffle_rewards:
             values = _shuffled(values, draw)
+        has_turn_rewards = _has_turn_rewards(episodes)
+        if has_turn_rewards and not self._credit.rule.uses_turn_rewards:
+            self._tell_ignored()
+        roc = self._credit.selection(self._roc, has_turn_rewards=has_turn_rewards)
         traces = [
             Trace.of(episode.whole, value) for episode, value in zip(episodes, values, strict=True)
         ]
-        choice = resample(traces, self._roc, draw)
-        kept = [value for index in choice.kept if (value := values[index]) is not None]
-        advantages = dict(zip(choice.kept, group_advantages(kept), strict=True))
-        if not any(advantages.values()) and self._roc.reject_equal_reward:
-            advantages = {}
+        choice = resample(traces, roc, draw)
+        credit = self._assigned(
+            {index: (values[index], episodes[index].whole) for index in choice.kept}, taught
+        )
         indexes: Sequence[int] = choice.kept
         if choice.rejected is Rejected.EQUAL_REWARDS:  # those of other agents may differ
-            indexes = [index for index, value in enumerate(values) if value is not None]
-        others = _advantages_of_others(episodes, values, indexes)
-        return _Scored(task, episodes, rewards, choice, advantages, others)
+            indexes = range(len(episodes))
+        for name in {name for episode in episodes for name in episode.others}:
+            members: dict[int, tuple[float | None, Sequence[Trajectory]]] = {}
+            for index in indexes:
+                other = episodes[index].others.get(name)
+                if other is not None and other.is_trained and values[index] is not None:
+                    reward = values[index] if other.reward is None else other.reward
+                    members[index] = reward, other.whole
+            credit |= self._assigned(members, taught)
+        found = _Scored(task, episodes, rewards, choice, credit)
+        if self._roc.reject_equal_reward and not found.has_signal:
+            found.credit = {}
+        return found
+
+    def _assigned(
+        self,
+        members: Mapping[int, tuple[float | None, Sequence[Trajectory]]],
+        taught: Mapping[str, Sequence[float]],
+    ) -> dict[str, TokenCredit]:
+        """Return the credit of one agent's trajectories by their ids.
+
+        Args:
+            members: its reward and its trajectories, by the number of the rollout.
+            taught: the teacher's log-probabilities, by the trajectory's id.
+        """
+        needs_teacher = self._credit.rule.needs_teacher  # in an evaluation there is none
+        group = [
+            RewardedRollout(reward, trajectories, [taught.get(one.id, ()) for one in trajectories])
+            for reward, trajectories in members.values()
+            if reward is not None
+            and (not needs_teacher or all(one.id in taught for one in trajectories))
+        ]
+        return {
+            trajectory.id: credit
+            for rollout, credits in zip(group, assign(group, self._credit), strict=True)
+            for trajectory, credit in zip(rollout.trajectories, credits, strict=True)
+        }
+
+    def _tell_ignored(self) -> None:
+        """Log once that an environment rewards turns, but that this has no effect."""
+        if not self._has_told_ignored:
+            self._has_told_ignored = True
+            log.warning(
+                "the environment rewards single turns, which credit = %s does not use: set "
+                "credit = per_turn",
+                self._credit.name,
+            )
 
 
-def _advantages_of_others(
-    episodes: Sequence[Episode], values: Sequence[float | None], indexes: Sequence[int]
-) -> dict[str, dict[int, float]]:
-    """Return the advantages of other agents by name and number of the rollout.
-
-    Each agent's rewards are compared among those of these rollouts that it took part in.
-    """
-    rewards: dict[str, dict[int, float]] = {}
-    for index in indexes:
-        for name, other in episodes[index].others.items():
-            reward = values[index] if other.reward is None else other.reward
-            if other.is_trained and reward is not None:
-                rewards.setdefault(name, {})[index] = reward
-    return {
-        name: dict(zip(own, group_advantages(list(own.values())), strict=True))
-        for name, own in rewards.items()
-    }
+def _has_turn_rewards(episodes: Sequence[Episode]) -> bool:
+    turns = (turn for episode in episodes for one in episode.all_trajectories for turn in one)
+    return any(turn.reward is not None or turn.token_rewards for turn in turns)
 
 
 def _other_version(trajectory: Trajectory, oldest: int) -> str | None:

@@ -20,6 +20,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from agentloop.training.credit.rule import TokenCredit
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import KeptLearner, Learner
 from agentloop.training.learner_client.protocol import (
@@ -180,15 +181,18 @@ class Steps:
         Rollouts with an advantage of 0 are included: the objective is a mean over all tokens of a
         group.
         """
-        samples = [
-            Sample(one["ids"], one["mask"], one["logprobs"], row["advantage"], number)
-            for number, group in enumerate(lease.groups)
-            if group.path is not None
-            for row in self._folder.read_group(group.path)
-            if row["advantage"] is not None
-            for one in [row["trajectory"]]
-        ]
-        if not any(sample.advantage for sample in samples):
+        samples, has_signal = [], False
+        for number, group in enumerate(lease.groups):
+            rows = [] if group.path is None else self._folder.read_group(group.path)
+            for row in rows:
+                one = row["trajectory"]
+                if row["credit"] is None or not any(one["mask"]):
+                    continue
+                credit = TokenCredit(**row["credit"])
+                has_signal |= credit.has_signal
+                parts = one["ids"], one["mask"], one["logprobs"]
+                samples.append(Sample(*parts, credit.advantages, number, credit.weights))
+        if not has_signal:
             return 0
         write_batch(path, samples)
         return len(samples)

@@ -35,8 +35,9 @@ def scores(ids: list[int], num_prompt: int) -> tuple[list[float], list[float]]:
         ids=np.array(ids, np.int32),
         mask=np.array([0] * num_prompt + [1] * (num - num_prompt), np.uint8),
         logprobs=np.zeros(num, np.float32),
+        advantages=np.zeros(num, np.float32),
+        weights=np.zeros(num, np.float32),
         lengths=np.array([num], np.int32),
-        advantages=np.zeros(1, np.float32),
         groups=np.zeros(1, np.int32),
     )
     with torch.no_grad():

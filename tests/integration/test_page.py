@@ -33,7 +33,7 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import PoolSettings
-from agentloop.training.roc import RocSettings
+from agentloop.training.credit.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus

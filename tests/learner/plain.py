@@ -29,13 +29,16 @@ def scores(model: Any, batch: Batch, index: int) -> tuple[Any, Any, slice]:
 
 
 class Plain:
-    """GRPO with AdamW, written as in the paper."""
+    """GRPO with AdamW, written as in the paper; the reference of its KL term is the initial
+    model."""
 
     def __init__(self, settings: LearnerSettings, model: Any = None) -> None:
         self.optimizer = settings.optimizer
         self.model = model or load(settings)
         self.max_grad_norm = settings.optimizer.max_grad_norm
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.kl_coef = settings.loss.kl_coef
+        self.reference = load(settings) if self.kl_coef else None
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -51,16 +54,23 @@ class Plain:
         old_T = torch.from_numpy(batch.old_logprobs)
         tis_T = torch.exp(old_T - torch.from_numpy(batch.logprobs)).clamp(max=2.0)
         loss: Any = 0.0
-        clipped = 0
+        clipped, kl = 0, 0.0
         for group in set(groups):
             members = [i for i, one in enumerate(groups) if one == group]
             total: Any = 0.0
             for index in members:
                 new, _, place = scores(self.model, batch, index)
-                mask, a = mask_T[place], float(batch.advantages[index])
+                mask = mask_T[place]
+                a = torch.from_numpy(batch.advantages[place])[mask]
                 ratio = torch.exp(new - old_T[place])[mask]
                 bounded = ratio.clamp(0.8, 1.28)
                 total = total + (tis_T[place][mask] * torch.minimum(ratio * a, bounded * a)).sum()
+                if self.reference is not None:
+                    with torch.no_grad():
+                        old = scores(self.reference, batch, index)[0]
+                    d = (old - new)[mask]
+                    total = total - self.kl_coef * (d.exp() - d - 1).sum()
+                    kl += (d.exp() - d - 1).sum().item()
                 clipped += int((ratio * a > bounded * a).sum())
             num_tokens = sum(int(mask_T[scores_place(batch, i)].sum()) for i in members)
             loss = loss - total / num_tokens / len(set(groups))
@@ -68,8 +78,9 @@ class Plain:
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm)
         self.adamw.step()
-        share = clipped / int(mask_T.sum())
-        return {"loss": loss.item(), "grad_norm": norm.item(), "clipped": share}
+        num_sampled = int(mask_T.sum())
+        share, kl = clipped / num_sampled, kl / num_sampled
+        return {"loss": loss.item(), "grad_norm": norm.item(), "clipped": share, "kl": kl}
 
 
 def scores_place(batch: Batch, index: int) -> slice:

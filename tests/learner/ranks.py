@@ -44,21 +44,35 @@ _PRELOAD = [
 
 def make_batch(seed: int = 0, sizes: tuple[int, ...] = SIZES, **arrays: Any) -> Batch:
     """Return random samples, two per group; the engine's log-probabilities are near a small
-    model's."""
+    model's.
+
+    `advantages` may also have one number for each sample.
+    """
     rng = np.random.default_rng(seed)
     num_tokens, num_samples = sum(sizes), len(sizes)
     mask = (rng.random(num_tokens) < 0.7).astype(np.uint8)
     starts = np.cumsum(sizes) - sizes
     mask[starts], mask[starts + 1] = 0, 1
+    groups = np.arange(num_samples, dtype=np.int32) // 2
+    advantages = arrays.pop("advantages", np.resize(np.asarray([1, -1], np.float32), num_samples))
+    if len(advantages) == num_samples:
+        advantages = np.repeat(advantages, sizes) * mask
     made: dict[str, Any] = {
         "ids": rng.integers(3, 512, num_tokens, dtype=np.int32),
         "mask": mask,
         "logprobs": (-6 - rng.random(num_tokens)).astype(np.float32) * mask,
+        "advantages": advantages,
+        "weights": group_weights(mask, np.repeat(groups, sizes)),
         "lengths": np.asarray(sizes, np.int32),
-        "advantages": np.resize(np.asarray([1, -1], np.float32), num_samples),
-        "groups": np.arange(num_samples, dtype=np.int32) // 2,
+        "groups": groups,
     }
     return Batch(**{**made, **arrays})
+
+
+def group_weights(mask_T: Any, groups_T: Any) -> Any:
+    """Return the weights by which the loss is the mean over groups of the mean over tokens."""
+    counts = np.bincount(groups_T[mask_T == 1], minlength=int(groups_T.max()) + 1)
+    return (mask_T / np.maximum(counts, 1)[groups_T]).astype(np.float32)
 
 
 class Process(Protocol):

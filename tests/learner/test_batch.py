@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
-from agentloop.learner.batch import Batch, make_micro_batch, parts, plan, token_weights
+from agentloop.learner.batch import Batch, make_micro_batch, normalized_weights, parts, plan
 from agentloop.learner.errors import BatchError
+from agentloop.training.credit.rule import RewardedRollout, token_weights
+from agentloop.trajectory import Trajectory, Turn
 from tests.learner.ranks import make_batch
 
 LENGTHS = st.lists(st.integers(2, 100), min_size=1, max_size=40)
@@ -26,7 +28,8 @@ def test_a_batch_comes_back_from_its_file(tmp_path: Path) -> None:
     batch.save(tmp_path / "batch.safetensors")
     back = Batch.load(tmp_path / "batch.safetensors")
     assert back.old_logprobs is None
-    for name in ("ids", "mask", "logprobs", "lengths", "advantages", "groups", "ref_logprobs"):
+    names = ("ids", "mask", "logprobs", "advantages", "weights", "lengths", "groups")
+    for name in (*names, "ref_logprobs"):
         np.testing.assert_array_equal(getattr(back, name), getattr(batch, name))
 
 
@@ -48,7 +51,7 @@ def changed(name: str, at: int, value: float) -> Any:
         ({"mask": np.zeros(149, np.uint8)}, "mask: expected uint8 [150], one for each token"),
         (
             {"advantages": np.zeros(3, np.float32)},
-            "advantages: expected float32 [4], one for each sample",
+            "advantages: expected float32 [150], one for each token",
         ),
         ({"lengths": np.asarray([40, 25, 33, 51], np.int32)}, "their sum 150"),
         ({"lengths": np.asarray([149, 1, 0, 0], np.int32)}, "each must be at least 2"),
@@ -56,7 +59,10 @@ def changed(name: str, at: int, value: float) -> Any:
         ({"mask": changed("mask", 7, 2)}, "mask must be 0 or 1"),
         ({"mask": changed("mask", 40, 1)}, "sample 1 begins with a sampled token"),
         ({"mask": np.zeros(150, np.uint8)}, "sample 0 has no sampled token"),
-        ({"advantages": changed("advantages", 2, np.nan)}, "advantages: sample 2"),
+        ({"advantages": changed("advantages", 2, np.nan)}, "advantages: token 2 of the batch is"),
+        ({"advantages": changed("advantages", 40, 1)}, "advantages: token 40 of the batch was not"),
+        ({"weights": changed("weights", 40, 1)}, "weights: token 40 of the batch was not sampled"),
+        ({"weights": changed("weights", 41, -1)}, "weights: token 41 of the batch is negative"),
         ({"logprobs": changed("logprobs", 41, -np.inf)}, "logprobs: token 41"),
         ({"old_logprobs": changed("logprobs", 1, np.nan)}, "old_logprobs: token 1"),
     ],
@@ -101,14 +107,22 @@ def test_an_invalid_file_is_refused(tmp_path: Path) -> None:
         Batch.load(file)
 
 
-def small() -> Batch:
-    """Return two groups: samples of 1 and 3 sampled tokens, and one of 2."""
+def small(how: Any) -> Batch:
+    """Return two groups: samples of 1 and 3 sampled tokens, and one of 2, weighed as `how` says."""
+    masks = [[0, 1], [0, 1, 1, 1], [0, 0, 1, 1]]
+    rollouts = [
+        RewardedRollout(0.0, [Trajectory("", [], [Turn(output_ids=[5] * sum(mask))])])
+        for mask in masks
+    ]
+    weights = [*token_weights(rollouts[:2], how), *token_weights(rollouts[2:], how)]
+    mask = np.concatenate(masks)
     return Batch(
         ids=np.arange(10, dtype=np.int32),
-        mask=np.asarray([0, 1, 0, 1, 1, 1, 0, 0, 1, 1], np.uint8),
+        mask=mask.astype(np.uint8),
         logprobs=np.zeros(10, np.float32),
+        advantages=mask.astype(np.float32),
+        weights=(np.repeat(np.concatenate(weights), [2, 4, 4]) * mask).astype(np.float32),
         lengths=np.asarray([2, 4, 4], np.int32),
-        advantages=np.asarray([1, -1, 2], np.float32),
         groups=np.asarray([7, 7, 3], np.int32),
     )
 
@@ -121,18 +135,23 @@ def small() -> Batch:
         ("sequence", [0, 1 / 3, 0, 1 / 9, 1 / 9, 1 / 9, 0, 0, 1 / 6, 1 / 6]),
     ],
 )
-def test_token_weights(how: Any, weights: list[float]) -> None:
-    assert token_weights(small(), [0, 1, 2], how) == pytest.approx(weights)
+def test_the_weights_of_an_update(how: Any, weights: list[float]) -> None:
+    assert normalized_weights(small(how), [0, 1, 2]) == pytest.approx(weights)
 
 
-def test_token_weights_of_a_part_of_the_batch() -> None:
-    assert token_weights(small(), [2], "group") == pytest.approx([0] * 8 + [0.5, 0.5])
+def test_the_weights_of_an_update_on_a_part_of_the_batch() -> None:
+    assert normalized_weights(small("group"), [2]) == pytest.approx([0] * 8 + [0.5, 0.5])
 
 
-@given(seed=st.integers(0, 2**32 - 1), lengths=LENGTHS, how=st.sampled_from(["group", "batch"]))
-def test_the_weights_of_a_batch_sum_to_one(seed: int, lengths: list[int], how: Any) -> None:
+def test_an_update_may_have_no_weight_at_all() -> None:
+    batch = make_batch(weights=np.zeros(150, np.float32))
+    assert not normalized_weights(batch, [0, 1]).any()
+
+
+@given(seed=st.integers(0, 2**32 - 1), lengths=LENGTHS)
+def test_the_weights_of_an_update_sum_to_one(seed: int, lengths: list[int]) -> None:
     batch = make_batch(seed, tuple(lengths))
-    assert token_weights(batch, range(len(lengths)), how).sum() == pytest.approx(1, abs=1e-4)
+    assert normalized_weights(batch, range(len(lengths))).sum() == pytest.approx(1, abs=1e-4)
 
 
 @given(groups=st.lists(st.integers(0, 5), min_size=1), num_parts=st.integers(1, 4))
@@ -177,10 +196,9 @@ def test_samples_up_to_a_length(seed: int, lengths: list[int], limit: int) -> No
         assert not kept
         return
     assert found.lengths.tolist() == [lengths[i] for i in kept]
-    for name in ("advantages", "groups"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(batch, name)[kept])
+    np.testing.assert_array_equal(found.groups, batch.groups[kept])
     spans = [slice(start, start + n) for start, n in zip(batch.starts, lengths, strict=True)]
-    for name in ("ids", "mask", "logprobs"):
+    for name in ("ids", "mask", "logprobs", "advantages", "weights"):
         expected = np.concatenate([getattr(batch, name)[spans[i]] for i in kept])
         np.testing.assert_array_equal(getattr(found, name), expected)
 
@@ -195,7 +213,7 @@ def test_micro_batches_hold_what_the_batch_holds(
     seed: int, lengths: list[int], world_size: int
 ) -> None:
     batch = make_batch(seed, tuple(lengths))
-    weights = token_weights(batch, range(len(lengths)), "group")
+    weights = normalized_weights(batch, range(len(lengths)))
     seen: list[int] = []
     for rank in plan(lengths, 128, world_size):
         for samples in rank:
@@ -209,8 +227,7 @@ def test_micro_batches_hold_what_the_batch_holds(
             assert (micro.ids[micro.predictors + 1] == batch.ids[micro.source]).all()
             assert np.count_nonzero(micro.positions == 0) == len(samples)
             assert micro.sample.max() == len(samples) - 1
-            owner = np.asarray(samples)[micro.sample]
-            np.testing.assert_array_equal(micro.advantages, batch.advantages[owner])
+            np.testing.assert_array_equal(micro.advantages, batch.advantages[micro.source])
             np.testing.assert_array_equal(micro.engine, batch.logprobs[micro.source])
             np.testing.assert_array_equal(micro.weights, weights[micro.source])
     assert sorted(seen) == np.flatnonzero(batch.mask).tolist()

@@ -52,7 +52,7 @@ def from_the_beginning(kind: tuple[Ranks, Path]) -> tuple[Ranks, Path]:
 def repeated(batch: Batch, times: int) -> Batch:
     arrays = {
         name: np.tile(getattr(batch, name), times)
-        for name in ("ids", "mask", "logprobs", "lengths", "advantages")
+        for name in ("ids", "mask", "logprobs", "advantages", "weights", "lengths")
     }
     offsets = np.repeat(np.arange(times, dtype=np.int32), len(batch.groups)) * len(batch.groups)
     return Batch(**arrays, groups=np.tile(batch.groups, times) + offsets)

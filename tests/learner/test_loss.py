@@ -152,13 +152,3 @@ def test_at_ratio_one_grpo_is_the_policy_gradient() -> None:
     )  # fmt: skip
     policy_loss(batch, LossSettings())[0].backward()
     assert new.grad.tolist() == pytest.approx((-weight * advantage).tolist())
-
-
-def test_settings_of_the_loss() -> None:
-    assert LossSettings().weighing == "group"
-    assert LossSettings(kind="gspo").weighing == "sequence"
-    assert LossSettings(kind="sft").weighing == "batch"
-    assert LossSettings(kind="gspo", aggregate="batch").weighing == "batch"
-    assert LossSettings(kind="cispo", clip_low=5).clip_low == 5
-    with pytest.raises(ValueError, match="never negative"):
-        LossSettings(clip_low=5)

@@ -118,6 +118,25 @@ def test_four_steps_are_those_of_plain_pytorch(kind: tuple[int, Ranks, Path], pa
     assert differ < 5e-6
 
 
+def test_the_advantage_of_each_token_counts(kind: tuple[int, Ranks, Path]) -> None:
+    """Loss and gradient are those of plain PyTorch, and change with the advantage of any token."""
+    ranks, folder = from_the_beginning(kind), kind[2]
+    batch, rng = policy_batch(SIZES), np.random.default_rng(1)
+    advantages = rng.normal(size=len(batch.ids)).astype(np.float32) * batch.mask
+    batch = replace(batch, advantages=advantages)
+    one = advantages.copy()
+    one[np.flatnonzero(batch.mask)[7]] += 3
+    found, expected = [], []
+    for number, other in enumerate((batch, replace(batch, advantages=one))):
+        other.save(folder / f"tokens-{number}")
+        from_the_beginning(kind)
+        found.append(ranks.ask("step", batch=folder / f"tokens-{number}"))
+        expected.append(Plain(SETTINGS).step(other))
+        assert found[-1]["loss"] == pytest.approx(expected[-1]["loss"], abs=1e-4)
+        assert found[-1]["grad_norm"] == pytest.approx(expected[-1]["grad_norm"], rel=1e-3)
+    assert abs(expected[0]["loss"] - expected[1]["loss"]) > 2e-3
+
+
 def test_a_new_optimizer_remembers_nothing(kind: tuple[int, Ranks, Path]) -> None:
     ranks, folder = from_the_beginning(kind), kind[2]
     plain, batch = Plain(SETTINGS), policy_batch(SIZES)
@@ -193,10 +212,10 @@ def test_a_sample_that_is_too_long_is_left_out_and_counted(kind: tuple[int, Rank
     make_batch(sizes=(40, 60, 33)).save(folder / "long")
     whole = make_batch(sizes=(40, 60, 33))
     kept = np.r_[0:40, 100:133]
-    per_token = {name: getattr(whole, name)[kept] for name in ("ids", "mask", "logprobs")}
-    per_sample = {name: getattr(whole, name)[[0, 2]] for name in ("advantages", "groups")}
-    lengths = np.asarray([40, 33], np.int32)
-    replace(whole, **per_token, **per_sample, lengths=lengths).save(folder / "others")
+    names = ("ids", "mask", "logprobs", "advantages", "weights")
+    per_token = {name: getattr(whole, name)[kept] for name in names}
+    per_sample = {"lengths": np.asarray([40, 33], np.int32), "groups": whole.groups[[0, 2]]}
+    replace(whole, **per_token, **per_sample).save(folder / "others")
     found = ranks.ask("step", batch=folder / "long")
     assert (found["num_too_long"], found["num_samples"], found["num_updates"]) == (1, 2, 1)
     weights = ranks.ask("publish", folder=folder / "without", version="1")["sha256"]
@@ -383,10 +402,10 @@ def test_ranks_can_be_started_by_torchrun(tmp_path: Path) -> None:
                 end.settimeout(250)
                 ranks = Ranks([process], end, log)
                 assert ranks.answer()["num_ranks"] == 2
-                refused = ranks.ask("step", batch=tmp_path / "without")
-                assert refused["error"] == "ref_logprobs: required if learner.loss.kl_coef is set"
+                found = ranks.ask("step", batch=tmp_path / "without")
+                assert found["kl"] == pytest.approx(0, abs=1e-6), "to its own initial weights"
                 found = ranks.ask("step", batch=tmp_path / "batch")
-                assert (found["tis"], found["num_updates"]) == (1, 1), (
+                assert (found["tis"], found["num_updates"]) == (1, 2), (
                     "the ratio to the engine leaves no importance weight"
                 )
                 assert found["ratio"] != pytest.approx(1, abs=0.01)

@@ -29,7 +29,8 @@ from agentloop.errors import AgentLoopError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.sglang.weight_updates import Pause
 from agentloop.plain_json import ValidText, dumps, loads
-from agentloop.training.roc import RocSettings
+from agentloop.training.credit.roc import RocSettings
+from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.rollouts import Purpose
 
 __all__ = [
@@ -115,7 +116,7 @@ class Recipe(_Message):
     Attributes:
         envs: the environments, without the settings of their tasks, which the trainer draws.
         group_size: rollouts per group, for which a runtime waits for capacity.
-        seed, shuffle_rewards, early_stop_at: those of `LoopSettings`.
+        seed, early_stop_at: those of `LoopSettings`.
     """
 
     model: str
@@ -129,9 +130,9 @@ class Recipe(_Message):
     budget: Budget
     reward: RewardSettings
     roc: RocSettings
+    credit: CreditSettings
     group_size: int
     seed: int
-    shuffle_rewards: bool
     early_stop_at: int
 
     @property

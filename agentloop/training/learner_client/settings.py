@@ -11,6 +11,7 @@ __all__ = [
     "LearnerSettings",
     "LoraSettings",
     "LossSettings",
+    "Objective",
     "OptimizerSettings",
     "RlLearnerSettings",
     "RlLossSettings",
@@ -19,7 +20,7 @@ __all__ = [
     "TrainingSettings",
 ]
 
-Aggregate = Literal["group", "batch", "sequence"]
+Objective = Literal["grpo", "gspo", "cispo", "sft"]
 _Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
@@ -28,16 +29,6 @@ class RlLossSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    kind: Literal["grpo", "gspo", "cispo"] = pydantic.Field(
-        "grpo",
-        description="Objective. grpo: PPO's clip with token-level ratios; gspo: the same with "
-        "sequence-level ratios; cispo: policy gradient with clipped, detached importance weights.",
-    )
-    aggregate: Aggregate | None = pydantic.Field(
-        None,
-        description="What the token losses are averaged over first: the tokens of a group, of the "
-        "whole batch, or of a sequence. By default, sequence for gspo, otherwise group.",
-    )
     clip_low: float = pydantic.Field(
         0.2, ge=0, description="Ratios are clipped below at 1 - clip_low; for gspo, try 3e-4."
     )
@@ -65,29 +56,23 @@ class RlLossSettings(pydantic.BaseModel):
     entropy_coef: float = pydantic.Field(
         0.0, ge=0, description="Coefficient of the entropy bonus. 0: none."
     )
-
-    @pydantic.field_validator("clip_low")
-    @classmethod
-    def _below_one(cls, value: float, info: pydantic.ValidationInfo) -> float:
-        if value > 1 and info.data.get("kind") != "cispo":
-            raise ValueError("must be at most 1, since a ratio is never negative")
-        return value
-
-    @property
-    def weighing(self) -> Aggregate:
-        usual: dict[str, Aggregate] = {"gspo": "sequence", "sft": "batch"}
-        return self.aggregate or usual.get(self.kind, "group")
-
-
-class LossSettings(RlLossSettings):
-    """Settings of every objective that the learner knows."""
-
-    # A wider type than that of the field it replaces: also cross-entropy, regardless of rewards.
-    kind: Literal["grpo", "gspo", "cispo", "sft"] = "grpo"  # type: ignore[assignment]
     kl_coef: float = pydantic.Field(
         0.0,
         ge=0,
-        description="Coefficient of the KL divergence to the batch's ref_logprobs. 0: none.",
+        description="Coefficient of the KL divergence to the weights that training started from, "
+        "as in GRPO: estimated for each token (k3) and added to the loss. 0: none. With LoRA the "
+        "reference is the model without its adapters; otherwise it takes memory for a frozen copy.",
+    )
+
+
+class LossSettings(RlLossSettings):
+    """Settings of the objective, as the learner's processes are told."""
+
+    kind: Objective = pydantic.Field(
+        "grpo",
+        description="Objective. grpo: PPO's clip with token-level ratios; gspo: the same with "
+        "sequence-level ratios; cispo: policy gradient with clipped, detached importance weights; "
+        "sft: cross-entropy, regardless of advantages.",
     )
 
 
@@ -315,10 +300,14 @@ class LearnerSettings(SftLearnerSettings):
         model: Path,
         chat_template: str | None,
         temperature: float = 1.0,
+        objective: Objective = "grpo",
     ) -> Self:
-        """Complete the settings that a user sets with what the model and the engine determine."""
+        """Complete the settings that a user sets with what the model, the engine and the rule of
+        credit assignment determine."""
         values = settings.model_dump()
         if isinstance(settings, SftLearnerSettings):
             values["loss"] = {"kind": "sft"}
+        else:
+            values["loss"]["kind"] = objective
         given = {"model": model, "chat_template": chat_template, "temperature": temperature}
         return cls.model_validate(values | given)

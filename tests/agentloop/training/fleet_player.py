@@ -19,11 +19,12 @@ from agentloop.environments.rewards.reward import RewardSettings
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import ServerError
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.training.credit.roc import RocSettings
+from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.fleet.messages import Recipe
 from agentloop.training.fleet.redis_link import RedisLink
 from agentloop.training.fleet.settings import FleetSettings
 from agentloop.training.fleet.worker import Member, wait_for_trainer
-from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Purpose, RolledOut, RollsOut
 from agentloop.training.weight_sync.disk import PublishedFolder
 from agentloop.training.weight_sync.sync import SyncResult
@@ -40,9 +41,9 @@ RECIPE = Recipe(
     budget=Budget(),
     reward=RewardSettings(),
     roc=RocSettings(),
+    credit=CreditSettings(),
     group_size=2,
     seed=0,
-    shuffle_rewards=False,
     early_stop_at=0,
 )
 

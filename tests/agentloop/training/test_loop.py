@@ -32,13 +32,14 @@ from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.observe.stalls import Stalls
 from agentloop.training.collapse import CollapseSettings, RunCollapsed
+from agentloop.training.credit.roc import RocSettings
+from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.learner_client.client import Learner, LearnerError, LearnerLost
 from agentloop.training.learner_client.protocol import TrainingState
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.queue import GroupQueue
-from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus, StatusWatch, Unwatched
@@ -161,6 +162,11 @@ class Played:
 ARITHMETIC = TasksSettings(kind="arithmetic", held_out=4)
 
 
+def of_samples(batch: Any) -> Any:
+    """Return the advantage of the last token of each sample, which is sampled."""
+    return batch["advantages"][batch["lengths"].cumsum() - 1]
+
+
 async def played(
     folder: Path,
     *,
@@ -173,7 +179,7 @@ async def played(
     stages: dict[str, StageSettings] | None = None,
     told: Told | None = None,
     weights: WeightsSettings | None = None,
-    shuffle_rewards: bool = False,
+    credit: CreditSettings | None = None,
     learner: PlayedLearner | None = None,
     restored: dict[str, Any] | None = None,
     kept: Any = None,
@@ -205,8 +211,8 @@ async def played(
                     router.wait_for_capacity,
                     grader,
                     roc or RocSettings(down_sample_to_n=4),
+                    credit,
                     seed=0,
-                    shuffle_rewards=shuffle_rewards,
                     emit=emit,
                 ),
                 serving=Served(router),
@@ -264,7 +270,7 @@ async def test_each_step_learns_from_what_was_kept(tmp_path: Path) -> None:
         assert batch["mask"].tolist() == [0, 0, 1, 1, 0, 1] * 12
         assert batch["logprobs"].tolist()[:6] == [0, 0, -0.5, -0.25, 0, -1]
         for group in range(3):
-            mine = batch["advantages"][batch["groups"] == group]
+            mine = of_samples(batch)[batch["groups"] == group]
             assert abs(mine.sum()) < 1e-5
             assert mine.max() > 0 > mine.min()
     metrics = lines(run.path / "metrics.jsonl")
@@ -388,7 +394,7 @@ async def test_a_rollout_at_the_mean_counts_in_the_objective(tmp_path: Path) -> 
     }  # the last one is broken
     roc = RocSettings(down_sample_to_n=0)
     learner, _, _ = await played(tmp_path, reward=thirds, roc=roc, **settings)
-    advantages = learner.batches[0]["advantages"].tolist()
+    advantages = of_samples(learner.batches[0]).tolist()
     assert len(advantages) == 18
     assert advantages.count(0.0) == 6
 
@@ -829,10 +835,10 @@ async def test_shuffled_rewards_are_those_of_others(tmp_path: Path) -> None:
             tmp_path / str(shuffle),
             roc=RocSettings(down_sample_to_n=0),
             steps=1,
-            shuffle_rewards=shuffle,
+            credit=CreditSettings(args={"shuffle_rewards": shuffle}),
             evaluate_every=0,
         )
-        learned.append(learner.batches[0]["advantages"].tolist())
+        learned.append(of_samples(learner.batches[0]).tolist())
         (metrics,) = [one for one in lines(run.path / "metrics.jsonl") if "reward" in one]
         assert metrics["reward"] == pytest.approx(4 / 7)
         assert metrics["num_without_reward"] == 3  # what is broken is broken

@@ -13,9 +13,11 @@ from agentloop.agent.rollout import Budget
 from agentloop.environments.episodes import Episode, OtherAgent, PromptGroups
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import RequestError, ServerError
+from agentloop.errors import RequestError, ServerError, ServerUnavailable
 from agentloop.events import Event, GroupFinished, GroupStarted
-from agentloop.training.roc import RocSettings
+from agentloop.training.credit.grpo import group_advantages
+from agentloop.training.credit.roc import RocSettings
+from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.rollouts import Purpose, Rollouts, in_order
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
 
@@ -264,3 +266,92 @@ async def test_tasks_come_back_in_order_without_those_that_are_refused(refused: 
         assert [task.id for task, _ in found] == [key for key in "abc" if key not in refused]
     assert set(told) == refused
     assert sorted(rollouts.begun) == ["name-0", "name-1", "name-2"]
+
+
+# --- credit ---------------------------------------------------------------------------------------
+
+
+class Rewarding(Group):
+    """Runs groups whose environment has rewarded single turns."""
+
+    def __init__(self, rewards: Sequence[float | None]) -> None:
+        super().__init__([trajectory(str(n), RIGHT) for n in range(len(rewards))])
+        for one, reward in zip(self.trajectories, rewards, strict=True):
+            one.turns[0].reward = reward
+
+
+async def test_turns_that_an_environment_rewards_are_told_apart() -> None:
+    """The rollouts' own rewards are equal."""
+    group = Rewarding([1.0, 0.0, None])
+    found = await rolled_out(group, credit=CreditSettings(name="per_turn"))
+    assert found.has_signal
+    assert [row["advantage"] for row in found.rows()] == pytest.approx(
+        group_advantages([1.0, 0.0, 0.0])
+    )
+    assert {row["credit"]["weights"] for row in found.rows()} == {1 / 3}
+
+
+async def test_rewards_of_turns_without_effect_are_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = await rolled_out(Rewarding([1.0, 0.0]))
+    assert not found.has_signal
+    assert "does not use: set credit = per_turn" in caplog.text
+
+
+DISTILL = CreditSettings(name="distill", args={"teacher": "http://teacher"})
+
+
+class Judge:
+    """A teacher that fails on some trajectories."""
+
+    def __init__(self, failing: set[str] | None = None) -> None:
+        self.failing = failing or set()
+        self.asked: list[str] = []
+
+    async def __call__(self, one: Trajectory) -> list[float]:
+        self.asked.append(one.id)
+        if one.id in self.failing:
+            raise ServerUnavailable("the teacher did not answer")
+        return [-0.25] * one.num_sampled_tokens
+
+
+async def test_a_teacher_judges_all_rollouts_that_have_a_reward() -> None:
+    broken = trajectory("broken", RIGHT, stop_reason=StopReason.INFRASTRUCTURE)
+    group = Group([trajectory("right", RIGHT), trajectory("wrong", WRONG), broken])
+    judge = Judge()
+    found = await rolled_out(group, credit=DISTILL, teacher=judge, roc=RocSettings())
+    assert sorted(judge.asked) == ["right", "wrong"]
+    assert [row["advantage"] for row in found.rows()] == [0.75, 0.75, None]  # from -1 to -0.25
+    assert [row["reward"] for row in found.rows()] == [1.0, 0.0, None]
+
+
+async def test_rewards_may_count_beside_the_teacher() -> None:
+    group = Group([trajectory("right", RIGHT), trajectory("wrong", WRONG)])
+    credit = CreditSettings(name="distill", args={**DISTILL.args, "reward_coef": 2.0})
+    found = await rolled_out(group, credit=credit, teacher=Judge())
+    assert [row["advantage"] for row in found.rows()] == pytest.approx(
+        [0.75 + 2 * one for one in group_advantages([1.0, 0.0])]
+    )
+
+
+async def test_a_teacher_that_fails_costs_the_reward_and_is_never_a_zero() -> None:
+    group = Group([trajectory("a", RIGHT), trajectory("b", RIGHT)])
+    found = await rolled_out(group, credit=DISTILL, teacher=Judge({"b"}))
+    assert [row["reward"] for row in found.rows()] == [1.0, None]
+    assert found.rows()[1]["reason"] == "infrastructure: the teacher did not answer"
+    assert [row["advantage"] for row in found.rows()] == [0.75, None]
+
+
+async def test_a_teacher_that_fails_on_a_whole_group_ends_the_run() -> None:
+    group = Group([trajectory("a", RIGHT), trajectory("b", RIGHT)])
+    with pytest.raises(ServerUnavailable, match="the teacher did not answer"):
+        await rolled_out(group, credit=DISTILL, teacher=Judge({"a", "b"}))
+
+
+async def test_an_evaluation_needs_no_teacher() -> None:
+    judge = Judge()
+    group = Group([trajectory("a", RIGHT), trajectory("b", WRONG)])
+    found = await rolled_out(group, credit=DISTILL, teacher=judge, purpose=Purpose.EVALUATE)
+    assert judge.asked == []
+    assert [row["reward"] for row in found.rows()] == [1.0, 0.0]

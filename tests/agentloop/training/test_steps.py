@@ -97,7 +97,14 @@ class Run:
         trajectory = {"ids": [1, 2], "mask": [0, 1], "logprobs": [0.0, -0.5]}
         path, num_bytes = self.folder.add_group(
             group.number,
-            [{"advantage": advantage, "trajectory": trajectory} for advantage in advantages],
+            [
+                {
+                    "advantage": one,
+                    "credit": None if one is None else {"advantages": one, "weights": 1.0},
+                    "trajectory": trajectory,
+                }
+                for one in advantages
+            ],
         )
         await self.queue.finish(group.number, path=path, num_bytes=num_bytes, figures={})
         return await self.queue.lease(step, [group.number], NOTES | notes)

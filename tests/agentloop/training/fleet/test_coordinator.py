@@ -22,6 +22,7 @@ from agentloop.environments.episodes import PromptGroups
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.sources import Task, TaskSource
 from agentloop.errors import PromptTooLong, RequestError, ServerError, SettingsError, sole
+from agentloop.training.credit.roc import RocSettings
 from agentloop.training.fleet.coordinator import Fleet
 from agentloop.training.fleet.messages import (
     FleetError,
@@ -38,7 +39,6 @@ from agentloop.training.learner_client.client import Learner, LearnerError
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.queue import GroupQueue
-from agentloop.training.roc import RocSettings
 from agentloop.training.rollouts import RolledOut, Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.weight_sync.disk import PublishedFolder

@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentloop.config import load_settings
-from agentloop.training.roc import (
+from agentloop.training.credit.roc import (
     MIN_PENALTY,
     DropReason,
     Rejected,
@@ -29,7 +29,7 @@ from agentloop.training.roc import (
 )
 from agentloop.trajectory import StopReason, ToolCallStatus, ToolResult, Trajectory, Turn
 
-VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "roc.json").read_text("utf-8"))
+VECTORS = json.loads((Path(__file__).parents[3] / "vectors" / "roc.json").read_text("utf-8"))
 RELEASED = RocSettings(
     form="released", min_zero_reward_trace_num=2, min_non_zero_reward_trace_num=2
 )

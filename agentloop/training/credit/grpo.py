@@ -1,11 +1,13 @@
-"""Convert the rewards of a group to advantages. Pure."""
+"""GRPO: every token of a rollout gets the rollout's advantage within its group. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-__all__ = ["group_advantages"]
+from agentloop.training.credit.rule import Advantages, CreditArguments, CreditRule, RewardedRollout
+
+__all__ = ["RULE", "group_advantages", "rollout_advantages"]
 
 _EPSILON = 1e-6
 
@@ -27,3 +29,17 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
     scale = math.sqrt(variance) + _EPSILON
     return [(reward - mean) / scale for reward in rewards]
+
+
+def rollout_advantages(
+    group: Sequence[RewardedRollout], arguments: CreditArguments | None = None
+) -> Advantages:
+    """Return the advantage of each rollout for each of its sampled tokens."""
+    scores = group_advantages([rollout.reward for rollout in group])
+    return [
+        [[score] * one.num_sampled_tokens for one in rollout.trajectories]
+        for rollout, score in zip(group, scores, strict=True)
+    ]
+
+
+RULE = CreditRule(rollout_advantages)

@@ -1,0 +1,1 @@
+"""Credit assignment: the rewards of a group to per-token advantages and weights. Pure."""

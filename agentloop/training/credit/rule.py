@@ -1,0 +1,136 @@
+"""The parts of a rule of credit assignment. Pure.
+
+A rule gives each sampled token of a group's rollouts an advantage, and names the learner's
+objective that takes them. The weight of a token in the loss is the same for all rules: see
+`token_weights`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import pydantic
+
+from agentloop.training.learner_client.settings import Objective
+from agentloop.trajectory import Trajectory
+
+__all__ = [
+    "Advantages",
+    "Aggregate",
+    "CreditArguments",
+    "CreditRule",
+    "RewardedRollout",
+    "TokenCredit",
+    "token_weights",
+]
+
+Aggregate: TypeAlias = Literal["group", "batch", "sequence"]
+Advantages: TypeAlias = list[list[list[float]]]
+"""One number for each sampled token, by rollout and trajectory."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardedRollout:
+    """A rollout to train on.
+
+    Attributes:
+        trajectories: its conversations with the model, one or more.
+        teacher: the teacher's log-probabilities of the sampled tokens of each trajectory, if the
+            rule needs them.
+    """
+
+    reward: float
+    trajectories: Sequence[Trajectory]
+    teacher: Sequence[Sequence[float]] = ()
+
+
+class CreditArguments(pydantic.BaseModel):
+    """Arguments that every rule takes.
+
+    Attributes:
+        aggregate: what the token losses are averaged over first: the tokens of a group, of the
+            whole batch, or of a sequence. By default, as the rule does it.
+        shuffle_rewards: a control experiment in which nothing should be learned: each rollout is
+            trained with the reward of another one of its group.
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    aggregate: Aggregate | None = None
+    shuffle_rewards: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CreditRule:
+    """A rule of credit assignment.
+
+    Attributes:
+        advantages: takes the rollouts of a group that are trained on, and the arguments.
+        arguments: type of the arguments.
+        needs_teacher: whether the rollouts must have the teacher's log-probabilities. Such a rule
+            also learns from groups whose rewards are all equal, and from all of their rollouts.
+        uses_turn_rewards: whether it takes `Turn.reward` and `Turn.token_rewards` into account.
+    """
+
+    advantages: Callable[[Sequence[RewardedRollout], Any], Advantages]
+    arguments: type[CreditArguments] = CreditArguments
+    aggregate: Aggregate = "group"
+    objective: Objective = "grpo"
+    needs_teacher: bool = False
+    uses_turn_rewards: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCredit:
+    """The advantages and weights of a trajectory's sampled tokens.
+
+    Each is one number if it is the same for all of them, otherwise a list with one for each.
+    """
+
+    advantages: float | list[float]
+    weights: float | list[float]
+
+    @classmethod
+    def of(cls, advantages: Sequence[float], weight: float) -> TokenCredit:
+        """Build the credit of a trajectory. Raises ValueError if a number is not finite."""
+        if not all(map(math.isfinite, [*advantages, weight])):
+            raise ValueError("an advantage or a weight is not finite")
+        if len(set(advantages)) <= 1:
+            return cls(advantages[0] if advantages else 0.0, weight)
+        return cls(list(advantages), weight)
+
+    @property
+    def mean_advantage(self) -> float:
+        """The mean over the sampled tokens, for people."""
+        if isinstance(self.advantages, list):
+            return math.fsum(self.advantages) / len(self.advantages)
+        return self.advantages
+
+    @property
+    def has_signal(self) -> bool:
+        """True if the advantage of any token differs from 0."""
+        if isinstance(self.advantages, list):
+            return any(self.advantages)
+        return bool(self.advantages)
+
+
+def token_weights(group: Sequence[RewardedRollout], how: Aggregate) -> list[list[float]]:
+    """Return the weight of a sampled token of each trajectory, by rollout.
+
+    The learner divides by the sum of the weights in an update, so the loss is
+
+    group: the mean over the groups of the mean over a group's tokens (rStar2, arXiv 2508.20722,
+    eq. 6); batch: the mean over all tokens (DAPO, arXiv 2503.14476); sequence: the mean over the
+    trajectories of the mean over a trajectory's tokens (GRPO as first published).
+    """
+    total = sum(one.num_sampled_tokens for rollout in group for one in rollout.trajectories)
+
+    def weight(trajectory: Trajectory) -> float:
+        if how == "batch":
+            return 1.0
+        return 1 / max(1, total if how == "group" else trajectory.num_sampled_tokens)
+
+    return [[weight(one) for one in rollout.trajectories] for rollout in group]

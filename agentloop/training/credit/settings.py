@@ -1,0 +1,125 @@
+"""The rules of credit assignment by name, their settings, and what they assign. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import pydantic
+
+from agentloop.errors import SettingsError
+from agentloop.training.credit import cispo, distill, grpo, gspo, per_turn
+from agentloop.training.credit.roc import RocSettings
+from agentloop.training.credit.rule import (
+    CreditArguments,
+    CreditRule,
+    RewardedRollout,
+    TokenCredit,
+    token_weights,
+)
+
+__all__ = ["RULES", "CreditSettings", "assign"]
+
+RULES: Mapping[str, CreditRule] = {
+    "grpo": grpo.RULE,
+    "gspo": gspo.RULE,
+    "cispo": cispo.RULE,
+    "per_turn": per_turn.RULE,
+    "distill": distill.RULE,
+}
+
+
+class CreditSettings(pydantic.BaseModel):
+    """Settings of credit assignment. `credit = "gspo"` is short for `credit.name`."""
+
+    SHORT_FORM: ClassVar = "name"
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    name: Literal["grpo", "gspo", "cispo", "per_turn", "distill"] = pydantic.Field(
+        "grpo",
+        description="How the rewards of a group become advantages of tokens. grpo: the rollout's, "
+        "with PPO's clip of token-level ratios; gspo: the same with sequence-level ratios; cispo: "
+        "policy gradient with clipped, detached importance weights; per_turn: like grpo, plus "
+        "rewards that the environment gives to turns and tokens; distill: on-policy distillation, "
+        "each token by the log-probability that a teacher gives it.",
+    )
+    args: dict[str, Any] = pydantic.Field(
+        default_factory=dict,
+        validate_default=True,
+        description="Arguments of the rule, by name. All take aggregate, what the token losses are "
+        "averaged over first: group, batch or sequence (by default sequence for gspo, otherwise "
+        "group), and shuffle_rewards = true, a control experiment in which each rollout is trained "
+        "with the reward of another one of its group. per_turn takes discount (1.0), by which the "
+        "reward of a turn counts less for each earlier turn. distill takes teacher, the URL of an "
+        "SGLang server with the same tokenizer, timeout_s (300) for the log-probabilities of a "
+        "rollout, retries included, and reward_coef (0), which adds that many times grpo's "
+        "advantage; it trains on all rollouts of a group.",
+    )
+
+    @pydantic.field_validator("args")
+    @classmethod
+    def _are_the_rules(cls, args: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
+        rule = RULES.get(info.data.get("name", ""))
+        if rule is None:  # the name is invalid, and has its own error
+            return args
+        try:
+            rule.arguments.model_validate(args)
+        except pydantic.ValidationError as error:
+            problems = "; ".join(
+                f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()
+            )
+            known = ", ".join(rule.arguments.model_fields)
+            raise ValueError(f"{problems} (arguments of {info.data['name']}: {known})") from error
+        return args
+
+    @property
+    def rule(self) -> CreditRule:
+        return RULES[self.name]
+
+    def check(self, *, temperature: float, clip_low: float) -> None:
+        """Check settings of other sections against the rule.
+
+        Args:
+            temperature: sampling.temperature.
+            clip_low: learner.loss.clip_low.
+
+        Raises:
+            SettingsError: one of them contradicts the rule.
+        """
+        if self.rule.needs_teacher and temperature != 1:
+            raise SettingsError(
+                f"sampling.temperature: {temperature:g} must be 1 with credit = {self.name}: the "
+                "teacher's log-probabilities are those at temperature 1"
+            )
+        if clip_low > 1 and self.rule.objective != "cispo":
+            raise SettingsError(
+                f"learner.loss.clip_low: {clip_low:g} must be at most 1, since a ratio is never "
+                "negative"
+            )
+
+    def selection(self, roc: RocSettings, *, has_turn_rewards: bool) -> RocSettings:
+        """Return how the rollouts of a group to train on are selected.
+
+        Where there is more to learn from than rewards of rollouts, these may all be equal.
+        """
+        if self.rule.needs_teacher:
+            return RocSettings(down_sample_to_n=0, reject_equal_reward=False)
+        if self.rule.uses_turn_rewards and has_turn_rewards:
+            return roc.model_copy(update={"reject_equal_reward": False})
+        return roc
+
+    @property
+    def arguments(self) -> CreditArguments:
+        return self.rule.arguments.model_validate(self.args)
+
+
+def assign(group: Sequence[RewardedRollout], settings: CreditSettings) -> list[list[TokenCredit]]:
+    """Return the credit of each trajectory, by rollout, of the rollouts to train on."""
+    arguments = settings.arguments
+    advantages = settings.rule.advantages(group, arguments)
+    weights = token_weights(group, arguments.aggregate or settings.rule.aggregate)
+    return [
+        [TokenCredit.of(*one) for one in zip(*rollout, strict=True)]
+        for rollout in zip(advantages, weights, strict=True)
+    ]

@@ -1,0 +1,164 @@
+"""A teacher: an SGLang server that says how likely it would have been to sample given tokens.
+
+    trajectory ──ids──> POST /generate, nothing to generate ──> log-probabilities of its ids
+
+Failures are the infrastructure's: requests are retried until their deadline, and then the rollout
+has no reward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from agentloop.errors import ServerError, ServerRefused, ServerUnavailable, SettingsError
+from agentloop.inference.sglang.control import ControlClient, http_session
+from agentloop.training.credit.distill import DistillArguments
+from agentloop.training.credit.settings import CreditSettings
+from agentloop.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["TeacherClient", "open_teacher"]
+
+_MAX_CONCURRENT = 64  # requests; more would only wait in the server's queue
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 8.0  # between tries
+_PROBE = "What is 37 × 48?\n\tdef f(x): return {'a': x**2}  # Größe, Ж, 数学, 🙂 1234567890"
+
+
+class TeacherClient:
+    """Gets log-probabilities of sampled tokens from a teacher."""
+
+    def __init__(self, url: str, control: ControlClient, *, timeout_s: float) -> None:
+        """
+        Args:
+            timeout_s: time for the log-probabilities of a trajectory, retries included.
+        """
+        self._url = url
+        self._control = control
+        self._timeout_s = timeout_s
+        self._slots = anyio.CapacityLimiter(_MAX_CONCURRENT)
+        self._num_ids: int | None = None
+
+    async def check(self, tokenizer: Tokenizer) -> None:
+        """Check that the teacher has the same tokenizer.
+
+        An id that the teacher does not know would end its server, so do this before anything else.
+
+        Args:
+            tokenizer: the student's.
+
+        Raises:
+            SettingsError: it has another tokenizer, or does not say.
+            ServerError: it does not answer in time.
+        """
+        ids = tokenizer.get_vocab(with_added_tokens=True)
+        probe = [_PROBE, *sorted(ids, key=ids.__getitem__)[-256:]]  # the last ones are special
+        body = {"prompt": probe, "add_special_tokens": False}
+        try:
+            answer = await self._ask("/tokenize", body)
+            theirs = answer["tokens"]
+        except (ServerRefused, KeyError, TypeError) as error:
+            raise SettingsError(
+                f"credit.args.teacher: {self._url} does not tokenize text, so it is unknown "
+                f"whether its tokenizer is the model's: {error}"
+            ) from error
+        for text, found in zip(probe, theirs, strict=True):
+            ours = tokenizer.encode(text, add_special_tokens=False).ids
+            if found != ours:
+                raise SettingsError(
+                    f"credit.args.teacher: the tokenizer of {self._url} is not that of the model: "
+                    f"it encodes {text!r:.60} as {found!s:.60}, not as {ours!s:.60}"
+                )
+        self._num_ids = max(ids.values()) + 1
+
+    async def logprobs(self, trajectory: Trajectory) -> list[float]:
+        """Return the teacher's log-probability of each sampled token.
+
+        Raises:
+            ServerError: the teacher refused the request, or did not answer in time.
+        """
+        ids, mask = trajectory.ids, trajectory.mask
+        if 1 not in mask:
+            return []
+        if self._num_ids is not None and max(ids) >= self._num_ids:
+            raise ServerRefused(
+                f"{self._url}: id {max(ids)} is not in the tokenizer's vocabulary", status=400
+            )
+        start = mask.index(1) - 1  # the log-probability of the first one is not reported
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": start,
+        }
+        answer = await self._ask("/generate", body)
+        found = _reported(answer, ids[start:])
+        if found is None:
+            raise ServerRefused(
+                f"{self._url}/generate: no log-probabilities of the given ids", status=200
+            )
+        return [one for one, sampled in zip(found, mask[start + 1 :], strict=True) if sampled]
+
+    async def _ask(self, path: str, body: dict[str, Any]) -> Any:
+        """Send a request until it is answered.
+
+        Raises:
+            ServerRefused: the answer is an error that a retry would repeat.
+            ServerUnavailable: there was no answer in time.
+        """
+        pause_s, last = _FIRST_PAUSE_S, "all of its requests took too long"
+        with anyio.move_on_after(self._timeout_s):
+            while True:
+                try:
+                    async with self._slots:  # no deadline: the whole has one
+                        return await self._control.post(path, body, timeout_s=self._timeout_s)
+                except ServerError as error:
+                    if isinstance(error, ServerRefused) and 400 <= error.status < 500:
+                        raise
+                    last = str(error)
+                await anyio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        raise ServerUnavailable(
+            f"the teacher {self._url} did not answer within {self._timeout_s:g} s: {last}"
+        )
+
+
+@asynccontextmanager
+async def open_teacher(
+    credit: CreditSettings, tokenizer: Tokenizer
+) -> AsyncIterator[Callable[[Trajectory], Awaitable[list[float]]] | None]:
+    """Open the teacher that the rule of credit assignment needs, if it needs one.
+
+    Yields:
+        A function that returns the teacher's log-probabilities of a trajectory's sampled tokens.
+
+    Raises:
+        SettingsError, ServerError: as in `TeacherClient.check`.
+    """
+    arguments = credit.arguments
+    if not isinstance(arguments, DistillArguments):
+        yield None
+        return
+    async with http_session() as session:
+        control = ControlClient(arguments.teacher, session)
+        client = TeacherClient(arguments.teacher, control, timeout_s=arguments.timeout_s)
+        await client.check(tokenizer)
+        yield client.logprobs
+
+
+def _reported(answer: Any, ids: Sequence[int]) -> list[float] | None:
+    """Return the log-probabilities of `ids` but the first, or None if the answer has others."""
+    try:
+        told = answer["meta_info"]["input_token_logprobs"]
+        if [one[1] for one in told] != list(ids):
+            return None
+        found = [float(one[0]) for one in told[1:]]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+    return found if all(map(math.isfinite, found)) else None

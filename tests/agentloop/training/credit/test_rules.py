@@ -1,0 +1,266 @@
+"""Rules of credit assignment: a group's rewards to the advantages and weights of its tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from agentloop.config import load_settings
+from agentloop.errors import SettingsError
+from agentloop.training.credit.grpo import group_advantages
+from agentloop.training.credit.rule import (
+    Aggregate,
+    RewardedRollout,
+    TokenCredit,
+    token_weights,
+)
+from agentloop.training.credit.settings import RULES, CreditSettings, assign
+from agentloop.training.learner_client.batch import Sample, write_batch
+from agentloop.training.run_folder import RunFolder
+from agentloop.trajectory import Trajectory, Turn
+
+VECTORS = json.loads((Path(__file__).parents[3] / "vectors" / "loss.json").read_text("utf-8"))
+FINITE = st.floats(-100, 100)
+NAMES = st.sampled_from(sorted(name for name, rule in RULES.items() if not rule.needs_teacher))
+
+
+def turn(num_tokens: int, reward: float | None = None, tokens: list[float] | None = None) -> Turn:
+    return Turn(
+        [5] * num_tokens,
+        [-1.0] * num_tokens,
+        observation_ids=[7],
+        reward=reward,
+        token_rewards=tokens or [],
+    )
+
+
+def rollout(reward: float, *turns: Turn) -> RewardedRollout:
+    return RewardedRollout(reward, [Trajectory("", [1], list(turns))])
+
+
+def advantages(group: list[RewardedRollout], name: str = "per_turn", **args: Any) -> list[Any]:
+    """Return the advantages of the tokens of each rollout's only trajectory."""
+    credit = CreditSettings.model_validate({"name": name, "args": args})
+    return [
+        one.advantages
+        if isinstance(one.advantages, list)
+        else [one.advantages] * rollout.trajectories[0].num_sampled_tokens
+        for rollout, (one,) in zip(group, assign(group, credit), strict=True)
+    ]
+
+
+@st.composite
+def groups(draw: st.DrawFn, *, turn_rewards: bool = True) -> list[RewardedRollout]:
+    """Return groups whose rollouts have one or more trajectories of different lengths."""
+    rewards = st.none() | FINITE if turn_rewards else st.none()
+    turns = st.lists(st.builds(turn, st.integers(1, 4), rewards), min_size=1, max_size=3)
+    made = turns.map(lambda some: Trajectory("", [1], some))
+    trajectories = st.lists(made, min_size=1, max_size=2)
+    return draw(st.lists(st.builds(RewardedRollout, FINITE, trajectories), max_size=5))
+
+
+@pytest.mark.parametrize("vector", VECTORS["advantages"])
+def test_advantages_within_a_group(vector: dict[str, Any]) -> None:
+    assert group_advantages(vector["rewards"]) == pytest.approx(vector["advantages"])
+
+
+def test_a_reward_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        group_advantages([1.0, math.nan])
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_all_tokens_of_a_rollout_have_its_advantage(name: str) -> None:
+    group = [rollout(1.0, turn(2, 9.0), turn(3)), rollout(0.0, turn(1))]
+    first, second = group_advantages([1.0, 0.0])
+    assert advantages(group, name) == [[first] * 5, [second]]
+
+
+@pytest.mark.parametrize(
+    ("name", "objective", "aggregate"),
+    [
+        ("grpo", "grpo", "group"),
+        ("gspo", "gspo", "sequence"),
+        ("cispo", "cispo", "group"),
+        ("per_turn", "grpo", "group"),
+    ],
+)
+def test_rules_name_the_learners_objective_and_mean(
+    name: str, objective: str, aggregate: str
+) -> None:
+    rule = CreditSettings(name=name).rule
+    assert (rule.objective, rule.aggregate) == (objective, aggregate)
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+@given(groups(turn_rewards=False))
+@hypothesis_settings(deadline=None)
+def test_without_rewards_of_turns_per_turn_credit_is_grpo(group: list[RewardedRollout]) -> None:
+    assert assign(group, CreditSettings(name="per_turn")) == assign(group, CreditSettings())
+
+
+def test_a_turn_gets_its_reward_and_those_of_later_turns() -> None:
+    """Two rollouts: (1 - 0) / std is 0.7071 for two rewards that differ."""
+    high = 0.7071
+    group = [rollout(0.0, turn(1, 1.0), turn(2, 2.0)), rollout(0.0, turn(2, 1.0), turn(1, 0.0))]
+    assert advantages(group) == [
+        pytest.approx([high] * 3, abs=1e-4),
+        pytest.approx([-high] * 3, abs=1e-4),
+    ]
+    assert advantages(group, discount=0.0) == [  # the first turns are equally good
+        pytest.approx([0.0, high, high], abs=1e-4),
+        pytest.approx([0.0, 0.0, -high], abs=1e-4),
+    ]
+
+
+def test_the_reward_of_the_rollout_counts_beside_those_of_its_turns() -> None:
+    group = [rollout(1.0, turn(1, 0.0), turn(1)), rollout(0.0, turn(1, 1.0), turn(1))]
+    first, second = advantages(group, discount=0.0)
+    assert first == pytest.approx([0.0, 0.7071], abs=1e-4)
+    assert second == pytest.approx([0.0, -0.7071], abs=1e-4)
+
+
+def test_a_turn_that_only_one_rollout_reaches_has_nothing_to_be_compared_with() -> None:
+    group = [rollout(0.0, turn(1), turn(2, 5.0)), rollout(0.0, turn(1))]
+    assert advantages(group, discount=0.0)[0] == [0.0] * 3
+    assert advantages(group)[0] == pytest.approx([0.7071, 0, 0], abs=1e-4)  # the turn before it
+
+
+def test_token_rewards_are_added_as_they_are() -> None:
+    group = [rollout(0.0, turn(1), turn(2, tokens=[0.5, -0.25])), rollout(0.0, turn(1))]
+    assert advantages(group) == [[0.0, 0.5, -0.25], [0.0]]
+    assert advantages(group, "grpo") == [[0.0] * 3, [0.0]]
+
+
+@given(groups(), st.floats(0, 1))
+@hypothesis_settings(deadline=None)
+def test_the_advantages_of_each_turn_of_a_group_sum_to_zero(
+    group: list[RewardedRollout], discount: float
+) -> None:
+    """For the turns that all rollouts reach, since the rollouts' own advantages do as well."""
+    credit = CreditSettings(name="per_turn", args={"discount": discount})
+    first = [
+        one.advantages[0] if isinstance(one.advantages, list) else one.advantages
+        for one, *_ in assign(group, credit)
+    ]
+    assert math.fsum(first) == pytest.approx(0, abs=1e-3)
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+@given(groups(), NAMES)
+@hypothesis_settings(deadline=None)
+def test_each_sampled_token_has_credit(group: list[RewardedRollout], name: str) -> None:
+    for one, credits in zip(group, assign(group, CreditSettings(name=name)), strict=True):
+        for trajectory, credit in zip(one.trajectories, credits, strict=True):
+            if isinstance(credit.advantages, list):
+                assert len(credit.advantages) == trajectory.num_sampled_tokens
+
+
+@given(groups())
+@hypothesis_settings(deadline=None)
+def test_the_weights_of_a_group(group: list[RewardedRollout]) -> None:
+    """A group, a trajectory or a token counts as 1."""
+    trajectories = [one for rollout in group for one in rollout.trajectories]
+    num_tokens = [one.num_sampled_tokens for one in trajectories]
+    totals: dict[Aggregate, int] = {
+        "group": min(1, len(group)),
+        "sequence": len(trajectories),
+        "batch": sum(num_tokens),
+    }
+    for how, total in totals.items():
+        weights = [one for rollout in token_weights(group, how) for one in rollout]
+        found = math.fsum(w * n for w, n in zip(weights, num_tokens, strict=True))
+        assert found == pytest.approx(total)
+
+
+# --- the way to the learner -----------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(FINITE, min_size=1, max_size=6), min_size=1, max_size=4))
+@hypothesis_settings(deadline=None)
+def test_credit_comes_back_from_the_journal_and_goes_into_the_batch(
+    tmp_path_factory: pytest.TempPathFactory, tokens: list[list[float]]
+) -> None:
+    np = pytest.importorskip("numpy")
+    load = pytest.importorskip("safetensors.numpy").load
+    folder = tmp_path_factory.mktemp("journal")
+    run = RunFolder(folder / "run", "")
+    rows = []
+    for some in tokens:
+        made = Trajectory("", [1, 2], [turn(len(some), some[0], some)])
+        credit = TokenCredit.of(some, 0.25)
+        row = {"advantages": credit.advantages, "weights": credit.weights}
+        rows.append({"credit": row, "trajectory": made.to_dict()})
+    path, _ = run.add_group(1, rows)
+    back = run.read_group(path)
+    assert [one["trajectory"]["turns"][0]["reward"] for one in back] == [one[0] for one in tokens]
+    assert [one["trajectory"]["turns"][0]["token_rewards"] for one in back] == tokens
+    samples = []
+    for one in back:
+        credit, made = TokenCredit(**one["credit"]), one["trajectory"]
+        parts = made["ids"], made["mask"], made["logprobs"]
+        samples.append(Sample(*parts, credit.advantages, 0, credit.weights))
+    write_batch(folder / "batch", samples)
+    batch = load((folder / "batch").read_bytes())
+    sampled = batch["mask"] == 1
+    flat = np.concatenate([np.asarray(some, np.float32) for some in tokens])
+    assert batch["advantages"][sampled].tolist() == flat.tolist()
+    assert set(batch["weights"][sampled].tolist()) == {0.25}
+    assert not batch["advantages"][~sampled].any()
+    assert not batch["weights"][~sampled].any()
+
+
+def test_credit_is_summed_up_for_people() -> None:
+    assert TokenCredit.of([0.5, 0.5], 1.0) == TokenCredit(0.5, 1.0)
+    assert TokenCredit.of([1.0, 0.0], 1.0).mean_advantage == 0.5
+    assert TokenCredit.of([1.0, -1.0], 1.0).has_signal
+    assert not TokenCredit.of([0.0, 0.0], 1.0).has_signal
+    assert not TokenCredit.of([], 1.0).has_signal
+    with pytest.raises(ValueError, match="not finite"):
+        TokenCredit.of([math.inf], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"discount": 2}, "credit|discount: Input should be less than or equal to 1"),
+        ({"discont": 1}, "discont: Extra inputs .* .arguments of per_turn: .*discount"),
+        ({"aggregate": "tokens"}, "aggregate: Input should be 'group', 'batch' or 'sequence'"),
+    ],
+)
+def test_invalid_arguments_are_named(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CreditSettings(name="per_turn", args=args)
+
+
+def test_the_short_form(tmp_path: Path) -> None:
+    from agentloop.cli.train import TrainSettings
+
+    file = tmp_path / "recipe.toml"
+    file.write_text('credit = "per_turn"\n')
+    assert load_settings(TrainSettings, [file]).credit.name == "per_turn"
+    made = load_settings(TrainSettings, [file], ["credit.args.discount=0.5"])
+    assert made.credit.arguments.model_dump()["discount"] == 0.5
+    with pytest.raises(SettingsError, match=r"credit.name: .*'grpo'.*, not 'ppo'"):
+        load_settings(TrainSettings, [file], ["credit=ppo"])
+
+
+def test_settings_of_other_sections_are_checked_against_the_rule() -> None:
+    CreditSettings().check(temperature=0.7, clip_low=0.2)
+    CreditSettings(name="cispo").check(temperature=1.0, clip_low=5.0)
+    with pytest.raises(SettingsError, match=r"learner.loss.clip_low: 5 must be at most 1"):
+        CreditSettings(name="gspo").check(temperature=1.0, clip_low=5.0)
+    distill = CreditSettings(name="distill", args={"teacher": "http://127.0.0.1:1"})
+    with pytest.raises(SettingsError, match=r"sampling.temperature: 0.7 must be 1"):
+        distill.check(temperature=0.7, clip_low=0.2)
