@@ -41,7 +41,7 @@ _BUILT_IN = "agent"  # the name of an item without an environment
 
 
 class EnvsSettings(EnvSettings):
-    """One of several environments of a run."""
+    """An environment of a run with several: an item of `envs`."""
 
     weight: float = pydantic.Field(
         1.0, gt=0, allow_inf_nan=False, description="Share of the groups, relative to the others."
