@@ -104,7 +104,7 @@ def _provider() -> str:
     """Register our agent as a model of Inspect, and return its name."""
     model, call = _module("model"), _module("tool").ToolCall
 
-    @model.modelapi(name="agentloop")  # type: ignore[untyped-decorator]
+    @model.modelapi(name="agentloop")  # type: ignore[untyped-decorator, unused-ignore]
     class Api(model.ModelAPI):  # type: ignore[misc, name-defined]
         def __init__(self, agent: Agent, **options: Any) -> None:
             super().__init__(**options)

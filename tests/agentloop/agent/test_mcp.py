@@ -28,7 +28,7 @@ from agentloop.environments.episodes import EnvironmentGroups
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import McpServerError, RequestError
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.trajectory import StopReason, ToolCallStatus
+from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 from tests.support import END, ScriptedEngine, Step, call_text, chat_format, chunks, eventually
 from tests.support import written as ids_of
 
@@ -316,16 +316,17 @@ async def test_a_rollout_whose_call_was_lost_is_not_scored() -> None:
 class Conversations:
     """Runs real rollouts on scripted turns, as `Runtime.rollout` would on servers."""
 
+    pool: Any = None
+
     def __init__(self, *turns: Sequence[Step]) -> None:
         self.engine = ScriptedEngine(*turns)
 
-    def __call__(self, group: str) -> Any:
-        async def run(messages: Any, *, tools: Any, budget: Budget, id: str, **options: Any) -> Any:
-            return await Rollout(
-                engine=self.engine, chat=CHAT, messages=messages, tools=tools, budget=budget, id=id
-            ).run()
-
-        return run
+    async def rollout(
+        self, messages: Any, *, tools: Any, budget: Budget, id: str, **options: Any
+    ) -> Trajectory:
+        return await Rollout(
+            engine=self.engine, chat=CHAT, messages=messages, tools=tools, budget=budget, id=id
+        ).run()
 
 
 async def test_an_environments_servers_are_ended_at_its_deadline() -> None:
