@@ -3,8 +3,7 @@
     env=agentloop.environments.adapters.inspect_ai:sample env.args.name=my_tasks.py@arithmetic
 
 The solver drives the rollout: it runs the tools, and asks for completions, each of which is a
-conversation of its own. Not supported: sandboxes and cleanup functions of
-Inspect, and images.
+conversation of its own. Sandboxes, cleanup functions and images are not supported.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ def _loaded(name: str, args: str) -> Any:
     try:
         (found,) = _module("_eval.loader").load_tasks([name], json.loads(args))
     except Exception as error:  # the task is another's code
-        why = f"{type(error).__name__}: {error}"
-        raise SettingsError(f"env.args.name: {name}: {why}; write FILE@NAME") from error
+        raise SettingsError(f"env.args.name: {name}: {error!r}; write FILE@NAME") from error
     if found.sandbox or not found.scorer or any(one.sandbox for one in found.dataset):
         raise SettingsError(f"env.args.name: {name}: it must have a scorer, and need no sandbox")
     return found
@@ -102,10 +100,11 @@ async def _generate(found: Any, model: Any, state: Any, how: str = "loop", **own
 @cache
 def _provider() -> str:
     """Register our agent as a model of Inspect, and return its name."""
-    model, call = _module("model"), _module("tool").ToolCall
+    from inspect_ai.model import ChatMessageAssistant, ModelAPI, ModelOutput, ModelUsage, modelapi
+    from inspect_ai.tool import ToolCall
 
-    @model.modelapi(name="agentloop")  # type: ignore[untyped-decorator]
-    class Api(model.ModelAPI):  # type: ignore[misc, name-defined]
+    @modelapi(name="agentloop")
+    class Api(ModelAPI):  # type: ignore[misc]
         def __init__(self, agent: Agent, **options: Any) -> None:
             super().__init__(**options)
             self._agent = agent
@@ -114,17 +113,18 @@ def _provider() -> str:
             return 1 << 20  # the router has the limit
 
         async def generate(self, input: Any, tools: Any, tool_choice: Any, config: Any) -> Any:
-            asked, infos = [*map(_message, input)], [] if tool_choice == "none" else tools
-            schemas = [{"type": "function", "function": one.model_dump()} for one in infos]
+            infos = [one.model_dump(exclude_none=True) for one in tools if tool_choice != "none"]
+            schemas = [{"type": "function", "function": one} for one in infos]
+            asked = [*map(_message, input)]
             try:
                 said = await complete(self._agent, asked, schemas, max_tokens=config.max_tokens)
             except PromptTooLong:
                 said = Completion("", finish_reason="length")
-            calls = [call(one.id, one.name, one.arguments) for one in said.calls]
-            message = model.ChatMessageAssistant(content=said.text, tool_calls=calls or None)
+            calls = [ToolCall(one.id, one.name, one.arguments) for one in said.calls]
+            message = ChatMessageAssistant(content=said.text, tool_calls=calls or None)
             end = said.finish_reason.replace("length", "max_tokens")
-            output = model.ModelOutput.from_message(message, end)
-            output.usage = model.ModelUsage(**said.usage("input", "output"))
+            output = ModelOutput.from_message(message, end)
+            output.usage = ModelUsage(**said.usage("input", "output"))
             return output
 
     return "agentloop/agent"

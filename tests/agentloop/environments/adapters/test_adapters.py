@@ -277,10 +277,13 @@ async def test_a_text_is_an_action_without_json() -> None:
     lock = Lock()
     lock.schema = {"properties": {"say": {"type": "string"}}, "required": ["say"]}
     asked: list[Any] = []
-    lock.answer = lambda kind, data: (  # type: ignore[method-assign]
+
+    def answer(kind: str, data: dict[str, Any]) -> dict[str, Any]:
         asked.append((kind, data))
-        or {"type": "observation", "data": {"observation": {"text": "hm"}, "done": kind == "step"}}
-    )
+        seen = {"observation": {"text": "hm"}, "done": kind == "step"}
+        return {"type": "observation", "data": seen}
+
+    lock.answer = answer  # type: ignore[method-assign]
     async with serving(lock) as url:
         environment = openenv.episode.with_arguments({"url": url, "system": "Speak."})
         host = numbers("friend")
