@@ -50,8 +50,9 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("games")
     size = ["--world-size", "1", "--nb-objects", "2", "--quest-length", "1"]
     for seed in ("1", "2"):
-        command = [Path(sys.executable).with_name("tw-make"), "custom", *size, "--silent"]
-        output = ["--seed", seed, "--output", folder / f"{seed}.z8"]
+        program = str(Path(sys.executable).with_name("tw-make"))
+        command = [program, "custom", *size, "--silent"]
+        output = ["--seed", seed, "--output", str(folder / f"{seed}.z8")]
         subprocess.run([*command, *output], check=True, capture_output=True, timeout=200)
     return folder
 

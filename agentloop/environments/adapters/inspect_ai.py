@@ -100,11 +100,10 @@ async def _generate(found: Any, model: Any, state: Any, how: str = "loop", **own
 @cache
 def _provider() -> str:
     """Register our agent as a model of Inspect, and return its name."""
-    from inspect_ai.model import ChatMessageAssistant, ModelAPI, ModelOutput, ModelUsage, modelapi
-    from inspect_ai.tool import ToolCall
+    model, call = _module("model"), _module("tool").ToolCall
 
-    @modelapi(name="agentloop")
-    class Api(ModelAPI):  # type: ignore[misc]
+    @model.modelapi(name="agentloop")  # type: ignore[untyped-decorator, unused-ignore]
+    class Api(model.ModelAPI):  # type: ignore[misc, name-defined]
         def __init__(self, agent: Agent, **options: Any) -> None:
             super().__init__(**options)
             self._agent = agent
@@ -120,11 +119,11 @@ def _provider() -> str:
                 said = await complete(self._agent, asked, schemas, max_tokens=config.max_tokens)
             except PromptTooLong:
                 said = Completion("", finish_reason="length")
-            calls = [ToolCall(one.id, one.name, one.arguments) for one in said.calls]
-            message = ChatMessageAssistant(content=said.text, tool_calls=calls or None)
+            calls = [call(one.id, one.name, one.arguments) for one in said.calls]
+            message = model.ChatMessageAssistant(content=said.text, tool_calls=calls or None)
             end = said.finish_reason.replace("length", "max_tokens")
-            output = ModelOutput.from_message(message, end)
-            output.usage = ModelUsage(**said.usage("input", "output"))
+            output = model.ModelOutput.from_message(message, end)
+            output.usage = model.ModelUsage(**said.usage("input", "output"))
             return output
 
     return "agentloop/agent"

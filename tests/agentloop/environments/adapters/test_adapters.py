@@ -278,10 +278,10 @@ async def test_a_text_is_an_action_without_json() -> None:
     lock.schema = {"properties": {"say": {"type": "string"}}, "required": ["say"]}
     asked: list[Any] = []
 
-    def answer(kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    def answer(kind: str, data: Any) -> dict[str, Any]:
         asked.append((kind, data))
-        seen = {"observation": {"text": "hm"}, "done": kind == "step"}
-        return {"type": "observation", "data": seen}
+        done = kind == "step"
+        return {"type": "observation", "data": {"observation": {"text": "hm"}, "done": done}}
 
     lock.answer = answer  # type: ignore[method-assign]
     async with serving(lock) as url:
