@@ -43,13 +43,13 @@ def test_example(name: str, prints: str, docker_engine: None, sglang_url: str) -
     assert prints in ended.stdout
 
 
-def evaluated(tmp_path: Path, environment: str, sglang_url: str, *own: str) -> list[dict[str, Any]]:
-    """Evaluate an environment and return the rows of its four rollouts.
+def evaluated(tmp_path: Path, environment: str, sglang_url: str) -> list[dict[str, Any]]:
+    """Evaluate an environment of examples/ and return the rows of its four rollouts.
 
     The model that ships with agentloop solves none of them, but it takes part.
     """
     settings = [
-        f"env={environment}",
+        f"env=examples.{environment}",
         f'servers=["{sglang_url}"]',
         f"run.folder={tmp_path}",
         "run.name=run",
@@ -57,7 +57,6 @@ def evaluated(tmp_path: Path, environment: str, sglang_url: str, *own: str) -> l
         "evaluate.num_samples=2",
         "evaluate.num_tasks=2",
         "budget.max_response_tokens=300",
-        *own,
     ]
     ended = subprocess.run(
         [sys.executable, "-m", "agentloop", "evaluate", *settings],
@@ -78,30 +77,17 @@ def evaluated(tmp_path: Path, environment: str, sglang_url: str, *own: str) -> l
 
 
 def test_a_game_is_evaluated(tmp_path: Path, docker_engine: None, sglang_url: str) -> None:
-    rows = evaluated(tmp_path, "examples.guess_number:guess", sglang_url)
+    rows = evaluated(tmp_path, "guess_number:guess", sglang_url)
     assert len(rows) == 4
     assert all(row["parts"].keys() == {"found", "quick"} for row in rows)
     assert any(turn["calls"] for row in rows for turn in row["trajectory"]["turns"])
 
 
 def test_two_agents_are_evaluated(tmp_path: Path, docker_engine: None, sglang_url: str) -> None:
-    rows = evaluated(tmp_path, "examples.solver_and_checker:solve_and_check", sglang_url)
+    rows = evaluated(tmp_path, "solver_and_checker:solve_and_check", sglang_url)
     assert all(row["parts"].keys() == {"right", "caught"} for row in rows)
     ids = sorted(row["trajectory"]["id"].partition(".")[2] for row in rows)
     assert ids == sorted(["0", "0+checker", "1", "1+checker"] * 2)
-
-
-def test_puzzles_of_reasoning_gym_are_evaluated(tmp_path: Path, sglang_url: str) -> None:
-    rows = evaluated(
-        tmp_path,
-        "agentloop.environments.adapters.reasoning_gym:puzzle",
-        sglang_url,
-        'env.args.families=["chain_sum"]',
-        "env.args.options.chain_sum.max_terms=2",
-        "sandbox.backend=process",
-    )
-    assert len(rows) == 4
-    assert all(0 <= row["reward"] <= 1 for row in rows)
 
 
 def test_every_example_is_run() -> None:
