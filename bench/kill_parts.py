@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import anyio
@@ -166,7 +167,8 @@ def serve(port: int) -> None:
 class PlayedRuntime:
     """The part of `agentloop.runtime.Runtime` that training uses: the real router, no model."""
 
-    pool = chat = None
+    pool = None
+    chat = SimpleNamespace(tokenizer=None)
 
     def __init__(self, settings: Settings, **_: Any) -> None:
         self._settings = settings

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -192,11 +192,11 @@ def right(seen: list[Message]) -> str:
 
 @pytest.mark.parametrize(("script", "value"), [(right, 1.0), (lambda seen: "no idea", 0.0)])
 async def test_an_inspect_task_is_solved_and_scored(
-    tasks: Path, script: Said, value: float
+    tasks: Path, script: Callable[[list[Message]], Said], value: float
 ) -> None:
     arguments = {"name": f"{tasks}@sums", "args": {"system": "Add."}}
     sample = inspect_ai.sample.with_arguments(arguments)
-    host = Scripted(script)  # type: ignore[arg-type]
+    host = Scripted(script)
     for episode in await play(sample, host, size=3):
         assert episode.reward is not None
         assert episode.reward.value == value, episode.reward

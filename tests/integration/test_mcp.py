@@ -31,7 +31,6 @@ server.run()
 async def test_a_question_is_answered_with_the_tool_of_an_mcp_server(
     sglang_url: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("mcp")
     script = tmp_path / "server.py"
     script.write_text(SERVER)
     settings: Any = {

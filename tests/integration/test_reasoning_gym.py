@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from agentloop.environments.adapters.reasoning_gym import puzzle
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import SettingsError
 from agentloop.sandbox import Pool, PoolSettings
 from agentloop.trajectory import StopReason, Trajectory, Turn
+from tests.agentloop.environments.adapters.scripted import Scripted, play, task_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -58,3 +64,47 @@ async def test_another_right_answer_is_right_and_junk_is_not() -> None:
             ]:
                 found = await grader.score(answered(text), task)
                 assert found.value == value, (text, found)
+
+
+def saying(text: str, pool: Pool) -> Scripted:
+    return Scripted(lambda seen: text, pool)
+
+
+async def test_the_adapter_makes_puzzles_and_gives_their_scores() -> None:
+    options = {"countdown": {"min_numbers": 3, "max_numbers": 3}}
+    made = puzzle.with_arguments({"families": ["countdown"], "options": options})
+    task = task_of(made)
+    assert task_of(made) == task != task_of(made, seed=1)
+    async with Pool(PoolSettings(backend="process", workers=1)) as pool:
+        for text, lowest, highest in [
+            (task.answer, 1.0, 1.0),
+            (f"({task.answer})", 1.0, 1.0),
+            ("1 + 1", 0.0, 0.5),
+            ("__import__('os')._exit(0)", 0.0, 0.0),
+        ]:
+            host = saying(f"<answer>{text}</answer>", pool)
+            (episode,) = await play(made, host)
+            assert episode.reward is not None
+            assert episode.reward.value is not None
+            assert lowest <= episode.reward.value <= highest, (text, episode.reward)
+
+
+def test_the_adapter_is_evaluated(tmp_path: Path, sglang_url: str) -> None:
+    settings = [
+        "env=agentloop.environments.adapters.reasoning_gym:puzzle",
+        'env.args.families=["chain_sum"]',
+        "env.args.options.chain_sum.max_terms=2",
+        "sandbox.backend=process",
+        f'servers=["{sglang_url}"]',
+        f"run.folder={tmp_path}",
+        "run.name=run",
+        "page=false",
+        "evaluate.num_samples=2",
+        "evaluate.num_tasks=2",
+        "budget.max_response_tokens=300",
+    ]
+    command = [sys.executable, "-m", "agentloop", "evaluate", *settings]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert (results["all"]["num_tasks"], results["all"]["num_missing"]) == (2, 0)

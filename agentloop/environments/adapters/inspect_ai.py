@@ -3,8 +3,7 @@
     env=agentloop.environments.adapters.inspect_ai:sample env.args.name=my_tasks.py@arithmetic
 
 The solver drives the rollout: it runs the tools, and asks for completions, each of which is a
-conversation of its own. Not supported: sandboxes and cleanup functions of
-Inspect, and images.
+conversation of its own. Sandboxes, cleanup functions and images are not supported.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ def _loaded(name: str, args: str) -> Any:
     try:
         (found,) = _module("_eval.loader").load_tasks([name], json.loads(args))
     except Exception as error:  # the task is another's code
-        why = f"{type(error).__name__}: {error}"
-        raise SettingsError(f"env.args.name: {name}: {why}; write FILE@NAME") from error
+        raise SettingsError(f"env.args.name: {name}: {error!r}; write FILE@NAME") from error
     if found.sandbox or not found.scorer or any(one.sandbox for one in found.dataset):
         raise SettingsError(f"env.args.name: {name}: it must have a scorer, and need no sandbox")
     return found
@@ -114,8 +112,9 @@ def _provider() -> str:
             return 1 << 20  # the router has the limit
 
         async def generate(self, input: Any, tools: Any, tool_choice: Any, config: Any) -> Any:
-            asked, infos = [*map(_message, input)], [] if tool_choice == "none" else tools
-            schemas = [{"type": "function", "function": one.model_dump()} for one in infos]
+            infos = [one.model_dump(exclude_none=True) for one in tools if tool_choice != "none"]
+            schemas = [{"type": "function", "function": one} for one in infos]
+            asked = [*map(_message, input)]
             try:
                 said = await complete(self._agent, asked, schemas, max_tokens=config.max_tokens)
             except PromptTooLong:

@@ -25,7 +25,6 @@ from agentloop.environments.tasks.sources import Task
 __all__ = ["episode"]
 
 _MAX_MESSAGE = 64 << 20
-_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _sessions = anyio.lowlevel.RunVar[dict[str, anyio.CapacityLimiter]]("_openenv_sessions")
 
 
@@ -146,6 +145,6 @@ def _parsed(answer: str) -> Any:
 def _shown(seen: Mapping[str, Any]) -> str:
     """Return an observation as text: its only text, or all of it as JSON."""
     said = seen.get("observation") or {}
-    fields = {name: value for name, value in said.items() if value not in _EMPTY}
+    fields = {name: value for name, value in said.items() if value not in (None, "", [], {})}
     texts = [value for value in fields.values() if isinstance(value, str)]
     return texts[0] if len(fields) == len(texts) == 1 else json.dumps(fields)

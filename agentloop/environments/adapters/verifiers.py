@@ -78,7 +78,8 @@ def _loaded(id: str, args: str) -> Any:
 @contextmanager
 def _no_signal_handlers() -> Iterator[None]:
     """Keep the library from handling signals: it does when an environment is made, and exits."""
-    install, signal.signal = signal.signal, lambda number, handler: None  # type: ignore[assignment]
+    install = signal.signal
+    signal.signal = lambda number, handler: None
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ pays the sum of all weights. With weights 2 and 1 the turns are a b a, a b a, ..
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +68,16 @@ class MixedTasks(TaskSource):
     def __next__(self) -> Task:
         name = self._turns.take()
         return of_environment(next(self._sources[name]), name)
+
+    def draw(self, accepts: Callable[[Task], bool]) -> Task:
+        """Return the next task of the environment whose turn it is that is accepted."""
+        name = self._turns.take()
+        task = self._sources[name].draw(lambda task: accepts(of_environment(task, name)))
+        return of_environment(task, name)
+
+    def rate_key(self, task: Task) -> str:
+        """Return the key of the task's source, after the name of its environment."""
+        return f"{task.env} {self._sources[task.env].rate_key(task)}"
 
     def held_out(self) -> list[Task]:
         """Return the held-out tasks of each environment, one environment after the other."""

@@ -32,7 +32,6 @@ from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 from tests.support import END, ScriptedEngine, Step, call_text, chat_format, chunks, eventually
 from tests.support import written as ids_of
 
-pytest.importorskip("mcp")
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.timeout(60),  # a server is an interpreter that imports the SDK

@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import httpx2
+import mcp
 import pytest
 
 from agentloop.errors import ServerUnavailable
 from tests.agentloop.api.test_app import Service, says, service
 from tests.support import eventually
 
-mcp: Any = pytest.importorskip("mcp")
-httpx2: Any = pytest.importorskip("httpx2")
 pytestmark = pytest.mark.anyio
 
 LIST = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
