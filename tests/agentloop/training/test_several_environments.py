@@ -61,7 +61,7 @@ async def test_each_environment_has_its_metrics_and_its_evaluation(tmp_path: Pat
         assert row["held_out/num_rollouts"] == 6
         assert {"held_out/env/easy/reward", "held_out/env/hard/pass_at_k"} <= row.keys()
     assert any("step 1/2: reward 0.857 (easy 1.000, hard 0.571), " in one for one in told.lines)
-    assert any("held-out reward 0.500 (easy 1.000, hard 0.000), " in one for one in told.lines)
+    assert any("held-out reward 1.000 (easy 1.000, hard 1.000), " in one for one in told.lines)
 
 
 def test_a_run_with_one_environment_has_no_metrics_of_each() -> None:
