@@ -79,7 +79,7 @@ def _loaded(id: str, args: str) -> Any:
 def _no_signal_handlers() -> Iterator[None]:
     """Keep the library from handling signals: it does when an environment is made, and exits."""
     install = signal.signal
-    signal.signal = lambda number, handler: signal.SIG_DFL
+    signal.signal = lambda signalnum, handler: None
     try:
         yield
     finally:
