@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
 import httpx
+import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[train]'")
+
+import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from agentloop.cli.train import TrainSettings, train
+from agentloop.config import load_settings
 from agentloop.models import SMALL
 from agentloop.training.credit.rule import RewardedRollout
 from agentloop.training.credit.settings import CreditSettings, assign
 from agentloop.training.teacher_client import open_teacher
 from agentloop.trajectory import Trajectory, Turn
+from tests.integration.test_train import Said
 
-pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
 
+RECIPE = Path(__file__).parents[2] / "docs" / "recipes" / "small.toml"
+NOISE = 0.5
 TOKENIZER = Tokenizer.from_file(str(SMALL / "tokenizer.json"))
 
 
@@ -28,6 +44,43 @@ async def sampled(url: str, ids: list[int]) -> Turn:
         answer = (await client.post(f"{url}/generate", json=body)).raise_for_status().json()
     logprobs = [one[0] for one in answer["meta_info"]["output_token_logprobs"]]
     return Turn(answer["output_ids"], logprobs)
+
+
+def disturbed(folder: Path) -> Path:
+    """Return a copy of the model whose weights are a little off."""
+    shutil.copytree(SMALL, folder)
+    rng, file = np.random.default_rng(0), folder / "model.safetensors"
+    weights = {name: tensor.float() for name, tensor in load_file(file).items()}
+    for name, tensor in weights.items():
+        noise = torch.from_numpy(rng.normal(size=tuple(tensor.shape)).astype(np.float32))
+        weights[name] = tensor + NOISE * tensor.std() * noise if tensor.ndim > 1 else tensor
+    save_file(weights, file, {"format": "pt"})
+    return folder
+
+
+async def test_a_student_comes_back_to_its_teacher(sglang_url: str, tmp_path: Path) -> None:
+    """The loss is the reverse KL divergence, since all policy ratios are 1."""
+    overrides = [
+        f"model={disturbed(tmp_path / 'model')}",
+        f"run.folder={tmp_path}",
+        "run.name=student",
+        "credit=distill",
+        f"credit.args.teacher={sglang_url}",
+        "loop.steps=6",
+        "loop.prompts_per_step=8",
+        "loop.group_size=8",
+        "loop.evaluate_every=0",
+        "learner.optimizer.lr=3e-4",
+        "page=false",
+    ]
+    settings = load_settings(TrainSettings, [RECIPE], overrides)
+    folder = await train(settings, cast(Any, Said()))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["learner/loss"] for row in rows if "learner/loss" in row]
+    print(losses)
+    assert len(losses) == 6
+    assert losses[0] > 0.02, "the student is too close to its teacher to begin with"
+    assert sum(losses[-2:]) < 0.5 * sum(losses[:2])
 
 
 async def test_a_teacher_agrees_with_itself(sglang_url: str) -> None:
