@@ -18,19 +18,16 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
 from numbers import Real
-from operator import attrgetter
 from typing import Any, ClassVar, overload
 
 import pydantic
 
 from agentloop.agent.tools import import_schema_parser
+from agentloop.config import import_named
 from agentloop.environments.registry import find
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.problems import GENERATORS
@@ -196,23 +193,7 @@ def load(settings: EnvSettings) -> Environment | None:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise SettingsError(f"env.name: {name!r} is not of the form module:function")
-    if (here := os.getcwd()) not in sys.path:  # a command's path begins with its own folder
-        sys.path.append(here)
-    try:
-        found = attrgetter(attribute)(import_module(module))
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise SettingsError(f"env.name: {name}: {error}") from error
-        raise SettingsError(
-            f"env.name: there is no module {error.name!r}; it must be importable from here, such "
-            "as a file in the current folder or an installed package"
-        ) from error
-    except AttributeError as error:
-        raise SettingsError(f"env.name: {module} has no {attribute!r}") from error
-    except Exception as error:
-        raise SettingsError(
-            f"env.name: importing {module} raised {type(error).__name__}: {error}"
-        ) from error
+    found = import_named(name, "env.name")
     if not isinstance(found, Environment):
         raise SettingsError(
             f"env.name: {name} is not an environment: decorate it with @agentloop.environment"
