@@ -82,49 +82,46 @@ async def $module(
 '''
 
 _TEST = '''\
-"""The game, played by scripts instead of a model."""
+"""The game, played by scripts in place of the model."""
 
 import random
 
+import agentloop
 import anyio
 import pytest
-from agentloop import Task
 
 from $module import Game, $module, make_task
 
 
-class Halving:
-    """Stands in for the agent: it calls the tools as a good player would."""
-
-    async def run(self, messages, *, tools, **options):
-        (guess,) = tools
-        low, high = 1, 100
-        while low <= high:
-            middle = (low + high) // 2
-            told = guess(middle)
-            if told == "right":
-                return
-            low, high = (middle + 1, high) if told == "higher" else (low, middle - 1)
+def halving(messages):
+    """Search by halves, as a good player would."""
+    low, high = 1, 100
+    for said, heard in zip(messages[1::2], messages[2::2], strict=False):
+        number = said["tool_calls"][0]["function"]["arguments"]["number"]
+        if heard["content"] == "right":
+            return f"It is {number}."
+        low, high = (number + 1, high) if heard["content"] == "higher" else (low, number - 1)
+    return agentloop.call("guess", number=(low + high) // 2)
 
 
-class Silent:
-    """Stands in for an agent that calls no tool."""
-
-    async def run(self, messages, *, tools, **options):
-        pass
+def silent(messages):
+    """Call no tool."""
+    return "I do not know."
 
 
-def play(agent, number):
-    return anyio.run($module, Task("1", "", str(number), extra={"top": 100}), agent)
+def parts(script, number):
+    """Return the parts of the reward of a rollout."""
+    task = {"answer": number, "top": 100}
+    return anyio.run(agentloop.play, $module, task, script).reward.parts
 
 
 @pytest.mark.parametrize("number", [1, 37, 50, 100])
 def test_a_good_player_gets_the_whole_reward(number):
-    assert play(Halving(), number) == {"found": True, "in_time": True}
+    assert parts(halving, number) == {"found": 1, "in_time": 1}
 
 
 def test_without_a_guess_there_is_no_reward():
-    assert sum(play(Silent(), 42).values()) == 0
+    assert sum(parts(silent, 42).values()) == 0
 
 
 def test_the_game_says_where_to_look():
