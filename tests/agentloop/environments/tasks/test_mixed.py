@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.environments.tasks.mixed import MixedTasks, WeightedTurns
-from agentloop.environments.tasks.sources import TaskSource, TasksSettings
+from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.errors import DataError
 
 WEIGHTS = st.dictionaries(
@@ -121,3 +121,20 @@ def test_only_listed_tasks_are_all_known(tmp_path: Path) -> None:
     assert [task.env for task in distinct] == ["a", "a", "b", "b"]
     both["c"] = TaskSource.open(TasksSettings())
     assert MixedTasks(both, {"a": 1, "b": 1, "c": 1}).distinct is None
+
+
+def test_a_task_that_is_passed_over_does_not_cost_its_environment_the_turn() -> None:
+    offered: list[Task] = []
+
+    def every_other(task: Task) -> bool:
+        offered.append(task)
+        return len(offered) % 2 == 0
+
+    tasks, usual = mixed(easy=2, hard=1), mixed(easy=2, hard=1)
+    drawn = [tasks.draw(every_other) for _ in range(6)]
+    assert [task.env for task in drawn] == [next(usual).env for _ in drawn]
+    assert len(offered) == 12
+    assert {tasks.rate_key(task) for task in drawn} == {
+        "easy arithmetic level 1",
+        "hard arithmetic level 2",
+    }
