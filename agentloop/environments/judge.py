@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ Think it through briefly. Then end with one line of JSON, and nothing after it:
 {{"reason": "one sentence", "score": a number from {low:g} to {high:g}}}"""
 _AGAIN = "That is not a valid verdict: {problem}. {form}"
 _MAX_QUOTED = 100  # characters of a malformed answer
+_MAX_BRACES = 100  # at which a verdict may begin, counted from the end of the answer
 _BUSY_S = 10.0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS ratings (
@@ -181,16 +183,17 @@ def parse_rating(answer: str, *, low: float, high: float) -> Rating:
 
 def _last_object(text: str) -> Any:
     """Return the outermost JSON object that ends with the text, or None."""
-    decoder = json.JSONDecoder()
-    at = text.find("{")
-    while at >= 0:
+    decoder, end = json.JSONDecoder(), 0
+    # A model may open any number of braces, each of which costs a parse.
+    for at in [match.start() for match in re.finditer("{", text)][-_MAX_BRACES:]:
+        if at < end:  # inside of an object that ended before the text did
+            continue
         try:
             found, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
-            end = at
+            continue
         if end == len(text):
             return found
-        at = text.find("{", max(end, at + 1))
     return None
 
 
