@@ -284,8 +284,8 @@ def test_an_environments_tasks_replace_those_of_a_generator_and_of_nothing_else(
 async def test_a_slow_server_is_not_the_environments_fault() -> None:
     @agentloop.environment
     async def twice(task: Any, agent: Agent) -> float:
-        begun = anyio.current_time()
         await agent.run("?")
+        begun = anyio.current_time()
         while anyio.current_time() == begun:  # the event loop's clock has milliseconds
             await anyio.lowlevel.checkpoint()
         await agent.run("And now?")
