@@ -16,11 +16,12 @@ _COMMANDS = {
     "chat": "chat with the agent in a terminal",
     "sft": "fine-tune a model on dialogues, usually before reinforcement learning",
     "train": "train a model with reinforcement learning",
-    "rollouts": "generate rollouts for a training run on another machine",
     "evaluate": "evaluate a model or an endpoint on tasks",
     "env": "try, create and list environments",
     "runs": "list, view, plot, analyze and export runs",
+    "doctor": "list what this machine lacks, or how a model's conversations are read",
     "data": "prepare problems for training and evaluation, and dialogues for fine-tuning",
+    "completion": "print the script that completes words in bash, zsh or fish",
 }
 _RUNS_COMMANDS = {
     "list": "list the runs in a folder",
@@ -45,6 +46,7 @@ _RENAMED = {
     "plot": "runs plot",
     "export": "runs export",
     "analyze": "runs entropy",
+    "rollouts": "train cluster.runtimes=N",
 }
 
 

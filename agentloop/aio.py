@@ -1,4 +1,4 @@
-"""Additions to anyio: a task group that raises single errors by themselves, and a signal."""
+"""Additions to anyio: a task group that raises single errors, a slot of a limiter, a signal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import anyio.abc
 
 from agentloop.errors import leaves, sole
 
-__all__ = ["Signal", "task_group"]
+__all__ = ["Signal", "Slot", "task_group"]
 
 
 @asynccontextmanager
@@ -27,6 +27,26 @@ async def task_group(*, only_first: bool = False) -> AsyncIterator[anyio.abc.Tas
     except BaseExceptionGroup as group:
         error = next(leaves(group)) if only_first else sole(group)
         raise error from error.__cause__
+
+
+class Slot:
+    """A token of a limiter, held inside `async with`.
+
+    Unlike `async with limiter` it does not give way to other tasks if a token is free, and several
+    slots of one task are different borrowers.
+    """
+
+    def __init__(self, limiter: anyio.CapacityLimiter) -> None:
+        self._limiter = limiter
+
+    async def __aenter__(self) -> None:
+        try:
+            self._limiter.acquire_on_behalf_of_nowait(self)
+        except anyio.WouldBlock:  # none is free, or others wait for one
+            await self._limiter.acquire_on_behalf_of(self)  # no deadline: the caller has one
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._limiter.release_on_behalf_of(self)
 
 
 class Signal:

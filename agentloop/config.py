@@ -44,6 +44,7 @@ _ENV_PREFIX = "AGENTLOOP_"
 _RENAMED = {
     "journal": "event_log",
     "start": "sft",
+    "collapse.enabled": "collapse.patience",
     "collapse.reward_sag": "collapse.reward_decline",
     "event_log.enabled": "event_log.max_mib",
     "learner.loss.ratio_to": "learner.loss.old_logprobs_from",
@@ -53,7 +54,6 @@ _RENAMED = {
     "ranks.count": "ranks.nproc_per_node",
     "router.max_moves": "router.max_migrations",
     "router.patience_s": "router.starvation_threshold_s",
-    "serve.stall_after_s": "serve.no_progress_s",
     "sinks.to": "sinks.report_to",
     "weights.by": "weights.transport",
 }
@@ -62,6 +62,36 @@ _MOVED = {
     "learner.loss.kind": "credit.name",
     "learner.loss.aggregate": "credit.args.aggregate",
     "loop.shuffle_rewards": "credit.args.shuffle_rewards",
+    "sft.data.max_tool_response_tokens": "budget.max_tool_response_tokens",
+    "sft.data.seed": "sft.seed",
+    "sft.learner.seed": "sft.seed",
+    "sft.loop.seed": "sft.seed",
+    "sft.loop.step_timeout_s": "loop.step_timeout_s",
+}
+# Settings that no longer exist, with the value that holds for all runs. A value equal to it, as in
+# the config.toml of an older run, is dropped.
+_REMOVED: dict[str, object] = {
+    "collapse.grad_norm_high": 10.0,
+    "collapse.truncated_rise": 0.3,
+    "fleet.give_up_s": 600.0,
+    "fleet.lease_s": 30.0,
+    "fleet.max_result_mib": 512,
+    "fleet.max_tries": 5,
+    "fleet.password": "",
+    "fleet.redis": "",
+    "fleet.run": "",
+    "learner.max_skipped_steps": 3,
+    "otel.timeout_s": 10.0,
+    "router.admission.period_s": 2.0,
+    "router.admission.report_ttl_s": 15.0,
+    "router.max_waiting": 65_536,
+    "serve.no_progress_s": 60.0,
+    "serve.stall_after_s": 60.0,
+    "watchdog.max_lag_s": 1.0,
+}
+# Sections that no longer exist, and what to set instead.
+_INSTEAD = {
+    "fleet": "Ray starts the runtimes on other machines: set cluster.address and cluster.runtimes",
 }
 M = TypeVar("M", bound=pydantic.BaseModel)
 
@@ -87,7 +117,7 @@ def load_settings(
     sources: dict[str, str] = {}
     layers = _layers(model, files, overrides)
     for source, layer in itertools.chain([("the base", dict(base or {}))], layers):
-        values = _expanded(model, layer)
+        values = _without_removed(_expanded(model, layer), source)
         _check_keys(model, values, source)
         _merge(merged, _replace_none_text(model, values), sources, source)
     try:
@@ -104,7 +134,7 @@ def with_values(settings: M, values: Mapping[str, Any], *, source: str) -> M:
     """
     if not values:
         return settings
-    values = _expanded(type(settings), values)
+    values = _without_removed(_expanded(type(settings), values), source)
     _check_keys(type(settings), values, source)
     merged = {**settings.model_dump(exclude_unset=True), **values}
     try:
@@ -129,6 +159,8 @@ def _environment(model: type[pydantic.BaseModel]) -> dict[str, Any]:
         if name.upper().startswith(_ENV_PREFIX):
             path = name[len(_ENV_PREFIX) :].lower().replace("__", ".")
             _check_top_name(model, path)
+            if path in _REMOVED and path.split(".")[0] in _INSTEAD:  # no field, so not read
+                _check_removed(path, os.environ[name], "the environment")
     source = EnvSettingsSource(
         model,  # type: ignore[arg-type]  # any model works: only its fields are read
         env_prefix=_ENV_PREFIX,
@@ -282,6 +314,33 @@ def _expanded(model: type[pydantic.BaseModel], values: Mapping[str, Any]) -> dic
     return found
 
 
+def _without_removed(values: Mapping[str, Any], source: str, at: str = "") -> dict[str, Any]:
+    """Drop settings that no longer exist, if they have the value that holds for all runs.
+
+    Raises:
+        SettingsError: one has another value.
+    """
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{at}.{key}" if at else key
+        if path in _REMOVED:
+            _check_removed(path, value, source)
+        elif isinstance(value, Mapping) and any(name.startswith(f"{path}.") for name in _REMOVED):
+            if left := _without_removed(value, source, path):
+                found[key] = left
+        else:
+            found[key] = value
+    return found
+
+
+def _check_removed(path: str, value: object, source: str) -> None:
+    """Check the value of a setting that no longer exists. Raises SettingsError."""
+    fixed = _REMOVED[path]
+    if value not in (fixed, str(fixed)):  # the environment has text
+        instead = _INSTEAD.get(path.split(".")[0], f"it is always {fixed}")
+        raise SettingsError(f"{source}: {path!r} was removed: {instead}")
+
+
 def _first_leaf(path: str, value: Any) -> str:
     while isinstance(value, Mapping) and value:
         key, value = next(iter(value.items()))
@@ -394,7 +453,10 @@ def describe_settings(
         else:
             default = "(required)"
             if not field.is_required():
-                default = _toml_value(field.get_default(call_default_factory=True))
+                value = field.get_default(call_default_factory=True)
+                if isinstance(value, pydantic.BaseModel):
+                    value = value.model_dump(mode="json", exclude_defaults=True)
+                default = _toml_value(value)
             yield path, default, field.description or ""
 
 

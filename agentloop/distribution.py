@@ -41,6 +41,9 @@ def require(extra: str, modules: Mapping[str, str]) -> None:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a top-level module can be imported, without importing it."""
-    spec = find_spec(module)
+    """Return whether a module can be imported, without importing it; packages above it are."""
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError:  # its package is missing
+        return False
     return spec is not None and spec.origin is not None  # a plain folder of that name has no origin

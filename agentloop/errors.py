@@ -7,6 +7,7 @@
      ├─ RequestError           a caller's request: a message, a field, a tool
      │   ├─ PromptTooLong
      │   ├─ UnknownModel
+     │   ├─ UnknownSession
      │   └─ Unsupported
      ├─ NotThere               a rollout, group or run that the page asked for does not exist
      ├─ DataError              task data: a file, a line, a field
@@ -43,7 +44,9 @@ __all__ = [
     "ServerUnavailable",
     "SettingsError",
     "UnknownModel",
+    "UnknownSession",
     "Unsupported",
+    "culprit",
     "leaves",
     "sole",
 ]
@@ -56,6 +59,15 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
             yield from leaves(inner)
     else:
         yield error
+
+
+def culprit(error: Exception, *spared: type[Exception]) -> BaseException:
+    """Return the first error inside nested groups that is none of `spared`, or else the first.
+
+    Of several tasks that fail, one has a bug, and others are often only its victims.
+    """
+    found = list(leaves(error))
+    return next((one for one in found if not isinstance(one, spared)), found[0])
 
 
 def sole(error: BaseException) -> BaseException:
@@ -107,6 +119,12 @@ class UnknownModel(RequestError):
     """The request names a model that is not served."""
 
     code = "model_not_found"
+
+
+class UnknownSession(RequestError):
+    """The key of the request belongs to no open session."""
+
+    code = "session_not_found"
 
 
 class Unsupported(RequestError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import anyio
 
@@ -20,6 +20,7 @@ from agentloop.trajectory import ToolCall, ToolResult, Trajectory, Turn
 __all__ = [
     "CallFinished",
     "CallStarted",
+    "ClientAwaited",
     "Emit",
     "Event",
     "Explained",
@@ -31,6 +32,7 @@ __all__ = [
     "RolloutFinished",
     "RolloutScored",
     "RolloutStarted",
+    "RolloutStream",
     "TokensSampled",
     "TurnFinished",
     "TurnMoved",
@@ -147,6 +149,13 @@ class TurnFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class ClientAwaited:
+    """A branch of a session has answered; it goes on if its client asks again."""
+
+    rollout_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutFinished:
     """A rollout has ended; `trajectory` is complete."""
 
@@ -237,6 +246,7 @@ Event = (
     | TurnMoved
     | TurnSampled
     | TurnFinished
+    | ClientAwaited
     | RolloutFinished
     | RolloutAbandoned
     | RolloutScored
@@ -305,3 +315,20 @@ class Feed:
         text = "".join(event.text for event in self._tokens)
         self._events.append(TokensSampled(first.rollout_id, first.turn, ids, text))
         self._tokens.clear()
+
+
+class RolloutStream:
+    """The events of one rollout, to iterate over; `trajectory` is set at the end."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self.trajectory: Trajectory | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        event = await anext(self._feed)  # no deadline: the rollout has one, and then ends this
+        if isinstance(event, RolloutFinished):
+            self.trajectory = event.trajectory
+        return event

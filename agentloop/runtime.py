@@ -11,19 +11,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import (
-    AsyncIterable,
-    AsyncIterator,
-    Callable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-)
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,17 +24,21 @@ import anyio.abc
 import pydantic
 from aiohttp import ClientSession
 
-from agentloop.agent.chat_format import ChatFormat, ChatSettings
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.chat_settings import ChatSettings
 from agentloop.agent.mcp import McpServer, McpServerSettings, mcp_servers, with_plain_names
 from agentloop.agent.named_tools import AnyTool, check_tool_name, imported_tools, resolved_tools
 from agentloop.agent.rollout import Budget, Reply, Rollout, TurnOptions, prompt_of
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
+from agentloop.agent.sessions import ServedSessions, SessionSettings
+from agentloop.agent.tool_formats import ToolFormat
 from agentloop.agent.tools import Tool, Tools
 from agentloop.aio import task_group
 from agentloop.api.guard import ServeSettings
+from agentloop.api.session_listener import SessionListener, listening_for_sessions
 from agentloop.config import load_settings, with_values
 from agentloop.errors import AgentLoopError, RequestError, SettingsError, leaves
-from agentloop.events import Emit, Event, Feed, RolloutFinished, ignore
+from agentloop.events import Emit, Event, Feed, RolloutStream, ignore
 from agentloop.inference.processes.keep_alive import keep_alive
 from agentloop.inference.processes.server_log import folder_kept_on_error
 from agentloop.inference.processes.supervise import (
@@ -64,7 +57,7 @@ from agentloop.sandbox import Pool, PoolSettings
 from agentloop.training.group_stream import FinishedGroup, finished_groups
 from agentloop.trajectory import Message, StopReason, Trajectory
 
-__all__ = ["RolloutStream", "Runtime", "Settings"]
+__all__ = ["Runtime", "Settings"]
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +82,9 @@ class Settings(pydantic.BaseModel):
         description="URLs of running SGLang servers to use, such as http://gpu1:30000. By default, "
         "server.count servers are started on this machine.",
     )
+    servers_key: pydantic.SecretStr | None = pydantic.Field(
+        None, description="API key that `servers` require; set AGENTLOOP_SERVERS_KEY instead."
+    )
     mcp: dict[str, McpServerSettings] = pydantic.Field(
         default_factory=dict,
         json_schema_extra={"is_one_setting": True},
@@ -104,6 +100,11 @@ class Settings(pydantic.BaseModel):
     tool_timeout_s: float = pydantic.Field(
         4.0, gt=0, description="Time limit of one call of a built-in tool."
     )
+    tool_format: ToolFormat = pydantic.Field(
+        "plain",
+        description="Wording of the built-in tools' schemas and of responses to calls: "
+        "agentloop's own (plain), or as in rStar2-Agent's paper or its authors' code (release).",
+    )
     log_dir: Path | None = pydantic.Field(
         None, description="Folder for the servers' logs. By default, a temporary one."
     )
@@ -112,9 +113,10 @@ class Settings(pydantic.BaseModel):
     router: RouterSettings = pydantic.Field(default_factory=RouterSettings)
     sandbox: PoolSettings = pydantic.Field(default_factory=PoolSettings)
     serve: ServeSettings = pydantic.Field(default_factory=ServeSettings)
+    sessions: ServedSessions = pydantic.Field(default_factory=SessionSettings)
     otel: OtelSettings = pydantic.Field(
         default_factory=lambda: OtelSettings(),
-        description="Traces of `agentloop serve`, `train`, `rollouts` and `evaluate`.",
+        description="Traces of `agentloop serve`, `train` and `evaluate`.",
     )
     sampling: Sampling = pydantic.Field(default_factory=lambda: Sampling())
     budget: Budget = pydantic.Field(default_factory=lambda: Budget())
@@ -139,23 +141,6 @@ class Settings(pydantic.BaseModel):
             for tool in tools:
                 check_tool_name(tool, servers)
         return tools
-
-
-class RolloutStream:
-    """The events of one rollout, to iterate over; `trajectory` is set at the end."""
-
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
-        self.trajectory: Trajectory | None = None
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Event:
-        event = await anext(self._feed)  # no deadline: the rollout has one, and then ends this
-        if isinstance(event, RolloutFinished):
-            self.trajectory = event.trajectory
-        return event
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +190,10 @@ class Runtime:
         self._parts_or_none: _Parts | None = None
         self._open: dict[str, Rollout] = {}  # rollouts in flight
         self._functions = imported_tools(self.settings.tools)
+        self._keepers: anyio.abc.TaskGroup | None = None
+        self._closing = anyio.Event()
+        self._listening = anyio.Lock()
+        self._listener: SessionListener | None = None
 
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self._running())
@@ -221,6 +210,7 @@ class Runtime:
         sampling: Sampling | None = None,
         budget: Budget | None = None,
         options: TurnOptions | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
         reply: Reply | None = None,
         group: str = "",
         id: str | None = None,
@@ -233,6 +223,7 @@ class Runtime:
             messages: a question, or a conversation as OpenAI messages.
             tools: tools that the model may call; None: those of the settings.
             options: conditions that end a turn besides the model's end-of-turn token.
+            template_arguments: variables of the chat template, besides those of the settings.
             reply: called with each answer; returns the user's next message, or None to end.
             group: a name shared by rollouts with the same messages and tools, which then share
                 KV cache.
@@ -247,12 +238,13 @@ class Runtime:
         model = self._parts.model
         rollout = Rollout(
             engine=model.router,
-            chat=model.chat,
+            chat=model.chat.with_arguments(template_arguments or {}),
             messages=_conversation(messages),
-            tools=self._tools(tools),
+            tools=self.resolve_tools(tools),
             sampling=sampling or self.settings.sampling,
             budget=budget or self.settings.budget,
             options=options or TurnOptions(),
+            tool_format=self.settings.tool_format,
             reply=reply,
             emit=on_event,
             with_text=with_text and on_event is not ignore,
@@ -294,7 +286,7 @@ class Runtime:
             raise RequestError(f"size: at least 1, not {size}")
         model = self._parts.model
         messages = _conversation(messages)
-        group_tools = self._tools(tools)
+        group_tools = self.resolve_tools(tools)
         longest = model.router.context_length
         schemas = Tools(group_tools).schemas
         prompt_ids = await prompt_of(model.chat, messages, schemas, longest)
@@ -314,6 +306,7 @@ class Runtime:
                 tools=group_tools,
                 sampling=own.of_sibling(index),
                 budget=budget or self.settings.budget,
+                tool_format=self.settings.tool_format,
                 emit=on_event,
                 with_text=with_text and on_event is not ignore,
                 id=key,
@@ -355,8 +348,7 @@ class Runtime:
 
         The next task is taken from the source only when there is KV capacity for one more group
         and fewer than `max_open` groups are in flight or unread. Leaving the context early cancels
-        the rest. Takes the options of `run_group`. An error raised by the source ends the
-        iteration.
+        the rest. Takes the options of `run_group`. An error of the source ends the iteration.
         """
         if size < 1:
             raise RequestError(f"size: at least 1, not {size}")
@@ -399,9 +391,7 @@ class Runtime:
         await model.router.add(SGLangServer(url, model.session, stall_timeout_s=stall_s))
 
     def retire_server(self, url: str) -> None:
-        """Remove a server: it gets no new requests and is dropped when its last one has ended.
-
-        The server process keeps running.
+        """Remove a server, which keeps running, once its last request has ended.
 
         Raises:
             KeyError: there is no such server.
@@ -438,6 +428,23 @@ class Runtime:
                 tasks.cancel_scope.cancel()
                 feed.close()  # a reader that keeps iterating must come to an end
 
+    async def listen_for_sessions(self) -> None:
+        """Serve sessions on loopback from now on, for the clients that environments run."""
+        async with self._listening:  # no deadline: opening a port does not wait
+            if self._listener is None and self._keepers is not None:
+                context = listening_for_sessions(
+                    self.router,
+                    self.chat,
+                    model_name=self.model_name,
+                    sampling=self.settings.sampling,
+                    budget=self.settings.budget,
+                )
+                self._listener = await self._keepers.start(_keep, context, self._closing)
+
+    @property
+    def session_listener(self) -> SessionListener | None:
+        return self._listener
+
     @property
     def chat(self) -> ChatFormat:
         return self._parts.model.chat
@@ -448,7 +455,7 @@ class Runtime:
 
     @property
     def processes(self) -> Sequence[ServerProcess]:
-        """The server processes that this runtime has started."""
+        """The servers that this runtime has started."""
         return self._parts.model.processes
 
     @property
@@ -465,13 +472,22 @@ class Runtime:
             raise RuntimeError("use `async with Runtime(...) as runtime` first")
         return self._parts_or_none
 
-    def _tools(self, tools: Sequence[AnyTool] | None) -> list[Tool]:
+    def resolve_tools(self, tools: Sequence[AnyTool] | None) -> list[Tool]:
+        """Return the tools themselves for functions, names and schemas.
+
+        Args:
+            tools: as in `rollout`; None: those of the settings.
+
+        Raises:
+            RequestError: a name is unknown, or a function cannot become a tool.
+        """
         return resolved_tools(
             self.settings.tools if tools is None else tools,
             pool=self._parts.pool,
             servers=self._parts.mcp,
             functions=self._functions,
             timeout_s=self.settings.tool_timeout_s,
+            tool_format=self.settings.tool_format,
         )
 
     @asynccontextmanager
@@ -483,7 +499,7 @@ class Runtime:
         servers: Mapping[str, McpServer]
         try:
             async with task_group() as keepers:
-                closing = anyio.Event()
+                closing, self._keepers = self._closing, keepers
 
                 async def start_model() -> None:
                     nonlocal model
@@ -503,26 +519,22 @@ class Runtime:
                     for start in (start_model, start_pool, start_mcp):
                         starting.start_soon(start)
                 self._parts_or_none = _Parts(model, pool, servers)
-                self._check_tools()
+                try:
+                    Tools(self.resolve_tools(None))  # can they be used together?
+                except RequestError as error:
+                    raise SettingsError(str(error)) from error
                 try:
                     yield
                 finally:
                     closing.set()
         finally:
-            self._parts_or_none = None
-
-    def _check_tools(self) -> None:
-        """Raise SettingsError if the tools of the settings cannot be used together."""
-        try:
-            Tools(self._tools(None))
-        except RequestError as error:
-            raise SettingsError(str(error)) from error
+            self._parts_or_none = self._listener = None
 
     async def _keep_model(
         self, closing: anyio.Event, *, task_status: anyio.abc.TaskStatus[_Model]
     ) -> None:
         async with AsyncExitStack() as stack:
-            session = await stack.enter_async_context(http_session())
+            session = await stack.enter_async_context(http_session(self.settings.servers_key))
             urls, processes = self.settings.servers, []
             model = self.settings.model or (None if urls else SMALL)
             chat: ChatFormat | None = None
@@ -541,15 +553,13 @@ class Runtime:
                 urls = [process.url for process in processes]
             stall_s = self.settings.router.stall_timeout_s
             servers = [SGLangServer(url, session, stall_timeout_s=stall_s) for url in urls]
+            longest = self.settings.budget.max_response_tokens
             router = await stack.enter_async_context(
-                Router.open(
-                    servers,
-                    self.settings.router,
-                    longest=self.settings.budget.max_response_tokens,
-                )
+                Router.open(servers, self.settings.router, longest=longest)
             )
             model = model or router.model_path
             chat = chat or await self._load_chat(model)
+            self.settings.budget.check(chat.family)
             tasks = await stack.enter_async_context(anyio.create_task_group())
             if processes:
                 tasks.start_soon(keep_alive, processes, self.settings.server, router.replicas)

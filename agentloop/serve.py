@@ -6,6 +6,9 @@ import argparse
 import re
 import socket
 import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import anyio
 from rich.console import Console
@@ -13,12 +16,17 @@ from rich.console import Console
 from agentloop.api.app import AgentService, listening
 from agentloop.api.listen import bind
 from agentloop.cli import chat, console
-from agentloop.config import load_settings
-from agentloop.errors import SettingsError
+from agentloop.config import load_settings, to_toml
+from agentloop.errors import RunFolderError, SettingsError
+from agentloop.observe.throughput import Throughput
 from agentloop.runtime import Runtime, Settings
+from agentloop.training.run_folder import RunFolder
+from agentloop.training.run_status import count_of
 from agentloop.trajectory import Message
 
 __all__ = ["main"]
+
+_LINE_EVERY_S = 10.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 async def _serve(arguments: list[str], question: str | None) -> int:
     files, overrides = console.split_settings(arguments)
+    overrides = [re.sub(r"^record=", "sessions.record=", override) for override in overrides]
     if any(re.match(r"\s*envs?\b", override) for override in overrides):
         raise SettingsError(
             "env: `agentloop serve` answers questions, and an environment asks its own, with tools "
@@ -47,18 +56,38 @@ async def _serve(arguments: list[str], question: str | None) -> int:
         )
     settings = load_settings(Settings, files, overrides)
     with bind(settings.serve) as bound:
-        async with console.started(settings) as runtime:
-            return await _serve_on(bound, AgentService(runtime, settings), runtime, question)
+        async with _record_of(settings) as record, console.started(settings) as runtime:
+            app = AgentService(runtime, settings, record)
+            return await _serve_on(bound, app, runtime, question)
+
+
+@asynccontextmanager
+async def _record_of(settings: Settings) -> AsyncIterator[RunFolder | None]:
+    """Open the folder where conversations are recorded, if there is one.
+
+    Raises:
+        SettingsError: it holds a run of another kind, is in use, or cannot be written.
+    """
+    if not settings.sessions.record:
+        yield None
+        return
+    path = Path(settings.sessions.record)
+    async with AsyncExitStack() as stack:
+        try:
+            opened = RunFolder.open(path, to_toml(settings))
+            folder = await stack.enter_async_context(opened)
+        except (RunFolderError, SettingsError) as error:
+            raise SettingsError(f"sessions.record: {str(error).partition(': ')[2]}") from error
+        yield folder
 
 
 async def _serve_on(
     bound: socket.socket, app: AgentService, runtime: Runtime, question: str | None
 ) -> int:
     async with listening(app, bound) as url:
-        servers = len(runtime.router.view())
         print(
             f"agentloop is ready: {url}/v1 (model {runtime.model_name}, "
-            f"{servers} SGLang server{'s' * (servers > 1)}, "
+            f"{count_of(len(runtime.router.view()), 'SGLang server')}, "
             f"sandbox: {runtime.pool.stats()['backend']})",
             flush=True,
         )
@@ -66,10 +95,14 @@ async def _serve_on(
         if question is not None:
             messages: list[Message] = [{"role": "user", "content": question}]
             print(f"\n> {question}")
-            await chat.ask(runtime, messages, Console(), also=app.on_event)
+            app.recorder.add(await chat.ask(runtime, messages, Console(), also=app.on_event))
             print("\nStill serving; press Ctrl-C to stop.", flush=True)
-        await anyio.sleep_forever()  # no deadline: serves until it is stopped
-    return 0
+        throughput = Throughput()
+        app.on_event.add(throughput.on_event)
+        while True:  # serves until it is stopped
+            await anyio.sleep(_LINE_EVERY_S)
+            if line := throughput.line(runtime.router.num_waiting):
+                print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 Token ids are authoritative. A trajectory is `prompt_ids` followed, per turn, by the ids that the
 model sampled (`output_ids`) and the ids that the runtime appended (`observation_ids`); a turn's
 prompt is exactly the ids before it. Text is decoded from ids for people and never tokenized again.
+
+A conversation that an endpoint or a script had in place of the model has no ids: its `messages` are
+recorded, and the texts, calls and results of its turns. It is never trained on.
 """
 
 from __future__ import annotations
@@ -70,6 +73,7 @@ class TurnEnd(StrEnum):
 
     STOP = "stop"  # the model's end-of-turn token, or a stop sequence of the caller
     LENGTH = "length"
+    THOUGHT = "thought"  # the limit of a thought; the next turn goes on with the same message
     ABORT = "abort"  # by the server, by a budget of time, or by a failure
 
 
@@ -162,10 +166,14 @@ class Turn:
     `output_ids` and `logprobs` have the same length, and `versions` covers them without gaps.
     `calls` and `results` are in the order of the calls; `results` is shorter only if the turn was
     cut off. `observation_ids` encode the results or, after a turn without calls, the user's next
-    message. Times are in seconds since the start of the trajectory.
+    message, or the end of a thought that reached its limit. Times are in seconds since the start of
+    the trajectory.
 
     `top_logprobs`, if requested, lists for each output token the most likely tokens at its
     position as (log-probability, id), most likely first; otherwise it is empty.
+
+    While the turn is streamed, the last of `versions` does not grow with each token: its end is set
+    when another version or the end of the turn follows (`versions_until`).
 
     An environment may give the turn a `reward`, and each output token one of its own
     (`token_rewards`); training uses them with `credit = "per_turn"`.
@@ -184,12 +192,22 @@ class Turn:
     )  # several if the turn was moved to another server
     cached_tokens: int = 0
     started_s: float = 0.0
+    placed_s: float | None = None  # on the server of its first token; None: not recorded
     first_token_s: float | None = None
     generated_s: float = 0.0  # the last token
     ended_s: float = 0.0  # the last result
     top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
     reward: float | None = None
     token_rewards: list[float] = field(default_factory=list)
+
+    def versions_until(self, end: int) -> list[VersionSpan]:
+        """Return `versions` for the first `end` output tokens; the last span reaches to there."""
+        ends = [*(span.start for span in self.versions[1:]), end]
+        return [
+            VersionSpan(span.version, span.start, min(stop, end))
+            for span, stop in zip(self.versions, ends, strict=False)
+            if span.start < end
+        ]
 
 
 @dataclass(slots=True)
@@ -199,6 +217,9 @@ class Trajectory:
     `answer` is the answer as a person would read it: the last turn's text without reasoning, tool
     calls and markup. It is empty until the rollout has ended, and if it was cut off while
     reasoning.
+
+    `messages` is the conversation if an endpoint or a script took the model's place, and is empty
+    otherwise.
     """
 
     id: str
@@ -209,6 +230,7 @@ class Trajectory:
     created_unix_s: float = 0.0
     elapsed_s: float = 0.0
     answer: str = ""
+    messages: list[Message] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Turn]:
         return iter(self.turns)
@@ -285,10 +307,32 @@ class Trajectory:
         servers and the sandbox."""
         return self.tool_run_s >= self.elapsed_s / 2 > 0
 
+    def message_of(self, turn: int) -> int:
+        """Return the number of the assistant's message to which a turn belongs.
+
+        It differs from the turn's number if thoughts have reached their limit.
+        """
+        return sum(one.end is not TurnEnd.THOUGHT for one in self.turns[:turn])
+
     @property
     def text(self) -> str:
         """The text of the last turn, markers included."""
         return self.turns[-1].text if self.turns else ""
+
+    @property
+    def messages_between(self) -> list[list[Message]]:
+        """The messages before the first turn and after each turn, of a conversation without ids."""
+        is_said = [one.get("role") == "assistant" for one in self.messages]
+        num_turns = sum(turn.end is not TurnEnd.ABORT for turn in self.turns)
+        num_before = sum(is_said) - num_turns  # messages of the assistant in the prompt
+        between: list[list[Message]] = [[]]
+        for message, is_turn in zip(self.messages, is_said, strict=False):
+            if is_turn and num_before <= 0:
+                between.append([])
+            else:
+                num_before -= is_turn
+                between[-1].append(message)
+        return between
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: all fields, and `ids` with their per-token lists."""

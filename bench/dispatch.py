@@ -28,17 +28,19 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anyio
 import httpx
 
-from agentloop.agent import rollout as rollout_module
 from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.formats import HERMES
+from agentloop.agent.formats.values import Schemas
 from agentloop.agent.rollout import Budget, Rollout
 from agentloop.agent.sandbox_tools import PythonCode
-from agentloop.agent.tool_stream import ToolCallStream
+from agentloop.agent.text_stream import TokenCodec
 from agentloop.agent.tools import RunTool, ToolOutput
 from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
 from agentloop.inference.router import Router, RouterSettings
@@ -76,6 +78,7 @@ class _Logged(SGLangServer):
         on_chunk: OnChunk,
         rank: int | None = None,
         num_top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
     ) -> None:
         _rids.get().append(rid)
         await super().generate(
@@ -85,6 +88,7 @@ class _Logged(SGLangServer):
             on_chunk=on_chunk,
             rank=rank,
             num_top_logprobs=num_top_logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
 
@@ -147,19 +151,19 @@ def _spread(earlier: dict[str, float], later: dict[str, float]) -> dict[str, flo
 # --- saving -------------------------------------------------------------------------------------
 
 
-class _AtTurnEnd(ToolCallStream):
+class _AtTurnEnd:
     """Delays every call until the turn has ended, as other loops do."""
 
-    def __init__(self, chat: ChatFormat, *, id_prefix: str = "call") -> None:
-        super().__init__(chat, id_prefix=id_prefix)
+    def __init__(self, chat: TokenCodec, schemas: Schemas, id_prefix: str) -> None:
+        self._stream = HERMES.make_calls(chat, schemas, id_prefix)
         self._held: list[ToolCall] = []
 
     def feed(self, ids: Sequence[int]) -> list[ToolCall]:
-        self._held += super().feed(ids)
+        self._held += self._stream.feed(ids)
         return []
 
     def finish(self) -> list[ToolCall]:
-        return [*self._held, *super().finish()]
+        return [*self._held, *self._stream.finish()]
 
 
 class _Slow(PythonCode):
@@ -202,11 +206,11 @@ async def _saving(options: argparse.Namespace) -> dict[str, Any]:
             await turn(ONE)
             for _ in range(options.rounds):
                 for question in (THREE, ONE):
-                    for mode, stream in (
-                        ("as it closes", ToolCallStream),
-                        ("at the end", _AtTurnEnd),
+                    for mode, family in (
+                        ("as it closes", HERMES),
+                        ("at the end", replace(HERMES, make_calls=_AtTurnEnd)),
                     ):
-                        setattr(rollout_module, "ToolCallStream", stream)  # noqa: B010
+                        chat.family = family
                         trajectory = await turn(question)
                         first = trajectory.turns[0]
                         walls.setdefault((question, mode), []).append(

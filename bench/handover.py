@@ -3,8 +3,8 @@
     python -m bench.handover load [--layers 8] [--hidden 1024] [--servers 1] [--ranks 2] [--zero 3]
     python -m bench.handover stream [--streams 8] [--prompt 200] [--tokens 400] [--rounds 5]
 
-It uses a model of random weights in float32 with the small model's tokenizer (`--layers 0`: the
-small model itself), real SGLang servers and a real learner.
+It uses a model of random weights with the small model's tokenizer (`--layers 0`: the small model
+itself), in float32 unless `--dtype` says otherwise, real SGLang servers and a real learner.
 
 load: each round syncs once by disk (in the temporary folder), once by disk in /dev/shm, and once by
 group, in turn, while the servers are idle. Reported is the time from asking the learner until the
@@ -127,7 +127,7 @@ async def parts(options: argparse.Namespace, folder: Path, tokens: int) -> Async
         model=folder / "model",
         init="random" if options.layers else "pretrained",
         zero_stage=options.zero,
-        publish_dtype="float32",
+        publish_dtype=options.dtype,
         bucket_mib=options.bucket_mib,
     )
     async with AsyncExitStack() as stack:
@@ -146,8 +146,8 @@ async def parts(options: argparse.Namespace, folder: Path, tokens: int) -> Async
         settings = ServerSettings(
             count=options.servers,
             max_total_tokens=tokens,
-            dtype="float32",
-            extra_args=("--disable-overlap-schedule",),  # for in_place
+            dtype=options.dtype,
+            extra_args=("--disable-overlap-schedule", *options.server_args),  # for in_place
         )
         processes = await stack.enter_async_context(
             sglang_servers(first, settings, log_dir=folder / "logs", on_progress=print)
@@ -304,7 +304,7 @@ def _ratio(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.handover",
         description=__doc__,
@@ -316,7 +316,13 @@ def main() -> None:
         ("bucket-mib", 512), ("streams", 8), ("prompt", 200), ("tokens", 400), ("repeats", 1),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
-    options = parser.parse_args()
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--server-args", nargs="*", default=(), help="further options of SGLang")
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory(dir="/dev/shm") as shm,

@@ -1,14 +1,12 @@
 """Training runs that are killed at random moments and resumed, compared with undisturbed ones.
 
     python -m bench.kill --runs 90      simulated model and learner, real control loop: 20 a minute
-    python -m bench.kill --fleet 40     the same with a fleet and a real Redis
     python -m bench.kill --real 10      all parts real: minutes each
 
 A run consists of several runtime processes ("lives"). In each of them something is killed by
-SIGKILL: the runtime, its learner, or a server; with a fleet also Redis or one of the two rollout
-workers; either at a random time or between two externally visible effects (kill_parts.Fuse). A dead
-runtime is resumed as by `agentloop train --resume`, the others are restarted by their supervisors,
-until the run is complete. Then all of this must hold:
+SIGKILL: the runtime, its learner, or a server; either at a random time or between two externally
+visible effects (kill_parts.Fuse). A dead runtime is resumed as by `agentloop train --resume`, the
+others are restarted by their supervisors, until the run is complete. Then all of this must hold:
 
     journal    each group was trained on in exactly one step or discarded; the tasks are those of
                the source, each once; no sample exceeded the maximum staleness
@@ -55,12 +53,12 @@ from bench.kill_checks import (
     tail,
 )
 from bench.kill_learner import PID
-from bench.kill_parts import STRUCK, TICKS, Fuse, learner_of, live, roll_out, serve, strike
+from bench.kill_parts import STRUCK, TICKS, Fuse, learner_of, live, serve, strike
 from bench.kill_real import VICTIMS, play_real
 
 __all__ = ["main"]
 
-_NUM_SERVERS = 2  # in a fleet, one for each rollout worker
+_NUM_SERVERS = 2
 _LIFE_S = 120.0
 _MAX_LIVES = 12
 _POLL_S = 0.003
@@ -100,20 +98,7 @@ VARIANTS = {
     "in step, curriculum": ["loop.steps=8", "loop.curriculum=true", "tasks.levels=[1, 2, 3]"],
 }  # fmt: skip
 
-FLEETS = {
-    f"fleet{how}, Redis {data}": [
-        "loop.steps=8", *own, "fleet.lease_s=2", f"fleet.give_up_s={_LIFE_S - 10}"
-    ]
-    for how, own in {
-        "": [],
-        ", staleness 2": ["loop.max_staleness=2", "loop.dynamic_sampling=true"],
-    }.items()
-    for data in ("forgets", "keeps")
-}  # fmt: skip
-_NARROW = ["router.admission.target=0.001"]  # makes tickets wait, so that they can be lost
 _VICTIMS = {"runtime": 5, "learner": 3, "server": 2}  # relative frequency
-_VICTIMS_OF_A_FLEET = {"redis": 5, "member": 2, "runtime": 2, "learner": 1}
-_OUTLIVED = ("redis", "member")  # killing these does not end the runtime
 
 
 # --- runs and kills -------------------------------------------------------------------------------
@@ -230,38 +215,13 @@ def _servers(around: Around) -> list[str]:
     return [f"http://127.0.0.1:{port}" for port in ports]
 
 
-def _fleet(around: Around, run: Path, *, keeps: bool) -> list[str]:
-    """Start Redis and a rollout worker per server; return the trainer's overrides."""
-    if (redis := shutil.which("redis-server")) is None:
-        raise SystemExit("missing: redis-server: apt-get install redis-server")
-    port, folder = free_port(), run.with_name(f"{run.name}.redis")
-    folder.mkdir(exist_ok=True)
-    command = [redis, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
-    command += ["--save", "", "--appendonly", "yes" if keeps else "no", "--appendfsync", "always"]
-    around.add("redis", partial(os.execv, redis, command), port)
-    met = [f"fleet.redis=redis://127.0.0.1:{port}/0"]
-    for url in _servers(around):
-        overrides = [
-            *met,
-            f"fleet.run={run.name}",
-            f"fleet.give_up_s={_LIFE_S}",
-            f'servers=["{url}"]',
-        ]
-        overrides += [*(one for one in _COMMON if one.startswith("router.")), *_NARROW]
-        around.add("member", partial(roll_out, overrides))
-    return met
-
-
 def play(run: Path, variant: str, planned: Sequence[Blow]) -> Played:
     """Run to completion, with a kill in each of the first lives."""
     played, begun, left = Played(run, variant), time.monotonic(), list(planned)
     around = Around(run.with_name(f"{run.name}.around.log"))
     try:
-        own = [setting.format(folder=run.parent) for setting in {**VARIANTS, **FLEETS}[variant]]
-        if variant in FLEETS:
-            own += _fleet(around, run, keeps=variant.endswith("keeps"))
-        else:
-            own.append(f"servers={json.dumps(_servers(around))}")
+        own = [setting.format(folder=run.parent) for setting in VARIANTS[variant]]
+        own.append(f"servers={json.dumps(_servers(around))}")
         overrides = [*_COMMON, *own, f"run.folder={run.parent}", f"run.name={run.name}"]
         while played.num_lives < _MAX_LIVES:
             blow = left.pop(0) if left else None
@@ -269,7 +229,7 @@ def play(run: Path, variant: str, planned: Sequence[Blow]) -> Played:
             fell = blow is not None and (run / STRUCK).exists()
             if blow is not None and fell:
                 played.blows.append(blow)
-            if status and (blow is None or not fell or blow.victim in _OUTLIVED):
+            if status and not fell:
                 played.problems.append(f"life {played.num_lives} ended with exit status {status}")
             if not status or played.problems:
                 break
@@ -292,8 +252,6 @@ def _live_once(
         "runtime": lambda _: os.getpid(),
         "learner": learner_of,
         "server": lambda _: around.one("server"),
-        "redis": lambda _: around.one("redis"),
-        "member": lambda _: around.one("member"),
     }
     around.wait_ready()
     fuse = Fuse() if blow is None else Fuse(blow.at, victims[blow.victim])
@@ -340,19 +298,16 @@ def _fork(work: Callable[[], object], log: Path) -> int:
 # --- output ---------------------------------------------------------------------------------------
 
 
-def run_many(folder: Path, seeds: Sequence[int], *, by_fleet: bool = False) -> int:
+def run_many(folder: Path, seeds: Sequence[int]) -> int:
     """Run all seeds with simulated parts; return the number of failures."""
-    variants = FLEETS if by_fleet else VARIANTS
-    victims = _VICTIMS_OF_A_FLEET if by_fleet else _VICTIMS
     usual: dict[str, Undisturbed] = {}
     fell: Counter[str] = Counter()
     num_lives = num_failed = 0
     for seed in seeds:
-        variant = [*variants][seed % len(variants)]
+        variant = [*VARIANTS][seed % len(VARIANTS)]
         if variant not in usual:
             usual[variant] = _undisturbed(folder, variant)
-        name = f"fleet-{seed}" if by_fleet else f"run-{seed}"
-        played = play(folder / name, variant, blows(seed, usual[variant], victims))
+        played = play(folder / f"run-{seed}", variant, blows(seed, usual[variant], _VICTIMS))
         if not played.problems:
             played.problems += problems(played.run)
             played.problems += played_problems(played.run, usual[variant].run)
@@ -389,8 +344,7 @@ def _print_result(seed: int, played: Played) -> None:
     for problem in played.problems:
         print(f"     - {problem}")
     if played.problems:
-        kind = "--fleet" if played.variant in FLEETS else "--runs"
-        print(f"     repeat: python -m bench.kill {kind} 1 --seed {seed}; see {played.run}")
+        print(f"     repeat: python -m bench.kill --runs 1 --seed {seed}; see {played.run}")
 
 
 def run_real(folder: Path, seeds: Sequence[int], *, num_steps: int, victims: Sequence[str]) -> int:
@@ -428,9 +382,6 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=0, help="number of runs with simulated parts")
-    parser.add_argument(
-        "--fleet", type=int, default=0, help="number of runs with simulated parts and a fleet"
-    )
     parser.add_argument("--real", type=int, default=0, help="number of runs with real parts")
     parser.add_argument("--steps", type=int, default=6, help="steps of each real run")
     parser.add_argument(
@@ -453,9 +404,6 @@ def main() -> int:
     num_failed = 0
     if options.runs:
         num_failed += run_many(folder, range(options.seed, options.seed + options.runs))
-    if options.fleet:
-        seeds = range(options.seed, options.seed + options.fleet)
-        num_failed += run_many(folder, seeds, by_fleet=True)
     if options.real:
         num_failed += run_real(
             folder,

@@ -170,7 +170,7 @@ def _of_metrics(run: Path, journal: Journal, settings: TrainSettings) -> Iterato
 
 
 def _leftovers(run: Path, settings: TrainSettings) -> Iterator[str]:
-    halves = ("**/*.partial", "**/*.old", "batches/*", "queue.sqlite-*", "fleet")
+    halves = ("**/*.partial", "**/*.old", "batches/*", "queue.sqlite-*")
     left = [path for pattern in halves for path in run.glob(pattern)]
     if settings.weights.folder is not None:
         left += settings.weights.folder.glob(f"{run.name}-*")

@@ -1,7 +1,5 @@
 """Simulated parts for bench/kill.py, around the real `agentloop.cli.train`: servers, engine, fuse.
 
-With a fleet the engine is in processes of its own, around the real `agentloop.cli.rollouts`.
-
     train ──> TrainingLoop, GroupQueue, RunFolder, Rollouts, Router, weight sync      real
                  ├─> PlayedRuntime.run_group ──> serve(): its tokens are a function of the prompt
                  │                                and of the loaded weights
@@ -31,7 +29,6 @@ import anyio
 from aiohttp import web
 
 from agentloop.agent.rollout import Budget
-from agentloop.cli import rollouts as rollouts_module
 from agentloop.cli import train as train_module
 from agentloop.config import load_settings
 from agentloop.errors import RequestError, ServerUnavailable
@@ -42,7 +39,6 @@ from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
 from agentloop.runtime import Settings
-from agentloop.training.fleet.coordinator import Fleet
 from agentloop.training.learner_client import client as learner_module
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.queue import GroupQueue
@@ -61,7 +57,7 @@ from agentloop.trajectory import (
 )
 from bench.kill_learner import PID
 
-__all__ = ["STRUCK", "TICKS", "Fuse", "learner_of", "live", "roll_out", "serve", "strike"]
+__all__ = ["STRUCK", "TICKS", "Fuse", "learner_of", "live", "serve", "strike"]
 
 TICKS = Path("logs/ticks")  # in the run's folder: number of effects so far
 STRUCK = Path("logs/struck")  # exists if something was killed in this life
@@ -208,6 +204,11 @@ class PlayedRuntime:
                     tasks.start_soon(run, index, key)
         return [found[index] for index in range(size)]
 
+    session_listener: Any = None
+
+    async def listen_for_sessions(self) -> None:
+        """Do nothing: the environments have no clients."""
+
     async def rollout(self, messages: Sequence[Message], *, id: str, **_: Any) -> Trajectory:
         """Run one conversation of an environment; for its `id`, see `agentloop.Agent`."""
         group, later = id.rsplit(".", 1)
@@ -245,7 +246,7 @@ class PlayedRuntime:
         status = ToolCallStatus.ERROR if failed % 3 == 0 else ToolCallStatus.OK
         turn.calls = [ToolCall("c", "python", {}, "", 0, 1)]
         turn.results = [ToolResult("c", "python", status, "", 0, 0, 1)]
-        # Held-out tasks are not retried, but a fleet would retry a group in which all are broken.
+        # Held-out tasks are not retried.
         is_broken = broken % 13 == 0 and "held-out" not in key
         reason = StopReason.INFRASTRUCTURE if is_broken else StopReason.ANSWERED
         return Trajectory(key, prompt, [turn], reason, answer=turn.text)
@@ -331,7 +332,7 @@ def live(run: Path, overrides: list[str], fuse: Fuse) -> None:
     parts.plot_runs = lambda *_: None  # saves a second of matplotlib
     commands: Any = learner_module
     commands._COMMAND = (sys.executable, "-m", "bench.kill_learner")
-    asked = ((GroupQueue, "_transaction"), (KeptLearner, "ask"), (Fleet, "_add"), (Fleet, "_take"))
+    asked: tuple[tuple[type, str], ...] = ((GroupQueue, "_transaction"), (KeptLearner, "ask"))
     for owner, name in asked:
         setattr(owner, name, _asking(getattr(owner, name), fuse, run))
     for name in ("add_metrics", "add_group"):
@@ -342,18 +343,6 @@ def live(run: Path, overrides: list[str], fuse: Fuse) -> None:
     settings = load_settings(train_module.TrainSettings, *told)
     anyio.run(functools.partial(parts.train, settings, _StderrProgress(), resume=resume))
     (run / TICKS).write_text(str(fuse.num_asked))
-
-
-def roll_out(overrides: list[str]) -> None:
-    """Run `agentloop rollouts` with the same simulated parts, in a process of its own.
-
-    Raises:
-        AgentLoopError: It cannot go on.
-    """
-    parts: Any = rollouts_module
-    parts.Runtime = PlayedRuntime
-    settings = load_settings(rollouts_module.RolloutsSettings, [], overrides)
-    anyio.run(parts.roll_out, settings, _StderrProgress())
 
 
 def _asking(work: Any, fuse: Fuse, run: Path) -> Any:

@@ -3,6 +3,7 @@
     python -m bench.learner speed                tokens per second, as ratios to the plain loop
     python -m bench.learner packing              packed samples compared with padded ones
     python -m bench.learner memory               peak of one pass by vocabulary and by head
+    python -m bench.learner ranks --rounds 60    the laptop recipe: ranks compared with threads
     python -m bench.learner all --json out.json
 
 speed: the learner's real processes, asked over their socket, next to a process with a typical
@@ -37,21 +38,28 @@ from typing import Any
 import anyio
 import numpy as np
 
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.cli.train import TrainSettings
+from agentloop.config import load_settings
 from agentloop.inference.processes.openmp import wait_policy
 from agentloop.learner.batch import Batch, plan
+from agentloop.models import SMALL
+from agentloop.training.learner_client.batch import write_batch
 from agentloop.training.learner_client.client import started
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import StepRequest
 from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
+from agentloop.training.sft import read_samples, step_plan
 from bench.sandbox import cpu_of_tree
 
-_PLAIN_LOOP = (sys.executable, "-m", "bench.plain_loop")
+_LAPTOP = Path(__file__).parents[1] / "docs" / "recipes" / "laptop.toml"
+PLAIN_LOOP = (sys.executable, "-m", "bench.plain_loop")
 _MAX_LENGTH = 2048
 _GROUP = 8
 _STEP_TIMEOUT_S = 600.0
 
 PACKINGS = ("packed", "masked", "sorted", "unsorted")
-PACKED = ("packed", "chunked", "masked")
+PACKED = ("packed", "chunked", "masked", "flash")
 # Hidden size, layers, heads, vocabulary.
 SIZES = {"0.8M": (128, 3, 4, 512), "4.5M": (256, 5, 4, 2048), "23M": (512, 6, 8, 8192)}
 
@@ -70,13 +78,13 @@ def agentic_lengths(seed: int, num_tokens: int) -> list[int]:
     return lengths
 
 
-def agentic_batch(seed: int, num_tokens: int, vocab: int) -> Batch:
-    """Return a batch of random ids.
+def agentic_batch(seed: int, num_tokens: int, vocab: int, given: Sequence[int] = ()) -> Batch:
+    """Return a batch of random ids, with the lengths that are given or else agentic ones.
 
     A fifth of each sample is the prompt. Three quarters of the rest are sampled, in turns of 96
     tokens with observations of 32.
     """
-    lengths = np.asarray(agentic_lengths(seed, num_tokens), np.int32)
+    lengths = np.asarray(given or agentic_lengths(seed, num_tokens), np.int32)
     rng = np.random.default_rng(seed)
     masks = [(np.arange(n) >= n // 5) & ((np.arange(n) - n // 5) % 128 < 96) for n in lengths]
     mask = np.concatenate(masks).astype(np.uint8)
@@ -154,14 +162,18 @@ class Arm:
         }
 
 
-async def _compare(base: Arm, arms: Sequence[Arm], batches: Sequence[Path]) -> None:
+async def compare(
+    base: Arm, arms: Sequence[Arm], batches: Sequence[Path], *, tolerance: float = 0.01
+) -> None:
     """Run all arms. The first batch is a warm-up and checks the arms' results against the
     base's."""
     expected = await base.step(batches[0])
     for arm in arms:
         found = await arm.step(batches[0])
         for name in ("loss", "grad_norm"):
-            if not math.isclose(found[name], expected[name], rel_tol=0.01, abs_tol=1e-4):
+            if not math.isclose(
+                found[name], expected[name], rel_tol=tolerance, abs_tol=tolerance / 100
+            ):
                 raise SystemExit(f"{arm.name}: {name} {found[name]}, not {expected[name]}")
     for batch in batches[1:]:
         await base.timed(batch)
@@ -173,12 +185,12 @@ async def _compare(base: Arm, arms: Sequence[Arm], batches: Sequence[Path]) -> N
             print(f"  {arm.name}: {wall:.3f}, by CPU time {cpu:.3f}", file=sys.stderr)
 
 
-def _plain_arm(
+def plain_arm(
     stack: AsyncExitStack, folder: Path, settings: LearnerSettings, threads: int, how: str
 ) -> Arm:
     path = folder / f"{how}.json"
     path.write_text(settings.model_dump_json())
-    command, pipe = [*_PLAIN_LOOP, str(path), how], subprocess.PIPE
+    command, pipe = [*PLAIN_LOOP, str(path), how], subprocess.PIPE
     # The same as for the learner's ranks.
     environment = {**os.environ, **wait_policy(os.environ), "OMP_NUM_THREADS": str(threads)}
     # A session of its own, like the learner's ranks: Linux schedules CPU time by session.
@@ -199,7 +211,7 @@ def _plain_arm(
     return Arm(f"plain, {how}", step)
 
 
-async def _learner_arm(
+async def learner_arm(
     stack: AsyncExitStack, folder: Path, settings: LearnerSettings, ranks: int, threads: int
 ) -> Arm:
     name = f"ZeRO {settings.zero_stage}, {ranks} x {threads} threads"
@@ -268,14 +280,14 @@ async def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             settings = _settings(folder, size, options.micro_batch, options.head_chunk)
             plain, *arms = (
-                _plain_arm(stack, folder, settings, threads, how) for how in ("packed", "chunked")
+                plain_arm(stack, folder, settings, threads, how) for how in ("packed", "chunked")
             )
             for ranks in [1] if threads == 1 or options.one_rank else [1, threads]:
                 for stage in options.stages:
                     staged = settings.model_copy(update={"zero_stage": stage})
-                    arm = await _learner_arm(stack, folder, staged, ranks, threads // ranks)
+                    arm = await learner_arm(stack, folder, staged, ranks, threads // ranks)
                     arms.append(arm)
-            await _compare(plain, arms, _batches(folder, size, options))
+            await compare(plain, arms, _batches(folder, size, options))
         shape = {"size": size, "threads": threads}
         rows += [{**shape, **arm.row(options.tokens)} for arm in (plain, *arms)]
     return rows
@@ -292,9 +304,9 @@ async def packing(options: argparse.Namespace) -> list[dict[str, Any]]:
             settings = _settings(folder, size, options.micro_batch, options.head_chunk)
             batches = _batches(folder, size, options)
             arms = [
-                _plain_arm(stack, folder, settings, max(options.threads), how) for how in PACKINGS
+                plain_arm(stack, folder, settings, max(options.threads), how) for how in PACKINGS
             ]
-            await _compare(arms[0], arms[1:], batches)
+            await compare(arms[0], arms[1:], batches)
             lengths = [Batch.load(path).lengths.tolist() for path in batches[1:]]
         for how, arm in zip(PACKINGS, arms, strict=True):
             shares = [waste(one, arrange(one, options.micro_batch, how)) for one in lengths]
@@ -315,16 +327,44 @@ async def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
             (folder / "settings.json").write_text(settings.model_dump_json())
             agentic_batch(1, options.micro_batch, vocab).save(folder / "batch")
             how = "chunked" if chunk else "packed"
-            command = [*_PLAIN_LOOP, str(folder / "settings.json"), how, str(folder / "batch")]
+            command = [*PLAIN_LOOP, str(folder / "settings.json"), how, str(folder / "batch")]
             said = subprocess.check_output(command, env=environment, timeout=_STEP_TIMEOUT_S)
         rows.append({"vocabulary": vocab, "chunk": chunk or "none", **json.loads(said)})
         print(f"  {rows[-1]}", file=sys.stderr)
     return rows
 
 
+async def ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure steps of the laptop's fine-tuning by one rank with all threads and by one rank per
+    thread."""
+    recipe = load_settings(TrainSettings, [_LAPTOP])
+    assert recipe.sft is not None
+    training = recipe.sft.within(recipe.learner, recipe.ranks, recipe.loop, recipe.budget)
+    data = training.data.model_copy(update={"teacher": 10 * (options.rounds + 1)})
+    chat, budget = ChatFormat.load(SMALL, recipe.chat), training.learner.micro_batch_tokens
+    samples, _ = read_samples(chat, data, max_tokens=budget)
+    steps = step_plan(
+        [len(sample.ids) for sample in samples],
+        epochs=1,
+        batch_tokens=training.loop.batch_tokens,
+        seed=0,
+    )
+    settings = LearnerSettings.of(training.learner, model=SMALL, chat_template=None)
+    threads = max(options.threads)
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        batches = [folder / f"batch-{number}" for number in range(options.rounds + 1)]
+        for path, (_, indices) in zip(batches, steps, strict=False):
+            write_batch(path, [samples[index] for index in indices])
+        one = await learner_arm(stack, folder, settings, 1, threads)
+        several = await learner_arm(stack, folder, settings, threads, 1)
+        await compare(one, [several], batches)
+    return [arm.row(training.loop.batch_tokens) for arm in (one, several)]
+
+
 # --- the command ----------------------------------------------------------------------------------
 
-BENCHMARKS = {"speed": speed, "packing": packing, "memory": memory}
+BENCHMARKS = {"speed": speed, "packing": packing, "memory": memory, "ranks": ranks}
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -57,7 +57,7 @@ from agentloop.errors import AgentLoopError
 from agentloop.inference.processes import guardian as guardian_module
 from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
 from agentloop.inference.router import Router, RouterSettings
-from agentloop.inference.scheduling.admission import AdmissionSettings
+from agentloop.inference.scheduling.admission import AdmissionLimits
 from agentloop.inference.scheduling.kv_policy import Costs
 from agentloop.inference.scheduling.policies import POLICIES
 from agentloop.inference.sglang.client import SGLangServer
@@ -600,9 +600,9 @@ def router_settings(args: argparse.Namespace) -> RouterSettings:
             "reserve_tokens": max(1, round(defaults.reserve_tokens / args.scale)),
             "starvation_threshold_s": defaults.starvation_threshold_s / args.scale,
             "probe_interval_s": args.probe_s,
-            "admission": AdmissionSettings(
-                period_s=AdmissionSettings().period_s / args.scale,
-                report_ttl_s=AdmissionSettings().report_ttl_s / args.scale,
+            "admission": AdmissionLimits(
+                period_s=AdmissionLimits().period_s / args.scale,
+                report_ttl_s=AdmissionLimits().report_ttl_s / args.scale,
             ),
         }
     )

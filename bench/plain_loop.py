@@ -21,6 +21,8 @@ from agentloop.training.learner_client.settings import LearnerSettings
 from bench.learner import PACKED, arrange
 from bench.sandbox import peak_memory_mib, reset_peak_memory
 
+_ATTENTION = {"packed": "packed", "chunked": "packed", "flash": "flash_attention_2"}
+
 
 class Plain:
     """Handwritten training. `how` selects the way micro-batches are made and scored:
@@ -28,12 +30,13 @@ class Plain:
     packed     samples end to end, each attends only to itself, as in the learner
     chunked    like packed, with the learner's head, which computes logits in chunks, and twice
     masked     like packed, with transformers' own mask
+    flash      like packed, with flash-attn's kernel, which has to be installed
     sorted     padded to the longest, samples of similar length together
     unsorted   padded to the longest, samples in their order
     """
 
     def __init__(self, settings: LearnerSettings, how: str) -> None:
-        attention = "packed" if how in ("packed", "chunked") else "sdpa"
+        attention = _ATTENTION.get(how, "sdpa")
         self._settings = settings.model_copy(update={"attention": attention})
         self._how = how
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,7 +78,7 @@ class Plain:
             return self._scorer(*map(on, where), micro.segments)[0]
         hidden = self._hidden(micro)[on(micro.predictors)]
         logits = self.model.get_output_embeddings()(hidden)
-        return logits.log_softmax(-1).gather(-1, on(micro.targets)[:, None])[:, 0]
+        return logits.float().log_softmax(-1).gather(-1, on(micro.targets)[:, None])[:, 0]
 
     def _hidden(self, micro: MicroBatch) -> Any:
         """[L, H]: of the micro-batch's tokens, without padding."""

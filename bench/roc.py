@@ -122,7 +122,7 @@ def _line(run: Run) -> str:
     (before, errors_before), (after, errors_after) = run.held_out
     return (
         f"{run.arm} {run.seed}: {run.tokens[-1]:,} tokens, held out: reward {before:.3f} to "
-        f"{after:.3f}, tool errors in right ones {_percent(errors_before)} to "
+        f"{after:.3f}, tool errors in correct rollouts {_percent(errors_before)} to "
         f"{_percent(errors_after)}; of the last {_LAST} steps: {run.at_the_end(run.reward):.3f}, "
         f"{_percent(run.at_the_end(run.errors))}"
     )
@@ -130,7 +130,7 @@ def _line(run: Run) -> str:
 
 def summary(runs: Sequence[Run]) -> Iterator[str]:
     """Yield the lines of a table in markdown: medians over the seeds, and their range."""
-    yield "| arm | held-out reward | tool errors in right rollouts | both over the last steps |"
+    yield "| arm | held-out reward | tool errors in correct rollouts | both over the last steps |"
     yield "|---|---|---|---|"
     for arm in dict.fromkeys(run.arm for run in runs):
         mine = [run for run in runs if run.arm == arm]

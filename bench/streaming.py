@@ -49,7 +49,9 @@ class _Stream(asyncio.Protocol):
         self._received = b""
         self.transport: asyncio.Transport | None = None
         self.paused = False
-        self.sent = 0
+        self.sent = 0  # tokens, of which `told` are in frames
+        self.told = 0
+        self.interval = 1
         self.total = 0
         self.chat = False
         self.rid = "r"
@@ -93,11 +95,13 @@ class _Stream(asyncio.Protocol):
             return
         request = orjson.loads(body)
         self.chat = path != "/generate"
-        self.sent = 0
+        self.sent = self.told = 0
         if self.chat:
             self.total = request["max_completion_tokens"]
         else:
-            self.total = request["sampling_params"]["max_new_tokens"]
+            params = request["sampling_params"]
+            self.total = params["max_new_tokens"]
+            self.interval = params.get("stream_interval", 1) if self._server.merges else 1
             self.rid = request["rid"]
             if self._server.ending:
                 thought = [_PLAIN[0]] * random.randrange(20, 120)
@@ -118,31 +122,46 @@ class _Stream(asyncio.Protocol):
         last = self.sent == self.total
         if self.chat:
             frame = _chat_frame(last)
-        elif self.script:
-            frame = _frame(self.rid, self.script[self.sent - 1], self.sent, last, b"stop")
-            if self.sent == self.total - 1:
-                self._server.sent_s[self.rid] = time.monotonic()
         else:
-            token = _PLAIN[self.sent % len(_PLAIN)]
-            frame = _frame(self.rid, token, self.sent, last, b"length")
+            # As SGLang does: the first token at once, then frames of several.
+            if self.told and not last and self.sent - self.told < self.interval:
+                return
+            new = range(self.told, self.sent)
+            if self.script:
+                ids, kind = [self.script[at] for at in new], b"stop"
+            else:
+                ids, kind = [_PLAIN[at % len(_PLAIN)] for at in new], b"length"
+            frame = _frame(self.rid, ids, self.sent, last, kind)
+            if self.script and self.told < self.total - 1 <= self.sent:
+                self._server.sent_s[self.rid] = time.monotonic()
+            self.told = self.sent
         if last:
             frame += b"data: [DONE]\n\n"
             self._server.active.discard(self)
         self.transport.write(b"%x\r\n%b\r\n" % (len(frame), frame) + b"0\r\n\r\n" * last)
 
 
-def _frame(rid: str, token: int, index: int, last: bool, kind: bytes) -> bytes:
+def _frame(rid: str, ids: list[int], index: int, last: bool, kind: bytes) -> bytes:
+    logprobs = b",".join(b"[-2.1123368740081787,%d,null]" % token for token in ids)
     finish = b'{"type":"%b"}' % kind if last else b"null"
     extra = b',"weight_versions":[{"version":"v1","start":0,"end":%d}]' % index if last else b""
     return (
-        b'data: {"text":" token","output_ids":[%d],"meta_info":{"id":"%b","finish_reason":%b,'
+        b'data: {"text":" token","output_ids":[%b],"meta_info":{"id":"%b","finish_reason":%b,'
         b'"prompt_tokens":64,"weight_version":"v1","num_retractions":0,"storage_prefetch_wait":0.0,'
         b'"storage_staging_wait":0.0,"forward_entry_time":1795236410.6655934,'
         b'"prefill_finished_time":1795236410.704352,"queue_time":0.0007612040003550646,'
-        b'"input_token_logprobs":[],"output_token_logprobs":[[-2.1123368740081787,%d,null]],'
+        b'"input_token_logprobs":[],"output_token_logprobs":[%b],'
         b'"output_token_logprobs_length":%d,"reasoning_tokens":0,"completion_tokens":%d,'
         b'"cached_tokens":0,"cached_tokens_details":null,"dp_rank":null%b}}\n\n'
-    ) % (token, rid.encode(), finish, token, index, index, extra)
+    ) % (
+        b",".join(b"%d" % token for token in ids),
+        rid.encode(),
+        finish,
+        logprobs,
+        index,
+        index,
+        extra,
+    )
 
 
 def _chat_frame(last: bool) -> bytes:
@@ -160,13 +179,14 @@ class _Server:
     """A port with a clock.
 
     With an `ending`, each response is a thought of random length followed by these tokens; `sent_s`
-    has the time.monotonic() at which the last but one of them was sent, by request.
+    has the time.monotonic() at which the last but one of them was sent, by request. Frames have as
+    many tokens as the request asks for if it `merges` them, or one.
     """
 
     sent_s: ClassVar[dict[str, float]] = {}
 
-    def __init__(self, step_s: float, ending: list[int]) -> None:
-        self.ending = ending
+    def __init__(self, step_s: float, ending: list[int], *, merges: bool) -> None:
+        self.ending, self.merges = ending, merges
         self.active: set[_Stream] = set()
         self.port = 0
         self._step_s = step_s
@@ -193,8 +213,11 @@ class _Server:
         loop.call_at(due, self._tick, due)
 
 
-async def _generate_load(num_servers: int, step_s: float, ending: list[int]) -> None:
-    servers = [_Server(step_s, ending) for _ in range(num_servers)]
+async def _generate_load(options: argparse.Namespace) -> None:
+    servers = [
+        _Server(options.step_ms / 1000, options.ending, merges=not options.single)
+        for _ in range(options.servers)
+    ]
     for server in servers:
         await server.run()
     print(json.dumps([f"http://127.0.0.1:{server.port}" for server in servers]), flush=True)
@@ -280,6 +303,11 @@ async def _read_environment(urls: list[str], num_streams: int, num_tokens: int) 
 
     class Host:
         pool: Any = None
+        resolve_tools: Any = None
+        session_listener: Any = None
+
+        async def listen_for_sessions(self) -> None:
+            """Do nothing: the environment has no clients."""
 
         async def rollout(
             self, messages: Any, *, on_event: Any, id: str, budget: Any, **_: Any
@@ -407,6 +435,9 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=30.0, help="time between two tokens")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--readers", default=",".join(READERS[:3]))
+    parser.add_argument(
+        "--single", action="store_true", help="a frame for each token, whatever a reader asks for"
+    )
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--ending", type=json.loads, default=[], help=argparse.SUPPRESS)
@@ -415,7 +446,7 @@ def main() -> None:
     if options.load:
         import uvloop
 
-        uvloop.run(_generate_load(options.servers, options.step_ms / 1000, options.ending))
+        uvloop.run(_generate_load(options))
     elif options.read:
         import anyio
 
@@ -431,7 +462,7 @@ def _run(options: argparse.Namespace) -> None:
     me = [sys.executable, "-m", "bench.streaming"]
     shape = ["--streams", str(options.streams), "--servers", str(options.servers)]
     load = subprocess.Popen(
-        [*me, "--load", *shape, "--step-ms", str(options.step_ms)],
+        [*me, "--load", *shape, *["--single"] * options.single, "--step-ms", str(options.step_ms)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -1,8 +1,9 @@
-"""A game as an environment: agentloop train env=examples.guess_number:guess"""
+"""A game as an environment: agentloop train docs/recipes/guess-number.toml"""
 
 import random
 
 import agentloop
+from examples.teachers import Guesser
 
 
 class Game:
@@ -19,11 +20,11 @@ class Game:
 
 
 def make_task(rng: random.Random) -> dict[str, int]:
-    return {"answer": rng.randint(1, 100), "top": 100}
+    return {"top": (top := rng.randint(17, 32)), "answer": rng.randint(1, top - 1)}
 
 
-@agentloop.environment(tasks=make_task)
+@agentloop.environment(tasks=make_task, teacher=Guesser)
 async def guess(task: agentloop.Task, agent: agentloop.Agent) -> dict[str, float]:
-    game = Game(int(task.answer), tries=task.top.bit_length())  # binary search needs no more
-    await agent.run(f"Find my number, 1 to {task.top}.", tools=[game.guess])
+    game = Game(int(task.answer), tries=(task.top - 1).bit_length())  # as for binary search
+    await agent.run(f"Find my number, between 0 and {task.top}.", tools=[game.guess])
     return {"found": game.found}

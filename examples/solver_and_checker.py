@@ -1,22 +1,22 @@
-"""Two agents: agentloop train env=examples.solver_and_checker:solve_and_check"""
+"""Two agents: agentloop train docs/recipes/solver-and-checker.toml"""
 
 import random
 import re
 
 import agentloop
+from examples.teachers import Careless
 
 
 def make_task(rng: random.Random) -> dict[str, object]:
-    a, b = rng.randint(10, 99), rng.randint(10, 99)
-    return {"prompt": f"What is {a} times {b}?", "answer": str(a * b)}
+    numbers = rng.sample(range(10), 4)
+    return {"prompt": f"Which is the largest of {numbers}?", "answer": str(max(numbers))}
 
 
-@agentloop.environment(tasks=make_task, weights={"caught": 0.5})
+@agentloop.environment(tasks=make_task, weights={"judged": 0}, teacher=Careless)
 async def solve_and_check(task: agentloop.Task, agent: agentloop.Agent) -> dict[str, float]:
     checker = agent.other("checker")
     solution = await agent.chat(task.prompt)
     verdict = await checker.chat(f"{task.prompt}\nIs this right? {solution}\nSay yes or no.")
-    is_right = task.answer in re.findall(r"\d+", solution)
-    says_right = verdict.strip().lower().startswith("yes")
-    checker.reward = float(says_right == is_right)
-    return {"right": is_right, "caught": is_right and says_right}
+    is_right = re.findall(r"\d+", solution) == [task.answer]
+    checker.reward = float(verdict.strip().lower() == ("yes" if is_right else "no"))
+    return {"right": is_right, "judged": checker.reward}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -51,16 +52,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(settings: LearnerSettings) -> int:
-    # Importing torch takes seconds: check the settings first.
+    # Importing torch takes seconds: check the settings first. It makes so many objects that last
+    # that garbage collections would add a sixth to the time.
+    gc.disable()
     from agentloop.learner.policy import Policy
     from agentloop.learner.rank import ControlChannel, serve
-    from agentloop.learner.world import World
+    from agentloop.learner.world import World, made_with
 
     link = ControlChannel.open() if os.environ.get("RANK") == "0" else None
     try:
         world = World(settings.collective_timeout_s)
         policy = Policy(settings, world)
         world.wait()
+        gc.enable()
         if link:
             link.send(
                 ReadyReply(
@@ -68,6 +72,7 @@ def _run(settings: LearnerSettings) -> int:
                     device=str(world.device),
                     num_parameters=policy.num_parameters,
                     num_trained=policy.num_trained,
+                    made_with=made_with(world),
                 )
             )
         serve(policy, link)

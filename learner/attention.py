@@ -1,22 +1,37 @@
 """Attention over packed samples whose cost is the sum of the samples' costs.
 
 transformers' own "sdpa" masks samples from each other, so its time grows with the square of the
-micro-batch: packing sixteen samples costs sixteen times the attention. Here each sample is a
-separate call of torch's kernel. flash-attn's kernel takes all of them in one call; it is
-transformers' own `attention = "flash_attention_2"` and does not use this module.
+micro-batch: packing sixteen samples costs sixteen times the attention. Here each sample attends
+only to itself, in one of two forms:
+
+    varlen       on a GPU, in bfloat16 or float16: torch's varlen_attn, FlashAttention's kernel for
+                 all samples in one call
+    by sample    elsewhere: a call of torch's scaled_dot_product_attention for each sample
+
+If flash-attn is installed, its kernel is transformers' "flash_attention_2", which does not use this
+module.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["PACKED", "packed_attention", "register"]
+__all__ = ["BY_SAMPLE", "PACKED", "SEGMENTED", "packed_attention", "register", "varlen_runs_on"]
 
 PACKED = "packed"
+BY_SAMPLE = "packed_by_sample"
+SEGMENTED = (PACKED, BY_SAMPLE)
+"""Names of the implementations here, which a model passes the lengths of its samples."""
+
+_MAX_HEAD_DIM = 256  # FlashAttention's
+_MIN_CAPABILITY = (8, 0)  # Ampere
 
 
 def packed_attention(
@@ -29,12 +44,9 @@ def packed_attention(
     segments: Sequence[int],
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: object,
+    **more: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each of `segments`, lengths that sum to L.
+    """Causal attention within each of `segments`, lengths that sum to L, by the faster form.
 
     query is [1, heads, L, D]; key and value are [1, heads or fewer, L, D]. Returns [1, L, heads, D]
     and None: the interface of an attention function in transformers.
@@ -42,6 +54,50 @@ def packed_attention(
     Raises:
         NotImplementedError: The model needs more than causal attention.
     """
+    _check_supported(attention_mask, segments, **more)
+    if dropout or not varlen_runs_on(query):
+        return _by_sample(query, key, value, segments, scaling, dropout), None
+    return _varlen(query, key, value, segments, scaling), None
+
+
+def attention_by_sample(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    segments: Sequence[int],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Like `packed_attention`, always one sample at a time: what the other form is compared
+    with."""
+    _check_supported(attention_mask, segments, **more)
+    return _by_sample(query, key, value, segments, scaling, dropout), None
+
+
+def varlen_runs_on(query: Tensor) -> bool:
+    """Return whether torch's kernel for packed samples supports tensors like this one."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] <= _MAX_HEAD_DIM
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(query.device) >= _MIN_CAPABILITY
+    )
+
+
+def _check_supported(
+    attention_mask: Tensor | None,
+    segments: Sequence[int],
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> None:
     if attention_mask is not None or softcap or s_aux is not None:
         raise NotImplementedError(
             "packed attention supports no mask, softcap or sinks: set another learner.attention"
@@ -50,6 +106,16 @@ def packed_attention(
         raise NotImplementedError(
             f"packed attention supports no sliding window of {sliding_window}"
         )
+
+
+def _by_sample(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Sequence[int],
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
     pieces = zip(
         query.split(segments, 2), key.split(segments, 2), value.split(segments, 2), strict=True
     )
@@ -65,11 +131,41 @@ def packed_attention(
         )
         for q, k, v in pieces
     ]
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous()
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[int], scaling: float | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    else:  # torch 2.11 documents as many keys as queries
+        copies = query.shape[1] // key.shape[1]
+        key, value = (one.repeat_interleave(copies, 1) for one in (key, value))
+    starts, longest = _starts(tuple(segments), query.device), max(segments)
+    heads_last = (one[0].transpose(0, 1) for one in (query, key, value))
+    out: Tensor = varlen_attn(
+        *heads_last, starts, starts, longest, longest, scale=scaling, **options
+    )
+    return out[None]
+
+
+@lru_cache(maxsize=4)
+def _starts(segments: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return where each segment starts, and the end of the last: int32 [segments + 1].
+
+    All layers of a model share it, since each copy to a GPU would have to be waited for.
+    """
+    edges = torch.tensor([0, *segments], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return edges.to(device)
 
 
 def register() -> None:
-    """Register this attention with transformers under the name `packed`."""
+    """Register the implementations with transformers under their names."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(PACKED, packed_attention)
+    AttentionInterface.register(BY_SAMPLE, attention_by_sample)

@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from agentloop.errors import ModelError
-from agentloop.learner.attention import PACKED, register
+from agentloop.learner.attention import SEGMENTED, register
 from agentloop.learner.batch import (
     Array,
     Batch,
@@ -56,6 +56,7 @@ Metrics: TypeAlias = dict[str, int | float | None]
 """Metrics of a step by name; None: not finite, or it does not apply."""
 
 # Transformations of the logits that the output layer here does not implement.
+_MAX_SKIPPED_STEPS = 3  # in a row; then the learner ends
 _UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
 
 
@@ -193,7 +194,7 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
         super().__init__()
         self.model = model
         self.head = _Head(model.get_output_embeddings(), settings)
-        self._packed = settings.attention == PACKED
+        self._segmented = settings.attention in SEGMENTED
 
     def forward(
         self,
@@ -212,7 +213,7 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
             position_ids=positions_L[None],
             attention_mask=None,  # makes transformers split the attention where positions restart
             use_cache=False,
-            **({"segments": segments} if self._packed else {}),
+            **({"segments": segments} if self._segmented else {}),
         )
         scores: Scores = self.head(output.last_hidden_state[0, predictors_M], targets_M)
         return scores
@@ -418,7 +419,7 @@ class Policy:
             return
         self.num_skipped += 1
         self._skipped_in_row += 1
-        if self._skipped_in_row >= self.settings.max_skipped_steps:
+        if self._skipped_in_row >= _MAX_SKIPPED_STEPS:
             raise GradientError(
                 f"{self._skipped_in_row} steps in a row had no finite gradient: the weights are "
                 f"those after {self.num_updates} updates"

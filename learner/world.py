@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from importlib.metadata import version
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from agentloop.learner.errors import RankError
 
-__all__ = ["BackgroundTask", "Clock", "World"]
+__all__ = ["BackgroundTask", "Clock", "World", "made_with"]
 
 T = TypeVar("T")
 
@@ -220,3 +221,13 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
         # DeepSpeed would compile a transport through shared memory, which training never uses.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+
+
+def made_with(world: World) -> dict[str, str]:
+    """Return what the exact result of a step depends on besides the settings."""
+    return {
+        **{name: version(name) for name in ("torch", "transformers", "deepspeed")},
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "device": world.device_name,
+        "threads": str(torch.get_num_threads()),
+    }

@@ -10,12 +10,14 @@ async with Pool() as pool:
 from agentloop.sandbox.errors import (
     LostBy,
     Overloaded,
+    ProgramUnsupported,
     ProtocolError,
     SandboxError,
     SandboxUnavailable,
     SessionLost,
 )
 from agentloop.sandbox.pool import Pool
+from agentloop.sandbox.program import Program, ProgramEnd
 from agentloop.sandbox.results import CallError, CallResult, CallStatus
 from agentloop.sandbox.session import Session
 from agentloop.sandbox.settings import PoolSettings
@@ -28,6 +30,9 @@ __all__ = [
     "Overloaded",
     "Pool",
     "PoolSettings",
+    "Program",
+    "ProgramEnd",
+    "ProgramUnsupported",
     "ProtocolError",
     "SandboxError",
     "SandboxUnavailable",

@@ -78,6 +78,29 @@ LAYERS = {
 }
 
 
+def walls(memory: int, processes: int) -> dict[str, Any]:
+    """Return what holds for every container of ours, in the Engine's words.
+
+    Args:
+        memory: limit in bytes, of all processes together.
+        processes: limit of processes and threads.
+    """
+    return {
+        "CapDrop": ["ALL"],
+        "SecurityOpt": ["no-new-privileges"],
+        "ReadonlyRootfs": True,
+        "NetworkMode": "none",
+        "PidsLimit": processes,
+        "Memory": memory,
+        "MemorySwap": memory,
+        # Less than a call's 1000: where memory runs out after all, the worker is killed last. It
+        # is also the least that a process inside can give itself where scores aren't fixed.
+        "OomScoreAdj": OOM_SCORE_ADJ,
+        "LogConfig": {"Type": "none"},
+        "AutoRemove": True,
+    }
+
+
 def host_config(
     settings: PoolSettings,
     socket_dir: Path | None,
@@ -85,28 +108,18 @@ def host_config(
     memory: int,
     caps: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """The walls, in the Engine's words. `memory`: bytes, of all calls together. `caps`: what the
-    worker gets beside the capabilities that it can't do without."""
+    """The walls of a worker. `memory`: bytes, of all calls together. `caps`: what the worker gets
+    beside the capabilities that it can't do without."""
     calls = settings.slots_per_worker + settings.sessions_per_worker
     mounts = [
         {"Type": "bind", "Source": str(socket_dir), "Target": INSIDE, "ReadOnly": True}
     ]  # fmt: skip
-    return {
-        "CapDrop": ["ALL"],
+    common = walls(memory, 64 + num_lanes(settings) + settings.processes_per_call * calls)
+    return common | {
         "CapAdd": ["SETUID", "SETGID", "KILL", *caps],
-        "SecurityOpt": ["no-new-privileges", f"seccomp={read_profile()}"],
-        "ReadonlyRootfs": True,
-        "NetworkMode": "none",
+        "SecurityOpt": [*common["SecurityOpt"], f"seccomp={read_profile()}"],
         "IpcMode": "none",
-        "PidsLimit": 64 + num_lanes(settings) + settings.processes_per_call * calls,
-        "Memory": memory,
-        "MemorySwap": memory,
-        # Less than a call's 1000: where memory runs out after all, the worker is killed last. It
-        # is also the least that a process inside can give itself where scores aren't fixed.
-        "OomScoreAdj": OOM_SCORE_ADJ,
         "Tmpfs": file_systems(settings, uid_base),
-        "LogConfig": {"Type": "none"},
-        "AutoRemove": True,
         "Mounts": mounts if socket_dir else [],
     }
 
@@ -124,7 +137,7 @@ def file_systems(settings: PoolSettings, uid_base: int) -> dict[str, str]:
     return found
 
 
-class _Engine:
+class ContainerEngine:
     """A connected engine, how many workers it has, and what it still has to remove."""
 
     def __init__(
@@ -140,6 +153,8 @@ class _Engine:
         self.avoid_until = 0.0  # it refused a worker: others first, for a while
         self.left: set[str] = set()  # names of containers that could not be removed yet
         self._changed = anyio.Event()
+        # More at a time would all take longer.
+        self.starting = anyio.CapacityLimiter(max(2, len(os.sched_getaffinity(0))))
 
     async def remove(self, name: str) -> None:
         """Remove a container for good. What the engine can't do now, `sweep` does later."""
@@ -174,10 +189,15 @@ class DockerBackend:
 
     name = "docker"
 
-    def __init__(self, settings: PoolSettings, engines: list[_Engine]) -> None:
+    def __init__(self, settings: PoolSettings, engines: list[ContainerEngine]) -> None:
         self.layers: Mapping[str, str] = LAYERS
         self._settings = settings
         self._engines = engines
+
+    @property
+    def local_engine(self) -> ContainerEngine | None:
+        """The first engine that shares our file system."""
+        return next((engine for engine in self._engines if engine.local), None)
 
     @asynccontextmanager
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
@@ -203,7 +223,7 @@ class DockerBackend:
 
     @asynccontextmanager
     async def _by_socket(
-        self, engine: _Engine, worker_id: str, uid_base: int
+        self, engine: ContainerEngine, worker_id: str, uid_base: int
     ) -> AsyncIterator[Link]:
         link = Link(worker_id)
         loop = asyncio.get_running_loop()
@@ -254,7 +274,7 @@ class DockerBackend:
         if failed is not None:
             raise failed
 
-    def _greeting(self, engine: _Engine, uid_base: int) -> bytes:
+    def _greeting(self, engine: ContainerEngine, uid_base: int) -> bytes:
         return greeting(
             self._settings,
             scratch=SCRATCH,
@@ -266,7 +286,7 @@ class DockerBackend:
 
     @asynccontextmanager
     async def _by_attach(
-        self, engine: _Engine, worker_id: str, uid_base: int
+        self, engine: ContainerEngine, worker_id: str, uid_base: int
     ) -> AsyncIterator[Link]:
         link = Link(worker_id)
         outgoing: asyncio.Queue[bytes] = asyncio.Queue()
@@ -275,7 +295,7 @@ class DockerBackend:
         failed: Exception | None = None
         async with (
             self._container(engine, worker_id, uid_base, "stdio:", None) as container,
-            _attached(container) as stream,
+            attached(container) as stream,
             anyio.create_task_group() as group,
         ):
 
@@ -314,13 +334,13 @@ class DockerBackend:
     @asynccontextmanager
     async def _container(
         self,
-        engine: _Engine,
+        engine: ContainerEngine,
         worker_id: str,
         uid_base: int,
         connect_to: str,
         socket_dir: Path | None,
     ) -> AsyncIterator[DockerContainer]:
-        attached = socket_dir is None
+        by_attach = socket_dir is None
         config = {
             "Image": engine.image,
             "Entrypoint": ["python3", "-P", "-s", "-c", read_boot(), connect_to],
@@ -328,28 +348,44 @@ class DockerBackend:
             "Env": list(TUNED),
             "User": "0:0",
             "WorkingDir": "/",
-            "AttachStdin": attached,
-            "AttachStdout": attached,
-            "OpenStdin": attached,
-            "StdinOnce": attached,
-            "Labels": {LABEL: worker_id, f"{LABEL}.owner": own_tag(), f"{LABEL}.boot": boot_id()},
+            "AttachStdin": by_attach,
+            "AttachStdout": by_attach,
+            "OpenStdin": by_attach,
+            "StdinOnce": by_attach,
             "HostConfig": host_config(
                 self._settings, socket_dir, uid_base, engine.worker_bytes, engine.caps
             ),
         }
-        name = f"agentloop-sandbox-{worker_id}"
-        made = True
-        try:
-            # A request that is given up half way may still make a container, later.
-            with anyio.fail_after(CREATE_TIMEOUT_S, shield=True):
-                container = await engine.docker.containers.create(config, name=name)
+        async with created(engine, config, worker_id, "sandbox") as container:
             yield container
-        except aiodocker.DockerError as error:
-            made = not isinstance(error.__cause__, aiohttp.ClientConnectorError)
-            raise
-        finally:
-            if made:
-                await engine.remove(name)
+
+
+@asynccontextmanager
+async def created(
+    engine: ContainerEngine, config: Mapping[str, Any], id: str, kind: str
+) -> AsyncIterator[DockerContainer]:
+    """Create a container, labelled with its owner, and remove it at the end.
+
+    Args:
+        id: unique among all containers of an engine.
+        kind: part of its name: `agentloop-KIND-ID`.
+    """
+    labels = {LABEL: id, f"{LABEL}.owner": own_tag(), f"{LABEL}.boot": boot_id()}
+    name = f"agentloop-{kind}-{id}"
+    made = True
+    try:
+        # A request that is given up half way may still make a container, later.
+        with anyio.fail_after(CREATE_TIMEOUT_S, shield=True):
+            container = await engine.docker.containers.create(
+                {**config, "Labels": labels}, name=name
+            )
+        yield container
+    except aiodocker.DockerError as error:
+        made = not isinstance(error.__cause__, aiohttp.ClientConnectorError)
+        raise
+    finally:
+        if made:
+            await engine.remove(name)
 
 
 # What a stream of aiodocker raises where its connection is gone, bare assertions included.
@@ -357,7 +393,7 @@ STREAM_ERRORS = (AssertionError, RuntimeError, OSError, aiohttp.ClientError, aio
 
 
 @asynccontextmanager
-async def _attached(container: DockerContainer) -> AsyncIterator[Stream]:
+async def attached(container: DockerContainer) -> AsyncIterator[Stream]:
     stream = container.attach(stdin=True, stdout=True, stderr=True)
     try:
         await stream.__aenter__()
@@ -406,7 +442,7 @@ async def _prepared(
     settings: PoolSettings,
     num_workers: int,
     on_progress: Callable[[str], None],
-) -> _Engine:
+) -> ContainerEngine:
     """An engine on which nothing of dead owners is left, and which has the image."""
     if num := await reap_containers(docker, is_local(url)):
         on_progress(f"Removed {num} containers left by a killed process.")
@@ -415,7 +451,7 @@ async def _prepared(
     options = info["SecurityOptions"] or []
     remapped = any("userns" in option or "rootless" in option for option in options)
     memory = worker_bytes(settings, info["MemTotal"], num_workers)
-    return _Engine(docker, is_local(url), remapped, image, memory)
+    return ContainerEngine(docker, is_local(url), remapped, image, memory)
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ SandboxError
   SandboxUnavailable   no worker could be started
     NoEngine           no Docker Engine listens at the address
   Overloaded           too many callers wait for a session (calls get the status `overloaded`)
+  ProgramUnsupported   a program cannot run in a container of its own here
   SessionLost          the process behind a session is gone, with its variables; LostBy tells
                        the cause
   ProtocolError        the peer of a connection violated the framing
@@ -31,6 +32,10 @@ class NoEngine(SandboxUnavailable):
 
 class Overloaded(SandboxError):
     """Too many callers are waiting."""
+
+
+class ProgramUnsupported(SandboxError):
+    """A program cannot run in a container of its own; the message says what to change."""
 
 
 class LostBy(enum.StrEnum):

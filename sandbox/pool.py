@@ -28,10 +28,17 @@ from anyio.abc import TaskGroup
 
 from agentloop.sandbox.backend import Backend
 from agentloop.sandbox.calls import NOT_OPEN, Calls
-from agentloop.sandbox.container import docker_backend
-from agentloop.sandbox.errors import NoEngine, Overloaded, SandboxError, SandboxUnavailable
+from agentloop.sandbox.container import DockerBackend, docker_backend
+from agentloop.sandbox.errors import (
+    NoEngine,
+    Overloaded,
+    ProgramUnsupported,
+    SandboxError,
+    SandboxUnavailable,
+)
 from agentloop.sandbox.link import next_id
 from agentloop.sandbox.process import ProcessBackend
+from agentloop.sandbox.program import Program, ProgramEnd, run_in_container
 from agentloop.sandbox.remote import HostBackend
 from agentloop.sandbox.results import CallResult
 from agentloop.sandbox.session import Session
@@ -98,6 +105,12 @@ class Pool:
     async def __aexit__(self, *exc: object) -> None:
         self._calls.close()
         await self._stack.__aexit__(None, None, None)
+
+    def move_host(self, old: str, new: str) -> None:
+        """Use a host at another URL from its next connection on."""
+        for backend in self._backends:
+            if isinstance(backend, HostBackend) and backend.url == old.rstrip("/"):
+                backend.url = new.rstrip("/")
 
     async def _choose_backends(self, stack: AsyncExitStack) -> list[Backend]:
         """Return a backend for each worker to keep running."""
@@ -277,6 +290,41 @@ class Pool:
             worker.free_sessions += 1
             worker.check_drained()
             self._notify_session_waiters()
+
+    @property
+    def has_containers(self) -> bool:
+        """True if calls run in containers, here or on another machine."""
+        return any(isinstance(backend, DockerBackend) for backend in self._backends)
+
+    async def run_program(self, program: Program, timeout_s: float) -> ProgramEnd:
+        """Run a program in a container of its own; one that fails or hangs is a result.
+
+        Its container has the memory of a call, and takes no slot of the pool. Cancelling the
+        caller kills it.
+
+        Args:
+            timeout_s: time limit, including the start of the container.
+
+        Raises:
+            ProgramUnsupported: there is no engine on this machine, or it lacks the image.
+            SandboxUnavailable: the engine failed.
+            RuntimeError: the pool is not open.
+        """
+        if not self._calls.is_open:
+            raise RuntimeError(NOT_OPEN)
+        backend = next((one for one in self._backends if isinstance(one, DockerBackend)), None)
+        if backend is None:
+            raise ProgramUnsupported(
+                "a program runs in a container of its own, and calls do not run in containers "
+                "here: it needs a Docker Engine on this machine that this user may use"
+            )
+        if backend.local_engine is None:
+            raise ProgramUnsupported(
+                "a program reaches the model over a socket of this machine, so its engine must be "
+                f"on this machine: {', '.join(self.settings.engines)} cannot mount it. Name a "
+                "local one, unix:///path, among `engines`"
+            )
+        return await run_in_container(backend.local_engine, self.settings, program, timeout_s)
 
     def stats(self) -> dict[str, Any]:
         """Return the state of the pool as plain data, for a status page."""

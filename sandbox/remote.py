@@ -90,12 +90,16 @@ class HostLink(Link):
 
 
 class HostBackend:
-    """A backend whose workers are connections to one host."""
+    """A backend whose workers are connections to one host.
+
+    Attributes:
+        url: the host's URL, which may change; the next connection goes to the new one.
+    """
 
     name = "host"
 
     def __init__(self, url: str, settings: PoolSettings) -> None:
-        self._url = url.rstrip("/")
+        self.url = url.rstrip("/")
         self._settings = settings
         self._layers: dict[str, str] = {}
 
@@ -119,12 +123,12 @@ class HostBackend:
             why = str(error) or "no response in time"
             if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == 401:
                 why = "wrong token; see hosts_token"
-            raise SandboxUnavailable(f"cannot connect to the host {self._url}: {why}") from error
+            raise SandboxUnavailable(f"cannot connect to the host {self.url}: {why}") from error
 
     def _connect(self, http: aiohttp.ClientSession) -> Any:
         token = self._settings.hosts_token
         return http.ws_connect(
-            self._url + PATH,
+            self.url + PATH,
             headers={"Authorization": f"Bearer {token.get_secret_value()}"} if token else None,
             heartbeat=HEARTBEAT_S,
             max_msg_size=MAX_MSG_SIZE,
@@ -146,7 +150,7 @@ class HostBackend:
             ) in socket:  # no deadline: until the host leaves, which the heartbeat detects
                 if message.type is aiohttp.WSMsgType.BINARY:
                     link.feed(message.data)
-            link.lose(f"the connection to {self._url} ended")
+            link.lose(f"the connection to {self.url} ended")
 
         async with anyio.create_task_group() as group:
             group.start_soon(read)

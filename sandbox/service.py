@@ -11,10 +11,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Self
 
 import anyio
+import anyio.to_thread
 from aiohttp import web
 from anyio.streams.memory import MemoryObjectSendStream
 
@@ -71,12 +72,12 @@ class SandboxService:
         self._limits = RequestLimits(settings, most)
         self._limiter: ConnectionLimiter
         self._sessions = Sessions(pool, settings.session_idle_s)
-        self._document = document(
-            ROUTES,
+        # On demand, because it takes half a second.
+        self._document = cache(partial(
+            document, ROUTES,
             info={"title": "sandbox", "version": "1", "description": "Runs untrusted Python."},
-            needs_token=self._limits.guard.needs_token,
-            refusals={"default": _REFUSED},
-        )
+            needs_token=self._limits.guard.needs_token, refusals={"default": _REFUSED},
+        ))  # fmt: skip
 
     async def __aenter__(self) -> Self:
         await self._sessions.__aenter__()
@@ -160,7 +161,7 @@ class SandboxService:
         return json_response({"status": status}, status=200 if well else 503)
 
     async def openapi(self, request: web.Request) -> web.Response:
-        return json_response(self._document)
+        return json_response(await anyio.to_thread.run_sync(self._document))
 
     async def link(self, request: web.Request) -> web.StreamResponse:
         hold = partial(self._limits.held.hold, id(request))

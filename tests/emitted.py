@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from agentloop.agent.tool_stream import decode_call
+from agentloop.agent.formats.values import decode_call
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn
 
 any_text = st.text(st.characters())  # also half of a surrogate pair

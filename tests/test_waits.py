@@ -19,6 +19,7 @@ clients or calls are told a timeout.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import sys
@@ -149,6 +150,7 @@ class Finder:
         return Wait(self._place, node.lineno, what, bound)
 
 
+@functools.cache
 def all_waits() -> list[Wait]:
     files = (file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py")))
     return [

@@ -8,10 +8,13 @@ Markup is never shown: tool calls have events of their own, and control tokens a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
+from typing import Protocol
 
-__all__ = ["Channel", "Channels", "Speech", "answer_in"]
+__all__ = ["Channel", "Channels", "Markup", "Speech", "Splitter", "answer_in"]
 
 
 class Channel(StrEnum):
@@ -19,13 +22,53 @@ class Channel(StrEnum):
     CONTENT = "content"
 
 
-_REASONING = ("reason", "think")
-_TAGS = tuple(
-    f"<{slash}{name}>" for name in (*_REASONING, "answer", "tool_call") for slash in ("", "/")
-)
-_TAG_RE = re.compile("|".join([*_TAGS, r"<\|[a-z_]{1,20}\|>"]))
-_PARTIAL_CONTROL_RE = re.compile(r"<\|[a-z_]{0,20}\|?")
 _BETWEEN_PASSAGES = "\n\n"
+
+
+class Splitter(Protocol):
+    """Splits the text of one turn into channels, in pieces of any size."""
+
+    @property
+    def channel(self) -> Channel | None:
+        """The channel of the text that comes next; None in a call or in markup."""
+        ...
+
+    def feed(self, text: str) -> Iterator[tuple[Channel, str]]:
+        """Take the next text; yield what is unambiguous, without markup."""
+        ...
+
+    def flush(self) -> Iterator[tuple[Channel, str]]:
+        """Yield the text that was held back, now that the turn is over. Again, yield nothing."""
+        ...
+
+
+@dataclass(frozen=True)
+class Markup:
+    """The tags of a turn's text.
+
+    Attributes:
+        thoughts: Tags that open and close a thought.
+        calls: Tags that open and close calls; a call without a closing tag ends with the turn.
+        others: Other markup that is not text, besides control tokens of the form <|name|>.
+    """
+
+    thoughts: tuple[tuple[str, str], ...] = (("<reason>", "</reason>"), ("<think>", "</think>"))
+    calls: tuple[tuple[str, str], ...] = (("<tool_call>", "</tool_call>"),)
+    others: tuple[str, ...] = ("<answer>", "</answer>")
+
+    @cached_property
+    def tags(self) -> tuple[str, ...]:
+        pairs = (*self.thoughts, *self.calls)
+        return (*(tag for pair in pairs for tag in pair if tag), *self.others)
+
+    @cached_property
+    def tag_re(self) -> re.Pattern[str]:
+        return re.compile("|".join([*map(re.escape, self.tags), r"<\|[a-z_]{1,20}\|>"]))
+
+
+_MARKUP = Markup()
+_PARTIAL_CONTROL_RE = re.compile(r"<\|[a-z_]{0,20}\|?")
+_MAX_PARTIAL = 32  # characters of markup that may be held back
 
 
 class Channels:
@@ -34,26 +77,29 @@ class Channels:
     The text may be fed in pieces of any size.
     """
 
-    def __init__(self, *, reasoning: bool) -> None:
+    def __init__(self, *, reasoning: bool, markup: Markup = _MARKUP) -> None:
         """
         Args:
             reasoning: Whether the generation prompt has already opened a reasoning block.
         """
+        self._markup = markup
         self._channel = Channel.REASONING if reasoning else Channel.CONTENT
         self._in_call = False
         self._held = ""
 
+    @property
+    def channel(self) -> Channel | None:
+        return None if self._in_call else self._channel
+
     def feed(self, text: str) -> Iterator[tuple[Channel, str]]:
         self._held += text
         start = 0
-        for match in _TAG_RE.finditer(self._held):
+        for match in self._markup.tag_re.finditer(self._held):
             yield from self._emit(self._held[start : match.start()])
             self._switch(match.group())
             start = match.end()
         rest = self._held[start:]
-        cut = rest.rfind("<")
-        if cut < 0 or not _is_tag_prefix(rest[cut:]):
-            cut = len(rest)
+        cut = self._partial(rest)
         self._held = rest[cut:]
         yield from self._emit(rest[:cut])
 
@@ -67,20 +113,27 @@ class Channels:
             yield self._channel, text
 
     def _switch(self, tag: str) -> None:
-        name = tag.strip("</>")
-        opens = not tag.startswith("</")
-        if name == "tool_call":
-            self._in_call = opens
+        opens_call = any(tag == opening for opening, _ in self._markup.calls)
+        if opens_call or any(tag == closing for _, closing in self._markup.calls):
+            self._in_call = opens_call
         elif self._in_call:
             return  # a tag inside a call's arguments is data
-        elif name in _REASONING:
-            self._channel = Channel.REASONING if opens else Channel.CONTENT
-        elif name == "answer" and opens:
+        elif tag == "<answer>" or any(tag == closing for _, closing in self._markup.thoughts):
             self._channel = Channel.CONTENT
+        elif any(tag == opening for opening, _ in self._markup.thoughts):
+            self._channel = Channel.REASONING
 
+    def _partial(self, text: str) -> int:
+        """Return where markup may begin of which the rest is still to come, or the text's end."""
+        for cut in range(max(0, len(text) - _MAX_PARTIAL), len(text)):
+            if text[cut] in "<[]" and self._may_begin_markup(text[cut:]):
+                return cut
+        return len(text)
 
-def _is_tag_prefix(text: str) -> bool:
-    return any(tag.startswith(text) for tag in _TAGS) or bool(_PARTIAL_CONTROL_RE.fullmatch(text))
+    def _may_begin_markup(self, text: str) -> bool:
+        if any(tag.startswith(text) for tag in self._markup.tags):
+            return True
+        return bool(_PARTIAL_CONTROL_RE.fullmatch(text))
 
 
 class Speech:
@@ -92,18 +145,28 @@ class Speech:
 
     Attributes:
         stopped: Whether a stop sequence was found in the content. Nothing is yielded after it.
+        matched: The stop sequence that was found.
     """
 
-    def __init__(self, *, reasoning: bool, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        reasoning: bool,
+        stop: Sequence[str] = (),
+        split: Callable[[bool], Splitter] = lambda reasoning: Channels(reasoning=reasoning),
+    ) -> None:
         """
         Args:
             reasoning: Whether the generation prompt opens a reasoning block.
             stop: Stop sequences, none of them empty; the content ends before the first match.
                 Reasoning, tool calls and the whitespace before a passage are not searched.
+            split: Makes a turn's splitter, given whether its prompt opens a reasoning block.
         """
         self.stopped = False
+        self.matched: str | None = None
+        self._split = split
         self._reasoning = reasoning
-        self._channels = Channels(reasoning=reasoning)
+        self._channels = split(reasoning)
         self._stop = stop
         self._longest_stop = max(map(len, stop), default=0)
         self._channels_seen: set[Channel] = set()
@@ -111,6 +174,11 @@ class Speech:
         self._has_begun = False  # whether the passage has text other than whitespace
         self._partial_stop = ""  # the beginning of a possible stop sequence
         self._pending_space = ""  # whitespace to emit before the next text
+
+    def begin_turn(self, *, reasoning: bool) -> None:
+        """Prepare for a turn whose generation prompt opens a reasoning block, or does not."""
+        self._reasoning = reasoning
+        self._channels = self._split(reasoning)
 
     def feed(self, text: str) -> Iterator[tuple[Channel, str]]:
         """Take the next text of the turn and yield the part that is final."""
@@ -122,7 +190,16 @@ class Speech:
         for channel, piece in self._channels.flush():
             yield from self._route(channel, piece)
         yield from self._end_passage()
-        self._channels = Channels(reasoning=self._reasoning)
+        self._channels = self._split(self._reasoning)
+
+    def interject(self, channel: Channel, text: str) -> Iterator[tuple[Channel, str]]:
+        """Yield a passage that the model has not written, once the turn's text is complete."""
+        for found, piece in self._channels.flush():
+            yield from self._route(found, piece)
+        yield from self._end_passage()
+        if not self.stopped:
+            yield channel, (_BETWEEN_PASSAGES if channel in self._channels_seen else "") + text
+            self._channels_seen.add(channel)
 
     def _route(self, channel: Channel, piece: str) -> Iterator[tuple[Channel, str]]:
         if self.stopped:
@@ -168,8 +245,9 @@ class Speech:
             if (start := text.find(stop, max(0, num_leading - len(stop) + 1))) >= 0
         ]
         if found:
-            self.stopped, self._partial_stop = True, ""
-            return text[: min(found)[1]]
+            end, start = min(found)
+            self.stopped, self.matched, self._partial_stop = True, text[start:end], ""
+            return text[:start]
         first = max(0, len(text) - self._longest_stop + 1)
         held = next(
             (at for at in range(first, len(text)) if self._is_stop_prefix(text[at:])),
@@ -182,8 +260,17 @@ class Speech:
         return any(stop.startswith(text) for stop in self._stop)
 
 
-def answer_in(text: str, *, reasoning: bool, stop: Sequence[str] = ()) -> str:
-    """Return the content of one turn, without reasoning and tool calls."""
-    speech = Speech(reasoning=reasoning, stop=stop)
+def answer_in(
+    text: str,
+    *,
+    reasoning: bool,
+    stop: Sequence[str] = (),
+    split: Callable[[bool], Splitter] = lambda reasoning: Channels(reasoning=reasoning),
+) -> str:
+    """Return the content of one turn, without reasoning and tool calls.
+
+    The arguments are those of `Speech`.
+    """
+    speech = Speech(reasoning=reasoning, stop=stop, split=split)
     pieces = [*speech.feed(text), *speech.end_turn()]
     return "".join(piece for channel, piece in pieces if channel is Channel.CONTENT)

@@ -87,7 +87,7 @@ class McpServerSettings(pydantic.BaseModel):
     command: tuple[str, ...] = pydantic.Field(
         (),
         description="Program and arguments of a server to start on this machine, which talks on "
-        "its stdin and stdout.",
+        "its stdin and stdout. `python` is the interpreter that runs agentloop.",
     )
     url: str | None = pydantic.Field(
         None, description="URL of a running server (streamable HTTP), instead of `command`."
@@ -129,11 +129,18 @@ class McpServerSettings(pydantic.BaseModel):
 
 
 class McpTool:
-    """A tool of an MCP server (`agentloop.agent.tools.Tool`)."""
+    """A tool of an MCP server (`agentloop.agent.tools.Tool`).
 
-    def __init__(self, server: McpServer, name: str, schema: Schema) -> None:
+    Attributes:
+        state: the server, if it may keep state for one rollout: then its calls take turns.
+    """
+
+    def __init__(
+        self, server: McpServer, name: str, schema: Schema, *, is_read_only: bool = False
+    ) -> None:
         self.name = name
         self.schema = schema
+        self.state = None if server.is_shared or is_read_only else server
         self._server = server
 
     @asynccontextmanager
@@ -150,6 +157,7 @@ class McpServer:
     Attributes:
         name: its name in messages.
         tools: its tools, as of the last connection.
+        is_shared: whether it serves all rollouts, and is connected to again when it is lost.
     """
 
     def __init__(
@@ -168,7 +176,7 @@ class McpServer:
         self._lost = anyio.Event()  # of the current connection
         self._why = f"{self} is not connected"
         self._last_words = ""  # the end of its stderr
-        self._is_kept = False
+        self.is_shared = False
         self._changed = Signal()
 
     def __str__(self) -> str:
@@ -183,7 +191,7 @@ class McpServer:
             RequestError, McpServerError: the first connection failed, as in `stay_connected`.
             McpServerError: a server that is started here has ended too often.
         """
-        self._is_kept = True
+        self.is_shared = True
         restarts = Restarts(_MAX_RESTARTS if self.settings.command else sys.maxsize)
         await self.stay_connected(task_status=task_status)
         while (delay_s := restarts.died(time.monotonic())) is not None:
@@ -285,7 +293,7 @@ class McpServer:
     async def _connected(self) -> Any:
         """Return the SDK's client; None if there is no connection, and not again in time either."""
         with anyio.move_on_after(self.settings.timeout_s):
-            while self._client is None and self._is_kept:
+            while self._client is None and self.is_shared:
                 await self._changed.wait()
         return self._client
 
@@ -312,7 +320,9 @@ class McpServer:
         cursor: str | None = None
         while True:
             page = await client.list_tools(cursor=cursor)
-            found += [McpTool(self, one.name, self._schema(one)) for one in page.tools]
+            for one in page.tools:
+                hint = one.annotations is not None and one.annotations.read_only_hint is True
+                found.append(McpTool(self, one.name, self._schema(one), is_read_only=hint))
             if not (cursor := page.next_cursor):
                 return found
 
@@ -371,10 +381,11 @@ class McpServer:
         from mcp.client.stdio import stdio_client
 
         env = self._filled("env")
-        name = self.settings.command[0]
-        if shutil.which(name, path=env.get("PATH")) is None:
+        name, *rest = self.settings.command
+        command = [sys.executable if name == "python" else name, *rest]
+        if shutil.which(command[0], path=env.get("PATH")) is None:
             raise RequestError(f"{self}: there is no program {name!r}")
-        program, *arguments = stdio_guarded(self.settings.command)
+        program, *arguments = stdio_guarded(command)
         server = StdioServerParameters(command=program, args=arguments, env=env)
         with self._open_log() as errors:
             try:

@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from agentloop.agent.mcp import McpServer
-from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
+from agentloop.agent.sandbox_tools import JupyterCode, PaperPythonCode, PythonCode
+from agentloop.agent.tool_formats import ToolFormat
 from agentloop.agent.tools import CallerTool, Tool, ToolFunction, as_tool
 from agentloop.config import import_named
 from agentloop.errors import RequestError, SettingsError
@@ -22,7 +23,7 @@ from agentloop.sandbox import Pool
 
 __all__ = ["AnyTool", "check_tool_name", "imported_tools", "resolved_tools"]
 
-_BUILT_IN = {tool.name: tool for tool in (PythonCode, JupyterCode)}
+_BUILT_IN = {tool.name: tool for tool in (PythonCode, PaperPythonCode, JupyterCode)}
 
 AnyTool = Tool | ToolFunction | str | Mapping[str, Any]
 """A tool, a Python function, a name as in the setting `tools`, or the schema of a tool that the
@@ -68,6 +69,7 @@ def resolved_tools(
     servers: Mapping[str, McpServer],
     functions: Mapping[str, Tool],
     timeout_s: float,
+    tool_format: ToolFormat = "plain",
 ) -> list[Tool]:
     """Return the tools themselves for names, functions and schemas.
 
@@ -76,6 +78,7 @@ def resolved_tools(
         servers: the MCP servers by name.
         functions: what `imported_tools` has returned.
         timeout_s: time limit of a call of a built-in tool.
+        tool_format: wording of the built-in tools.
 
     Raises:
         RequestError: a name is unknown, or a function cannot become a tool.
@@ -83,7 +86,7 @@ def resolved_tools(
 
     def named(name: str) -> Iterator[Tool]:
         if name in _BUILT_IN:
-            yield _BUILT_IN[name](pool, timeout_s=timeout_s)
+            yield _BUILT_IN[name](pool, timeout_s=timeout_s, tool_format=tool_format)
         elif name in functions:
             yield functions[name]
         elif name.startswith("mcp:"):

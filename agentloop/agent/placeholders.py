@@ -1,4 +1,4 @@
-"""Stand-ins for the contents of messages while a chat template is rendered."""
+"""Stand-ins for data while a chat template is rendered."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ __all__ = ["Placeholders"]
 
 
 class Placeholders:
-    """Stand-ins for contents while a template is rendered.
+    """Stand-ins for text or token ids while a template is rendered.
 
     Their names are random, so that no content can spell one, and alphanumeric, so that no template
     changes them.
     """
 
     def __init__(self) -> None:
-        self.contents: list[str] = []
+        self.contents: list[str | list[int]] = []
         self._tag = f"PH{secrets.token_hex(8)}N"
 
-    def __call__(self, content: str) -> str:
+    def __call__(self, content: str | list[int]) -> str:
         self.contents.append(content)
         return f"{self._tag}{len(self.contents) - 1}E"
 

@@ -15,18 +15,23 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import anyio
 import pydantic
 
-from agentloop.agent.channels import Speech, answer_in
-from agentloop.agent.chat_format import ChatFormat, TextStream
-from agentloop.agent.tool_stream import ToolCallStream
-from agentloop.agent.tools import Schema, Tool, ToolFunction, ToolOutput, Tools
-from agentloop.errors import PromptTooLong, ServerError
+from agentloop.agent.channels import Speech, Splitter, answer_in
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.constraints import Constraints
+from agentloop.agent.formats import Family
+from agentloop.agent.tool_formats import ToolFormat
+from agentloop.agent.tools import Schema, Tool, ToolFunction, Tools
+from agentloop.agent.truncation import truncated, without_middle
+from agentloop.agent.turn_reader import TurnOptions, TurnReader
+from agentloop.errors import PromptTooLong, RequestError, ServerError, culprit
 from agentloop.events import (
     CallFinished,
     CallStarted,
@@ -35,7 +40,6 @@ from agentloop.events import (
     RolloutAbandoned,
     RolloutFinished,
     RolloutStarted,
-    TokensSampled,
     TurnFinished,
     TurnMoved,
     TurnPlaced,
@@ -56,10 +60,23 @@ from agentloop.trajectory import (
     Trajectory,
     Turn,
     TurnEnd,
-    VersionSpan,
 )
 
-__all__ = ["Budget", "Engine", "Reply", "Rollout", "TurnOptions", "prompt_of", "truncated"]
+__all__ = [
+    "Budget",
+    "Engine",
+    "Reply",
+    "Rollout",
+    "TurnOptions",
+    "prompt_of",
+    "too_long",
+    "truncated",
+    "without_middle",
+]
+
+# Tokens per frame where nobody reads along. A call in mid-turn waits for one and a half tokens on
+# average; a server spends a fifth less CPU time, and the reader half (docs/benchmarks.md).
+_UNREAD_INTERVAL = 4
 
 Reply = Callable[[str], Awaitable[str | None]]
 """A function of the model's answer that returns the user's next message, or None to end."""
@@ -89,11 +106,30 @@ class Budget(pydantic.BaseModel):
         description="Maximum number of sampled tokens in one turn. By default, "
         "max_response_tokens.",
     )
+    max_thought_tokens: int | None = pydantic.Field(
+        None,
+        ge=1,
+        description="Maximum length of a thought in tokens. A longer one is closed, and the model "
+        "goes on with its answer or its calls. By default, a thought has no limit of its own.",
+    )
     max_tool_response_tokens: int = pydantic.Field(
         512,
         ge=8,
         description="Maximum length of a tool response in tokens; the middle of a longer one is "
         "cut out.",
+    )
+    max_tool_response_chars: int | None = pydantic.Field(
+        None,
+        ge=2,
+        description="Maximum length of a tool response in characters; the middle of a longer one "
+        "is replaced by ...(truncated)... before its tokens are counted. By default, only "
+        "max_tool_response_tokens limits it.",
+    )
+    max_calls_per_turn: int | None = pydantic.Field(
+        None,
+        ge=1,
+        description="Maximum number of tool calls in a turn that run and get a response; further "
+        "ones stay in the text and are ignored. By default, all run.",
     )
     timeout_s: float = pydantic.Field(
         600.0,
@@ -102,24 +138,17 @@ class Budget(pydantic.BaseModel):
         "if its own tool calls took at least half of the time; otherwise it has no reward.",
     )
 
+    def check(self, family: Family) -> None:
+        """Check that models of a family can be held to these limits.
 
-@dataclass(frozen=True, slots=True)
-class TurnOptions:
-    """Options for ending a turn early and for the data that it records.
-
-    Attributes:
-        stop: Stop sequences. The answer, and with it the rollout, ends before the first match; see
-            `agentloop.agent.channels.Speech`.
-        single_call: End each turn after its first tool call.
-        ignore_end: Ignore the end-of-turn token and do not run calls, so that each turn uses its
-            whole budget. For load tests.
-        num_top_logprobs: Number of most likely tokens to record for each sampled token.
-    """
-
-    stop: tuple[str, ...] = ()
-    single_call: bool = False
-    ignore_end: bool = False
-    num_top_logprobs: int = 0
+        Raises:
+            RequestError: They cannot.
+        """
+        if self.max_thought_tokens is not None and not family.markup.thoughts:
+            raise RequestError(
+                "budget.max_thought_tokens: the runtime cannot close a thought in the chat format "
+                f"{family.name!r}; limit it by the template's arguments, such as reasoning_effort"
+            )
 
 
 class Engine(Protocol):
@@ -164,14 +193,15 @@ async def prompt_of(
         RequestError: The messages are invalid, or the prompt does not fit in `context_length`.
     """
     if (at_least := chat.min_prompt_tokens(messages)) >= context_length:
-        raise _too_long(f"at least {at_least}", context_length)
+        raise too_long(f"at least {at_least}", context_length)
     prompt_ids = await chat.prompt_async(messages, schemas)
     if len(prompt_ids) >= context_length:
-        raise _too_long(str(len(prompt_ids)), context_length)
+        raise too_long(str(len(prompt_ids)), context_length)
     return prompt_ids
 
 
-def _too_long(num_tokens: str, context_length: int) -> PromptTooLong:
+def too_long(num_tokens: str, context_length: int) -> PromptTooLong:
+    """Return the error for messages that leave no room for an answer."""
     # Clients detect this error by "this model's maximum context length is" or by the code.
     return PromptTooLong(
         f"messages: this model's maximum context length is {context_length} tokens, but the "
@@ -189,15 +219,20 @@ class Rollout:
     tools: Sequence[Tool | ToolFunction] = ()
     sampling: Sampling = field(default_factory=lambda: Sampling())
     budget: Budget = field(default_factory=lambda: Budget())
-    options: TurnOptions = TurnOptions()
+    options: TurnOptions = field(default_factory=lambda: TurnOptions())
+    tool_format: ToolFormat = "plain"
     reply: Reply | None = None
     emit: Emit = ignore
     with_text: bool = True  # decode tokens as they arrive; training does not need it
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     group: str = ""  # shared by the rollouts of one prompt
     prompt_ids: list[int] | None = None  # the rendered prompt, if the caller already has it
-    started_s: float = 0.0  # time.monotonic() when run() was called; times are relative to it
+    num_turns_before: int = 0  # of its conversation, if a session keeps it
+    elapsed_before_s: float = 0.0  # since that conversation began
+    started_s: float = 0.0  # time.monotonic() when it began; times are relative to it
     _tools: Tools = field(init=False)
+    _split: Callable[[bool], Splitter] = field(init=False)
+    _constraints: Constraints = field(init=False)
     _trajectory: Trajectory = field(init=False)
     _speech: Speech = field(init=False)  # finds stop sequences
     _scope: anyio.CancelScope | None = field(init=False, default=None)  # set while it runs
@@ -216,14 +251,19 @@ class Rollout:
             RequestError: The request is invalid; nothing has run.
             Exception: Whatever `reply` raises.
         """
-        self.started_s = time.monotonic()
-        self._tools = Tools(self.tools)
-        thinks = bool(self.chat.opened_thought)
-        self._speech = Speech(reasoning=thinks, stop=self.options.stop)
+        self.started_s = time.monotonic() - self.elapsed_before_s
+        self._tools = Tools(
+            self.tools, tool_format=self.tool_format, for_caller=self.options.single_message
+        )
+        schemas, single_call = self._tools.schemas, self.options.single_call
+        self.budget.check(self.chat.family)
+        self._constraints = Constraints(self.options.rules, self.chat, schemas, single_call)
+        self._split = partial(self.chat.family.channels, has_tools=bool(schemas))
+        self._speech = Speech(reasoning=False, stop=self.options.stop, split=self._split)
         prompt_ids = self.prompt_ids
         if prompt_ids is None:
             longest = self.engine.context_length
-            prompt_ids = await prompt_of(self.chat, self.messages, self._tools.schemas, longest)
+            prompt_ids = await prompt_of(self.chat, self.messages, schemas, longest)
         self._trajectory = Trajectory(self.id, list(prompt_ids), created_unix_s=time.time())
         self.emit(RolloutStarted(self._trajectory, self.group))
         whole = False
@@ -249,17 +289,17 @@ class Rollout:
             try:
                 async with self._tools:
                     trajectory.stop_reason = await self._run_turns()
-            except ExceptionGroup as group:
-                error = _cause(group)
+            except Exception as raised:  # of a task: in a group
+                error = culprit(raised, ServerError, _InfrastructureFailure)
                 if not isinstance(error, ServerError | _InfrastructureFailure):
-                    raise error from group
+                    raise error from error.__cause__
                 trajectory.stop_reason = StopReason.INFRASTRUCTURE
                 trajectory.error = str(error)
         if self._is_cancelled and trajectory.stop_reason is StopReason.TIME_BUDGET:
             trajectory.stop_reason = StopReason.CANCELLED
 
     async def _run_turns(self) -> StopReason:
-        ids = list(self._trajectory.prompt_ids)
+        ids = self._trajectory.prompt_ids
         budget_left = self.budget.max_response_tokens
         sampled_left = self.budget.max_sampled_tokens or budget_left
         while True:
@@ -268,34 +308,49 @@ class Rollout:
             if most <= 0:
                 return StopReason.TOKEN_BUDGET
             turn = await self._run_turn(ids, most)
-            if turn.end is TurnEnd.ABORT:
-                raise _InfrastructureFailure("the token stream ended before the turn was complete")
-            if turn.end is TurnEnd.LENGTH:
+            following = await self._following(turn)
+            if isinstance(following, StopReason):
+                return following
+            if len(following) >= room - len(turn.output_ids):  # no room for another token
                 return StopReason.TOKEN_BUDGET
-            if any(result.status is ToolCallStatus.CALLER for result in turn.results):
-                return StopReason.CALLER_TOOLS
-            if self._speech.stopped:
-                return StopReason.STOP_SEQUENCE
-            text: str | None = None
-            if not turn.calls and (text := await self._replied()) is None:
-                return StopReason.ANSWERED
-            if len(self._trajectory.turns) >= self.budget.max_turns:
-                return StopReason.TURN_BUDGET
-            observation = self._observation_of(turn, text)
-            room -= len(turn.output_ids)
-            if len(observation) >= room:  # no room for another token
-                return StopReason.TOKEN_BUDGET
-            turn.observation_ids = observation
-            budget_left -= len(turn.output_ids) + len(observation)
+            turn.observation_ids = following
+            budget_left -= len(turn.output_ids) + len(following)
             sampled_left -= len(turn.output_ids)
-            ids += turn.output_ids
-            ids += observation
+            ids = [*ids, *turn.output_ids, *following]
+
+    async def _following(self, turn: Turn) -> list[int] | StopReason:
+        """Return the ids between the newest turn and the next one, or why there is no next one."""
+        num_turns = len(self._trajectory.turns)
+        match turn.end:
+            case TurnEnd.ABORT:
+                raise _InfrastructureFailure("the token stream ended before the turn was complete")
+            case TurnEnd.LENGTH:
+                return StopReason.TOKEN_BUDGET
+            case TurnEnd.THOUGHT:
+                return self.chat.end_of_thought(self._trajectory, num_turns - 1)
+        if any(result.status is ToolCallStatus.CALLER for result in turn.results):
+            return StopReason.CALLER_TOOLS
+        if self._speech.stopped:
+            return StopReason.STOP_SEQUENCE
+        if self.options.single_message:
+            return StopReason.ANSWERED
+        text: str | None = None
+        if not turn.calls and (text := await self._replied()) is None:
+            return StopReason.ANSWERED
+        if self._trajectory.message_of(num_turns) >= self.budget.max_turns:
+            return StopReason.TURN_BUDGET
+        return self._observation_of(turn, text)
 
     @property
     def _answer(self) -> str:
         """The answer in the newest turn."""
-        thinks = bool(self.chat.opened_thought)
-        return answer_in(self._trajectory.text, reasoning=thinks, stop=self.options.stop)
+        last = len(self._trajectory.turns) - 1
+        return answer_in(
+            self._trajectory.text,
+            reasoning=self.chat.begins_in_thought(self._trajectory, last),
+            stop=self.options.stop,
+            split=self._split,
+        )
 
     async def _replied(self) -> str | None:
         """Return the user's reply to the newest answer, if there is to be one."""
@@ -308,12 +363,16 @@ class Rollout:
         index = len(self._trajectory.turns)
         turn = Turn(started_s=self._elapsed_s())
         self._trajectory.turns.append(turn)
+        thinks = self.chat.begins_in_thought(self._trajectory, index)
+        self._speech.begin_turn(reasoning=thinks)
         self.emit(TurnStarted(self.id, index))
         results: dict[str, ToolResult] = {}
         try:
             async with anyio.create_task_group() as calls:
 
                 def dispatch(call: ToolCall) -> None:
+                    if len(turn.calls) == self.budget.max_calls_per_turn:
+                        return
                     turn.calls.append(call)
                     self.emit(CallStarted(self.id, index, call))
                     calls.start_soon(self._run_call, index, call, self._elapsed_s(), results)
@@ -339,21 +398,45 @@ class Rollout:
         max_new_tokens: int,
         dispatch: Callable[[ToolCall], None],
     ) -> None:
-        reader = _TurnReader(self, index, turn, dispatch)
+        message = self._trajectory.message_of(index)
+        reader = TurnReader(
+            self._trajectory,
+            index,
+            self.chat,
+            calls=self.chat.family.calls(
+                self._constraints.codec(message),
+                self._tools.schemas,
+                id_prefix=f"call_{self.id[-12:]}_{self.num_turns_before + index}",
+            ),
+            speech=self._speech,
+            options=self.options,
+            max_thought_tokens=self.budget.max_thought_tokens,
+            with_text=self.with_text,
+            emit=self.emit,
+            dispatch=dispatch,
+            elapsed_s=self._elapsed_s,
+        )
         generation = Generation(
             rid=uuid.uuid4().hex,
             key=self.id,
             ids=ids,
             sampling=self.sampling,
             max_new_tokens=max_new_tokens,
-            stop_ids=() if self.options.ignore_end else self.chat.stop_ids,
+            stop_ids=self._stop_ids,
             group=self.group,
             num_shared=len(self._trajectory.prompt_ids) if self.group else 0,
             num_top_logprobs=self.options.num_top_logprobs,
+            stream_interval=1 if self.with_text else _UNREAD_INTERVAL,
+            parameters={
+                **self.options.parameters,
+                **self._constraints.of(message, self.chat.thought_begun(self._trajectory, index)),
+            },
         )
 
         def placed(server: str, decision: Explained) -> None:
             turn.servers.append(server)
+            if turn.first_token_s is None:
+                turn.placed_s = self._elapsed_s()
             self.emit(TurnPlaced(self.id, index, server, decision))
 
         def moved(server: str, reason: str) -> None:
@@ -368,212 +451,43 @@ class Rollout:
                     on_placed=placed,
                     on_moved=moved,
                 )
+        except RequestError as error:
+            raise self._constraints.explained(error, message) from error
         finally:
             turn.generated_s = self._elapsed_s()
             reader.flush()
         reader.finish()
 
+    @property
+    def _stop_ids(self) -> tuple[int, ...]:
+        if self.options.ignore_end:
+            return ()
+        return (*self.chat.stop_ids, *self.options.stop_ids)
+
     async def _run_call(
         self, index: int, call: ToolCall, dispatched_s: float, results: dict[str, ToolResult]
     ) -> None:
-        if call.error is not None:
-            output = ToolOutput(ToolCallStatus.MALFORMED, f"[malformed tool call] {call.error}")
-        else:
-            output = await self._tools.run(call.name, call.arguments)
-        started_s = dispatched_s
-        if output.started_s is not None:
-            started_s = output.started_s - self.started_s
-        # A lone surrogate, for example from a file name, cannot be encoded as UTF-8.
-        content = valid_text(output.content)
-        result = ToolResult(
-            call.id, call.name, output.status, content, dispatched_s, started_s, self._elapsed_s()
-        )
+        result = await self._tools.run_call(call, dispatched_s=dispatched_s, begun_s=self.started_s)
         results[call.id] = result
         self.emit(CallFinished(self.id, index, result))
-        if output.status is ToolCallStatus.INFRASTRUCTURE:
-            raise _InfrastructureFailure(f"{call.name}: {output.content}")
+        if result.status is ToolCallStatus.INFRASTRUCTURE:
+            raise _InfrastructureFailure(f"{call.name}: {result.content}")
 
     def _observation_of(self, turn: Turn, reply: str | None) -> list[int]:
         """Return the ids between this turn and the next one."""
+        last_id = turn.output_ids[-1]
         if reply is not None:
-            return self.chat.user_message(reply)
-        limit = self.budget.max_tool_response_tokens
-        contents = [truncated(self.chat, result.content, limit) for result in turn.results]
-        observation = self.chat.observation(contents)
-        if self.options.single_call and turn.output_ids[-1] != self.chat.end_id:
-            observation.insert(0, self.chat.end_id)  # the turn was cut before its end token
-        return observation
+            return self.chat.user_message(reply, last_id=last_id)
+        budget = self.budget
+        contents = [
+            truncated(
+                self.chat,
+                without_middle(result.content, budget.max_tool_response_chars),
+                budget.max_tool_response_tokens,
+            )
+            for result in turn.results
+        ]
+        return self.chat.observation(contents, turn.calls, last_id=last_id)
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self.started_s
-
-
-class _TurnReader:
-    """Records the chunks of one turn, emits events, dispatches calls and ends the turn early.
-
-    Attributes:
-        cut: Cancel scope to enter around the generation; cancelled to end the turn early.
-    """
-
-    def __init__(
-        self, rollout: Rollout, index: int, turn: Turn, dispatch: Callable[[ToolCall], None]
-    ) -> None:
-        self.cut = anyio.CancelScope()
-        self._rollout = rollout
-        self._index = index
-        self._turn = turn
-        self._dispatch = dispatch
-        self._options = rollout.options
-        self._speech = rollout._speech
-        chat = rollout.chat
-        self._calls = ToolCallStream(chat, id_prefix=f"call_{rollout.id[-12:]}_{index}")
-        has_text = rollout.with_text or self._options.stop
-        self._text = TextStream(chat) if has_text else None
-        self._versions = _Versions()
-
-    def take(self, chunk: Chunk) -> None:
-        # Go token by token, so that the cut does not depend on how many tokens a chunk has.
-        by_token = self._options.single_call or self._options.stop
-        for part in _tokens(chunk) if by_token else [chunk]:
-            if self.cut.cancel_called:
-                return
-            piece = self._record(part)
-            calls = [] if self._options.ignore_end else self._calls.feed(part.ids)
-            for call in calls:
-                self._dispatch(call)
-            if self._options.stop:
-                list(self._speech.feed(piece))
-            if self._speech.stopped or (self._options.single_call and calls):
-                self._turn.end = TurnEnd.STOP
-                if part.end is None:
-                    self.cut.cancel()
-
-    def flush(self) -> None:
-        """Record the text that was held back; call it after the last chunk, even after an error."""
-        turn = self._turn
-        if turn.end is TurnEnd.ABORT or self.cut.cancel_called:
-            turn.versions = self._versions.spans(len(turn.output_ids), ())
-        if self._text is None:
-            turn.text = self._rollout.chat.decode(turn.output_ids)
-        elif held := self._text.flush():
-            turn.text += held
-            self._rollout.emit(TokensSampled(self._rollout.id, self._index, [], held))
-
-    def finish(self) -> None:
-        """Apply stop sequences to the text that was held back, and dispatch its calls."""
-        if self._options.stop and self._turn.end is not TurnEnd.ABORT:
-            list(self._speech.end_turn())
-            if self._speech.stopped:  # takes precedence over TurnEnd.LENGTH
-                self._turn.end = TurnEnd.STOP
-        if self._turn.end is TurnEnd.STOP and not self.cut.cancel_called:
-            for call in self._calls.finish():
-                self._dispatch(call)
-
-    def _record(self, chunk: Chunk) -> str:
-        """Add a chunk to the turn and return its text."""
-        rollout, turn = self._rollout, self._turn
-        if turn.first_token_s is None and chunk.ids:
-            turn.first_token_s = rollout._elapsed_s()
-        start = len(turn.output_ids)
-        turn.output_ids += chunk.ids
-        turn.logprobs += chunk.logprobs
-        turn.top_logprobs += chunk.top_logprobs
-        turn.cached_tokens = chunk.cached_tokens or turn.cached_tokens
-        if chunk.ids and chunk.version != self._versions.current:
-            self._versions.change(chunk.version, start)
-        if chunk.end is not None:
-            turn.end = chunk.end
-            server_spans = chunk.versions
-            num_seen = server_spans[0].start if server_spans else len(turn.output_ids)
-            turn.versions = self._versions.spans(num_seen, server_spans)
-        piece = ""
-        if self._text is not None:
-            piece = self._text.feed(chunk.ids)
-            turn.text += piece
-        if chunk.ids and rollout.emit is not ignore:
-            rollout.emit(TokensSampled(rollout.id, self._index, chunk.ids, piece))
-        return piece
-
-
-def truncated(chat: ChatFormat, content: str, limit: int) -> list[int]:
-    """Return the ids of `content`; if there are more than `limit`, its head, a note and its tail.
-
-    The ids of the note are not counted against `limit`.
-    """
-    num_head = (limit + 1) // 2
-    num_tail = limit - num_head
-    longest = 32 * limit
-    if len(content) > longest:
-        # Encoding megabytes would block the event loop; no text averages 32 characters a token.
-        head = chat.encode(content[: longest // 2])[:num_head]
-        tail = chat.encode(content[-longest // 2 :])[-num_tail:]
-        left_out = f"the middle of {len(content)} characters left out"
-    else:
-        ids = chat.encode(content)
-        if len(ids) <= limit:
-            return ids
-        head, tail = ids[:num_head], ids[-num_tail:]
-        left_out = f"{len(ids) - limit} tokens left out"
-    return head + chat.encode(f"\n[... {left_out} ...]\n") + tail
-
-
-def _tokens(chunk: Chunk) -> Iterator[Chunk]:
-    """Split a chunk into one chunk per token; the last one carries the chunk's end and versions."""
-    last = len(chunk.ids) - 1
-    for i in range(last):
-        yield Chunk(
-            chunk.ids[i : i + 1],
-            chunk.logprobs[i : i + 1],
-            chunk.version,
-            cached_tokens=chunk.cached_tokens,
-            top_logprobs=chunk.top_logprobs[i : i + 1],
-        )
-    if last >= 1:
-        chunk = replace(
-            chunk,
-            ids=chunk.ids[last:],
-            logprobs=chunk.logprobs[last:],
-            top_logprobs=chunk.top_logprobs[last:],
-        )
-    yield chunk
-
-
-class _Versions:
-    """Records the policy version of each token of a turn as the turn streams."""
-
-    __slots__ = ("_starts", "current")
-
-    def __init__(self) -> None:
-        self.current: str | None = None
-        self._starts: list[tuple[str, int]] = []
-
-    def change(self, version: str, start: int) -> None:
-        """Record that tokens from `start` on were sampled by `version`."""
-        self.current = version
-        self._starts.append((version, start))
-
-    def spans(self, end: int, server_spans: Sequence[VersionSpan]) -> list[VersionSpan]:
-        """Return the spans seen before `end`, followed by the server's own record of the rest."""
-        ends = [start for _, start in self._starts[1:]] + [end]
-        seen = [
-            VersionSpan(version, start, min(stop, end))
-            for (version, start), stop in zip(self._starts, ends, strict=False)
-            if start < end
-        ]
-        return [*seen, *server_spans]
-
-
-def _cause(group: ExceptionGroup[Exception]) -> Exception:
-    """Return the first error that is not an infrastructure failure, or else the first error."""
-    leaves: list[Exception] = []
-    pending: list[Exception] = [group]
-    while pending:
-        error = pending.pop(0)
-        if isinstance(error, ExceptionGroup):
-            pending += error.exceptions
-        else:
-            leaves.append(error)
-    programming_errors = (
-        error for error in leaves if not isinstance(error, ServerError | _InfrastructureFailure)
-    )
-    return next(programming_errors, leaves[0])

@@ -1,25 +1,33 @@
 """Built-in tools that run a model's code in the sandbox.
 
 `python_code_with_standard_io` runs a fresh program per call; `jupyter_code` is a notebook whose
-state lasts for the trajectory. Names and parameters follow rStar2-Agent.
+state lasts for the trajectory. Names and parameters follow rStar2-Agent's code; its paper names the
+first tool `execute_python_code_with_standard_io`. `tool_formats.py` has the texts.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import anyio
 
+from agentloop.agent.tool_formats import (
+    ToolFormat,
+    bad_arguments,
+    describe,
+    jupyter_code_schema,
+    paper_schema,
+    python_code_schema,
+)
 from agentloop.agent.tools import Reopen, RunTool, Schema, ToolOutput
 from agentloop.sandbox import CallResult, LostBy, Pool, SandboxError, Session, SessionLost
 from agentloop.sandbox import CallStatus as SandboxStatus
 from agentloop.trajectory import ToolCallStatus
 
-__all__ = ["JupyterCode", "PythonCode", "describe"]
+__all__ = ["JupyterCode", "PaperPythonCode", "PythonCode"]
 
-_STRING = {"type": "string"}
 _RESTARTED = "\n[note] the notebook was restarted: its variables are gone"
 # Ends of a cell that are the model's own doing; the notebook is restarted after them.
 _ENDS_SESSION = (
@@ -34,41 +42,41 @@ class PythonCode:
     """The tool `python_code_with_standard_io`: runs a program with the given standard input."""
 
     name = "python_code_with_standard_io"
-    schema: ClassVar[Schema] = {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "Execute Python code with standard input and capture standard output. "
-            "Each call is a program of its own.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "code": {**_STRING, "description": "The Python program."},
-                    "input": {**_STRING, "description": "Its standard input. Default: empty."},
-                },
-                "required": ["code"],
-            },
-        },
-    }
+    schema: Schema = python_code_schema(name)
 
-    def __init__(self, pool: Pool, *, timeout_s: float = 4.0) -> None:
+    def __init__(
+        self, pool: Pool, *, timeout_s: float = 4.0, tool_format: ToolFormat = "plain"
+    ) -> None:
+        self.schema = self._schema(tool_format)
         self._pool = pool
         self._timeout_s = timeout_s
+        self._format: ToolFormat = tool_format
         self._max_code = pool.settings.max_code_bytes
+
+    def _schema(self, tool_format: ToolFormat) -> Schema:
+        return python_code_schema(self.name, tool_format=tool_format)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RunTool]:
         yield self._run
 
     async def _run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
-        if argument_error := _argument_error(
-            arguments, self._max_code, required="code", optional="input"
-        ):
-            return argument_error
+        if problems := _problems(arguments, self._max_code, required="code", optional="input"):
+            return _bad_arguments(problems, self._format)
         result = await self._pool.run(
             arguments["code"], stdin=arguments.get("input", ""), timeout_s=self._timeout_s
         )
-        return _output(result)
+        return _output(result, arguments["code"], self._format)
+
+
+class PaperPythonCode(PythonCode):
+    """The same tool under the name that the paper uses, with the paper's schema."""
+
+    name = "execute_python_code_with_standard_io"
+    schema: Schema = paper_schema(name)
+
+    def _schema(self, tool_format: ToolFormat) -> Schema:
+        return paper_schema(self.name)
 
 
 class JupyterCode:
@@ -78,23 +86,15 @@ class JupyterCode:
     """
 
     name = "jupyter_code"
-    schema: ClassVar[Schema] = {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "Execute Python code in a Jupyter-like notebook. State persists between "
-            "calls; the value of the last expression is shown.",
-            "parameters": {
-                "type": "object",
-                "properties": {"code": {**_STRING, "description": "The cell's code."}},
-                "required": ["code"],
-            },
-        },
-    }
+    schema: Schema = jupyter_code_schema(name)
 
-    def __init__(self, pool: Pool, *, timeout_s: float = 4.0) -> None:
+    def __init__(
+        self, pool: Pool, *, timeout_s: float = 4.0, tool_format: ToolFormat = "plain"
+    ) -> None:
+        self.schema = jupyter_code_schema(self.name, tool_format=tool_format)
         self._pool = pool
         self._timeout_s = timeout_s
+        self._format: ToolFormat = tool_format
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RunTool]:
@@ -104,7 +104,8 @@ class JupyterCode:
             except SandboxError as error:
                 yield _unavailable_notebook(str(error))
             else:
-                yield _Notebook(session, self._timeout_s, self._pool.settings.max_code_bytes).run
+                max_code = self._pool.settings.max_code_bytes
+                yield _Notebook(session, self._timeout_s, max_code, self._format).run
 
 
 def _unavailable_notebook(why: str) -> RunTool:
@@ -117,16 +118,19 @@ def _unavailable_notebook(why: str) -> RunTool:
 class _Notebook:
     """A sandbox session whose cells run one at a time, in the order of the calls."""
 
-    def __init__(self, session: Session, timeout_s: float, max_code: int) -> None:
+    def __init__(
+        self, session: Session, timeout_s: float, max_code: int, tool_format: ToolFormat
+    ) -> None:
         self._session = session
+        self._format: ToolFormat = tool_format
         self._max_code = max_code
         self._timeout_s = timeout_s
         self._lock = anyio.Lock()
         self._ended = False
 
     async def run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
-        if argument_error := _argument_error(arguments, self._max_code, required="code"):
-            return argument_error
+        if problems := _problems(arguments, self._max_code, required="code"):
+            return _bad_arguments(problems, self._format)
         async with self._lock:  # no deadline: each earlier call has one
             if self._ended:
                 raise Reopen
@@ -134,7 +138,7 @@ class _Notebook:
                 result = await self._session.run(arguments["code"], timeout_s=self._timeout_s)
             except SessionLost as error:
                 return self._lost(error)
-            output = _output(result)
+            output = _output(result, arguments["code"], self._format)
             if result.status in _ENDS_SESSION or self._session.lost_by is LostBy.PROGRAM:
                 self._ended = True
                 return ToolOutput(output.status, output.content + _RESTARTED, output.started_s)
@@ -149,52 +153,23 @@ class _Notebook:
         return ToolOutput(ToolCallStatus.ERROR, text + _RESTARTED)
 
 
-def describe(result: CallResult) -> str:
-    """Return the text that a model reads of a call: its output, then its error, if any."""
-    parts = []
-    if result.stdout.strip():
-        parts.append(result.stdout.rstrip("\n"))
-    if result.result is not None:
-        parts.append(result.result)
-    if result.stderr.strip():
-        parts.append("[stderr]\n" + result.stderr.rstrip("\n"))
-    if ending := _ending(result):
-        parts.append(ending)
-    return "\n".join(parts) or "(no output)"
-
-
-def _ending(result: CallResult) -> str:
-    match result.status:
-        case SandboxStatus.OK:
-            return ""
-        case SandboxStatus.ERROR if result.error is not None:
-            where = f" (line {result.error.line})" if result.error.line else ""
-            return f"[error] {result.error.type}: {result.error.message}{where}"
-        case SandboxStatus.ERROR:
-            return f"[error] exit code {result.exit_code}"
-        case SandboxStatus.TIMEOUT:
-            return f"[timeout] stopped after {result.run_s:.3g} s"
-        case SandboxStatus.OOM:
-            return "[out of memory]"
-        case SandboxStatus.OUTPUT_LIMIT:
-            return f"[output limit] stopped after {result.stdout_bytes + result.stderr_bytes} bytes"
-        case SandboxStatus.KILLED:
-            return f"[killed] by signal {result.signal}"
-        case _:
-            why = f": {result.error.message}" if result.error else ""
-            return f"[{result.status}]{why}"
-
-
-def _output(result: CallResult) -> ToolOutput:
+def _output(result: CallResult, code: str, tool_format: ToolFormat) -> ToolOutput:
     started_s = None if result.started_ns is None else result.started_ns / 1e9
-    if result.status.is_unscorable:
+    if result.status.is_unscorable:  # for the log: the rollout ends, so no model reads it
         return ToolOutput(ToolCallStatus.INFRASTRUCTURE, describe(result), started_s)
-    return ToolOutput(ToolCallStatus(result.status.value), describe(result), started_s)
+    text = describe(result, code, tool_format=tool_format)
+    return ToolOutput(ToolCallStatus(result.status.value), text, started_s)
 
 
-def _argument_error(
+def _bad_arguments(problems: str, tool_format: ToolFormat) -> ToolOutput:
+    text = bad_arguments(problems, tool_format=tool_format)
+    return ToolOutput(ToolCallStatus.BAD_ARGUMENTS, text)
+
+
+def _problems(
     arguments: Mapping[str, Any], max_code: int, *, required: str, optional: str = ""
-) -> ToolOutput | None:
+) -> str:
+    """Return what is wrong with the arguments, for the model to read; "" if nothing is."""
     problems = [f"{required}: missing"] if required not in arguments else []
     for name, value in arguments.items():
         if name not in (required, optional):
@@ -203,6 +178,6 @@ def _argument_error(
             problems.append(f"{name}: a string is expected")
     if not problems:
         if sum(len(value.encode(errors="replace")) for value in arguments.values()) <= max_code:
-            return None
+            return ""
         problems.append(f"{required}: longer than {max_code} bytes")
-    return ToolOutput(ToolCallStatus.BAD_ARGUMENTS, f"[bad arguments] {'; '.join(problems)}")
+    return "; ".join(problems)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from agentloop.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["load_tokenizer"]
+__all__ = ["load_tokenizer", "quiet_about_torch"]
 
 
 def load_tokenizer(model_path: str | Path) -> PreTrainedTokenizerFast:
@@ -21,6 +22,7 @@ def load_tokenizer(model_path: str | Path) -> PreTrainedTokenizerFast:
     Raises:
         ModelError: There is no such model, or it has no fast tokenizer.
     """
+    quiet_about_torch()
     # Imported here because it takes 0.7 s; AutoTokenizer would import torch as well.
     from transformers import PreTrainedTokenizerFast
 
@@ -45,3 +47,15 @@ def load_tokenizer(model_path: str | Path) -> PreTrainedTokenizerFast:
     if not isinstance(getattr(hf, "backend_tokenizer", None), Tokenizer):
         raise ModelError(f"{name!r} has no fast tokenizer (tokenizer.json)")
     return hf
+
+
+def quiet_about_torch() -> None:
+    """Keep transformers from saying, as it is imported, that it found no PyTorch.
+
+    The runtime only uses its tokenizers and templates, and never needs PyTorch.
+    """
+    logging.getLogger("transformers").addFilter(_is_not_about_torch)
+
+
+def _is_not_about_torch(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("PyTorch was not found")

@@ -13,6 +13,7 @@ import asyncio
 import functools
 import importlib
 import inspect
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -26,9 +27,11 @@ import anyio.from_thread
 import anyio.lowlevel
 import pydantic
 
+from agentloop.agent.tokenizer import quiet_about_torch
+from agentloop.agent.tool_formats import ToolFormat, malformed, unknown_tool
 from agentloop.errors import AgentFailed, RequestError
-from agentloop.plain_json import dumps
-from agentloop.trajectory import ToolCallStatus
+from agentloop.plain_json import dumps, valid_text
+from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult
 
 __all__ = [
     "CallerTool",
@@ -193,12 +196,8 @@ class CallerTool:
         name: str = self.schema["function"]["name"]
         return name
 
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[RunTool]:
-        async def run(arguments: Mapping[str, Any], /) -> ToolOutput:
-            return ToolOutput(ToolCallStatus.CALLER, "")
-
-        yield run
+    def open(self) -> AbstractAsyncContextManager[RunTool]:
+        raise NotImplementedError("its caller runs it")
 
 
 @dataclass(slots=True, eq=False)
@@ -213,11 +212,23 @@ class Tools:
     Use as `async with Tools(tools) as tools`; leaving the block closes the tools that were opened.
     """
 
-    def __init__(self, tools: Sequence[Tool | ToolFunction]) -> None:
+    def __init__(
+        self,
+        tools: Sequence[Tool | ToolFunction],
+        *,
+        tool_format: ToolFormat = "plain",
+        for_caller: bool = False,
+    ) -> None:
         """
+        Args:
+            tool_format: wording of the feedback on calls that cannot run.
+            for_caller: whether the caller runs the calls, also those of tools that it lacks.
+
         Raises:
             RequestError: A function cannot become a tool, or two tools have the same name.
         """
+        self._format: ToolFormat = tool_format
+        self._for_caller = for_caller
         self._tools: dict[str, Tool] = {}
         for tool in map(as_tool, tools):
             if tool.name in self._tools:
@@ -226,7 +237,8 @@ class Tools:
         self._opened: dict[str, _Opened] = {}
         self._locks: dict[str, anyio.Lock] = {}
         self._in_turn: dict[int, anyio.Lock] = {}  # by the object that tools share
-        self._holders = anyio.create_task_group()
+        self._opens = not all(isinstance(tool, CallerTool) for tool in self._tools.values())
+        self._holders: anyio.abc.TaskGroup | None = None  # keeps them open
 
     @property
     def schemas(self) -> list[Schema]:
@@ -234,33 +246,52 @@ class Tools:
 
     @property
     def _run_by_caller(self) -> bool:
-        return bool(self._tools) and all(
-            isinstance(tool, CallerTool) for tool in self._tools.values()
-        )
+        return self._for_caller or (bool(self._tools) and not self._opens)
 
     async def __aenter__(self) -> Tools:
-        await self._holders.__aenter__()
+        if self._opens:
+            self._holders = await anyio.create_task_group().__aenter__()
         return self
 
     async def __aexit__(self, *exc_info: Any) -> bool | None:
         for opened in self._opened.values():
             opened.closing.set()
-        return await self._holders.__aexit__(*exc_info)
+        holders, self._holders = self._holders, None
+        return None if holders is None else await holders.__aexit__(*exc_info)
 
     async def run(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
         """Run one call; report mistakes of the model and of the tool in the output."""
-        if name not in self._tools and self._run_by_caller:
+        tool = self._tools.get(name)
+        if isinstance(tool, CallerTool) or (tool is None and self._run_by_caller):
             return ToolOutput(ToolCallStatus.CALLER, "")  # the caller handles unknown names itself
-        if name not in self._tools:
+        if tool is None:
             known = ", ".join(self._tools) or "none"
-            text = f"[unknown tool] there is no tool {name!r}; the tools are: {known}"
+            text = unknown_tool(name, known, tool_format=self._format)
             return ToolOutput(ToolCallStatus.UNKNOWN_TOOL, text)
-        state = getattr(self._tools[name], "state", None)
+        state = getattr(tool, "state", None)
         if state is None:
             return await self._run(name, arguments)
         # The lock is fair, and calls ask for it in the order in which they were dispatched.
         async with self._in_turn.setdefault(id(state), anyio.Lock()):  # no deadline: calls have one
             return await self._run(name, arguments)
+
+    async def run_call(self, call: ToolCall, *, dispatched_s: float, begun_s: float) -> ToolResult:
+        """Run a call as the model wrote it, which may be malformed.
+
+        Args:
+            dispatched_s: time of its dispatch, in seconds since the start of the trajectory.
+            begun_s: `time.monotonic()` at the start of the trajectory.
+        """
+        if call.error is not None:
+            text = malformed(call, tool_format=self._format)
+            output = ToolOutput(ToolCallStatus.MALFORMED, text)
+        else:
+            output = await self.run(call.name, call.arguments)
+        started_s = dispatched_s if output.started_s is None else output.started_s - begun_s
+        # A lone surrogate, for example from a file name, cannot be encoded as UTF-8.
+        content = valid_text(output.content)
+        times = dispatched_s, started_s, time.monotonic() - begun_s
+        return ToolResult(call.id, call.name, output.status, content, *times)
 
     async def _run(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
         while True:
@@ -276,6 +307,7 @@ class Tools:
         # Two calls of a turn may both be the first of their tool.
         async with self._locks.setdefault(name, anyio.Lock()):  # no deadline: the rollout has one
             if name not in self._opened:
+                assert self._holders is not None, "the tools have not been entered"
                 self._opened[name] = await self._holders.start(self._hold_open, self._tools[name])
             return self._opened[name]
 
@@ -346,12 +378,21 @@ def _as_error(error: BaseException) -> str:
 
 
 def import_schema_parser() -> None:
-    """Import what `as_tool` needs for a function; the first time takes seconds.
+    """Import what `as_tool` needs for a function; the first time takes a second."""
+    _schema_parser().get_json_schema(_example)
 
-    The parser imports torch when it is first used, if torch is installed.
+
+@functools.cache
+def _schema_parser() -> ModuleType:
+    """Return the module of transformers that reads signatures and docstrings.
+
+    It would import torch, which takes seconds and some 200 MiB, only to recognize an argument that
+    is a torch.Tensor. Who defined such a function has imported torch.
     """
+    quiet_about_torch()
     parser = importlib.import_module("transformers.utils.chat_template_utils")
-    parser.get_json_schema(_example)
+    vars(parser)["is_torch_available"] = lambda: "torch" in sys.modules
+    return parser
 
 
 def _example(number: int) -> None:
@@ -363,18 +404,15 @@ def _example(number: int) -> None:
 
 
 def _schema(function: ToolFunction) -> Schema:
-    from transformers.utils.chat_template_utils import (
-        DocstringParsingException,
-        TypeHintParsingException,
-        get_json_schema,
-    )
-
+    parser = _schema_parser()
     name = getattr(function, "__name__", None)
     if not isinstance(name, str):
         raise RequestError(f"tools: {function!r} has no name: wrap it in a function")
     try:
-        schema: Schema = get_json_schema(_with_described_arguments(function))
-    except (DocstringParsingException, TypeHintParsingException, NameError) as error:
+        schema: Schema = parser.get_json_schema(_with_described_arguments(function))
+    except (
+        parser.DocstringParsingException, parser.TypeHintParsingException, NameError
+    ) as error:  # fmt: skip
         raise RequestError(f"tools: {name} cannot become a tool: {error}") from error
     return schema
 

@@ -20,6 +20,7 @@ from typing import Any
 from agentloop.analysis.run_list import read_rows
 from agentloop.distribution import install_hint
 from agentloop.errors import RunFolderError, SettingsError
+from agentloop.training.run_status import count_of
 
 __all__ = ["PANELS", "Panel", "labels_of", "plot_runs", "smoothed"]
 
@@ -205,7 +206,7 @@ def _read(folder: Path, problems: list[str]) -> list[Row]:
     rows = read_rows(path, found)
     of_steps: list[Row] = [row for row in rows if isinstance(row.get("step"), int)]
     if num := len(rows) - len(of_steps):
-        found.append(f"{path.name}: {num} rows without a step")
+        found.append(f"{path.name}: {count_of(num, 'row')} without a step")
     if found and not of_steps:
         raise RunFolderError(f"there is nothing to plot: {folder}: {'; '.join(found)}")
     problems += [f"{folder}: {problem}" for problem in found]

@@ -39,6 +39,7 @@ class RunKind(StrEnum):
     TRAIN = "train"
     SFT = "sft"
     EVALUATE = "evaluate"
+    SERVE = "serve"  # what a service has recorded
     UNKNOWN = "?"
 
 
@@ -234,6 +235,7 @@ def _kind(config: Mapping[str, Any]) -> RunKind:
         ("evaluate", RunKind.EVALUATE),
         ("roc", RunKind.TRAIN),
         ("data", RunKind.SFT),
+        ("sessions", RunKind.SERVE),
     ):
         if isinstance(config.get(section), dict):
             return kind

@@ -13,35 +13,51 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import lru_cache, partial
+from functools import cache, partial
 from itertools import product
 from typing import Any, TypeVar
 
 import anyio
+import anyio.to_thread
 import pydantic
 from aiohttp import web
 from anyio.streams.memory import MemoryObjectSendStream
 from typing_extensions import TypedDict
 
 from agentloop.agent.rollout import Budget
+from agentloop.agent.sessions import ModelSession, ModelSessions
+from agentloop.agent.sessions.history import question_in
 from agentloop.aio import task_group
-from agentloop.api.chat_completions import ChunkWriter, chunk_frame, completion
+from agentloop.api.answering import Answering
+from agentloop.api.bare_model import SESSION_ROUTES, BareModel, in_anthropics_form
+from agentloop.api.completions import CompletionRequest, Completions
+from agentloop.api.dialects.anthropic import MessagesRequest, TokenCountRequest
+from agentloop.api.dialects.anthropic_answers import MessageAnswer, TokenCount
+from agentloop.api.dialects.responses import ResponsesRequest
+from agentloop.api.dialects.responses_stream import ResponseObject
+from agentloop.api.error_responses import ErrorResponses
+from agentloop.api.exchange import (
+    ChatExchange,
+    Exchange,
+    MessagesExchange,
+    ResponsesExchange,
+)
 from agentloop.api.guard import ApiGuard
 from agentloop.api.http import (
     BODY_ERRORS,
     REFUSALS,
     REQUEST_ID,
     UNKNOWN_MODEL,
-    error_body,
-    error_of,
     json_response,
     name_request,
     read_body,
     send,
 )
+from agentloop.api.idempotency import AnswerAttempt, IdempotentAnswers
 from agentloop.api.listen import serving
 from agentloop.api.mcp import AgentTool
-from agentloop.api.requests import ChatRequest, parse
+from agentloop.api.requests import ChatRequest, parse, with_overrides
+from agentloop.api.response_store import ResponseStore
 from agentloop.api.schemas import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -50,19 +66,23 @@ from agentloop.api.schemas import (
     Model,
     ModelList,
     RolloutLine,
+    TextChunk,
+    TextCompletion,
     ToolDefinition,
     UsageChunk,
 )
 from agentloop.distribution import version
-from agentloop.errors import AgentLoopError, RequestError, ServerError, UnknownModel
+from agentloop.errors import RequestError, ServerError, UnknownModel
 from agentloop.events import Emit
 from agentloop.inference.replicas import ServerView
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.observe.ask import Ask
 from agentloop.observe.dashboard import Dashboard
+from agentloop.observe.event_fanout import EventFanout
 from agentloop.observe.exporters.otel import CallerSpan, Traces, caller_span
-from agentloop.observe.live import Sources
-from agentloop.observe.stalls import Wait
+from agentloop.observe.live import Sources, served_here
+from agentloop.observe.recorder import GroupFolder, Recorder
+from agentloop.observe.stalls import NO_PROGRESS_S, Wait
 from agentloop.plain_json import dumps
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox.openapi import (
@@ -102,11 +122,11 @@ class RolloutsRequest(pydantic.BaseModel):
     )
 
 
-class RoomWait(TypedDict):
-    """A rollout that waits for KV capacity on a server."""
+class CapacityWait(TypedDict):
+    """A turn, by its rollout's id, or a group that waits for KV capacity."""
 
-    rollout_id: str
-    why: str
+    id: str
+    reason: str
     waited_s: float
 
 
@@ -115,22 +135,37 @@ class Waits(TypedDict):
 
     no_progress_s: float
     waits: list[Wait]
-    for_room: list[RoomWait]
+    waiting_for_capacity: list[CapacityWait]
     servers: list[ServerView]
 
 
 class AgentService:
     """The HTTP handlers of a runtime; they also map its errors to HTTP responses."""
 
-    def __init__(self, runtime: Runtime, settings: Settings) -> None:
+    def __init__(
+        self, runtime: Runtime, settings: Settings, record: GroupFolder | None = None
+    ) -> None:
+        """
+        Args:
+            record: where conversations are recorded.
+        """
         self._runtime = runtime
         self._settings = settings
         self._guard = ApiGuard(settings.serve)
         self._slots = anyio.CapacityLimiter(settings.serve.max_rollouts)
-        self._created = int(time.time())
         self._is_paused = False
         self._num_refused = 0
-        self._token_text = lru_cache(1 << 16)(lambda token: runtime.chat.decode([token]))
+        self._store = ResponseStore()
+        self._answers = IdempotentAnswers(is_shared=True, max_answers=1024, max_ids=1 << 22)
+        self._agent_name = f"{runtime.model_name}-agent"
+        self.recorder = Recorder(
+            record,
+            runtime.chat.last_user_text,
+            agent=self._agent_name,
+            model=runtime.model_name,
+            max_bytes=settings.sessions.record_max_mib * 2**20,
+        )
+        self._answering = Answering(runtime.chat, io_timeout_s=settings.serve.io_timeout_s)
         sources = Sources(
             {
                 "kind": "serve",
@@ -145,6 +180,7 @@ class AgentService:
             servers=runtime.router.view,
             num_waiting=lambda: runtime.router.num_waiting,
             sandbox=lambda: runtime.pool.stats(),
+            served_on=lambda: served_here(settings.servers, settings.server.device),
             more=self._moment,
         )
         self._dashboard = Dashboard(sources, num_refused=lambda: self._num_refused)
@@ -155,31 +191,59 @@ class AgentService:
             control_token=settings.serve.control_token,
             io_timeout_s=settings.serve.io_timeout_s,
         )
+        self.sessions = ModelSessions(
+            settings.sessions,
+            partial(
+                ModelSession,
+                engine=runtime.router,
+                chat=runtime.chat,
+                sampling=settings.sampling,
+                budget=settings.budget,
+                emit=self.on_event,
+            ),
+            on_closed=lambda session, _: self.recorder.add_session(session.name, session.branches),
+        )
+        self.bare = BareModel(
+            self.sessions,
+            runtime.chat,
+            name=runtime.model_name,
+            sampling=settings.sampling,
+            context_length=lambda: runtime.router.context_length,
+            answering=self._answering,
+            slots=self._slots,
+            check_open=self._check_open,
+            created=int(time.time()),
+            io_timeout_s=settings.serve.io_timeout_s,
+        )
+        self._completions = Completions(
+            runtime, settings, slots=self._slots, token_text=self._answering.token_text
+        )
         self._asks: Ask | None = None
         self._mcp = AgentTool(self._answer_to, model_name=runtime.model_name)
-        self._document = document(
-            ROUTES,
+        # On demand, because it takes half a second.
+        self._document = cache(partial(
+            document, [*ROUTES, *SESSION_ROUTES],
             info={"title": "agentloop", "version": version(), "description": _ABOUT},
-            needs_token=self._guard.needs_token,
-            refusals=REFUSALS,
-            headers=REQUEST_ID,
-        )
+            needs_token=self._guard.needs_token, refusals=REFUSALS, headers=REQUEST_ID,
+        ))  # fmt: skip
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the background tasks of the service: page updates, stall detection and traces."""
         dashboard, chat, model = self._dashboard, self._runtime.chat, self._runtime.model_name
-        no_progress_s = self._settings.serve.no_progress_s
         traces = Traces.open(self._settings.otel, model=model, decode=chat.decode)
         async with (
+            dashboard.exporting("record", self.recorder.running()),
             dashboard.exporting("traces", traces),
             dashboard.running(self._answer) as self._asks,
             task_group() as tasks,
         ):
-            tasks.start_soon(dashboard.stalls.watch, no_progress_s, self._servers_in_words)
+            tasks.start_soon(dashboard.stalls.watch, NO_PROGRESS_S, self._servers_in_words)
+            tasks.start_soon(self.sessions.close_idle)
             try:
                 yield
             finally:
+                self.sessions.close_all()
                 await dashboard.live.end("stopped", "The service has ended.")
             tasks.cancel_scope.cancel()
 
@@ -210,7 +274,7 @@ class AgentService:
 
     async def _answer(self, question: str, emit: Emit) -> None:
         async with self._slots:  # no deadline: `asking` has one for its start
-            await self._runtime.rollout(question, on_event=emit)
+            self.recorder.add(await self._runtime.rollout(question, on_event=emit))
 
     def _check_open(self) -> None:
         """Raise ServerError if the service is paused."""
@@ -219,12 +283,7 @@ class AgentService:
             raise ServerError("the service is paused by its operator; try again later")
 
     def _moment(self) -> dict[str, Any]:
-        return {
-            "paused": self._is_paused,
-            "refusals": self._num_refused,
-            "places": self._slots.total_tokens,
-            "places_used": self._slots.borrowed_tokens,
-        }
+        return {"paused": self._is_paused, "refusals": self._num_refused}
 
     def _servers_in_words(self) -> str:
         return "\n".join(
@@ -236,101 +295,77 @@ class AgentService:
 
     def build(self) -> web.Application:
         app = web.Application(
-            middlewares=[self._errors, self._guard.middleware],
+            middlewares=[
+                ErrorResponses([*ROUTES, *SESSION_ROUTES], begin=_begin_span).middleware,
+                self._guard.middleware,
+            ],
             client_max_size=self._settings.serve.max_body_mib * 1024 * 1024,
         )
         add_routes(app.router, ROUTES, self)
+        add_routes(app.router, SESSION_ROUTES, self.bare)
         self.page.add_to(app)
         app.on_response_prepare.append(name_request)
         return app
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        asked = ChatRequest.parse(await self._body(request))
-        self._check_model(asked.model)
-        self._check_open()
-        writers = self._writers(asked)
-        if asked.stream:
-            return await self._stream_completion(request, asked, writers)
-        trajectories: dict[int, Trajectory] = {}
-        async with task_group(only_first=True) as tasks:
-            for index in range(len(writers)):
-                tasks.start_soon(self._complete, asked, index, trajectories)
-        choices = [(writer, trajectories[index]) for index, writer in enumerate(writers)]
-        if asked.logprobs:  # building them takes seconds for many tokens
-            return await anyio.to_thread.run_sync(lambda: json_response(completion(choices)))
-        return json_response(completion(choices))
+        return await self._answered(request, ChatExchange)
 
-    async def _complete(
-        self, asked: ChatRequest, index: int, trajectories: dict[int, Trajectory]
-    ) -> None:
-        options = self._options(asked, index)
-        async with self._slots:  # no deadline: until another rollout ends, which has its own
-            trajectory = await self._runtime.rollout(
-                asked.messages, on_event=self.on_event, **options
-            )
-        trajectories[index] = _scorable(trajectory)
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._answered(request, ResponsesExchange)
 
-    async def _stream_completion(
-        self, request: web.Request, asked: ChatRequest, writers: Sequence[ChunkWriter]
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._answered(request, MessagesExchange)
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        return await self.bare.count_tokens(request)
+
+    async def _answered(self, request: web.Request, kind: type[Exchange]) -> web.StreamResponse:
+        """Answer by the model that a request names: the agent, or the bare model."""
+        body = await self._body(request)
+        exchange = kind.parse(body, self._store)
+        async with self._answers.attempt(request, body) as attempt:
+            if self._check_model(exchange.chat.model) == self.bare.name:
+                return await self.bare.answer(request, exchange, attempt)
+            return await self._answered_by_agent(request, exchange, attempt)
+
+    async def _answered_by_agent(
+        self, request: web.Request, exchange: Exchange, attempt: AnswerAttempt
     ) -> web.StreamResponse:
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        asked = exchange.chat
+        asked.refuse_for_agent()
+        self._check_open()
+        writers = self._answering.writers(
+            asked,
+            self._agent_name,
+            is_agent=True,
+            tells_executed=exchange.tells_executed,
+            frame=attempt.frame,
         )
-        write_event = partial(self._send, request, response)
-        chunks_in, chunks = anyio.create_memory_object_stream[ChatCompletionChunk](0)
-        trajectories: dict[int, Trajectory] = {}
+        ended: dict[int, Trajectory] = {}
 
-        async def write(index: int, out: MemoryObjectSendStream[ChatCompletionChunk]) -> None:
-            writer, options = writers[index], self._options(asked, index)
-            async with (
-                out,
-                self._slots,  # no deadline: until another rollout ends, which has its own
-                self._runtime.stream(asked.messages, on_event=self.on_event, **options) as stream,
-            ):
-                async for event in stream:  # no deadline: the rollout has one, and then ends this
-                    for chunk in writer.feed(event):
-                        # no deadline: the reader below writes to a client, with one
-                        await out.send(chunk)
-                assert stream.trajectory is not None
-                trajectories[index] = _scorable(stream.trajectory)
-                await out.send(writer.last(stream.trajectory))  # no deadline: as above
+        async def run(index: int, emit: Emit) -> Trajectory:
+            options = self._options(asked, index)
+            on_event = EventFanout(self.on_event, emit)
+            async with self._slots:  # no deadline: until another rollout ends, which has its own
+                ended[index] = await self._runtime.rollout(
+                    asked.messages, on_event=on_event, **options
+                )
+            return _scorable(ended[index])
 
         try:
-            async with task_group(only_first=True) as tasks:
-                async with chunks_in:
-                    for index in range(len(writers)):
-                        tasks.start_soon(write, index, chunks_in.clone())
-                async with chunks:
-                    async for chunk in chunks:  # no deadline: the rollouts have theirs
-                        if not response.prepared:  # before this, an error can still set the status
-                            await response.prepare(request)
-                        await write_event(chunk)
-        except AgentLoopError as error:
-            if not response.prepared:
-                raise
-            await write_event(error_of(error)[1])
-            return response
-        if asked.stream_options and asked.stream_options.include_usage:
-            ended = [trajectories[index] for index in range(len(writers))]
-            await write_event(writers[0].usage(ended))
-        await self._write(request, response, b"data: [DONE]\n\n")
-        return response
-
-    def _writers(self, asked: ChatRequest) -> list[ChunkWriter]:
-        """Return a chunk writer for each choice."""
-        chat = self._runtime.chat
-        frame = chunk_frame(f"chatcmpl-{uuid.uuid4().hex}", self._runtime.model_name)
-        return [
-            ChunkWriter(
-                frame,
-                index,
-                reasoning_first=bool(chat.opened_thought),
-                stop=asked.stop_sequences,
-                has_caller_tools=asked.has_caller_tools,
-                token_text=self._token_text if asked.logprobs else None,
+            return await self._answering.answer(
+                request, exchange, writers, attempt.runs(writers, run)
             )
-            for index in range(asked.n or 1)
-        ]
+        finally:
+            choices = [ended[index] for index in sorted(ended)]
+            self.recorder.add(*choices, question=question_in(asked.messages))
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        asked = CompletionRequest.parse(await self._body(request))
+        if asked.model is not None and self._check_model(asked.model) != self.bare.name:
+            raise RequestError(f"model: only {self.bare.name!r} has completions")
+        self._check_open()
+        return await self._completions.answer(request, asked)
 
     async def rollouts(self, request: web.Request) -> web.StreamResponse:
         asked = parse(RolloutsRequest, await self._body(request))
@@ -342,6 +377,7 @@ class AgentService:
         lines_in, lines = anyio.create_memory_object_stream[RolloutLine](0)
         jobs = product(range(len(asked.prompts)), range(asked.n))
         name = uuid.uuid4().hex
+        ended: dict[int, list[Trajectory]] = {}  # by prompt, until all of its samples are there
 
         async def work(out: MemoryObjectSendStream[RolloutLine]) -> None:
             async with out:
@@ -362,6 +398,9 @@ class AgentService:
                         group=f"{name}.{index}" if asked.n > 1 else "",
                         on_event=self.on_event,
                     )
+                ended.setdefault(index, []).append(trajectory)
+                if len(ended[index]) == asked.n:
+                    self.recorder.add(*ended.pop(index))
                 line["trajectory"] = trajectory.to_dict()
             except (RequestError, ServerError) as error:  # the status has been sent already
                 line["error"] = str(error)
@@ -377,25 +416,20 @@ class AgentService:
                     async for line in lines:  # no deadline: the rollouts have theirs
                         await self._write(request, response, dumps(line) + b"\n")
         finally:
+            for siblings in ended.values():
+                self.recorder.add(*siblings)
             for index in range(len(asked.prompts)):
                 self._runtime.router.forget_group(f"{name}.{index}")
         return response
 
     async def models(self, request: web.Request) -> web.Response:
-        body: ModelList = {"object": "list", "data": [self._model_entry()]}
+        data = [self.bare.entry(name) for name in (self._agent_name, self.bare.name)]
+        body: ModelList = {"object": "list", "data": data}
         return json_response(body)
 
     async def model(self, request: web.Request) -> web.Response:
-        self._check_model(request.match_info["model"])
-        return json_response(self._model_entry())
-
-    def _model_entry(self) -> Model:
-        return {
-            "id": self._runtime.model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "agentloop",
-        }
+        name = self._check_model(request.match_info["model"])
+        return json_response(self.bare.entry(name))
 
     async def healthz(self, request: web.Request) -> web.Response:
         servers = self._runtime.router.view()
@@ -413,6 +447,7 @@ class AgentService:
         self._check_open()
         async with self._slots:  # no deadline: until another rollout ends, which has its own
             trajectory = await self._runtime.rollout(question, on_event=self.on_event)
+        self.recorder.add(trajectory)
         return _scorable(trajectory).answer
 
     async def waits(self, request: web.Request) -> web.Response:
@@ -420,9 +455,9 @@ class AgentService:
         body: Waits = {
             "no_progress_s": self._dashboard.stalls.no_progress_s,
             "waits": self._dashboard.stalls.waits(),
-            "for_room": [
-                {"rollout_id": key, "why": why, "waited_s": waited_s}
-                for key, waited_s, why in self._runtime.router.waits()
+            "waiting_for_capacity": [
+                {"id": id, "reason": reason, "waited_s": waited_s}
+                for id, waited_s, reason in self._runtime.router.waits()
             ],
             "servers": list(self._runtime.router.view()),
         }
@@ -432,65 +467,47 @@ class AgentService:
         return await self._dashboard.serve_metrics(request)
 
     async def openapi(self, request: web.Request) -> web.Response:
-        return json_response(self._document)
+        return json_response(await anyio.to_thread.run_sync(self._document))
 
     async def _body(self, request: web.Request) -> bytes:
         return await read_body(request, self._settings.serve.io_timeout_s)
 
-    async def _send(self, request: web.Request, response: web.StreamResponse, body: Any) -> None:
-        await self._write(request, response, b"data: " + dumps(body) + b"\n\n")
-
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
         await send(request, response, data, timeout_s=self._settings.serve.io_timeout_s)
 
-    @web.middleware
-    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        # One task serves all requests of a connection: do not inherit the previous request's span.
-        caller_span.set(CallerSpan.parse(request.headers.get("traceparent", "")))
-        try:
-            return await handler(request)
-        except (RequestError, ServerError) as error:
-            status, body = error_of(error)
-            return json_response(body, status=status)
-        except web.HTTPException as error:
-            if error.status < 400:
-                raise
-            kind = "invalid_request_error" if error.status < 500 else "server_error"
-            message, code = error.text or error.reason, None
-            if request.match_info.http_exception is not None:  # no route
-                message, code = self._not_offered(request), "unknown_url"
-            answer = json_response(error_body(message, kind, code=code), status=error.status)
-            if isinstance(error, web.HTTPMethodNotAllowed):
-                answer.headers["Allow"] = error.headers["Allow"]
-            return answer
-        except ConnectionError as error:  # the client has disconnected and will not read this
-            return json_response(error_body(str(error), "invalid_request_error"), status=408)
-        except Exception:  # a bug: the client gets a well-formed error, the log the traceback
-            log.exception("%s %s failed", request.method, request.path)
-            return json_response(error_body("internal server error", "server_error"), status=500)
-
     def _options(self, asked: ChatRequest, index: int) -> dict[str, Any]:
-        sampling = _override(self._settings.sampling, asked.sampling_overrides(), "sampling")
+        sampling = with_overrides(self._settings.sampling, asked.sampling_overrides(), "sampling")
         budget = self._settings.budget
         if asked.token_limit is not None:
             most = min(asked.token_limit, budget.max_sampled_tokens or asked.token_limit)
             budget = budget.model_copy(update={"max_sampled_tokens": most})
+        if (limit := asked.thinking_token_budget) is not None:
+            limit = min(limit, budget.max_thought_tokens or limit)
+            budget = budget.model_copy(update={"max_thought_tokens": limit})
         tools: list[Any] | None = list(asked.tools) if asked.tools else None
         return {
             "sampling": sampling.of_sibling(index),
             "budget": budget,
             "options": asked.turn_options(),
             "tools": [] if asked.tool_choice == "none" else tools,
+            "template_arguments": asked.template_arguments,
         }
 
-    def _check_model(self, name: str | None) -> None:
-        have = self._runtime.model_name
-        if name not in (None, have):
-            raise UnknownModel(f"model: {name!r} is not served here; this server has {have!r}")
+    def _check_model(self, name: str | None) -> str:
+        """Return the name of the model that is asked for; by default, it is the agent.
 
-    def _not_offered(self, request: web.Request) -> str:
-        offered = ", ".join(f"{one.method} {one.template}" for one in ROUTES)
-        return f"{request.method} {request.path} does not exist; available: {offered}"
+        Raises:
+            UnknownModel: there is no such model here.
+        """
+        known = (self._agent_name, self.bare.name)
+        if name is None:
+            return self._agent_name
+        if name not in known:
+            raise UnknownModel(
+                f"model: {name!r} is not served here; this server has {known[0]!r}, which runs its "
+                f"own tools, and {known[1]!r}, which does not"
+            )
+        return name
 
 
 _ABOUT = (
@@ -503,6 +520,11 @@ _COMPLETION = Response(
     {JSON: ChatCompletion, EVENTS: ChatCompletionChunk | UsageChunk | ErrorBody},
     last_event="[DONE]",
 )
+_TEXT_COMPLETION = Response(
+    "The continuations, with `stream` as they are generated.",
+    {JSON: TextCompletion, EVENTS: TextCompletion | TextChunk | ErrorBody},
+    last_event="[DONE]",
+)
 _HEALTH: Responses = {
     200: Response("At least one inference server is healthy.", {JSON: HealthStatus}),
     503: Response("No inference server is healthy.", {JSON: HealthStatus}),
@@ -511,19 +533,36 @@ ROUTES = [
     Route("POST", "/v1/chat/completions", AgentService.chat_completions,
           "Answer a conversation; the agent runs its own tools",
           {200: _COMPLETION, **UNKNOWN_MODEL, **BODY_ERRORS}, ChatRequest),
+    Route("POST", "/v1/responses", AgentService.responses,
+          "Answer a conversation in the protocol of OpenAI's Responses",
+          {200: Response("The answer, with `stream` as it is generated.",
+                         {JSON: ResponseObject, EVENTS: dict[str, Any]}),
+           **UNKNOWN_MODEL, **BODY_ERRORS}, ResponsesRequest),
+    Route("POST", "/v1/messages", AgentService.messages,
+          "Answer a conversation in Anthropic's protocol",
+          {200: Response("The answer, with `stream` as it is generated.",
+                         {JSON: MessageAnswer, EVENTS: dict[str, Any]}),
+           **in_anthropics_form({**UNKNOWN_MODEL, **BODY_ERRORS})}, MessagesRequest),
+    Route("POST", "/v1/messages/count_tokens", AgentService.count_tokens,
+          "Count the tokens of a prompt",
+          {200: Response("The number.", {JSON: TokenCount}), **in_anthropics_form(BODY_ERRORS)},
+          TokenCountRequest),
+    Route("POST", "/v1/completions", AgentService.completions,
+          "Continue text or token ids with the bare model",
+          {200: _TEXT_COMPLETION, **UNKNOWN_MODEL, **BODY_ERRORS}, CompletionRequest),
     Route("POST", "/v1/rollouts", AgentService.rollouts,
           "Run rollouts of prompts and return their trajectories",
           {200: Response("Trajectories, each sent when it ends.", {JSON_LINES: RolloutLine}),
            **BODY_ERRORS}, RolloutsRequest),
-    Route("GET", "/v1/models", AgentService.models, "List the model",
-          {200: Response("The model.", {JSON: ModelList})}),
+    Route("GET", "/v1/models", AgentService.models, "List the models",
+          {200: Response("The agent and the bare model.", {JSON: ModelList})}),
     Route("GET", "/v1/models/{model:.+}", AgentService.model, "Get the model by name",
           {200: Response("The model.", {JSON: Model}), **UNKNOWN_MODEL},
           parameters={"model": "Name of the model; slashes need not be escaped."}),
     Route("POST", "/mcp", AgentService.mcp, "Speak MCP, with the agent as a tool", {}),
     Route("GET", "/v1/waits", AgentService.waits,
-          "List what every rollout is waiting for and how long, and the servers",
-          {200: Response("The router's current state.", {JSON: Waits})}),
+          "List what every rollout waits for and how long, and the servers",
+          {200: Response("The waits and the state of the servers.", {JSON: Waits})}),
     Route("GET", "/healthz", AgentService.healthz, "Check the service's health", _HEALTH),
     Route("GET", "/health", AgentService.healthz, "Check the service's health", _HEALTH),
     Route("GET", "/metrics", AgentService.metrics, "Get Prometheus metrics",
@@ -540,6 +579,11 @@ async def listening(app: AgentService, bound: socket.socket) -> AsyncIterator[st
         yield url
 
 
+def _begin_span(request: web.Request) -> None:
+    # One task serves all requests of a connection: do not inherit the previous request's span.
+    caller_span.set(CallerSpan.parse(request.headers.get("traceparent", "")))
+
+
 def _scorable(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory; raise ServerError if it was cancelled or failed without an answer."""
     if trajectory.stop_reason is StopReason.CANCELLED:
@@ -547,18 +591,6 @@ def _scorable(trajectory: Trajectory) -> Trajectory:
     if trajectory.stop_reason.is_unscorable:
         raise ServerError(f"the rollout failed: {trajectory.error}")
     return trajectory
-
-
-def _override(base: Any, overrides: dict[str, Any], name: str) -> Any:
-    """Return `base` with `overrides` validated and set. Raises RequestError naming the field."""
-    if not overrides:
-        return base
-    try:
-        return type(base).model_validate({**base.model_dump(), **overrides})
-    except pydantic.ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in problem["loc"])
-        raise RequestError(f"{name}.{field}: {problem['msg']}") from error
 
 
 def _with(base: M, overrides: M) -> M:

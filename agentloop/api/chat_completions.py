@@ -3,8 +3,9 @@
     events of a rollout ──ChunkWriter──> chunks ──> a stream, or joined: a completion
 
 The answer is `content`; reasoning is `reasoning_content`, as in SGLang and vLLM. Calls that the
-agent ran itself are in `executed_tools`, as in Groq's API, so that no client runs them again. Calls
-that the caller must run are in `tool_calls`, with the finish reason `tool_calls`.
+agent ran itself are in `executed_tools`, as in Groq's API, so that no client runs them again; since
+few clients display these, they are told in the reasoning as well. Calls that the caller must run
+are in `tool_calls`, with the finish reason `tool_calls`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from agentloop.agent.channels import Channel, Speech
+from agentloop.agent.chat_format import ChatFormat
 from agentloop.api.schemas import (
     AnswerMessage,
     AskedCall,
@@ -55,7 +57,10 @@ __all__ = [
     "chunk_frame",
     "completion",
     "events_of",
+    "is_first",
 ]
+
+_MAX_TOLD_CHARS = 4000
 
 TokenText = Callable[[int], str]
 """Returns the text of one token."""
@@ -93,32 +98,49 @@ class ChunkWriter:
         frame: Frame,
         index: int,
         *,
-        reasoning_first: bool,
+        chat: ChatFormat,
         stop: Sequence[str] = (),
         has_caller_tools: bool = False,
+        has_tools: bool = True,
+        shows_malformed: bool = False,
+        tells_executed: bool = False,
         token_text: TokenText | None = None,
     ) -> None:
         """
         Args:
-            reasoning_first: Whether the generation prompt opens a reasoning block.
+            chat: The format in which the model writes.
             stop: Stop sequences; the content ends before the first match.
             has_caller_tools: Whether the caller runs the tool calls.
+            has_tools: Whether the model was given tools.
+            shows_malformed: Whether a call that cannot be decoded is content, since nobody
+                explains it to the model.
+            tells_executed: Whether the calls that the agent ran are told in the reasoning, too.
             token_text: Given if log-probabilities were requested.
         """
         self.frame = frame
         self._index = index
-        self._speech = Speech(reasoning=reasoning_first, stop=stop)
+        self._chat = chat
+        self._speech = Speech(
+            reasoning=False,
+            stop=stop,
+            split=lambda reasoning: chat.family.channels(reasoning, has_tools),
+        )
         self._has_caller_tools = has_caller_tools
+        self._shows_malformed = shows_malformed
+        self._tells_executed = tells_executed
         self._num_caller_calls = 0
         self._num_executed = 0
         self._token_text = token_text
         self._logprobs: list[TokenLogprob] = []  # not sent yet
         self._record: Trajectory | None = None
+        self._whole: list[ChatCompletionChunk] | None = None
         self._begin_turn()
 
     def _begin_turn(self) -> None:
         self._calls: list[ToolCall] = []  # run by the agent, not sent yet
         self._results: dict[str, ToolResult] = {}
+        self._malformed: list[str] = []
+        self._has_text = False
         self._is_sampled = False
         self._num_tokens = 0
 
@@ -128,12 +150,18 @@ class ChunkWriter:
                 self._record = record
                 yield self._chunk({"role": "assistant", "content": ""})
             case TokensSampled(turn=turn, ids=ids, text=text):
+                if not self._has_text and self._record is not None:
+                    self._has_text = True
+                    thinks = self._chat.begins_in_thought(self._record, turn)
+                    self._speech.begin_turn(reasoning=thinks)
                 self._record_logprobs(turn, ids)
                 yield from map(self._text_chunk, self._speech.feed(text))
             case CallStarted(call=call) if self._has_caller_tools and call.error is None:
                 piece: AskedCallPiece = {"index": self._num_caller_calls, **_tool_call(call)}
                 self._num_caller_calls += 1
                 yield self._chunk({"tool_calls": [piece]})
+            case CallStarted(call=call) if self._shows_malformed:
+                self._malformed.append(call.raw)
             case CallStarted(call=call):
                 self._calls.append(call)
             case TurnSampled(turn=turn):
@@ -145,13 +173,27 @@ class ChunkWriter:
                 yield from self._executed_calls()
             case TurnFinished():
                 yield from map(self._text_chunk, self._speech.end_turn())
+                for raw in self._malformed:
+                    yield self._chunk({"content": raw})
                 self._begin_turn()
+
+    def whole(self, trajectory: Trajectory) -> Sequence[ChatCompletionChunk]:
+        """Return the chunks of a finished rollout, without its usage.
+
+        A writer writes one rollout: asked again, it returns the same chunks.
+        """
+        if self._whole is None:
+            chunks = [chunk for event in events_of(trajectory) for chunk in self.feed(event)]
+            self._whole = [*chunks, self.last(trajectory)]
+        return self._whole
 
     def last(self, trajectory: Trajectory) -> ChatCompletionChunk:
         chunk = self._chunk({})
         for choice in chunk["choices"]:
             choice["finish_reason"] = _finish_reason(trajectory)
             choice["stop_reason"] = trajectory.stop_reason
+            if self._speech.matched is not None:
+                choice["matched_stop"] = self._speech.matched
         return chunk
 
     def usage(self, trajectories: Sequence[Trajectory]) -> UsageChunk:
@@ -164,7 +206,11 @@ class ChunkWriter:
     def _executed_calls(self) -> Iterator[ChatCompletionChunk]:
         while self._is_sampled and self._calls and self._calls[0].id in self._results:
             call = self._calls.pop(0)
-            executed = _executed(call, self._results[call.id])
+            result = self._results[call.id]
+            if self._tells_executed:
+                told = self._speech.interject(Channel.REASONING, _told(call, result))
+                yield from map(self._text_chunk, told)
+            executed = _executed(call, result)
             yield self._chunk({"executed_tools": [{"index": self._num_executed, **executed}]})
             self._num_executed += 1
 
@@ -196,6 +242,11 @@ class ChunkWriter:
         return {**self.frame, "choices": [choice]}
 
 
+def is_first(chunk: ChatCompletionChunk) -> bool:
+    """Return whether this is a choice's first chunk, which comes before anything is sampled."""
+    return any("role" in choice["delta"] for choice in chunk["choices"])
+
+
 def events_of(trajectory: Trajectory) -> Iterator[Event]:
     """Yield the events of a finished rollout that a `ChunkWriter` needs."""
     key = trajectory.id
@@ -224,8 +275,7 @@ def completion(choices: Sequence[tuple[ChunkWriter, Trajectory]]) -> ChatComplet
 
 
 def _choice(writer: ChunkWriter, trajectory: Trajectory) -> ChatChoice:
-    chunks = [chunk for event in events_of(trajectory) for chunk in writer.feed(event)]
-    pieces = [piece for chunk in [*chunks, writer.last(trajectory)] for piece in chunk["choices"]]
+    pieces = [piece for chunk in writer.whole(trajectory) for piece in chunk["choices"]]
     deltas = [piece["delta"] for piece in pieces]
     content = "".join(delta.get("content", "") for delta in deltas)
     reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
@@ -248,6 +298,8 @@ def _choice(writer: ChunkWriter, trajectory: Trajectory) -> ChatChoice:
         "finish_reason": _finish_reason(trajectory),
         "stop_reason": trajectory.stop_reason,
     }
+    if "matched_stop" in pieces[-1]:
+        choice["matched_stop"] = pieces[-1]["matched_stop"]
     if logprob_pieces:
         tokens = [token for logprobs in logprob_pieces for token in logprobs["content"]]
         choice["logprobs"] = {"content": tokens, "refusal": None}
@@ -285,6 +337,14 @@ def _executed(call: ToolCall, result: ToolResult) -> ExecutedCall:
         "output": result.content,
         "duration_s": round(result.ended_s - result.dispatched_s, 6),
     }
+
+
+def _told(call: ToolCall, result: ToolResult) -> str:
+    """Describe a call and its result, for people to read."""
+    values = [one if isinstance(one, str) else json.dumps(one) for one in call.arguments.values()]
+    lines = [f"\u25b6 {call.name or 'a call'}", *values, f"\u25c0 {result.status}", result.content]
+    text = "\n".join(filter(None, lines))
+    return text if len(text) <= _MAX_TOLD_CHARS else f"{text[:_MAX_TOLD_CHARS]}..."
 
 
 def _usage(trajectories: Sequence[Trajectory]) -> Usage:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Self
 
 import pydantic
 from aiohttp import web
 
+from agentloop.api.exchange import error_in_form_of
 from agentloop.api.http import error_body
 from agentloop.sandbox.guard import OPEN_PATHS, Guard, is_loopback
 
@@ -47,9 +48,6 @@ class ServeSettings(pydantic.BaseModel):
     max_rollouts: int = pydantic.Field(
         1024, ge=1, description="Maximum number of concurrent rollouts; further requests wait."
     )
-    no_progress_s: float = pydantic.Field(
-        60.0, gt=0, description="Log what everyone is waiting for after this long without progress."
-    )
     max_body_mib: int = pydantic.Field(8, ge=1, description="Maximum size of a request body.")
     io_timeout_s: float = pydantic.Field(
         60.0, gt=0, description="Time for a client to send its request or to accept a response."
@@ -66,6 +64,8 @@ class ServeSettings(pydantic.BaseModel):
 
 def _is_open(path: str) -> bool:
     """Return whether a path needs no token; the page asks for the token itself."""
+    if path.startswith("/v1/sessions/"):  # a session's key, in its path, replaces the token
+        return True
     return path in OPEN_PATHS or path in ("/", "/health") or path.startswith("/page/")
 
 
@@ -78,11 +78,21 @@ class ApiGuard(Guard):
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        refusal = self.refusal(request.path, request.headers)
+        refusal = self.refusal(request.path, _with_bearer(request.headers))
         if refusal is None:
             return await handler(request)
         status, reason = refusal
         is_token = status == 401
         kind = "authentication_error" if is_token else "permission_error"
         code = "invalid_api_key" if is_token else None
-        return web.json_response(error_body(reason, kind, code=code), status=status)
+        body = error_in_form_of(request.path, status, error_body(reason, kind, code=code))
+        return web.json_response(body, status=status)
+
+
+def _with_bearer(headers: Mapping[str, str]) -> Mapping[str, str]:
+    """Return headers in which the key of an Anthropic client stands where OpenAI's have it."""
+    if "Authorization" in headers or "X-Api-Key" not in headers:
+        return headers
+    names = ("Host", "Origin")
+    given = {name: headers[name] for name in names if name in headers}
+    return {**given, "Authorization": f"Bearer {headers['X-Api-Key']}"}

@@ -13,7 +13,7 @@ import anyio
 from aiohttp import web
 
 from agentloop.api.schemas import ErrorBody
-from agentloop.errors import AgentLoopError, RequestError, UnknownModel
+from agentloop.errors import AgentLoopError, RequestError, UnknownModel, UnknownSession
 from agentloop.plain_json import dumps
 from agentloop.sandbox.openapi import JSON, Response, Responses
 
@@ -24,10 +24,12 @@ __all__ = [
     "UNKNOWN_MODEL",
     "error_body",
     "error_of",
+    "has_left",
     "json_response",
     "name_request",
     "read_body",
     "send",
+    "send_whole",
 ]
 
 
@@ -73,14 +75,17 @@ def error_of(error: AgentLoopError) -> tuple[int, ErrorBody]:
     body = error_body(
         str(error), "invalid_request_error", param=named and named[1], code=error.code
     )
-    return 404 if isinstance(error, UnknownModel) else 400, body
+    is_unknown = isinstance(error, UnknownModel | UnknownSession)
+    return 404 if is_unknown else 400, body
 
 
 async def name_request(request: web.Request, response: web.StreamResponse) -> None:
     """Set X-Request-Id on a response: the caller's own if it is well-formed, else a new one."""
     given = request.headers.get("X-Request-Id", "")
     is_plain = re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII)
-    response.headers["X-Request-Id"] = given if is_plain else f"req_{uuid.uuid4().hex}"
+    name = given if is_plain else f"req_{uuid.uuid4().hex}"
+    response.headers["X-Request-Id"] = name
+    response.headers["Request-Id"] = name  # where Anthropic's clients look
 
 
 async def read_body(request: web.Request, timeout_s: float) -> bytes:
@@ -113,6 +118,30 @@ async def send(
         with anyio.fail_after(timeout_s):
             await response.write(data)
     except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()  # close() would wait for the client
-        raise ConnectionResetError("the client does not read the response") from None
+        raise _abandoned(request) from None
+
+
+def has_left(request: web.Request) -> bool:
+    """Return whether the client is known to have disconnected."""
+    return request.transport is None or request.transport.is_closing()
+
+
+async def send_whole(request: web.Request, response: web.Response, *, timeout_s: float) -> None:
+    """Write a response to its end within the deadline, so that its handler knows if that fails.
+
+    Raises:
+        ConnectionResetError: the client has gone, or did not read in time.
+    """
+    try:
+        with anyio.fail_after(timeout_s):
+            await response.prepare(request)
+            await response.write_eof()
+    except TimeoutError:
+        raise _abandoned(request) from None
+
+
+def _abandoned(request: web.Request) -> ConnectionResetError:
+    """Close the connection of a client that does not read, and return the error to raise."""
+    if request.transport is not None:
+        request.transport.abort()  # close() would wait for the client
+    return ConnectionResetError("the client does not read the response")

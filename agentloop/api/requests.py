@@ -9,24 +9,41 @@ change the answer are ignored, known or not.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import reduce
 from operator import getitem
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import pydantic
 import pydantic_core
 from pydantic_core import ErrorDetails
 
+from agentloop.agent.constraints import OutputRules
 from agentloop.agent.rollout import TurnOptions
+from agentloop.api.sampling_fields import SamplingFields, StopSequence
 from agentloop.api.schemas import InputMessage, ToolDefinition
 from agentloop.errors import RequestError, Unsupported
 
-__all__ = ["UNSUPPORTED", "ChatRequest", "parse"]
+__all__ = [
+    "ONLY_BARE_MODEL",
+    "UNSUPPORTED",
+    "ChatRequest",
+    "JsonFormat",
+    "Only",
+    "StopSequence",
+    "TextFormat",
+    "describe_unsupported",
+    "load_object",
+    "parse",
+    "refuse_unsupported",
+    "validate",
+    "with_overrides",
+]
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 
-class _Only(NamedTuple):
+class Only(NamedTuple):
     """The values of a parameter that are accepted besides null, and advice for the others."""
 
     values: tuple[Any, ...] = ()
@@ -34,108 +51,128 @@ class _Only(NamedTuple):
 
 
 _PENALTY = "leave it out: the servers would only count the tokens of one turn"
-_OUTPUT_FORMAT = "leave it out and describe the format in a message: it cannot be enforced yet"
+_OUTPUT_FORMAT = "use response_format"
 
 # Parameters that would change the answer, with the values that do not.
-UNSUPPORTED: dict[str, _Only] = {
+UNSUPPORTED: dict[str, Only] = {
     # OpenAI
-    "audio": _Only(),
-    "frequency_penalty": _Only((0,), _PENALTY),
-    "function_call": _Only(("none", "auto"), "use tools and tool_choice"),
-    "functions": _Only(([],), "use tools"),
-    "logit_bias": _Only(({},)),
-    "modalities": _Only((["text"],)),
-    "presence_penalty": _Only((0,), _PENALTY),
-    "reasoning_effort": _Only(("medium",)),
-    "response_format": _Only(({"type": "text"},), _OUTPUT_FORMAT),
-    "tool_choice": _Only(("auto", "none"), 'use "auto": a call cannot be forced yet'),
-    "verbosity": _Only(("medium",)),
-    "web_search_options": _Only(),
+    "audio": Only(),
+    "function_call": Only(("none", "auto"), "use tools and tool_choice"),
+    "functions": Only(([],), "use tools"),
+    "modalities": Only((["text"],)),
+    "web_search_options": Only(),
     # SGLang, vLLM and others
-    "add_generation_prompt": _Only((True,)),
-    "allowed_token_ids": _Only(([],)),
-    "bad_words": _Only(([],)),
-    "best_of": _Only((1,), "use n"),
-    "chat_template": _Only(),
-    "chat_template_kwargs": _Only(({},)),
-    "continue_final_message": _Only((False,)),
-    "custom_logit_processor": _Only(),
-    "documents": _Only(([],)),
-    "ebnf": _Only((), _OUTPUT_FORMAT),
-    "echo": _Only((False,)),
-    "enable_thinking": _Only(),
-    "guided_choice": _Only((), _OUTPUT_FORMAT),
-    "guided_grammar": _Only((), _OUTPUT_FORMAT),
-    "guided_json": _Only((), _OUTPUT_FORMAT),
-    "guided_regex": _Only((), _OUTPUT_FORMAT),
-    "include_reasoning": _Only((True,)),
-    "include_stop_str_in_output": _Only((False,)),
-    "json_schema": _Only((), _OUTPUT_FORMAT),
-    "length_penalty": _Only((1,)),
-    "logits_processors": _Only(([],)),
-    "lora_path": _Only(),
-    "min_tokens": _Only((0,)),
-    "mm_processor_kwargs": _Only(({},)),
-    "no_stop_trim": _Only((False,)),
-    "prompt_logprobs": _Only(),
-    "reasoning": _Only(),
-    "regex": _Only((), _OUTPUT_FORMAT),
-    "repetition_penalty": _Only((1,), _PENALTY),
-    "return_hidden_states": _Only((False,)),
-    "return_tokens_as_token_ids": _Only((False,)),
-    "separate_reasoning": _Only((True,)),
-    "session_params": _Only(),
-    "skip_special_tokens": _Only((True,)),
-    "stop_regex": _Only(([],), "use stop"),
-    "stop_token_ids": _Only(([],), "use stop"),
-    "structural_tag": _Only((), _OUTPUT_FORMAT),
-    "structured_outputs": _Only((), _OUTPUT_FORMAT),
-    "thinking": _Only(),
-    "thinking_token_budget": _Only(),
-    "truncate_prompt_tokens": _Only(),
-    "use_beam_search": _Only((False,)),
+    "add_generation_prompt": Only((True,)),
+    "allowed_token_ids": Only(([],)),
+    "bad_words": Only(([],)),
+    "best_of": Only((1,), "use n"),
+    "chat_template": Only(),
+    "continue_final_message": Only((False,)),
+    "custom_logit_processor": Only(),
+    "documents": Only(([],)),
+    "ebnf": Only((), _OUTPUT_FORMAT),
+    "echo": Only((False,)),
+    "enable_thinking": Only((), "use chat_template_kwargs"),
+    "guided_choice": Only((), _OUTPUT_FORMAT),
+    "guided_grammar": Only((), _OUTPUT_FORMAT),
+    "guided_json": Only((), _OUTPUT_FORMAT),
+    "guided_regex": Only((), _OUTPUT_FORMAT),
+    "include_reasoning": Only((True,)),
+    "include_stop_str_in_output": Only((False,)),
+    "json_schema": Only((), _OUTPUT_FORMAT),
+    "length_penalty": Only((1,)),
+    "logits_processors": Only(([],)),
+    "lora_path": Only(),
+    "mm_processor_kwargs": Only(({},)),
+    "no_stop_trim": Only((False,)),
+    "prompt_logprobs": Only(),
+    "reasoning": Only(),
+    "regex": Only((), _OUTPUT_FORMAT),
+    "return_hidden_states": Only((False,)),
+    "return_tokens_as_token_ids": Only((False,)),
+    "separate_reasoning": Only((True,)),
+    "session_params": Only(),
+    "skip_special_tokens": Only((True,)),
+    "stop_regex": Only(([],), "use stop"),
+    "structural_tag": Only((), _OUTPUT_FORMAT),
+    "structured_outputs": Only((), _OUTPUT_FORMAT),
+    "thinking": Only(),
+    "truncate_prompt_tokens": Only(),
+    "use_beam_search": Only((False,)),
+}
+
+# Fields that the bare model supports. The agent's turns are generations of their own, so they
+# would not mean for it what they mean for a whole answer.
+ONLY_BARE_MODEL: dict[str, Only] = {
+    "frequency_penalty": Only((0,), _PENALTY),
+    "logit_bias": Only(({},)),
+    "min_tokens": Only((0,)),
+    "presence_penalty": Only((0,), _PENALTY),
+    "repetition_penalty": Only((1,), _PENALTY),
+    "stop_token_ids": Only(([],), "use stop"),
 }
 
 
-def _with_unsupported(schema: dict[str, Any]) -> None:
-    for name, only in UNSUPPORTED.items():
+def describe_unsupported(schema: dict[str, Any], unsupported: Mapping[str, Only]) -> None:
+    """Add to an object's JSON schema the values that are accepted of unsupported parameters."""
+    for name, only in unsupported.items():
         schema["properties"][name] = {"enum": [*only.values, None]}
+
+
+def _with_unsupported(schema: dict[str, Any]) -> None:
+    describe_unsupported(schema, UNSUPPORTED)
     wanted = {"top_logprobs": {"type": "integer", "minimum": 1}}
     schema["if"] = {"properties": wanted, "required": ["top_logprobs"]}
     schema["then"] = {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"]}
 
 
-class StreamOptions(pydantic.BaseModel):
-    include_usage: bool | None = None
+class NamedFunction(pydantic.BaseModel):
+    name: str
 
 
-_StopSequence = Annotated[str, pydantic.Field(min_length=1, max_length=256)]
+class NamedToolChoice(pydantic.BaseModel):
+    type: Literal["function"]
+    function: NamedFunction
 
 
-class ChatRequest(pydantic.BaseModel):
+class AnswerSchema(pydantic.BaseModel):
+    name: str | None = None
+    json_schema: dict[str, Any] = pydantic.Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(pydantic.BaseModel):
+    type: Literal["text"]
+
+
+class JsonFormat(pydantic.BaseModel):
+    type: Literal["json_object"]
+
+
+class SchemaFormat(pydantic.BaseModel):
+    type: Literal["json_schema"]
+    json_schema: AnswerSchema
+
+
+class ChatRequest(SamplingFields):
     """The supported parameters of OpenAI's `POST /v1/chat/completions`."""
 
     model_config = pydantic.ConfigDict(json_schema_extra=_with_unsupported)
 
-    model: str | None = None
     messages: list[InputMessage] = pydantic.Field(min_length=1)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = pydantic.Field(None, ge=1, le=128)
-    temperature: float | None = pydantic.Field(None, ge=0, le=2)
-    top_p: float | None = pydantic.Field(None, gt=0, le=1)
-    top_k: int | None = pydantic.Field(None, ge=-1, le=1 << 30)
-    min_p: float | None = pydantic.Field(None, ge=0, le=1)
-    seed: int | None = pydantic.Field(None, ge=-(1 << 63), lt=1 << 63)
     max_tokens: int | None = pydantic.Field(None, ge=1)
     max_completion_tokens: int | None = pydantic.Field(None, ge=1)
-    stop: _StopSequence | Annotated[list[_StopSequence], pydantic.Field(max_length=4)] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = pydantic.Field(None, ge=0, le=20)
     tools: list[ToolDefinition] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    response_format: TextFormat | JsonFormat | SchemaFormat | None = pydantic.Field(
+        None, discriminator="type"
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = pydantic.Field(None, max_length=32)
+    thinking_token_budget: int | None = pydantic.Field(None, ge=1)
     parallel_tool_calls: bool | None = None
-    ignore_eos: bool | None = None
 
     @classmethod
     def parse(cls, body: bytes) -> ChatRequest:
@@ -144,27 +181,24 @@ class ChatRequest(pydantic.BaseModel):
         Raises:
             RequestError: A field is invalid or unsupported; the message names it.
         """
-        value = _load(body)
-        for name, only in UNSUPPORTED.items():
-            _check_supported(name, value.get(name), only)
-        request = _validate(cls, value)
+        value = load_object(body)
+        refuse_unsupported(value, UNSUPPORTED)
+        request = validate(cls, value)
         if request.top_logprobs and not request.logprobs:
             raise RequestError("top_logprobs: set logprobs to true as well")
         return request
 
-    def sampling_overrides(self) -> dict[str, Any]:
-        names = ("temperature", "top_p", "top_k", "min_p")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        # SGLang does not accept negative seeds.
-        return given if self.seed is None else {**given, "seed": self.seed % (1 << 63)}
+    def refuse_for_agent(self) -> None:
+        """Refuse parameters that only the bare model supports.
+
+        Raises:
+            Unsupported: The request sets one of them; the message names it.
+        """
+        refuse_unsupported(self.__dict__, ONLY_BARE_MODEL)
 
     @property
     def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def stop_sequences(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def has_caller_tools(self) -> bool:
@@ -177,10 +211,47 @@ class ChatRequest(pydantic.BaseModel):
             single_call=self.parallel_tool_calls is False,
             ignore_end=bool(self.ignore_eos),
             num_top_logprobs=self.top_logprobs or 0,
+            rules=OutputRules(self._forced_tool, self._answer_schema),
+            stop_ids=tuple(self.stop_token_ids or ()),
+            parameters=self.server_parameters(),
         )
 
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """The variables of the chat template for this request."""
+        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        return {**effort, **(self.chat_template_kwargs or {})}
 
-def _check_supported(name: str, value: Any, only: _Only) -> None:
+    @property
+    def is_constrained(self) -> bool:
+        """True if a call or the form of the answer is enforced."""
+        return self._forced_tool is not None or self._answer_schema is not None
+
+    @property
+    def _forced_tool(self) -> str | None:
+        if isinstance(self.tool_choice, NamedToolChoice):
+            return self.tool_choice.function.name
+        return self.tool_choice if self.tool_choice == "required" else None
+
+    @property
+    def _answer_schema(self) -> dict[str, Any] | None:
+        match self.response_format:
+            case SchemaFormat(json_schema=asked):
+                return asked.json_schema
+            case JsonFormat():
+                return {"type": "object"}
+            case _:
+                return None
+
+
+def refuse_unsupported(value: Mapping[str, Any], unsupported: Mapping[str, Only]) -> None:
+    """Raise Unsupported if an unsupported parameter has a value that would change the answer."""
+    if not unsupported.keys().isdisjoint(value):  # nearly always it is
+        for name, only in unsupported.items():
+            _check_supported(name, value.get(name), only)
+
+
+def _check_supported(name: str, value: Any, only: Only) -> None:
     if value is None or any(
         value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
         for accepted in only.values
@@ -199,10 +270,11 @@ def parse(model: type[M], body: bytes) -> M:
     Raises:
         RequestError: A field is invalid; the message names it.
     """
-    return _validate(model, _load(body))
+    return validate(model, load_object(body))
 
 
-def _load(body: bytes) -> dict[str, Any]:
+def load_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in a request body. Raises RequestError if it is not one."""
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=False)  # integers of any size
     except ValueError as error:
@@ -212,7 +284,8 @@ def _load(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _validate(model: type[M], value: dict[str, Any]) -> M:
+def validate(model: type[M], value: dict[str, Any]) -> M:
+    """Validate the object of a request body strictly. Raises RequestError naming a field."""
     try:
         try:
             return model.model_validate(value, strict=True)
@@ -221,6 +294,25 @@ def _validate(model: type[M], value: dict[str, Any]) -> M:
         return model.model_validate(value, strict=True)
     except pydantic.ValidationError as error:
         raise RequestError(_error_message(error, value)) from error
+
+
+def with_overrides(base: M, overrides: Mapping[str, Any], name: str) -> M:
+    """Return settings with some fields replaced.
+
+    Args:
+        name: The name of the settings.
+
+    Raises:
+        RequestError: A field is invalid; the message names it.
+    """
+    if not overrides:
+        return base
+    try:
+        return type(base).model_validate({**base.model_dump(), **overrides})
+    except pydantic.ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in problem["loc"])
+        raise RequestError(f"{name}.{field}: {problem['msg']}") from error
 
 
 def _convert_integral_floats(value: Any, error: pydantic.ValidationError) -> None:

@@ -22,6 +22,10 @@ __all__ = [
     "Model",
     "ModelList",
     "RolloutLine",
+    "TextChoice",
+    "TextChunk",
+    "TextCompletion",
+    "TextLogprobs",
     "TokenLogprob",
     "ToolDefinition",
     "Usage",
@@ -161,6 +165,8 @@ class ChatChoice(_Answer):
     logprobs: NotRequired[Logprobs]
     finish_reason: FinishReason
     stop_reason: StopReason
+    matched_stop: NotRequired[str]
+    """The stop sequence that ended the answer."""
 
 
 class PromptTokensDetails(_Answer):
@@ -203,6 +209,8 @@ class ChunkChoice(_Answer):
     finish_reason: FinishReason | None
     stop_reason: NotRequired[StopReason]
     """Present in the last chunk only."""
+    matched_stop: NotRequired[str]
+    """The stop sequence that ended the answer."""
 
 
 class Frame(_Answer):
@@ -220,6 +228,42 @@ class ChatCompletionChunk(Frame):
 
 class UsageChunk(ChatCompletionChunk):
     """The last chunk, if it was requested; it has no choices."""
+
+    usage: Usage
+
+
+class TextLogprobs(_Answer):
+    """Tokens of a completion; these lists have an entry for each."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    """null for the first token of an echoed prompt."""
+    top_logprobs: list[dict[str, float] | None]
+    """The most likely tokens, as many as requested, and the token itself."""
+    text_offset: list[int]
+    """Where a token's text begins in the choice's text, in characters."""
+
+
+class TextChoice(_Answer):
+    index: int
+    """The number of the prompt times `n`, plus the number of the choice."""
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class TextChunk(_Answer):
+    """A chunk of a streamed completion."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+
+
+class TextCompletion(TextChunk):
+    """A whole completion, or the last chunk of a stream if usage was requested."""
 
     usage: Usage
 
@@ -253,6 +297,12 @@ class RolloutLine(_Answer):
     sample: int
     trajectory: NotRequired[Annotated[dict[str, Any], _as(TrajectoryRecord)]]
     error: NotRequired[str]
+
+
+class TrajectoryLine(_Answer):
+    """A branch of a session as a trajectory."""
+
+    trajectory: Annotated[dict[str, Any], _as(TrajectoryRecord)]
 
 
 class ServerCount(_Answer):

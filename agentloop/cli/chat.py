@@ -10,7 +10,7 @@ import itertools
 import json
 import os.path
 import sys
-from collections.abc import Sequence, Sized
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import anyio.to_thread
@@ -18,13 +18,14 @@ import pydantic
 from rich.console import Console
 from rich.markup import escape
 
-from agentloop.agent.channels import Channel, Channels
+from agentloop.agent.channels import Channel
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.cli import console as commands
+from agentloop.cli.chat_url import RunningService
 from agentloop.config import load_known, load_settings
 from agentloop.environments.environment import EnvSettings, load, open_tasks
 from agentloop.environments.episodes import group_runner
-from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import SettingsError
 from agentloop.events import (
@@ -38,10 +39,12 @@ from agentloop.events import (
     TokensSampled,
     TurnFinished,
     TurnMoved,
+    TurnStarted,
     ignore,
 )
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.run_folder import RunFolder, config_of
+from agentloop.training.run_status import count_of
 from agentloop.trajectory import Message, StopReason, ToolCall, ToolCallStatus, Trajectory
 
 __all__ = [
@@ -61,6 +64,7 @@ class AskSettings(Settings):
 
     env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
     tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
+    reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
 
 
 _ENDINGS = {
@@ -76,14 +80,24 @@ _ENDINGS = {
 class Transcript:
     """Print a rollout as it happens: reasoning dimmed, calls framed, the answer in bold."""
 
-    def __init__(self, out: Console, *, reasoning_first: bool) -> None:
+    def __init__(self, out: Console, chat: ChatFormat) -> None:
         self._out = out
-        self._reasoning_first = reasoning_first
-        self._channels = Channels(reasoning=reasoning_first)
+        self._chat = chat
+        self._record: Trajectory | None = None
+        self._channels = chat.family.channels(False)
         self._at_line_start = True
 
     def __call__(self, event: Event) -> None:
         match event:
+            case RolloutStarted(record=record):
+                self._record = record
+            case TurnStarted(turn=turn):
+                thinks = (
+                    self._record is not None
+                    and not self._record.messages  # without token ids
+                    and self._chat.begins_in_thought(self._record, turn)
+                )
+                self._channels = self._chat.family.channels(thinks)
             case TokensSampled(text=text):
                 for channel, piece in self._channels.feed(text):
                     self._write(piece, "dim" if channel is Channel.REASONING else "bold")
@@ -103,7 +117,6 @@ class Transcript:
             case TurnFinished():
                 for channel, piece in self._channels.flush():
                     self._write(piece, "dim" if channel is Channel.REASONING else "bold")
-                self._channels = Channels(reasoning=self._reasoning_first)
                 self._end_line()
 
     def end(self, trajectory: Trajectory) -> None:
@@ -113,8 +126,10 @@ class Transcript:
             reason = f": {trajectory.error}" if trajectory.error else ""
             self._line(f"[red]no answer: {escape(ending + reason)}[/red]")
         self._line(
-            f"[dim]{_count(trajectory.turns, 'turn')}, {_count(trajectory.calls, 'call')}, "
-            f"{trajectory.num_sampled_tokens} tokens in {trajectory.elapsed_s:.1f} s[/dim]"
+            f"[dim]{count_of(len(trajectory.turns), 'turn')}, "
+            f"{count_of(len(trajectory.calls), 'call')}, "
+            f"{count_of(trajectory.num_sampled_tokens, 'token')} in "
+            f"{trajectory.elapsed_s:.1f} s[/dim]"
         )
 
     def _write(self, text: str, style: str) -> None:
@@ -147,7 +162,7 @@ class Conversations:
     def __init__(self, out: Console, chat: ChatFormat) -> None:
         self._out = out
         self._chat = chat
-        self._transcript = self._new_transcript()
+        self._transcript = Transcript(out, chat)
         self._waiting: dict[str, list[Event]] = {}  # the first one is being printed
 
     def __call__(self, event: Event) -> None:
@@ -168,8 +183,9 @@ class Conversations:
         """Print an event, and return whether its conversation has ended."""
         match event:
             case RolloutStarted(record=record):
-                question = self._chat.last_user_text(record.prompt_ids)
-                self._transcript = self._new_transcript()
+                question = self._question(record)
+                self._transcript = Transcript(self._out, self._chat)
+                self._transcript(event)
                 for line in question.strip().splitlines():
                     self._out.print(f"> {line}", markup=False, highlight=False)
             case RolloutFinished(trajectory=trajectory):
@@ -182,8 +198,12 @@ class Conversations:
                 self._transcript(event)
         return False
 
-    def _new_transcript(self) -> Transcript:
-        return Transcript(self._out, reasoning_first=bool(self._chat.opened_thought))
+    def _question(self, record: Trajectory) -> str:
+        """Return the last message before the first turn."""
+        if record.messages:  # without token ids
+            last = record.messages_between[0][-1:]
+            return "".join(str(one.get("content") or "") for one in last)
+        return self._chat.last_user_text(record.prompt_ids)
 
 
 def reward_in_words(reward: Reward) -> str:
@@ -191,10 +211,6 @@ def reward_in_words(reward: Reward) -> str:
     if reward.value is None:
         return f"no reward: {reward.reason}"
     return f"reward {reward.value:g}" + (f" ({reward.reason})" if reward.reason else "")
-
-
-def _count(things: Sized, name: str) -> str:
-    return f"{len(things)} {name}{'s' * (len(things) != 1)}"
 
 
 def _source(call: ToolCall) -> str:
@@ -213,7 +229,7 @@ async def ask(
     runtime: Runtime, messages: list[Message], out: Console, *, also: Emit = ignore
 ) -> Trajectory:
     """Run one rollout and print it as it happens; `also` is called with every event."""
-    transcript = Transcript(out, reasoning_first=bool(runtime.chat.opened_thought))
+    transcript = Transcript(out, runtime.chat)
 
     async with runtime.stream(messages, on_event=also) as rollout:
         async for event in rollout:  # no deadline: the rollout has one, and then ends this
@@ -231,10 +247,13 @@ async def play(runtime: Runtime, settings: AskSettings, task: Task, out: Console
         RequestError: the environment has failed.
     """
     conversations = Conversations(out, runtime.chat)
-    run_group = group_runner(settings.env, runtime, settings.sampling, conversations)
-    (episode,) = await run_group(
-        task, size=1, name="chat", budget=settings.budget, on_queued=lambda: None
-    )
+    async with Grader(settings.reward, pool=runtime.pool) as grader:
+        run_group = group_runner(
+            settings.env, runtime, settings.sampling, conversations, grader, with_text=True
+        )
+        (episode,) = await run_group(
+            task, size=1, name="chat", budget=settings.budget, on_queued=lambda: None
+        )
     assert episode.reward is not None  # the environment's
     out.print(reward_in_words(episode.reward), markup=False, highlight=False, style="bold")
     return episode.reward
@@ -255,6 +274,12 @@ def main(arguments: list[str]) -> int:
         metavar="FOLDER",
         help="use the newest model of this run of `agentloop train` or `agentloop sft`, with the "
         "run's tools and budget, such as runs/latest",
+    )
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help="talk to a service that is running, such as http://127.0.0.1:8000 of `agentloop "
+        "serve`, instead of starting servers; serve.token is its token",
     )
     parser.add_argument(
         "--task",
@@ -278,6 +303,10 @@ def main(arguments: list[str]) -> int:
         parser.error("the question is empty")
     if options.task < 1:
         parser.error(f"--task: must be at least 1, not {options.task}")
+    if options.url is not None:
+        if options.run is not None:
+            parser.error("--url and --run: the running service has a model of its own")
+        return commands.run(lambda: _chat_at(options.url, question, settings))
     return commands.run(
         lambda: _chat(question, settings, options.run, options.task), explain=options.explain
     )
@@ -298,8 +327,11 @@ def _split_questions(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return questions, settings
 
 
-def settings_of(arguments: list[str], run: Path | None) -> AskSettings:
+def settings_of(arguments: list[str], run: Path | None, *, with_env: bool = True) -> AskSettings:
     """Return the settings of the command line, on top of those of `run`.
+
+    Args:
+        with_env: keep the run's environment, which asks the questions.
 
     Raises:
         SettingsError: a setting is invalid.
@@ -310,19 +342,19 @@ def settings_of(arguments: list[str], run: Path | None) -> AskSettings:
         return load_settings(AskSettings, files, overrides)
     # Settings of training alone would be refused here, so only the known ones are read.
     base = load_known(AskSettings, config_of(run, "--run"))
-    base.pop("env", None)  # otherwise a question to the model of such a run would be refused
+    if not with_env:
+        base.pop("env", None)
     base |= {"model": str(RunFolder.model_in(run)), "servers": []}
     return load_settings(AskSettings, files, overrides, base=base)
 
 
 async def _chat(question: str | None, arguments: list[str], run: Path | None, number: int) -> int:
-    settings = settings_of(arguments, run)
+    settings = settings_of(arguments, run, with_env=question is None)
     task: Task | None = None
     if settings.env.name:
         if question is not None:
             raise SettingsError(
-                "env: the environment asks the questions: leave yours out, and choose a task "
-                "by --task"
+                "env: the environment asks the questions: omit yours, and choose a task with --task"
             )
         task = await anyio.to_thread.run_sync(_task, settings, number)
     if run is not None and settings.model is not None:
@@ -333,19 +365,57 @@ async def _chat(question: str | None, arguments: list[str], run: Path | None, nu
             reward = await play(runtime, settings, task, out)
             return 0 if reward.value is not None else 1
         if question is not None:
-            trajectory = await ask(runtime, [{"role": "user", "content": question}], out)
+            trajectory = await ask(runtime, [_from_user(question)], out)
             return 0 if trajectory.stop_reason is StopReason.ANSWERED else 1
-        lines = commands.Lines()
-        messages: list[Message] = []
-        while (question := await _next_question(lines)) is not None:
-            messages.append({"role": "user", "content": question})
-            with commands.interruptible() as scope:
-                trajectory = await ask(runtime, messages, out)
-                messages += runtime.chat.messages_of(trajectory.turns)
-            if scope.cancelled_caught:
-                out.print("\n[dim]interrupted; the question was dropped[/dim]")
-                messages.pop()
+
+        async def answered(messages: list[Message]) -> list[Message]:
+            trajectory = await ask(runtime, messages, out)
+            return runtime.chat.messages_of(trajectory.turns)
+
+        await _converse(answered, out)
     return 0
+
+
+async def _chat_at(url: str, question: str | None, arguments: list[str]) -> int:
+    """Converse with a running service."""
+    files, overrides = commands.split_settings(arguments)
+    if others := [*files, *(one for one in overrides if not one.startswith("serve.token="))]:
+        raise SettingsError(f"--url: the running service has its own settings: omit {others[0]}")
+    token = load_settings(AskSettings, [], overrides).serve.token
+    out = Console()
+    key = None if token is None else token.get_secret_value()
+    async with RunningService.open(url, key) as service:
+        if question is not None:
+            return 0 if await service.answer([_from_user(question)], out) else 1
+
+        async def answered(messages: list[Message]) -> list[Message]:
+            return [{"role": "assistant", "content": await service.answer(messages, out)}]
+
+        await _converse(answered, out)
+    return 0
+
+
+async def _converse(
+    answered: Callable[[list[Message]], Awaitable[list[Message]]], out: Console
+) -> None:
+    """Answer questions until the end of the input; Ctrl-C drops the one that is being answered.
+
+    Args:
+        answered: prints the answer to a conversation, and returns its messages.
+    """
+    lines = commands.Lines()
+    messages: list[Message] = []
+    while (question := await _next_question(lines)) is not None:
+        messages.append(_from_user(question))
+        with commands.interruptible() as scope:
+            messages += await answered(messages)
+        if scope.cancelled_caught:
+            out.print("\n[dim]interrupted; the question was dropped[/dim]")
+            messages.pop()
+
+
+def _from_user(question: str) -> Message:
+    return {"role": "user", "content": question}
 
 
 def _task(settings: AskSettings, number: int) -> Task:
@@ -360,7 +430,8 @@ def _task(settings: AskSettings, number: int) -> Task:
     if listed is None:
         return next(itertools.islice(source, number - 1, None))
     if number > len(listed):
-        raise SettingsError(f"--task: there are only {len(listed)} tasks, not {number}")
+        has = count_of(len(listed), "task")
+        raise SettingsError(f"--task: {number}: the environment has only {has}")
     return listed[number - 1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -39,6 +40,7 @@ __all__ = [
     "Lines",
     "ProgressLine",
     "add_settings_arguments",
+    "collect_garbage_less_often",
     "interruptible",
     "print_json",
     "print_table",
@@ -61,7 +63,8 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],  # otherwise argparse reports it as required
         metavar="FILE.toml | key=value",
-        help="settings files, where later ones win, and overrides such as server.count=2",
+        help="settings files, of which later ones take precedence, and overrides such as "
+        "server.count=2",
     )
     parser.add_argument(
         "--list-settings",
@@ -71,7 +74,7 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="log for each turn the server chosen, the reason and the state of all candidates",
+        help="log, for each turn, the chosen server, the reason and the state of all candidates",
     )
 
 
@@ -329,6 +332,7 @@ def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
     from agentloop.sandbox import SandboxError
 
     _configure_logging()
+    collect_garbage_less_often()
     if explain:
         logging.getLogger("agentloop.explain").setLevel(logging.INFO)
     try:
@@ -342,6 +346,16 @@ def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
         for message in dict.fromkeys(map(str, errors)):  # several tasks may fail alike
             print(f"agentloop: error: {message}", file=sys.stderr)
         return 2
+
+
+def collect_garbage_less_often() -> None:
+    """Let the objects of a request die before the collector looks at them.
+
+    By default it looks at every 700th new object; a request with 200 messages has thousands, which
+    would be promoted while they are in use, and every few hundred requests all objects would be
+    searched.
+    """
+    gc.set_threshold(20_000, 20, 50)
 
 
 def _configure_logging() -> None:

@@ -3,7 +3,8 @@
 `prepare` converts local files of a well-known problem set into one JSONL file; nothing is
 downloaded. The number of rows is checked, so that a truncated file or the wrong language or year
 is detected before a training run. `filter` drops the problems that a policy already solves.
-`teacher` writes dialogues for supervised fine-tuning.
+`teacher` writes dialogues for supervised fine-tuning. `score` scores what `agentloop serve` has
+recorded, and `dialogues` exports scored rollouts for fine-tuning (docs/recorded-sessions.md).
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anyio
+import pydantic
+
 from agentloop.cli import console
-from agentloop.cli.units import count_of
+from agentloop.cli.recorded import dialogues, score
+from agentloop.environments.rewards.reward import RewardSettings
 from agentloop.environments.tasks.sources import Task, TasksSettings, read_jsonl, read_tasks
 from agentloop.environments.tasks.teacher import lessons
 from agentloop.errors import AgentLoopError, DataError
+from agentloop.training.run_status import count_of
 
 __all__ = ["SETS", "Filtered", "filter_solved", "main", "prepare"]
 
@@ -64,7 +70,7 @@ def _prepare(options: argparse.Namespace) -> Result:
         options.set, options.files, without=options.without, any_count=options.any_count
     )
     _write(map(_row, tasks), options.out)
-    text = f"{options.out}: {len(tasks)} problems from {num_rows} rows"
+    text = f"{options.out}: {count_of(len(tasks), 'problem')} from {count_of(num_rows, 'row')}"
     return text, {"out": str(options.out), "num_problems": len(tasks), "num_rows": num_rows}
 
 
@@ -73,25 +79,55 @@ def _filter(options: argparse.Namespace) -> Result:
     found = filter_solved(options.tasks, options.trajectories, solved=solved, rollouts=rollouts)
     _write(map(_row, found.tasks), options.out)
     text = (
-        f"{options.out}: {len(found.tasks)} of {found.num_tasks} problems; "
-        f"{found.num_tasks - len(found.tasks)} were solved {solved} of {rollouts} times or more"
+        f"{options.out}: {len(found.tasks):,} of {count_of(found.num_tasks, 'problem')} kept; "
+        f"solved at least {solved} of {rollouts} times: {found.num_tasks - len(found.tasks):,}"
     )
     if found.num_too_few:
         text += (
-            f"; {found.num_too_few} are kept because they have fewer than {rollouts} rollouts with "
-            f"a reward ({found.num_without} have none)"
+            f"; kept for having fewer than {count_of(rollouts, 'rollout')} with a reward: "
+            f"{found.num_too_few:,} ({found.num_without:,} have none)"
         )
     if found.num_unknown:
-        num = count_of(found.num_unknown, "problem")
-        text += f"; {num} of the rollouts not found in the --tasks files"
+        text += f"; rolled out, but not in the --tasks files: {found.num_unknown:,}"
     counts = {name: getattr(found, name) for name in _COUNTS}
     return text, {"out": str(options.out), "num_problems": len(found.tasks), **counts}
 
 
 def _teacher(options: argparse.Namespace) -> Result:
     _write(lessons(options.count, levels=options.levels, seed=options.seed), options.out)
-    text = f"{options.out}: {options.count} dialogues"
+    text = f"{options.out}: {count_of(options.count, 'dialogue')}"
     return text, {"out": str(options.out), "num_dialogues": options.count}
+
+
+def _score(options: argparse.Namespace) -> Result:
+    settings = RewardSettings(function=options.reward)
+    files = [*_trajectory_files(options.records)]
+    found = anyio.run(score, files, settings, [*_tasks(options.tasks)])
+    text = f"{count_of(found.num_scored, 'conversation')} scored"
+    if found.mean is not None:
+        text += f", mean reward {found.mean:.3f}"
+    if found.num_without:
+        text += f"; {found.num_without:,} without a reward"
+        if not options.tasks and ":" not in options.reward:
+            text += " (name the problems with --tasks, or a function of your own with --reward)"
+    counts = {"num_scored": found.num_scored, "num_without": found.num_without}
+    return text, {**counts, "mean_reward": found.mean}
+
+
+def _dialogues(options: argparse.Namespace) -> Result:
+    lines = [*dialogues(_trajectory_files(options.records), least=options.min_reward)]
+    if not lines:
+        raise DataError(f"no rollout has a reward of at least {options.min_reward:g}")
+    _write(lines, options.out)
+    text = f"{options.out}: {count_of(len(lines), 'dialogue')}"
+    return text, {"out": str(options.out), "num_dialogues": len(lines)}
+
+
+def _reward_function(text: str) -> str:
+    try:
+        return RewardSettings(function=text).function
+    except pydantic.ValidationError as error:
+        raise argparse.ArgumentTypeError(error.errors()[0]["msg"]) from error
 
 
 def prepare(
@@ -106,7 +142,7 @@ def prepare(
     expected, what = SETS[name]
     if len(rows) != expected and not any_count:
         raise DataError(
-            f"{name}: {len(rows)} rows, but {what} has {expected}; "
+            f"{name}: found {count_of(len(rows), 'row')}, but {what} has {expected:,}; "
             "use --any-count to accept them anyway"
         )
     measured = {task.id for task in _tasks(without)}
@@ -169,8 +205,9 @@ def filter_solved(
         tasks.setdefault(one.id, one)
     if not tasks.keys() & last.keys():
         raise DataError(
-            f"--tasks: none of the {len(last)} problems of the rollouts is among these "
-            f"{len(tasks)} problems; pass the files that the run was trained on"
+            f"--tasks: the rollouts have {count_of(len(last), 'problem')} and these files "
+            f"{count_of(len(tasks), 'problem')}, with none in common; pass the files that the run "
+            "was trained on"
         )
     counts = {id: len(last.get(id, ())) for id in tasks}
     left = [
@@ -179,7 +216,7 @@ def filter_solved(
         if counts[id] < rollouts or sum(reward > 0 for reward in last[id]) < solved
     ]
     if not left:
-        raise DataError(f"no problems are left: all {len(tasks)} are solved")
+        raise DataError(f"no problems are left: all of them are solved ({len(tasks):,})")
     return Filtered(
         left,
         num_tasks=len(tasks),
@@ -256,7 +293,9 @@ def _parser() -> argparse.ArgumentParser:
             f"  {name:<10} {count:>6} rows  {what}" for name, (count, what) in SETS.items()
         ),
     )
-    commands = parser.add_subparsers(required=True, metavar="prepare | filter | teacher")
+    commands = parser.add_subparsers(
+        required=True, metavar="prepare | filter | teacher | score | dialogues"
+    )
     prepare = commands.add_parser("prepare", help="convert a problem set into one JSONL file")
     prepare.set_defaults(command=_prepare, doing="Reading the files")
     prepare.add_argument("set", choices=SETS)
@@ -314,7 +353,40 @@ def _parser() -> argparse.ArgumentParser:
         default=[2],
         help="difficulty of the problems, as in the setting tasks.levels (default: 2)",
     )
-    for command in (prepare, hard, teacher):
+    scored = commands.add_parser("score", help="score what `agentloop serve` has recorded")
+    scored.set_defaults(command=_score, doing="Scoring")
+    scored.add_argument(
+        "--reward",
+        type=_reward_function,
+        default="math",
+        metavar="math | exact | MODULE:FUNCTION",
+        help="how to score, as in the setting reward.function (default: math)",
+    )
+    scored.add_argument(
+        "--tasks",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="a .jsonl or .parquet file of problems with answers; may be repeated",
+    )
+    best = commands.add_parser(
+        "dialogues", help="export scored rollouts for `agentloop sft`, with their exact tokens"
+    )
+    best.set_defaults(command=_dialogues, doing="Reading the rollouts")
+    best.add_argument(
+        "--min-reward", type=float, default=0.5, help="smallest reward to export (default: 0.5)"
+    )
+    best.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
+    for command in (scored, best):
+        command.add_argument(
+            "records",
+            nargs="+",
+            type=Path,
+            metavar="RECORD",
+            help="the folder, or files from its trajectories/",
+        )
+    for command in (prepare, hard, teacher, scored, best):
         command.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 

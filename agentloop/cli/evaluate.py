@@ -31,6 +31,7 @@ from agentloop.environments.mixture import (
     environments_of,
     mixed_runner,
 )
+from agentloop.environments.program import AgentProgram, ProgramSettings
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.mixed import of_environment
 from agentloop.environments.tasks.sources import Task, TasksSettings
@@ -49,11 +50,12 @@ from agentloop.events import (
 from agentloop.inference.openai_client import EndpointSettings
 from agentloop.inference.processes.supervise import require_device
 from agentloop.models import SMALL
+from agentloop.observe.stalls import NO_PROGRESS_S
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import Pool
 from agentloop.training.group_metrics import mean
 from agentloop.training.run_folder import RunFolder, RunSettings, config_of
-from agentloop.training.run_status import RunStatus
+from agentloop.training.run_status import RunStatus, count_of
 
 __all__ = ["EvaluateSettings", "chosen_tasks", "evaluate", "main", "tasks_of"]
 
@@ -62,8 +64,8 @@ _LINES = 20  # progress lines printed without a terminal
 _TICK_S = 0.5
 # Settings that may not change on --resume: otherwise the samples would be mixed.
 _FIXED = (
-    *("model", "chat", "mcp", "tools", "tool_timeout_s", "sampling"),
-    *("env", "envs", "tasks", "reward"),
+    *("model", "chat", "mcp", "tools", "tool_timeout_s", "tool_format", "sampling"),
+    *("agent", "env", "envs", "tasks", "reward"),
 )
 
 
@@ -72,6 +74,7 @@ class EvaluateSettings(Settings):
 
     evaluate: EvaluationSettings = pydantic.Field(default_factory=lambda: EvaluationSettings())
     endpoint: EndpointSettings = pydantic.Field(default_factory=lambda: EndpointSettings())
+    agent: AgentProgram = pydantic.Field(default_factory=lambda: ProgramSettings())
     env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
     envs: Envs = pydantic.Field(default_factory=list)
     tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
@@ -86,7 +89,8 @@ class EvaluateSettings(Settings):
     @property
     def environments(self) -> list[RunEnvironment]:
         """The environments to evaluate in. Raises SettingsError if their settings are invalid."""
-        return environments_of(self.env, self.envs, self.tasks, self.budget)
+        environment = self.agent.environment(self.env)
+        return environments_of(environment, self.envs, self.tasks, self.budget)
 
 
 async def evaluate(
@@ -129,7 +133,7 @@ async def _evaluate_in(
         tasks,
         folder,
         on_progress=report.done,
-        on_refused=lambda task, error: progress.say(f"Left out: task {task.id}: {error}"),
+        on_refused=lambda task, error: progress.say(f"Skipped task {task.id}: {error}"),
         emit=scene.emit,
     )
     await evaluation.take_up()
@@ -149,10 +153,13 @@ async def _evaluate_in(
                     await evaluation.run(sampler, grader)
     else:
         folder.tell(to_toml(settings))
+    environments = [one.env for one in settings.environments]
+    has_tools = not settings.endpoint.url and any(not one.name for one in environments)
     about_it = {
         "model": settings.endpoint.model or settings.model or "small",
         "by": settings.endpoint.url or "agentloop",
-        "tools": [] if settings.endpoint.url else settings.tools,
+        "environments": [one.model_dump(mode="json") for one in environments if one.name],
+        "tools": settings.tools if has_tools else [],
         "sampling": settings.sampling.model_dump(mode="json"),
         "budget": settings.budget.model_dump(mode="json"),
     }
@@ -200,11 +207,13 @@ def tasks_of(environment: RunEnvironment, num_tasks: int) -> list[Task]:
 def _check(settings: EvaluateSettings) -> None:
     """Raise SettingsError if settings contradict each other."""
     if settings.endpoint.model and not settings.endpoint.url:
-        raise SettingsError("endpoint.model: set endpoint.url, too")
+        raise SettingsError("endpoint.model: needs endpoint.url as well")
+    if settings.endpoint.url and settings.agent.command:
+        raise SettingsError("agent: a program needs agentloop's own servers: omit endpoint.url")
     if settings.endpoint.url and (settings.env.name or settings.envs):
-        raise SettingsError("env: runs on our own servers, not with endpoint.url: set one of them")
+        raise SettingsError("env: an environment needs agentloop's own servers: omit endpoint.url")
     if settings.endpoint.url and settings.servers:
-        raise SettingsError("servers: not used with endpoint.url: set one of them")
+        raise SettingsError("servers: not used with endpoint.url: omit one of the two")
 
 
 def _check_same(old: EvaluateSettings, new: EvaluateSettings) -> None:
@@ -217,8 +226,8 @@ def _check_same(old: EvaluateSettings, new: EvaluateSettings) -> None:
     for name, before, after in pairs:
         if before != after:
             raise SettingsError(
-                f"--resume: {name}: differs from the run's: its samples would be mixed; keep the "
-                "run's value or start a new run"
+                f"--resume: {name}: differs from the run's value, so that its samples would be "
+                "mixed: keep that value, or start a new run"
             )
     if new.evaluate.num_samples < old.evaluate.num_samples:
         raise SettingsError(
@@ -270,8 +279,8 @@ async def _open_sampler(
     async with Runtime(logged, progress=progress) as runtime:
         scene.runtime = runtime
         async with Grader(s.reward, pool=runtime.pool) as grader, anyio.create_task_group() as tg:
-            tg.start_soon(scene.stalls.watch, s.serve.no_progress_s)
-            run_group = mixed_runner(s.environments, runtime, s.sampling, scene.emit)
+            tg.start_soon(scene.stalls.watch, NO_PROGRESS_S)
+            run_group = mixed_runner(s.environments, runtime, s.sampling, scene.emit, grader)
             model = s.model or (runtime.router.model_path if s.servers else None)
             agent = AgentSampler(run_group, s.budget, runtime.router.wait_for_capacity)
             try:
@@ -329,7 +338,7 @@ class _ProgressReport:
         if _LINES * num_done // len(outcomes) > self._num_lines:
             self._num_lines = _LINES * num_done // len(outcomes)
             value = mean(told.avg_at_k.value if told.avg_at_k else None)
-            self._progress(f"{num_done} of {len(outcomes)} tasks, {name} {value}")
+            self._progress(f"{num_done} of {count_of(len(outcomes), 'task')}, {name} {value}")
         self._show()
 
     async def _tick(self) -> None:
@@ -341,7 +350,7 @@ class _ProgressReport:
         assert self._evaluation is not None
         elapsed_s = time.monotonic() - self._begun_s
         total, fresh = len(self._evaluation.outcomes), self._done - self._done_at_start
-        waits = f"{len(self._open)} samples in flight"
+        waits = f"{count_of(len(self._open), 'sample')} in flight"
         if self._num_tokens and elapsed_s > 0:
             waits += f", {self._num_tokens / elapsed_s:,.0f} tokens/s"
         left_s = elapsed_s / fresh * (total - self._done) if fresh else None
@@ -362,7 +371,8 @@ def main(arguments: list[str]) -> int:
         action="append",
         type=Path,
         metavar="FILE",
-        help="a .jsonl or .parquet file, such as `agentloop data prepare` writes; may be repeated",
+        help="a .jsonl or .parquet file, such as one written by `agentloop data prepare`; may be "
+        "repeated",
     )
     told = parser.add_mutually_exclusive_group()
     told.add_argument(
@@ -429,9 +439,9 @@ async def _plan(settings: EvaluateSettings) -> int:
     k, most = settings.evaluate.num_samples, settings.budget.max_response_tokens
     by = settings.endpoint.url or "agentloop"
     sets = sorted({task.env or task.source for task in tasks})
-    print(f"tasks      {len(tasks)}, of {', '.join(sets)}")
-    print(f"samples    {k} of each: {len(tasks) * k:,}, by {by}")
-    print(f"tokens     {most:,} a sample at most: {len(tasks) * k * most:,}")
+    print(f"tasks      {len(tasks):,} ({', '.join(sets)})")
+    print(f"samples    {k} per task, {len(tasks) * k:,} in total, by {by}")
+    print(f"tokens     at most {most:,} per sample, {len(tasks) * k * most:,} in total")
     return 0
 
 

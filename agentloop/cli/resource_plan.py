@@ -44,16 +44,18 @@ from typing import Any, Protocol
 from safetensors import SafetensorError, safe_open
 
 from agentloop.agent.rollout import Budget
-from agentloop.cli.units import count_of, number, size
+from agentloop.cli.units import number, size
 from agentloop.errors import ModelError, SettingsError
 from agentloop.inference.cpu import has_accelerator
 from agentloop.inference.processes.supervise import ServerSettings
 from agentloop.models import SMALL, not_a_model
+from agentloop.training.cluster.settings import ClusterSettings
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import RlLearnerSettings, TrainingSettings
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.run_folder import RunSettings
+from agentloop.training.run_status import count_of
 
 __all__ = [
     "Disk",
@@ -63,6 +65,7 @@ __all__ = [
     "Plan",
     "PlanSettings",
     "ServerMemory",
+    "learner_memory",
     "num_trained",
     "plan",
     "this_machine",
@@ -94,6 +97,8 @@ class PlanSettings(Protocol):
     def roc(self) -> RocSettings: ...
     @property
     def run(self) -> RunSettings: ...
+    @property
+    def cluster(self) -> ClusterSettings: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,17 +263,19 @@ class Plan:
     @property
     def num_processes(self) -> int:
         """Number of servers and ranks. A server counts as one process."""
-        own = 0 if self.settings.servers else self.settings.server.count
-        return own + self.settings.ranks.nproc_per_node
+        s = self.settings
+        own = 0 if s.servers else s.server.count
+        return own + s.ranks.nproc_per_node * (s.ranks.nodes if s.cluster.address else 1)
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs used on this machine. Servers and ranks share GPUs, from the first on."""
-        return (
-            max(_server_gpus(self.settings), self.settings.ranks.nproc_per_node)
-            if self.on_gpus
-            else 0
-        )
+        """GPUs used on this machine, where servers and ranks share them, or on the cluster."""
+        s = self.settings
+        if not self.on_gpus:
+            return 0
+        num_ranks = s.ranks.nproc_per_node * (s.ranks.nodes if s.cluster.address else 1)
+        shared = s.cluster.colocated or not s.cluster.address
+        return (max if shared else sum)((_server_gpus(s), num_ranks))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data: bytes, tokens and counts."""
@@ -313,7 +320,7 @@ def plan(
     on_gpus = settings.server.device == "cuda" or (
         settings.server.device == "auto" and has_accelerator()
     )
-    learner = _learner_memory(shape, settings.learner, settings.ranks, on_gpus)
+    learner = learner_memory(shape, settings.learner, settings.ranks, on_gpus)
     server = _server_memory(shape, settings, on_gpus)
     disk = _disk(shape, settings)
     return Plan(
@@ -357,8 +364,8 @@ def _count(config: Mapping[str, Any], query: int, kv: int) -> int:
     kind = config.get("model_type")
     if kind not in _COUNTABLE:
         raise ModelError(
-            f"config.json: parameters of the model type {kind!r} can only be counted in its "
-            f"weights (from the configuration: {', '.join(_COUNTABLE)})"
+            f"config.json: the parameters of a {kind!r} can only be counted in its weights; the "
+            f"configuration suffices for {', '.join(_COUNTABLE)}"
         )
     hidden, mlp = config["hidden_size"], config["intermediate_size"]
     layer = 2 * hidden * (query + kv) + 3 * hidden * mlp + 2 * hidden
@@ -408,13 +415,13 @@ def num_trained(shape: ModelShape, learner: TrainingSettings) -> int:
     return shape.num_layers * learner.lora.rank * sum(chosen)
 
 
-def _learner_memory(
+def learner_memory(
     shape: ModelShape, learner: TrainingSettings, ranks: RanksSettings, on_gpus: bool
 ) -> LearnerMemory:
+    """Estimate the memory of a rank."""
     p, t, w = shape.num_parameters, num_trained(shape, learner), _WIDTHS[learner.dtype]
     num_ranks = ranks.nproc_per_node * ranks.nodes
-    zero = learner.deepspeed.get("zero_optimization", {})
-    stage = learner.zero_stage
+    zero, stage = learner.deepspeed.get("zero_optimization", {}), learner.zero_stage
     share = math.ceil(t / num_ranks)
     weights = w * (math.ceil(p / num_ranks) if stage == 3 else p)
     has_copy = _has_frozen_copy(learner)
@@ -545,7 +552,8 @@ def _warnings(
     if cache is not None and not s.servers and cache <= longest:
         yield f"server.max_total_tokens ({number(cache)}) cannot hold one rollout"
     if s.learner.optimizer.warmup_steps >= s.loop.steps * s.learner.updates_per_batch > 0:
-        yield f"the warm-up of {s.learner.optimizer.warmup_steps} steps lasts the whole run"
+        warmup = count_of(s.learner.optimizer.warmup_steps, "step")
+        yield f"the warm-up of {warmup} lasts the whole run"
     if on_gpus:
         yield from _gpu_warnings(s, machine, learner, server)
     host = learner.loading
@@ -573,7 +581,8 @@ def _gpu_warnings(
         available = machine.num_gpus or "none that nvidia-smi lists"
         yield f"{count_of(needed, 'GPU')} needed; this machine has {available}"
     fraction = _mem_fraction(s)
-    if server_gpus and fraction is None:
+    shares = server_gpus and (s.cluster.colocated or not s.cluster.address)
+    if shares and fraction is None:
         yield (
             "servers and ranks share GPUs, and a server takes most of their memory: limit it with "
             'server.extra_args = ["--mem-fraction-static", "0.4"]'
@@ -582,7 +591,7 @@ def _gpu_warnings(
         return
     if server_gpus and server.weights > (fraction or 1) * machine.gpu_bytes:
         yield f"a server's weights take {size(server.weights)} of each GPU: raise server.tp_size"
-    taken = (fraction or 0) * machine.gpu_bytes if server_gpus else 0
+    taken = (fraction or 0) * machine.gpu_bytes if shares else 0
     if learner.total + taken > machine.gpu_bytes:
         share = f", and servers {size(taken)}" if taken else ""
         yield (

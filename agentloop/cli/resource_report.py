@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 
 from agentloop.cli.resource_plan import Plan, num_trained
-from agentloop.cli.units import amount, count_of, flops, number, size
+from agentloop.cli.units import amount, flops, number, size
+from agentloop.training.run_status import count_of
 
 __all__ = ["report"]
 
@@ -27,13 +28,14 @@ def _lines(p: Plan) -> Iterator[str]:
     tokens = number(s.budget.max_response_tokens)
     yield f"steps      {loop.steps}; each of them:"
     yield (
-        f"  roll out {number(loop.prompts_per_step)} tasks, {loop.group_size} times each: "
-        f"{number(p.num_rollouts)} rollouts of at most {tokens} tokens and "
-        f"{s.budget.max_turns} turns, {amount(p.max_tokens)} tokens in total"
+        f"  roll out {count_of(loop.prompts_per_step, 'task')}, "
+        f"{count_of(loop.group_size, 'time')} each: "
+        f"{count_of(p.num_rollouts, 'rollout')} of at most {tokens} tokens and "
+        f"{count_of(s.budget.max_turns, 'turn')}, {amount(p.max_tokens)} tokens in total"
     )
     yield (
         f"  train    on at most {number(p.num_kept)} of them, {amount(p.max_kept_tokens)} "
-        f"tokens: at least {number(_micro_batches(p))} micro-batches per rank, "
+        f"tokens: at least {count_of(_micro_batches(p), 'micro-batch', 'micro-batches')} per rank, "
         f"{count_of(learner.updates_per_batch, 'optimizer step')}"
     )
     factor = 8 if learner.activation_checkpointing else 6
@@ -48,15 +50,15 @@ def _lines(p: Plan) -> Iterator[str]:
     yield f"  publish  {size(p.disk.weights)} of weights for {where}"
     if loop.evaluate_every:
         yield (
-            f"  every {loop.evaluate_every} steps, evaluate {loop.evaluate_tasks} held-out tasks, "
-            "once each"
+            f"  every {count_of(loop.evaluate_every, 'step')}, evaluate "
+            f"{count_of(loop.evaluate_tasks, 'held-out task')}, once each"
         )
     m = p.learner
     device = "GPU" if p.on_gpus else "process"
     nodes = f" on each of {s.ranks.nodes} nodes" if s.ranks.nodes > 1 else ""
     yield (
         f"learner    {count_of(s.ranks.nproc_per_node, 'rank')}{nodes}, ZeRO {learner.zero_stage}, "
-        f"{learner.dtype}: {size(m.total)} each {device}"
+        f"{learner.dtype}: {size(m.total)} per {device}"
     )
     if learner.lora.rank:
         yield f"  LoRA with {amount(num_trained(shape, learner))} trained parameters"
@@ -89,8 +91,9 @@ def _lines(p: Plan) -> Iterator[str]:
     yield f"  checkpoints  {size(d.checkpoints):>10}  at most, {size(d.checkpoint)} each"
     per_step = size(d.trajectories_per_step)
     yield f"  trajectories {size(d.trajectories):>10}  at most, {per_step} per step"
-    gpus = f", {count_of(p.num_gpus, 'GPU')} of this machine" if p.on_gpus else ", no GPU"
-    yield f"processes  {p.num_processes} of servers and learner{gpus}"
+    where = "the cluster" if s.cluster.address else "this machine"
+    gpus = f", {count_of(p.num_gpus, 'GPU')} of {where}" if p.on_gpus else ", no GPU"
+    yield f"processes  {p.num_processes} (servers and ranks){gpus}"
     for warning in p.warnings:
         yield f"warning    {warning}"
 

@@ -72,7 +72,7 @@ def revived(
             return status
         name = _name(-status)
         if not run:
-            say(f"The training process was killed by {name} before it had a run to resume")
+            say(f"The training process was killed by {name} before its run had a folder to resume")
             return 128 - status
         if is_to_end:  # for example by a second Ctrl-C while it was stopping
             say(f"Ended by {name}; continue with: agentloop train --resume {run}")
@@ -80,7 +80,7 @@ def revived(
         delay_s = restarts.died(time.monotonic())
         if delay_s is None:
             say(
-                f"The training process was killed by {name}, too often to be restarted; "
+                f"The training process was killed by {name}, more often than --restarts allows; "
                 f"continue with: agentloop train --resume {run}"
             )
             return 128 - status

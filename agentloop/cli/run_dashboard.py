@@ -23,11 +23,12 @@ from agentloop.errors import RequestError, ServerError
 from agentloop.events import Emit, Event, Measured
 from agentloop.inference.replicas import ServerView
 from agentloop.observe.archive import read_group, read_rollout
+from agentloop.observe.bottleneck import ServedOn
 from agentloop.observe.dashboard import Dashboard, Exporter
 from agentloop.observe.exporters.event_log import EventLog, EventLogSettings
 from agentloop.observe.exporters.otel import OtelSettings, Traces
 from agentloop.observe.exporters.sinks import Sinks, SinksSettings
-from agentloop.observe.live import Sources
+from agentloop.observe.live import Sources, served_here
 from agentloop.observe.runs import of_start, start_metrics
 from agentloop.runtime import Runtime
 from agentloop.training.loop import TrainingLoop
@@ -234,6 +235,7 @@ class RunDashboard:
             servers=self._servers,
             num_waiting=self._num_waiting,
             sandbox=self._sandbox,
+            served_on=self._served_on,
             more=self._moment,
             folder=self.folder.path,
             read_rollout=partial(self._read, read_rollout),
@@ -252,6 +254,12 @@ class RunDashboard:
 
     def _sandbox(self) -> Mapping[str, Any]:
         return {} if self.runtime is None else self.runtime.pool.stats()
+
+    def _served_on(self) -> ServedOn:
+        if self.runtime is None:
+            return ServedOn.UNKNOWN
+        settings = self.runtime.settings
+        return served_here(settings.servers, settings.server.device)
 
     def _queue(self) -> tuple[int, int]:
         view = {} if self.loop is None else self.loop.view()

@@ -6,13 +6,14 @@ import argparse
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Self, TypeVar
 
 import anyio
 import anyio.to_thread
 import pydantic
 
-from agentloop.agent.chat_format import ChatFormat, ChatSettings
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.chat_settings import ChatSettings
 from agentloop.api.guard import ServeSettings
 from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
@@ -27,13 +28,13 @@ from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
     LearnerSettings,
-    RlLearnerSettings,
     SftLearnerSettings,
-    SftOptimizerSettings,
     TrainingSettings,
 )
 from agentloop.training.run_folder import RunFolder, RunSettings, checkpoints_in, config_of
+from agentloop.training.run_status import count_of
 from agentloop.training.sft import (
+    DialogueSource,
     DialoguesSettings,
     FineTuning,
     SupervisedSettings,
@@ -43,16 +44,17 @@ from agentloop.training.sft import (
 __all__ = [
     "DialogueTraining",
     "SftSettings",
-    "SftStageSettings",
-    "how_to_go_on",
+    "check_named",
+    "display_path",
     "imitate",
+    "learner_of",
+    "load_run_settings",
     "main",
     "model_folder",
     "require_learner",
+    "resume_hint",
     "samples_of",
     "sft",
-    "shown",
-    "told",
 ]
 
 S = TypeVar("S", bound=pydantic.BaseModel)
@@ -70,82 +72,12 @@ class DialogueTraining(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="after")
     def _has_dialogues(self) -> Self:
-        _check_named(self.data)
+        check_named(self.data)
         return self
 
 
-class SftStageLearner(pydantic.BaseModel):
-    """Settings of the learner in which a run's supervised fine-tuning differs from its rollouts."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    init: Literal["pretrained", "random"] = pydantic.Field(
-        "pretrained",
-        description="Initial weights. pretrained: the model's. random: random weights (seed: "
-        "`seed`, or learner.seed); only the folder's configuration and tokenizer are used.",
-    )
-    config: dict[str, Any] = pydantic.Field(
-        default_factory=dict,
-        description="With init = random: values that replace those of the folder's config.json, "
-        "such as num_hidden_layers.",
-    )
-    micro_batch_tokens: int | None = pydantic.Field(
-        None,
-        ge=2,
-        description="Maximum number of tokens in a forward pass of a rank. By default, "
-        "learner.micro_batch_tokens.",
-    )
-    seed: int | None = pydantic.Field(
-        None,
-        ge=0,
-        lt=2**63,
-        description="Random seed of the initial weights. By default, learner.seed.",
-    )
-    optimizer: SftOptimizerSettings = pydantic.Field(default_factory=SftOptimizerSettings)
-
-
-class SftStageRanks(pydantic.BaseModel):
-    """Settings of the ranks in which a run's supervised fine-tuning differs from its rollouts."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-
-    nproc_per_node: int | None = pydantic.Field(
-        None, ge=1, description="Ranks per machine. By default, ranks.nproc_per_node."
-    )
-    threads: int | None = pydantic.Field(
-        None, ge=1, description="OpenMP threads per rank on a CPU. By default, ranks.threads."
-    )
-
-
-class SftStageSettings(pydantic.BaseModel):
-    """Settings of a training run's supervised fine-tuning; `learner` and `ranks` hold the rest."""
-
-    model_config = pydantic.ConfigDict(extra="forbid")
-
-    data: DialoguesSettings = pydantic.Field(default_factory=DialoguesSettings)
-    loop: SupervisedSettings = pydantic.Field(default_factory=SupervisedSettings)
-    learner: SftStageLearner = pydantic.Field(default_factory=SftStageLearner)
-    ranks: SftStageRanks = pydantic.Field(default_factory=SftStageRanks)
-
-    @pydantic.model_validator(mode="after")
-    def _has_dialogues(self) -> Self:
-        _check_named(self.data)
-        return self
-
-    def within(self, learner: RlLearnerSettings, ranks: RanksSettings) -> DialogueTraining:
-        """Return the settings of the fine-tuning, completed by those of its run."""
-        usual = learner.model_dump(include=set(SftLearnerSettings.model_fields) - {"optimizer"})
-        return DialogueTraining(
-            data=self.data,
-            loop=self.loop,
-            learner=SftLearnerSettings.model_validate(
-                usual | self.learner.model_dump(exclude_none=True)
-            ),
-            ranks=ranks.model_copy(update=self.ranks.model_dump(exclude_none=True)),
-        )
-
-
-def _check_named(data: DialoguesSettings) -> None:
+def check_named(data: DialogueSource) -> None:
+    """Check that the settings name any dialogues. Raises ValueError."""
     if not data.paths and not data.teacher:
         raise ValueError("data.paths: name at least one file of dialogues, or set data.teacher")
 
@@ -187,11 +119,13 @@ async def sft(
             dashboard = RunDashboard(folder, progress, kind="sft", has_runtime=False)
             with folder.noting_failure():
                 async with dashboard.serve_page(settings.serve) if settings.page else nullcontext():
-                    return await imitate(
-                        settings, model, settings.chat, tuning, folder, progress, dashboard.emit
-                    )
+                    if tuning.model is not None:
+                        return tuning.model
+                    learner = learner_of(settings, model, settings.chat, folder, progress)
+                    async with learner:
+                        return await imitate(settings, learner, tuning, progress, dashboard.emit)
         except anyio.get_cancelled_exc_class():
-            progress.say(how_to_go_on("sft", folder.path))
+            progress.say(resume_hint("sft", folder.path))
             raise
 
 
@@ -231,62 +165,65 @@ async def samples_of(
     )
     samples, num_left_out = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
     left_out = f" ({num_left_out} too long and skipped)" if num_left_out else ""
+    num_tokens = sum(len(one.ids) for one in samples)
     progress.say(
-        f"{len(samples)} samples{left_out}, {sum(len(s.ids) for s in samples)} tokens, "
-        f"{sum(sum(s.mask) for s in samples)} of them trained on"
+        f"{count_of(len(samples), 'sample')}{left_out}, {count_of(num_tokens, 'token')}, "
+        f"{sum(sum(one.mask) for one in samples):,} of them trained on"
     )
     return samples
 
 
-async def imitate(
+def learner_of(
     settings: DialogueTraining,
     model: Path,
     chat: ChatSettings,
-    tuning: FineTuning,
     folder: RunFolder,
     progress: console.ProgressLine,
-    emit: Emit = ignore,
-) -> Path:
-    """Train `model` on the samples of `tuning` and return the folder of the new model.
-
-    The learner is started and stopped here, and not started if the new model exists already.
-    `emit` is called with the metrics of each step.
-    """
-    if tuning.model is not None:
-        return tuning.model
-    learner_settings = LearnerSettings.of(
-        settings.learner, model=model, chat_template=chat.template
-    )
-    async with KeptLearner(
-        learner_settings,
+) -> KeptLearner:
+    """Return the learner that is to train `model`; it is not started yet."""
+    return KeptLearner(
+        LearnerSettings.of(settings.learner, model=model, chat_template=chat.template),
         settings.ranks,
         log_dir=folder.path / "logs",
         on_progress=progress,
-    ) as learner:
-        restarts = settings.ranks.max_restarts
-        return await tuning.run(
-            learner, report=progress, kept=learner, max_restarts=restarts, emit=emit
-        )
+    )
 
 
-def how_to_go_on(command: str, path: Path) -> str:
+async def imitate(
+    settings: DialogueTraining,
+    learner: KeptLearner,
+    tuning: FineTuning,
+    progress: console.ProgressLine,
+    emit: Emit = ignore,
+) -> Path:
+    """Train on the samples of `tuning` and return the folder of the new model.
+
+    `emit` is called with the metrics of each step.
+    """
+    restarts = settings.ranks.max_restarts
+    return await tuning.run(
+        learner, report=progress, kept=learner, max_restarts=restarts, emit=emit
+    )
+
+
+def resume_hint(command: str, path: Path) -> str:
     """Return the message for a stopped run: its newest checkpoint and how to continue."""
     found = {path: "", path / "sft": " of supervised fine-tuning"}
     steps = ((max(checkpoints_in(one), default=None), of) for one, of in found.items())
     newest = next((f"a checkpoint of step {n}{of}" for n, of in steps if n is not None), None)
     return (
         f"Stopped; there is {newest or 'no checkpoint yet'}. Continue with: "
-        f"agentloop {command} --resume {shown(path)}"
+        f"agentloop {command} --resume {display_path(path)}"
     )
 
 
-def shown(path: Path) -> str:
+def display_path(path: Path) -> str:
     """Return a path relative to the working directory if it is inside it."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def told(kind: type[S], arguments: list[str], resume: Path | None) -> S:
+def load_run_settings(kind: type[S], arguments: list[str], resume: Path | None) -> S:
     """Load settings from `arguments`, on top of those of the run to resume, if there is one.
 
     Raises:
@@ -320,7 +257,7 @@ def main(arguments: list[str]) -> int:
 
 
 async def _sft(arguments: list[str], resume: Path | None) -> int:
-    settings = told(SftSettings, arguments, resume)
+    settings = load_run_settings(SftSettings, arguments, resume)
     model_folder(settings.model)  # check files first: installing a missing package takes longer
     settings.data.require_files()
     require_learner(settings.learner)

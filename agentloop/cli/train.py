@@ -6,131 +6,59 @@ supervised fine-tuning (optional) ──> stages of rollouts and learning ──
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import anyio
-import pydantic
 
 from agentloop.analysis.plots import plot_runs
 from agentloop.cli import console
+from agentloop.cli.cluster import OnCluster, on_cluster, plan_on_cluster
+from agentloop.cli.replay import replay, step_range
 from agentloop.cli.resource_plan import plan
 from agentloop.cli.resource_report import report
 from agentloop.cli.respawn import is_child, revived, tell_run
+from agentloop.cli.rolling_out import rollouts_of
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.cli.sft import (
-    SftStageSettings,
-    how_to_go_on,
-    imitate,
-    model_folder,
-    require_learner,
-    samples_of,
-    shown,
-    told,
+    display_path,
+    load_run_settings,
+    resume_hint,
 )
+from agentloop.cli.sft_stage import check_teachers, make_start_model
+from agentloop.cli.train_checks import checked, require_machine
+from agentloop.cli.train_settings import TrainSettings, learner_settings
 from agentloop.config import to_toml
-from agentloop.distribution import is_installed
-from agentloop.environments.environment import EnvSettings
-from agentloop.environments.mixture import (
-    Envs,
-    RunEnvironment,
-    environments_of,
-    mixed_runner,
-    open_mixture,
-)
-from agentloop.environments.rewards.reward import Grader, RewardSettings
-from agentloop.environments.tasks.sources import TaskSource, TasksSettings
+from agentloop.environments.mixture import open_mixture
+from agentloop.environments.rewards.reward import Grader
+from agentloop.environments.tasks.sources import TaskSource
 from agentloop.errors import DataError, RunFolderError, SettingsError
-from agentloop.inference.processes.server_log import NOT_INSTALLED
-from agentloop.inference.processes.supervise import require_device
-from agentloop.inference.sglang.sampling import Sampling
+from agentloop.inference.cpu import has_accelerator
 from agentloop.models import SMALL
-from agentloop.observe.exporters.event_log import EventLogSettings
-from agentloop.observe.exporters.sinks import SinksSettings
-from agentloop.observe.watchdog import WatchdogSettings, watching
+from agentloop.observe.watchdog import watching
 from agentloop.runtime import Runtime, Settings
-from agentloop.training.collapse import CollapseSettings
-from agentloop.training.credit.roc import RocSettings
-from agentloop.training.credit.settings import CreditSettings
-from agentloop.training.fleet.coordinator import Fleet
-from agentloop.training.fleet.messages import Recipe
-from agentloop.training.fleet.settings import FleetSettings
-from agentloop.training.learner_client.client import KeptLearner
-from agentloop.training.learner_client.launch import RanksSettings
-from agentloop.training.learner_client.settings import LearnerSettings, RlLearnerSettings
+from agentloop.training.learner_client.client import KeptLearner, spawn_here
+from agentloop.training.learner_record import LearnerRecord, record_learner
 from agentloop.training.loop import TrainingLoop
-from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.queue import GroupQueue
 from agentloop.training.resume import load_newest
-from agentloop.training.rollouts import Rollouts, RollsOut
-from agentloop.training.run_folder import RunFolder, RunSettings
-from agentloop.training.sft import FineTuning
-from agentloop.training.teacher_client import open_teacher
+from agentloop.training.rollouts import RollsOut
+from agentloop.training.run_folder import RunFolder
+from agentloop.training.run_status import count_of
 from agentloop.training.undo import finish_undo, undo
-from agentloop.training.weight_sync.settings import WeightsSettings
-from agentloop.training.weight_sync.sync import Served, Serving
+from agentloop.training.weight_sync.sync import Serving
 
 __all__ = ["TrainSettings", "main", "train"]
 
-StageName = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-_MIN_TEMPERATURE = 1e-5  # SGLang samples greedily below it
-
-
-class TrainSettings(Settings):
-    """All settings of a training run, on top of those of a runtime."""
-
-    sft: SftStageSettings | None = pydantic.Field(
-        None, description="Supervised fine-tuning before the rollouts."
-    )
-    stages: dict[StageName, StageSettings] = pydantic.Field(
-        default_factory=dict, description="Stages by name, run in this order."
-    )
-    env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
-    envs: Envs = pydantic.Field(default_factory=list)
-    tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
-    reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
-    roc: RocSettings = pydantic.Field(default_factory=lambda: RocSettings())
-    credit: CreditSettings = pydantic.Field(default_factory=lambda: CreditSettings())
-    learner: RlLearnerSettings = pydantic.Field(default_factory=lambda: RlLearnerSettings())
-    ranks: RanksSettings = pydantic.Field(default_factory=lambda: RanksSettings())
-    loop: LoopSettings = pydantic.Field(default_factory=lambda: LoopSettings())
-    weights: WeightsSettings = pydantic.Field(default_factory=lambda: WeightsSettings())
-    collapse: CollapseSettings = pydantic.Field(default_factory=lambda: CollapseSettings())
-    watchdog: WatchdogSettings = pydantic.Field(default_factory=lambda: WatchdogSettings())
-    fleet: FleetSettings = pydantic.Field(default_factory=lambda: FleetSettings())
-    run: RunSettings = pydantic.Field(default_factory=lambda: RunSettings())
-    event_log: EventLogSettings = pydantic.Field(default_factory=lambda: EventLogSettings())
-    sinks: SinksSettings = pydantic.Field(default_factory=lambda: SinksSettings())
-    page: bool = pydantic.Field(
-        True,
-        description="Serve a web page of the run at serve.host and serve.port, or at a free port "
-        "if that one is taken.",
-    )
-
-    @property
-    def environments(self) -> list[RunEnvironment]:
-        """The environments of the run. Raises SettingsError if their settings are invalid."""
-        return environments_of(self.env, self.envs, self.tasks, self.budget)
-
-    def as_one_stage(self) -> TrainSettings:
-        """Merge all stages into one with the sum of their steps, and the budgets of all stages and
-        environments into the largest one."""
-        stages = [stage.budget(self.budget) for stage in self.stages.values()] or [self.budget]
-        budgets = [one.budget_of(budget) for one in self.environments for budget in stages]
-        most = {
-            name: max(getattr(budget, name) for budget in budgets)
-            for name in ("max_turns", "max_response_tokens")
-        }
-        steps = sum(stage.steps for stage in self.stages.values()) or self.loop.steps
-        loop = self.loop.model_copy(update={"steps": steps})
-        return self.model_copy(
-            update={"stages": {}, "loop": loop, "budget": self.budget.model_copy(update=most)}
-        )
+_QUESTION = "What is 37 times 48?"
 
 
 async def train(
@@ -150,22 +78,25 @@ async def train(
         AgentLoopError: a failure that the run cannot recover from.
     """
     config = to_toml(settings)  # as given, so that --resume can load it and change something
-    settings = _whole(settings)
+    settings = checked(settings)
     async with Grader(settings.reward) as grader:
         await grader.ready()  # report missing packages before the servers start
     environments = settings.environments
-    opened = partial(open_mixture, environments, [one.load() for one in environments])
+    loaded = [one.load() for one in environments]
+    if settings.sft is not None:
+        check_teachers(settings.sft.data, environments, loaded)
+    opened = partial(open_mixture, environments, loaded)
     if resume is None:
         tasks = await anyio.to_thread.run_sync(opened, abandon_on_cancel=True)
     async with (
-        RunFolder.open(resume) if resume else RunFolder.new(settings.run, config) as folder,
+        _opened(settings, config, resume) as folder,
         GroupQueue.open(folder.path / "queue.sqlite") as queue,
     ):
         if resume is not None:
             if folder.has_rollouts and not await queue.counts():
                 raise RunFolderError(
-                    f"--resume: {folder.path}: there are rollouts or checkpoints, and no group in "
-                    "queue.sqlite, the run's journal: restore the file, or start a new run"
+                    f"--resume: {folder.path}: has rollouts or checkpoints, but its journal, "
+                    "queue.sqlite, has no groups: restore the file, or start a new run"
                 )
             await anyio.to_thread.run_sync(folder.metrics)  # report damage before the servers start
             await finish_undo(folder, queue)
@@ -182,6 +113,15 @@ async def train(
     path = folder.path / "plots.png"
     await anyio.to_thread.run_sync(plot_runs, [folder.path], path)
     return folder.path
+
+
+def _opened(
+    settings: TrainSettings, config: str, resume: Path | None
+) -> AbstractAsyncContextManager[RunFolder]:
+    if resume is None:
+        return RunFolder.new(settings.run, config)
+    # Other nodes have other working directories.
+    return RunFolder.open(resume.absolute() if settings.cluster.address else resume)
 
 
 async def _run(
@@ -203,33 +143,17 @@ async def _run(
     try:
         async with elsewhere, scene.serve_page(settings.serve) if settings.page else nullcontext():
             if settings.sft is not None:
-                model = await _start(settings, settings.sft, scene, progress)
+                training = settings.sft.within(
+                    settings.learner, settings.ranks, settings.loop, settings.budget
+                )
+                model = await make_start_model(
+                    settings, training, settings.environments, scene, progress
+                )
                 settings = settings.model_copy(update={"model": str(model)})
             await _roll_out_and_learn(settings, tasks, queue, scene, progress)
     except anyio.get_cancelled_exc_class():
-        progress.say(how_to_go_on("train", folder.path))
+        progress.say(resume_hint("train", folder.path))
         raise
-
-
-async def _start(
-    settings: TrainSettings,
-    sft: SftStageSettings,
-    scene: RunDashboard,
-    progress: console.ProgressLine,
-) -> Path:
-    """Make the model that the rollouts start from, unless it exists, and return its folder."""
-    folder = scene.folder
-    made = folder.path / "sft" / "model"
-    if not (made / "config.json").is_file():  # the folder is renamed into place when complete
-        model, chat = model_folder(settings.model or SMALL), settings.chat
-        training = sft.within(settings.learner, settings.ranks)
-        samples = await samples_of(training, model, chat, progress)
-        async with folder.within("sft") as part:
-            tuning = await anyio.to_thread.run_sync(FineTuning, sft.loop, samples, part)
-            await imitate(training, model, chat, tuning, part, progress, scene.on_start_event)
-    checkpoints = made.with_name("checkpoints")  # not needed any more
-    await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
-    return made
 
 
 async def _roll_out_and_learn(
@@ -242,21 +166,35 @@ async def _roll_out_and_learn(
     folder, stalls = scene.folder, scene.stalls
     logs = folder.path / "logs"
     async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(
+            on_cluster(settings, log_dir=logs, say=progress.say)
+        )
+        settings = cluster.settings if cluster else settings
+        learner = KeptLearner(
+            learner_settings(settings),
+            settings.ranks,
+            log_dir=logs,
+            on_progress=progress,
+            spawn=cluster.spawn_rank if cluster else spawn_here,
+        )
+        # On a GPU, servers measure how much memory is free when they start.
+        is_alone = cluster.servers_first if cluster else has_accelerator()
+        if not is_alone:
+            await stack.enter_async_context(learner.starting())
         rollouts, serving, words = await stack.enter_async_context(
-            _rolling_out(settings, scene, progress)
+            _rolling_out(settings, scene, progress, cluster)
         )
-        learner = await stack.enter_async_context(
-            KeptLearner(
-                learner_settings(settings),
-                settings.ranks,
-                log_dir=logs,
-                on_progress=progress,
-            )
-        )
+        if is_alone:
+            await stack.enter_async_context(learner)
+        stack.push_async_callback(learner.close)  # before the servers, which may share a group
         if folder.checkpoint is not None:
             progress(f"Loading {folder.checkpoint.name}")
         timeout_s = settings.loop.step_timeout_s
         restored = await load_newest(learner, folder, timeout_s=timeout_s)
+        after = 0 if restored is None else restored.step
+        ready = await learner.about()
+        record = LearnerRecord.of(learner_settings(settings), settings.ranks, ready, after=after)
+        await record_learner(queue, record)
         watch = await stack.enter_async_context(watching(settings.watchdog, stalls, words))
         loop = TrainingLoop(
             settings.loop,
@@ -284,15 +222,19 @@ async def _roll_out_and_learn(
 
 def _servers_in_words(runtime: Runtime) -> str:
     return "\n".join(
-        f"{view.url}: {view.state}, {view.num_running} turns run" for view in runtime.router.view()
+        f"{view.url}: {view.state}, {count_of(view.num_running, 'request')} running"
+        for view in runtime.router.view()
     )
 
 
 @asynccontextmanager
 async def _rolling_out(
-    settings: TrainSettings, scene: RunDashboard, progress: console.ProgressLine
+    settings: TrainSettings,
+    scene: RunDashboard,
+    progress: console.ProgressLine,
+    cluster: OnCluster | None,
 ) -> AsyncIterator[tuple[RollsOut, Serving, Callable[[], str]]]:
-    """Start what generates rollouts: a fleet if `fleet.redis` is set, otherwise a runtime here.
+    """Start what generates rollouts: runtimes on other machines, or a runtime here.
 
     Yields:
         What rolls out, what serves the weights, and a function that describes the servers' state.
@@ -300,142 +242,21 @@ async def _rolling_out(
     s, folder = settings, scene.folder
     # Size servers and router for the longest rollouts of any stage.
     served = s.as_one_stage().model_copy(update={"log_dir": folder.path / "logs"})
-    if s.fleet.redis:
-        async with Fleet.open(
-            s.fleet,
-            run=s.fleet.run or folder.path.name,
-            recipe=recipe_of(served),
-            folder=folder.path / "fleet",
-            say=progress.say,
-        ) as fleet:
-            yield fleet, fleet, lambda: ""
+    if cluster is not None and s.cluster.runtimes:
+        async with cluster.runtimes(served, say=progress.say) as runtimes:
+            yield runtimes, runtimes, runtimes.describe
         return
-    async with Runtime(served, progress=progress) as runtime, AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
+        runs: Settings = served
+        if cluster is not None:
+            runs = await stack.enter_async_context(cluster.attached(served, say=progress))
+        runtime = await stack.enter_async_context(Runtime(runs, progress=progress))
+        if cluster is not None:
+            await stack.enter_async_context(cluster.kept_alive(runtime))
         scene.runtime = runtime
         stack.callback(scene.detach)  # also if the learner fails to start
-        async with (
-            Grader(s.reward, pool=runtime.pool) as grader,
-            open_teacher(s.credit, runtime.chat.tokenizer) as teacher,
-        ):
-            serving = Served(runtime.router)
-            rollouts = Rollouts(
-                mixed_runner(s.environments, runtime, s.sampling, scene.emit),
-                runtime.router.wait_for_capacity,
-                grader,
-                s.roc,
-                s.credit,
-                teacher,
-                seed=s.loop.seed,
-                enough=s.loop.early_stop_at,
-                is_tainted=serving.is_tainted,
-                emit=scene.emit,
-            )
+        async with rollouts_of(s, runtime, scene.emit) as (rollouts, serving):
             yield rollouts, serving, partial(_servers_in_words, runtime)
-
-
-def recipe_of(settings: TrainSettings) -> Recipe:
-    """Return the settings that runtimes on other machines take from the trainer."""
-    return Recipe(
-        model=str(settings.model or SMALL),
-        chat=settings.chat,
-        env=settings.env,
-        envs=[one.model_copy(update={"tasks": {}}) for one in settings.envs],
-        mcp=settings.mcp,
-        tools=settings.tools,
-        tool_timeout_s=settings.tool_timeout_s,
-        sampling=settings.sampling,
-        budget=settings.budget,
-        reward=settings.reward,
-        roc=settings.roc,
-        credit=settings.credit,
-        group_size=settings.loop.group_size,
-        seed=settings.loop.seed,
-        early_stop_at=settings.loop.early_stop_at,
-    )
-
-
-def learner_settings(settings: TrainSettings) -> LearnerSettings:
-    """Return what the learner's processes are told, including what they share with the servers."""
-    return LearnerSettings.of(
-        settings.learner,
-        model=model_folder(settings.model or SMALL),
-        chat_template=settings.chat.template,
-        temperature=settings.sampling.temperature,
-        objective=settings.credit.rule.objective,
-    )
-
-
-def _whole(settings: TrainSettings) -> TrainSettings:
-    """Return the settings with the model's folder resolved.
-
-    Raises:
-        SettingsError: names the settings that contradict each other.
-    """
-    s = settings
-    model = model_folder(s.model or SMALL)
-    if s.servers and s.sft:
-        raise SettingsError("sft: `servers` have a model already: run `agentloop sft` first")
-    if s.servers and not s.model:
-        raise SettingsError("model: the learner needs the folder of the model that `servers` have")
-    if s.sampling.temperature < _MIN_TEMPERATURE:
-        raise SettingsError(
-            f"sampling.temperature: {s.sampling.temperature:g} is greedy: every rollout of a task "
-            "would be the same"
-        )
-    for name in ("top_p", "top_k", "min_p"):
-        if getattr(s.sampling, name) != Sampling.model_fields[name].default:
-            raise SettingsError(
-                f"sampling.{name}: training needs all tokens: the servers' log-probabilities, "
-                "and the learner's, are of the policy before any is left out"
-            )
-    group_s, ranks_s = s.weights.group_timeout_s, s.learner.collective_timeout_s
-    if s.weights.transport == "group" and group_s >= ranks_s:
-        raise SettingsError(
-            f"weights.group_timeout_s: {group_s:g} must be below learner.collective_timeout_s "
-            f"({ranks_s:g}): the other ranks wait for rank 0 no longer"
-        )
-    if s.fleet.redis and s.weights.transport == "group":
-        raise SettingsError(
-            "weights.transport: a fleet loads weights from a folder: set it to disk"
-        )
-    if s.fleet.redis and s.servers:
-        raise SettingsError("servers: with fleet.redis each runtime is told its own")
-    give_up_s, step_s = s.watchdog.give_up_s, s.loop.step_timeout_s
-    if 0 < give_up_s <= step_s:
-        raise SettingsError(
-            f"watchdog.give_up_s: {give_up_s:g} must be above loop.step_timeout_s ({step_s:g}), "
-            "or a long step ends the run"
-        )
-    s.credit.check(temperature=s.sampling.temperature, clip_low=s.learner.loss.clip_low)
-    learns = s.loop.learn and (s.loop.steps or s.stages) and not s.credit.rule.needs_teacher
-    if learns and s.loop.group_size < max(2, s.roc.down_sample_to_n):
-        raise SettingsError(
-            f"loop.group_size: {s.loop.group_size} rollouts, of which roc.down_sample_to_n "
-            f"({s.roc.down_sample_to_n}), and two at least, are to be learned from: every group "
-            "would be rejected"
-        )
-    if learns and 0 < s.loop.early_stop_at < s.roc.down_sample_to_n:
-        raise SettingsError(
-            f"loop.early_stop_at: {s.loop.early_stop_at} are fewer than "
-            f"roc.down_sample_to_n ({s.roc.down_sample_to_n})"
-        )
-    if learns and s.loop.early_stop_at > s.loop.group_size:
-        raise SettingsError(
-            f"loop.early_stop_at: {s.loop.early_stop_at} are more than loop.group_size "
-            f"({s.loop.group_size}): set 0 to wait for all of them"
-        )
-    most = s.as_one_stage().budget.max_response_tokens
-    if s.learner.micro_batch_tokens <= most:
-        raise SettingsError(
-            f"learner.micro_batch_tokens: {s.learner.micro_batch_tokens} do not hold a prompt and "
-            f"max_response_tokens ({most})"
-        )
-    if s.stages and s.loop.steps != LoopSettings().steps:
-        raise SettingsError("loop.steps: each of the stages has its own")
-    held_out = any(one.tasks.held_out for one in s.environments)
-    if not s.loop.steps and not s.stages and not held_out:
-        raise SettingsError("tasks.held_out: without steps there is nothing else to do")
-    return s.model_copy(update={"model": str(model)})
 
 
 def main(arguments: list[str]) -> int:
@@ -448,10 +269,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the tokens, memory and disk that the run would take, and exit",
+        help="print how many tokens and how much memory and disk the run would need, and exit",
     )
     parser.add_argument(
         "--json", action="store_true", help="with --dry-run: print the plan as JSON"
+    )
+    parser.add_argument(
+        "--shape",
+        metavar="NODESxCPUS[,GPUS[xGIB]][,GIB]",
+        action="append",
+        default=[],
+        help="with --dry-run: place the processes on a cluster of this shape, such as "
+        "8x128,8x80,2048 for 8 nodes of 128 CPUs, 8 GPUs of 80 GiB, and 2,048 GiB of memory; "
+        "again for further nodes (default: the cluster at cluster.address)",
     )
     parser.add_argument(
         "--resume",
@@ -467,6 +297,21 @@ def main(arguments: list[str]) -> int:
         help="with --resume: go back to the checkpoint of this step; later results are set aside",
     )
     parser.add_argument(
+        "--replay",
+        metavar="RUN",
+        type=Path,
+        help="repeat the learner's steps of the run in this folder from its journal, compare "
+        "losses and weights with those of the run, and exit with status 1 at the first difference",
+    )
+    parser.add_argument(
+        "--step",
+        dest="steps",
+        metavar="FIRST[-LAST]",
+        type=step_range,
+        help="with --replay: only these steps, from the checkpoint before them; also compare the "
+        "log-probabilities of servers and learner, token by token",
+    )
+    parser.add_argument(
         "--restarts",
         metavar="N",
         type=int,
@@ -477,15 +322,23 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     if options.from_step is not None and options.resume is None:
         parser.error("--from: requires --resume")
-    if options.json and not options.dry_run:
-        parser.error("--json: requires --dry-run")
+    if options.steps is not None and options.replay is None:
+        parser.error("--step: requires --replay")
+    if options.replay is not None and (options.settings or options.resume or options.dry_run):
+        parser.error("--replay: takes no settings, which are the run's, nor --resume or --dry-run")
+    for name in ("json", "shape"):
+        if getattr(options, name) and not options.dry_run:
+            parser.error(f"--{name}: requires --dry-run")
     if options.list_settings:
         print(console.settings_text(TrainSettings))
         return 0
     if options.restarts < 0:
         parser.error(f"argument --restarts: must be at least 0, not {options.restarts}")
     if options.dry_run:
-        return console.run(lambda: _plan(options.settings, options.resume, as_json=options.json))
+        work = partial(_plan, options.settings, options.resume, options.shape, as_json=options.json)
+        return console.run(work)
+    if options.replay is not None:
+        return console.run(partial(replay, options.replay, options.steps))
     if options.restarts > 0 and not is_child():
         command = [sys.executable, "-m", "agentloop", "train"]
         flags = ["--explain"] if options.explain else []
@@ -495,29 +348,45 @@ def main(arguments: list[str]) -> int:
     return console.run(work, explain=options.explain)
 
 
-async def _plan(arguments: list[str], resume: Path | None, *, as_json: bool = False) -> int:
+async def _plan(
+    arguments: list[str], resume: Path | None, shapes: list[str], *, as_json: bool = False
+) -> int:
     """Print the plan of a run. The model's weights need not exist."""
-    settings = told(TrainSettings, arguments, resume)
+    settings = load_run_settings(TrainSettings, arguments, resume)
+    if shapes and not settings.cluster.address:
+        cluster = settings.cluster.model_copy(update={"address": "auto"})
+        settings = settings.model_copy(update={"cluster": cluster})
     sft, stages = settings.sft, settings.stages
     refused, missing = _refusal(settings), await _missing(settings)
     changes = sft.learner.config if sft is not None else {}
-    made = await anyio.to_thread.run_sync(partial(plan, settings.as_one_stage(), changes=changes))
+    whole, machine, placed = settings.as_one_stage(), None, None
+    if settings.cluster.address:
+        placed, problem = await plan_on_cluster(whole, shapes)
+        refused = "; ".join(filter(None, [refused, problem]))
+        if placed is not None:
+            whole, machine = placed.settings, placed.machine
+    made = await anyio.to_thread.run_sync(partial(plan, whole, machine, changes=changes))
     if as_json:
         data = {**made.to_dict(), "refused": refused or None, "missing": missing or None}
+        data |= {"placement": placed.rows()} if placed else {}
         console.print_json(data)
         return 2 if refused else 0
     if sft is not None:
         sources = [*map(str, sft.data.paths)]
-        sources += [f"{sft.data.teacher:,} of the teacher"] if sft.data.teacher else []
-        print(f"sft        {sft.loop.epochs} epoch(s) of dialogues: {', '.join(sources)}")
+        sources += [f"{sft.data.teacher:,} by the teacher"] if sft.data.teacher else []
+        epochs = count_of(sft.loop.epochs, "epoch")
+        print(f"sft        {epochs} of dialogues: {', '.join(sources)}")
     for name, stage in stages.items():
-        budget = stage.budget(settings.budget)
+        budget, num = stage.budget(settings.budget), stage.filter_tasks
         print(
-            f"stage      {name}: {stage.steps} steps, {budget.max_turns} turns and "
-            f"{budget.max_response_tokens:,} tokens at most"
-            + (f", on the hard ones of {stage.filter_tasks} tasks" if stage.filter_tasks else "")
+            f"stage      {name}: {count_of(stage.steps, 'step')}, at most "
+            f"{count_of(budget.max_turns, 'turn')} and "
+            f"{count_of(budget.max_response_tokens, 'token')} per rollout"
+            + (f", on the hard ones of {count_of(num, 'task')}" if num else "")
         )
     print(report(made), end="")
+    for line in placed.lines() if placed else ():
+        print(line)
     if missing:
         print(f"missing    {missing}")
     if refused:
@@ -526,9 +395,9 @@ async def _plan(arguments: list[str], resume: Path | None, *, as_json: bool = Fa
 
 
 def _refusal(settings: TrainSettings) -> str:
-    """Why it would not start, for all that the settings say."""
+    """Return why the settings would be refused, or an empty string."""
     try:
-        _whole(settings)
+        checked(settings)
     except SettingsError as error:
         return str(error)
     return ""
@@ -549,7 +418,7 @@ async def _missing(settings: TrainSettings) -> str:
 
     found = []
     for check in (
-        partial(anyio.to_thread.run_sync, _require_machine, settings),
+        partial(anyio.to_thread.run_sync, require_machine, settings),
         read_tasks,
         import_reward,
     ):
@@ -560,31 +429,19 @@ async def _missing(settings: TrainSettings) -> str:
     return "; ".join(found)
 
 
-def _require_machine(settings: TrainSettings) -> None:
-    """Check for the packages and the GPU that the learner needs, and the servers that this process
-    would start.
-
-    Raises:
-        SettingsError: some are missing; names them and what to do.
-    """
-    starts_servers = not settings.servers and not settings.fleet.redis
-    if starts_servers:
-        require_device(settings.server)
-    require_learner(settings.learner)
-    if starts_servers and not is_installed("sglang"):
-        raise SettingsError(NOT_INSTALLED)
-
-
 async def _train(arguments: list[str], resume: Path | None, from_step: int | None) -> int:
-    settings = told(TrainSettings, arguments, resume)
-    _whole(settings)  # settings first: a missing package takes longer to put right
+    settings = load_run_settings(TrainSettings, arguments, resume)
+    checked(settings)  # settings first: a missing package takes longer to put right
     if settings.sft is not None:
         settings.sft.data.require_files()
-    _require_machine(settings)
+    require_machine(settings)
     with console.ProgressLine("Starting to train") as progress:
         folder = await train(settings, progress, resume=resume, from_step=from_step)
-        progress.say(f"The run is in {folder}; plots.png shows its metrics. Ask its model:")
-        progress.say(f'  agentloop chat --run {shown(folder)} "What is 37 times 48?"')
+        see, question = (
+            ("Watch it act", "") if settings.env.name else ("Ask its model", f' "{_QUESTION}"')
+        )
+        progress.say(f"The run is in {folder}; plots.png shows its metrics. {see}:")
+        progress.say(f"  agentloop chat --run {display_path(folder)}{question}")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Numbers as text for people: bytes, counts, amounts and floating-point operations."""
+"""Numbers as text for people: bytes, amounts and floating-point operations."""
 
 from __future__ import annotations
 
-__all__ = ["amount", "count_of", "flops", "number", "size"]
+__all__ = ["amount", "flops", "number", "size"]
 
 
 def size(num_bytes: float) -> str:
@@ -12,11 +12,6 @@ def size(num_bytes: float) -> str:
             value = num_bytes / width
             return f"{value:.1f} {unit}" if value < 100 else f"{value:,.0f} {unit}"
     return f"{num_bytes:.0f} B"
-
-
-def count_of(count: int, noun: str) -> str:
-    """Return a count with its noun, in the plural unless it is 1: `2 GPUs`."""
-    return f"{number(count)} {noun}{'' if count == 1 else 's'}"
 
 
 def amount(count: int) -> str:

@@ -5,47 +5,98 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
 
 from agentloop.agent.rollout import Budget, Reply
+from agentloop.agent.sessions import ModelSession, ModelSessions
 from agentloop.agent.tools import Tool, ToolFunction
 from agentloop.environments.conversation import Conversation
+from agentloop.environments.endpoint import Endpoint
+from agentloop.environments.player import Player, PlayerHost, ResolveTools
+from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.sandbox import EnvironmentSandbox
-from agentloop.errors import AgentFailed, ServerError
+from agentloop.errors import AgentFailed, RequestError, ServerError
 from agentloop.events import Emit, Event, RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.sandbox import Pool
 from agentloop.trajectory import Message, StopReason, Trajectory
 
-__all__ = ["Agent", "Host", "UserReply"]
+__all__ = ["Agent", "Grade", "Host", "SessionOpener", "Siblings", "UserReply"]
 
-# The rest is the environment's own: a slow server must not make the environment late.
-_SHARE_OF_TIME = 0.9
+Grade = Callable[[Trajectory], Awaitable[Reward]]
+"""Returns the reward of a conversation, by the setting `reward`."""
 
 UserReply = Callable[[str], "str | None | Awaitable[str | None]"]
 """A function, async or not, of the model's answer that returns the user's next message, or None."""
 
 
+class SessionOpener(Protocol):
+    """Opens and serves sessions; implemented by `agentloop.api.session_listener`.
+
+    Attributes:
+        sessions: the open ones.
+        socket: a unix socket on which they are served.
+    """
+
+    sessions: ModelSessions
+    socket: Path
+
+    def url_of(self, session: ModelSession) -> str:
+        """Return the base URL of a session for Anthropic's clients; OpenAI's add /v1."""
+        ...
+
+
 class Host(Protocol):
-    """Runs conversations with the model, and programs; implemented by `agentloop.Runtime`."""
+    """Runs conversations, and programs; implemented by `agentloop.Runtime` and `PlayerHost`."""
+
+    @property
+    def session_listener(self) -> SessionOpener | None:
+        """The server of sessions, after `listen_for_sessions`, if there is one."""
+        ...
+
+    async def listen_for_sessions(self) -> None:
+        """Serve sessions from now on, if the host can."""
+        ...
 
     @property
     def pool(self) -> Pool: ...
 
+    @property
+    def resolve_tools(self) -> ResolveTools: ...
+
     async def rollout(
         self,
-        messages: str | Sequence[Message],
+        messages: Sequence[Message],
         *,
         tools: Sequence[Tool | ToolFunction | str],
         sampling: Sampling,
         budget: Budget,
         reply: Reply | None,
+        group: str,
         id: str,
         on_event: Emit,
         with_text: bool,
     ) -> Trajectory: ...
+
+
+class Siblings:
+    """Tells which rollouts of a group begin with the same prompt, and so share KV cache."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._first: object = None
+
+    def group_of(
+        self, messages: Sequence[Message], tools: Sequence[Tool | ToolFunction | str]
+    ) -> str:
+        """Return the group's name if a conversation begins like the first one, otherwise ""."""
+        names = [getattr(tool, "name", getattr(tool, "__name__", tool)) for tool in tools]
+        if self._first is None:
+            self._first = messages, names
+        return self._group if self._first == (messages, names) else ""
 
 
 class Agent:
@@ -66,18 +117,23 @@ class Agent:
         sampling: Sampling,
         budget: Budget,
         is_trained: bool = True,
+        with_text: bool = False,
         main: Agent | None = None,
+        grade: Grade | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         """
         Args:
             emit: called with the events of all conversations.
             id: id of the first trajectory; the others are `ID+1`, `ID+2`, ...
             sampling: parameters of the first conversation; the seeds of others are derived.
-            budget: limits of each conversation; `timeout_s` is that of the environment as a whole,
-                of which the conversations together get nine tenths.
+            budget: limits of each conversation; `timeout_s` is that of all conversations together.
+            with_text: decode the tokens of events as they arrive, for people to read.
             main: the agent of which this is another one.
+            grade: returns the reward of a conversation.
+            siblings: the rollouts of the same group.
         """
-        self._ends_at: float = anyio.current_time() + _SHARE_OF_TIME * budget.timeout_s
+        self._ends_at: float = anyio.current_time() + budget.timeout_s
         if main is not None:
             self._ends_at = main._ends_at
         self._host = host
@@ -87,11 +143,16 @@ class Agent:
         self.reward: float | None = None
         self._sampling = sampling
         self._budget = budget
+        self._with_text = with_text
         self._main = main
+        self._grade = grade
+        self._siblings = siblings
         self._failure: str | None = None
+        self._session: ModelSession | None = None
         self._num_begun = 0
         self._found: dict[int, Trajectory] = {}
         self._others: dict[str, Agent] = {}
+        self._given: dict[str, tuple[bool, Player | None]] = {}  # the arguments of `other`
 
     @property
     def failure(self) -> str | None:
@@ -100,8 +161,90 @@ class Agent:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """The agent's own conversations, in the order in which they began."""
-        return [self._found[number] for number in sorted(self._found)]
+        """The agent's own conversations, in the order in which they began.
+
+        Those of clients of its `url` come last.
+        """
+        own = [self._found[number] for number in sorted(self._found)]
+        return own + (self._session.trajectories if self._session is not None else [])
+
+    @property
+    def url(self) -> str:
+        """Base URL of an HTTP endpoint for OpenAI's clients, at which this agent's model answers.
+
+        An unmodified program asks the model there; what it samples is recorded, exactly, and
+        trained on like any conversation. It has no tools of its own: the client runs them. Its
+        sampling parameters are those of the rollout: what requests say of them has no effect.
+
+        Raises:
+            RuntimeError: the agent is played by something else than our model.
+        """
+        return f"{self.anthropic_url}/v1"
+
+    @property
+    def anthropic_url(self) -> str:
+        """The same as `url`, for Anthropic's clients."""
+        return self._listener.url_of(self._opened_session)
+
+    @property
+    def key(self) -> str:
+        """API key for clients of `url`, which may also send any other."""
+        return self._opened_session.key
+
+    @property
+    def socket(self) -> Path:
+        """A unix socket on which `url` is served, too: for containers without a network."""
+        return self._listener.socket
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds during which its only request to `url` waited for a place at a server."""
+        return self._session.queued_s if self._session is not None else 0.0
+
+    def stop_requests(self) -> bool:
+        """End the requests to `url` that are in flight, and return whether there were any.
+
+        What the model has sampled for them is kept as conversations that ended there.
+        """
+        return self._session is not None and self._session.stop_requests()
+
+    def close(self, stop_reason: StopReason | None = None) -> None:
+        """End the conversations at `url`, and those of the other agents.
+
+        Args:
+            stop_reason: how they ended; None: as their last turns did.
+        """
+        if self._session is not None:
+            if self._session.failure is not None:
+                self._failed(self._session.failure)
+            self._listener.sessions.close(self._session, stop_reason=stop_reason)
+        for other in self._others.values():
+            other.close(stop_reason)
+
+    @property
+    def _listener(self) -> SessionOpener:
+        listener = self._host.session_listener
+        if listener is None:
+            raise RuntimeError("url: only an agent that our model plays has one")
+        return listener
+
+    @property
+    def _opened_session(self) -> ModelSession:
+        if self._session is None:
+            self._session = self._listener.sessions.open(
+                f"{self.id}+api",
+                sampling=self._sampling.of_group("api"),
+                budget=self._lowered(None, None),
+                emit=self._emit,
+                with_text=self._with_text,
+                is_rollout=True,
+            )
+        return self._session
+
+    @property
+    def time_left_s(self) -> float:
+        """Seconds until its conversations must have ended."""
+        return max(0.0, self._ends_at - anyio.current_time())
 
     @property
     def others(self) -> dict[str, Agent]:
@@ -113,18 +256,24 @@ class Agent:
         """The sandbox, for what must not run in this process, such as code of the model."""
         return EnvironmentSandbox(self._host.pool, self._failed)
 
-    def other(self, name: str, *, is_trained: bool = True) -> Agent:
-        """Return another agent of the same model, such as an opponent or a checker.
+    def other(self, name: str, *, is_trained: bool = True, player: Player | None = None) -> Agent:
+        """Return another agent, such as an opponent or a checker.
 
-        The same name gives the same agent. Its conversations are recorded under its name, and get
-        the rollout's reward unless its `reward` is set. Rewards are compared within the group, for
-        each name by itself.
+        The same name gives the same agent: pass the same arguments each time. Its
+        conversations are recorded under its name, and get the rollout's reward unless its `reward`
+        is set. Rewards are compared within the group, for each name by itself.
 
         Args:
             is_trained: whether to train on its tokens.
+            player: what plays it instead of the model: an `Endpoint`, such as a stronger model or
+                an older checkpoint on another server, or a function of the messages so far, as in
+                `agentloop.play`. It is never trained on. Its budget is that of `agent`, without
+                the tokens: `max_tokens` limits each of an endpoint's messages.
 
         Raises:
+            TypeError: `player` is neither an endpoint nor a function.
             ValueError: the name is not an identifier, or this is another agent itself.
+            RequestError: the arguments differ from those that the agent was made with.
         """
         if self._main is not None:
             raise ValueError(f"{self.id} is another agent itself: ask the rollout's own agent")
@@ -132,13 +281,21 @@ class Agent:
             raise ValueError(f"{name!r} is not a name such as checker or player_2")
         if name not in self._others:
             self._others[name] = Agent(
-                self._host,
+                self._host if player is None else self._host_of(player),
                 self._emit,
                 id=f"{self.id}+{name}",
                 sampling=self._sampling.of_group(name),
                 budget=self._budget,
-                is_trained=is_trained,
+                is_trained=is_trained and player is None,
+                with_text=self._with_text,
                 main=self,
+                grade=self._grade,
+            )
+        given = is_trained, player
+        if self._given.setdefault(name, given) != given:
+            raise RequestError(
+                f"agent.other({name!r}): is_trained={is_trained}, player={player} are not what it "
+                "was made with: pass the same arguments each time"
             )
         return self._others[name]
 
@@ -171,6 +328,10 @@ class Agent:
             RequestError: a message or a tool is invalid.
         """
         number, self._num_begun = self._num_begun, self._num_begun + 1
+        asked = _conversation(messages, system)
+        group = ""
+        if self._siblings is not None and number == 0:
+            group = self._siblings.group_of(asked, tools)
         clock = _ReplyClock(reply) if reply is not None else None
 
         def observe(event: Event) -> None:
@@ -180,14 +341,15 @@ class Agent:
 
         try:
             trajectory = await self._host.rollout(
-                _conversation(messages, system),
+                asked,
                 tools=list(tools),
                 sampling=self._sampling.of_group(str(number)) if number else self._sampling,
                 budget=self._lowered(max_turns, max_tokens),
                 reply=clock,
+                group=group,
                 id=f"{self.id}+{number}" if number else self.id,
                 on_event=observe,
-                with_text=False,
+                with_text=self._with_text,
             )
         except ServerError as error:
             raise self._failed(str(error)) from error
@@ -232,6 +394,25 @@ class Agent:
         async with Conversation.open(self.run, options) as conversation:
             yield conversation
 
+    async def grade(self, trajectory: Trajectory) -> Reward:
+        """Return the reward of a conversation as an answer to the task, by the setting `reward`.
+
+        Checking an answer takes the environment's time. To give this reward and no other, return
+        the conversation from the environment: it is then checked afterwards.
+
+        Raises:
+            RewardError: the user's reward function failed; this ends the run.
+            RuntimeError: there is nothing to grade with.
+        """
+        if self._grade is None:
+            raise RuntimeError("grade: this agent has been created without a grader")
+        return await self._grade(trajectory)
+
+    def _host_of(self, player: Any) -> Host:
+        if not isinstance(player, Endpoint) and not callable(player):
+            raise TypeError(f"player: expected an endpoint or a function, not {player!r}")
+        return PlayerHost(player, self._host.pool, self._host.resolve_tools)
+
     def _failed(self, why: str) -> AgentFailed:
         """Record a failure of the infrastructure, and return it as an error."""
         main = self._main or self
@@ -240,13 +421,17 @@ class Agent:
 
     def _lowered(self, max_turns: int | None, max_tokens: int | None) -> Budget:
         """Return the budget, lowered to these limits and to the time that is left."""
-        limits = {"max_turns": max_turns, "max_response_tokens": max_tokens}
+        limits = {
+            "max_turns": max_turns,
+            "max_response_tokens": max_tokens,
+            "max_turn_tokens": max_tokens,  # of a player, which the former does not apply to
+        }
         update: dict[str, Any] = {
-            name: min(getattr(self._budget, name), limit)
+            name: min(getattr(self._budget, name) or limit, limit)
             for name, limit in limits.items()
             if limit is not None
         }
-        update["timeout_s"] = max(0.0, self._ends_at - anyio.current_time())
+        update["timeout_s"] = self.time_left_s
         return self._budget.model_copy(update=update)
 
 

@@ -1,27 +1,34 @@
-"""An endpoint that judges and simulated users ask, with limits on requests and cost."""
+"""An endpoint that plays judges, users and other agents, with limits on requests and cost."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
 import pydantic
 
 from agentloop.agent.channels import answer_in
+from agentloop.agent.tools import Schema
+from agentloop.environments.answer_cache import AnswerCache
 from agentloop.errors import AgentFailed, ServerError, SettingsError
-from agentloop.inference.openai_client import EndpointSettings, OpenAIClient
+from agentloop.inference.openai_client import EndpointCompletion, EndpointSettings, OpenAIClient
+from agentloop.plain_json import dumps
 from agentloop.trajectory import Message
 
 __all__ = ["Ask", "Endpoint", "asking"]
+
+_NEW_LIMIT = "max_completion_tokens"  # OpenAI's newer models accept no other name
 
 Ask = Callable[[Sequence[Message]], Awaitable[str]]
 """An async function of a conversation that returns the next message, such as `Agent.chat`."""
 
 
 class Endpoint:
-    """A model with OpenAI's chat completions API, for judges and simulated users.
+    """A model with OpenAI's chat completions API, for judges, simulated users and other agents.
 
     The limits hold for all that ask it, in this process. Connections are open only while somebody
     waits for an answer: an endpoint may be made in an environment's module, and needs no closing.
@@ -46,6 +53,7 @@ class Endpoint:
         max_requests: int | None = None,
         max_cost: float | None = None,
         prices: tuple[float, float] = (0.0, 0.0),
+        max_cached: int = 0,
     ) -> None:
         """
         Args:
@@ -60,6 +68,8 @@ class Endpoint:
             max_requests, max_cost: further requests are errors, and end the run. Requests in
                 flight when the cost is reached are completed.
             prices: cost of a million tokens of the prompt, and of the answer.
+            max_cached: number of answers of `chat` to remember: equal conversations then get the
+                same answer, and are requested once. A `Judge` remembers its scores by itself.
 
         Raises:
             SettingsError: an argument is invalid.
@@ -85,6 +95,7 @@ class Endpoint:
         self._max_requests = max_requests
         self._max_cost = max_cost
         self._prices = prices
+        self._cache: AnswerCache[str] | None = AnswerCache(max_cached) if max_cached else None
         self._client: OpenAIClient | None = None
         self._num_users = 0
 
@@ -94,7 +105,27 @@ class Endpoint:
         return {"url": self._settings.url, "model": self._settings.model, **self._options}
 
     async def chat(self, messages: Sequence[Message]) -> str:
-        """Return the model's next message, without its reasoning.
+        """Return the text of the model's next message. Raises the errors of `complete`."""
+        if self._cache is None:
+            return await self._said(messages)
+        key = hashlib.sha256(dumps(list(messages))).hexdigest()
+        return await self._cache.get(key, partial(self._said, messages))
+
+    async def _said(self, messages: Sequence[Message]) -> str:
+        return answer_in((await self.complete(messages)).text, reasoning=False)
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Schema] = (),
+        max_tokens: int | None = None,
+    ) -> EndpointCompletion:
+        """Return the model's next message, with its reasoning and its tool calls.
+
+        Args:
+            tools: the schemas of the tools that it may call.
+            max_tokens: token limit of the message; a lower one in `options` takes precedence.
 
         Raises:
             AgentFailed: there was no answer in time; the rollout gets no reward.
@@ -102,21 +133,28 @@ class Endpoint:
             SettingsError: the endpoint rejects all requests, or a limit is reached.
         """
         url, timeout_s = self._settings.url, self._settings.timeout_s
+        fields: dict[str, Any] = {"messages": list(messages), **self._options}
+        if tools:
+            fields["tools"] = list(tools)
+        if max_tokens is not None:
+            name = _NEW_LIMIT if _NEW_LIMIT in fields else "max_tokens"
+            fields[name] = min(max_tokens, fields.get(name, max_tokens))
         try:
             with anyio.fail_after(timeout_s):
-                return await self._answer(messages)
+                return await self._answer(fields)
         except TimeoutError as error:
             raise AgentFailed(f"{url}: no answer within {timeout_s:g} s (timeout_s)") from error
         except ServerError as error:
             raise AgentFailed(str(error)) from error
 
-    async def _answer(self, messages: Sequence[Message]) -> str:
+    async def _answer(self, fields: Mapping[str, Any]) -> EndpointCompletion:
         url = self._settings.url
         async with self._connected() as client, client.slots:
             self._model = self._model or await client.only_model()
             self._count()
-            body = {"model": self._model, "messages": list(messages), **self._options}
-            found = await client.complete(body, id=f"{self.num_requests}")
+            found = await client.complete(
+                {"model": self._model, **fields}, id=f"{self.num_requests}"
+            )
         if self._max_cost is not None and None in (found.num_prompt_tokens, found.num_tokens):
             raise SettingsError(
                 f"{url}: the answer has no token counts: max_cost cannot be held; set max_requests"
@@ -125,7 +163,7 @@ class Endpoint:
         self.cost += sum(price * num / 1e6 for price, num in zip(self._prices, tokens, strict=True))
         if found.stop_reason.is_unscorable:
             raise AgentFailed(f"{url}: it reports a failure of its own infrastructure")
-        return answer_in(found.text, reasoning=False)
+        return found
 
     def _count(self) -> None:
         """Count a request. Raises SettingsError if there may be no further one."""

@@ -11,6 +11,8 @@ It may return
     a number    the reward
     a mapping   named parts of the reward, each a number; the reward is their weighted sum
     a Reward    a value with an answer and a reason
+    a Trajectory
+                a conversation whose answer is checked, as the setting `reward` says
     None        no reward: the rollout is not trained on
 """
 
@@ -22,12 +24,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
+from random import Random
 from typing import Any, ClassVar, overload
 
 import pydantic
 
 from agentloop.agent.tools import import_schema_parser
 from agentloop.config import import_named
+from agentloop.environments.player import Script
 from agentloop.environments.registry import find
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.problems import GENERATORS
@@ -40,6 +44,7 @@ __all__ = [
     "Environment",
     "EnvironmentFunction",
     "TaskFunction",
+    "Teacher",
     "check_turn_rewards",
     "environment",
     "load",
@@ -55,6 +60,9 @@ TaskFunction = Callable[..., Mapping[str, Any]]
 
 Further parameters are arguments of the environment, by their names.
 """
+
+Teacher = Callable[[Any, Random], Script]
+"""A function of a task and a random number generator that returns the script of one rollout."""
 
 
 class EnvSettings(pydantic.BaseModel):
@@ -82,12 +90,14 @@ class Environment:
     Attributes:
         tasks: makes the tasks, if the settings name no others.
         weights: the weight of each named part of the reward; 1 for those that are not in it.
+        teacher: plays the dialogues that a model may start from (`sft.data.teacher`).
         arguments: keyword arguments of the function, besides the task and the agent.
     """
 
     function: EnvironmentFunction
     tasks: TaskFunction | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
+    teacher: Teacher | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -134,7 +144,10 @@ def environment(function: EnvironmentFunction, /) -> Environment: ...
 
 @overload
 def environment(
-    *, tasks: TaskFunction | None = None, weights: Mapping[str, float] | None = None
+    *,
+    tasks: TaskFunction | None = None,
+    weights: Mapping[str, float] | None = None,
+    teacher: Teacher | None = None,
 ) -> Callable[[EnvironmentFunction], Environment]: ...
 
 
@@ -144,6 +157,7 @@ def environment(
     *,
     tasks: TaskFunction | None = None,
     weights: Mapping[str, float] | None = None,
+    teacher: Teacher | None = None,
 ) -> Environment | Callable[[EnvironmentFunction], Environment]:
     """Make an environment of an async function of a task and an agent.
 
@@ -152,23 +166,30 @@ def environment(
             `{"answer": rng.randint(1, 100), "top": 100}`. Further parameters are arguments
             of the environment, by their names.
         weights: weights of the named parts of the reward; 1 by default.
+        teacher: a function of a task and a `random.Random` that returns a script, as
+            `agentloop.play` takes one. `sft.data.teacher` is the number of rollouts that such
+            scripts play, for a model to imitate before it learns from its own.
 
     Raises:
         TypeError: the function is not async or does not take a task and an agent.
     """
     if function is None:
-        return partial(_made, tasks=tasks, weights=weights or {})
-    return _made(function, tasks=tasks, weights=weights or {})
+        return partial(_made, tasks=tasks, weights=weights or {}, teacher=teacher)
+    return _made(function, tasks=tasks, weights=weights or {}, teacher=teacher)
 
 
 def _made(
-    function: EnvironmentFunction, *, tasks: TaskFunction | None, weights: Mapping[str, float]
+    function: EnvironmentFunction,
+    *,
+    tasks: TaskFunction | None,
+    weights: Mapping[str, float],
+    teacher: Teacher | None,
 ) -> Environment:
     if not inspect.iscoroutinefunction(function):
         raise TypeError(f"environment: {function!r} must be an `async def` function")
     if len(inspect.signature(function).parameters) < 2:
         raise TypeError(f"environment: {function.__name__} must take a task and an agent")
-    return Environment(function, tasks, weights)
+    return Environment(function, tasks, weights, teacher)
 
 
 def _with_arguments(tasks: TaskFunction | None, values: Mapping[str, Any]) -> TaskFunction | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 import anyio
 
 from agentloop.agent.rollout import Budget
-from agentloop.environments.agent import Agent, Host
+from agentloop.environments.agent import Agent, Host, Siblings
 from agentloop.environments.environment import (
     Environment,
     EnvSettings,
@@ -30,9 +31,9 @@ from agentloop.environments.environment import (
     load,
     reward_of,
 )
-from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import AgentFailed, RequestError, ServerError, sole
+from agentloop.errors import AgentFailed, RequestError, RewardError, ServerError, sole
 from agentloop.events import Emit, Event, RolloutStarted, ignore
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.trajectory import StopReason, Trajectory
@@ -43,6 +44,18 @@ log = logging.getLogger(__name__)
 
 _ENVIRONMENT = StopReason.ENVIRONMENT
 
+# The environment has more time than its conversations, for its own code: a slow server must not
+# make the environment late.
+_TIME_FACTOR = 1.1
+
+
+class Gate(Protocol):
+    """Keeps groups waiting until they may start; implemented by `Router`."""
+
+    def group(
+        self, name: str, size: int, num_prompt: int
+    ) -> AbstractAsyncContextManager[object]: ...
+
 
 class Runner(Host, Protocol):
     """Runs conversations; implemented by `agentloop.runtime.Runtime`."""
@@ -50,17 +63,40 @@ class Runner(Host, Protocol):
     @property
     def run_group(self) -> Callable[..., Awaitable[Sequence[Trajectory]]]: ...
 
+    @property
+    def router(self) -> Gate: ...
 
-def group_runner(settings: EnvSettings, runner: Runner, sampling: Sampling, emit: Emit) -> RunGroup:
+
+def group_runner(
+    settings: EnvSettings,
+    runner: Runner,
+    sampling: Sampling,
+    emit: Emit,
+    grader: Grader,
+    *,
+    with_text: bool = False,
+) -> RunGroup:
     """Return what runs groups: the environment of the settings, or the agent on each prompt.
+
+    Args:
+        grader: checks the answers of an environment that does not do it itself.
+        with_text: decode the tokens of events as they arrive, for people to read.
 
     Raises:
         SettingsError: there is no such environment, or an argument of it is invalid.
     """
     environment = load(settings)
     if environment is None:
-        return PromptGroups(partial(runner.run_group, on_event=emit, with_text=False))
-    return EnvironmentGroups(environment, runner, sampling=sampling, emit=emit)
+        return PromptGroups(partial(runner.run_group, on_event=emit, with_text=with_text))
+    return EnvironmentGroups(
+        environment,
+        runner,
+        sampling=sampling,
+        emit=emit,
+        grader=grader,
+        gate=runner.router,
+        with_text=with_text,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +210,25 @@ class EnvironmentGroups:
         *,
         sampling: Sampling,
         emit: Emit = ignore,
+        grader: Grader | None = None,
+        gate: Gate | None = None,
+        with_text: bool = False,
     ) -> None:
         """
         Args:
             sampling: parameters; with a seed, each rollout has its own.
             emit: called with the events of all conversations.
+            grader: checks answers for the environment; None: it must do so itself.
+            gate: where a group waits until it may start; None: it starts at once.
+            with_text: as for `Agent`.
         """
         self._environment = environment
         self._host = host
         self._sampling = sampling
         self._emit = emit
+        self._with_text = with_text
+        self._grader = grader
+        self._gate = gate
 
     async def __call__(
         self,
@@ -196,10 +241,20 @@ class EnvironmentGroups:
         enough: int = 0,
     ) -> Sequence[Episode]:
         """Implement `RunGroup`."""
+        on_queued()
+        async with self._gate.group(name, size, 0) if self._gate else nullcontext():
+            return await self._run(task, size, name, budget, enough)
+
+    async def _run(
+        self, task: Task, size: int, name: str, budget: Budget, enough: int
+    ) -> Sequence[Episode]:
+        await self._host.listen_for_sessions()
         sampling = self._sampling.of_group(name)
+        siblings = Siblings(name)
+        grade = partial(self._grader.score, task=task) if self._grader else None
 
         def labelled(event: Event) -> None:
-            # The prompts of a group may differ, so the router must not take them for siblings.
+            # A conversation that shares no prompt with its siblings is one of the group, too.
             if isinstance(event, RolloutStarted):
                 event = replace(event, group=name)
             self._emit(event)
@@ -211,17 +266,22 @@ class EnvironmentGroups:
                 id=f"{name}.{index}",
                 sampling=sampling.of_sibling(index),
                 budget=budget,
+                with_text=self._with_text,
+                grade=grade,
+                siblings=siblings,
             )
             for index in range(size)
         ]
         ends: dict[int, _End] = {}
 
         async def play(index: int) -> None:
-            ends[index] = await self._played(task, agents[index], budget.timeout_s)
+            end = await self._played(task, agents[index], budget.timeout_s)
+            if isinstance(end, Trajectory):  # not in the environment's time
+                end = _End(await agents[index].grade(end))
+            ends[index] = end
             if enough and sum(one.reward.value is not None for one in ends.values()) == enough:
                 playing.cancel_scope.cancel()
 
-        on_queued()
         async with anyio.create_task_group() as playing:
             for index in range(size):
                 playing.start_soon(play, index)
@@ -230,21 +290,37 @@ class EnvironmentGroups:
             raise RequestError(f"environment {self._environment.name}: {failures[0]}")
         return [_episode(agent, ends.get(index, _STRAGGLER)) for index, agent in enumerate(agents)]
 
-    async def _played(self, task: Task, agent: Agent, timeout_s: float) -> _End:
-        """Run the environment and return how the rollout ended."""
+    async def _played(self, task: Task, agent: Agent, timeout_s: float) -> _End | Trajectory:
+        """Run the environment; return how the rollout ended, or the conversation to grade.
+
+        Raises:
+            RewardError: the user's reward function failed.
+        """
         why = f"the environment ran out of time ({timeout_s:g} s)"
         try:
-            with anyio.move_on_after(timeout_s):
-                reward = reward_of(await self._environment(task, agent), self._environment.weights)
+            with anyio.move_on_after(_TIME_FACTOR * timeout_s):
+                try:
+                    value = await self._environment(task, agent)
+                except BaseException:
+                    agent.close(_ENVIRONMENT)
+                    raise
+                agent.close()
+                end: _End | Trajectory = (
+                    value
+                    if isinstance(value, Trajectory)
+                    else _End(reward_of(value, self._environment.weights))
+                )
                 for one in (agent, *agent.others.values()):
                     check_turn_rewards(one.trajectories)
                 if agent.failure is None:
-                    return _End(reward)
+                    return end
         except (AgentFailed, ServerError) as error:
             return _End.of(str(error), StopReason.INFRASTRUCTURE)
         except Exception as error:  # whatever it is: the environment is the user's code
-            log.warning("%s failed on task %s", self._environment.name, task.id, exc_info=True)
             cause = sole(error)  # of a task group
+            if isinstance(cause, RewardError):  # a function of the settings
+                raise cause from None
+            log.warning("%s failed on task %s", self._environment.name, task.id, exc_info=True)
             why = f"the environment raised {type(cause).__name__}: {cause}"
         if agent.failure is not None:
             return _End.of(agent.failure, StopReason.INFRASTRUCTURE)
@@ -269,7 +345,7 @@ class _End:
         return cls(Reward(None, None, why), fault)
 
 
-_STRAGGLER = _End.of("stopped: enough of its group had ended", StopReason.STRAGGLER)
+_STRAGGLER = _End.of("stopped: enough rollouts of its group had ended", StopReason.STRAGGLER)
 
 
 def _episode(agent: Agent, end: _End) -> Episode:

@@ -14,7 +14,6 @@ import hashlib
 import json
 import re
 import sqlite3
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 
+from agentloop.environments.answer_cache import AnswerCache
 from agentloop.environments.endpoint import Ask, Endpoint, asking
 from agentloop.errors import AgentFailed, SettingsError
 from agentloop.plain_json import dumps
@@ -110,8 +109,7 @@ class Judge:
         self._system = _SYSTEM.format(rubric=rubric, form=self._form)
         self._low, self._high = low, high
         self._max_tries = max_tries
-        self._cache = _Cache(max_cached, None if cache is None else Path(cache))
-        self._asking: dict[str, anyio.Lock] = {}
+        self._cache = _RatingCache(max_cached, None if cache is None else Path(cache))
 
     async def __call__(self, content: str) -> float:
         """Return the score of a text. Raises the errors of `rate`."""
@@ -135,16 +133,7 @@ class Judge:
             return await self._rated(messages)
         asked = dumps([self._identity, self._low, self._high, messages])
         key = hashlib.sha256(asked).hexdigest()
-        lock = self._asking.setdefault(key, anyio.Lock())
-        try:
-            async with lock:  # no deadline: each answer has one
-                if (rating := await self._cache.get(key)) is None:
-                    rating = await self._rated(messages)
-                    await self._cache.put(key, rating)
-                return rating
-        finally:
-            if not lock.locked():
-                self._asking.pop(key, None)
+        return await self._cache.get(key, partial(self._rated, messages))
 
     async def _rated(self, messages: list[Message]) -> Rating:
         problem = ""
@@ -197,39 +186,28 @@ def _last_object(text: str) -> Any:
     return None
 
 
-class _Cache:
+class _RatingCache(AnswerCache[Rating]):
     """Scores by content, in memory and perhaps in an SQLite file; both are bounded."""
 
     def __init__(self, max_cached: int, path: Path | None) -> None:
-        self._max_cached = max_cached
+        super().__init__(max_cached)
         self._path = path
-        self._ratings: OrderedDict[str, Rating] = OrderedDict()
 
-    async def get(self, key: str) -> Rating | None:
-        """Return a score, or None. Raises SettingsError if the file cannot be used."""
-        if (found := self._ratings.get(key)) is not None:
-            self._ratings.move_to_end(key)
-        elif self._path is not None:
-            query = "SELECT score, reason FROM ratings WHERE key = ?"
-            rows = await self._on_file(query, (key,))
-            found = Rating(*rows[0]) if rows else None
-            if found is not None:
-                self._remember(key, found)
-        return found
+    async def _load(self, key: str) -> Rating | None:
+        """Return a score from the file. Raises SettingsError if it cannot be used."""
+        if self._path is None:
+            return None
+        query = "SELECT score, reason FROM ratings WHERE key = ?"
+        rows = await self._on_file(query, (key,))
+        return Rating(*rows[0]) if rows else None
 
-    async def put(self, key: str, rating: Rating) -> None:
-        """Store a score. Raises SettingsError if the file cannot be used."""
-        self._remember(key, rating)
+    async def _store(self, key: str, answer: Rating) -> None:
+        """Write a score to the file. Raises SettingsError if it cannot be used."""
         if self._path is not None:
             insert = "INSERT OR REPLACE INTO ratings (key, score, reason) VALUES (?, ?, ?)"
-            await self._on_file(insert, (key, rating.score, rating.reason))
+            await self._on_file(insert, (key, answer.score, answer.reason))
             oldest = "DELETE FROM ratings WHERE number <= (SELECT max(number) FROM ratings) - ?"
             await self._on_file(oldest, (self._max_cached,))
-
-    def _remember(self, key: str, rating: Rating) -> None:
-        self._ratings[key] = rating
-        while len(self._ratings) > self._max_cached:
-            self._ratings.popitem(last=False)
 
     async def _on_file(self, query: str, row: Sequence[object]) -> list[tuple[float, str]]:
         assert self._path is not None

@@ -19,6 +19,7 @@ from agentloop.agent.rollout import Budget
 from agentloop.config import with_values
 from agentloop.environments.environment import Environment, EnvSettings, load, open_tasks
 from agentloop.environments.episodes import Episode, RunGroup, Runner, group_runner
+from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.errors import SettingsError
@@ -161,14 +162,18 @@ def open_mixture(
 
 
 def mixed_runner(
-    environments: Sequence[RunEnvironment], runner: Runner, sampling: Sampling, emit: Emit
+    environments: Sequence[RunEnvironment],
+    runner: Runner,
+    sampling: Sampling,
+    emit: Emit,
+    grader: Grader,
 ) -> RunGroup:
-    """Return what runs each group in its task's environment.
+    """Return what runs each group in its task's environment. Takes the arguments of `group_runner`.
 
     Raises:
         SettingsError: as `group_runner`.
     """
-    each = {one.name: group_runner(one.env, runner, sampling, emit) for one in environments}
+    each = {one.name: group_runner(one.env, runner, sampling, emit, grader) for one in environments}
     return each[""] if "" in each else MixedGroups(environments, each)
 
 

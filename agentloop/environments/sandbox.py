@@ -6,7 +6,19 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from agentloop.errors import AgentFailed
-from agentloop.sandbox import CallResult, LostBy, Pool, SandboxError, Session, SessionLost
+from agentloop.sandbox import (
+    CallError,
+    CallResult,
+    CallStatus,
+    LostBy,
+    Pool,
+    Program,
+    ProgramEnd,
+    SandboxError,
+    SandboxUnavailable,
+    Session,
+    SessionLost,
+)
 
 __all__ = ["EnvironmentSandbox", "EnvironmentSession"]
 
@@ -48,6 +60,28 @@ class EnvironmentSandbox:
                 raise self._failed(f"sandbox: {error}") from error
             yield EnvironmentSession(session, self._failed)
 
+    @property
+    def has_containers(self) -> bool:
+        """True if its programs run in containers."""
+        return self._pool.has_containers
+
+    @property
+    def allows_weak_isolation(self) -> bool:
+        """True if the user trusts what runs here: the setting `sandbox.allow_weak_isolation`."""
+        return self._pool.settings.allow_weak_isolation
+
+    async def run_program(self, program: Program, *, timeout_s: float) -> ProgramEnd:
+        """Run a program of any language in a container of its own; one that fails is a result.
+
+        Raises:
+            AgentFailed: the sandbox failed.
+            ProgramUnsupported: the program cannot run here; the message says what to change.
+        """
+        try:
+            return await self._pool.run_program(program, timeout_s)
+        except SandboxUnavailable as error:
+            raise self._failed(f"sandbox: {error}") from error
+
 
 class EnvironmentSession:
     """A process of the sandbox that keeps its variables between runs."""
@@ -59,15 +93,18 @@ class EnvironmentSession:
     async def run(self, code: str, *, timeout_s: float | None = None) -> CallResult:
         """Run code in the process; `result` is the value of its last expression.
 
+        If earlier code has ended the process, that is the result, with the status `killed`: a
+        model that ends it must not thereby fail the environment.
+
         Raises:
             AgentFailed: the sandbox failed.
-            SessionLost: earlier code has ended the process.
         """
         try:
             return _checked(await self._session.run(code, timeout_s=timeout_s), self._failed)
         except SessionLost as error:
             if error.by is LostBy.PROGRAM:
-                raise
+                why = CallError("SessionLost", str(error))
+                return CallResult(0, CallStatus.KILLED, error=why)
             raise self._failed(f"sandbox: {error}") from error
 
 

@@ -9,42 +9,28 @@ assert rollout.reward.value == 1.0
 
 from __future__ import annotations
 
-import inspect
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
 from typing import Any
 
-import anyio
-
-from agentloop.agent.rollout import Budget, Reply
-from agentloop.agent.tools import Tool, ToolFunction, Tools
+from agentloop.agent.named_tools import resolved_tools
+from agentloop.agent.rollout import Budget
+from agentloop.agent.tools import Tool, ToolFunction, as_tool
 from agentloop.environments.environment import Environment
 from agentloop.environments.episodes import EnvironmentGroups, Episode
-from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.player import PlayerHost, ResolveTools, Script
+from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import RequestError, sole
-from agentloop.events import Emit, RolloutStarted
+from agentloop.errors import RequestError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.sandbox import Pool
-from agentloop.trajectory import (
-    Message,
-    StopReason,
-    ToolCall,
-    ToolCallStatus,
-    ToolResult,
-    Trajectory,
-    Turn,
-    TurnEnd,
-)
+from agentloop.trajectory import Message
 
-__all__ = ["PlayedRollout", "Script", "call", "play"]
+__all__ = ["PlayedRollout", "call", "play", "taught"]
 
-Said = str | Message
-
-Script = Callable[[list[Message]], Said | Awaitable[Said]]
-"""A function, async or not, of the messages so far that returns what the model says next: text, or
-a message with tool calls, as made by `call`."""
+_TOOL_S = 4.0  # time limit of a call of a built-in tool, as by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,109 +65,86 @@ async def play(
     *,
     budget: Budget | None = None,
     pool: Pool | None = None,
+    tools: Mapping[str, Sequence[Tool | ToolFunction]] | None = None,
 ) -> PlayedRollout:
     """Play one rollout of an environment with a script in place of the model.
 
     Args:
         task: a task, or its fields.
         budget: its numbers of turns and its time are kept to; it has no tokens.
-        pool: the sandbox, for environments that use `agent.sandbox`.
+        pool: the sandbox, for environments that use `agent.sandbox` or the built-in tools.
+        tools: what to use for other tools that the environment names, by their names, such as
+            `{"mcp:people": [lookup]}`.
 
     Raises:
         RequestError: the environment failed.
     """
-    host = _ScriptedHost(script, pool)
-    groups = EnvironmentGroups(environment, host, sampling=Sampling())
-    (episode,) = await groups(
-        task if isinstance(task, Task) else _task_of(task),
-        size=1,
-        name="played",
-        budget=budget or Budget(),
-        on_queued=lambda: None,
-    )
+    host = PlayerHost(script, pool, partial(_named, tools or {}, pool))
+    return await _play(environment, _task_of(task), host, budget or Budget())
+
+
+async def taught(
+    environment: Environment,
+    task: Task,
+    random: Random,
+    *,
+    resolve: ResolveTools,
+    pool: Pool,
+    budget: Budget,
+) -> list[dict[str, Any]]:
+    """Return the dialogues of a rollout that the environment's teacher plays.
+
+    One that the budget cuts short is left out, since it has no last answer to imitate.
+
+    Args:
+        resolve: returns the tools that the environment names.
+
+    Raises:
+        RequestError: the environment, its teacher or a tool's infrastructure failed.
+    """
+    assert environment.teacher is not None
+    host = PlayerHost(environment.teacher(task, random), pool, resolve)
+    played = await _play(environment, task, host, budget)
+    for one in played.episode.all_trajectories:
+        if one.error is not None:
+            raise RequestError(f"the teacher's rollout of task {task.id}: {one.error}")
+    return [one for one in played.dialogues if one["messages"][-1]["role"] == "assistant"]
+
+
+async def _play(
+    environment: Environment, task: Task, host: PlayerHost, budget: Budget
+) -> PlayedRollout:
+    async with Grader(pool=host.pool) as grader:
+        groups = EnvironmentGroups(environment, host, sampling=Sampling(), grader=grader)
+        (episode,) = await groups(
+            task, size=1, name="played", budget=budget, on_queued=lambda: None
+        )
     assert episode.reward is not None
     return PlayedRollout(episode.reward, host.dialogues, episode)
 
 
-def _task_of(fields: Mapping[str, Any]) -> Task:
+def _named(
+    stand_ins: Mapping[str, Sequence[Tool | ToolFunction]],
+    pool: Pool | None,
+    tools: Sequence[Tool | ToolFunction | str],
+) -> list[Tool]:
+    """Return the tools, with those given for the names among them."""
+    found: list[Tool] = []
+    for tool in tools:
+        if not isinstance(tool, str):
+            found.append(as_tool(tool))
+        elif tool in stand_ins:
+            found += map(as_tool, stand_ins[tool])
+        elif pool is not None and ":" not in tool:
+            found += resolved_tools([tool], pool=pool, servers={}, functions={}, timeout_s=_TOOL_S)
+        else:
+            how = f"tools={{{tool!r}: [...]}}" if ":" in tool else "pool="
+            raise RequestError(f"tools: {tool!r}: pass play({how}) for it")
+    return found
+
+
+def _task_of(fields: Task | Mapping[str, Any]) -> Task:
+    if isinstance(fields, Task):
+        return fields
     extra = {name: value for name, value in fields.items() if name not in ("prompt", "answer")}
     return Task("played", fields.get("prompt", ""), str(fields.get("answer", "")), extra=extra)
-
-
-@dataclass
-class _ScriptedHost:
-    """Runs conversations with a script in place of the model; implements `Host`."""
-
-    script: Script
-    pool: Any
-    dialogues: list[dict[str, Any]] = field(default_factory=list)
-
-    async def rollout(
-        self,
-        messages: str | Sequence[Message],
-        *,
-        tools: Sequence[Tool | ToolFunction | str],
-        budget: Budget,
-        reply: Reply | None,
-        id: str,
-        on_event: Emit,
-        **_: Any,
-    ) -> Trajectory:
-        found = Trajectory(id, [], created_unix_s=time.time())
-        on_event(RolloutStarted(found, ""))
-        history: list[Message] = [*messages] if not isinstance(messages, str) else []
-        by_name = [tool for tool in tools if isinstance(tool, str)]
-        if by_name:
-            raise RequestError(f"tools: a script cannot call the built-in tools {by_name}")
-        opened = Tools([tool for tool in tools if not isinstance(tool, str)])
-        self.dialogues.append({"messages": history, "tools": opened.schemas})
-        found.stop_reason = StopReason.TIME_BUDGET
-        try:
-            with anyio.move_on_after(budget.timeout_s):
-                async with opened:
-                    found.stop_reason = await self._turns(found, history, opened, budget, reply)
-        except ExceptionGroup as errors:
-            raise sole(errors) from errors
-        return found
-
-    async def _turns(
-        self,
-        trajectory: Trajectory,
-        history: list[Message],
-        tools: Tools,
-        budget: Budget,
-        reply: Reply | None,
-    ) -> StopReason:
-        while True:
-            said = self.script(list(history))
-            said = await said if inspect.isawaitable(said) else said
-            message: Message = (
-                {"role": "assistant", "content": said} if isinstance(said, str) else said
-            )
-            history.append(message)
-            turn = Turn(end=TurnEnd.STOP, text=str(message.get("content") or ""))
-            trajectory.turns.append(turn)
-            trajectory.answer = turn.text
-            for asked_for in message.get("tool_calls") or ():
-                await _run(turn, asked_for, history, tools)
-            if not turn.calls:
-                asked = None if reply is None else await reply(turn.text)
-                if asked is None:
-                    return StopReason.ANSWERED
-                history.append({"role": "user", "content": asked})
-            if len(trajectory.turns) >= budget.max_turns:
-                return StopReason.TURN_BUDGET
-
-
-async def _run(
-    turn: Turn, asked_for: Mapping[str, Any], history: list[Message], tools: Tools
-) -> None:
-    """Run a call, and add it to the turn and its result to the messages."""
-    key, name = asked_for["id"], asked_for["function"]["name"]
-    arguments = asked_for["function"]["arguments"]
-    turn.calls.append(ToolCall(key, name, dict(arguments), "", 0, 0))
-    output = await tools.run(name, arguments)
-    turn.results.append(ToolResult(key, name, output.status, output.content, 0.0, 0.0, 0.0))
-    history.append({"role": "tool", "tool_call_id": key, "content": output.content})
-    if output.status is ToolCallStatus.INFRASTRUCTURE:
-        raise RequestError(f"{name}: {output.content}")

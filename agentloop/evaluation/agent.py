@@ -36,4 +36,11 @@ class AgentSampler:
         episodes = await self.run_group(
             task, size=size, name=name, budget=self.budget, on_queued=on_queued
         )
-        return [EvaluatedSample(one.all_trajectories, reward=one.reward) for one in episodes]
+        return [
+            EvaluatedSample(
+                one.trajectories,
+                reward=one.reward,
+                others=[one for other in one.others.values() for one in other.trajectories],
+            )
+            for one in episodes
+        ]

@@ -15,7 +15,7 @@ import anyio
 
 from agentloop.agent.channels import answer_in
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import RequestError, ServerRefused, ServerUnavailable
+from agentloop.errors import RequestError, ServerRefused, ServerUnavailable, culprit
 from agentloop.evaluation.loop import EvaluatedSample
 from agentloop.events import Emit, RolloutAbandoned, RolloutFinished, RolloutStarted, ignore
 from agentloop.inference.openai_client import EndpointSettings, OpenAIClient
@@ -102,7 +102,8 @@ class EndpointSampler:
                 for index in range(size):
                     tasks.start_soon(ask, index)
         except ExceptionGroup as errors:
-            raise _first_cause(errors) from None
+            # Usually all fail alike. A failure that ends the run goes before a refused task.
+            raise culprit(errors, RequestError) from None
         return [samples[index] for index in range(size)]
 
     async def _sample(
@@ -160,19 +161,3 @@ class EndpointSampler:
         if sampling.seed is not None:
             body["seed"] = sampling.seed % _SEEDS
         return body
-
-
-def _first_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the error to raise for a group of samples: one that ends the run, or else the first.
-
-    All samples of a task usually fail with the same error.
-    """
-    leaves: list[BaseException] = []
-    pending: list[BaseException] = [errors]
-    while pending:
-        error = pending.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            pending += error.exceptions
-        else:
-            leaves.append(error)
-    return next((one for one in leaves if not isinstance(one, RequestError)), leaves[0])

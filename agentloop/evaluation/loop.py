@@ -87,14 +87,20 @@ class EvaluatedSample:
     """A rollout, or an answer of an endpoint.
 
     Attributes:
-        trajectories: One, or several if an environment held several conversations.
+        trajectories: One, or several if an environment held several conversations with its agent.
         num_tokens: Number of sampled tokens; None: those of the trajectories.
         reward: The environment's reward; None: the answer is to be checked.
+        others: Conversations of an environment's other agents, whose turns and tokens do not count.
     """
 
     trajectories: Sequence[Trajectory]
     num_tokens: int | None = None
     reward: Reward | None = None
+    others: Sequence[Trajectory] = ()
+
+    @property
+    def all_trajectories(self) -> list[Trajectory]:
+        return [*self.trajectories, *self.others]
 
 
 class Sampler(Protocol):
@@ -212,7 +218,9 @@ class Evaluation:
                 self._on_progress(num_done)
         refused = [one.refused for one in self._outcomes.values() if one.refused]
         if refused and len(refused) == len(self._outcomes):
-            raise RequestError(f"none of the {len(refused)} tasks could be sampled: {refused[-1]}")
+            raise RequestError(
+                f"no task could be sampled ({len(refused):,} refused): {refused[-1]}"
+            )
 
     def _load_results(self) -> None:
         """Load the results of earlier runs, from `outcomes.jsonl` where possible.
@@ -295,7 +303,7 @@ class Evaluation:
             mean = statistics.fmean(values) if values else None
             self._emit(GroupFinished(name, mean_reward=mean, is_chosen=False))
         for position, (index, sample) in enumerate(zip(indexes, samples, strict=True)):
-            for trajectory in sample.trajectories:
+            for trajectory in sample.all_trajectories:
                 later = trajectory.id.removeprefix(f"{name}.{position}")  # "" or "+..."
                 trajectory.id = f"{number}-{task.id}.{index}{later}"
         common = {"group": number, "version": None, "attempt": attempt, "task": task.id}
@@ -314,7 +322,7 @@ class Evaluation:
             one = sample.reward or await grader.score(sample.trajectories[0], task)
             rewards[index] = one
             fields = (one.value, one.answer, one.reason, time.monotonic() - begun_s)
-            for trajectory in sample.trajectories:
+            for trajectory in sample.all_trajectories:
                 self._emit(RolloutScored(trajectory.id, *fields))
 
         async with anyio.create_task_group() as scoring:
@@ -373,14 +381,14 @@ def _rows(
                 "figures": _sample_metrics(sample, reward),
                 "trajectory": trajectory.to_dict(),
             }
-            for trajectory in sample.trajectories
+            for trajectory in sample.all_trajectories
         ]
         for index, sample, reward in zip(indexes, samples, rewards, strict=True)
     ]
 
 
 def _sample_metrics(sample: EvaluatedSample, reward: Reward) -> Row:
-    turns = [turn for trajectory in sample.trajectories for turn in trajectory]
+    turns = [turn for trajectory in sample.all_trajectories for turn in trajectory]
     figures = of_rollout(sample.trajectories, reward.value)
     figures["versions"] = sorted({span.version for turn in turns for span in turn.versions})
     if sample.num_tokens is not None:

@@ -19,10 +19,11 @@ import orjson
 import pydantic
 
 from agentloop.errors import RequestError, ServerRefused, ServerUnavailable, SettingsError
-from agentloop.plain_json import ValidText, loads
+from agentloop.plain_json import ValidText, dumps, loads
 from agentloop.trajectory import StopReason
 
 __all__ = [
+    "EndpointCall",
     "EndpointCompletion",
     "EndpointSettings",
     "OpenAIClient",
@@ -96,10 +97,21 @@ class EndpointSettings(pydantic.BaseModel):
         return key
 
 
+class _Function(pydantic.BaseModel):
+    name: ValidText = ""
+    arguments: ValidText | dict[str, Any] | None = None  # a dictionary from some servers
+
+
+class _ToolCall(pydantic.BaseModel):
+    id: ValidText | None = None
+    function: _Function = pydantic.Field(default_factory=_Function)
+
+
 class _Message(pydantic.BaseModel):
     content: ValidText | None = None
     reasoning_content: ValidText | None = None  # used by SGLang, DeepSeek and agentloop
     reasoning: ValidText | None = None  # used by vLLM and OpenRouter
+    tool_calls: list[_ToolCall] | None = None
 
 
 class _Choice(pydantic.BaseModel):
@@ -118,6 +130,14 @@ class _Body(pydantic.BaseModel):
     usage: _Usage | None = None
 
 
+class EndpointCall(pydantic.BaseModel):
+    """A tool call in an endpoint's answer; `arguments` is JSON text, which may be malformed."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 class EndpointCompletion(pydantic.BaseModel):
     """An endpoint's answer; `text` includes its reasoning in <think>...</think>, as in our loop."""
 
@@ -125,6 +145,7 @@ class EndpointCompletion(pydantic.BaseModel):
     stop_reason: StopReason
     num_prompt_tokens: int | None = None
     num_tokens: int | None = None
+    tool_calls: list[EndpointCall] = pydantic.Field(default_factory=list)
 
 
 def parse_completion(body: bytes) -> EndpointCompletion:
@@ -148,7 +169,14 @@ def parse_completion(body: bytes) -> EndpointCompletion:
         stop_reason=_stop_reason(choice),
         num_prompt_tokens=found.usage.prompt_tokens if found.usage else None,
         num_tokens=found.usage.completion_tokens if found.usage else None,
+        tool_calls=[_call(one, index) for index, one in enumerate(message.tool_calls or ())],
     )
+
+
+def _call(call: _ToolCall, index: int) -> EndpointCall:
+    arguments = call.function.arguments or {}
+    text = arguments if isinstance(arguments, str) else dumps(arguments).decode()
+    return EndpointCall(id=call.id or f"call_{index}", name=call.function.name, arguments=text)
 
 
 def _stop_reason(choice: _Choice) -> StopReason:

@@ -52,6 +52,7 @@ __all__ = ["Router", "RouterSettings"]
 explain_log = logging.getLogger("agentloop.explain")  # each placement, at INFO; off by default
 
 _MAX_ORDERS = 100_000  # trajectories and groups whose position in the queue is remembered
+_MAX_WAITING = 65_536  # requests; further ones are refused
 _CLOSED = "the runtime is shutting down"
 
 
@@ -76,9 +77,6 @@ class RouterSettings(pydantic.BaseModel):
         gt=0,
         description="Smaller requests may overtake a waiting one until it has waited for this "
         "long. From then on, it may also evict the KV cache of rollouts that are running a tool.",
-    )
-    max_waiting: int = pydantic.Field(
-        65_536, ge=1, description="Maximum number of waiting requests; further ones are refused."
     )
     max_migrations: int = pydantic.Field(
         4,
@@ -289,10 +287,17 @@ class Router:
         self._check(generation, vocab_size)
         turn = OngoingTurn(generation, on_chunk)
         num_migrations = 0
+        failure: ServerError | None = None
         while True:
             if ending := turn.missing_end():
                 on_chunk(ending)
                 return
+            if turn.received and not generation.is_movable:
+                # The turn cannot begin again either, because its reader has the text.
+                raise ServerUnavailable(
+                    f"a turn with {', '.join(generation.parameters)} cannot go on elsewhere: "
+                    f"{failure}"
+                ) from failure
             rest = turn.rest()
             replica, decision = await self._place(rest, goes_first=num_migrations > 0)
             failure = await self._stream(turn, rest, replica, decision, on_placed)
@@ -321,7 +326,12 @@ class Router:
         Raises:
             RequestError: The request is invalid.
         """
-        _check_ids(generation.ids, vocab_size)
+        if not generation.ids:
+            raise RequestError("ids: the prompt is empty")
+        _check_ids("ids", generation.ids, vocab_size)
+        _check_ids("stop_token_ids", generation.stop_ids, vocab_size)
+        biased = map(int, generation.parameters.get("logit_bias", ()))
+        _check_ids("logit_bias", list(biased), vocab_size)
         if len(generation.ids) >= self.context_length:
             raise PromptTooLong(
                 f"the prompt has {len(generation.ids)} tokens, the servers' context length is "
@@ -379,7 +389,7 @@ class Router:
         """
         if self._closed:
             raise ServerUnavailable(_CLOSED)
-        if len(self._queue) >= self._settings.max_waiting:
+        if len(self._queue) >= _MAX_WAITING:
             raise ServerUnavailable(f"{len(self._queue)} requests are already waiting")
         request = self._enqueue(generation, goes_first=goes_first)
         self._place_waiting()
@@ -515,9 +525,7 @@ def _is_retryable(error: ServerRefused) -> bool:
     return error.status >= 500 or error.status in (408, 429)
 
 
-def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    if not ids:
-        raise RequestError("ids: the prompt is empty")
-    if min(ids) < 0 or max(ids) >= vocab_size:
+def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
-        raise RequestError(f"ids: {wrong} is outside of the vocabulary of {vocab_size}")
+        raise RequestError(f"{field}: {wrong} is outside of the vocabulary of {vocab_size}")

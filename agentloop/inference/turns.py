@@ -8,7 +8,9 @@ Generation ──> OngoingTurn ──rest──> TurnStream on a server ──ch
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from agentloop.errors import ServerUnavailable
 from agentloop.inference.ranks import DataParallelRank
@@ -21,6 +23,8 @@ from agentloop.trajectory import TurnEnd, VersionSpan
 
 __all__ = ["Generation", "OngoingTurn", "TurnStream"]
 
+_STATELESS = {"logit_bias"}  # parameters that do not depend on what was sampled before
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -28,6 +32,13 @@ class Generation:
 
     `rid` is its unique name, `key` the name of its trajectory. Siblings have the same `group` and
     share the first `num_shared` ids of the prompt.
+
+    Attributes:
+        parameters: Further sampling parameters, as SGLang takes them: a grammar, penalties, biases.
+        prompt_logprobs: Whether to report the log-probabilities of the prompt's ids, with the first
+            chunk. SGLang repeats them in each frame, so ask for few new tokens.
+        stream_interval: Number of tokens after which the server sends a frame. The first token and
+            the turn's end are sent at once. Fewer frames cost server and reader less.
     """
 
     rid: str
@@ -39,6 +50,18 @@ class Generation:
     group: str = ""
     num_shared: int = 0
     num_top_logprobs: int = 0
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    prompt_logprobs: bool = False
+    stream_interval: int = 1
+
+    @property
+    def is_movable(self) -> bool:
+        """True if another server can go on with the turn.
+
+        A server counts what it has sampled itself: it would begin a grammar anew, and forget the
+        tokens that penalties depend on.
+        """
+        return self.parameters.keys() <= _STATELESS
 
 
 @dataclass(slots=True)
@@ -58,6 +81,7 @@ class OngoingTurn:
             rid=uuid.uuid4().hex,
             ids=self.generation.ids + self.received,
             max_new_tokens=self.generation.max_new_tokens - len(self.received),
+            prompt_logprobs=self.generation.prompt_logprobs and not self.received,
         )
 
     def missing_end(self) -> Chunk | None:
@@ -103,13 +127,17 @@ class TurnStream:
         rest, replica = self._rest, self._replica
         # A server added after the turn began may have a smaller context.
         num_new = min(rest.max_new_tokens, replica.context_length - len(rest.ids))
+        params = rest.sampling.to_sglang(max_new_tokens=num_new, stop_ids=rest.stop_ids)
+        if rest.stream_interval > 1:
+            params["stream_interval"] = rest.stream_interval
         await replica.server.generate(
             rest.ids,
-            rest.sampling.to_sglang(max_new_tokens=num_new, stop_ids=rest.stop_ids),
+            {**params, **rest.parameters},
             rid=rest.rid,
             on_chunk=self._take,
             rank=self._rank.number if replica.info.dp_size > 1 else None,
             num_top_logprobs=rest.num_top_logprobs,
+            prompt_logprobs=rest.prompt_logprobs,
         )
         if self.aborted is not None:
             raise ServerUnavailable(f"{replica.url} aborted: {self.aborted.error}")

@@ -9,7 +9,7 @@ running process has, such as servers and waits, is not shown.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import anyio
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import NotThere
+from agentloop.observe.bottleneck import Part, ServedOn, Spent, split_tool_time, union_s
+from agentloop.observe.latency import Duration, of_turn, summary_of
 from agentloop.observe.record import RecordReader, trajectory_of
 from agentloop.observe.runs import curves, read_metrics, runs_beside, start_metrics
 from agentloop.plain_json import dumps, loads
@@ -32,9 +34,15 @@ _LOOK_EVERY_S = 3.0
 _MAX_DIGITS = 18  # of a group's number
 _DAMAGED = (KeyError, TypeError, ValueError, AttributeError)
 _VERDICT = ("reward", "answer", "reason", "advantage", "dropped")
+_SERVED = ("model", "branch", "parent")  # of conversations that a service has recorded
 
-_Summary = tuple[dict[str, Any], list[dict[str, Any]]]
-"""Row of a group and rows of its rollouts; times are Unix times in milliseconds."""
+_Span = tuple[float, float]
+_Durations = Mapping[Duration, list[float]]
+_Summary = tuple[dict[str, Any], list[dict[str, Any]], Spent, _Durations, list[_Span]]
+"""Row of a group, rows of its rollouts, what their turns took, how long, and when they ran.
+
+Times are Unix times, of rows in milliseconds.
+"""
 
 
 @dataclass
@@ -43,11 +51,15 @@ class Archive:
 
     Attributes:
         chat: Decodes token by token; if None, text is shown by turn.
+        progress: Returns the total of steps, and how the run has ended.
+        served_on: The hardware of its servers, as far as its settings say.
     """
 
     folder: Path
     about: Mapping[str, Any]
     chat: ChatFormat | None = None
+    progress: Callable[[], Mapping[str, Any]] = dict
+    served_on: ServedOn = ServedOn.UNKNOWN
     _read: dict[tuple[Path, int], _Summary] = field(default_factory=dict)
 
     async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
@@ -102,20 +114,30 @@ class Archive:
             read[key] = summary
         self._read = read
         summaries = [summary for summary in reversed(read.values()) if summary[1]]
-        t0_ms = min((row["start"] for _, rows in summaries for row in rows), default=0)
+        t0_ms = min((row["start"] for _, rows, *_ in summaries for row in rows), default=0)
         t0 = t0_ms / 1000
-        groups = [_relative_to(t0_ms, group) for group, _ in summaries]
-        rollouts = [_relative_to(t0_ms, row) for _, rows in summaries for row in rows]
+        groups = [_relative_to(t0_ms, group) for group, *_ in summaries]
+        rollouts = [_relative_to(t0_ms, row) for _, rows, *_ in summaries for row in rows]
         steps = read_metrics(self.folder)
+        now = {**(_results(self.folder) or _moment(self.folder, steps)), **self.progress()}
         return {
             "rev": 0,
             "t": time.time(),
             "full": True,
             "about": {**self.about, "t0": t0, "live": False},
-            "now": _results(self.folder) or _moment(self.folder, steps),
+            "now": now | (self._times(summaries, steps) if summaries else {}),
             "rollouts": rollouts,
             "groups": groups,
             "steps": [*start_metrics(self.folder), *steps],
+        }
+
+    def _times(
+        self, summaries: Sequence[_Summary], steps: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        of_all = {kind: [s for *_, of, _ in summaries for s in of[kind]] for kind in Duration}
+        return {
+            "spent": _spent(summaries, steps).to_dict(self.served_on),
+            "latency": {"of": summary_of(of_all)},
         }
 
 
@@ -130,10 +152,11 @@ def read_rollout(folder: Path, key: str, chat: ChatFormat | None) -> dict[str, A
         return None
     verdict = {
         "group": _group_of(row),
-        "task": row["task"],
+        "task": row.get("title") or row["task"],
         "state": "done",
         "stop_reason": row["trajectory"]["stop_reason"],
         **{name: row[name] for name in _VERDICT},
+        **{name: row.get(name) for name in _SERVED},
     }
     try:
         record = trajectory_of(row["trajectory"])
@@ -150,7 +173,8 @@ def read_group(folder: Path, name: str, chat: ChatFormat | None) -> dict[str, An
         return None
     return {
         **_group_row(rows, 0.0),
-        "prompt": "" if chat is None else chat.last_user_text(rows[0]["trajectory"]["prompt_ids"]),
+        "prompt": rows[0].get("question")
+        or ("" if chat is None else chat.last_user_text(rows[0]["trajectory"]["prompt_ids"])),
         "answer": rows[0].get("truth"),
         "rollouts": [_member(row, is_chosen=_is_chosen(rows)) for row in rows],
     }
@@ -188,9 +212,66 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 def _summary(path: Path) -> _Summary:
     rows = _read(path)
+    spent, spans = Spent(), list[_Span]()
+    durations: dict[Duration, list[float]] = {kind: [] for kind in Duration}
     if not rows:
-        return {}, []
-    return _group_row(rows, 0.0), [_rollout_row(row, 0.0) for row in rows]
+        return {}, [], spent, durations, spans
+    for row in rows:
+        created: float = row["trajectory"]["created_unix_s"]
+        for turn in row["trajectory"]["turns"]:
+            spent.add(_spent_on(turn))
+            spans.append((created + turn["started_s"], created + turn["ended_s"]))
+            for kind, seconds in _durations_of(turn):
+                durations[kind].append(seconds)
+    shown = [_rollout_row(row, 0.0) for row in rows]
+    return _group_row(rows, 0.0), shown, spent, durations, spans
+
+
+def _durations_of(turn: Mapping[str, Any]) -> Iterator[tuple[Duration, float]]:
+    times = turn["started_s"], turn["first_token_s"], turn["generated_s"]
+    yield from of_turn(*times, len(turn["output_ids"]))
+    for result in turn["results"]:
+        if ToolCallStatus(result["status"]).ran:
+            yield Duration.CALL, result["ended_s"] - result["dispatched_s"]
+
+
+def _spent_on(turn: Mapping[str, Any]) -> Spent:
+    """Return what a turn took. An older record does not say when it was placed, only that it was
+    about to sample."""
+    started, first = turn["started_s"], turn["first_token_s"]
+    sampled, ended = turn["generated_s"], turn["ended_s"]
+    first = sampled if first is None else first
+    placed = turn.get("placed_s")
+    placed = started if placed is None else placed
+    times = [(one["dispatched_s"], one["started_s"], one["ended_s"]) for one in turn["results"]]
+    queued_s, ran_s = split_tool_time(times, sampled, max(sampled, ended))
+    found = Spent(num_turns=1, num_calls=len(times))
+    for part, seconds in (
+        (Part.KV, placed - started),
+        (Part.PREFILL, first - placed),
+        (Part.DECODE, sampled - first),
+        (Part.QUEUE, queued_s),
+        (Part.TOOL, ran_s if times else 0.0),
+    ):
+        found.seconds[part] = max(0.0, seconds)
+    return found
+
+
+def _spent(summaries: Sequence[_Summary], steps: Sequence[Mapping[str, Any]]) -> Spent:
+    """Return what the whole run was spent on, as far as its folder says.
+
+    Evaluations of a training run and its start are left out: their rollouts are not kept.
+    """
+    whole = Spent(busy_s=union_s(span for *_, spans in summaries for span in spans))
+    for _, _, spent, *_ in summaries:
+        whole.add(spent)
+    for name, part in (("learn_s", Part.LEARNER), ("sync_s", Part.SYNC)):
+        whole.seconds[part] = sum(row.get(name) or 0.0 for row in steps)
+    times = [time for *_, spans in summaries for span in spans for time in span]
+    free_s = max(times, default=0.0) - min(times, default=0.0) - whole.busy_s
+    between_s = whole.seconds[Part.LEARNER] + whole.seconds[Part.SYNC]
+    whole.window_s = whole.busy_s + min(free_s, between_s)
+    return whole
 
 
 def _relative_to(t0_ms: int, row: dict[str, Any]) -> dict[str, Any]:
@@ -226,7 +307,7 @@ def _group_of(row: Mapping[str, Any]) -> str:
 def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
     """Return a row like `Row.to_row`.
 
-    Placement times are unknown, so a turn counts as waiting until its first token.
+    Older records lack the time of placement; their turns count as waiting until the first token.
     """
     one = row["trajectory"]
     start: int = round(1000 * (one["created_unix_s"] - t0))
@@ -237,6 +318,8 @@ def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
     lanes: list[tuple[str, int]] = []
     for turn in one["turns"]:
         lanes.append(("wait", at(turn["started_s"])))
+        if turn.get("placed_s") is not None:
+            lanes.append(("prefill", at(turn["placed_s"])))
         if turn["first_token_s"] is not None:
             lanes.append(("decode", at(turn["first_token_s"])))
         not_run = {
@@ -244,6 +327,8 @@ def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
         }
         if any(call["id"] not in not_run for call in turn["calls"]):
             lanes.append(("tool", at(turn["generated_s"])))
+        if row.get("session") and turn is not one["turns"][-1]:
+            lanes.append(("client", at(turn["ended_s"])))
     results = [result for turn in one["turns"] for result in turn["results"]]
     return {
         "id": one["id"],
@@ -251,8 +336,9 @@ def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
         "state": "done",
         "stop": one["stop_reason"],
         "turn": len(one["turns"]),
+        # Without ids: those that an evaluated endpoint has counted; another agent counts none.
         "tokens": sum(len(turn["output_ids"]) for turn in one["turns"])
-        or row.get("figures", {}).get("num_tokens", 0),  # as counted by an external endpoint
+        or (0 if one.get("messages") else row.get("figures", {}).get("num_tokens", 0)),
         "calls": sum(len(turn["calls"]) for turn in one["turns"]),
         "failed_calls": sum(ToolCallStatus(result["status"]).failed for result in results),
         "server": next(
@@ -274,7 +360,7 @@ def _group_row(rows: Sequence[Mapping[str, Any]], t0: float) -> dict[str, Any]:
     is_chosen = _is_chosen(rows)
     return {
         "id": _group_of(rows[0]),
-        "task": rows[0]["task"],
+        "task": rows[0].get("title") or rows[0]["task"],
         "size": len(by_rollout),
         "state": "done",
         "num_done": len(by_rollout),
@@ -298,6 +384,7 @@ def _member(row: Mapping[str, Any], *, is_chosen: bool) -> dict[str, Any]:
     return {
         **{name: summary[name] for name in names},
         **{name: row[name] for name in _VERDICT},
+        "branch": row.get("branch"),
         "turns": summary["turn"],
         "kept": row["advantage"] is not None if is_chosen else None,
     }
@@ -324,6 +411,8 @@ def _moment(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     last = next((row for row in reversed(steps) if row.get("version") is not None), steps[-1])
     version = last.get("version")
     # A step's version is the one it was sampled with; the run has since published the next one.
+    if isinstance(version, int) and last.get("weights/publish_s") is not None:
+        version += 1  # also where no folder has it: weights.transport=group, a copied run
     published = [int(path.name) for path in (folder / "weights").glob("*") if path.name.isdigit()]
     version = max(published, default=version)
     return {

@@ -9,7 +9,6 @@ counts.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, Literal
 from agentloop.events import (
     CallFinished,
     CallStarted,
+    ClientAwaited,
     Event,
     GroupFinished,
     GroupStarted,
@@ -35,14 +35,22 @@ from agentloop.events import (
     TurnStarted,
     WeightsLoaded,
 )
+from agentloop.observe.bottleneck import CallTimes, Part, RecentTime, Spent
+from agentloop.observe.latency import Duration, RecentDurations, nearest_rank, of_turn
 from agentloop.trajectory import Trajectory, Turn, rollout_of
 
 __all__ = ["Board", "GroupRow", "Lane", "Row"]
 
-Lane = Literal["wait", "prefill", "decode", "tool", "siblings", "reward"]
-"""State of a rollout: waiting for capacity, prefill, decoding, running tools, waiting for the rest
-of its group, or being scored."""
+Lane = Literal["wait", "prefill", "decode", "tool", "client", "siblings", "reward"]
+"""State of a rollout: waiting for capacity, prefill, decoding, running tools, waiting for the
+client of its session, waiting for the rest of its group, or being scored."""
 
+_PARTS: Mapping[Lane, Part] = {
+    "wait": Part.KV,
+    "prefill": Part.PREFILL,
+    "decode": Part.DECODE,
+    "tool": Part.TOOL,
+}
 _MAX_LANES = 64  # per row, the newest
 _MAX_STEPS = 5_000  # rows of metrics
 _RATE_S = 5.0  # window for rates
@@ -163,6 +171,8 @@ class Board:
         self._max_kept_tokens = max_kept_tokens
         self._num_tokens = self._num_calls = 0
         self._rates: deque[tuple[float, int, int]] = deque([(self.t0, 0, 0)])
+        self._recent = RecentTime(self.t0)
+        self._durations = RecentDurations()
         self._latencies: deque[tuple[float, float]] = deque(maxlen=_NUM_LATENCIES)
         self._cached: dict[str, deque[tuple[int, int]]] = {}
         # Changes since the last `take`, in order.
@@ -196,6 +206,7 @@ class Board:
             case Measured(row=metrics):
                 self.steps.append(metrics)
                 self._num_new_steps = min(self._num_new_steps + 1, _MAX_STEPS)
+                self._record_step(metrics)
             case WeightsLoaded(version=version):
                 self.policy_version = version
             case _:
@@ -206,6 +217,7 @@ class Board:
     def _start(self, record: Trajectory, group: str) -> None:
         now = self.ms()
         row = Row(record, record.id, group, now, lanes=[("wait", now)])
+        self._recent.enter(row.id, Part.KV, self._clock(), ())
         before = self.rows.get(record.id)
         self.num_in_flight += before is None or before.state != "live"
         self.rows[record.id] = row
@@ -236,13 +248,23 @@ class Board:
                 row.failed_calls += result.status.failed
                 self._token_changes[row.id] = None
                 self._num_calls += 1
+                self._recent.count(self._clock(), calls=1)
                 self.calls[str(result.status)] += 1
                 queued_s = result.started_s - result.dispatched_s
-                self._latencies.append((result.ended_s - result.dispatched_s, queued_s))
+                took_s = result.ended_s - result.dispatched_s
+                self._latencies.append((took_s, queued_s))
+                if result.status.ran:
+                    self._durations.add(Duration.CALL, self._clock(), took_s)
             case TurnSampled() if row.open_calls:
                 self._enter(row, "tool")
             case TurnFinished(record=turn):
                 self._record_cache_hits(row, turn)
+                self._recent.count(self._clock(), turns=1)
+                times = turn.started_s, turn.first_token_s, turn.generated_s
+                for kind, seconds in of_turn(*times, len(turn.output_ids)):
+                    self._durations.add(kind, self._clock(), seconds)
+            case ClientAwaited():
+                self._enter(row, "client")
             case RolloutFinished(trajectory=trajectory):
                 row.stop = str(trajectory.stop_reason)
                 row.turn = max(row.turn, len(trajectory.turns))
@@ -259,6 +281,8 @@ class Board:
                 now = self.ms()
                 if row.end < now:
                     row.lanes.append(("siblings", row.end))
+                end = self._clock()
+                self._recent.add(Part.REWARD, end - event.seconds, end)
                 row.lanes.append(("reward", max(now - round(1000 * event.seconds), row.end)))
                 row.end = now
                 self._trim(row)
@@ -269,6 +293,14 @@ class Board:
         others = (len(one.output_ids) + len(one.observation_ids) for one in row.record.turns[:-1])
         last = self._cached.setdefault(row.server, deque(maxlen=_NUM_PROMPTS))
         last.append((turn.cached_tokens, len(row.record.prompt_ids) + sum(others)))
+
+    def _record_step(self, metrics: Mapping[str, Any]) -> None:
+        """Record the times of a step that has ended now: first the learner's, then the sync's."""
+        end = self._clock()
+        for name, part in (("sync_s", Part.SYNC), ("learn_s", Part.LEARNER)):
+            begun = end - (metrics.get(name) or 0.0)
+            self._recent.add(part, begun, end)
+            end = begun
 
     def _update_group(self, event: GroupStarted | GroupFinished) -> None:
         name = event.group
@@ -307,6 +339,7 @@ class Board:
 
     def _enter(self, row: Row, lane: Lane) -> None:
         if row.lanes[-1][0] != lane:
+            self._recent.enter(row.id, _PARTS.get(lane), self._clock(), _calls_of(row))
             row.lanes.append((lane, self.ms()))
             self._trim(row)
         self._lane_changes[row.id] = None
@@ -319,6 +352,7 @@ class Board:
 
     def _end(self, row: Row, state: Literal["done", "abandoned"]) -> None:
         row.state, row.end = state, self.ms()
+        self._recent.enter(row.id, None, self._clock(), _calls_of(row))
         row.open_calls.clear()
         self._lane_changes[row.id] = None
         self.num_in_flight -= 1
@@ -371,6 +405,18 @@ class Board:
             "groups_open": sum(group.end is None for group in self.groups.values()),
             "policy_version": self.policy_version,
         }
+
+    def spent(self, *, queued_share: float = 0.0) -> Spent:
+        """Return what the last minute was spent on.
+
+        Args:
+            queued_share: of the calls that have not ended, those that wait for a slot.
+        """
+        return self._recent.spent(self._clock(), queued_share=queued_share)
+
+    def latency(self) -> dict[str, Any]:
+        """Return percentiles of the turns and calls that ended in the last minute."""
+        return self._durations.to_dict(self._clock())
 
     def tools(self) -> dict[str, Any]:
         """Return the number of calls by status, and percentiles of recent latencies."""
@@ -434,6 +480,17 @@ class Board:
             yield {"rollouts": [row.to_row() for row in rows if row is not None]}
 
 
+def _calls_of(row: Row) -> list[CallTimes]:
+    """Return the times of the ended calls of a rollout's last turn, as Unix times."""
+    if row.record is None or not row.record.turns:
+        return []
+    t0 = row.record.created_unix_s
+    return [
+        (t0 + one.dispatched_s, t0 + one.started_s, t0 + one.ended_s)
+        for one in row.record.turns[-1].results
+    ]
+
+
 def _pop_first(keys: dict[str, None], number: int) -> list[str]:
     """Remove and return the first `number` keys."""
     found = [key for key, _ in zip(keys, range(number), strict=False)]
@@ -446,7 +503,4 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
     """Return nearest-rank percentiles in milliseconds."""
     ordered = sorted(seconds)
     ranks = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-    return {
-        name: round(1000 * ordered[max(0, math.ceil(share * len(ordered)) - 1)], 1)
-        for name, share in ranks.items()
-    }
+    return {name: round(1000 * nearest_rank(ordered, share), 1) for name, share in ranks.items()}

@@ -24,14 +24,16 @@ import anyio
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.aio import Signal
 from agentloop.errors import NotThere
+from agentloop.inference.cpu import has_accelerator
 from agentloop.inference.replicas import ServerView
 from agentloop.observe.board import Board, Row
+from agentloop.observe.bottleneck import ServedOn, served_on
 from agentloop.observe.record import RecordReader
 from agentloop.observe.runs import curves, runs_beside
 from agentloop.observe.stalls import Stalls
 from agentloop.plain_json import dumps, loads
 
-__all__ = ["Live", "Sources"]
+__all__ = ["Live", "Sources", "served_here"]
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class Sources:
     servers: Callable[[], Sequence[ServerView]] = tuple
     num_waiting: Callable[[], int] = lambda: 0
     sandbox: Callable[[], Mapping[str, Any]] = dict
+    served_on: Callable[[], ServedOn] = lambda: ServedOn.UNKNOWN
     # Further values, such as a training run's progress.
     more: Callable[[], Mapping[str, Any]] = dict
     folder: Path | None = None  # of the run
@@ -82,6 +85,8 @@ class Live:
     _lag_s: float = 0.0  # delay of the last tick
     _frames: deque[_Frame] = field(default_factory=lambda: deque(maxlen=_MAX_FRAMES))
     _ticked: Signal = field(default_factory=Signal)
+    _spent: dict[str, Any] = field(default_factory=dict)  # not changed after the end
+    _latency: dict[str, Any] = field(default_factory=dict)  # alike
     _ended: dict[str, str] | None = None
     _ended_rev: int = 0
     # Set when the last reader leaves after the end.
@@ -262,13 +267,19 @@ class Live:
             "loop_lag_ms": round(1000 * self._lag_s, 1),
             **s.more(),
         }
+        sandbox = {**s.sandbox(), **self.board.tools()}
+        if self._ended is None:
+            spent = self.board.spent(queued_share=_queued_share(sandbox))
+            self._spent = spent.to_dict(s.served_on())
+            self._latency = self.board.latency()
+        now["spent"], now["latency"] = self._spent, self._latency
         if self._ended is not None:
             now["ended"] = self._ended
         return {
             "now": now,
             "waits": waits,
             "servers": [self._server(view) for view in s.servers()],
-            "sandbox": {**s.sandbox(), **self.board.tools()},
+            "sandbox": sandbox,
         }
 
     def _server(self, view: ServerView) -> dict[str, Any]:
@@ -298,6 +309,17 @@ class Live:
             return None
         oldest = self._frames[0].rev if self._frames else self._rev + 1
         return int(rev) if oldest - 1 <= int(rev) <= self._rev else None
+
+
+def served_here(servers: Sequence[str], device: str) -> ServedOn:
+    """Return the hardware of the servers of a process that runs on this machine."""
+    return served_on(servers, device, has_accelerator=has_accelerator())
+
+
+def _queued_share(sandbox: Mapping[str, Any]) -> float:
+    """Return how many of the calls in the sandbox wait for a slot, of all that are there."""
+    waiting = sandbox.get("waiting") or 0
+    return waiting / (waiting + (sandbox.get("busy") or 0)) if waiting else 0.0
 
 
 def _question(prompt: Any) -> str:

@@ -4,6 +4,7 @@
     GET  /api/stream  /api/frame             the board: as a stream of changes; whole
     GET  /api/rollouts/ID  .../ID/stream     a rollout: whole; as it grows
     GET  /api/groups/ID  /api/runs  /api/curves?run=NAME
+    GET  /api/trace                          the timelines, for Perfetto
     POST /api/ask  /api/control
 
 The data comes from a `PageData`: a live process (live.py) or a run's folder (archive.py).
@@ -23,6 +24,7 @@ import orjson
 from aiohttp import web
 
 from agentloop.errors import AgentLoopError, NotThere, RequestError
+from agentloop.observe.perfetto import trace_of
 from agentloop.plain_json import dumps
 
 __all__ = ["Control", "Page", "PageData"]
@@ -139,6 +141,7 @@ class Page:
             "/api/groups/{id}": self._group,
             "/api/runs": self._runs,
             "/api/curves": self._curves,
+            "/api/trace": self._trace,
         }
         for path, handler in gets.items():
             app.router.add_get(path, _with_json_errors(handler))
@@ -174,6 +177,10 @@ class Page:
     async def _curves(self, request: web.Request) -> web.StreamResponse:
         run = request.query.get("run", "")
         return await _json_in_thread({"run": run, "rows": await self._data.curves(run)})
+
+    async def _trace(self, request: web.Request) -> web.StreamResponse:
+        frame = await self._data.frame()
+        return await _json_in_thread(await anyio.to_thread.run_sync(trace_of, frame))
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         last_id = request.headers.get("Last-Event-ID")

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from agentloop.agent.chat_format import ChatFormat, TextStream
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.text_stream import TextStream
 from agentloop.trajectory import (
+    Message,
     StopReason,
     ToolCall,
     ToolCallStatus,
@@ -62,7 +64,7 @@ class RecordReader:
             "elapsed_s": record.elapsed_s,
             "stop_reason": None,
             "error": record.error,
-            "prompt": "" if self._chat is None else self._chat.decode(record.prompt_ids),
+            "prompt": self._text(record.prompt_ids) or _in_words(record.messages_between[0]),
             "prompt_tokens": len(record.prompt_ids),
             "turns": [self._turn(index, 0) for index in range(len(record.turns))],
             **self._verdict(),
@@ -91,8 +93,14 @@ class RecordReader:
         entropies = None
         if self._entropies is not None and index < len(self._entropies):
             entropies = self._entropies[index][known:num]
+        pieces = self._pieces(index, turn, num, is_over=is_over)
+        calls = [asdict(call) for call in turn.calls]
+        if not num and is_over:  # without ids, each call is a piece after those of the text
+            for start, call in enumerate(calls, len(pieces) - len(calls)):
+                call |= {"start": start, "end": start + 1}
+        heard = self._record.messages_between[index + 1 : index + 2]  # none while it speaks
         return {
-            "pieces": self._pieces(index, turn, num, is_over=is_over)[known:],
+            "pieces": pieces[known:],
             "ids": turn.output_ids[known:num],
             "logprobs": turn.logprobs[known:num],
             "entropies": entropies,
@@ -101,17 +109,23 @@ class RecordReader:
             "servers": list(turn.servers),
             "cached_tokens": turn.cached_tokens,
             "started_s": turn.started_s,
+            "placed_s": turn.placed_s,
             "first_token_s": turn.first_token_s,
             "generated_s": turn.generated_s,
             "ended_s": turn.ended_s,
-            "calls": [asdict(call) for call in turn.calls],
+            "calls": calls,
             "results": [asdict(result) for result in turn.results],
-            "observation": "" if self._chat is None else self._chat.decode(turn.observation_ids),
+            "observation": self._text(turn.observation_ids) or "".join(map(_in_words, heard)),
             "observation_tokens": len(turn.observation_ids),
         }
 
+    def _text(self, ids: Sequence[int]) -> str:
+        return "" if self._chat is None else self._chat.decode(ids)
+
     def _pieces(self, index: int, turn: Turn, num: int, *, is_over: bool) -> list[str]:
         """Return the text of each token.
+
+        Without ids, return pieces of the text and then the calls.
 
         A token that ends within a character has an empty text; at the end of the turn, the last
         token gets the text that was held back.
@@ -121,8 +135,9 @@ class RecordReader:
                 _DecodedTurn([], None if self._chat is None else TextStream(self._chat))
             )
         decoded = self._decoded[index]
-        if not num and is_over:  # from an external endpoint, which returns no ids
-            return [piece for piece in _TAGS.split(turn.text) if piece]
+        if not num and is_over:  # from an endpoint or a script, which returns no ids
+            texts = [piece for piece in _TAGS.split(turn.text) if piece]
+            return [*texts, *(call.raw for call in turn.calls)]
         pieces, new = decoded.pieces, turn.output_ids[len(decoded.pieces) : num]
         if decoded.stream is None:
             pieces += [""] * len(new)
@@ -137,6 +152,10 @@ class RecordReader:
 class _DecodedTurn:
     pieces: list[str]
     stream: TextStream | None
+
+
+def _in_words(messages: Sequence[Message]) -> str:
+    return "\n\n".join(f"{one.get('role')}: {one.get('content') or ''}" for one in messages)
 
 
 def _extent(turn: Turn) -> tuple[float, ...]:
@@ -176,5 +195,6 @@ def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
         row["error"],
         row["created_unix_s"],
         row["elapsed_s"],
-        row.get("answer", ""),  # missing in older records
+        row.get("answer", ""),  # missing in older records, like the next
+        row.get("messages", []),
     )

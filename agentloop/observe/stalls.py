@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import anyio
 from agentloop.events import (
     CallFinished,
     CallStarted,
+    ClientAwaited,
     Event,
     GroupFinished,
     GroupStarted,
@@ -34,10 +34,11 @@ from agentloop.events import (
     WeightsLoaded,
 )
 
-__all__ = ["Stalls", "Wait"]
+__all__ = ["NO_PROGRESS_S", "Stalls", "Wait"]
 
 log = logging.getLogger(__name__)
 
+NO_PROGRESS_S = 60.0  # after which a service or an evaluation logs what waits; cf. the watchdog
 _MAX_LOGGED = 50  # waits in one log message
 
 
@@ -67,6 +68,7 @@ class Stalls:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._open: dict[str, _Open] = {}
+        self._resting: set[str] = set()  # branches of sessions that wait for their clients
         self._others: list[tuple[str, str, float]] = []  # part, what it waits for, since when
         self.moved_s = clock()  # time of the last progress
 
@@ -97,13 +99,19 @@ class Stalls:
                 return
             case RolloutFinished() | RolloutAbandoned():
                 self._open.pop(event.rollout_id, None)
+                self._resting.discard(event.rollout_id)
                 return
             case GroupStarted() | GroupFinished() | Measured() | WeightsLoaded():
                 return
         wait = self._open.get(event.rollout_id)
         if wait is None:
             return
+        self._resting.discard(event.rollout_id)
         match event:
+            case ClientAwaited():
+                wait.what, wait.since_s = "its client", now
+                wait.calls.clear()
+                self._resting.add(event.rollout_id)
             case TurnStarted() | TurnMoved():
                 wait.what, wait.since_s = "capacity on a server", now
             case TurnPlaced(server=server):
@@ -121,8 +129,9 @@ class Stalls:
 
     @property
     def no_progress_s(self) -> float:
-        """Seconds without progress, or 0 if nothing is waiting."""
-        return self.unmoved_s if self._open or self._others else 0.0
+        """Seconds without progress, or 0 if nothing waits but sessions for their clients."""
+        is_waiting = len(self._open) > len(self._resting) or self._others
+        return self.unmoved_s if is_waiting else 0.0
 
     @property
     def unmoved_s(self) -> float:
@@ -131,6 +140,8 @@ class Stalls:
 
     def waits(self, most: int | None = None) -> list[Wait]:
         """Return the waits of rollouts, their open calls and other parts, longest first.
+
+        Sessions that wait for their clients come last.
 
         Args:
             most: Maximum number of waits to return.
@@ -143,8 +154,11 @@ class Stalls:
             # A turn may be over while its calls run; then it only waits for the calls.
             if not wait.calls or wait.since_s >= max(since for _, since in wait.calls.values()):
                 found.append((wait.since_s, rollout_id, wait.what))
-        since = operator.itemgetter(0)
-        longest = heapq.nsmallest(len(found) if most is None else most, found, key=since)
+        longest = heapq.nsmallest(
+            len(found) if most is None else most,
+            found,
+            key=lambda one: (one[1] in self._resting, one[0]),
+        )
         return [Wait(who, what, now - since_s) for since_s, who, what in longest]
 
     async def watch(self, after_s: float, more: Callable[[], str] = lambda: "") -> None:

@@ -47,9 +47,6 @@ class WatchdogSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    max_lag_s: float = pydantic.Field(
-        1.0, gt=0, description="Log the stack if the event loop is blocked for longer than this."
-    )
     no_progress_s: float = pydantic.Field(
         300.0,
         gt=0,
@@ -66,6 +63,9 @@ class WatchdogSettings(pydantic.BaseModel):
 class WatchdogLimits(WatchdogSettings):
     """Limits of the watchdog, which only tests change."""
 
+    max_lag_s: float = pydantic.Field(
+        1.0, gt=0, description="Log the stack if the event loop is blocked for longer than this."
+    )
     lag_logged_every_s: float = pydantic.Field(
         60.0, ge=0, description="Minimum time between two of these logs; omitted ones are counted."
     )

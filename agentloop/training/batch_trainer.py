@@ -127,7 +127,7 @@ class BatchTrainer:
         notes = {"version": self.version, "resets": resets, "stage": stage, "learns": learns}
         lease = await self._buffer.lease(self.step + 1, notes)
         if learns:
-            self._pace.waits("the learner trains")
+            self._pace.waits("the learner is training")
         metrics = StepMetrics.of(lease, await self._steps.learn(lease))
         metrics.wait_s = self._waited_s
         if metrics.learned.num_learned:
@@ -153,7 +153,7 @@ class BatchTrainer:
         self._pace.report.say(
             f"step {self.step}/{self._pace.num_steps}: reward {mean(rollouts.reward)}"
             f"{rewards_of_each(metrics.environments)}, "
-            f"tool errors in correct {percent(rollouts.tool_errors_in_correct)}, "
+            f"tool errors in correct rollouts {percent(rollouts.tool_errors_in_correct)}, "
             f"{metrics.learned.num_learned} of {rollouts.num_rollouts} rollouts trained on, "
             f"{metrics.rollout_tokens_per_s:,.0f} tokens/s, {metrics.step_s:.1f} s"
         )

@@ -10,9 +10,10 @@ such a point is wasted. The rules:
                  tasks are not solved: without exploration there is no further progress
     entropy_high the reward is declining, and the entropy is `entropy_high` times its value at the
                  best reward
-    gradient     the same for the gradient norm, with `grad_norm_high`
-    truncated    the reward is declining, and the share of truncated rollouts has risen by
-                 `truncated_rise`
+    gradient     the reward is declining, and the gradient norm is ten times its value at the best
+                 reward; that of a skipped step counts as infinite
+    truncated    the reward is declining, and the share of truncated rollouts has risen by 0.3 since
+                 the best reward
     mismatch     the KL divergence between engine and learner is above `mismatch_max`
 
 False alarms are rare:
@@ -63,6 +64,8 @@ Row = Mapping[str, Any]
 
 _MIN_FALL = 0.1  # a smaller fall of the reward is noise
 _SOLVED = 0.9  # low entropy is expected from this reward on
+_GRAD_NORM_HIGH = 10.0
+_TRUNCATED_RISE = 0.3
 
 
 class CollapseSettings(pydantic.BaseModel):
@@ -70,9 +73,6 @@ class CollapseSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    enabled: bool = pydantic.Field(
-        True, description="Stop a run that has collapsed, at its last good checkpoint."
-    )
     window: int = pydantic.Field(
         9,
         ge=1,
@@ -80,9 +80,9 @@ class CollapseSettings(pydantic.BaseModel):
     )
     patience: int = pydantic.Field(
         10,
-        ge=1,
+        ge=0,
         description="Number of consecutive steps that must violate a rule before the run counts as "
-        "collapsed.",
+        "collapsed and stops, at its last good checkpoint. 0: it never does.",
     )
     reward_fall: float = pydantic.Field(
         0.5,
@@ -107,18 +107,6 @@ class CollapseSettings(pydantic.BaseModel):
         gt=1,
         description="Rule: the reward is declining and the entropy is above this multiple of its "
         "value at the best reward.",
-    )
-    grad_norm_high: float = pydantic.Field(
-        10.0,
-        gt=1,
-        description="Rule: the reward is declining and the gradient norm is above this multiple of "
-        "its value at the best reward. A step skipped for a non-finite norm counts as infinite.",
-    )
-    truncated_rise: float = pydantic.Field(
-        0.3,
-        gt=0,
-        description="Rule: the reward is declining and the share of truncated rollouts has risen "
-        "by more than this since the best reward.",
     )
     mismatch_max: float = pydantic.Field(
         0.1,
@@ -208,7 +196,7 @@ class Collapse:
         Rows other than those of steps, such as evaluations, are ignored. A new value of `stage`,
         or a row about filtered tasks, starts a new stage.
         """
-        if not self._settings.enabled:
+        if not self._settings.patience:
             return None
         if "filter/num_left" in row:
             self._begin()
@@ -274,19 +262,19 @@ class Collapse:
             why = f"the entropy fell from {self._highest_entropy:.3g} to {entropy:.3g}"
             yield Rule.ENTROPY_LOW, _ENTROPY, f"{why}, at a reward of {now[_REWARD]:.3g}"
         if (mismatch := now.get(_MISMATCH, 0.0)) > s.mismatch_max:
-            why = f"the KL between engine and policy is {mismatch:.3g} per token"
+            why = f"the KL divergence between servers and learner is {mismatch:.3g} nats per token"
             yield Rule.MISMATCH, _MISMATCH, why
         if not self._fell_by(now, s.reward_decline):
             return
         for rule, name, what, factor in (
             (Rule.ENTROPY_HIGH, _ENTROPY, "the entropy", s.entropy_high),
-            (Rule.GRADIENT, _GRADIENT, "the gradient norm", s.grad_norm_high),
+            (Rule.GRADIENT, _GRADIENT, "the gradient norm", _GRAD_NORM_HIGH),
         ):
             usual = self._at_best.get(name, math.nan)
             if now.get(name, math.nan) > factor * usual:
                 yield rule, name, f"{what} rose from {usual:.3g} to {now[name]:.3g}, and {reward}"
         usual = self._at_best.get(_TRUNCATED, math.nan)
-        if now.get(_TRUNCATED, math.nan) > usual + s.truncated_rise:
+        if now.get(_TRUNCATED, math.nan) > usual + _TRUNCATED_RISE:
             many = f"from {percent(usual)} to {percent(now[_TRUNCATED])}"
             why = f"truncated rollouts rose {many}, and {reward}"
             yield Rule.TRUNCATED, _TRUNCATED, why
@@ -328,7 +316,7 @@ def checkpoint_before(verdict: Verdict, checkpoints: Iterable[int]) -> int | Non
 _COLUMNS = {
     "reward": _REWARD,
     "entropy": _ENTROPY,
-    "KL to the engine": _MISMATCH,
+    "mismatch KL": _MISMATCH,
     "gradient": _GRADIENT,
     "length": "length_mean",
     "truncated": _TRUNCATED,
@@ -340,8 +328,7 @@ _SOFTER = "a lower `learner.optimizer.lr`, or a smaller `learner.loss.clip_high`
 _TRY = {
     Rule.REWARD: (
         _SOFTER,
-        "more rollouts per step (`loop.prompts_per_step`), or less stale ones "
-        "(`loop.max_staleness`)",
+        "more rollouts per step (`loop.prompts_per_step`), or a lower `loop.max_staleness`",
     ),
     Rule.ENTROPY_LOW: (
         "a larger `learner.loss.clip_high`, so that rare tokens can become more likely",
@@ -350,18 +337,18 @@ _TRY = {
     ),
     Rule.ENTROPY_HIGH: (
         _SOFTER,
-        "`learner.loss.entropy_coef = 0`, if it is set",
-        "a look at the trajectories: is noise rewarded?",
+        "`learner.loss.entropy_coef = 0`, unless it is 0 already",
+        "the trajectories: is noise rewarded?",
     ),
     Rule.GRADIENT: (_SOFTER, "a smaller `learner.optimizer.max_grad_norm`"),
     Rule.TRUNCATED: (
         "a larger `budget.max_response_tokens`, if the rollouts would have ended by themselves",
-        "a look at the trajectories: repetition means that the policy itself has degenerated",
+        "the trajectories: repetition means that the policy itself has degenerated",
         _SOFTER,
     ),
     Rule.MISMATCH: (
         "the same `learner.dtype` and `server.dtype`",
-        "less stale rollouts (`loop.max_staleness`)",
+        "a lower `loop.max_staleness`",
         "a smaller `learner.loss.tis_cap`",
     ),
 }
@@ -400,10 +387,10 @@ def report(
             "",
             *_table(steps[-num_steps:]),
             "",
-            "## What to try",
+            "## What to try or look at",
             "",
             *(f"- {one}" for one in _TRY[verdict.rule]),
-            "- if this is not a collapse: `collapse.enabled = false`, or a wider threshold",
+            "- if this is no collapse: a less strict threshold, or `collapse.patience = 0`",
             "",
         ]
     )

@@ -42,7 +42,7 @@ def figures(group: ScoredGroup) -> dict[str, Any]:
     return {
         "rejected": None if rejected is None else str(rejected),
         "rollouts": [
-            of_rollout(episode.trajectories, reward.value)
+            of_rollout(episode.trajectories, reward.value) | {"parts": dict(reward.parts)}
             for episode, reward in zip(group.episodes, group.rewards, strict=True)
         ],
     }
@@ -120,19 +120,32 @@ def about(groups: Sequence[Mapping[str, Any]]) -> RolloutMetrics:
 def about_each(groups: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     """Compute the metrics of each environment, by names such as `env/guess/reward`.
 
+    The means of the parts of a reward are `env/guess/part/found`.
+
     Args:
         groups: the name of each group's environment, and its `figures`. Groups without a name, of a
-            run with a single environment, have no such metrics.
+            run with a single environment, have only the parts: `part/found`.
     """
     found: dict[str, list[Mapping[str, Any]]] = {}
     for name, one in groups:
+        found.setdefault(name, []).append(one)
+    metrics: dict[str, Any] = {}
+    for name in sorted(found):
+        prefix = f"env/{name}/" if name else ""
         if name:
-            found.setdefault(name, []).append(one)
-    return {
-        f"env/{name}/{metric}": value
-        for name in sorted(found)
-        for metric, value in asdict(about(found[name])).items()
-    }
+            of_all = asdict(about(found[name]))
+            metrics |= {f"{prefix}{metric}": value for metric, value in of_all.items()}
+        metrics |= {f"{prefix}part/{part}": m for part, m in _mean_parts(found[name]).items()}
+    return metrics
+
+
+def _mean_parts(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        for rollout in group.get("rollouts", ()):
+            for part, value in rollout.get("parts", {}).items():
+                values.setdefault(part, []).append(value)
+    return {part: statistics.fmean(values[part]) for part in sorted(values)}
 
 
 def rewards_of_each(metrics: Mapping[str, Any]) -> str:
@@ -140,7 +153,7 @@ def rewards_of_each(metrics: Mapping[str, Any]) -> str:
     told = [
         f"{name.split('/')[1]} {mean(value)}"
         for name, value in metrics.items()
-        if name.endswith("/reward")
+        if name.startswith("env/") and name.endswith("/reward") and "/part/" not in name
     ]
     return f" ({', '.join(told)})" if told else ""
 

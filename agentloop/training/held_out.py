@@ -129,7 +129,7 @@ class HeldOutEval:
         self._pace.values |= {"held-out reward": reward}
         self._pace.report.say(
             f"step {step}: held-out reward {reward}{rewards_of_each(each)}, "
-            f"tool errors in correct {percent(values.tool_errors_in_correct)}"
+            f"tool errors in correct rollouts {percent(values.tool_errors_in_correct)}"
         )
 
 

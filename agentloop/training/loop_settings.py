@@ -38,9 +38,9 @@ class LoopSettings(pydantic.BaseModel):
     )
     curriculum: bool = pydantic.Field(
         False,
-        description="Draw tasks by how often they are solved: rarely those that always or never "
-        "are. A task that all rollouts of three groups in a row solve is retired, and only "
-        "rechecked now and then.",
+        description="Draw tasks by their solve rate: tasks that are always or never solved are "
+        "drawn rarely. A task that every rollout of three groups in a row has solved is retired, "
+        "and only rechecked occasionally.",
     )
     early_stop_at: int = pydantic.Field(
         0,
@@ -57,14 +57,14 @@ class LoopSettings(pydantic.BaseModel):
     evaluate_every: int = pydantic.Field(
         10,
         ge=0,
-        description="Steps between evaluations on held-out tasks, which also end each stage. 0: "
-        "never.",
+        description="Steps between evaluations on held-out tasks; each stage also ends with one. "
+        "0: never.",
     )
     evaluate_tasks: int = pydantic.Field(
         64,
         ge=1,
-        description="Number of held-out tasks per evaluation, of each environment, with one "
-        "rollout each.",
+        description="Number of held-out tasks per evaluation and environment, with one rollout "
+        "each.",
     )
     checkpoint_every: int = pydantic.Field(
         50, ge=0, description="Steps between checkpoints. 0: only at the end."
@@ -72,8 +72,8 @@ class LoopSettings(pydantic.BaseModel):
     seed: int = pydantic.Field(
         0,
         ge=0,
-        description="Random seed of Resample-on-Correct, of shuffled rewards, of curriculum and of "
-        "the order of filtered tasks.",
+        description="Random seed of Resample-on-Correct, shuffled rewards, the curriculum and the "
+        "order of filtered tasks.",
     )
     step_timeout_s: float = pydantic.Field(
         3600.0, gt=0, description="Time limit of one request to the learner, such as a step."
@@ -100,8 +100,9 @@ class StageSettings(pydantic.BaseModel):
     filter_tasks: int = pydantic.Field(
         0,
         ge=0,
-        description="Before this stage, roll out each of this many tasks eight times and then "
-        "train only on those that some rollout failed, epoch after epoch. 0: train on all tasks.",
+        description="Before this stage, roll out this many tasks eight times each; then train, "
+        "for as many epochs as it takes, on those that not every rollout solved. 0: train on all "
+        "tasks.",
     )
 
     def budget(self, usual: Budget) -> Budget:

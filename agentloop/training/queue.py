@@ -33,7 +33,7 @@ from agentloop.errors import RunFolderError
 from agentloop.plain_json import dumps, loads
 from agentloop.training.curriculum import GroupOutcome
 
-__all__ = ["GroupQueue", "Lease", "QueuedGroup"]
+__all__ = ["GroupQueue", "Lease", "QueuedGroup", "copy_journal"]
 
 _FORMAT = 1
 _SCHEMA = f"""
@@ -329,6 +329,8 @@ class GroupQueue:
             )
             db.execute("DELETE FROM steps WHERE step > ?", (step,))
             db.execute("DELETE FROM outcomes WHERE step > ?", (step,))
+            digests = "key LIKE 'weights %' AND CAST(substr(key, 9) AS INTEGER) > ?"
+            db.execute(f"DELETE FROM notes WHERE {digests}", (step,))
             stages = db.execute("SELECT key, value FROM notes WHERE key LIKE 'stage %'").fetchall()
             for key, value in sorted(stages, key=lambda row: _stage_number(row[0]), reverse=True):
                 stage = loads(value)
@@ -408,6 +410,24 @@ class GroupQueue:
                 return await anyio.to_thread.run_sync(transact)
             except (sqlite3.Error, json.JSONDecodeError) as error:
                 raise RunFolderError(f"run.folder: {self._path}: {error}") from error
+
+
+def copy_journal(source: Path, target: Path) -> None:
+    """Copy a journal to a new file, without writing to it; a run may be using it.
+
+    Raises:
+        RunFolderError: it is missing or damaged, or the copy cannot be written.
+    """
+    if not source.is_file():
+        raise RunFolderError(f"{source}: there is no such journal")
+    try:
+        with (
+            closing(sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True)) as journal,
+            closing(sqlite3.connect(target)) as copy,
+        ):
+            journal.backup(copy)
+    except sqlite3.Error as error:
+        raise RunFolderError(f"run.folder: {source}: {error}") from error
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -98,7 +98,7 @@ def tell_other_loss(
     if before is None or now is None:
         return
     if not math.isclose(before, now, rel_tol=_SAME_LOSS, abs_tol=_SAME_LOSS):
-        say(f"Step {step} had the loss {before:.6g}, but {now:.6g} when repeated")
+        say(f"Step {step} had a loss of {before:.6g}, but of {now:.6g} when it was repeated")
 
 
 class ResumableLearner:
@@ -243,7 +243,9 @@ class ResumableLearner:
                 raise error
             delay_s = self._restarts.died(time.monotonic())
             if delay_s is None:
-                raise LearnerError(f"lost too often (ranks.max_restarts): {error}") from error
+                raise LearnerError(
+                    f"the learner was lost too often (ranks.max_restarts): {error}"
+                ) from error
             self._say(f"The learner was lost; restarting it: {str(error).splitlines()[0]}")
             log.error("the learner was lost; restarting it: %s", error)
             self._writing = None

@@ -150,7 +150,7 @@ async def in_order(
             else:
                 on_done(len(found))
     if refused is not None and not found:  # skipping all tasks would hide a mistake
-        raise RequestError(f"{refused} (all {len(tasks)} tasks were refused)") from refused
+        raise RequestError(f"{refused} (no valid task among {len(tasks)})") from refused
     return [found[number] for number in sorted(found)]
 
 
@@ -343,7 +343,7 @@ class Rollouts:
     async def _reward(self, task: Task, episode: Episode, oldest: int) -> Reward:
         """Return the reward of a rollout, which has none if it cannot be trained on."""
         if any(one.stop_reason is StopReason.STRAGGLER for one in episode.all_trajectories):
-            return Reward(None, None, "stopped: enough of its group had ended")
+            return Reward(None, None, "stopped: enough rollouts of its group had ended")
         if episode.reward is not None and episode.reward.value is None:
             return episode.reward
         if not episode.num_sampled_tokens:
@@ -428,8 +428,8 @@ class Rollouts:
         if not self._has_told_ignored:
             self._has_told_ignored = True
             log.warning(
-                "the environment rewards single turns, which credit = %s does not use: set "
-                "credit = per_turn",
+                "the environment rewards single turns, but credit = %s does not use these rewards: "
+                "set credit = per_turn",
                 self._credit.name,
             )
 

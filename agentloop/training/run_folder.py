@@ -339,7 +339,7 @@ def _require_new(path: Path) -> None:
     signs = ("metrics.jsonl", "sft/metrics.jsonl", "queue.sqlite")
     if any((path / name).exists() for name in signs):
         raise SettingsError(
-            f"run.name: there already is a run at {path}: use another name, or --resume"
+            f"run.name: a run already exists at {path}: use another name, or --resume"
         )
 
 

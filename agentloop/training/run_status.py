@@ -1,4 +1,4 @@
-"""The status of a run, and the interfaces for reporting it and for detecting stalls."""
+"""The status of a run, numbers in its words, and interfaces for reports and for stall detection."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["Reporter", "RunStatus", "StatusWatch", "Unwatched", "clock"]
+__all__ = ["Reporter", "RunStatus", "StatusWatch", "Unwatched", "clock", "count_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +78,12 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def count_of(count: int, noun: str, plural: str = "") -> str:
+    """Return a count with its noun, in the plural unless it is 1: `1 server`, `2,000 tasks`.
+
+    Args:
+        plural: the plural, if it is not the noun with an s.
+    """
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"

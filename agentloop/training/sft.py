@@ -6,6 +6,7 @@
 
 A dialogue is an object with OpenAI `messages` and optionally `tools`. A call of the assistant is in
 `tool_calls`, or, if it is meant to be malformed, in the content as the model should write it.
+A line of `agentloop data dialogues` has ids instead, which are trained on as they are.
 Not covered: images and audio, and training on a part of a message.
 """
 
@@ -28,9 +29,8 @@ import anyio.to_thread
 import pydantic
 
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.agent.rollout import truncated
-from agentloop.agent.tool_stream import ToolCallStream
 from agentloop.agent.tools import Schema
+from agentloop.agent.truncation import truncated
 from agentloop.environments.tasks.sources import read_jsonl
 from agentloop.environments.tasks.teacher import lessons
 from agentloop.errors import DataError, RequestError, RunFolderError
@@ -38,14 +38,21 @@ from agentloop.events import Emit, Measured, ignore
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import KeptLearner, Learner
 from agentloop.training.learner_client.protocol import PublishRequest, StepRequest, TrainingState
+from agentloop.training.recorded_dialogues import (
+    check_tokenizer,
+    is_recorded,
+    recorded_rollout,
+)
 from agentloop.training.resume import ResumableLearner, load_newest, tell_other_loss
 from agentloop.training.run_folder import RunFolder, training_state
-from agentloop.training.run_status import Reporter, RunStatus
+from agentloop.training.run_status import Reporter, RunStatus, count_of
 from agentloop.trajectory import Message, Trajectory, Turn, TurnEnd
 
 __all__ = [
     "Dialogue",
+    "DialogueSource",
     "DialoguesSettings",
+    "EpochsSettings",
     "FineTuning",
     "SupervisedSettings",
     "learning_rate",
@@ -59,8 +66,8 @@ __all__ = [
 _NUM_LINES = 10  # progress lines per run
 
 
-class DialoguesSettings(pydantic.BaseModel):
-    """Settings of the source of dialogues."""
+class DialogueSource(pydantic.BaseModel):
+    """Settings that say which dialogues to train on."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
@@ -72,21 +79,15 @@ class DialoguesSettings(pydantic.BaseModel):
     teacher: int = pydantic.Field(
         0,
         ge=0,
-        description="Number of synthetic arithmetic dialogues to add, as `agentloop data teacher` "
-        "writes them. The teacher is noisy: half of its tool calls fail, and a third of its "
-        "answers are right.",
+        description="Number of rollouts whose dialogues to add. They are played by the teacher of "
+        "the run's environment. Without one, they are arithmetic, as `agentloop data teacher` "
+        "writes them: half of the tool calls fail, and a third of the answers are right. So they "
+        "are for the arithmetic tasks of an environment, or a program, that has no teacher.",
     )
     levels: list[int] = pydantic.Field(
         default_factory=lambda: [2],
         min_length=1,
         description="Difficulty levels of the synthetic dialogues' problems.",
-    )
-    seed: int = pydantic.Field(0, ge=0, description="Random seed of the synthetic dialogues.")
-    max_tool_response_tokens: int = pydantic.Field(
-        512,
-        ge=8,
-        description="Maximum length of a tool response in tokens; the middle of a longer one is "
-        "cut out. Use the value of budget.max_tool_response_tokens of later rollouts.",
     )
 
     def require_files(self) -> None:
@@ -102,8 +103,20 @@ class DialoguesSettings(pydantic.BaseModel):
                 raise DataError(f"{path}: {error.strerror}") from error
 
 
-class SupervisedSettings(pydantic.BaseModel):
-    """Settings of the supervised training loop."""
+class DialoguesSettings(DialogueSource):
+    """Settings of the source of dialogues."""
+
+    seed: int = pydantic.Field(0, ge=0, description="Random seed of the synthetic dialogues.")
+    max_tool_response_tokens: int = pydantic.Field(
+        512,
+        ge=8,
+        description="Maximum length of a tool response in tokens; the middle of a longer one is "
+        "cut out. Use the value of budget.max_tool_response_tokens of later rollouts.",
+    )
+
+
+class EpochsSettings(pydantic.BaseModel):
+    """Settings of the passes over the dialogues."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
@@ -123,14 +136,19 @@ class SupervisedSettings(pydantic.BaseModel):
         le=1,
         description="Fraction of the steps in which the learning rate rises linearly from 0.",
     )
-    seed: int = pydantic.Field(
-        0, ge=0, description="Random seed of the order of dialogues in each epoch."
-    )
     checkpoint_every: int = pydantic.Field(
         100,
         ge=0,
         description="Steps between checkpoints, from which a lost learner or a stopped run "
         "resumes. 0: none.",
+    )
+
+
+class SupervisedSettings(EpochsSettings):
+    """Settings of the supervised training loop."""
+
+    seed: int = pydantic.Field(
+        0, ge=0, description="Random seed of the order of dialogues in each epoch."
     )
     step_timeout_s: float = pydantic.Field(
         3600.0, gt=0, description="Time limit of one request to the learner, such as a step."
@@ -139,11 +157,17 @@ class SupervisedSettings(pydantic.BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """Messages and tools as OpenAI defines them. `where` is their location, for error messages."""
+    """Messages and tools as OpenAI defines them, or a rollout that was recorded.
+
+    Attributes:
+        where: the location, for error messages.
+        recorded: the rollout, in place of messages.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Schema]
     where: str
+    recorded: Trajectory | None = None
 
 
 def read_dialogues(settings: DialoguesSettings) -> Iterator[Dialogue]:
@@ -157,6 +181,9 @@ def read_dialogues(settings: DialoguesSettings) -> Iterator[Dialogue]:
             where = f"{path}: line {number}"
             if not isinstance(row, Mapping):
                 raise DataError(f"{where}: expected an object")
+            if is_recorded(row):
+                yield Dialogue([], [], where, recorded_rollout(row, where))
+                continue
             messages, tools = row.get("messages"), row.get("tools") or []
             if not isinstance(messages, list) or not messages:
                 raise DataError(f"{where}: field 'messages': expected a list of messages")
@@ -178,6 +205,9 @@ def trajectories_of(
     Raises:
         DataError: a message is invalid; the error names it.
     """
+    if dialogue.recorded is not None:
+        check_tokenizer(chat, dialogue.recorded)
+        return [dialogue.recorded]
     found: list[Trajectory] = []
     messages = dialogue.messages
     index = 0
@@ -188,12 +218,21 @@ def trajectories_of(
                 continue
             prompt_ids = chat.prompt(messages[:index], dialogue.tools)
             trajectory = Trajectory(f"{dialogue.where}: messages[{index}]", prompt_ids)
-            index = _add_turns(chat, trajectory, messages, index, max_tool_response_tokens)
+            index = _add_turns(
+                chat,
+                trajectory,
+                messages,
+                index,
+                tools=dialogue.tools,
+                max_tool_response_tokens=max_tool_response_tokens,
+            )
             found.append(trajectory)
     except RequestError as error:
         raise DataError(f"{dialogue.where}: field 'messages': {error}") from error
     if not found or _role(messages, -1) != "assistant":
-        raise DataError(f"{dialogue.where}: field 'messages': the last one must be the assistant's")
+        raise DataError(
+            f"{dialogue.where}: field 'messages': the last message must be the assistant's"
+        )
     return found
 
 
@@ -202,11 +241,13 @@ def _add_turns(
     trajectory: Trajectory,
     messages: Sequence[Message],
     index: int,
+    *,
+    tools: Sequence[Schema],
     max_tool_response_tokens: int,
 ) -> int:
     """Add the turns and results from messages[index] on; return the index after them."""
     while _role(messages, index) == "assistant":
-        turn, at = _turn(chat, messages, index), index
+        turn, at = _turn(chat, messages, index, tools), index
         trajectory.turns.append(turn)
         contents = _responses(messages, index + 1)
         index += 1 + len(contents)
@@ -214,23 +255,26 @@ def _add_turns(
         num_calls, num_results = len(turn.calls), len(contents)
         if goes_on and num_calls == num_results > 0:
             limit = max_tool_response_tokens
-            turn.observation_ids = chat.observation([truncated(chat, c, limit) for c in contents])
+            cut = [truncated(chat, content, limit) for content in contents]
+            turn.observation_ids = chat.observation(cut, turn.calls)
         elif goes_on or num_results or (num_calls and index < len(messages)):
             raise RequestError(
-                f"messages[{at}]: makes {num_calls} calls, followed by {num_results} results and "
-                f"{'another' if goes_on else 'no'} turn. Each call needs a result, and results "
-                "must be followed by a turn"
+                f"messages[{at}]: makes {count_of(num_calls, 'call')}, followed by "
+                f"{count_of(num_results, 'result')} and {'another' if goes_on else 'no'} turn. "
+                "Each call needs a result, and results must be followed by a turn"
             )
     return index
 
 
-def _turn(chat: ChatFormat, messages: Sequence[Message], index: int) -> Turn:
+def _turn(
+    chat: ChatFormat, messages: Sequence[Message], index: int, tools: Sequence[Schema]
+) -> Turn:
     try:
         ids = chat.encode_assistant_turn(messages[index])
     except RequestError as error:
         said = str(error).removeprefix("messages[0].")
         raise RequestError(f"messages[{index}].{said}") from error
-    stream = ToolCallStream(chat)
+    stream = chat.family.calls(chat, tools)
     calls = [*stream.feed(ids), *stream.finish()]
     return Turn(ids, logprobs=[0.0] * len(ids), end=TurnEnd.STOP, calls=calls)
 
@@ -278,7 +322,10 @@ def read_samples(
                 continue
             samples.append(Sample(ids, trajectory.mask, trajectory.logprobs, 0.0, len(samples)))
     if not samples:
-        raise DataError(f"data.paths: there is no dialogue of at most {max_tokens} tokens")
+        raise DataError(
+            f"data.paths: no dialogue has at most {max_tokens:,} tokens, the maximum "
+            "(learner.micro_batch_tokens)"
+        )
     return samples, num_left_out
 
 
@@ -351,8 +398,8 @@ class FineTuning:
         step = state.step
         if step >= len(self._lineage) or state.lineage != self._lineage[step]:
             raise RunFolderError(
-                f"--resume: {self._folder.path}: its first {step} steps were trained on other "
-                "batches: leave data.*, loop.batch_tokens, loop.seed and "
+                f"--resume: {self._folder.path}: the batches up to step {step} would differ from "
+                "those trained on: leave data.*, loop.batch_tokens, loop.seed and "
                 "learner.micro_batch_tokens as they were, or start a new run"
             )
 
@@ -474,7 +521,7 @@ class FineTuning:
                 "supervised fine-tuning",
                 step,
                 num_steps,
-                waits="The learner trains on the dialogues",
+                waits="the learner is training on the dialogues",
                 values={
                     "epoch": f"{epoch} of {self._settings.epochs}",
                     "loss": said,

@@ -36,6 +36,7 @@ from agentloop.training.queue import GroupQueue, QueuedGroup
 from agentloop.training.rollouts import RollsOut
 from agentloop.training.run_control import Drained, RunControl
 from agentloop.training.run_folder import RunFolder
+from agentloop.training.run_status import count_of
 from agentloop.training.stage_tasks import StageTasks
 from agentloop.training.step_metrics import MetricsLog
 
@@ -108,7 +109,8 @@ class StageRunner:
         if done == stage.steps:
             return
         if self._num_stages > 1:
-            self._say(f"{title[0].upper()}{title[1:]}, {stage.steps - done} steps")
+            left = count_of(stage.steps - done, "step")
+            self._say(f"{title[0].upper()}{title[1:]}, {left}{' left' if done else ''}")
         tasks = StageTasks(self._tasks, number, self._curriculum)
         if note is None:
             try:
@@ -116,7 +118,7 @@ class StageRunner:
             except Drained:  # a resumed run filters all tasks again
                 return
         if note["tasks"] == []:
-            self._say("The stage is skipped: all of its tasks are solved by every rollout")
+            self._say("The stage is skipped: every rollout solves its tasks")
             self._pace.skip()
             return
         ids = None
@@ -188,8 +190,8 @@ class StageRunner:
             counts = {"filter/num_tasks": len(tasks), "filter/num_left": len(left)}
             await self._metrics.add({"step": step, **counts})
         self._say(
-            f"{len(left)} of {len(tasks)} tasks are kept: not all of their "
-            f"{FILTER_ROLLOUTS} rollouts solve them"
+            f"Kept {len(left):,} of {count_of(len(tasks), 'task')}: the others were solved by all "
+            f"of their {FILTER_ROLLOUTS} rollouts"
         )
         return left, outcomes
 
@@ -262,7 +264,7 @@ class StageRunner:
         self._num_refused += 1
         if self._num_refused >= self._settings.prompts_per_step:
             raise RequestError(
-                f"{error} ({self._num_refused} tasks in a row were refused)"
+                f"{error} ({count_of(self._num_refused, 'task')} in a row refused)"
             ) from error
 
     def _count_replaced(self) -> None:

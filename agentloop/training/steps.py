@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,14 @@ from agentloop.training.learner_client.protocol import (
     StepRequest,
     TrainingState,
 )
+from agentloop.training.learner_record import note_weights
 from agentloop.training.queue import GroupQueue, Lease
 from agentloop.training.resume import ResumableLearner, tell_other_loss
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.step_metrics import Learned
 from agentloop.training.weight_sync.transport import PublishedWeights, Publisher
 
-__all__ = ["Steps"]
+__all__ = ["Steps", "batch_rows"]
 
 
 class Steps:
@@ -126,6 +127,7 @@ class Steps:
         async def publish() -> PublishedWeights:
             published = await publisher.publish(str(self.version), timeout_s=self._timeout_s)
             self._published_in = published.folder
+            await self._note_weights(published.sha256)
             return published
 
         async with self._learner.busy:  # no deadline: requests have one
@@ -178,24 +180,20 @@ class Steps:
     def _write_batch(self, path: Path, lease: Lease) -> int:
         """Write the batch file and return the number of rollouts in it.
 
-        Rollouts with an advantage of 0 are included: the objective is a mean over all tokens of a
-        group.
+        Each conversation of a rollout is a sample. Those with an advantage of 0 are included: the
+        objective is a mean over all tokens of a group.
         """
-        samples, has_signal = [], False
-        for number, group in enumerate(lease.groups):
-            rows = [] if group.path is None else self._folder.read_group(group.path)
-            for row in rows:
-                one = row["trajectory"]
-                if row["credit"] is None or not any(one["mask"]):
-                    continue
-                credit = TokenCredit(**row["credit"])
-                has_signal |= credit.has_signal
-                parts = one["ids"], one["mask"], one["logprobs"]
-                samples.append(Sample(*parts, credit.advantages, number, credit.weights))
+        samples, rollouts, has_signal = [], set[tuple[int, int]](), False
+        for number, row in batch_rows(self._folder, lease):
+            one, credit = row["trajectory"], TokenCredit(**row["credit"])
+            has_signal |= credit.has_signal
+            parts = one["ids"], one["mask"], one["logprobs"]
+            samples.append(Sample(*parts, credit.advantages, number, credit.weights))
+            rollouts.add((number, row["rollout"]))
         if not has_signal:
             return 0
         write_batch(path, samples)
-        return len(samples)
+        return len(rollouts)
 
     async def go_back(self, checkpoint: Path) -> None:
         """Load a checkpoint and leave only its weights in the run's folder.
@@ -226,12 +224,31 @@ class Steps:
         if self._published_in != folder:
             async with self._learner.busy:  # no deadline: requests have one
                 version = str(self.version)
-                await self._learner.ask(PublishRequest(folder=folder, version=version))
+                request = PublishRequest(folder=folder, version=version)
+                await self._note_weights((await self._learner.ask(request)).sha256)
         await anyio.to_thread.run_sync(_remove_others, folder)
+
+    async def _note_weights(self, sha256: Mapping[str, str]) -> None:
+        """Record a digest of the weights after the last step, unless the checksums are unknown."""
+        if sha256:
+            await note_weights(self._queue, self.step, sha256)
 
     def _compare(self, lease: Lease, learned: Learned) -> None:
         before = (lease.result or {}).get("learner/loss")
         tell_other_loss(self._say, lease.step, before, learned.loss)
+
+
+def batch_rows(folder: RunFolder, lease: Lease) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the conversations that a step trains on, in order, with the places of their groups.
+
+    Raises:
+        RunFolderError: the file of a group is missing or damaged.
+    """
+    for number, group in enumerate(lease.groups):
+        rows = [] if group.path is None else folder.read_group(group.path)
+        for row in rows:
+            if row["credit"] is not None and any(row["trajectory"]["mask"]):
+                yield number, row
 
 
 def _remove_others(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The task group that unwraps errors, and the signal."""
+"""The task group that unwraps errors, the place in a limiter, and the signal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 import anyio
 import pytest
 
-from agentloop.aio import Signal, task_group
+from agentloop.aio import Signal, Slot, task_group
 
 pytestmark = pytest.mark.anyio
 
@@ -82,3 +82,37 @@ async def test_a_signal_wakes_those_that_wait_and_nobody_later() -> None:
         assert len(woken) == 2
         signal.notify()
     assert woken[2:] == ["c"]
+
+
+async def test_a_free_slot_is_taken_without_giving_way() -> None:
+    limiter, seen = anyio.CapacityLimiter(1), list[str]()
+
+    async def other() -> None:
+        seen.append("other")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(other)
+        async with Slot(limiter):
+            assert (limiter.borrowed_tokens, seen) == (1, [])
+    assert (limiter.borrowed_tokens, seen) == (0, ["other"])
+
+
+async def test_slots_are_taken_in_turn_and_none_is_lost() -> None:
+    limiter, order = anyio.CapacityLimiter(1), list[int]()
+
+    async def wait(number: int, scope: anyio.CancelScope) -> None:
+        with scope:
+            async with Slot(limiter):
+                order.append(number)
+
+    scopes = [anyio.CancelScope() for _ in range(4)]
+    async with anyio.create_task_group() as tasks:
+        async with Slot(limiter):
+            for number, scope in enumerate(scopes):
+                tasks.start_soon(wait, number, scope)
+            await anyio.wait_all_tasks_blocked()
+            scopes[1].cancel()
+            await anyio.wait_all_tasks_blocked()
+        async with Slot(limiter):  # those who waited go first
+            assert order == [0, 2, 3]
+    assert limiter.borrowed_tokens == 0

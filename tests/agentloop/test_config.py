@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import tomllib
@@ -17,7 +18,15 @@ from hypothesis import strategies as st
 from agentloop.api.guard import ServeSettings
 from agentloop.cli.sft import SftSettings
 from agentloop.cli.train import TrainSettings
-from agentloop.config import _RENAMED, describe_settings, load_settings, to_toml, with_values
+from agentloop.config import (
+    _INSTEAD,
+    _REMOVED,
+    _RENAMED,
+    describe_settings,
+    load_settings,
+    to_toml,
+    with_values,
+)
 from agentloop.errors import SettingsError
 
 
@@ -361,6 +370,29 @@ def test_an_old_name_is_rejected_with_the_new_one(
     with pytest.raises(SettingsError, match=re.escape(f"{file}: {said}")):
         load_settings(TrainSettings, [file])
     monkeypatch.setenv("AGENTLOOP_" + old.upper().replace(".", "__"), "1")
+    with pytest.raises(SettingsError, match=re.escape(f"the environment: {said}")):
+        load_settings(TrainSettings)
+
+
+@pytest.mark.parametrize(("name", "fixed"), list(_REMOVED.items()))
+def test_a_removed_setting_is_only_accepted_with_the_value_that_it_always_has(
+    name: str, fixed: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert name not in {known for known, _, _ in describe_settings(TrainSettings)}
+    section, _, key = name.rpartition(".")
+    file = tmp_path / "config.toml"
+    file.write_text(f"[{section}]\n{key} = {json.dumps(fixed)}\n")  # of an older run
+    assert load_settings(TrainSettings, [file]) == TrainSettings()
+    said = f"{name!r} was removed: " + _INSTEAD.get(section, f"it is always {fixed}")
+    file.write_text(f"[{section}]\n{key} = 77\n")
+    with pytest.raises(SettingsError, match=re.escape(f"{file}: {said}")):
+        load_settings(TrainSettings, [file])
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        load_settings(TrainSettings, overrides=[f"{name}=77"])
+    variable = "AGENTLOOP_" + name.upper().replace(".", "__")
+    monkeypatch.setenv(variable, str(fixed))
+    assert load_settings(TrainSettings) == TrainSettings()
+    monkeypatch.setenv(variable, "77")
     with pytest.raises(SettingsError, match=re.escape(f"the environment: {said}")):
         load_settings(TrainSettings)
 

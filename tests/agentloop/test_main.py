@@ -168,16 +168,19 @@ def test_an_invalid_question_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "missing"),
-    [(["runs", "view"], "run"), (["runs", "entropy"], "RUN")],
+    ("arguments", "said"),
+    [
+        (["runs", "view"], "error: expected the run's folder, such as runs/latest, or --sample"),
+        (["runs", "entropy"], "are required: RUN"),
+    ],
 )
 def test_only_what_is_required_is_said_to_be(
-    arguments: list[str], missing: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith(f"are required: {missing}\n")
+    assert capsys.readouterr().err.endswith(f"{said}\n")
 
 
 def test_an_interrupt_while_a_command_is_imported_is_no_error(

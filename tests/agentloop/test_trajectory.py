@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.trajectory import (
+    Message,
     StopReason,
     ToolCall,
     ToolCallStatus,
@@ -119,3 +120,20 @@ def test_a_conversations_id_begins_with_its_rollouts(
 ) -> None:
     rollout = f"{group}.{index}"
     assert rollout_of("+".join([rollout, *later])) == rollout
+
+
+roles = st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), max_size=4)
+rest = st.lists(st.lists(st.sampled_from(["user", "tool"]), max_size=3), max_size=4)
+
+
+@given(roles, rest, st.booleans())
+@settings(deadline=None)
+def test_messages_are_those_before_and_after_each_turn(
+    before: list[str], after: list[list[str]], is_cut_off: bool
+) -> None:
+    prompt: list[Message] = [{"role": role} for role in before]
+    heard: list[list[Message]] = [[{"role": role} for role in one] for one in after]
+    answer: Message = {"role": "assistant"}
+    messages = [*prompt, *(one for each in heard for one in [answer, *each])]
+    turns = [Turn(end=TurnEnd.STOP) for _ in heard] + [Turn()] * is_cut_off
+    assert Trajectory("t", [], turns, messages=messages).messages_between == [prompt, *heard]

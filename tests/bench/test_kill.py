@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,13 +32,3 @@ def test_killed_runs_equal_undisturbed_ones(tmp_path: Path) -> None:
     assert "9 runs" in done.stdout
     for victim in ("runtime", "learner", "server"):
         assert f", {victim} " in done.stdout
-
-
-def test_a_fleet_whose_redis_is_killed_and_forgets_trains_on_each_prompt_once(
-    tmp_path: Path,
-) -> None:
-    if shutil.which("redis-server") is None:
-        pytest.fail("missing: redis-server: apt-get install redis-server", pytrace=False)
-    done = bench("--fleet", "1", "--seed", "18", "--folder", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "fleet, staleness 2, Redis forgets, redis " in done.stdout

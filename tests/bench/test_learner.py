@@ -77,7 +77,7 @@ def test_a_ratio_is_of_the_same_round() -> None:
 def test_help_names_the_benchmarks() -> None:
     command = [sys.executable, "-m", "bench.learner", "--help"]
     said = subprocess.check_output(command, text=True, cwd=ROOT)
-    assert "speed,packing,memory,all" in said
+    assert "speed,packing,memory,ranks,all" in said
 
 
 @pytest.fixture

@@ -10,13 +10,11 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from anyio.from_thread import start_blocking_portal
 
 from agentloop.inference.cpu import INSTALL_COMMAND
-from agentloop.models import SMALL
+from tests.shared_server import shared_server
 
 _DOCKER = (
     "a Docker Engine: install docker.io and iptables (Debian), then start it: sudo dockerd. "
@@ -58,13 +56,12 @@ def sglang_installed() -> None:
 
 @pytest.fixture(scope="session")
 def sglang_url(sglang_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One SGLang server with the small model, shared by the session. Leave it as it was."""
-    from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
+    """The URL of an SGLang server with the small model, which all workers of pytest-xdist share.
 
-    log_dir: Path = tmp_path_factory.mktemp("sglang")
-    settings = ServerSettings(max_total_tokens=32_768)
-    # In a loop of its own, so that no test's loop needs to outlive the test.
-    with start_blocking_portal("asyncio") as portal:
-        servers = sglang_servers(SMALL, settings, log_dir=log_dir, on_progress=print)
-        with portal.wrap_async_context_manager(servers) as started:
-            yield started[0].url
+    Leave its state as it is: other tests use it at the same time.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with shared_server(folder / "sglang") as url:
+        yield url

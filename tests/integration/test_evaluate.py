@@ -98,9 +98,9 @@ def test_a_run_that_is_stopped_goes_on_and_samples_nothing_twice(
 
 
 def test_the_service_is_an_endpoint(service: str, tmp_path: Path) -> None:
-    more = ["evaluate.num_tasks=6", "sampling.seed=1"]
+    more = ["endpoint.model=small-agent", "evaluate.num_tasks=6", "sampling.seed=1"]
     found = evaluated(tmp_path, f"endpoint.url={service}", *more)
-    assert (found["model"], found["by"]) == ("small", service)
+    assert (found["model"], found["by"]) == ("small-agent", service)
     (told,) = found["sets"].values()
     assert (told["num_samples"], told["num_missing"]) == (24, 0)
     assert told["avg_at_k"]["value"] > 0.7
@@ -115,8 +115,9 @@ def test_a_prompt_that_the_service_refuses_is_told(service: str, tmp_path: Path)
     tasks = [("What is 3 times 4?", "12"), ("1 " * 50_000, "1")]
     lines = [json.dumps({"problem": problem, "answer": answer}) for problem, answer in tasks]
     file.write_text("\n".join(lines), "utf-8")
+    endpoint = [f"endpoint.url={service}", "endpoint.model=small-agent"]
     done = subprocess.run(
-        command(tmp_path, "--json", "--tasks", str(file), f"endpoint.url={service}"),
+        command(tmp_path, "--json", "--tasks", str(file), *endpoint),
         stdout=subprocess.PIPE,
         text=True,
         check=False,

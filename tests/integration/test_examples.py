@@ -43,7 +43,9 @@ def test_example(name: str, prints: str, docker_engine: None, sglang_url: str) -
     assert prints in ended.stdout
 
 
-def evaluated(tmp_path: Path, environment: str, sglang_url: str) -> list[dict[str, Any]]:
+def evaluated(
+    tmp_path: Path, environment: str, sglang_url: str, *further: str
+) -> list[dict[str, Any]]:
     """Evaluate an environment of examples/ and return the rows of its four rollouts.
 
     The model that ships with agentloop solves none of them, but it takes part.
@@ -57,6 +59,7 @@ def evaluated(tmp_path: Path, environment: str, sglang_url: str) -> list[dict[st
         "evaluate.num_samples=2",
         "evaluate.num_tasks=2",
         "budget.max_response_tokens=300",
+        *further,
     ]
     ended = subprocess.run(
         [sys.executable, "-m", "agentloop", "evaluate", *settings],
@@ -85,9 +88,15 @@ def test_a_game_is_evaluated(tmp_path: Path, docker_engine: None, sglang_url: st
 
 def test_two_agents_are_evaluated(tmp_path: Path, docker_engine: None, sglang_url: str) -> None:
     rows = evaluated(tmp_path, "solver_and_checker:solve_and_check", sglang_url)
-    assert all(row["parts"].keys() == {"right", "caught"} for row in rows)
+    assert all(row["parts"].keys() == {"right", "judged"} for row in rows)
     ids = sorted(row["trajectory"]["id"].partition(".")[2] for row in rows)
     assert ids == sorted(["0", "0+checker", "1", "1+checker"] * 2)
+
+
+def test_an_mcp_server_is_used(tmp_path: Path, docker_engine: None, sglang_url: str) -> None:
+    server = 'mcp.warehouse.command=["python", "-m", "examples.warehouse_server"]'
+    rows = evaluated(tmp_path, "warehouse:find", sglang_url, server)
+    assert {row["reward"] for row in rows} <= {0.0, 1.0}
 
 
 def test_several_environments_are_evaluated(
@@ -135,5 +144,7 @@ def test_several_environments_are_evaluated(
 
 def test_every_example_is_run() -> None:
     run_here = {"own_tool.py", "watch.py", "groups.py", "guess_number.py", "solver_and_checker.py"}
-    run_by_others = {"my_reward.py", "stateful_tool.py", "guess_teacher.py"}
+    run_here |= {"warehouse.py", "warehouse_server.py"}
+    run_by_others = {"my_reward.py", "stateful_tool.py", "teachers.py"}
+    run_by_others |= {"calculator.py", "calculator_agent.py", "command_line_agent.py"}
     assert {path.name for path in EXAMPLES.glob("[!_]*.py")} == run_here | run_by_others

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from agentloop.errors import ServerError, ServerRefused
-from agentloop.inference.processes.supervise import ServerProcess, ServerSettings, sglang_servers
+from agentloop.inference.processes.supervise import ServerProcess, ServerSettings, plan, running
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
@@ -223,11 +223,19 @@ class Parts:
 
 @pytest.fixture(scope="module")
 async def all_started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Started]:
-    """For all tests here, in their order: only the first one finds them as they began."""
+    """For all tests here, in their order: only the first one finds them as they began.
+
+    The first server can pause in place; the second overlaps scheduling, as servers do by default.
+    """
     folder = tmp_path_factory.mktemp("handover")
-    settings = ServerSettings(count=2, max_total_tokens=8192, dtype="float32", extra_args=IN_ORDER)
+    settings = ServerSettings(max_total_tokens=8192, dtype="float32")
+    in_order = settings.model_copy(update={"extra_args": IN_ORDER})
+    launches = [
+        *plan(SMALL, in_order, log_dir=folder / "first"),
+        *plan(SMALL, settings, log_dir=folder / "second"),
+    ]
     async with (
-        sglang_servers(SMALL, settings, log_dir=folder, on_progress=print) as processes,
+        running(launches, on_progress=print) as processes,
         started(
             SETTINGS,
             RanksSettings(nproc_per_node=2),
@@ -382,18 +390,15 @@ def make_others(folder: Path, by: float) -> None:
 
 
 @asynccontextmanager
-async def small_server(
-    pause: Pause, shared_url: str, all_started: Started
-) -> AsyncIterator[Endless]:
-    """One that can be paused so, with the small model: the session's, if it will do. When it is
-    left, it has that again."""
+async def small_server(pause: Pause, all_started: Started) -> AsyncIterator[Endless]:
+    """Yield a server that can be paused so, with the small model, which it also has at the end."""
     async with http_session() as session:
-        server = Endless(shared_url, session)
+        first, server = (Endless(process.url, session) for process in all_started.processes)
         if pause == "in_place":
             with pytest.raises(ServerRefused, match="disable-overlap-schedule"):
                 await server.update_weights(str(SMALL), "1", timeout_s=TIMEOUT_S, pause=pause)
-            server = Endless(all_started.processes[0].url, session)
-            await server.update_weights(str(SMALL), "default", timeout_s=TIMEOUT_S)
+            server = first
+        await server.update_weights(str(SMALL), "default", timeout_s=TIMEOUT_S)
         try:
             yield server
         finally:
@@ -403,7 +408,7 @@ async def small_server(
 
 @pytest.mark.parametrize("pause", PAUSES)
 async def test_running_turns_continue_with_the_new_weights(
-    all_started: Started, sglang_url: str, tmp_path: Path, pause: Pause
+    all_started: Started, tmp_path: Path, pause: Pause
 ) -> None:
     """No turn is lost, each token has the version that it was sampled under, and no later turn is
     given what the old weights computed of its prompt."""
@@ -411,7 +416,7 @@ async def test_running_turns_continue_with_the_new_weights(
     await anyio.to_thread.run_sync(make_others, folder, 0.3)
     published = PublishedFolder("1", folder, pause)
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(small_server(pause, sglang_url, all_started))
+        server = await stack.enter_async_context(small_server(pause, all_started))
         router = await stack.enter_async_context(Router.open([server], RouterSettings()))
         before = Answer(random.Random(1).choices(range(3, 500), k=NUM_PROMPT))
         await before.stream(router, "before", 60)

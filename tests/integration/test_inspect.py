@@ -72,7 +72,7 @@ def evaluated(command: Path, url: str, task: str, problems: Path, folder: Path) 
     ended = subprocess.run(
         [
             *(command, "eval", f"{TASKS}@{task}", "-T", f"problems={problems}"),
-            *("--model", "openai-api/local/small", "--display", "plain"),
+            *("--model", "openai-api/local/small-agent", "--display", "plain"),
             *("--log-dir", folder, "--log-format", "json"),
         ],
         env={

@@ -345,7 +345,7 @@ def test_a_runs_folder_is_shown_and_made_one_file(
     process = subprocess.Popen([*command, "serve.port=0"], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        url = process.stdout.readline().split()[4].rstrip("/;")
+        (url,) = re.findall(r"http://[\w.:]+", process.stdout.readline())
         with looking(chromium, url) as (page, _):
             for view in views:
                 page.goto(f"{url}/#/{view}")

@@ -22,6 +22,7 @@ from agentloop.sandbox import CallStatus, Pool, PoolSettings, Session
 from agentloop.sandbox.container import LABEL
 from agentloop.sandbox.engine import connect
 from agentloop.sandbox.errors import SandboxUnavailable
+from tests.agentloop.environments.hanging import hang
 from tests.sandbox.attacks import (
     AFTER,
     ATTACKS,
@@ -359,6 +360,10 @@ async def test_a_paused_container_counts_as_lost(
         monkeypatch.undo()  # what comes in its place has the usual time
         result = await pool.run("print(1)", timeout_s=3)
         assert (result.stdout, result.attempt) == ("1\n", 2)
+
+
+async def test_nothing_of_a_hanging_environment_is_left(pool: Pool) -> None:
+    await hang(pool, "600.1618")
 
 
 async def test_closing_leaves_no_container(engine: aiodocker.Docker) -> None:

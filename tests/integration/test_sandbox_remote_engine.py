@@ -196,6 +196,25 @@ async def test_a_lost_container_is_replaced_and_its_call_runs_again(
         assert pool.stats()["workers"] == 1
 
 
+async def test_nothing_is_left(
+    settings: PoolSettings, engine: PrivateEngine, tmp_path: Path
+) -> None:
+    """Before those tests that kill any worker: the module's pool replaces its own for a while."""
+    before = await containers(engine)  # of them, the engine may still be removing some
+
+    async def new() -> set[str]:
+        return await containers(engine) - before
+
+    async with Pool(settings) as pool:
+        assert (await pool.run("1")).ok
+        assert len(await new()) >= 2  # more while one that was slow to start is being replaced
+    assert not await new()
+    await kill_an_owner(settings, tmp_path)  # kill -9: the streams end, and with them the workers
+    with anyio.fail_after(60):
+        while await new():  # noqa: ASYNC110 - the engine sets no event
+            await anyio.sleep(0.05)
+
+
 async def test_calls_while_workers_are_killed(
     settings: PoolSettings, engine: PrivateEngine
 ) -> None:
@@ -211,24 +230,6 @@ async def test_calls_while_workers_are_killed(
         tally.check()
         assert tally.ends["right"] > 900
         await wait_until(lambda: pool.stats()["workers"] == 2, within_s=60)
-
-
-async def test_nothing_is_left(
-    settings: PoolSettings, engine: PrivateEngine, tmp_path: Path
-) -> None:
-    before = await containers(engine)  # of them, the engine may still be removing some
-
-    async def new() -> set[str]:
-        return await containers(engine) - before
-
-    async with Pool(settings) as pool:
-        assert (await pool.run("1")).ok
-        assert len(await new()) == 2
-    assert not await new()
-    await kill_an_owner(settings, tmp_path)  # kill -9: the streams end, and with them the workers
-    with anyio.fail_after(60):
-        while await new():  # noqa: ASYNC110 - the engine sets no event
-            await anyio.sleep(0.05)
 
 
 async def test_an_engine_that_wants_tls_says_so(engine: PrivateEngine, url: str) -> None:

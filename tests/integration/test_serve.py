@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -77,7 +79,8 @@ def http(url: str) -> Iterator[httpx.Client]:
 
 
 def test_openais_client_gets_the_answer(client: openai.OpenAI) -> None:
-    (model,) = client.models.list().data
+    model, bare = client.models.list().data
+    assert (model.id, bare.id) == ("small-agent", "small")
     answer = client.chat.completions.create(model=model.id, messages=QUESTION)  # type: ignore[arg-type]
     (choice,) = answer.choices
     assert choice.finish_reason == "stop"
@@ -94,7 +97,7 @@ def test_openais_client_gets_the_answer(client: openai.OpenAI) -> None:
 def test_openais_client_streams_it(client: openai.OpenAI) -> None:
     content, reasoning, executed, finish = "", "", [], None
     stream = client.chat.completions.create(  # type: ignore[call-overload]
-        model="small",
+        model="small-agent",
         messages=QUESTION,
         stream=True,
         stream_options={"include_usage": True},
@@ -108,7 +111,7 @@ def test_openais_client_streams_it(client: openai.OpenAI) -> None:
             reasoning += extra.get("reasoning_content", "")
             executed += extra.get("executed_tools", [])
             finish = choice.finish_reason or finish
-    whole = client.chat.completions.create(model="small", messages=QUESTION)  # type: ignore[arg-type]
+    whole = client.chat.completions.create(model="small-agent", messages=QUESTION)  # type: ignore[arg-type]
     message = whole.choices[0].message
     assert content == message.content == "\\boxed{1776}"
     assert reasoning == (message.model_extra or {})["reasoning_content"]
@@ -150,7 +153,7 @@ def test_stop_sequences_end_an_answer(http: httpx.Client, stream: bool) -> None:
 
 def test_log_probabilities_are_those_of_the_sampled_tokens(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model="small",
+        model="small-agent",
         messages=QUESTION,  # type: ignore[arg-type]
         logprobs=True,
         top_logprobs=3,
@@ -169,7 +172,7 @@ def test_log_probabilities_are_those_of_the_sampled_tokens(client: openai.OpenAI
 def test_callers_tools_make_the_round_trip(client: openai.OpenAI) -> None:
     messages: list[dict[str, object]] = list(QUESTION)  # type: ignore[arg-type]
     first = client.chat.completions.create(
-        model="small",
+        model="small-agent",
         messages=messages,  # type: ignore[arg-type]
         tools=[PYTHON],  # type: ignore[list-item]
     )
@@ -182,7 +185,7 @@ def test_callers_tools_make_the_round_trip(client: openai.OpenAI) -> None:
     messages.append(choice.message.model_dump(exclude_none=True))
     messages.append({"role": "tool", "tool_call_id": call.id, "content": "1776"})
     second = client.chat.completions.create(
-        model="small",
+        model="small-agent",
         messages=messages,  # type: ignore[arg-type]
         tools=[PYTHON],  # type: ignore[list-item]
     )
@@ -264,3 +267,49 @@ def test_another_address_needs_a_token() -> None:
     assert ended.returncode == 2
     assert "serve.token" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_session_is_recorded_shown_scored_and_exported(
+    docker_engine: None, sglang_url: str, tmp_path: Path
+) -> None:
+    record, tasks, out = (tmp_path / name for name in ("served", "tasks.jsonl", "good.jsonl"))
+    process, url = start(sglang_url, f"record={record}")
+    try:
+        session = httpx.post(f"{url}/v1/sessions", timeout=60).json()
+        body: dict[str, Any] = {"messages": [*QUESTION], "tools": [PYTHON]}
+
+        def ask() -> Any:
+            answer = httpx.post(f"{session['base_url']}/chat/completions", json=body, timeout=60)
+            return answer.json()["choices"][0]["message"]
+
+        call = ask()
+        result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "1776"}
+        body["messages"] += [call, result]
+        assert "1776" in ask()["content"]
+        ask()  # again: a branch
+        lines = httpx.get(f"{session['url']}/trajectories", timeout=60).text.splitlines()
+    finally:
+        assert stop(process, signal.SIGINT) == 130
+    (file,) = (record / "trajectories").iterdir()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    served = [json.loads(line)["trajectory"] for line in lines]
+    assert [{**row["trajectory"], "id": row["served_id"]} for row in rows] == served
+    assert [row["answer"] for row in rows] == 2 * ["\\boxed{1776}"]
+    assert rows[1]["parent"] == rows[0]["trajectory"]["id"]
+
+    def agentloop(*arguments: str | Path) -> str:
+        command = [sys.executable, "-m", "agentloop", *map(str, arguments)]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=120
+        ).stdout
+
+    tasks.write_text(json.dumps({"problem": QUESTION[0]["content"], "answer": "1776"}))
+    assert "2 conversations scored, mean reward 1.000" in agentloop(
+        "data", "score", record, "--tasks", tasks
+    )
+    agentloop("data", "dialogues", record, "--out", out)
+    exported = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [one["prompt_ids"] for one in exported] == [one["prompt_ids"] for one in served]
+    page = tmp_path / "page.html"
+    agentloop("runs", "view", record, "--export", page)
+    assert rows[1]["branch"] in page.read_text()

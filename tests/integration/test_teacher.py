@@ -71,6 +71,7 @@ async def test_a_student_comes_back_to_its_teacher(sglang_url: str, tmp_path: Pa
         "loop.group_size=8",
         "loop.evaluate_every=0",
         "learner.optimizer.lr=3e-4",
+        "ranks.nproc_per_node=1",
         "page=false",
     ]
     settings = load_settings(TrainSettings, [RECIPE], overrides)

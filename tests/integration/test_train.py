@@ -10,11 +10,13 @@ import pytest
 
 from agentloop.cli.chat import settings_of
 from agentloop.cli.console import ProgressLine
+from agentloop.cli.replay import replay
 from agentloop.cli.train import TrainSettings, train
 from agentloop.config import load_settings
 from agentloop.environments.tasks.sources import Task
 from agentloop.training.run_status import RunStatus
 from agentloop.trajectory import Trajectory
+from tests.integration.quickstart import QuickStart
 
 pytestmark = [
     pytest.mark.anyio,
@@ -47,10 +49,16 @@ class Said:
         pass
 
 
-async def test_two_steps_of_training_change_what_the_servers_serve(tmp_path: Path) -> None:
+async def test_two_steps_of_training_change_what_the_servers_serve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The quick start's run, cut short."""
+    page = QuickStart("train.md", tmp_path)
+    page.write_files()
+    assert "inference  1 server" in page.run()  # the plan
     overrides = [
-        f"run.folder={tmp_path}",
-        "run.name=first",
+        f"tasks.paths=['{tmp_path}/tasks.jsonl']",
+        f"run.folder={tmp_path}/runs",
         "loop.steps=2",
         "loop.prompts_per_step=3",
         "loop.evaluate_tasks=4",
@@ -60,7 +68,7 @@ async def test_two_steps_of_training_change_what_the_servers_serve(tmp_path: Pat
         "sampling.temperature=2.5",
         f"reward.function={__name__}:coin",
     ]
-    settings = load_settings(TrainSettings, [RECIPE], overrides)
+    settings = load_settings(TrainSettings, [tmp_path / "my.toml"], overrides)
     said = Said()
     folder = await train(settings, cast(ProgressLine, said))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -84,9 +92,19 @@ async def test_two_steps_of_training_change_what_the_servers_serve(tmp_path: Pat
     assert versions == {"1"}
     assert (folder / "weights" / "2" / "model.safetensors").stat().st_size > 1_000_000
     assert (folder / "checkpoints" / "step-00002" / "state.json").exists()
+    # Everything again from the journal, and the second step alone.
+    capsys.readouterr()
+    assert await replay(folder, None) == 0
+    assert capsys.readouterr().err.count("weights: the same") == 3  # as they began, and each step
+    assert await replay(folder, (2, 2)) == 0
+    printed = capsys.readouterr()
+    assert "step 2: loss" in printed.err
+    assert "|learner - engine|: mean" in printed.out
     watch, *others = said.lines
     assert watch.startswith("Watch it: http://127.0.0.1:")
     assert len(others) == 4
+    page.run(only="runs export")
+    assert (tmp_path / "models/mine/model.safetensors").stat().st_size > 1_000_000
 
 
 async def test_a_run_from_nothing_through_its_stages(tmp_path: Path) -> None:
@@ -106,6 +124,7 @@ async def test_a_run_from_nothing_through_its_stages(tmp_path: Path) -> None:
         "loop.evaluate_tasks=2",
         "tasks.held_out=2",
         "roc.down_sample_to_n=3",
+        "ranks.nproc_per_node=1",  # two: above
         "roc.reject_equal_reward=false",
         f"reward.function={__name__}:coin",
     ]

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -73,16 +73,6 @@ def group_weights(mask_T: Any, groups_T: Any) -> Any:
     """Return the weights by which the loss is the mean over groups of the mean over tokens."""
     counts = np.bincount(groups_T[mask_T == 1], minlength=int(groups_T.max()) + 1)
     return (mask_T / np.maximum(counts, 1)[groups_T]).astype(np.float32)
-
-
-class Process(Protocol):
-    """What tests do with a process; `subprocess.Popen` has it."""
-
-    pid: int
-
-    def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
-    def send_signal(self, sig: int, /) -> None: ...
 
 
 class Forked:
@@ -149,7 +139,7 @@ def _rank(settings: Path, end: socket.socket | None, before: Callable[[Path], No
 class Ranks:
     """Running ranks; `ask` sends a request to the first of them."""
 
-    def __init__(self, processes: Sequence[Process], end: socket.socket, log: Path):
+    def __init__(self, processes: Sequence[Forked], end: socket.socket, log: Path):
         self.processes, self.log = processes, log
         self.ready: dict[str, Any] = {}
         self._end = end

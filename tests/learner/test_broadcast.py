@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
-import subprocess
-import sys
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,12 +23,12 @@ from agentloop.learner.weights import split
 from agentloop.models import SMALL
 from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
 from agentloop.training.weight_sync.checksums import parts_of
-from tests.learner.ranks import Ranks, make_batch, started
+from tests.learner.peer import receive
+from tests.learner.ranks import Forked, Ranks, make_batch, started
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 LAYOUT = {"device": "cpu", "dtype": "float32", "num_ranks": 1, "num_kv_heads": 2}
-PEER = Path(__file__).with_name("peer.py")
 SETTINGS = LearnerSettings(
     model=SMALL,
     micro_batch_tokens=57,
@@ -58,7 +58,7 @@ class Peers:
     """Receiving processes; `outs` are the files that they write."""
 
     def __init__(self, folder: Path, num: int) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Forked] = []
         self.outs = [folder / f"received-{rank}" for rank in range(num)]
 
 
@@ -71,30 +71,27 @@ def group(
     layout = ranks.ask("layout", out=folder / "layout.json")
     opened = ranks.ask("open", address="127.0.0.1", port=0, num_updates=layout["num_updates"])
     peers = Peers(folder, num)
+    ours, theirs = socket.socketpair()
+    ours.settimeout(100)
     try:
-        for rank, out in enumerate(peers.outs, 1):
-            command = [
-                sys.executable, str(PEER), "127.0.0.1", str(opened["port"]), str(rank),
-                str(1 + num), name, str(folder / "layout.json"), str(out),
-            ]  # fmt: skip
-            peers.processes.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            )
-        for process in peers.processes:  # importing torch takes its time
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"here\n"
+        with theirs:
+            for rank, out in enumerate(peers.outs, 1):
+                where = (opened["port"], rank, 1 + num, name, folder / "layout.json", out, theirs)
+                log = folder / "peers.log"
+                peers.processes.append(Forked(receive, *where, environment=os.environ, log=log))
         joined = ranks.ask(
             "join", name=name, world_size=1 + num, backend="gloo", within_s=timeout_s
         )
         assert joined["ok"], joined
-        for process in peers.processes:  # one may still be connecting to another
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"joined\n"
+        with ours, ours.makefile("rb") as lines:
+            for _ in peers.processes:  # one may still be connecting to another
+                assert lines.readline() == b"joined\n"
         yield peers, layout
     finally:
+        ours.close()
         for process in peers.processes:
             process.kill()
-            process.communicate()
+            process.wait()
 
 
 def send_all(ranks: Ranks, offer: dict[str, Any], **more: Any) -> list[dict[str, Any]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,55 +13,54 @@ import pytest
 pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[train]'")
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from agentloop.learner.errors import WriteError
 from agentloop.learner.files import writing
-from tests.learner.ranks import ROOT
+from agentloop.learner.world import World
+from tests.learner.ranks import Forked
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
-# A World with only the host's group, because DeepSpeed is slow to start.
-RANK = """
-import os, sys, time
-from datetime import timedelta
-import torch.distributed as dist
-from agentloop.learner.errors import WriteError
-from agentloop.learner.world import World
-rank, timeout_s = int(sys.argv[1]), 8.0
-dist.init_process_group("gloo", f"file://{sys.argv[2]}", timedelta(seconds=60), 2, rank)
-world = World.__new__(World)
-world.rank, world.size, world.beat_s = rank, 2, timeout_s / 4
-world._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-world.wait()
-world.run_beside((lambda: time.sleep(1.5 * timeout_s)) if rank == 0 else None)
-def full(): raise WriteError("folder: full")
-try:
-    world.run_beside(full if rank == 1 else None)
-except WriteError as error:
-    print(rank, error, flush=True)
-world.wait()
-dist.destroy_process_group()
-"""
+TIMEOUT_S = 8.0
+
+
+def rank_of_two(rank: int, store: Path, said: Path) -> None:
+    """A World with only the host's group, because DeepSpeed is slow to start."""
+    dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), 2, rank)
+    world = World.__new__(World)
+    world.rank, world.size, world.beat_s = rank, 2, TIMEOUT_S / 4
+    world._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    world.wait()
+    world.run_beside((lambda: time.sleep(1.5 * TIMEOUT_S)) if rank == 0 else None)
+
+    def full() -> None:
+        raise WriteError("folder: full")
+
+    try:
+        world.run_beside(full if rank == 1 else None)
+    except WriteError as error:
+        said.write_text(str(error))
+    world.wait()
+    dist.destroy_process_group()
 
 
 def test_ranks_wait_for_a_slow_disk_and_hear_of_a_full_one(tmp_path: Path) -> None:
     """The disk takes longer than the timeout of a collective."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    log, store = tmp_path / "log", tmp_path / "store"
+    said = [tmp_path / f"said-{rank}" for rank in (0, 1)]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE, env=environment, text=True,
-        )
+        Forked(rank_of_two, rank, store, said[rank], environment=os.environ, log=log)
         for rank in (0, 1)
-    ]  # fmt: skip
+    ]
     try:
-        said = [rank.communicate(timeout=250)[0] for rank in ranks]
+        assert [rank.wait(250) for rank in ranks] == [0, 0], log.read_text()
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert said == ["0 folder: full\n", "1 folder: full\n"]
+    assert [file.read_text() for file in said] == ["folder: full"] * 2
 
 
 def test_a_full_disk_is_named_by_any_writer(tmp_path: Path) -> None:

@@ -7,12 +7,9 @@ as a login's.
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from agentloop.training.learner_client.launch import RanksSettings, free_port
 from agentloop.training.learner_client.protocol import PublishRequest, StepRequest
 from tests.learner.ranks import ROOT, make_batch
 from tests.learner.test_ranks import SETTINGS
+from tests.support import eventually
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(300)]
 NODES = {"nodes": 2, "address": "127.0.0.1"}
@@ -66,14 +64,12 @@ def say_nothing(line: str) -> None:
     pass
 
 
-async def trained(
-    folder: Path, ranks_settings: RanksSettings, on_progress: Callable[[str], None] = say_nothing
-) -> None:
+async def trained(folder: Path, ranks_settings: RanksSettings) -> None:
     """Run a step of two ranks and publish the weights."""
     settings = SETTINGS.model_copy(update={"zero_stage": 3})
     make_batch().save(folder / "batch")
     async with started(
-        settings, ranks_settings, log_dir=folder / "logs", on_progress=on_progress
+        settings, ranks_settings, log_dir=folder / "logs", on_progress=say_nothing
     ) as (learner, ranks):
 
         async def work() -> None:
@@ -92,64 +88,47 @@ async def test_two_ranks_by_a_launcher(tmp_path: Path, launcher: Any) -> None:
     assert (tmp_path / "logs" / f"learner-{launcher}.log").exists()
 
 
-@contextmanager
-def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    try:
-        yield
-        assert [process.wait(100) for process in processes] == [0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 async def test_two_nodes_by_torchrun(tmp_path: Path) -> None:
-    """The other node is started by the line that is written, and ends when this one does."""
-    others: list[subprocess.Popen[bytes]] = []
-
-    def start_other(line: str) -> None:
-        _, found, path = line.partition("start its command from ")
-        if found:
-            (command,) = Path(path).read_text().splitlines()
-            with (tmp_path / "other.log").open("wb") as log:
-                others.append(subprocess.Popen(shlex.split(command), stdout=log, stderr=log))
-
-    with ended(others):
-        await trained(tmp_path, RanksSettings(launcher="torchrun", **NODES), start_other)
-
-
-async def test_with_a_fixed_port_another_nodes_line_in_a_loop_rejoins(
-    tmp_path: Path,
-) -> None:
-    """The setup of docs/recipes/paper.toml: after a restart nobody has to copy the line again."""
+    """The other node runs the line that is written in a loop. With a fixed port, as in
+    docs/recipes/paper.toml, it rejoins after a restart: nobody has to copy the line again."""
     loops: list[subprocess.Popen[bytes]] = []
+    statuses = tmp_path / "statuses"
 
     def start_other(line: str) -> None:
         _, found, path = line.partition("start its command from ")
         if found and not loops:
             (command,) = Path(path).read_text().splitlines()
-            loop = ["sh", "-c", f"while :; do {command}; sleep 1; done"]
+            loop = f"while :; do {command}; echo $? >>{statuses}; sleep 1; done"
             with (tmp_path / "other.log").open("wb") as log:
-                loops.append(subprocess.Popen(loop, stdout=log, stderr=log, start_new_session=True))
+                loops.append(
+                    subprocess.Popen(
+                        ["sh", "-c", loop], stdout=log, stderr=log, start_new_session=True
+                    )
+                )
 
     make_batch().save(tmp_path / "batch")
     settings = SETTINGS.model_copy(update={"zero_stage": 3})
     ranks = RanksSettings(launcher="torchrun", port=free_port(), **NODES)
-    batch = tmp_path / "batch"
+    step = StepRequest(batch=tmp_path / "batch")
     try:
         async with KeptLearner(
             settings, ranks, log_dir=tmp_path / "logs", on_progress=start_other
         ) as learner:
-            before = await learner.ask(StepRequest(batch=batch), timeout_s=60)
+            before = await learner.ask(step, timeout_s=60)
             learner._processes._processes[0].kill()  # the guardian, and the ranks with it
             await learner.lost()
             await learner.restart()
-            after = await learner.ask(StepRequest(batch=batch), timeout_s=60)
+            after = await learner.ask(step, timeout_s=60)
             assert after.loss == before.loss
+            await learner.ask(PublishRequest(folder=tmp_path / "w", version="1"), timeout_s=60)
+            num_ends = len(statuses.read_text().split())
+        await eventually(lambda: len(statuses.read_text().split()) > num_ends, within_s=100)
+        assert statuses.read_text().split()[num_ends] == "0", "it ends when this node does"
     finally:
         for one in loops:
             os.killpg(one.pid, signal.SIGKILL)
             one.wait()
+    assert verify(tmp_path / "w") == "1"
 
 
 async def test_two_nodes_by_deepspeed(tmp_path: Path, hostfile: Path) -> None:

@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[trai
 
 import torch
 
-from agentloop.cli.resource_plan import ModelShape, _learner_memory
+from agentloop.cli.resource_plan import ModelShape, learner_memory
 from agentloop.learner.attention import PACKED, register
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings
@@ -81,10 +81,10 @@ def test_the_estimate_matches_what_autograd_saves(dtype: Any, checkpointing: boo
     settings = LearnerSettings(
         dtype=dtype, micro_batch_tokens=NUM_TOKENS, activation_checkpointing=checkpointing
     )
-    computed = _learner_memory(shape, settings, RanksSettings(), on_gpus=False).activations
+    computed = learner_memory(shape, settings, RanksSettings(), on_gpus=False).activations
     if checkpointing:  # the recomputed layer is only saved in the backward pass
         whole = settings.model_copy(update={"activation_checkpointing": False})
-        computed -= _learner_memory(shape, whole, RanksSettings(), on_gpus=False).activations // 12
+        computed -= learner_memory(shape, whole, RanksSettings(), on_gpus=False).activations // 12
     # The estimate leaves out norms and positions before and after the layers.
     share = 0.25 if checkpointing else 0.06
     assert computed == pytest.approx(saved_bytes(config, dtype, checkpointing), rel=share)

@@ -9,7 +9,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,7 +29,6 @@ from agentloop.learner.errors import RankError
 from agentloop.learner.utilization import Work
 from agentloop.learner.weights import verify
 from agentloop.models import SMALL
-from agentloop.training.learner_client.launch import free_port
 from agentloop.training.learner_client.settings import (
     LearnerSettings,
     LossSettings,
@@ -370,52 +368,22 @@ def test_ranks_end_when_their_supervisor_hangs_up(tmp_path: Path) -> None:
         assert [process.wait(100) for process in ranks.processes] == [0, 0]
 
 
-def test_ranks_can_be_started_by_torchrun(tmp_path: Path) -> None:
-    """torchrun passes no descriptors on, so rank 0 connects to a path. Also covers another kind of
-    loss."""
+def test_a_loss_against_the_engine_and_the_initial_weights(tmp_path: Path) -> None:
     make_batch().save(tmp_path / "without")
     make_batch(ref_logprobs=make_batch().logprobs).save(tmp_path / "batch")
     loss = LossSettings(old_logprobs_from="engine", kl_coef=0.1)
-    settings = SETTINGS.model_copy(update={"loss": loss})
-    (tmp_path / "settings.json").write_text(settings.model_dump_json())
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += [
-        "--master-addr=127.0.0.1",
-        f"--master-port={free_port()}",
-        "-m",
-        "agentloop.learner",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment["AGENTLOOP_LEARNER_SOCKET"] = str(tmp_path / "s")
-    log = tmp_path / "log"
-    with socket.socket(socket.AF_UNIX) as listener, log.open("wb") as output:
-        listener.settimeout(250)
-        listener.bind(str(tmp_path / "s"))
-        listener.listen()
-        process = subprocess.Popen(
-            [*command, str(tmp_path / "settings.json")],
-            env=environment, stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
-        try:
-            end, _ = listener.accept()
-            with end:
-                end.settimeout(250)
-                ranks = Ranks([process], end, log)
-                assert ranks.answer()["num_ranks"] == 2
-                found = ranks.ask("step", batch=tmp_path / "without")
-                assert found["kl"] == pytest.approx(0, abs=1e-6), "to its own initial weights"
-                found = ranks.ask("step", batch=tmp_path / "batch")
-                assert (found["tis"], found["num_updates"]) == (1, 2), (
-                    "the ratio to the engine leaves no importance weight"
-                )
-                assert found["ratio"] != pytest.approx(1, abs=0.01)
-                assert found["kl"] > 0
-                assert ranks.ask("close") == {"ok": True}
-                assert process.wait(100) == 0
-                ranks.hang_up()
-        finally:
-            process.kill()
-            process.wait()
+    with started(tmp_path, SETTINGS.model_copy(update={"loss": loss}), 2) as ranks:
+        assert ranks.ready["num_ranks"] == 2
+        found = ranks.ask("step", batch=tmp_path / "without")
+        assert found["kl"] == pytest.approx(0, abs=1e-6), "to its own initial weights"
+        found = ranks.ask("step", batch=tmp_path / "batch")
+        assert (found["tis"], found["num_updates"]) == (1, 2), (
+            "the ratio to the engine leaves no importance weight"
+        )
+        assert found["ratio"] != pytest.approx(1, abs=0.01)
+        assert found["kl"] > 0
+        assert ranks.ask("close") == {"ok": True}
+        assert [process.wait(100) for process in ranks.processes] == [0, 0]
 
 
 def test_three_bad_steps_end_the_learner(tmp_path: Path) -> None:

@@ -400,3 +400,13 @@ def test_a_result_of_another_version_loses_the_link() -> None:
 def test_a_host_is_a_url(url: str) -> None:
     with pytest.raises(pydantic.ValidationError, match="http://host:port"):
         PoolSettings(hosts=[url])
+
+
+async def test_a_host_that_has_moved_is_used_at_its_new_url() -> None:
+    async with host() as old, host() as new, over(old) as pool:
+        assert (await pool.run("1")).result == "1"
+        pool.move_host(old.url, new.url)
+        await old.stop()
+        result = await pool.run("2")
+        assert result.result == "2"
+        assert result.worker_id == new.pool._queue.workers[0].link.worker_id

@@ -38,7 +38,7 @@ async def _init(name: str, folder: Path) -> int:
     print(f"  cd {folder}")
     print("  python -m pytest  # without a model")
     print(f"  agentloop env try {module}:{module}")
-    print(f"  pip install -e .  # from then on it is env={name} everywhere")
+    print(f"  pip install -e .  # makes it available everywhere as env={name}")
     return 0
 
 
@@ -47,7 +47,7 @@ def _write(name: str, folder: Path) -> list[str]:
     module = _module_of(name)
     if find_spec(module) is not None:
         raise SettingsError(
-            f"NAME: there is a module {module!r} already, which would be imported instead: choose "
+            f"NAME: a module {module!r} exists already and would be imported instead: choose "
             "another name"
         )
     found = files(name, module)

@@ -142,15 +142,16 @@ An environment for agentloop. The game, its tasks and its reward are in `$module
 them by yours.
 
 ```sh
-pip install -e . --group test
-pytest                                # scripts play the game, no model is needed
+pip install -e . pytest
+python -m pytest                      # scripts play the game, no model is needed
 agentloop env try $name               # ten rollouts of a model: transcripts, rewards, times
 agentloop chat env=$name              # one rollout, as it happens
 agentloop evaluate env=$name evaluate.num_samples=4
 agentloop train recipe.toml env=$name
 ```
 
-Arguments are settings: `env.args.max_tries=5`.
+Arguments are settings: `env.args.max_tries=5`. The small model that agentloop starts by default
+knows some arithmetic and no games, so it plays badly: name another one by `model=...`.
 """
 
 

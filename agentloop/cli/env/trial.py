@@ -1,4 +1,4 @@
-"""`agentloop env try`: run some rollouts of an environment and show all that there is to see.
+"""`agentloop env try`: run some rollouts of an environment; show transcripts, rewards and times.
 
 tasks ──a rollout of each, all at once──> transcripts, rewards, failures, where the time went
 """
@@ -29,12 +29,13 @@ from agentloop.config import load_settings
 from agentloop.environments.environment import EnvSettings
 from agentloop.environments.episodes import group_runner
 from agentloop.environments.mixture import RunEnvironment
-from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import RequestError
 from agentloop.events import Event, RolloutStarted
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.group_metrics import mean
+from agentloop.training.run_status import count_of
 from agentloop.trajectory import Trajectory
 
 __all__ = ["TrySettings", "main"]
@@ -45,8 +46,9 @@ class TrySettings(Settings):
 
     env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
     tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
+    reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
     num_rollouts: int = pydantic.Field(
-        10, ge=1, le=1000, description="Number of rollouts, each of another task."
+        10, ge=1, le=1000, description="Number of rollouts, each of a different task."
     )
 
 
@@ -74,9 +76,11 @@ class _Trial:
     def seconds(self) -> dict[Activity, float]:
         return seconds_by_activity(self.timeline.spans, self.started_s, self.ended_s)
 
-    async def run(self, runtime: Runtime, settings: TrySettings, name: str) -> None:
+    async def run(self, runtime: Runtime, grader: Grader, settings: TrySettings, name: str) -> None:
         """Run the rollout; a failure becomes the reason of a missing reward."""
-        run_group = group_runner(settings.env, runtime, settings.sampling, self.on_event)
+        run_group = group_runner(
+            settings.env, runtime, settings.sampling, self.on_event, grader, with_text=True
+        )
         self.started_s = time.monotonic()
         try:
             (episode,) = await run_group(
@@ -92,12 +96,12 @@ class _Trial:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="agentloop env try",
-        description="Run ten rollouts of an environment and show their transcripts, their rewards "
-        "with the parts, the reasons for missing ones, and where the time went. Exits with status "
-        "1 if a rollout has no reward.",
+        description="Run ten rollouts of an environment. Show their transcripts, their rewards "
+        "with all parts, the reasons for missing rewards, and where the time went. Exits with "
+        "status 1 if a rollout has no reward.",
     )
     parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="module:name, or a name that `env list` shows"
+        "name", nargs="?", metavar="NAME", help="module:function, or a name listed by `env list`"
     )
     console.add_settings_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
@@ -118,11 +122,20 @@ async def _try(name: str, arguments: list[str]) -> int:
     tasks = await anyio.to_thread.run_sync(tasks_of, environment, settings.num_rollouts)
     trials = [_Trial(task) for task in tasks]
     with console.ProgressLine("Starting the agent") as progress:
-        async with Runtime(settings, progress=progress) as runtime:
-            progress(f"Running {len(trials)} rollouts")
+        async with (
+            Runtime(settings, progress=progress) as runtime,
+            Grader(settings.reward, pool=runtime.pool) as grader,
+        ):
+            progress(f"Running {count_of(len(trials), 'rollout')}")
+
+            async def run(number: int, trial: _Trial) -> None:
+                await trial.run(runtime, grader, settings, f"try-{number}")
+                num_ended = sum(one.ended_s > 0 for one in trials)
+                progress(f"{num_ended} of {count_of(len(trials), 'rollout')} ended")
+
             async with anyio.create_task_group() as running:
                 for number, trial in enumerate(trials, 1):
-                    running.start_soon(trial.run, runtime, settings, f"try-{number}")
+                    running.start_soon(run, number, trial)
             chat = runtime.chat
     out = Console()
     for number, trial in enumerate(trials, 1):

@@ -19,7 +19,8 @@ from typing import Any
 import anyio.to_thread
 import pydantic
 
-from agentloop.agent.chat_format import ChatFormat, ChatSettings
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.chat_settings import ChatSettings
 from agentloop.analysis.entropy import Analysis, Kind, TokenPosition, analyze, nearest_version
 from agentloop.analysis.entropy_files import (
     EntropyFolder,
@@ -46,6 +47,7 @@ from agentloop.training.learner_client.settings import (
 )
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.run_folder import config_of
+from agentloop.training.run_status import count_of
 
 __all__ = ["EntropyReport", "EntropySettings", "entropy", "main"]
 
@@ -157,7 +159,8 @@ def _last_groups(run: Path, num_groups: int | None) -> dict[int, list[RecordedRo
             break
         found[number] = read_rollouts(file)
     if not any(sum(one.mask) for rollouts in found.values() for one in rollouts):
-        raise DataError(f"{run}: no tokens were sampled in its last {len(found)} groups")
+        last = count_of(len(found), "group")
+        raise DataError(f"{run}: no tokens were sampled in its last {last}")
     return dict(reversed(found.items()))
 
 
@@ -371,8 +374,8 @@ def _summary_lines(data: Mapping[str, Any]) -> list[str]:
         share = f" ({data['share_of_version']:.0%} of the tokens under the scoring version)"
     groups = data["groups"]
     return [
-        f"tokens   {data['num_tokens']:,}, sampled in {data['num_rollouts']} rollouts of groups "
-        f"{groups[0]} to {groups[-1]} of {data['run']}",
+        f"tokens   {data['num_tokens']:,}, sampled in {count_of(data['num_rollouts'], 'rollout')} "
+        f"of groups {groups[0]} to {groups[-1]} of {data['run']}",
         f"scored   by {by}; temperature {data['temperature']:g}",
         f"sampled  under version {sampled}{share}; KL divergence from the scoring weights "
         f"{data['mismatch_kl']:.2g} nats per token",

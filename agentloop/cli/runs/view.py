@@ -1,9 +1,11 @@
-"""`agentloop runs view RUN`: serve or export the web page of a run, active or ended."""
+"""`agentloop runs view RUN`, or `--sample`: serve or export the web page of a run."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -12,20 +14,25 @@ import anyio
 import pydantic
 from aiohttp import web
 
-from agentloop.agent.chat_format import ChatFormat, ChatSettings
-from agentloop.analysis.run_list import summarize
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.chat_settings import ChatSettings
+from agentloop.analysis.run_list import RunKind, RunState, summarize
 from agentloop.api.guard import ApiGuard, ServeSettings
 from agentloop.api.listen import bind, serving
 from agentloop.cli import console
-from agentloop.cli.units import count_of
 from agentloop.config import load_known, load_settings, with_values
 from agentloop.distribution import version
 from agentloop.errors import ModelError, NotThere, RunFolderError, SettingsError
 from agentloop.models import SMALL
 from agentloop.observe.archive import Archive
+from agentloop.observe.bottleneck import ServedOn, served_on
 from agentloop.observe.one_file import one_file
 from agentloop.observe.page import Page
+from agentloop.observe.perfetto import trace_of
+from agentloop.observe.sample import SAMPLE
+from agentloop.plain_json import dumps
 from agentloop.training.run_folder import RunFolder, config_of
+from agentloop.training.run_status import count_of
 
 __all__ = ["ViewSettings", "main"]
 
@@ -41,10 +48,16 @@ class ViewSettings(pydantic.BaseModel):
 
 
 class _ModelSettings(pydantic.BaseModel):
-    """The settings of a run that determine how its tokens are decoded."""
+    """The settings of a run that determine how its tokens are decoded, and what sampled them."""
 
     model: str | None = None
     chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
+    servers: list[str] = []
+    server: dict[str, Any] = {}
+
+    @property
+    def served_on(self) -> ServedOn:
+        return served_on(self.servers, str(self.server.get("device", "auto")))
 
 
 def main(arguments: list[str]) -> int:
@@ -52,12 +65,23 @@ def main(arguments: list[str]) -> int:
         prog="agentloop runs view",
         description="Show a run as a web page: its curves, groups and trajectories.",
     )
-    parser.add_argument("run", type=Path, help="the run's folder, such as runs/latest")
+    parser.add_argument("run", type=Path, nargs="?", help="the run's folder, such as runs/latest")
+    parser.add_argument(
+        "--sample",
+        action="store_true",
+        help="show the small recorded run that ships with agentloop",
+    )
     parser.add_argument(
         "--export",
         metavar="FILE.html",
         type=Path,
         help="write the page and its data into one HTML file, and exit",
+    )
+    parser.add_argument(
+        "--perfetto",
+        metavar="FILE.json",
+        type=Path,
+        help="write the rollouts' timelines into a file for https://ui.perfetto.dev, and exit",
     )
     parser.add_argument(
         "--rollouts",
@@ -72,11 +96,22 @@ def main(arguments: list[str]) -> int:
     if options.list_settings:
         print(console.settings_text(ViewSettings))
         return 0
+    run: Path | None = options.run
+    if options.sample:
+        if run is not None:  # it is a setting then, if anything
+            options.settings.insert(0, str(run))
+        run = SAMPLE
+    if run is None:
+        parser.error("expected the run's folder, such as runs/latest, or --sample")
     if options.rollouts < 0:
         parser.error(f"argument --rollouts: must be at least 0, not {options.rollouts}")
+    if options.perfetto is not None and options.export is not None:
+        parser.error("--perfetto and --export: give one of them")
+    if options.perfetto is not None:
+        return console.run(lambda: _export_trace(run, options.perfetto))
     if options.export is not None:
-        return console.run(lambda: _export(options.run, options.export, options.rollouts))
-    return console.run(lambda: _view(options.run, options.settings))
+        return console.run(lambda: _export(run, options.export, options.rollouts))
+    return console.run(lambda: _view(run, options.settings))
 
 
 async def _view(run: Path, arguments: list[str]) -> int:
@@ -86,7 +121,7 @@ async def _view(run: Path, arguments: list[str]) -> int:
         app = web.Application(middlewares=[ApiGuard(settings.serve).middleware])
         Page(archive, io_timeout_s=settings.serve.io_timeout_s).add_to(app)
         async with serving(app, bound) as url:
-            print(f"{archive.folder.name} is shown at {url}/; press Ctrl-C to stop.", flush=True)
+            print(f"Showing {archive.folder.name} at {url}/; press Ctrl-C to stop.", flush=True)
             await anyio.sleep_forever()  # no deadline: serves until it is stopped
     return 0
 
@@ -109,12 +144,32 @@ async def _export(run: Path, out: Path, num_rollouts: int) -> int:
                 bodies[f"api/rollouts/{_quoted(key)}"] = await archive.rollout(key)
     num_texts = sum(path.startswith("api/rollouts/") for path in bodies)
     html = await anyio.to_thread.run_sync(one_file, bodies)
-    try:
-        await anyio.Path(out).write_text(html, "utf-8")
-    except OSError as error:
-        raise SettingsError(f"--export: {out}: {error.strerror or error}") from error
+    await _write(html, out, "--export")
     print(f"{out}: {len(html.encode()) / 1e6:.1f} MB, {count_of(num_texts, 'rollout')} with text")
     return 0
+
+
+async def _export_trace(run: Path, out: Path) -> int:
+    with console.ProgressLine(f"Reading {run}", after_s=2.0):
+        frame = await (await _opened(run)).frame()
+        trace = await anyio.to_thread.run_sync(trace_of, frame)
+    await _write(dumps(trace).decode(), out, "--perfetto")
+    print(
+        f"{out}: {count_of(len(frame['rollouts']), 'rollout')}; open it at https://ui.perfetto.dev"
+    )
+    return 0
+
+
+async def _write(text: str, out: Path, option: str) -> None:
+    """Write a file.
+
+    Raises:
+        SettingsError: it cannot be written.
+    """
+    try:
+        await anyio.Path(out).write_text(text, "utf-8")
+    except OSError as error:
+        raise SettingsError(f"{option}: {out}: {error.strerror or error}") from error
 
 
 def _quoted(name: str) -> str:
@@ -135,7 +190,7 @@ async def _opened(run: Path) -> Archive:
 def _open(run: Path) -> Archive:
     config = config_of(run.expanduser())
     folder = config.parent.resolve()
-    about = {
+    about: dict[str, Any] = {
         "kind": "view",
         "of": str(summarize(folder).kind),
         "title": folder.name,
@@ -144,13 +199,42 @@ def _open(run: Path) -> Archive:
         "controls": [],
         "has_sandbox": False,
     }
-    return Archive(folder, about, _chat_of(folder, config))
-
-
-def _chat_of(folder: Path, config: Path) -> ChatFormat | None:
-    """Return the chat format of the run's newest or initial model, or None if both are missing."""
     values = load_known(_ModelSettings, config)
     settings = with_values(_ModelSettings(), values, source=str(config))
+    about["settings"] = _shown(config.read_text("utf-8"))
+    return Archive(
+        folder, about, _chat_of(folder, settings), partial(_progress, folder), settings.served_on
+    )
+
+
+def _shown(config: str) -> str:
+    """Return the text of config.toml without what may be secret, since a page may be passed on.
+
+    Tokens are never written there, but MCP servers may have some in `env` and `headers`, and URLs
+    may contain passwords.
+    """
+    lines = []
+    is_shown = True
+    for line in config.splitlines():
+        if line.startswith("["):
+            is_shown = re.search(r"\.(env|headers)\]", line) is None
+        if is_shown and not re.match(r"(env|headers) = \{.", line):
+            lines.append(re.sub(r"://[^\s'\"@/]*@", "://...@", line))
+    return "\n".join(lines)
+
+
+def _progress(folder: Path) -> dict[str, Any]:
+    """Return the total of a run's steps, and how it has ended, in the words of the live page."""
+    found = summarize(folder)
+    progress: dict[str, Any] = {} if found.num_steps is None else {"num_steps": found.num_steps}
+    if found.kind is RunKind.TRAIN and found.state is not RunState.RUNNING:
+        state = "finished" if found.state is RunState.ENDED else str(found.state)
+        progress["ended"] = {"state": state, "text": ". ".join(found.problems)}
+    return progress
+
+
+def _chat_of(folder: Path, settings: _ModelSettings) -> ChatFormat | None:
+    """Return the chat format of the run's newest or initial model, or None if both are missing."""
     candidates = [Path(settings.model or SMALL), SMALL]
     with contextlib.suppress(RunFolderError):  # it has published no weights
         candidates.insert(0, RunFolder.model_in(folder))

@@ -28,7 +28,7 @@ from agentloop.errors import DataError, SettingsError
 from agentloop.plain_json import is_encodable
 from agentloop.trajectory import Message
 
-__all__ = ["Task", "TaskSource", "TasksSettings", "read_jsonl", "read_tasks"]
+__all__ = ["Task", "TaskSource", "TasksSettings", "read_jsonl", "read_tasks", "task_digest"]
 
 _PROMPTS = ("messages", "prompt", "problem", "question")
 _ANSWERS = ("answer", "ground_truth")
@@ -258,7 +258,7 @@ class _Generated(TaskSource):
     @property
     def fingerprint(self) -> str:
         settings = self._settings
-        return _digest(f"{settings.kind} {settings.levels} {settings.seed} {self._share}")
+        return task_digest(f"{settings.kind} {settings.levels} {settings.seed} {self._share}")
 
     @property
     def _share(self) -> float:
@@ -300,7 +300,7 @@ class _Generated(TaskSource):
         prompt = _prompt(problem.text, settings)
         answer = str(problem.answer)
         task = Task(f"{settings.kind}-{index}", prompt, answer, source=settings.kind, level=level)
-        return task, _digest(problem.text)
+        return task, task_digest(problem.text)
 
 
 class _Made(_Generated):
@@ -324,7 +324,7 @@ class _Made(_Generated):
             level=int(rest.pop("level", 0)),
             extra=rest,
         )
-        return task, _digest(repr(sorted(fields.items())))
+        return task, task_digest(repr(sorted(fields.items())))
 
 
 class _Listed(TaskSource):
@@ -352,7 +352,7 @@ class _Listed(TaskSource):
     @cached_property
     def fingerprint(self) -> str:
         settings = self._settings
-        return _digest(f"{settings.seed} {settings.shuffle} {' '.join(self._training)}")
+        return task_digest(f"{settings.seed} {settings.shuffle} {' '.join(self._training)}")
 
     def __next__(self) -> Task:
         if not self._training:
@@ -462,7 +462,7 @@ def _read_reasoning_gym(settings: TasksSettings) -> Iterator[Task]:
             entry = dataset[index]
             text = entry["question"]
             yield Task(
-                id=_digest(text),
+                id=task_digest(text),
                 prompt=_prompt(text, settings),
                 answer="" if entry["answer"] is None else str(entry["answer"]),
                 source=f"reasoning_gym/{family}",
@@ -500,7 +500,7 @@ def _task(row: Any, where: str, source: str, settings: TasksSettings) -> Task:
                 "which cannot be encoded as UTF-8: replace it"
             )
     return Task(
-        id=_digest(text),
+        id=task_digest(text),
         prompt=prompt,
         answer=_answer(row, where),
         source=str(row.get("data_source") or row.get("source") or source),
@@ -580,7 +580,7 @@ def _prompt(text: str, settings: TasksSettings) -> str | Sequence[Message]:
     return [{"role": "system", "content": settings.system}, {"role": "user", "content": text}]
 
 
-def _digest(text: str) -> str:
+def task_digest(text: str) -> str:
     """Return 32 hexadecimal digits that do not depend on the whitespace of the text."""
     plain = " ".join(unicodedata.normalize("NFC", text).split())
     return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()[:32]

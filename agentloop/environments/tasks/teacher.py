@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from agentloop.agent.formats.values import decode_call
 from agentloop.agent.sandbox_tools import PythonCode
-from agentloop.agent.tool_stream import decode_call
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
 
 __all__ = ["dialogues", "lessons"]

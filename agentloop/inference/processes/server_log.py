@@ -24,7 +24,7 @@ _MAX_LINE = 300
 _ADVICE = (
     ("No module named 'sglang'", NOT_INSTALLED),
     (
-        "ModuleNotFoundError: ",
+        "\nModuleNotFoundError: ",  # within a line, SGLang tells of an optional package
         f"A package that SGLang imports is missing: `{INSTALL_COMMAND}`",
     ),
     ("address already in use", "Another program has taken the port in the meantime: start again"),
@@ -106,7 +106,7 @@ def _describe_end(lines: list[str], exit_status: int | None) -> str:
 
 def _advice(text: str, exit_status: int | None, *, unexplained: bool) -> list[str]:
     for pattern, advice in _ADVICE:
-        if pattern in text:
+        if pattern in f"\n{text}":
             return [f"{advice}."]
     killed = exit_status == 128 + signal.SIGKILL and unexplained
     if killed or "crashed with exit code -9" in text:

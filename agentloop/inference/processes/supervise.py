@@ -30,6 +30,7 @@ from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, field_validat
 
 from agentloop.errors import ModelError, ServerStartError, SettingsError
 from agentloop.inference.cpu import NO_ACCELERATOR, OVERLAY, PRIVATE, has_accelerator
+from agentloop.inference.processes.keyed import KEY_VARIABLE
 from agentloop.inference.processes.openmp import wait_policy
 from agentloop.inference.processes.server_log import NOT_INSTALLED, ServerLog
 from agentloop.models import not_a_model
@@ -38,13 +39,17 @@ __all__ = [
     "Launch",
     "ServerProcess",
     "ServerSettings",
+    "all_ready",
+    "guarded",
     "plan",
     "require_device",
     "running",
     "sglang_servers",
     "stdio_guarded",
+    "stop_all",
 ]
 
+_SGLANG, _KEYED = "sglang.launch_server", "agentloop.inference.processes.keyed"
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 _POLL_S = 0.1
 _GUARDIAN_GRACE_S = 15.0
@@ -136,7 +141,12 @@ class ServerSettings(BaseModel, extra="forbid", frozen=True):
 
 @dataclass(frozen=True)
 class Launch:
-    """Everything needed to start or restart one server."""
+    """Everything needed to start or restart one server.
+
+    Attributes:
+        model_path: the model; empty if it is not an SGLang server.
+        ready_path: the path that answers 200 once the server is ready.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -146,6 +156,7 @@ class Launch:
     log_path: Path
     start_timeout_s: float
     stop_timeout_s: float
+    ready_path: str = "/ready"
 
 
 class ServerProcess:
@@ -208,7 +219,7 @@ class ServerProcess:
                 log_path=self.log_path,
             ) from error
         took_s = anyio.current_time() - started
-        on_progress(f"{self.launch.name}: ready at {self.url} after {took_s:.1f} s")
+        on_progress(f"{self.launch.name}: ready at {self.launch.url} after {took_s:.1f} s")
 
     async def restart(self, on_progress: Callable[[str], None]) -> None:
         """Restart a dead server and wait until it is ready.
@@ -221,11 +232,7 @@ class ServerProcess:
         # no deadline: the old one is dead, and a fork takes milliseconds
         with anyio.CancelScope(shield=True):  # a cancellation would lose the new process
             await self._guardian.aclose()
-            path = self.launch.log_path
-            with suppress(
-                OSError
-            ):  # a log that is missing or cannot be renamed must not prevent a start
-                path.replace(path.with_name(path.name + ".previous"))
+            self._set_log_aside()
             self._pid = None
             self._guardian = await _spawn(self.launch)
         await self.ready(on_progress)
@@ -242,6 +249,11 @@ class ServerProcess:
         with anyio.move_on_after(_GUARDIAN_GRACE_S, shield=True):
             await guardian.aclose()
 
+    def _set_log_aside(self) -> None:
+        path = self.launch.log_path
+        with suppress(OSError):  # missing or not to be renamed: it must not prevent a start
+            path.replace(path.with_name(path.name + ".previous"))
+
     async def _read_pid(self) -> None:
         assert self._guardian.stdout is not None
         try:
@@ -252,18 +264,21 @@ class ServerProcess:
 
     async def _poll(self, on_progress: Callable[[str], None]) -> None:
         stage = ""
-        async with httpx.AsyncClient(base_url=self.url, timeout=5.0, trust_env=False) as client:
-            while not await _is_ready(client):
+        url = self.launch.url
+        async with httpx.AsyncClient(base_url=url, timeout=5.0, trust_env=False) as client:
+            while not await _is_ready(client, self.launch.ready_path):
                 if not self.alive:
                     raise ServerStartError(self._describe_end(), log_path=self.log_path)
-                if (now := self._log.stage()) != stage:
+                if self.model_path and (now := self._log.stage()) != stage:
                     stage = now
                     on_progress(f"{self.launch.name}: {stage}")
                 await anyio.sleep(_POLL_S)
             # SGLang does this itself after a warm-up, which is skipped on a CPU. Without it, full
             # garbage collections stall every stream.
             with anyio.move_on_after(5), suppress(httpx.HTTPError):
-                await client.post("/freeze_gc")
+                key = self.launch.environment.get(KEY_VARIABLE)
+                headers = {"Authorization": f"Bearer {key}"} if key else None
+                await client.post("/freeze_gc", headers=headers)
 
     def _describe_end(self) -> str:
         return (
@@ -313,10 +328,10 @@ async def running(
             # A cancellation between the fork and the append would lose the process.
             with anyio.CancelScope(shield=True):  # no deadline: a fork takes milliseconds
                 servers.append(ServerProcess(launch, await _spawn(launch)))
-        await _all_ready(servers, on_progress)
+        await all_ready(servers, on_progress)
         yield servers
     finally:
-        await _stop_all(servers)
+        await stop_all(servers)
 
 
 async def _spawn(launch: Launch) -> Process:
@@ -371,7 +386,8 @@ def stdio_guarded(command: Sequence[str]) -> tuple[str, ...]:
     return (sys.executable, "-I", str(_GUARDIAN), *options, "--", *command)
 
 
-async def _all_ready(servers: list[ServerProcess], on_progress: Callable[[str], None]) -> None:
+async def all_ready(servers: Sequence[ServerProcess], on_progress: Callable[[str], None]) -> None:
+    """Wait until all servers accept requests. Raises the first one's ServerStartError."""
     failed: list[ServerStartError] = []
     async with anyio.create_task_group() as tasks:
 
@@ -388,16 +404,17 @@ async def _all_ready(servers: list[ServerProcess], on_progress: Callable[[str], 
         raise failed[0]
 
 
-async def _stop_all(servers: list[ServerProcess]) -> None:
+async def stop_all(servers: Sequence[ServerProcess]) -> None:
+    """End all servers, shielded from cancellation."""
     with anyio.CancelScope(shield=True):  # no deadline: each has one
         async with anyio.create_task_group() as tasks:
             for server in servers:
                 tasks.start_soon(server.stop)
 
 
-async def _is_ready(client: httpx.AsyncClient) -> bool:
+async def _is_ready(client: httpx.AsyncClient, path: str) -> bool:
     try:
-        return (await client.get("/ready")).status_code == httpx.codes.OK
+        return (await client.get(path)).status_code == httpx.codes.OK
     except httpx.HTTPError:  # includes invalid HTTP: another program may have the port
         return False
 
@@ -412,8 +429,19 @@ def require_device(settings: ServerSettings) -> None:
         raise SettingsError(f"server.device: cuda, but {NO_ACCELERATOR}; or set it to auto or cpu")
 
 
-def plan(model_path: Path | str, settings: ServerSettings, *, log_dir: Path) -> list[Launch]:
+def plan(
+    model_path: Path | str,
+    settings: ServerSettings,
+    *,
+    log_dir: Path,
+    host: str = "127.0.0.1",
+    key: str | None = None,
+) -> list[Launch]:
     """Return the commands for these settings on this machine.
+
+    Args:
+        host: Address of this machine to listen on.
+        key: API key that the servers require (keyed.py).
 
     Raises:
         ModelError, ServerStartError: See `sglang_servers`.
@@ -424,10 +452,10 @@ def plan(model_path: Path | str, settings: ServerSettings, *, log_dir: Path) -> 
     if settings.stop_timeout_s is not None:
         stop_timeout_s = settings.stop_timeout_s
     launches = []
-    for index, (port, side_port) in enumerate(_ports(settings)):
+    for index, (port, side_port) in enumerate(_ports(settings, host)):
         arguments = [
             *("--model-path", str(folder or model_path)),
-            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--host", host, "--port", str(port)),
             *_rank_arguments(settings, side_port),
             *("--enable-metrics", "--incremental-streaming-output"),
             *("--log-level-http", "warning"),
@@ -437,9 +465,10 @@ def plan(model_path: Path | str, settings: ServerSettings, *, log_dir: Path) -> 
         launches.append(
             Launch(
                 name=f"SGLang server {index + 1}",
-                command=(sys.executable, "-m", "sglang.launch_server", *arguments),
-                environment=_environment(settings, on_cpu=on_cpu, offline=folder is not None),
-                url=f"http://127.0.0.1:{port}",
+                command=(sys.executable, "-m", _KEYED if key else _SGLANG, *arguments),
+                environment=_environment(settings, on_cpu=on_cpu, offline=folder is not None)
+                | ({KEY_VARIABLE: key} if key else {}),
+                url=f"http://{host}:{port}",
                 model_path=str(folder or model_path),
                 log_path=log_dir / f"sglang-{index + 1}.log",
                 start_timeout_s=settings.start_timeout_s,
@@ -527,24 +556,24 @@ def _environment(settings: ServerSettings, *, on_cpu: bool, offline: bool) -> di
     return environment
 
 
-def _ports(settings: ServerSettings) -> list[tuple[int, int]]:
+def _ports(settings: ServerSettings, host: str = "127.0.0.1") -> list[tuple[int, int]]:
     """Return, for each server, its port and one for SGLang's internal communication."""
     candidates = iter(random.sample(_PORTS, len(_PORTS)))
-    free = (port for port in candidates if _is_free(port))
+    free = (port for port in candidates if _is_free(port, host))
     if settings.port == 0:
         return [(next(free), next(free)) for _ in range(settings.count)]
     asked = [settings.port + index for index in range(settings.count)]
     for port in asked:
-        if not _is_free(port):
+        if not _is_free(port, host):
             raise ServerStartError(f"port {port} is in use (`port` 0 finds free ones)")
     return [(port, next(free)) for port in asked]
 
 
-def _is_free(port: int) -> bool:
+def _is_free(port: int, host: str) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True

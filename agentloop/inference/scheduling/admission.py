@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import pydantic
 
-__all__ = ["Admission", "AdmissionSettings", "Forecast"]
+__all__ = ["Admission", "AdmissionLimits", "AdmissionSettings", "Forecast"]
 
 _NUM_BUCKETS = 32
 
@@ -142,6 +143,11 @@ class AdmissionSettings(pydantic.BaseModel):
         description="Groups are admitted while the predicted peak of all rollouts in flight stays "
         "below this fraction of the servers' KV capacity.",
     )
+
+
+class AdmissionLimits(AdmissionSettings):
+    """Times of the admission, which only tests and benchmarks change."""
+
     period_s: float = pydantic.Field(
         2.0,
         gt=0,
@@ -155,12 +161,17 @@ class AdmissionSettings(pydantic.BaseModel):
         "this.",
     )
 
+    @classmethod
+    def of(cls, settings: AdmissionSettings) -> Self:
+        """Return `settings` with the usual times, unless it has times of its own."""
+        return settings if isinstance(settings, cls) else cls(**settings.model_dump())
+
 
 class Admission:
     """Decides whether groups may start; grows, holds or cuts the target once per period."""
 
     def __init__(self, settings: AdmissionSettings, forecast: Forecast) -> None:
-        self._settings = settings
+        self._settings = AdmissionLimits.of(settings)
         self.forecast = forecast
         self.target = settings.target
         self.num_in_flight = 0

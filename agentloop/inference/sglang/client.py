@@ -59,6 +59,7 @@ class SGLangServer(WeightUpdates):
         stream."""
         url = url.rstrip("/")
         super().__init__(url, ControlClient(url, session))
+        self._headers = dict(session.headers)  # the key, if the servers require one
         self._connect_timeout_s = connect_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._streams: set[PostStream] = set()
@@ -72,6 +73,7 @@ class SGLangServer(WeightUpdates):
         on_chunk: OnChunk,
         rank: int | None = None,
         num_top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
     ) -> None:
         """Stream the continuation of `ids`; return after the chunk that has `end` set.
 
@@ -81,6 +83,7 @@ class SGLangServer(WeightUpdates):
             on_chunk: Called as tokens arrive, in the event loop's callback; it must not block.
             rank: The data-parallel rank that serves it; None: the server chooses.
             num_top_logprobs: Number of most likely tokens reported for each token.
+            prompt_logprobs: Whether the first chunk has the log-probabilities of `ids` as well.
 
         Raises:
             ServerRefused: The server answered with an error.
@@ -95,12 +98,16 @@ class SGLangServer(WeightUpdates):
         }
         if num_top_logprobs:
             body["top_logprobs_num"] = num_top_logprobs
+        if prompt_logprobs:
+            body["logprob_start_len"] = 0
         if rank is not None:
             body["routed_dp_rank"] = rank
         if self._cache_key is not None:
             body["extra_key"] = self._cache_key
-        frames = ChunkReader(on_chunk)
-        stream = PostStream(self.url + "/generate", orjson.dumps(body), frames.feed)
+        frames = ChunkReader(on_chunk, prompt_logprobs=prompt_logprobs)
+        stream = PostStream(
+            self.url + "/generate", orjson.dumps(body), frames.feed, headers=self._headers
+        )
         self._streams.add(stream)
         try:
             await stream.run(connect_timeout_s=self._connect_timeout_s)

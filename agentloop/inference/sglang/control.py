@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import orjson
+import pydantic
 
 from agentloop.errors import ServerRefused, ServerUnavailable
 
@@ -19,11 +20,16 @@ _TIMEOUT_S = 10.0
 
 
 @asynccontextmanager
-async def http_session() -> AsyncIterator[aiohttp.ClientSession]:
+async def http_session(
+    key: pydantic.SecretStr | None = None,
+) -> AsyncIterator[aiohttp.ClientSession]:
     """Open a session without aiohttp's limit of 100 connections, because streams last for
-    minutes."""
+    minutes. `key` is the API key of its servers."""
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, json_serialize=_dumps) as session:
+    headers = {"Authorization": f"Bearer {key.get_secret_value()}"} if key else None
+    async with aiohttp.ClientSession(
+        connector=connector, json_serialize=_dumps, headers=headers
+    ) as session:
         yield session
 
 

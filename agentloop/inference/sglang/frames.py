@@ -9,7 +9,7 @@ many. Token ids and log-probabilities are read; the server's text is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -17,9 +17,34 @@ import orjson
 from agentloop.errors import ServerUnavailable
 from agentloop.trajectory import TurnEnd, VersionSpan
 
-__all__ = ["Chunk", "ChunkReader", "ErrorFrame", "FrameDecoder", "InvalidFrame", "OnChunk"]
+__all__ = [
+    "Chunk",
+    "ChunkReader",
+    "ErrorFrame",
+    "FrameDecoder",
+    "InvalidFrame",
+    "OnChunk",
+    "PromptLogprobs",
+    "TopLogprobs",
+]
 
 _MAX_FRAME_BYTES = 64 << 20
+
+
+TopLogprobs = list[tuple[float, int]]
+"""The most likely ids at one position, each with its log-probability."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the ids of a prompt; the first id, which follows nothing, has none.
+
+    Attributes:
+        top: The most likely ids at each position, if requested.
+    """
+
+    logprobs: list[float | None]
+    top: list[TopLogprobs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +59,8 @@ class Chunk:
     cached_tokens: int = 0  # of the prompt
     num_retractions: int = 0  # times the server retracted it from its batch; in the last chunk
     error: str | None = None  # the server's message, with TurnEnd.ABORT
-    top_logprobs: Sequence[list[tuple[float, int]]] = ()  # for each id, if requested
+    top_logprobs: Sequence[TopLogprobs] = ()  # for each id, if requested
+    prompt: PromptLogprobs | None = None  # in the first chunk, if requested
 
 
 OnChunk = Callable[[Chunk], None]
@@ -120,11 +146,12 @@ class ChunkReader:
         ended: Whether the last chunk has been received.
     """
 
-    def __init__(self, on_chunk: OnChunk) -> None:
+    def __init__(self, on_chunk: OnChunk, *, prompt_logprobs: bool = False) -> None:
         self.num_tokens = 0
         self.ended = False
         self._decoder = FrameDecoder()
         self._on_chunk = on_chunk
+        self._awaits_prompt = prompt_logprobs
 
     def feed(self, data: bytes) -> bool:
         """Add bytes; return whether the response has ended.
@@ -132,7 +159,11 @@ class ChunkReader:
         Raises:
             InvalidFrame, ErrorFrame, ServerUnavailable: A frame is not a part of the response.
         """
-        for chunk in _merge_frames(self._decoder.feed(data), self.num_tokens):
+        payloads = self._decoder.feed(data)
+        for chunk in _merge_frames(payloads, self.num_tokens):
+            if self._awaits_prompt:
+                self._awaits_prompt = False
+                chunk = replace(chunk, prompt=_prompt_logprobs(payloads[0]))
             self.num_tokens += len(chunk.ids)
             self._on_chunk(chunk)
             if chunk.end is not None:
@@ -149,7 +180,7 @@ def _merge_frames(payloads: Sequence[bytes], num_tokens: int) -> list[Chunk]:
     chunks: list[Chunk] = []
     ids: list[int] = []
     logprobs: list[float] = []
-    top: list[list[tuple[float, int]]] = []
+    top: list[TopLogprobs] = []
     version, num_cached = "", 0
     try:
         for payload in payloads:
@@ -157,6 +188,8 @@ def _merge_frames(payloads: Sequence[bytes], num_tokens: int) -> list[Chunk]:
                 break
             frame = _frame(payload)
             meta = frame["meta_info"]
+            if (finish := meta["finish_reason"]) is not None:
+                _check_accepted(finish)
             if ids and meta["weight_version"] != version:
                 chunks.append(Chunk(ids, logprobs, version, None, (), num_cached, top_logprobs=top))
                 ids, logprobs, top = [], [], []
@@ -174,7 +207,7 @@ def _merge_frames(payloads: Sequence[bytes], num_tokens: int) -> list[Chunk]:
                 if "output_top_logprobs" in meta:
                     new_top = meta["output_top_logprobs"][-num_new:]
                     top += [[(entry[0], entry[1]) for entry in entries] for entries in new_top]
-            if meta["finish_reason"] is not None:
+            if finish is not None:
                 chunks.append(_last_chunk(ids, logprobs, top, meta))
                 return chunks
     except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -182,6 +215,21 @@ def _merge_frames(payloads: Sequence[bytes], num_tokens: int) -> list[Chunk]:
     if ids:
         chunks.append(Chunk(ids, logprobs, version, None, (), num_cached, top_logprobs=top))
     return chunks
+
+
+def _prompt_logprobs(payload: bytes) -> PromptLogprobs:
+    meta = _frame(payload)["meta_info"]
+    try:
+        told = meta["input_token_logprobs"]
+        top = meta.get("input_top_logprobs") or [None] * len(told)
+        if len(told) != len(top):
+            raise InvalidFrame(f"{len(told)} ids of the prompt, alternatives of {len(top)}")
+        return PromptLogprobs(
+            [entry[0] for entry in told],
+            [[(entry[0], entry[1]) for entry in entries or ()] for entries in top],
+        )
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise InvalidFrame(f"{type(error).__name__}: {error}") from error
 
 
 def _frame(payload: bytes) -> Any:
@@ -194,14 +242,19 @@ def _frame(payload: bytes) -> Any:
     return frame
 
 
-def _last_chunk(
-    ids: list[int], logprobs: list[float], top: list[list[tuple[float, int]]], meta: Any
-) -> Chunk:
+def _check_accepted(finish: Any) -> None:
+    """Raise ErrorFrame if the server aborted because the request is invalid.
+
+    Such a frame may have a token without a log-probability.
+    """
+    status = finish.get("status_code") if isinstance(finish, dict) else None
+    if isinstance(status, int) and 400 <= status < 500:
+        raise ErrorFrame(finish.get("message"), status)
+
+
+def _last_chunk(ids: list[int], logprobs: list[float], top: list[TopLogprobs], meta: Any) -> Chunk:
     finish = meta["finish_reason"]
     kind = finish["type"]
-    status = finish.get("status_code")
-    if isinstance(status, int) and 400 <= status < 500:  # aborted because the request is invalid
-        raise ErrorFrame(finish.get("message"), status)
     return Chunk(
         ids,
         logprobs,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 from urllib.parse import SplitResult, urlsplit
 
@@ -39,12 +39,19 @@ class PostStream(asyncio.Protocol):
         heard_s: time.monotonic() when data last arrived.
     """
 
-    def __init__(self, url: str, body: bytes, on_data: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self,
+        url: str,
+        body: bytes,
+        on_data: Callable[[bytes], bool],
+        *,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.status = 0
         self.error_body = b""
         self.heard_s = time.monotonic()
         self._url = urlsplit(url)
-        self._request = _head(self._url, len(body)) + body
+        self._request = _head(self._url, len(body), headers or {}) + body
         self._on_data = on_data
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
@@ -135,7 +142,7 @@ class PostStream(asyncio.Protocol):
             self._transport.abort()
 
 
-def _head(url: SplitResult, length: int) -> bytes:
+def _head(url: SplitResult, length: int, headers: Mapping[str, str]) -> bytes:
     path = (url.path or "/") + (f"?{url.query}" if url.query else "")
     lines = (
         f"POST {path} HTTP/1.1",
@@ -144,6 +151,7 @@ def _head(url: SplitResult, length: int) -> bytes:
         "Content-Type: application/json",
         f"Content-Length: {length}",
         "Connection: close",
+        *(f"{name}: {value}" for name, value in headers.items()),
         "\r\n",
     )
     return "\r\n".join(lines).encode()

@@ -38,11 +38,13 @@ from agentloop.events import (
     WeightsLoaded,
 )
 from agentloop.inference.replicas import ServerView
-from agentloop.trajectory import Trajectory
+from agentloop.observe.latency import Duration, of_turn
+from agentloop.trajectory import Trajectory, Turn
 
 __all__ = ["Metrics"]
 
 _SECONDS = (0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+_TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
 _LONG_SECONDS = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
 _TOKENS = (64, 256, 1024, 2048, 4096, 8192, 12_288, 16_384, 32_768, 65_536)
 _TURNS = (1, 2, 3, 4, 6, 8, 10, 15, 20, 30)
@@ -167,7 +169,7 @@ _STEP_GAUGES = (
 )
 # Keys in the rows of steps that are summed: key, metric, help.
 _SUMMED = (
-    ("num_learned", "trained_samples", "Samples that were trained on."),
+    ("num_learned", "trained_samples", "Rollouts that were trained on."),
     ("learner/num_tokens", "trained_tokens", "Sampled tokens that were trained on."),
     ("num_groups_rejected", "rejected_groups", "Groups of which no sample was selected."),
     (
@@ -257,9 +259,7 @@ class Metrics:
             case TurnMoved():
                 self._moves.inc()
             case TurnFinished(record=turn):
-                self._turns.labels(turn.end).inc()
-                if turn.first_token_s is not None:
-                    self._first_token_s.observe(turn.first_token_s - turn.started_s)
+                self._record_turn(turn)
             case RolloutScored(reward=reward):
                 self._reward_s.observe(event.seconds)
                 if reward is None:
@@ -325,6 +325,14 @@ class Metrics:
             "Time from the start of a turn to its first token, including waits.",
             _SECONDS,
         )
+        self._token_s = self._histogram(
+            "output_token_seconds",
+            "Mean time per token of a turn after its first one.",
+            _TOKEN_SECONDS,
+        )
+        self._turn_s = self._histogram(
+            "turn_seconds", "Time from the start of a turn to its last token.", _LONG_SECONDS
+        )
         self._calls = self._counter("tool_calls", "Tool calls that ended.", "tool", "status")
         self._call_s = self._histogram(
             "tool_call_seconds", "Time from the dispatch of a call to its result.", _SECONDS
@@ -375,7 +383,8 @@ class Metrics:
     def _record_rollout(self, trajectory: Trajectory) -> None:
         self._rollouts.labels(trajectory.stop_reason).inc()
         self._rollout_s.observe(trajectory.elapsed_s)
-        self._rollout_tokens.observe(trajectory.num_sampled_tokens)
+        if trajectory.prompt_ids:  # not from an endpoint or a script
+            self._rollout_tokens.observe(trajectory.num_sampled_tokens)
         self._rollout_turns.observe(len(trajectory.turns))
         num_context, num_prompt, num_cached = len(trajectory.prompt_ids), 0, 0
         for turn in trajectory:
@@ -384,6 +393,17 @@ class Metrics:
             num_context += len(turn.output_ids) + len(turn.observation_ids)
         self._prompt_tokens.inc(num_prompt)
         self._cached_tokens.inc(num_cached)
+
+    def _record_turn(self, turn: Turn) -> None:
+        self._turns.labels(turn.end).inc()
+        histograms = {
+            Duration.FIRST_TOKEN: self._first_token_s,
+            Duration.TOKEN: self._token_s,
+            Duration.TURN: self._turn_s,
+        }
+        times = turn.started_s, turn.first_token_s, turn.generated_s
+        for kind, seconds in of_turn(*times, len(turn.output_ids)):
+            histograms[kind].observe(seconds)
 
     def _record_group(self, event: GroupFinished) -> None:
         outcome = "has_signal" if event.has_signal else "no_signal"

@@ -119,12 +119,6 @@ class OtelSettings(pydantic.BaseModel):
         description="Fraction of rollouts to trace, chosen by a hash of their ids. The sampled "
         "flag of a caller's `traceparent` takes precedence.",
     )
-    timeout_s: float = pydantic.Field(
-        10.0,
-        gt=0,
-        description="Time limit of an export request, including retries; then its traces are "
-        "dropped.",
-    )
 
     @pydantic.field_validator("endpoint")
     @classmethod
@@ -142,6 +136,12 @@ class OtelLimits(OtelSettings):
 
     every_s: float = pydantic.Field(
         2.0, gt=0, description="Maximum interval between two export requests."
+    )
+    timeout_s: float = pydantic.Field(
+        10.0,
+        gt=0,
+        description="Time limit of an export request, including retries; then its traces are "
+        "dropped.",
     )
     close_s: float = pydantic.Field(
         5.0, ge=0, description="Time at the end to send queued traces; the rest is dropped."
@@ -255,7 +255,7 @@ class Traces:
             yield traces
             return
         # In a thread, because the import is slow.
-        traces._sender = await anyio.to_thread.run_sync(_Sender, settings, run)
+        traces._sender = await anyio.to_thread.run_sync(_Sender, traces._settings, run)
         # A daemon thread, so that a slow collector cannot keep the process from exiting.
         thread = threading.Thread(target=traces._work, name="send traces", daemon=True)
         thread.start()
@@ -486,7 +486,7 @@ class Traces:
 class _Sender:
     """Sends traces with OpenTelemetry's own exporter."""
 
-    def __init__(self, settings: OtelSettings, run: str) -> None:
+    def __init__(self, settings: OtelLimits, run: str) -> None:
         try:
             from opentelemetry.exporter.otlp.proto.http import Compression
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

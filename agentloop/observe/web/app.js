@@ -109,7 +109,7 @@
       servers: servers.length > 0 || about.live,
       groups: groups.size > 0 || about.kind !== "serve",
       // An evaluation has a row per task, so a curve over its rows would be meaningless.
-      curves: !isEvaluation(about) && (steps.length > 0 || about.kind !== "serve"),
+      curves: !isEvaluation(about) && (steps.length > 0 || ![about.kind, about.of].includes("serve")),
       sandbox: about.has_sandbox || sandbox !== null,
       ask: about.can_ask && !api.exported,
     };
@@ -164,7 +164,7 @@
     const { state, error, retryMs } = store.connection;
     const parts = [];
     const { ended } = store.now;
-    if (ended) parts.push(h("span", {}, ended.text));
+    if (ended?.text) parts.push(h("span", {}, ended.text));
     else if (state === "lost" && lostSince && Date.now() - lostSince > 1500) {
       const what = retryMs === null ? "Not connected" : "Connection lost";
       const stale = store.ready ? " The data shown is out of date." : "";
@@ -182,7 +182,7 @@
     }
     const text = parts.map((one) => one.textContent).join("");
     if ($("notice").textContent !== text) $("notice").replaceChildren(...parts);
-    const kind = ended ? { finished: "good", failed: "bad" }[ended.state] : state === "lost" && "bad";
+    const kind = ended?.text ? { finished: "good", failed: "bad" }[ended.state] : state === "lost" && "bad";
     setAttr($("notice"), "data-kind", kind || "warn");
   };
   let [acknowledged, lostSince] = [0, 0];
@@ -205,7 +205,7 @@
     stream = api.subscribe("api/stream", {
       event: ({ event, data }) => {
         if (event === "frame") store.apply(data);
-        if (store.now.ended) {
+        if (store.now.ended && store.about.live !== false) {
           store.connected("ended");
           return true; // the server is shutting down
         }

@@ -55,18 +55,18 @@
     { title: "Gradient norm", note: "before clipping", series: [["learner/grad_norm", "norm", "thin"]] },
     {
       title: "Staleness",
-      note: "versions behind, of the rollouts trained on",
+      note: "policy versions that the rollouts are behind",
       series: [["staleness_mean", "mean", "thin"], ["staleness_max", "maximum", "dashed"]],
     },
     {
       title: "Solve rate",
-      note: "of the tasks tried so far, mean",
+      note: "mean over the tasks tried so far",
       series: [["curriculum/solve_rate", "solve rate", "thin"]],
       most: 1,
       text: percent,
     },
     {
-      title: "Tasks of the curriculum",
+      title: "Curriculum tasks",
       series: [["curriculum/num_tasks", "tried", "thin"], ["curriculum/num_retired", "retired", "dashed"]],
     },
     {
@@ -579,7 +579,7 @@
         h(
           "table",
           {},
-          h("caption", {}, `${run.name}, newest step first${left ? `; ${format.whole(left)} older steps are left out` : ""}`),
+          h("caption", {}, `${run.name}, newest step first${left ? `; ${format.whole(left)} older steps are omitted` : ""}`),
           h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "num" }, "Step"), [...columns.values()].map(({ title }) => h("th", { scope: "col", class: "num" }, title)))),
           h("tbody", {}, rows.map(cells)),
         ),

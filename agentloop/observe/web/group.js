@@ -18,6 +18,7 @@
     ["failed", "Failed calls", "num", (row) => row.failed_calls],
     ["stop", "Stop reason", "", (row) => row.stop ?? ""],
     ["answer", "Answer", "gr-answer", (row) => row.answer ?? ""],
+    ["branch", "Branch", "gr-branch", (row) => row.branch ?? ""],
   ];
 
   window.agentloop.view("group", {
@@ -131,7 +132,8 @@
         setAttr(this.heads[i], "aria-sort", name === key && (down ? "descending" : "ascending"));
       });
       const old = this.body.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
-      this.body.replaceChildren(...rows.map(line));
+      this.heads.at(-1).hidden = !rows.some((row) => row.branch);
+      this.body.replaceChildren(...rows.map((row) => line(row, !this.heads.at(-1).hidden)));
       if (old) [...this.body.querySelectorAll("a")].find((a) => a.getAttribute("href") === old)?.focus({ preventScroll: true });
     }
   }
@@ -144,19 +146,19 @@
     return down ? -order : order;
   }
 
-  function line(row) {
+  function line(row, hasBranches) {
     const cells = {
       number: row.number, id: null, reward: parts.rewardMark(row), advantage: parts.signed(row.advantage), kept: selection(row),
       tokens: format.whole(row.tokens), turns: format.whole(row.turns),
       failed: row.calls ? `${row.failed_calls} of ${row.calls}` : "no calls",
       stop: parts.stateText(row.state === "live" ? "live" : (row.stop ?? row.state)),
-      answer: row.answer ?? "–",
+      answer: row.answer ?? "–", branch: row.branch || "–",
     };
     if (row.failed_calls) cells.failed = h("span", { class: "v-bad" }, cells.failed);
     if (row.reason) cells.reward.title = row.reason;
     return h(
       "tr", { class: row.kept === false ? "dropped" : null },
-      COLUMNS.map(([key, , kind]) =>
+      COLUMNS.filter(([key]) => key !== "branch" || hasBranches).map(([key, , kind]) =>
         key === "id"
           ? h("th", { scope: "row" }, parts.link("rollout", row.id))
           : h("td", { class: kind || null }, key === "answer" ? h("span", { title: row.reason ?? null }, String(cells[key])) : cells[key]),

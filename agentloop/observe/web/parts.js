@@ -9,6 +9,7 @@
     ["prefill", "Prefill", "time until the first token on a server: queueing and prefill"],
     ["decode", "Decode", "generating tokens"],
     ["tool", "Tool", "waiting for tool calls after the turn's last token"],
+    ["client", "Waiting for client", "a session has answered, and goes on when its client asks again"],
     ["siblings", "Waiting for group", "waiting until all rollouts of its group have ended"],
     ["reward", "Scoring", "the answer is being checked"],
   ];
@@ -18,6 +19,7 @@
     prefill: [0.25, 0.5],
     decode: [0, 1],
     tool: [0.12, 0.76],
+    client: [0.46, 0.08],
     siblings: [0.46, 0.08],
     reward: [0.25, 0.5],
   };

@@ -7,7 +7,7 @@
 //     store ──ids──> Order ──> items (entries, headers) ──visible ones──> slots, canvas
 (() => {
   "use strict";
-  const { h, setText, setAttr, format, parts, Order } = window.agentloop;
+  const { h, setText, setAttr, format, parts, api, Order } = window.agentloop;
 
   const OVERSCAN = 6; // rows rendered beyond each edge, to avoid gaps while scrolling
   const TICK_MS = 250; // how often the time axis is updated
@@ -102,6 +102,18 @@
 
     // -- elements
 
+    /** Downloads all timelines; a link could not send the token that the server may require. */
+    async saveTrace() {
+      try {
+        const text = JSON.stringify(await api.get("api/trace"));
+        const href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+        h("a", { href, download: `${this.app.store.about.title || "agentloop"}.perfetto.json` }).click();
+        setTimeout(() => URL.revokeObjectURL(href), 60_000);
+      } catch (error) {
+        setText(this.readout, `Not saved: ${error.message}`);
+      }
+    }
+
     build(root) {
       const filter = (name) => (value) => {
         chosen[name] = value;
@@ -120,6 +132,9 @@
         this.fitAll();
         this.ask();
       });
+      const save = api.exported
+        ? null
+        : h("button", { type: "button", class: "v-button", title: "Download all timelines; ui.perfetto.dev opens the file", onclick: () => this.saveTrace() }, "Save for Perfetto");
       const bar = h(
         "div", { class: "v-bar" },
         parts.search("id or group", chosen.query, filter("query")),
@@ -163,7 +178,7 @@
       root.append(
         h(
           "section", { class: "v ro" }, bar,
-          h("div", { class: "ro-under" }, parts.legend(), this.found),
+          h("div", { class: "ro-under" }, parts.legend(), this.found, save),
           h("p", { class: "v-hidden", id: "ro-keys" },
             "Press the up and down arrow keys to select a rollout and Enter to open it, the left and right arrow keys to move in time, plus and minus to zoom, and F to follow the current time."),
           h("div", { class: "ro-panel" }, this.scroll, this.empty, this.readout),
@@ -699,13 +714,17 @@
 
   const GROUP_STATES = [["all", "All"], ["live", "In flight"], ["signal", "Has signal"], ["no-signal", "No signal"]];
 
+  const GROUP_ORDERS = [["newest", "Newest"], ["worst", "Lowest reward"]];
+  const newestFirst = (a, b) => b.start - a.start || (a.id < b.id ? -1 : 1);
+  const worstFirst = (a, b) => (a.mean_reward ?? Infinity) - (b.mean_reward ?? Infinity) || newestFirst(a, b);
+
   window.agentloop.view("groups", {
     title: "Groups",
     mount(root, params, app) {
       const now = app.time;
       const rows = new Map(); // id to the element of a group and the group that it shows
       let query = "";
-      let state = "all";
+      let [state, order] = ["all", "newest"];
       const found = h("p", { class: "ro-found" });
       const search = parts.search("id or task", "", (value) => {
         query = value;
@@ -723,6 +742,10 @@
             "div", { class: "v-bar" }, search,
             parts.choice("State", GROUP_STATES, state, (value) => {
               state = value;
+              draw();
+            }),
+            parts.choice("Sort by", GROUP_ORDERS, order, (value) => {
+              order = value;
               draw();
             }),
             found,
@@ -743,7 +766,7 @@
 
       function draw() {
         const everything = [...app.store.groups.values()];
-        const shown = everything.filter(fits).sort((a, b) => b.start - a.start || (a.id < b.id ? -1 : 1));
+        const shown = everything.filter(fits).sort(order === "worst" ? worstFirst : newestFirst);
         const kept = new Set(shown.map((group) => group.id));
         for (const [id, { node }] of rows) {
           if (kept.has(id)) continue;

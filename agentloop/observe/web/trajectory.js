@@ -227,6 +227,9 @@
         ["Time", format.span(elapsed)],
         ["Group", record.group && (isKnown ? parts.link("group", record.group) : record.group)],
         ["Task", record.task],
+        ["Model", record.model],
+        ["Branch", record.branch],
+        ["Continues", record.parent && parts.link("rollout", record.parent)],
         [servers.length > 1 ? "Servers" : "Server", servers.join(", ") || row?.server || "–"],
       ];
       if (record.created_unix_s) facts.push(["Started", new Date(record.created_unix_s * 1000).toLocaleString()]);
@@ -816,11 +819,13 @@
     return Math.max(turn.started_s, turn.first_token_s || 0, turn.generated_s || 0, turn.ended_s || 0, ...ends);
   }
 
-  /** Lanes of a turn, from its own times, which do not distinguish waiting from prefill. */
+  /** Lanes of a turn, from its own times; older records do not distinguish waiting from prefill. */
   function lanesOf(turn, until, before) {
     const first = turn.first_token_s || (turn.generated_s ? turn.generated_s : until);
     const generated = turn.generated_s || (turn.end ? first : until);
-    const lanes = [[before, turn.started_s, first], ["decode", first, generated]];
+    const placed = turn.placed_s ?? null;
+    const waits = placed === null ? [[before, turn.started_s, first]] : [["wait", turn.started_s, placed], ["prefill", placed, first]];
+    const lanes = [...waits, ["decode", first, generated]];
     const never = new Set(turn.results.filter((result) => NEVER_RAN.has(result.status)).map((result) => result.call_id));
     if (turn.calls.some((call) => !never.has(call.id)) && turn.generated_s) lanes.push(["tool", generated, turn.ended_s || until]);
     return lanes.filter(([, from, to]) => to > from);

@@ -94,8 +94,8 @@ class RocSettings(pydantic.BaseModel):
     )
     roc_error_ratio: bool = pydantic.Field(
         True,
-        description="Prefer correct rollouts with few failed tool calls; one without any call "
-        "counts as bad.",
+        description="Prefer correct rollouts with few failed tool calls; a rollout without any "
+        "calls counts as bad.",
     )
     roc_answer_format: bool = pydantic.Field(
         True, description="Prefer correct rollouts with exactly one answer tag."

@@ -47,14 +47,14 @@ class CreditSettings(pydantic.BaseModel):
     args: dict[str, Any] = pydantic.Field(
         default_factory=dict,
         validate_default=True,
-        description="Arguments of the rule, by name. All take aggregate, what the token losses are "
-        "averaged over first: group, batch or sequence (by default sequence for gspo, otherwise "
-        "group), and shuffle_rewards = true, a control experiment in which each rollout is trained "
-        "with the reward of another one of its group. per_turn takes discount (1.0), by which the "
-        "reward of a turn counts less for each earlier turn. distill takes teacher, the URL of an "
-        "SGLang server with the same tokenizer, timeout_s (300) for the log-probabilities of a "
-        "rollout, retries included, and reward_coef (0), which adds that many times grpo's "
-        "advantage; it trains on all rollouts of a group.",
+        description="Arguments of the rule, by name. All take aggregate, the unit over which token "
+        "losses are averaged first: group, batch or sequence (by default sequence for gspo, "
+        "otherwise group), and shuffle_rewards = true, a control experiment in which each rollout "
+        "is trained with the reward of another one of its group. per_turn takes discount (1.0), by "
+        "which the reward of a turn counts less for each earlier turn. distill takes teacher, the "
+        "URL of an SGLang server with the same tokenizer, timeout_s (300) for the "
+        "log-probabilities of a rollout, retries included, and reward_coef (0), the coefficient "
+        "with which grpo's advantage is added; it trains on all rollouts of a group.",
     )
 
     @pydantic.field_validator("args")

@@ -51,6 +51,7 @@ from agentloop.training.learner_client.protocol import (
     encode,
 )
 from agentloop.training.learner_client.settings import LearnerSettings
+from agentloop.training.run_status import count_of
 
 __all__ = [
     "KeptLearner",
@@ -61,6 +62,8 @@ __all__ = [
     "LearnerProcesses",
     "LearnerRefused",
     "RanksSettings",
+    "Spawn",
+    "learner_command",
     "started",
 ]
 
@@ -129,6 +132,7 @@ class _RankZero:
         self._lines = BufferedByteReceiveStream(stream)
         self._processes = processes
         self._asking = anyio.Lock()
+        self.about = ReadyReply(num_ranks=0, device="", num_parameters=0, num_trained=0)
         self._num_owed = 0  # outstanding responses; the last one belongs to the last request
 
     async def ask(self, request: Request[R], *, timeout_s: float) -> R:
@@ -136,9 +140,10 @@ class _RankZero:
             line = await self._exchange(request.op, encode(request), timeout_s)
         return await self._read(request.op, line, request.reply_type)
 
-    async def ready(self, timeout_s: float) -> ReadyReply:
+    async def ready(self, timeout_s: float) -> None:
         """Wait for the learner's message that all ranks are ready. Raises LearnerError."""
-        return await self._read("start", await self._exchange("start", b"", timeout_s), ReadyReply)
+        line = await self._exchange("start", b"", timeout_s)
+        self.about = await self._read("start", line, ReadyReply)
 
     async def _exchange(self, op: str, request: bytes, timeout_s: float) -> bytes:
         """Send a line, unless it is empty, and return the line that answers it."""
@@ -177,19 +182,35 @@ class _RankZero:
         raise LearnerLost(f"{message}\n{await self._processes.how_it_ended(_OTHERS_S)}")
 
 
-class LearnerProcesses:
-    """The learner's ranks on this machine, or the launcher that runs them."""
+def learner_command(settings_path: Path | anyio.Path) -> tuple[str, ...]:
+    """Return the command of a rank, Python first."""
+    return (*_COMMAND, str(settings_path))
 
-    def __init__(self) -> None:
+
+Spawn = Callable[[Start, Path], Awaitable[anyio.abc.Process]]
+"""Starts a process with its log at a path, such that closing the process's stdin ends it."""
+
+
+async def spawn_here(start: Start, log_path: Path) -> anyio.abc.Process:
+    """Start a process on this machine, under a guardian. Shielded, so that none is left alone."""
+    environment = {**os.environ, **start.environment}
+    with anyio.CancelScope(shield=True):  # no deadline: a fork takes milliseconds
+        process = await guarded(start.command, environment, log_path, stop_timeout_s=0)
+    return process  # noqa: RET504
+
+
+class LearnerProcesses:
+    """The learner's ranks, or the launcher that runs them."""
+
+    def __init__(self, spawn: Spawn = spawn_here) -> None:
+        self._spawn = spawn
         self._processes: list[anyio.abc.Process] = []
         self._names: list[str] = []
         self._log_paths: list[Path] = []
 
     async def start(self, start: Start, log_path: Path) -> None:
-        """Start a process under a guardian. Shielded, so that no process is left unattended."""
-        with anyio.CancelScope(shield=True):  # no deadline: a fork takes milliseconds
-            environment = {**os.environ, **start.environment}
-            process = await guarded(start.command, environment, log_path, stop_timeout_s=0)
+        """Start a process."""
+        process = await self._spawn(start, log_path)
         self._processes.append(process)
         self._names.append(start.name)
         self._log_paths.append(log_path)
@@ -293,16 +314,21 @@ async def started(
     *,
     log_dir: Path,
     on_progress: Callable[[str], None],
-) -> AsyncIterator[tuple[Learner, LearnerProcesses]]:
+    spawn: Spawn = spawn_here,
+) -> AsyncIterator[tuple[_RankZero, LearnerProcesses]]:
     """Start a learner; yield it when all ranks are ready.
 
     Args:
         log_dir: folder for logs and for the settings, which all nodes read from there.
+        spawn: starts a rank; rank 0 needs to reach a unix socket on this machine.
 
     Raises:
         LearnerLost: a rank died, or the learner was not ready in time.
         LearnerEnded: the learner cannot start; the message says why.
+        SettingsError: there are several nodes, but nothing that starts ranks on them.
     """
+    if spawn is spawn_here:
+        ranks_settings.require_one_machine()
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="agentloop-learner-", dir=_short_folder())
@@ -313,17 +339,17 @@ async def started(
         settings_path = anyio.Path(log_dir) / "learner.json"
         await settings_path.parent.mkdir(parents=True, exist_ok=True)
         await settings_path.write_text(settings.model_dump_json(), "utf-8")
-        command = (*_COMMAND, str(settings_path))
+        command = learner_command(settings_path)
         port = ranks_settings.port or free_port()
-        ranks = LearnerProcesses()
-        # Ranks on other nodes cannot be killed from here: they end when rank 0 tells them to.
-        grace_s = _GOODBYE_S if ranks_settings.nodes > 1 else 0.0
+        ranks = LearnerProcesses(spawn)
+        # A launcher's ranks on other nodes cannot be killed: they end when rank 0 tells them to.
+        launched = ranks_settings.launcher != "processes"
+        grace_s = _GOODBYE_S if launched and ranks_settings.nodes > 1 else 0.0
         stack.push_async_callback(ranks.stop, grace_s)
         for start in starts(ranks_settings, command, socket_path=path, port=port):
             await ranks.start(start, log_dir / f"learner-{start.name.removeprefix('rank ')}.log")
         num_ranks = ranks_settings.nproc_per_node * ranks_settings.nodes
-        what = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
-        on_progress(f"Starting the learner with {what}; logs in {log_dir}")
+        on_progress(f"Starting the learner with {count_of(num_ranks, 'rank')}; logs in {log_dir}")
         if others := on_other_nodes(ranks_settings, command, port):
             listed = settings_path.with_name("learner-nodes.txt")
             await listed.write_text("".join(f"{other}\n" for other in others), "utf-8")
@@ -356,10 +382,16 @@ class KeptLearner:
         *,
         log_dir: Path,
         on_progress: Callable[[str], None],
+        spawn: Spawn = spawn_here,
     ) -> None:
         """Take the arguments of `started`."""
         self._start = partial(
-            started, settings, ranks_settings, log_dir=log_dir, on_progress=on_progress
+            started,
+            settings,
+            ranks_settings,
+            log_dir=log_dir,
+            on_progress=on_progress,
+            spawn=spawn,
         )
         self._log_dir = log_dir
         self._life = AsyncExitStack()
@@ -373,6 +405,24 @@ class KeptLearner:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @asynccontextmanager
+    async def starting(self) -> AsyncIterator[Self]:
+        """Start the learner while the block already runs; requests wait until it is ready.
+
+        If it cannot start, the block is cancelled, and the errors of `started` are raised.
+        """
+        try:
+            async with task_group(only_first=True) as tasks:
+                tasks.start_soon(self.__aenter__)
+                yield self
+                tasks.cancel_scope.cancel()  # it may not be needed any more
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """End all ranks, if they run."""
         await self._life.aclose()
 
     async def ask(self, request: Request[R], *, timeout_s: float) -> R:
@@ -387,6 +437,11 @@ class KeptLearner:
             raise LearnerLost(f"{request.op}: {late}")
         learner = self._learner
         return await self._processes.while_alive(lambda: learner.ask(request, timeout_s=left_s))
+
+    async def about(self) -> ReadyReply:
+        """Wait until the learner is ready; return what it said of itself."""
+        await self._up.wait()  # no deadline: a start has one, and fails the block of `starting`
+        return self._learner.about
 
     async def lost(self) -> str:
         """Wait, without a deadline, until a rank dies unexpectedly; return a description of how."""

@@ -1,6 +1,6 @@
 """The processes that start the learner's ranks: commands and environments.
 
-    processes   one process per rank, on this machine
+    processes   one process per rank, on this machine or on the nodes of a cluster
     torchrun    torchrun; on each other node the same command with another --node-rank must be
                 started externally, by Slurm or by a person
     deepspeed   DeepSpeed's launcher; with a hostfile it starts the other nodes' ranks by pdsh
@@ -44,8 +44,8 @@ class RanksSettings(pydantic.BaseModel):
     )
     launcher: Literal["processes", "torchrun", "deepspeed"] = pydantic.Field(
         "processes",
-        description="What starts the ranks. processes: agentloop itself, on this machine only; "
-        "torchrun or deepspeed: that launcher, on one machine or several.",
+        description="What starts the ranks. processes: agentloop itself, on this machine or on a "
+        "cluster; torchrun or deepspeed: that launcher, on one machine or several.",
     )
     nodes: int = pydantic.Field(
         1,
@@ -68,7 +68,7 @@ class RanksSettings(pydantic.BaseModel):
     )
     threads: int = pydantic.Field(1, ge=1, description="OpenMP threads per rank on a CPU.")
     start_timeout_s: float = pydantic.Field(
-        300.0, gt=0, description="Time for all ranks to become ready; then starting them fails."
+        300.0, gt=0, description="Time limit for all ranks to become ready."
     )
     max_restarts: int = pydantic.Field(
         3,
@@ -79,15 +79,21 @@ class RanksSettings(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="after")
     def _goes_together(self) -> Self:
-        if self.nodes > 1 and self.launcher == "processes":
-            raise ValueError("nodes: more than one needs launcher = torchrun or deepspeed")
-        if self.nodes > 1 and not self.address:
+        if self.nodes > 1 and self.launcher != "processes" and not self.address:
             raise ValueError("address: with several nodes, set this machine's address")
         if (self.hostfile is not None) != (self.launcher == "deepspeed" and self.nodes > 1):
             raise ValueError(
-                "hostfile: needed with launcher = deepspeed and several nodes, and only then"
+                "hostfile: required with launcher = deepspeed and several nodes, otherwise omit it"
             )
         return self
+
+    def require_one_machine(self) -> None:
+        """Check that no cluster is needed. Raises SettingsError."""
+        if self.nodes > 1 and self.launcher == "processes":
+            raise SettingsError(
+                "ranks.nodes: more than one needs ranks.launcher = torchrun or deepspeed, or a "
+                "cluster (cluster.address)"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,7 @@ def starts(
     Raises:
         SettingsError: CUDA_VISIBLE_DEVICES has too few devices for DeepSpeed's launcher.
     """
+    num_local = settings.nproc_per_node
     common = {
         "OMP_NUM_THREADS": str(settings.threads),
         "PYTHONUNBUFFERED": "1",
@@ -123,9 +130,8 @@ def starts(
         # The launcher passes only few variables on to other nodes, and, if there are any, to this.
         command = (*learner, "--socket", str(socket_path))
         return [Start("deepspeed", _deepspeed(settings, command, port), common)]
-    size = str(settings.nproc_per_node)
-    world = {"WORLD_SIZE": size, "LOCAL_SIZE": size}
-    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = {"WORLD_SIZE": str(num_local * settings.nodes), "LOCAL_SIZE": str(num_local)}
+    world |= {"MASTER_ADDR": settings.address or "127.0.0.1", "MASTER_PORT": str(port)}
     return [
         Start(
             f"rank {rank}",
@@ -134,10 +140,10 @@ def starts(
                 **common,
                 **world,
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
+                "LOCAL_RANK": str(rank % num_local),
             },
         )
-        for rank in range(settings.nproc_per_node)
+        for rank in range(num_local * settings.nodes)
     ]
 
 
@@ -190,8 +196,9 @@ def _devices(settings: RanksSettings) -> str:
     taken = [one.strip() for one in visible[: settings.nproc_per_node]]
     if len(taken) < settings.nproc_per_node or not all(one.isdecimal() for one in taken):
         raise SettingsError(
-            f"ranks.launcher: DeepSpeed's needs CUDA_VISIBLE_DEVICES={','.join(visible)} to list a "
-            f"device number for each of {settings.nproc_per_node} ranks (ranks.nproc_per_node)"
+            "ranks.launcher: DeepSpeed's launcher needs a device number for each rank "
+            f"(ranks.nproc_per_node: {settings.nproc_per_node}), but CUDA_VISIBLE_DEVICES is "
+            f"{','.join(visible)}"
         )
     return f"--include=localhost:{','.join(taken)}"
 

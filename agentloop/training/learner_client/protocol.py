@@ -95,11 +95,17 @@ class Request(_Message, Generic[R]):
 
 
 class ReadyReply(Reply):
-    """The first message of rank 0: all ranks are ready."""
+    """The first message of rank 0: all ranks are ready.
+
+    Attributes:
+        made_with: what the exact result of a step depends on besides the settings, by name:
+            versions of packages, the processor or the GPU, and the number of threads.
+    """
 
     ready: Literal[True] = True
     num_ranks: int
     device: str
+    made_with: dict[str, str] = {}
     num_parameters: int
     num_trained: int
 

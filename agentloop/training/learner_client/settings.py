@@ -66,7 +66,7 @@ class RlLossSettings(pydantic.BaseModel):
 
 
 class LossSettings(RlLossSettings):
-    """Settings of the objective, as the learner's processes are told."""
+    """Settings of the objective, as passed to the learner's processes."""
 
     kind: Objective = pydantic.Field(
         "grpo",
@@ -142,8 +142,9 @@ class TrainingSettings(pydantic.BaseModel):
     )
     offload: Literal["none", "optimizer", "optimizer+parameters"] = pydantic.Field(
         "none",
-        description="What to keep in the host's memory. optimizer: the optimizer's state, and its "
-        "step runs on the CPU; optimizer+parameters: also the weights, which needs zero_stage = 3.",
+        description="What to keep in the host's memory. optimizer: the optimizer's state, whose "
+        "step then runs on the CPU; optimizer+parameters: also the weights, which needs "
+        "zero_stage = 3.",
     )
     dtype: Literal["float32", "bfloat16"] = pydantic.Field(
         "float32",
@@ -152,9 +153,10 @@ class TrainingSettings(pydantic.BaseModel):
     )
     attention: str = pydantic.Field(
         "packed",
-        description="Attention over packed samples. packed: torch's scaled_dot_product_attention, "
-        "one sample at a time. Otherwise an implementation of transformers: flash_attention_2, or "
-        "sdpa (slow, for comparison).",
+        description="Attention over packed samples. packed: torch's varlen_attn on a GPU in "
+        "bfloat16, elsewhere its scaled_dot_product_attention, one sample at a time; "
+        "packed_by_sample: always the latter. Otherwise an implementation of transformers: "
+        "flash_attention_2, or sdpa (slow, for comparison).",
     )
     activation_checkpointing: bool = pydantic.Field(
         False,
@@ -185,12 +187,6 @@ class TrainingSettings(pydantic.BaseModel):
     keep_checkpoints: int = pydantic.Field(
         3, ge=0, description="Number of checkpoints to keep, the newest ones. 0: all."
     )
-    max_skipped_steps: int = pydantic.Field(
-        3,
-        ge=1,
-        description="Number of consecutive steps with non-finite gradients, which are skipped, "
-        "after which training ends.",
-    )
     collective_timeout_s: float = pydantic.Field(
         300.0,
         gt=0,
@@ -214,7 +210,7 @@ class TrainingSettings(pydantic.BaseModel):
     def _shared_out(self) -> Self:
         if self.offload == "optimizer+parameters" and self.zero_stage != 3:
             raise ValueError(
-                f"offload: {self.offload} needs zero_stage = 3, which shards the weights, not "
+                f"offload: {self.offload} needs zero_stage = 3 to shard the weights, not "
                 f"{self.zero_stage}"
             )
         return self
@@ -259,7 +255,7 @@ class SftLearnerSettings(TrainingSettings):
 
 
 class LearnerSettings(SftLearnerSettings):
-    """Everything that the learner's processes are told, as they read it from learner.json."""
+    """All settings of the learner's processes, which read them from learner.json."""
 
     model: Path = pydantic.Field(Path(), description="Folder of the model to start from.")
     chat_template: str | None = pydantic.Field(

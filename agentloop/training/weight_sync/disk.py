@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class PublishedFolder:
     folder: Path
     pause: Pause = "retract"
     verify: bool = True
+    sha256: Mapping[str, str] = field(default_factory=dict)
 
     async def sync_to(
         self, servers: Sequence[SGLangServer], *, timeout_s: float
@@ -88,13 +89,14 @@ class FolderPublisher:
         """Implement `Publisher`."""
         folder = self._folder / version
         request = PublishRequest(folder=folder, version=version)
-        await self._learner.ask(request, timeout_s=timeout_s)
+        reply = await self._learner.ask(request, timeout_s=timeout_s)
         if self._last is None:  # a killed run may have left some
             self._old = await anyio.to_thread.run_sync(_others, folder)
         elif self._last != folder:
             self._old.append(self._last)
         self._last = folder
-        return PublishedFolder(version, folder, self._settings.pause, self._settings.verify)
+        how = self._settings.pause, self._settings.verify
+        return PublishedFolder(version, folder, *how, reply.sha256)
 
     async def tidy(self) -> None:
         """Implement `Publisher`."""

@@ -40,6 +40,7 @@ from agentloop.training.learner_client.protocol import (
     Request,
     SendRequest,
 )
+from agentloop.training.run_status import count_of
 from agentloop.training.weight_sync.checksums import config_dtype
 from agentloop.training.weight_sync.layout import Layout
 from agentloop.training.weight_sync.settings import WeightsSettings
@@ -121,6 +122,11 @@ class PublishedInLearner:
     @property
     def folder(self) -> None:
         """Implement `PublishedWeights`."""
+
+    @property
+    def sha256(self) -> Mapping[str, str]:
+        """Implement `PublishedWeights`."""
+        return {}
 
     @property
     def pause(self) -> Pause:
@@ -207,7 +213,8 @@ class PublishedInLearner:
             left = [m.server for m in members if m.server.url not in proofs]
             lost = await self._leave(group, left)
         if first is not None:
-            log.warning("a process group with %d servers failed: %s", len(members), first.why)
+            servers = count_of(len(members), "server")
+            log.warning("a process group with %s failed: %s", servers, first.why)
             for member in members:
                 failed[member.server.url] = first.why
             failed.update(lost)

@@ -40,8 +40,8 @@ class WeightsSettings(pydantic.BaseModel):
     timeout_s: float = pydantic.Field(
         300.0,
         gt=0,
-        description="Time for a server to load new weights. A server that takes longer is stale, "
-        "and gets no requests.",
+        description="Time limit for a server to load new weights. A server that takes longer is "
+        "stale, and gets no requests.",
     )
     verify: bool = pydantic.Field(
         True,

@@ -47,7 +47,7 @@ _MAX_WRONG = 16  # syncs with wrong weights that are remembered: longer than any
 
 
 class Serving(Protocol):
-    """A set of servers that published weights are synced to: local ones or a fleet's."""
+    """A set of servers that published weights are synced to: of a runtime here, or of several."""
 
     async def sync(self, published: PublishedWeights, *, timeout_s: float) -> SyncResult:
         """Sync these weights to all servers. Raises ServerError if none gets the right ones."""
@@ -194,7 +194,7 @@ class Served:
         if why and (url, why) not in self._unproven:
             self._unproven.add((url, why))
             log.warning(
-                "%s: its weights are compared only with other servers', not with the learner's: %s",
+                "%s: its weights are only compared with other servers', not with the learner's: %s",
                 url,
                 why,
             )

@@ -7,7 +7,7 @@ There are two: a folder (disk.py) and a process group of learner and servers (pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +27,11 @@ class PublishedWeights(Protocol):
     @property
     def folder(self) -> Path | None:
         """The folder that servers can load them from; None: only the learner has them."""
+        ...
+
+    @property
+    def sha256(self) -> Mapping[str, str]:
+        """The checksum of each file in the folder; empty if it is not known."""
         ...
 
     @property

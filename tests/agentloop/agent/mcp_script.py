@@ -12,7 +12,7 @@ import anyio
 from mcp.server import MCPServer, Server
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.stdio import stdio_server
-from mcp.types import ListToolsResult, Tool
+from mcp.types import ListToolsResult, Tool, ToolAnnotations
 
 server = MCPServer("calculator", log_level="CRITICAL")
 
@@ -44,8 +44,48 @@ def end(status: int) -> str:
     os._exit(status)
 
 
-for tool in (add, fail, wait, variable, end):
+class Meeting:
+    """Where calls of `meet` and `watch` wait for each other."""
+
+    def __init__(self) -> None:
+        self.num_here = 0
+        self.is_complete = False
+        self.over = anyio.Event()
+
+    async def attend(self) -> str:
+        self.num_here += 1
+        if self.num_here == 2:
+            self.is_complete = True
+            self.over.set()
+        await self.over.wait()
+        self.num_here -= 1
+        return "together" if self.is_complete else "alone"
+
+
+meeting = Meeting()
+
+
+async def meet() -> str:
+    """Wait for a second call, or for `adjourn`; return whether there was a second one."""
+    return await meeting.attend()
+
+
+async def watch() -> str:
+    """Do as `meet` does."""
+    return await meeting.attend()
+
+
+async def adjourn() -> str:
+    """End the waits of `meet` and `watch`, and those of later calls."""
+    meeting.over.set()
+    return "adjourned"
+
+
+READ_ONLY = ToolAnnotations(read_only_hint=True)
+for tool in (add, fail, wait, variable, end, meet):
     server.tool()(tool)
+for tool in (watch, adjourn):
+    server.tool(annotations=READ_ONLY)(tool)
 
 
 async def _invalid() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers
 
-from agentloop.agent.chat_format import ChatFormat, ChatSettings, TextStream
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.chat_settings import ChatSettings
+from agentloop.agent.text_stream import TextStream
 from agentloop.config import load_settings
 from agentloop.errors import ModelError, RequestError, SettingsError
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult, Turn
@@ -180,10 +183,12 @@ def test_a_users_next_message_appends_what_the_template_would_write(
 
 def test_a_template_without_a_place_for_a_second_question_is_named() -> None:
     chat = ChatFormat(tokenizer(), template())
-    chat._render = template("{{ messages[0].content }}")  # a template that passes at first
+    chat._continuation._render = template(
+        "{{ messages[0].content }}"
+    )  # a template that passes at first
     with pytest.raises(RequestError, match=r"reply: .* drops or reorders messages"):
         chat.user_message("And now?")
-    chat._render = template("{{ no.messages.here }}")
+    chat._continuation._render = template("{{ no.messages.here }}")
     with pytest.raises(RequestError, match="reply: the model's chat template says"):
         chat.user_message("And now?")
 
@@ -384,6 +389,29 @@ def test_a_model_folder_is_loaded_and_an_unusable_one_rejected(tmp_path: Path) -
         assert bool(ChatFormat.load(tmp_path / "good", settings).opened_thought) == thinks
     with pytest.raises(ValueError, match="tools: reserved"):
         ChatSettings(arguments={"tools": []})
+    for name in inspect.signature(fast.apply_chat_template).parameters.keys() - {"kwargs"}:
+        with pytest.raises(RequestError, match=f"chat_template_kwargs: .*{name}: reserved"):
+            chat.with_arguments({name: None})
+
+
+def test_a_request_may_have_variables_of_the_template_but_not_the_template() -> None:
+    asked = TEMPLATE.replace("assistant\n' }}", "assistant\n' }}{{ '<think>' if thinks else '' }}")
+
+    def render(
+        messages: Any, tools: Any = None, add_generation_prompt: Any = False, **more: Any
+    ) -> str:
+        return template(asked.replace("thinks", str(bool(more.get("thinks")))))(
+            messages, tools, add_generation_prompt
+        )
+
+    chat = ChatFormat(tokenizer(), render, end_token=END)
+    assert chat.with_arguments({}) is chat
+    thinks = chat.with_arguments({"thinks": True})
+    assert (chat.opened_thought, thinks.opened_thought) == ("", "<think>")
+    assert thinks.prompt([user("x")]) != chat.prompt([user("x")])
+    assert chat.with_arguments({"thinks": True}) is thinks
+    with pytest.raises(RequestError, match="chat_template_kwargs: chat_template: reserved"):
+        chat.with_arguments({"chat_template": "{{ 1 }}"})
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ def says(text: str) -> list[Step]:
 
 async def test_its_tools_are_found_and_called(healthy: McpServer) -> None:
     tools = healthy.tools
-    assert [tool.name for tool in tools] == ["add", "fail", "wait", "variable", "end"]
+    names = ["add", "fail", "wait", "variable", "end", "meet", "watch", "adjourn"]
+    assert [tool.name for tool in tools] == names
     schema = tools[0].schema["function"]
     assert schema["description"] == "Add two integers."
     assert schema["parameters"]["properties"]["a"]["type"] == "integer"
@@ -275,6 +276,34 @@ async def test_two_rollouts_have_a_server_each() -> None:
         assert (await call(other, "count")).content == "1"
 
 
+async def called_twice(tools: Tools, name: str, *, adjourned: bool = False) -> list[str]:
+    """Call a tool twice at the same time, and then perhaps `adjourn`; return both outputs."""
+    said: list[str] = []
+
+    async def one() -> None:
+        said.append((await tools.run(name, {})).content)
+
+    async with anyio.create_task_group() as calls:
+        for _ in range(2):
+            calls.start_soon(one)
+        await anyio.wait_all_tasks_blocked()
+        if adjourned:
+            await tools.run("adjourn", {})
+    return said
+
+
+async def test_calls_of_a_rollouts_own_server_take_turns() -> None:
+    async with mcp_server(SDK) as found, Tools(found) as tools:
+        assert await called_twice(tools, "meet", adjourned=True) == ["alone", "alone"]
+
+
+async def test_calls_that_only_read_and_calls_of_a_shared_server_run_together() -> None:
+    async with mcp_server(SDK, timeout_s=20) as found, Tools(found) as tools:
+        assert await called_twice(tools, "watch") == ["together", "together"]
+    async with shared(SDK, timeout_s=20) as server, Tools(server.tools) as tools:
+        assert await called_twice(tools, "meet") == ["together", "together"]
+
+
 async def test_a_rollouts_own_server_is_not_restarted_since_its_state_is_lost() -> None:
     async with mcp_server(RAW) as tools:
         for name in ("end", "count", "count"):
@@ -316,6 +345,11 @@ class Conversations:
     """Runs real rollouts on scripted turns, as `Runtime.rollout` would on servers."""
 
     pool: Any = None
+    resolve_tools: Any = None
+    session_listener: Any = None
+
+    async def listen_for_sessions(self) -> None:
+        """Do nothing: no test here has a client."""
 
     def __init__(self, *turns: Sequence[Step]) -> None:
         self.engine = ScriptedEngine(*turns)
@@ -387,12 +421,13 @@ async def test_an_environment_whose_server_is_not_ready_in_time_is_not_to_blame(
 
 
 @asynccontextmanager
-async def over_http() -> AsyncIterator[str]:
+async def over_http(port: int = 0) -> AsyncIterator[str]:
     """Serve the script's tools by HTTP in a process of its own; yield the URL."""
     program = (
         f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import socket, uvicorn\n"
         "from mcp_script import server\n"
-        "bound = socket.socket(); bound.bind(('127.0.0.1', 0)); bound.listen()\n"
+        "bound = socket.socket(); bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
+        f"bound.bind(('127.0.0.1', {port})); bound.listen()\n"
         "print(bound.getsockname()[1], flush=True)\n"
         "config = uvicorn.Config(server.streamable_http_app(), log_level='error')\n"
         "uvicorn.Server(config).run(sockets=[bound])\n"
@@ -417,6 +452,21 @@ async def test_a_server_by_http_is_used_alike() -> None:
             assert failed.status is ToolCallStatus.ERROR
             lost = await call(tools, "end", status=3)
             assert lost.status is ToolCallStatus.INFRASTRUCTURE
+
+
+async def test_a_server_by_http_that_is_restarted_is_connected_to_again() -> None:
+    async with over_http() as url:
+        port = int(url.split(":")[2].removesuffix("/mcp"))
+        async with mcp_servers({"far": McpServerSettings(url=url, timeout_s=20)}) as servers:
+            tools = servers["far"].tools
+            assert (await call(tools, "end", status=3)).status is ToolCallStatus.INFRASTRUCTURE
+            async with over_http(port):
+                found: list[ToolCallStatus] = []
+                while ToolCallStatus.OK not in found:
+                    found.append((await call(tools, "add", a=1, b=2)).status)
+                # A call may meet the old session, which the new server does not know.
+                assert set(found[:-1]) <= {ToolCallStatus.INFRASTRUCTURE}
+                assert len(found) <= 2
 
 
 async def test_a_server_that_cannot_be_reached_says_so() -> None:

@@ -37,7 +37,9 @@ class IdlePool:
 
 def far(*names: str) -> McpServer:
     server = McpServer("far", McpServerSettings(url="http://far/mcp"))
-    server.tools = [McpTool(server, name, {"function": {"name": name}}) for name in names]
+    server.tools = [
+        McpTool(server, name, {"function": {"name": name}}, is_read_only=False) for name in names
+    ]
     return server
 
 

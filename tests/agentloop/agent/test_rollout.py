@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.constraints import OutputRules
 from agentloop.agent.rollout import Budget, Rollout, TurnOptions
 from agentloop.agent.tools import CallerTool, RunTool, ToolOutput
 from agentloop.errors import PromptTooLong, RequestError, ServerUnavailable
@@ -453,6 +454,95 @@ async def test_single_call_does_not_change_a_turn_that_ended_by_itself() -> None
     assert trajectory.stop_reason is StopReason.TURN_BUDGET
 
 
+@settings(max_examples=40, deadline=None)
+@given(cuts=st.lists(st.integers(0, 200), max_size=8), limit=st.sampled_from([None, 1, 2, 3]))
+async def test_calls_beyond_the_limit_of_a_turn_are_ignored(
+    cuts: list[int], limit: int | None
+) -> None:
+    """Their text stays, as the model wrote it, but they neither run nor get a response."""
+    broken = "<tool_call>\n{broken\n</tool_call>"
+    written_calls = [call_text("echo", {"text": "a"}), broken, call_text("echo", {"text": "c"})]
+    ids = written(CHAT, f"so {' '.join(written_calls)}{END}")
+    engine = ScriptedEngine(
+        [*chunks(ids, [min(cut, len(ids)) for cut in cuts])], list(chunks(written(CHAT, END)))
+    )
+    trajectory = await rollout(engine, [echo], budget=Budget(max_calls_per_turn=limit)).run()
+    check(trajectory, engine)
+    turn = trajectory.turns[0]
+    assert turn.output_ids == ids
+    expected = [ToolCallStatus.OK, ToolCallStatus.MALFORMED, ToolCallStatus.OK][:limit]
+    assert [result.status for result in turn.results] == expected
+    assert turn.observation_ids == CHAT.observation([result.content for result in turn.results])
+    assert trajectory.stop_reason is StopReason.ANSWERED
+
+
+async def test_a_call_left_open_beyond_the_limit_is_ignored() -> None:
+    one = call_text("echo", {"text": "a"})
+    engine = ScriptedEngine(says(f"{one}<tool_call>"), says("done"))
+    trajectory = await rollout(engine, [echo], budget=Budget(max_calls_per_turn=1)).run()
+    assert [result.content for result in trajectory.turns[0].results] == ["a"]
+
+
+async def test_a_response_is_cut_by_characters_and_then_by_tokens() -> None:
+    text = "x" * 30 + "y" * 30
+    engine = ScriptedEngine(says(call_text("echo", {"text": text})), says("done"))
+    budget = Budget(max_tool_response_chars=8)
+    trajectory = await rollout(engine, [echo], budget=budget).run()
+    (turn, _) = trajectory.turns
+    assert turn.observation_ids == CHAT.observation(["xxxx...(truncated)...yyyy"])
+    assert turn.results[0].content == text  # the record keeps all of it
+
+
+async def test_feedback_is_in_the_wording_of_the_rollout() -> None:
+    engine = ScriptedEngine(
+        says("<tool_call>\n{broken\n</tool_call>" + call_text("find", {})), says("done")
+    )
+    trajectory = await rollout(engine, [echo], tool_format="release").run()
+    decoding, unknown = (result.content for result in trajectory.turns[0].results)
+    assert decoding.startswith("Failed to decode tool call: Expecting property name")
+    assert unknown == "Error when executing tool: 'find'"
+
+
+async def test_only_the_first_turn_must_call() -> None:
+    engine = ScriptedEngine(says(call_text("echo", {"text": "x"})), says("done"))
+    options = TurnOptions(rules=OutputRules("required"))
+    trajectory = await rollout(engine, [echo], options=options).run()
+    check(trajectory, engine)
+    assert [bool(asked.parameters) for asked in engine.asked] == [True, False]
+    assert trajectory.answer == "done"
+
+
+@pytest.mark.parametrize("rules", [OutputRules("required"), OutputRules("echo"), OutputRules()])
+async def test_a_forced_call_is_found_however_its_markers_are_spelled(rules: OutputRules) -> None:
+    """A grammar admits every spelling. In a free turn, only the tokens of markers are markers."""
+    spelled = [*CHAT.encode(call_text("echo", {"text": "x"})), *written(CHAT, END)]
+    assert CHAT.token_id("<tool_call>") not in spelled
+    engine = ScriptedEngine([*chunks(spelled, range(1, len(spelled)))], says("done"))
+    trajectory = await rollout(engine, [echo], options=TurnOptions(rules=rules)).run()
+    check(trajectory, engine)
+    results = [(result.name, result.content) for result in trajectory.turns[0].results]
+    assert results == ([("echo", "x")] if rules.tool else [])
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        (OutputRules("required"), "^tool_choice: a tool's parameters cannot be enforced: Failed"),
+        (OutputRules(schema={}), "^response_format: its schema or a tool's .*: Failed to"),
+    ],
+)
+async def test_a_refused_grammar_names_its_field(rules: OutputRules, said: str) -> None:
+    engine = ScriptedEngine([RequestError("Failed to compile structural_tag grammar: nope")])
+    with pytest.raises(RequestError, match=said):
+        await rollout(engine, [echo], options=TurnOptions(rules=rules)).run()
+
+
+async def test_another_refusal_stays_as_it_is() -> None:
+    engine = ScriptedEngine([RequestError("ids: too many")])
+    with pytest.raises(RequestError, match=r"^ids: too many$"):
+        await rollout(engine, [echo], options=TurnOptions(rules=OutputRules("echo"))).run()
+
+
 async def test_ignore_end_uses_the_whole_budget() -> None:
     text = call_text("echo", {"text": "x"})
     engine = ScriptedEngine(says(f"{text}{END}{text}", end=TurnEnd.LENGTH))
@@ -462,6 +552,13 @@ async def test_ignore_end_uses_the_whole_budget() -> None:
     assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
     assert engine.asked[0].stop_ids == ()
     assert engine.asked[0].sampling.to_sglang(max_new_tokens=3, stop_ids=())["ignore_eos"]
+
+
+@pytest.mark.parametrize("with_text", [True, False])
+async def test_only_someone_who_reads_along_gets_a_frame_for_each_token(with_text: bool) -> None:
+    engine = ScriptedEngine(says("hi"))
+    await rollout(engine, with_text=with_text).run()
+    assert (engine.asked[0].stream_interval == 1) is with_text
 
 
 async def test_the_answer_is_the_content_of_the_last_turn() -> None:
@@ -562,7 +659,10 @@ class Broken(Stateful):
 
 
 async def test_a_call_lost_to_the_infrastructure_ends_the_rollout_unscored() -> None:
-    class Lost(CallerTool):
+    class Lost:
+        name = "lost"
+        schema: Mapping[str, Any] = {"type": "function", "function": {"name": name}}
+
         @asynccontextmanager
         async def open(self) -> AsyncIterator[RunTool]:
             async def run(arguments: Mapping[str, Any], /) -> ToolOutput:
@@ -571,8 +671,7 @@ async def test_a_call_lost_to_the_infrastructure_ends_the_rollout_unscored() -> 
             yield run
 
     engine = ScriptedEngine([*says(call_text("lost", {}))[:-1], anyio.sleep_forever])
-    lost = Lost({"type": "function", "function": {"name": "lost"}})
-    trajectory = await rollout(engine, [lost]).run()
+    trajectory = await rollout(engine, [Lost()]).run()
     check(trajectory, engine)
     assert trajectory.stop_reason is StopReason.INFRASTRUCTURE
     assert trajectory.error == "lost: worker died"

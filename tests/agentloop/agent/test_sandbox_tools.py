@@ -9,7 +9,8 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from agentloop.agent.sandbox_tools import JupyterCode, PythonCode, describe
+from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
+from agentloop.agent.tool_formats import describe
 from agentloop.agent.tools import Tools
 from agentloop.sandbox import (
     CallError,

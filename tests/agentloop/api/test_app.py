@@ -15,6 +15,7 @@ import anyio
 import openai
 import pytest
 
+from agentloop.agent.chat_format import ChatFormat
 from agentloop.api.app import AgentService, listening
 from agentloop.api.guard import ServeSettings
 from agentloop.api.listen import bind
@@ -24,9 +25,20 @@ from agentloop.inference.router import Router
 from agentloop.inference.scheduling.health import ServerState
 from agentloop.inference.sglang.control import http_session
 from agentloop.observe.exporters.otel import CallerSpan, caller_span
+from agentloop.observe.recorder import GroupFolder
 from agentloop.runtime import Runtime, Settings, _Model, _Parts
 from agentloop.sandbox import Pool
-from tests.support import END, ScriptedEngine, Step, call_text, chat_format, chunks, eventually
+from tests.support import (
+    END,
+    ScriptedEngine,
+    Step,
+    call_text,
+    chat_format,
+    chunks,
+    eventually,
+    template,
+    tokenizer,
+)
 from tests.support import written as ids_of
 
 pytestmark = pytest.mark.anyio
@@ -70,10 +82,10 @@ class NoCalls:
 class PlayedRuntime(Runtime):
     """A runtime whose parts exist without having been started."""
 
-    def __init__(self, settings: Settings, router: PlayedRouter) -> None:
+    def __init__(self, settings: Settings, router: PlayedRouter, chat: ChatFormat = CHAT) -> None:
         super().__init__(settings)
         session = cast(aiohttp.ClientSession, None)
-        model = _Model("fake", CHAT, cast(Router, router), [], session)
+        model = _Model("fake", chat, cast(Router, router), [], session)
         self._parts_or_none = _Parts(model, cast(Pool, NoCalls()))
 
 
@@ -96,10 +108,15 @@ class Service:
 
 
 @asynccontextmanager
-async def service(*turns: Sequence[Step], **settings: Any) -> AsyncIterator[Service]:
+async def service(
+    *turns: Sequence[Step],
+    chat: ChatFormat = CHAT,
+    record: GroupFolder | None = None,
+    **settings: Any,
+) -> AsyncIterator[Service]:
     given = Settings.model_validate({"tools": [], "serve": {"port": 0}, **settings})
     router = PlayedRouter(*turns)
-    app = AgentService(PlayedRuntime(given, router), given)
+    app = AgentService(PlayedRuntime(given, router, chat), given, record)
     with bind(given.serve) as bound:
         async with listening(app, bound) as url, http_session() as http:
             yield Service(url, router, http)
@@ -118,11 +135,11 @@ async def client(at: Service) -> AsyncIterator[openai.AsyncOpenAI]:
 
 async def test_openais_client_gets_its_answer_streamed_and_whole() -> None:
     async with service(says("It is 1776."), says("It is 1776.")) as at, client(at) as asks:
-        whole = await asks.chat.completions.create(model="fake", messages=HELLO)
+        whole = await asks.chat.completions.create(model="fake-agent", messages=HELLO)
         assert whole.choices[0].message.content == "It is 1776."
         assert whole.choices[0].finish_reason == "stop"
         stream = await asks.chat.completions.create(
-            model="fake", messages=HELLO, stream=True, stream_options={"include_usage": True}
+            model="fake-agent", messages=HELLO, stream=True, stream_options={"include_usage": True}
         )
         text, last = "", None
         async for chunk in stream:
@@ -132,7 +149,7 @@ async def test_openais_client_gets_its_answer_streamed_and_whole() -> None:
         assert text == "It is 1776."
         assert last is not None
         assert last.usage == whole.usage
-        assert [model.id async for model in asks.models.list()] == ["fake"]
+        assert [model.id async for model in asks.models.list()] == ["fake-agent", "fake"]
         assert (await asks.models.retrieve("fake")).id == "fake"
     assert at.router.num_open == 0
 
@@ -189,10 +206,10 @@ async def test_bad_input_has_a_clear_answer(body: Any, status: int, said: str) -
 
 async def test_what_is_not_there_is_told_in_json_with_what_is() -> None:
     async with service() as at:
-        async with at.post("/v1/responses", {"input": "hello"}) as response:
+        async with at.post("/v1/embeddings", {"input": "hello"}) as response:
             assert (response.status, response.content_type) == (404, "application/json")
             error = (await response.json())["error"]
-        assert error["message"].startswith("POST /v1/responses does not exist; available: POST")
+        assert error["message"].startswith("POST /v1/embeddings does not exist; available: POST")
         assert (error["type"], error["code"]) == ("invalid_request_error", "unknown_url")
         async with at.http.get(f"{at.url}/v1/chat/completions") as response:
             assert (response.status, response.content_type) == (405, "application/json")
@@ -271,6 +288,93 @@ async def test_a_stream_has_as_many_choices_as_were_asked_for() -> None:
     assert usage.completion_tokens == num_logprobs == 3 * len(ids_of(CHAT, "It is 1776." + END))
     seeds = sorted(asked.sampling.seed or 0 for asked in at.router.asked)
     assert seeds == [0, 1, (1 << 63) - 1]
+
+
+REFUSED: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "n", "schema": {"type": "no such type"}},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"response_format": REFUSED}, "response_format: its schema"),
+        ({"tools": [THEIRS], "tool_choice": "required"}, "tool_choice: a tool's parameters"),
+        (
+            {
+                "tools": [THEIRS],
+                "tool_choice": {"type": "function", "function": {"name": "ours"}},
+            },
+            "tool_choice: there is no tool 'ours'; the tools are theirs",
+        ),
+        ({"tool_choice": "required"}, "tool_choice: there are no tools to call"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages: reserved"),
+    ],
+)
+async def test_a_constraint_that_cannot_be_kept_is_a_bad_request(
+    options: Any, said: str, stream: bool
+) -> None:
+    refusal = RequestError("http://fake: Failed to compile structural_tag grammar: nope")
+    async with service([refusal], [refusal]) as at:
+        body = {"messages": HELLO, "stream": stream, "n": 2, **options}
+        async with at.post("/v1/chat/completions", body) as response:
+            error = (await response.json())["error"]
+        assert response.status == 400
+        assert error["type"] == "invalid_request_error"
+        assert said in error["message"]
+
+
+def _thinks_if_told(
+    messages: Any, tools: Any = None, add_generation_prompt: bool = False, **arguments: Any
+) -> str:
+    text = template()(messages, tools, add_generation_prompt)
+    opens = add_generation_prompt and arguments.get("reasoning_effort") != "none"
+    return f"{text}<think>\n" if opens and arguments.get("enable_thinking", True) else text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("options", "thinks"),
+    [
+        ({}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"reasoning_effort": "low"}}, True),
+    ],
+)
+async def test_variables_of_the_template_decide_whether_a_turn_begins_in_a_thought(
+    options: Any, thinks: bool, stream: bool
+) -> None:
+    chat = ChatFormat(tokenizer(), _thinks_if_told, end_token=END)
+    body = {"messages": HELLO, "tools": [THEIRS], "tool_choice": "required", **options}
+    call = call_text("theirs", {})
+    async with service(says("Well.</think>\n" + call), chat=chat) as at:
+        async with at.post("/v1/chat/completions", {**body, "stream": stream}) as response:
+            text = await response.text()
+        (asked,) = at.router.asked
+    assert chat.decode(asked.ids).endswith("<think>\n") == thinks
+    assert ("reasoning_content" in text) == thinks
+    (thought, *_) = json.loads(asked.parameters["structural_tag"])["format"]["elements"]
+    assert (thought["type"] == "tag") == thinks  # an opened thought must be closed
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_constrained_stream_equals_a_free_one(n: int) -> None:
+    async with service(*[says('{"n": 3}')] * (2 * n)) as at:
+        streams = []
+        for options in ({}, {"response_format": {"type": "json_object"}}):
+            body = {"messages": HELLO, "stream": True, "n": n, **options}
+            async with at.post("/v1/chat/completions", body) as response:
+                lines = (await response.text()).split("\n\n")
+            assert lines[-2:] == ["data: [DONE]", ""]
+            events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+            choices = sorted((event["choices"][0] for event in events), key=lambda c: c["index"])
+            streams.append(choices)
+        assert streams[0] == streams[1]
+    assert [bool(asked.parameters) for asked in at.router.asked] == [False] * n + [True] * n
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -536,7 +640,7 @@ async def test_who_waits_is_told() -> None:
     assert told["waits"] == []
     assert told["no_progress_s"] == 0
     why = "no server has free KV capacity for it"
-    assert told["for_room"] == [{"rollout_id": "r", "why": why, "waited_s": 1.5}]
+    assert told["waiting_for_capacity"] == [{"id": "r", "reason": why, "waited_s": 1.5}]
     assert told["servers"][0]["state"] == "healthy"
 
 
@@ -556,7 +660,7 @@ async def test_the_document_has_the_routes_that_there_are() -> None:
 
 
 async def test_rollouts_have_the_services_settings_but_for_what_is_asked() -> None:
-    settings = {"sampling": {"temperature": 0.5, "top_p": 0.9}, "budget": {"max_turns": 1}}
+    settings: Any = {"sampling": {"temperature": 0.5, "top_p": 0.9}, "budget": {"max_turns": 1}}
     async with service(says(call_text("nope", {})), **settings) as at:
         body = {"prompts": ["one"], "sampling": {"top_p": 0.8}, "budget": {"timeout_s": 9}}
         async with at.post("/v1/rollouts", body) as response:

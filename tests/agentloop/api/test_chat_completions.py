@@ -75,13 +75,16 @@ def message_of(chunks_: Iterable[Any], index: int = 0) -> dict[str, Any]:
     return {**message, **lists}
 
 
-def writer(*, stop: Sequence[str] = (), has_caller_tools: bool = False) -> ChunkWriter:
+def writer(
+    *, stop: Sequence[str] = (), has_caller_tools: bool = False, tells_executed: bool = False
+) -> ChunkWriter:
     return ChunkWriter(
         chunk_frame("c-1", "m"),
         0,
-        reasoning_first=False,
+        chat=CHAT,
         stop=stop,
         has_caller_tools=has_caller_tools,
+        tells_executed=tells_executed,
         token_text=lambda token: CHAT.decode([token]),
     )
 
@@ -116,10 +119,17 @@ stops = st.lists(st.sampled_from(["a", "b ", "\n\n", "ab", "</answer>", "/>"]), 
     st.sampled_from(["agent", "caller"]),
     stops,
     st.booleans(),
+    st.booleans(),
     st.sampled_from([TurnEnd.STOP, TurnEnd.LENGTH]),
 )
 async def test_joined_chunks_equal_the_completions_message(
-    texts: list[str], cuts: list[int], whose: str, stop: list[str], single: bool, end: TurnEnd
+    texts: list[str],
+    cuts: list[int],
+    whose: str,
+    stop: list[str],
+    single: bool,
+    tells: bool,
+    end: TurnEnd,
 ) -> None:
     """Equal byte by byte, for any grouping of the tokens."""
 
@@ -140,6 +150,7 @@ async def test_joined_chunks_equal_the_completions_message(
             id="r" * 12,
         ).run()
         options: Any = {"stop": stop, "has_caller_tools": whose == "caller"}
+        options["tells_executed"] = tells
         made = writer(**options)
         sent = [chunk for event in events for chunk in made.feed(event)]
         sent.append(made.last(trajectory))
@@ -150,6 +161,7 @@ async def test_joined_chunks_equal_the_completions_message(
         last = sent[-1]["choices"][0]
         assert last["finish_reason"] == choice["finish_reason"]
         assert last["stop_reason"] == choice["stop_reason"]
+        assert last.get("matched_stop") == choice.get("matched_stop")
         assert {chunk["id"] for chunk in sent} == {"c-1"}
         for chunk in sent:  # no part is opened by whitespace
             (piece,) = chunk["choices"]
@@ -161,6 +173,7 @@ async def test_joined_chunks_equal_the_completions_message(
             assert all(len(turn.calls) <= 1 for turn in trajectory)
         if trajectory.stop_reason is StopReason.STOP_SEQUENCE:
             assert choice["finish_reason"] == "stop"
+            assert choice["matched_stop"] in stop
             assert not any(one in joined["content"] for one in stop if one != "\n\n")
         return without_times(joined)
 
@@ -173,6 +186,13 @@ def trajectory(status: ToolCallStatus, arguments: dict[str, Any], **fields: Any)
     text = f"hi{call_text('f', {})}{END}"
     turn = Turn(calls=[call], results=[result], text=text, end=TurnEnd.STOP)
     return Trajectory("t", [1, 2], [turn], **fields)
+
+
+def test_calls_that_the_agent_ran_are_told_in_the_reasoning_for_clients_that_show_it() -> None:
+    choice = whole_of(trajectory(ToolCallStatus.OK, {"code": "print(1)"}), tells_executed=True)
+    assert choice["message"]["reasoning_content"] == "▶ f\nprint(1)\n◀ ok\nout"
+    assert choice["message"]["content"] == "hi"
+    assert len(choice["message"]["executed_tools"]) == 1
 
 
 @pytest.mark.parametrize("arguments", [{"n": 2**70}, {"deep": [[[[{}]]]]}, {"é": "🐍"}, {}])

@@ -89,7 +89,7 @@ def test_a_trajectory_has_the_fields_that_are_sent() -> None:
             {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 20}, {"type": "null"}]},
         ),
         ("regex", {"enum": [None]}),
-        ("logit_bias", {"enum": [{}, None]}),
+        ("documents", {"enum": [[], None]}),
         (
             "messages",
             {

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from agentloop.agent.constraints import OutputRules
 from agentloop.agent.rollout import TurnOptions
-from agentloop.api.requests import UNSUPPORTED, ChatRequest
+from agentloop.api.completions import CompletionRequest
+from agentloop.api.requests import ONLY_BARE_MODEL, UNSUPPORTED, ChatRequest
 from agentloop.errors import RequestError, Unsupported
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -46,11 +48,54 @@ def test_supported_parameters_are_parsed() -> None:
     )
     assert asked.sampling_overrides() == {"temperature": 0, "top_p": 0.9, "seed": 3}
     assert asked.token_limit == 10
-    assert asked.turn_options() == TurnOptions(("a", "b"), True, True, 2)
+    assert asked.turn_options() == TurnOptions(
+        ("a", "b"), single_call=True, ignore_end=True, num_top_logprobs=2
+    )
     assert asked.has_caller_tools
     assert ChatRequest.parse(body(max_tokens=1, max_completion_tokens=2)).token_limit == 2
     assert ChatRequest.parse(body(stop="a")).turn_options() == TurnOptions(("a",))
     assert not ChatRequest.parse(body(tools=[THEIRS], tool_choice="none")).has_caller_tools
+
+
+_CALLED = {"id": "call_1", "type": "function", "function": {"name": "theirs", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        # bfcl-eval 2026.3.23: OpenAICompletionsHandler, whose history holds OpenAI's own objects
+        (
+            ChatRequest,
+            {
+                "messages": [
+                    *HELLO,
+                    {
+                        **dict.fromkeys(("content", "refusal", "annotations", "audio")),
+                        "role": "assistant",
+                        "function_call": None,
+                        "tool_calls": [_CALLED],
+                    },
+                    {"role": "tool", "content": "{}", "tool_call_id": "call_1"},
+                ],
+                "model": "m",
+                "temperature": 0.001,
+                "store": False,
+                "tools": [THEIRS],
+            },
+        ),
+        # its handlers of open models; of GLM, of MiniCPM
+        (CompletionRequest, {"model": "m", "temperature": 0.001, "max_tokens": 4096}),
+        (CompletionRequest, {"model": "m", "max_tokens": 4096, "stop_token_ids": [151329]}),
+        (CompletionRequest, {"model": "m", "max_tokens": 4096, "skip_special_tokens": False}),
+        # Arena-Hard, commit 3bab294
+        (ChatRequest, {"model": "m", "messages": HELLO, "max_tokens": 32000}),
+    ],
+)
+def test_requests_of_harnesses_are_accepted(kind: Any, fields: dict[str, Any]) -> None:
+    given = fields if kind is ChatRequest else {"prompt": "hello", **fields}
+    asked = kind.parse(json.dumps(given).encode())
+    names = ("temperature", "max_tokens", "stop_token_ids")
+    assert [getattr(asked, one) for one in names] == [fields.get(one) for one in names]
 
 
 def test_null_equals_a_missing_parameter() -> None:
@@ -65,12 +110,19 @@ def test_null_equals_a_missing_parameter() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[(name, value) for name, only in UNSUPPORTED.items() for value in only.values],
+        *[
+            (name, value)
+            for name, only in {**UNSUPPORTED, **ONLY_BARE_MODEL}.items()
+            for value in only.values
+        ],
         ("presence_penalty", 0.0),
         ("stop", []),
         ("logprobs", False),
         ("top_logprobs", 0),
         ("parallel_tool_calls", True),
+        ("tool_choice", "auto"),
+        ("tool_choice", "none"),
+        ("response_format", {"type": "text"}),
         ("ignore_eos", False),
         ("stream_options", {}),
         ("metadata", {"a": "b"}),
@@ -83,7 +135,51 @@ def test_null_equals_a_missing_parameter() -> None:
 )
 def test_parameters_without_effect_are_accepted(field: str, value: Any) -> None:
     asked = ChatRequest.parse(body(**{field: value}))
+    asked.refuse_for_agent()
     assert asked.turn_options() == TurnOptions()
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rules"),
+    [
+        ("tool_choice", "required", OutputRules("required")),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}, OutputRules("f")),
+        ("response_format", {"type": "json_object"}, OutputRules(schema={"type": "object"})),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
+            OutputRules(schema=SCHEMA),
+        ),
+    ],
+)
+def test_the_form_of_turns_may_be_constrained(field: str, value: Any, rules: OutputRules) -> None:
+    assert ChatRequest.parse(body(**{field: value})).turn_options() == TurnOptions(rules=rules)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"type": "json_schema"}, "response_format.json_schema: Field required"),
+        ({"type": "xml"}, "response_format: .* 'type'"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n"}},
+            "response_format.json_schema.schema",
+        ),
+    ],
+)
+def test_an_incomplete_response_format_is_named(value: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        ChatRequest.parse(body(response_format=value))
+
+
+def test_variables_of_the_chat_template_come_with_a_request() -> None:
+    asked = ChatRequest.parse(
+        body(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
+    )
+    assert asked.template_arguments == {"reasoning_effort": "low", "enable_thinking": False}
 
 
 @pytest.mark.parametrize(("seed", "sent"), [(0, 0), (-1, (1 << 63) - 1), (-(1 << 63), 0)])
@@ -110,21 +206,13 @@ def test_additional_fields_of_messages_and_tools_are_kept() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "instead"),
     [
-        ("logit_bias", {"3": 1}, "leave it out, or use {}"),
-        ("presence_penalty", 0.5, "of one turn"),
-        ("frequency_penalty", -1, "of one turn"),
-        ("presence_penalty", False, "of one turn"),
         ("functions", [{}], "use tools"),
-        ("tool_choice", "required", 'use "auto"'),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}, 'use "auto"'),
-        ("response_format", {"type": "json_object"}, "describe the format in a message"),
-        ("guided_json", {}, "describe the format in a message"),
-        ("chat_template_kwargs", {"enable_thinking": False}, "leave it out"),
+        ("guided_json", {}, "use response_format"),
+        ("enable_thinking", False, "use chat_template_kwargs"),
         ("continue_final_message", True, "leave it out, or use false"),
         ("web_search_options", {}, "leave it out"),
         ("audio", {"voice": "alloy"}, "leave it out"),
         ("best_of", 2, "use n"),
-        ("reasoning_effort", "low", '"medium"'),
         ("modalities", ["audio"], '["text"]'),
     ],
 )
@@ -138,9 +226,63 @@ def test_unsupported_parameters_that_would_change_the_answer_are_refused(
     assert instead in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "instead"),
+    [
+        ("logit_bias", {"3": 1}, "leave it out, or use {}"),
+        ("presence_penalty", 0.5, "of one turn"),
+        ("frequency_penalty", -1, "of one turn"),
+        ("repetition_penalty", 1.5, "of one turn"),
+        ("min_tokens", 2, "leave it out, or use 0"),
+        ("stop_token_ids", [3], "use stop"),
+    ],
+)
+def test_parameters_of_the_bare_model_are_refused_for_the_agent(
+    field: str, value: Any, instead: str
+) -> None:
+    asked = ChatRequest.parse(body(**{field: value}))
+    with pytest.raises(
+        Unsupported, match=f"^{field}: .* is not supported by this server; "
+    ) as told:
+        asked.refuse_for_agent()
+    assert instead in str(told.value)
+
+
+def test_parameters_of_the_bare_model_are_sglangs() -> None:
+    asked = ChatRequest.parse(
+        body(
+            frequency_penalty=-1,
+            presence_penalty=0.5,
+            repetition_penalty=1.5,
+            logit_bias={"3": -100, "03": 5, "7": 0.5},
+            min_tokens=2,
+            max_tokens=2,
+            stop_token_ids=[5],
+        )
+    )
+    options = asked.turn_options()
+    assert options.stop_ids == (5,)
+    assert options.parameters == {
+        "frequency_penalty": -1,
+        "presence_penalty": 0.5,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"3": 5, "7": 0.5},
+        "min_new_tokens": 2,
+    }
+
+
+def test_parameters_of_the_bare_model_may_not_contradict_each_other() -> None:
+    asked = ChatRequest.parse(body(min_tokens=3, max_tokens=2))
+    with pytest.raises(RequestError, match=r"^min_tokens: 3 are more than the limit of 2"):
+        asked.turn_options()
+    asked = ChatRequest.parse(body(stop_token_ids=[3], ignore_eos=True))
+    with pytest.raises(RequestError, match=r"^stop_token_ids: "):
+        asked.turn_options()
+
+
 def test_every_parameter_is_documented() -> None:
     told = (Path(__file__).parents[3] / "docs" / "http.md").read_text()
-    for name in [*ChatRequest.model_fields, *UNSUPPORTED]:
+    for name in [*ChatRequest.model_fields, *CompletionRequest.model_fields, *UNSUPPORTED]:
         assert f"`{name}`" in told, name
 
 
@@ -188,6 +330,14 @@ def test_every_parameter_is_documented() -> None:
         (body(parallel_tool_calls=1), "parallel_tool_calls: "),
         (body(ignore_eos=0), "ignore_eos: "),
         (body(seed=1 << 63), "seed: "),
+        (body(presence_penalty=False), "presence_penalty: "),
+        (body(frequency_penalty=2.1), "frequency_penalty: "),
+        (body(repetition_penalty=0), "repetition_penalty: "),
+        (body(logit_bias={"x": 1}), r"logit_bias\.x"),
+        (body(logit_bias={"-1": 1}), r"logit_bias\.-1"),
+        (body(logit_bias={"5": 101}), r"logit_bias\.5: "),
+        (body(min_tokens=-1), "min_tokens: "),
+        (body(stop_token_ids=[-1]), r"stop_token_ids\[0\]: "),
         (body(tools={}), "tools: "),
     ],
 )

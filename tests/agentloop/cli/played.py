@@ -10,6 +10,9 @@ import agentloop
 from agentloop.models import SMALL
 from tests.support import FakeSGLang
 
+SAID = "<tool_response></tool_response>y"
+"""The text of the ids with which `server` responds."""
+
 
 class AnyPromptServer(FakeSGLang):
     """Gives the same response to every prompt."""

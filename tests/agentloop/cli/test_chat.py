@@ -18,6 +18,7 @@ from rich.console import Console
 
 from agentloop.__main__ import main
 from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.formats import HERMES
 from agentloop.cli.chat import Conversations, settings_of
 from agentloop.events import (
     RolloutAbandoned,
@@ -26,8 +27,8 @@ from agentloop.events import (
     TokensSampled,
     TurnFinished,
 )
-from agentloop.trajectory import Message, StopReason, Trajectory, Turn
-from tests.agentloop.cli.played import server, settings_for
+from agentloop.trajectory import Message, StopReason, Trajectory, Turn, TurnEnd
+from tests.agentloop.cli.played import SAID, server, settings_for
 from tests.support import FakeSGLang
 
 
@@ -131,6 +132,7 @@ def test_a_rollout_of_an_environment_is_played(
     first = capsys.readouterr().out
     assert first.index("> First question about ") < first.index("> Second question?")
     assert first.count("1 turn, 0 calls, 3 tokens in ") == 2
+    assert first.count(SAID) == 2
     assert first.rstrip().endswith("reward 1.5 (whole 1, half 0.5)")
     others = set()
     for number in ("1", "2", "3", "4"):
@@ -138,6 +140,19 @@ def test_a_rollout_of_an_environment_is_played(
         others.add(capsys.readouterr().out.splitlines()[0])
     assert first.splitlines()[0] in others
     assert len(others) > 1
+
+
+def test_an_answer_is_graded_as_the_settings_say(
+    fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["env=agentloop.environments.python_math:python_math", *settings_for(fake)]
+    assert main(["chat", *settings]) == 0
+    out = capsys.readouterr().out
+    assert "> You must put your answer" in out
+    assert out.rstrip().endswith("reward 0 (it gives no answer)")
+    functions = "tests.agentloop.environments.rewards.reward_functions"
+    assert main(["chat", *settings, f"reward.function={functions}:no_such_function"]) == 2
+    assert "no_such_function" in capsys.readouterr().err
 
 
 def test_a_rollout_without_a_reward_is_a_failure(
@@ -153,8 +168,8 @@ def test_a_rollout_without_a_reward_is_a_failure(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["What is 1 + 1?"], "env: the environment asks the questions: leave yours out"),
-        (["--task", "9", "tasks.held_out=2"], "--task: there are only 2 tasks, not 9"),
+        (["What is 1 + 1?"], "env: the environment asks the questions: omit yours"),
+        (["--task", "9", "tasks.held_out=2"], "--task: 9: the environment has only 2 tasks"),
         (["env.args.x=1"], "env.args.x: Extra inputs are not permitted"),
     ],
 )
@@ -165,21 +180,25 @@ def test_mistakes_are_told_before_a_server_is_started(
     assert said in capsys.readouterr().err
 
 
-def test_a_run_of_an_environment_still_answers_questions(tmp_path: Path) -> None:
+def test_a_run_of_an_environment_plays_it_and_answers_questions(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "config.toml").write_text(
         f'[env]\nname = "{HERE}:two_talks"\n[tasks]\nheld_out = 3\n'
     )
     settings = settings_of([], tmp_path)
-    assert (settings.env.name, settings.tasks.held_out) == ("", 3)
+    assert (settings.env.name, settings.tasks.held_out) == (f"{HERE}:two_talks", 3)
+    assert settings_of([], tmp_path, with_env=False).env.name == ""
     assert settings_of([f"env={HERE}:broken"], tmp_path).env.name == f"{HERE}:broken"
 
 
 class Terminal:
     """A chat format whose prompts are texts."""
 
-    opened_thought = ""
+    family = HERMES
+
+    def begins_in_thought(self, trajectory: Trajectory, turn: int) -> bool:
+        return False
 
     def last_user_text(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids))
@@ -218,3 +237,17 @@ def test_conversations_are_printed_one_after_the_other() -> None:
         "> c?",
         "the environment ended this conversation",
     ]
+
+
+def test_the_question_to_a_player_is_its_message() -> None:
+    out = Console(width=80, color_system=None, file=io.StringIO())
+    show = Conversations(out, cast(ChatFormat, Terminal()))
+    messages: list[Message] = [{"role": "user", "content": "Your move?"}]
+    record = Trajectory("a", [], messages=messages, stop_reason=StopReason.ANSWERED)
+    show(RolloutStarted(record))
+    show(TokensSampled("a", 0, [], "e4"))
+    record.turns.append(Turn(text="e4", end=TurnEnd.STOP))
+    show(TurnFinished("a", 0, record.turns[0]))
+    show(RolloutFinished("a", record))
+    text = cast(io.StringIO, out.file).getvalue()
+    assert text.splitlines()[:2] == ["> Your move?", "e4"]

@@ -32,7 +32,6 @@ from agentloop.cli.console import (
 )
 from agentloop.errors import RunFolderError, ServerError, SettingsError
 from agentloop.sandbox import SandboxUnavailable
-from agentloop.training.fleet.messages import FleetError
 from agentloop.training.run_status import RunStatus
 
 
@@ -173,7 +172,7 @@ def test_a_command_ends_with_its_status(status: int) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [SettingsError, RunFolderError, FleetError, SandboxUnavailable],
+    [SettingsError, RunFolderError, ServerError, SandboxUnavailable],
     ids=lambda kind: kind.__name__,
 )
 def test_an_error_with_a_name_is_one_line(

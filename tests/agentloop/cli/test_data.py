@@ -57,7 +57,7 @@ def test_another_number_of_rows_is_refused(
     file, out = jsonl(tmp_path / "1.jsonl", rows(29)), tmp_path / "out.jsonl"
     command = ["data", "prepare", "aime-2024", file, "--out", str(out)]
     assert main(command) == 2
-    assert "aime-2024: 29 rows, but AIME 2024 I and II has 30" in capsys.readouterr().err
+    assert "aime-2024: found 29 rows, but AIME 2024 I and II has 30" in capsys.readouterr().err
     assert not out.exists()
     assert main([*command, "--any-count"]) == 0
     assert len(written(out)) == 29
@@ -127,9 +127,8 @@ def test_problems_that_are_always_solved_are_left_out(
     assert [row["answer"] for row in written(out)] == ["1", "2", "4", "5", "6"]
     assert written(out)[0] == {"problem": "What is 1?", "answer": "1", "source": "1"}
     assert capsys.readouterr().out == (
-        f"{out}: 5 of 7 problems; 2 were solved 8 of 8 times or more; 4 are kept because they "
-        "have fewer than 8 rollouts with a reward (2 have none); 1 problem of the rollouts not "
-        "found in the --tasks files\n"
+        f"{out}: 5 of 7 problems kept; solved at least 8 of 8 times: 2; kept for having fewer than "
+        "8 rollouts with a reward: 4 (2 have none); rolled out, but not in the --tasks files: 1\n"
     )
     assert main([*command, "--solved", "7/8", "--out", str(out), "--json"]) == 0
     counts = {"num_tasks": 7, "num_too_few": 4, "num_without": 2, "num_unknown": 1}
@@ -180,9 +179,9 @@ def test_rollouts_that_say_nothing_are_refused(
     ]:
         assert f"{bad}: {said}" in refused(jsonl(bad, [row]))  # type: ignore[list-item]
     others = rolled_out(bad, (7, [1.0]))
-    assert "--tasks: none of the 1 problems of the rollouts is among these 2" in refused(others)
+    assert "--tasks: the rollouts have 1 problem and these files 2 problems" in refused(others)
     solved = rolled_out(bad, (0, [1.0]), (1, [1.0]))
-    assert "no problems are left: all 2 are solved" in refused(solved, "--solved", "1/1")
+    assert "no problems are left: all of them are solved (2)" in refused(solved, "--solved", "1/1")
     assert f"{tmp_path}: no trajectories/*.jsonl" in refused(str(tmp_path))
     for share in ("0/8", "9/8", "8", "a/b"):
         with pytest.raises(SystemExit):

@@ -18,6 +18,7 @@ from agentloop.cli import console
 from agentloop.cli.evaluate import EvaluateSettings, chosen_tasks, evaluate, main
 from agentloop.config import load_settings
 from agentloop.training.run_status import RunStatus
+from tests.agentloop.cli import played
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint
 from tests.support import eventually
 
@@ -177,7 +178,7 @@ def test_a_refused_key_ends_it_at_once(
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("sampling.temperature=0.1", "--resume: sampling: differs from the run's"),
+        ("sampling.temperature=0.1", "--resume: sampling: differs from the run's value"),
         ("budget.max_turns=1", "--resume: budget.max_turns"),
         ("tasks.seed=4", "--resume: tasks"),
         ("reward.function=math", "--resume: reward"),
@@ -210,7 +211,7 @@ def test_a_run_of_that_name_is_not_written_over(
     assert main(arguments) == 0
     gc.collect()
     assert main(arguments) == 2
-    assert "run.name: there already is a run at" in capsys.readouterr().err
+    assert "run.name: a run already exists at" in capsys.readouterr().err
 
 
 @pytest.mark.anyio
@@ -253,7 +254,7 @@ async def test_a_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["endpoint.model=m"], "endpoint.model: set endpoint.url, too"),
+        (["endpoint.model=m"], "endpoint.model: needs endpoint.url as well"),
         (
             ["endpoint.url=http://a/v1", "servers=['http://a:1']"],
             "servers: not used with endpoint.url",
@@ -264,11 +265,11 @@ async def test_a_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
         ),
         (
             ["endpoint.url=http://a/v1", "env=examples.guess_number:guess"],
-            "env: runs on our own servers, not with endpoint.url",
+            "env: an environment needs agentloop's own servers",
         ),
         (
             ["endpoint.url=http://a/v1", "envs=[{}]"],
-            "env: runs on our own servers, not with endpoint.url",
+            "env: an environment needs agentloop's own servers",
         ),
         (["envs=[{}]", "env.name=a:b"], "env, envs: both are set"),
         (["endpoint.url=a"], "endpoint.url: 'a' does not have the form"),
@@ -285,6 +286,30 @@ def test_invalid_settings_are_refused_by_name(
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.timeout(120)  # transformers is slow to import, and parses the schemas of tools
+def test_what_an_environment_returns_is_graded_as_the_settings_say(
+    portal: BlockingPortal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "agentloop.environments.python_math:python_math"
+    file = write(tmp_path / "set.jsonl", "1", "2")
+    with portal.wrap_async_context_manager(played.server().serving()) as server:
+        arguments = [
+            f"--tasks={file}",
+            f"env={name}",
+            *played.settings_for(server),
+            "evaluate.num_samples=2",
+            f"run.folder='{tmp_path}/runs'",
+            "run.name=one",
+            "page=false",
+        ]
+        assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["all"]["avg_at_k"]["value"] == 0  # it says nothing
+    assert (found["environments"], found["tools"]) == ([{"name": name, "args": {}}], [])
+    rows = (tmp_path / "runs/one/trajectories/group-0000001.jsonl").read_text("utf-8")
+    assert [json.loads(row)["reason"] for row in rows.splitlines()] == ["it gives no answer"] * 2
+
+
 def test_a_generator_gives_some_and_files_all(tmp_path: Path) -> None:
     assert len(chosen_tasks(told())) == 64
     assert len(chosen_tasks(told("evaluate.num_tasks=5"))) == 5
@@ -298,7 +323,8 @@ def test_each_environment_has_its_own_tasks() -> None:
     tasks = chosen_tasks(told(items, "evaluate.num_tasks=3"))
     assert [task.env for task in tasks] == ["guess"] * 3 + ["agent"] * 3
     assert len({task.id for task in tasks}) == 6
-    assert (tasks[0].top, tasks[-1].level) == (100, 2)
+    assert tasks[0].top > 0
+    assert tasks[-1].level == 2
 
 
 def test_problems_that_stand_there_twice_count_once(tmp_path: Path) -> None:
@@ -346,8 +372,8 @@ def test_an_evaluation_of_a_run_uses_the_runs_settings(
 ) -> None:
     assert main(["--run", str(trained), "--dry-run", "evaluate.num_samples=2"]) == 0
     out = capsys.readouterr().out
-    assert "tasks      9, of arithmetic" in out
-    assert "samples    2 of each: 18, by agentloop" in out
+    assert "tasks      9 (arithmetic)" in out
+    assert "samples    2 per task, 18 in total, by agentloop" in out
 
 
 def test_files_are_measured_in_place_of_what_the_run_holds_out(
@@ -355,7 +381,7 @@ def test_files_are_measured_in_place_of_what_the_run_holds_out(
 ) -> None:
     file = write(tmp_path / "mine.jsonl", "1", "2", "3")
     assert main(["--run", str(trained), "--dry-run", "--tasks", str(file)]) == 0
-    assert "tasks      3, of mine" in capsys.readouterr().out
+    assert "tasks      3 (mine)" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_a_run_is_refused(

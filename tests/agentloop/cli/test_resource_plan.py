@@ -17,7 +17,7 @@ from agentloop.cli.resource_plan import (
     Machine,
     ModelShape,
     Plan,
-    _learner_memory,
+    learner_memory,
     plan,
     this_machine,
 )
@@ -87,7 +87,7 @@ def test_other_configurations(tmp_path: Path, changes: dict[str, Any], more: int
 
 
 def test_what_cannot_be_counted_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="'qwen3_moe' can only be counted in its weights"):
+    with pytest.raises(ModelError, match="of a 'qwen3_moe' can only be counted in its weights"):
         ModelShape.read(configured(tmp_path, model_type="qwen3_moe"))
     shutil.copy(SMALL / "model.safetensors", tmp_path)
     assert ModelShape.read(tmp_path).num_parameters == 853_376
@@ -120,17 +120,13 @@ def test_what_the_ranks_share_out(
 ) -> None:
     shape = dataclasses.replace(ModelShape.read(SMALL), num_parameters=1_000_000)
     settings = LearnerSettings(zero_stage=stage, dtype=dtype)
-    memory = _learner_memory(
-        shape, settings, RanksSettings(nproc_per_node=num_ranks), on_gpus=False
-    )
+    memory = learner_memory(shape, settings, RanksSettings(nproc_per_node=num_ranks), on_gpus=False)
     found = (memory.weights, memory.gradients, memory.optimizer)
     assert found == tuple(1_000_000 * per for per in states)
     assert memory.loading == num_ranks * (4 if dtype == "float32" else 2) * 1_000_000
     assert memory.offloaded == 0
     settings = settings.model_copy(update={"offload": "optimizer"})
-    memory = _learner_memory(
-        shape, settings, RanksSettings(nproc_per_node=num_ranks), on_gpus=False
-    )
+    memory = learner_memory(shape, settings, RanksSettings(nproc_per_node=num_ranks), on_gpus=False)
     assert memory.optimizer == 0
     assert memory.gradients == (1_000_000 * states[1] if stage == 1 else 0)
     assert memory.offloaded == 1_000_000 * (states[2] + 4 / num_ranks)
@@ -139,13 +135,13 @@ def test_what_the_ranks_share_out(
 def test_a_lora_trains_few() -> None:
     shape = ModelShape.read(SMALL)
     lora = LoraSettings(rank=8)
-    memory = _learner_memory(shape, LearnerSettings(lora=lora), RanksSettings(), on_gpus=False)
+    memory = learner_memory(shape, LearnerSettings(lora=lora), RanksSettings(), on_gpus=False)
     # 4 x 8 x (q 256, k 192, v 192, o 256, gate, up and down 512 each)
     assert memory.optimizer == 12 * 77_824
     assert memory.gradients == 4 * 77_824
     assert memory.weights == 4 * 853_376
     lora = LoraSettings(rank=8, targets=("q_proj", "v_proj"))
-    memory = _learner_memory(shape, LearnerSettings(lora=lora), RanksSettings(), on_gpus=False)
+    memory = learner_memory(shape, LearnerSettings(lora=lora), RanksSettings(), on_gpus=False)
     assert memory.optimizer == 12 * 4 * 8 * (256 + 192)
     made = planned("learner.lora.rank=8")
     assert made.disk.checkpoint == (4 + 12) * 77_824
@@ -155,7 +151,7 @@ def test_a_lora_trains_few() -> None:
 def test_ranks_on_several_nodes_share_out_more() -> None:
     shape = dataclasses.replace(ModelShape.read(SMALL), num_parameters=1_000_000)
     ranks = RanksSettings(nproc_per_node=2, nodes=4, launcher="torchrun", address="here")
-    memory = _learner_memory(shape, LearnerSettings(), ranks, on_gpus=False)
+    memory = learner_memory(shape, LearnerSettings(), ranks, on_gpus=False)
     assert (memory.weights, memory.optimizer) == (4_000_000, 12 * 1_000_000 // 8)
     assert memory.loading == 2 * 4_000_000
     nodes = ("ranks.nodes=4", "ranks.launcher=torchrun", "ranks.address=here")
@@ -165,7 +161,7 @@ def test_ranks_on_several_nodes_share_out_more() -> None:
 def test_buffers_activations_and_logits() -> None:
     shape = ModelShape.read(QWEN3_14B)
     learner = LearnerSettings(dtype="bfloat16", micro_batch_tokens=10_000, head_chunk_tokens=1000)
-    memory = _learner_memory(shape, learner, RanksSettings(nproc_per_node=8), on_gpus=True)
+    memory = learner_memory(shape, learner, RanksSettings(nproc_per_node=8), on_gpus=True)
     assert memory.buffers == 2 * 500_000_000
     # 2 x (6 x 5120 + 5 x 5120 + 4 x 1024 + 4 x 17408) + 4 x 5120 + 2 x 5120 + 2 x 1024
     assert memory.activations == 10_000 * 40 * 292_864
@@ -174,7 +170,7 @@ def test_buffers_activations_and_logits() -> None:
     assert memory.total == sum(parts) + memory.activations + memory.logits
     update = {"activation_checkpointing": True, "zero_stage": 3}
     ranks = RanksSettings(nproc_per_node=8)
-    memory = _learner_memory(shape, learner.model_copy(update=update), ranks, on_gpus=True)
+    memory = learner_memory(shape, learner.model_copy(update=update), ranks, on_gpus=True)
     assert memory.activations == 10_000 * (40 * 2 * 5120 + 292_864)
     assert memory.buffers == 2 * 500_000_000 + 2 * 1_000_000_000
 

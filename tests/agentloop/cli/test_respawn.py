@@ -62,11 +62,11 @@ def test_a_killed_child_is_restarted_and_resumes_its_run(tmp_path: Path) -> None
 def test_what_the_run_does_not_keep_is_told_again(tmp_path: Path) -> None:
     (tmp_path / "deaths").write_text("1")
     command = [sys.executable, "-c", CHILD, str(tmp_path)]
-    told = ["recipe.toml", "fleet.password=secret"]
-    assert revived(command, told, 3, print, again=["fleet.password=secret"]) == 7
+    told = ["recipe.toml", "servers_key=secret"]
+    assert revived(command, told, 3, print, again=["servers_key=secret"]) == 7
     assert lives(tmp_path) == [
-        "recipe.toml fleet.password=secret",
-        f"--resume {tmp_path / 'run'} fleet.password=secret",
+        "recipe.toml servers_key=secret",
+        f"--resume {tmp_path / 'run'} servers_key=secret",
     ]
 
 
@@ -124,7 +124,7 @@ def test_it_is_not_tried_for_ever(tmp_path: Path) -> None:
 def test_without_a_run_there_is_nothing_to_go_on_with(tmp_path: Path) -> None:
     status, said = run(tmp_path, deaths=1, max_restarts=3, arguments=["untold"])
     assert status == 128 + signal.SIGKILL
-    assert "before it had a run" in said
+    assert "before its run had a folder" in said
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.events import Emit, Event, Measured, RolloutAbandoned, RolloutStarted
 from agentloop.inference.replicas import ServerView
-from agentloop.runtime import Runtime
+from agentloop.runtime import Runtime, Settings
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
@@ -51,6 +51,7 @@ class PlayedRuntime:
     """A runtime whose rollouts run until they are cancelled."""
 
     def __init__(self) -> None:
+        self.settings = Settings()
         self.chat = chat_format()
         self.router = self
         self.pool = self

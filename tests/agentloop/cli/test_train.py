@@ -14,29 +14,25 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from agentloop.agent.rollout import Budget
+import agentloop
 from agentloop.cli import console
 from agentloop.cli import train as train_module
-from agentloop.cli.train import (
-    TrainSettings,
-    _whole,
-    learner_settings,
-    main,
-    recipe_of,
-    train,
-)
+from agentloop.cli.sft_stage import check_teachers
+from agentloop.cli.train import TrainSettings, main, train
+from agentloop.cli.train_checks import checked
+from agentloop.cli.train_settings import learner_settings
 from agentloop.config import load_settings, to_toml
 from agentloop.distribution import install_hint
 from agentloop.environments.mixture import open_mixture
-from agentloop.environments.tasks.sources import Task, TaskSource
+from agentloop.environments.tasks.sources import TaskSource
 from agentloop.errors import AgentLoopError, RunFolderError, SettingsError
 from agentloop.models import SMALL
-from agentloop.training.fleet.messages import Recipe, Ticket
 from agentloop.training.learner_client import client as learner
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.queue import GroupQueue
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
+from examples.guess_number import guess
 from tests.agentloop.training.fake_learner import REPLIES
 from tests.agentloop.training.learner_client.test_client import RANK
 from tests.support import FakeSGLang, eventually
@@ -68,28 +64,26 @@ from tests.support import FakeSGLang, eventually
         ("stages.one.step=3", "did you mean 'stages.one.steps'"),
         ("stages.2nd.steps=3", "is not a setting"),
         ("stages.one=3", "'stages.one' is a section"),
-        ("servers=['http://127.0.0.1:1']", "model: the learner needs the folder"),
+        ("servers=['http://127.0.0.1:1']", "model: set the folder of the model"),
         ("model=/no/such/folder", "model: /no/such/folder"),
-        ("loop.early_stop_at=99", "loop.early_stop_at: 99 are more than loop.group_size .32."),
+        ("loop.early_stop_at=99", "loop.early_stop_at: 99 must be at most loop.group_size .32."),
         ("watchdog.give_up_s=60", r"watchdog.give_up_s: 60 .* loop.step_timeout_s .3600."),
-        ("fleet.redis=127.0.0.1:6379", "fleet.redis: .* not of the form redis://HOST"),
+        (
+            "fleet.redis=redis://box1",
+            "'fleet.redis' was removed: .*set cluster.address and cluster",
+        ),
+        ("cluster.runtimes=1", "cluster.runtimes: .*set cluster.address"),
         ("envs=[{nmae='a:b'}]", r"unknown setting 'envs\.0\.nmae' .did you mean 'envs\.0\.name'"),
         ("envs=[{name='a:b', weight=0}]", r"envs\.0\.weight: .*greater than 0"),
         ("envs=[{name='a:b', tasks={helt_out=1}}]", r"envs\.0\.tasks: .*'held_out'"),
         ("envs=[{budget={max_response_tokens=20000}}]", "learner.micro_batch_tokens: .*.20000."),
+        ("ranks.nodes=2", r"ranks.nodes: more than one needs .*cluster \(cluster.address\)"),
         ("envs=a:b", r"'envs' is a list of tables: write \[\[envs\]\]"),
     ],
 )
 def test_what_would_teach_the_wrong_thing_is_refused_by_name(override: str, named: str) -> None:
     with pytest.raises(SettingsError, match=named):
-        _whole(load_settings(TrainSettings, overrides=[override]))
-
-
-@pytest.mark.parametrize("override", ["weights.transport=group", "servers=['http://127.0.0.1:1']"])
-def test_what_a_fleet_cannot_have_is_refused_by_name(override: str) -> None:
-    overrides = ["fleet.redis=redis://127.0.0.1", f"model={SMALL}", override]
-    with pytest.raises(SettingsError, match=f"{override.partition('=')[0]}: .*fleet"):
-        _whole(load_settings(TrainSettings, overrides=overrides))
+        checked(load_settings(TrainSettings, overrides=[override]))
 
 
 def test_a_staged_run_can_be_told_again(tmp_path: Path) -> None:
@@ -97,12 +91,37 @@ def test_a_staged_run_can_be_told_again(tmp_path: Path) -> None:
     settings = load_settings(TrainSettings, [recipe])
     again = tmp_path / "config.toml"
     again.write_text(to_toml(settings), "utf-8")
-    assert _whole(load_settings(TrainSettings, [again])) == _whole(settings)
+    assert checked(load_settings(TrainSettings, [again])) == checked(settings)
+
+
+def test_teachers_are_checked_before_anything_starts() -> None:
+    taught = load_settings(TrainSettings, overrides=["sft.data.teacher=5"])
+    untaught = load_settings(TrainSettings, overrides=["sft.data.paths=['a.jsonl']"])
+    assert taught.sft is not None
+    assert untaught.sft is not None
+
+    @agentloop.environment
+    async def silent(task: Any, agent: agentloop.Agent) -> float:
+        return 0.0
+
+    of_many = load_settings(TrainSettings, overrides=["envs=[{name='a:b'}, {name='c:d'}]"])
+    others = load_settings(TrainSettings, overrides=["tasks.kind=symbolic"])
+    one, two = taught.environments, of_many.environments
+    check_teachers(untaught.sft.data, others.environments, [silent])
+    check_teachers(taught.sft.data, one, [None])
+    check_teachers(taught.sft.data, one, [guess])
+    check_teachers(taught.sft.data, one, [silent])  # imitates arithmetic
+    with pytest.raises(SettingsError, match=r"sft\.data\.teacher: the environment silent has no"):
+        check_teachers(taught.sft.data, others.environments, [silent])
+    with pytest.raises(SettingsError, match=r"sft\.data\.teacher: the environment silent has no"):
+        check_teachers(taught.sft.data, two, [guess, silent])
+    with pytest.raises(SettingsError, match=r"sft\.data\.teacher: the built-in agent has no"):
+        check_teachers(taught.sft.data, two, [guess, None])
 
 
 def test_a_plan_says_what_would_be_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dry-run", "loop.group_size=1"]) == 2
-    assert "refused    loop.group_size: 1 rollouts" in capsys.readouterr().out
+    assert "refused    loop.group_size: 1 must be at least 2" in capsys.readouterr().out
 
 
 def test_a_plan_says_which_files_a_start_would_lack(
@@ -127,7 +146,7 @@ def test_a_plan_is_told_to_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     assert (told["steps"], told["step"]["num_rollouts"], told["refused"]) == (10, 128, None)
     assert told["disk_bytes"]["total"] > told["disk_bytes"]["trajectories"] > 0
     assert main(["--dry-run", "--json", "loop.group_size=1"]) == 2
-    assert json.loads(capsys.readouterr().out)["refused"].startswith("loop.group_size: 1 rollouts")
+    assert json.loads(capsys.readouterr().out)["refused"].startswith("loop.group_size: 1 must")
     with pytest.raises(SystemExit, match="2"):
         main(["--json"])
 
@@ -216,21 +235,23 @@ async def test_a_run_without_its_journal_is_not_begun_anew(tmp_path: Path) -> No
     folder.add_group(1, [{"text": "kept"}])
     path = folder.path
     for _ in range(2):
-        with pytest.raises(RunFolderError, match=r"--resume: .*queue\.sqlite, the run's journal"):
+        with pytest.raises(
+            RunFolderError, match=r"--resume: .*its journal, queue\.sqlite, has no groups"
+        ):
             await train(settings, cast(Any, Said()), resume=path)
 
 
 def test_a_run_without_its_journal_is_one_line_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train_module, "_require_machine", lambda settings: None)
+    monkeypatch.setattr(train_module, "require_machine", lambda settings: None)
     run = tmp_path / "run"
     RunFolder(run, to_toml(run_at(tmp_path))).add_group(1, [{"text": "kept"}])
     gc.collect()  # it holds a lock
     assert main(["--resume", str(run), "--restarts", "0"]) == 2
     (error,) = (line for line in capsys.readouterr().err.splitlines() if "error" in line)
     assert error.startswith(f"agentloop: error: --resume: {run}: ")
-    assert error.endswith("queue.sqlite, the run's journal: restore the file, or start a new run")
+    assert error.endswith("queue.sqlite, has no groups: restore the file, or start a new run")
 
 
 @pytest.mark.anyio
@@ -266,29 +287,29 @@ def test_a_group_is_given_up_before_the_ranks_give_each_other_up() -> None:
     group = ["weights.transport=group", "weights.group_timeout_s=90"]
     same = load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=90"])
     with pytest.raises(SettingsError, match=r"weights\.group_timeout_s: 90 .*learner\.collective"):
-        _whole(same)
-    _whole(load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=91"]))
+        checked(same)
+    checked(load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=91"]))
     by_disk = ["weights.group_timeout_s=90", "learner.collective_timeout_s=90"]
-    _whole(load_settings(TrainSettings, overrides=by_disk))
+    checked(load_settings(TrainSettings, overrides=by_disk))
 
 
 def test_a_group_of_one_teaches_nothing() -> None:
     overrides = ["loop.group_size=1", "roc.down_sample_to_n=0"]
     with pytest.raises(SettingsError, match=r"loop\.group_size"):
-        _whole(load_settings(TrainSettings, overrides=overrides))
+        checked(load_settings(TrainSettings, overrides=overrides))
 
 
 def test_the_learner_has_the_servers_model_and_temperature() -> None:
     template = SMALL / "chat_template.jinja"
     overrides = ["sampling.temperature=0.7", f"chat.template={template}"]
     settings = load_settings(TrainSettings, overrides=overrides)
-    whole = _whole(settings)
+    whole = checked(settings)
     told = learner_settings(whole)
     assert told == LearnerSettings(
         model=SMALL.resolve(), temperature=0.7, chat_template=template.read_text("utf-8")
     )
     assert str(told.model) == whole.model
-    assert _whole(whole) == whole
+    assert checked(whole) == whole
 
 
 PLAYED_RANK = RANK.replace(
@@ -468,10 +489,10 @@ async def test_a_run_of_two_environments(tmp_path: Path, played_rank: Path) -> N
 
 
 def test_env_and_envs_exclude_each_other() -> None:
-    _whole(load_settings(TrainSettings, overrides=[ENVS]))
+    checked(load_settings(TrainSettings, overrides=[ENVS]))
     both = load_settings(TrainSettings, overrides=[ENVS, "env=examples.guess_number:guess"])
     with pytest.raises(SettingsError, match="env, envs: both are set"):
-        _whole(both)
+        checked(both)
 
 
 @pytest.mark.anyio
@@ -486,14 +507,3 @@ async def test_a_run_is_not_resumed_with_other_environments(tmp_path: Path) -> N
     others = run_at(tmp_path, "envs=[{}, {}, {}]")
     with pytest.raises(AgentLoopError, match="envs: the run has agent, agent-2, not agent, ag"):
         await train(others, cast(Any, Said()), resume=path)
-
-
-def test_a_fleets_runtimes_are_told_the_environments_without_their_tasks() -> None:
-    settings = load_settings(TrainSettings, overrides=[ENVS, "stages.one.steps=3"])
-    recipe = Recipe.from_json(recipe_of(settings.as_one_stage()).to_json())
-    assert [one.name for one in recipe.environments] == ["agent", "agent-2"]
-    assert recipe.environments[0].budget == {"max_turns": 3}
-    assert "levels" not in str(recipe.envs)
-    task = Task("agent-2-arithmetic-1", "?", "1", env="agent-2")
-    ticket = Ticket(incarnation="i", name="1", task=task, size=2, budget=Budget(), oldest=0)
-    assert Ticket.from_json(ticket.to_json()).task == task

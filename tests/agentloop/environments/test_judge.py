@@ -159,7 +159,7 @@ async def test_equal_content_is_judged_once_also_at_the_same_time() -> None:
         assert await judge("x") == 1.0
         assert await judge("y") == 0.0
     assert len(fake.requests) == 2
-    assert judge._asking == {}
+    assert judge._cache._asking == {}
 
 
 async def test_who_is_cancelled_leaves_the_question_to_the_next() -> None:
@@ -184,7 +184,7 @@ async def test_who_is_cancelled_leaves_the_question_to_the_next() -> None:
             assert fake.gate is not None
             fake.gate.set()
     assert scores == [1.0]
-    assert judge._asking == {}
+    assert judge._cache._asking == {}
     assert model._client is None
 
 
@@ -279,6 +279,24 @@ async def test_the_number_of_requests_in_flight_is_bounded() -> None:
             fake.gate.set()
     assert (fake.most_in_flight, len(fake.requests)) == (2, 5)
     assert model._client is None
+
+
+async def test_equal_conversations_with_a_user_get_equal_replies() -> None:
+    async with FakeEndpoint().serving() as fake:
+        lines = ["I need a seat.", "By the window.", "", "On the aisle."]
+        fake.script.extend(said(line) for line in lines)
+        model = endpoint(fake, max_cached=10)
+
+        async def talk(*answers: str) -> list[str | None]:
+            user = agentloop.SimulatedUser(model, "You want a seat.")
+            return [await user.begin(), *[await user(answer) for answer in answers]]
+
+        assert await talk("Where?") == ["I need a seat.", "By the window."]
+        assert await talk("Where?") == ["I need a seat.", "By the window."]
+        with pytest.raises(AgentFailed, match="said nothing"):
+            await talk("Which one?")
+        assert await talk("Which one?") == ["I need a seat.", "On the aisle."]
+    assert len(fake.requests) == model.num_requests == 4
 
 
 async def test_an_answer_has_a_deadline_that_includes_the_wait_for_others() -> None:

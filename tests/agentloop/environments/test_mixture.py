@@ -21,6 +21,7 @@ from agentloop.environments.mixture import (
     mixed_runner,
     open_mixture,
 )
+from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import SettingsError
 from agentloop.events import ignore
@@ -95,7 +96,14 @@ def test_env_and_envs_exclude_each_other(env: EnvSettings) -> None:
 class Model:
     """Answers at once; records the budgets of environments and of the built-in agent."""
 
+    session_listener: Any = None
+
+    async def listen_for_sessions(self) -> None:
+        """Do nothing: no test here has a client."""
+
     pool: Any = None
+    resolve_tools: Any = None
+    router: Any = None
 
     def __init__(self) -> None:
         self.budgets: list[tuple[str, Budget]] = []
@@ -119,7 +127,7 @@ async def test_a_group_runs_in_its_tasks_environment() -> None:
     )
     source = open_mixture(environments, [one.load() for one in environments])
     model = Model()
-    run_group = mixed_runner(environments, model, Sampling(), ignore)
+    run_group = mixed_runner(environments, model, Sampling(), ignore, Grader())
     found: dict[str, Sequence[Episode]] = {}
     for task in islice(source, 3):
         found[task.env] = await run_group(
@@ -139,7 +147,7 @@ async def test_a_group_runs_in_its_tasks_environment() -> None:
 
 async def test_a_single_environment_is_run_as_it_is() -> None:
     environments = resolved(env=EnvSettings(name=f"{HERE}:game"))
-    run_group = mixed_runner(environments, Model(), Sampling(), ignore)
+    run_group = mixed_runner(environments, Model(), Sampling(), ignore, Grader())
     (episode,) = await run_group(
         Task("t", "", ""), size=1, name="1-t", budget=Budget(), on_queued=lambda: None
     )

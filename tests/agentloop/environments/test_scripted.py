@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, cast
 
 import orjson
 import pytest
 
 import agentloop
 from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.tools import as_tool
+from agentloop.environments.scripted import taught
+from agentloop.environments.tasks.sources import Task
 from agentloop.models import SMALL
+from agentloop.sandbox import Pool
 from agentloop.training.sft import DialoguesSettings, read_dialogues, trajectories_of
-from examples import guess_teacher
 from examples.guess_number import guess
 from examples.solver_and_checker import solve_and_check
+from examples.warehouse import find
+from examples.warehouse_server import locate
 
-pytestmark = pytest.mark.anyio
+# A script may be the first to import the parser of schemas, which takes seconds on a busy machine.
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 
 TASK = {"answer": 37, "top": 100}
+
+
+def task_of(fields: Mapping[str, Any]) -> Task:
+    extra = {name: value for name, value in fields.items() if name not in ("prompt", "answer")}
+    return Task("task", fields.get("prompt", ""), str(fields["answer"]), extra=extra)
 
 
 def halves(messages: Sequence[agentloop.Message]) -> agentloop.Message | str:
@@ -59,20 +72,68 @@ async def test_the_dialogues_can_be_learned_from(tmp_path: Path) -> None:
     assert len(trajectory.turns) == 4
 
 
-async def test_the_teacher_of_the_game_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
-    await guess_teacher.main(20)
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(rows) == 20
-    won = ["It is" in row["messages"][-1]["content"] for row in rows]
-    assert 0 < sum(won) < 20
+LEARNABLE = {
+    "guess": (guess, "found", {}),
+    "two agents": (solve_and_check, "right", {}),
+    "warehouse": (find, None, {"mcp:warehouse": [locate]}),
+}
+
+
+@pytest.mark.parametrize("name", LEARNABLE)
+async def test_an_examples_teacher_is_understood_and_wins_sometimes(
+    name: str, tmp_path: Path
+) -> None:
+    environment, part, tools = LEARNABLE[name]
+    assert environment.tasks is not None
+    assert environment.teacher is not None
+    won: list[float] = []
+    dialogues: list[dict[str, Any]] = []
+    for number in range(40):
+        rng = Random(number)
+        task = task_of(environment.tasks(rng))
+        played = await agentloop.play(
+            environment, task, environment.teacher(task, rng), tools=tools
+        )
+        assert played.reward.value is not None
+        won.append(played.reward.parts[part] if part else played.reward.value)
+        dialogues += played.dialogues
+    assert 0 < sum(won) < 40
+    file = tmp_path / "dialogues.jsonl"
+    file.write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in dialogues))
+    chat = ChatFormat.load(SMALL)
+    for dialogue in read_dialogues(DialoguesSettings(paths=[file])):
+        trajectories_of(chat, dialogue, max_tool_response_tokens=64)
+
+
+async def test_a_taught_rollout_that_its_budget_cuts_short_is_left_out() -> None:
+    task = task_of(TASK)
+    taught_by = partial(
+        taught,
+        replace(guess, teacher=lambda task, rng: halves),
+        task,
+        Random(0),
+        resolve=lambda tools: [as_tool(one) for one in tools if not isinstance(one, str)],
+        pool=cast(Pool, None),
+    )
+    assert await taught_by(budget=agentloop.Budget(max_turns=3)) == []
+    (dialogue,) = await taught_by(budget=agentloop.Budget(max_turns=4))
+    assert dialogue["messages"][-1]["content"].endswith("It is 37.")
+
+
+async def test_a_tool_that_an_environment_names_must_be_given() -> None:
+    def clerk(messages: Sequence[agentloop.Message]) -> str:
+        return "Shelf 1."
+
+    with pytest.raises(agentloop.RequestError, match=r"pass play\(tools=\{'mcp:warehouse'"):
+        await agentloop.play(find, {"prompt": "Find parcel 5.", "answer": "1"}, clerk)
 
 
 async def test_a_script_plays_all_agents_and_replies() -> None:
     def both(messages: Sequence[agentloop.Message]) -> str:
         return "yes" if "Is this right?" in messages[-1]["content"] else "I say 6."
 
-    played = await agentloop.play(solve_and_check, {"prompt": "2 times 3?", "answer": 6}, both)
-    assert played.reward.value == 1.5
+    played = await agentloop.play(solve_and_check, {"prompt": "2, 3 or 6?", "answer": 6}, both)
+    assert played.reward.value == 1.0
     assert played.episode.others["checker"].reward == 1.0
     assert len(played.dialogues) == 2
 
@@ -94,3 +155,16 @@ async def test_an_environment_that_fails_says_so() -> None:
 
     with pytest.raises(agentloop.RequestError, match="the task has no field 'nothing'"):
         await agentloop.play(broken, TASK, halves)
+
+
+async def test_the_environment_is_told_answers_without_reasoning() -> None:
+    told: list[str] = []
+
+    @agentloop.environment
+    async def talk(task: Any, agent: agentloop.Agent) -> float:
+        await agent.run("?", reply=told.append)  # returns None: the conversation ends
+        return 1.0
+
+    played = await agentloop.play(talk, TASK, lambda messages: "<think>Hm.</think> It is 37.")
+    assert told == ["It is 37."]
+    assert played.dialogues[0]["messages"][-1]["content"] == "<think>Hm.</think> It is 37."

@@ -251,6 +251,24 @@ def test_reasoning_comes_before_the_answer(field: str) -> None:
     assert final_answer(found.text) == "2"
 
 
+def test_tool_calls_have_an_id_and_their_arguments_as_json_text() -> None:
+    asked = [
+        {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1'}},
+        {"function": {"name": "g\ud83d", "arguments": {"x": [1]}}},
+        {"id": None, "function": {"name": "h", "arguments": ""}},
+        {"id": "d", "function": {"arguments": None}},
+    ]
+    body = {"choices": [{"message": {"content": None, "tool_calls": asked}}]}
+    found = parse_completion(json.dumps(body).encode())
+    assert found.text == ""
+    assert [(one.id, one.name, one.arguments) for one in found.tool_calls] == [
+        ("a", "f", '{"x": 1'),
+        ("call_1", "g?", '{"x":[1]}'),
+        ("call_2", "h", "{}"),
+        ("d", "", "{}"),
+    ]
+
+
 def test_a_lone_surrogate_does_not_invalidate_an_answer() -> None:
     """A model may well produce one, byte by byte."""
     body = {"choices": [{"message": {"content": "\ud83d 4", "reasoning": "\udc00"}}], "n": 2**80}

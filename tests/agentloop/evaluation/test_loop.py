@@ -6,6 +6,7 @@ import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,25 @@ async def test_each_task_is_sampled_k_times_and_written_down(tmp_path: Path) -> 
     told = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line)["step"] for line in told] == [1, 2, 3, 4]
     assert {json.loads(line)["reward"] for line in told} == {0.75}
+
+
+async def test_other_agents_are_written_down_and_not_counted(tmp_path: Path) -> None:
+    class TwoAgents(Player):
+        def _sample(self, task: Task, name: str, index: int) -> EvaluatedSample:
+            sample = super()._sample(task, name, index)
+            made = Trajectory(f"{name}.{index}+opponent", [], [Turn(text="a"), Turn(text="b")])
+            return replace(sample, others=[made])
+
+    (outcome,) = await run(tmp_path / "run", TwoAgents(), settings(num_samples=2), TASKS[:1])
+    assert [one["num_turns"] for one in outcome.rollouts] == [1, 1]
+    assert [one["num_tokens"] for one in outcome.rollouts] == [3, 3]
+    found = rows(tmp_path / "run", 1)
+    assert [row["trajectory"]["id"] for row in found] == [
+        "1-task-0.0",
+        "1-task-0.0+opponent",
+        "1-task-0.1",
+        "1-task-0.1+opponent",
+    ]
 
 
 async def test_only_samples_without_a_reward_are_repeated(tmp_path: Path) -> None:
@@ -227,7 +247,7 @@ async def test_a_task_that_cannot_be_sampled_is_reported_and_the_others_continue
 
 async def test_it_fails_if_no_task_can_be_sampled(tmp_path: Path) -> None:
     player = Player(refuses=[task.id for task in TASKS])
-    with pytest.raises(RequestError, match=r"none of the 4 tasks could be sampled: .*too long"):
+    with pytest.raises(RequestError, match=r"no task could be sampled \(4 refused\): .*too long"):
         await run(tmp_path / "run", player)
 
 

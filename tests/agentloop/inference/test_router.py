@@ -152,6 +152,96 @@ async def test_versions_of_a_moved_turn_count_from_its_first_token() -> None:
     assert not spans_cover(seen.chunks[-1].versions, len(ANSWER))
 
 
+@pytest.mark.parametrize("after", [0, 1, 7, len(ANSWER)])
+async def test_a_constrained_turn_moves_only_as_a_whole(after: int) -> None:
+    """A grammar starts anew with each request, so it cannot go on after ids of another server."""
+    constraint = {"structural_tag": "{}"}
+    faults = deque([Fault("cut", after=after)])
+    fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
+    seen = Read()
+    async with routed(*fakes) as router:
+        if after in (0, len(ANSWER)):
+            await read(router, generation(parameters=constraint), seen)
+            check_unbroken(seen)
+        else:
+            with pytest.raises(
+                ServerUnavailable, match="with structural_tag cannot go on elsewhere"
+            ):
+                await read(router, generation(parameters=constraint), seen)
+        assert idle(router)
+    requests = [request for fake in fakes for request in fake.requests]
+    assert {request["sampling_params"]["structural_tag"] for request in requests} == {"{}"}
+    assert [request["input_ids"] for request in requests] == [PROMPT] * (2 if after == 0 else 1)
+    assert len(seen.moved) == 1
+
+
+@pytest.mark.parametrize(
+    ("parameters", "moves"),
+    [
+        ({"logit_bias": {"5": 1.0}}, True),
+        ({"logit_bias": {"5": 1.0}, "presence_penalty": 1.0}, False),
+        ({"min_new_tokens": 8}, False),
+    ],
+)
+async def test_a_turn_moves_unless_its_parameters_depend_on_what_was_sampled(
+    parameters: dict[str, Any], moves: bool
+) -> None:
+    faults = deque([Fault("cut", after=4)])
+    fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
+    async with routed(*fakes) as router:
+        if moves:
+            check_unbroken(await read(router, generation(parameters=parameters)))
+        else:
+            with pytest.raises(ServerUnavailable, match=r"a turn with .* cannot go on elsewhere"):
+                await read(router, generation(parameters=parameters))
+        assert idle(router)
+    for fake in fakes:
+        for request in fake.requests:
+            assert request["sampling_params"].items() >= parameters.items()
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+async def test_a_server_is_asked_for_frames_of_several_tokens(interval: int) -> None:
+    fake = FakeSGLang(ANSWER)
+    async with routed(fake) as router:
+        check_unbroken(await read(router, generation(stream_interval=interval)))
+    (request,) = fake.requests
+    assert request["sampling_params"].get("stream_interval", 1) == interval
+
+
+@pytest.mark.parametrize("after", [None, 0, 1, 4])
+async def test_log_probabilities_of_the_prompt_come_with_the_first_chunk(after: int | None) -> None:
+    faults = deque([] if after is None else [Fault("cut", after=after)])
+    fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
+    async with routed(*fakes) as router:
+        seen = await read(router, generation(prompt_logprobs=True, num_top_logprobs=1))
+    check_unbroken(seen)
+    first, *others = seen.chunks
+    assert first.prompt is not None
+    assert first.prompt.logprobs == [None, logprob(0), logprob(1)]
+    assert first.prompt.top == [[], [(logprob(0), 2)], [(logprob(1), 3)]]
+    assert [chunk.prompt for chunk in others] == [None] * len(others)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"stop_ids": (STOP, 200)}, "stop_token_ids: 200 is outside"),
+        ({"parameters": {"logit_bias": {"5": 1.0, "200": 1.0}}}, "logit_bias: 200 is outside"),
+        ({"ids": [5, 200]}, "ids: 200 is outside"),
+        ({"ids": []}, "ids: the prompt is empty"),
+    ],
+)
+async def test_ids_outside_of_the_vocabulary_are_never_sent(
+    options: dict[str, Any], said: str
+) -> None:
+    fake = FakeSGLang(ANSWER)
+    async with routed(fake) as router:
+        with pytest.raises(RequestError, match=said):
+            await read(router, generation(**options))
+    assert fake.requests == []
+
+
 async def test_silence_moves_a_turn() -> None:
     faults = deque([Fault("silence", after=3)])
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
@@ -312,11 +402,12 @@ async def test_a_turn_cancelled_just_after_it_is_placed_holds_nothing() -> None:
     check_unbroken(reads["c"])
 
 
-async def test_the_wait_queue_is_bounded_in_number() -> None:
+async def test_the_wait_queue_is_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentloop.inference.router._MAX_WAITING", 1)
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
-    async with routed(fake, reserve_tokens=20, max_waiting=1) as router:
+    async with routed(fake, reserve_tokens=20) as router:
         async with crowd(router, ["a", "b"], reads=reads):
             with pytest.raises(ServerUnavailable, match="1 requests are already waiting"):
                 await read(router, generation("c", max_new_tokens=20))

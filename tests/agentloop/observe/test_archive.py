@@ -101,6 +101,43 @@ async def test_a_run_is_shown_as_it_was(run: RunFolder) -> None:
     orjson.dumps(whole)
 
 
+async def test_a_run_says_what_its_time_was_spent_on(run: RunFolder) -> None:
+    run.add_metrics({"step": 3, "learn_s": 4.0, "sync_s": 0.0})
+    row = rollout("9-a/b.0", created_s=112.0)
+    row["trajectory"]["turns"][1]["placed_s"] = 1.25
+    add(run, 9, [row])
+    spent = (await archive(run).frame())["now"]["spent"]
+    # Of 13 s, rollouts ran for 5 and the learner for 4; the rest is not known.
+    assert spent["window_s"] == 9.0
+    assert spent["seconds"]["learner"] == 4.0
+    assert sum(spent["seconds"].values()) == pytest.approx(9.0, abs=0.01)
+    assert spent["seconds"]["tool"] == pytest.approx(2 * spent["seconds"]["queue"])
+    assert spent["sentence"].startswith("Servers wait for the learner: 4.0 of 9.0 s")
+
+
+async def test_a_step_that_has_published_has_the_next_version(run: RunFolder) -> None:
+    """Also if no folder has its weights, as with weights.transport=group."""
+    run.add_metrics({"step": 3, "version": 6, "weights/publish_s": 0.1})
+    assert (await archive(run).frame())["now"]["policy_version"] == "7"
+
+
+async def test_a_run_has_the_percentiles_of_all_its_turns_and_calls(run: RunFolder) -> None:
+    add(run, 9, [row := rollout("9-a/b.0")])
+    latency = (await archive(run).frame())["now"]["latency"]
+    assert "window_s" not in latency  # of the whole run
+    turns = [turn for turn in row["trajectory"]["turns"] if turn["first_token_s"] is not None]
+    assert latency["of"]["first_token"]["num"] >= len(turns)
+    assert latency["of"]["call"]["p50"] > 0
+
+
+async def test_a_turn_that_says_when_it_was_placed_has_a_prefill(run: RunFolder) -> None:
+    row = rollout("3-c.0")
+    row["trajectory"]["turns"][0]["placed_s"] = 0.0625
+    add(run, 3, [row])
+    told = (await archive(run).frame())["rollouts"][-1]
+    assert [lane for lane, _ in told["lanes"]][:3] == ["wait", "prefill", "decode"]
+
+
 async def test_the_supervised_start_is_shown_and_compared(run: RunFolder) -> None:
     before = (await archive(run).frame())["steps"]
     RunFolder(run.path / "sft").add_metrics({"step": 1, "learner/loss": 2.0})
@@ -145,6 +182,18 @@ async def test_an_endpoints_answer_is_shown_without_ids(run: RunFolder) -> None:
     assert (await at.rollout("3-c.0"))["turns"][0]["pieces"] == [
         "<think>", "Hm.", "</think>", "\nit is 42",
     ]  # fmt: skip
+
+
+async def test_an_agent_that_an_endpoint_plays_has_no_tokens(run: RunFolder) -> None:
+    """`figures` are those of the sample, which the model under evaluation has generated."""
+    turn = Turn(text="e4", end=TurnEnd.STOP, generated_s=1.0, ended_s=1.0)
+    messages: list[Any] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "e4"}]
+    made = Trajectory("3-c.0+x", [], [turn], StopReason.ANSWERED, None, 100.0, 1.0, "e4", messages)
+    row = rollout("3-c.0") | {"trajectory": made.to_dict(), "figures": {"num_tokens": 59}}
+    add(run, 3, [row])
+    at = archive(run)
+    assert (await at.frame())["rollouts"][-1]["tokens"] == 0
+    assert (await at.rollout("3-c.0+x"))["prompt"] == "user: ?"
 
 
 async def test_without_a_model_text_is_shown_by_turn(run: RunFolder) -> None:

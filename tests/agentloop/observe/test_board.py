@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from agentloop.events import (
     CallFinished,
     CallStarted,
+    ClientAwaited,
     Event,
     GroupFinished,
     GroupStarted,
@@ -316,6 +317,52 @@ def test_lanes_follow_the_state_of_a_rollout() -> None:
     ]  # fmt: skip
     assert (row["start"], row["end"]) == (1000, 7000)
     assert (row["turn"], row["tokens"], row["calls"], row["reward"]) == (2, 3, 1, 1.0)
+
+
+def test_the_time_of_rollouts_is_split_by_what_they_do() -> None:
+    made, clock = board()
+    one = record("1-a.0")
+    one.created_unix_s = clock.now
+    one.turns[0].results = [ToolResult("c", "python", ToolCallStatus.OK, "", 3.0, 8.0, 9.0)]
+    script: list[tuple[float, Event]] = [
+        (0.0, RolloutStarted(one, "1-a")),
+        (1.0, event_of("placed", "1-a.0", 1)),
+        (1.0, event_of("tokens", "1-a.0", 1)),
+        (1.0, event_of("call", "1-a.0", 1)),
+        (0.0, event_of("sampled", "1-a.0", 1)),
+        (6.0, event_of("called", "1-a.0", 0)),
+        (0.0, event_of("turned", "1-a.0", 0)),
+        (0.0, event_of("finish", "1-a.0", 0)),
+        (4.0, Measured({"step": 1, "learn_s": 3.0, "sync_s": 1.0})),
+    ]
+    for seconds, event in script:
+        clock.now += seconds
+        made.on_event(event)
+    spent = made.spent().by_part()
+    assert {str(part): round(seconds, 3) for part, seconds in spent.items()} == {
+        "kv": 1.0, "prefill": 1.0, "decode": 1.0, "queue": 5.0, "tool": 1.0, "sync": 1.0,
+        "learner": 3.0,
+    }  # fmt: skip
+    assert made.spent().sentence() == (
+        "Rollouts wait for sandbox slots: 5.0 of 6.0 s per call; raise sandbox.slots_per_worker"
+    )
+
+
+def test_a_branch_of_a_session_waits_for_its_client_between_two_requests() -> None:
+    made, clock = board()
+    key = "1-a.0"
+    for kind in ("start", "turn", "placed", "tokens", "sampled", "turned"):
+        made.on_event(event_of(kind, key, 1))
+    clock.now += 1
+    made.on_event(ClientAwaited(key))
+    clock.now += 60
+    for kind in ("turn", "placed", "tokens", "sampled", "turned"):
+        made.on_event(event_of(kind, key, 1))
+    made.on_event(ClientAwaited(key))
+    made.on_event(event_of("finish", key, 1))
+    made.on_event(ClientAwaited(key))  # late: the row has ended
+    lanes = [(lane, at) for lane, at in made.rows[key].lanes if lane in ("client", "decode")]
+    assert lanes == [("decode", 0), ("client", 1000), ("decode", 61_000), ("client", 61_000)]
 
 
 def test_a_malformed_call_has_no_tool_lane() -> None:

@@ -25,6 +25,7 @@ from agentloop.api.listen import bind, serving
 from agentloop.errors import NotThere, RequestError, ServerError
 from agentloop.observe import page as page_module
 from agentloop.observe.page import Page
+from agentloop.observe.perfetto import trace_of
 from tests.support import eventually
 
 pytestmark = pytest.mark.anyio
@@ -265,6 +266,7 @@ async def test_data_is_returned_as_json() -> None:
             ("/api/rollouts/r", {"id": "r", "arguments": {"n": 2**70}}),
             ("/api/groups/g", {"id": "g"}),
             ("/api/runs", {"runs": [{"name": "one"}]}),
+            ("/api/trace", trace_of({"rev": 1, "full": True})),
             ("/api/curves?run=one%20%26%20two", {"run": "one & two", "rows": [{"step": 1}]}),
         ):
             status, response, data = await at.get(path)
@@ -477,7 +479,7 @@ def test_the_default_control_token_is_random() -> None:
     assert Page(Played(), control_token="").control_token
 
 
-API = ["/api/frame", "/api/stream", "/api/rollouts/r", "/api/runs", "/api/groups/g"]
+API = ["/api/frame", "/api/trace", "/api/stream", "/api/rollouts/r", "/api/runs", "/api/groups/g"]
 
 
 async def test_a_token_protects_the_data_but_not_the_page() -> None:

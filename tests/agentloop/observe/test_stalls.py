@@ -10,6 +10,7 @@ import pytest
 from agentloop.events import (
     CallFinished,
     CallStarted,
+    ClientAwaited,
     Event,
     RolloutAbandoned,
     RolloutStarted,
@@ -48,6 +49,8 @@ STORY: list[tuple[Event, list[str]]] = [
     (TokensSampled("r", 0, [2], "y"), ["the tool python", "more tokens from http://b"]),
     (DONE, ["more tokens from http://b"]),
     (TurnFinished("r", 0, Turn()), ["its next turn"]),
+    (ClientAwaited("r"), ["its client"]),
+    (TurnStarted("r", 1), ["capacity on a server"]),
     (RolloutAbandoned("r"), []),
 ]
 
@@ -60,7 +63,7 @@ def test_the_wait_of_a_rollout_at_each_point() -> None:
         stalls.on_event(event)
         assert [wait.what for wait in stalls.waits()] == expected, event
         clock.now_s += 2
-        assert stalls.no_progress_s == (2 if expected else 0)
+        assert stalls.no_progress_s == (2 if expected and expected != ["its client"] else 0)
     assert stalls.waits() == []
 
 
@@ -123,3 +126,22 @@ async def test_a_stall_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
             tasks.cancel_scope.cancel()
     assert "r: its first turn, 1 s" in caplog.messages[0]
     assert caplog.messages[1] == "progress has resumed"
+
+
+def test_a_session_that_waits_for_its_client_is_no_stall() -> None:
+    clock = Clock()
+    stalls = Stalls(clock)
+    for name in ("session", "other"):
+        stalls.on_event(RolloutStarted(Trajectory(name, [])))
+    clock.now_s += 1
+    stalls.on_event(ClientAwaited("session"))
+    clock.now_s += 60
+    assert stalls.no_progress_s == 60  # of the other one
+    assert [one.rollout_id for one in stalls.waits()] == ["other", "session"]
+    assert [one.rollout_id for one in stalls.waits(1)] == ["other"]
+    stalls.on_event(RolloutAbandoned("other"))
+    clock.now_s += 60
+    assert stalls.no_progress_s == 0
+    stalls.on_event(TurnStarted("session", 1))
+    clock.now_s += 60
+    assert stalls.no_progress_s == 60

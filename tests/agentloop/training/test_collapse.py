@@ -330,7 +330,7 @@ def test_rows_of_other_things_are_passed_over() -> None:
 
 
 def test_it_may_be_switched_off() -> None:
-    assert not judged(the_papers(), CollapseSettings(enabled=False))
+    assert not judged(the_papers(), CollapseSettings(patience=0))
 
 
 def test_the_report() -> None:

@@ -16,8 +16,8 @@ import anyio
 import pytest
 from aiohttp import web
 
+from agentloop.agent.formats.values import decode_call
 from agentloop.agent.rollout import Budget
-from agentloop.agent.tool_stream import decode_call
 from agentloop.analysis.run_list import RunState, summarize
 from agentloop.cli.runs.export import find
 from agentloop.cli.train import TrainSettings
@@ -544,7 +544,7 @@ async def test_tasks_that_all_cannot_be_asked_end_the_run(tmp_path: Path) -> Non
     run_group.refuses = 3
     with pytest.raises(ExceptionGroup) as caught:  # by the router around it
         await played(tmp_path, tasks=tasks, run_group=run_group, steps=1, evaluate_every=0)
-    assert "9000 tokens (3 tasks in a row" in str(sole(caught.value))
+    assert "9000 tokens (3 tasks in a row refused)" in str(sole(caught.value))
 
 
 async def test_a_group_is_of_the_weights_that_are_live_when_it_starts(
@@ -818,7 +818,7 @@ async def test_a_stage_with_nothing_left_to_learn_is_passed_over(tmp_path: Path)
     gc.collect()
     found = summarize(path)  # it has done what there was to do
     assert (found.state, found.step, found.num_steps) == (RunState.ENDED, 1, 10)
-    assert any("are solved by every rollout" in line for line in told.lines)
+    assert any("every rollout solves its tasks" in line for line in told.lines)
     assert told.statuses[-1].left_s is None
 
 
@@ -1331,7 +1331,7 @@ async def test_a_learner_that_is_lost_while_rollouts_go_on_does_not_lead_them_as
         with closing(sqlite3.connect(tmp_path / "run" / "queue.sqlite")) as db:
             query = "SELECT count(*) FROM groups WHERE state != 'open'"
             (num_done,) = db.execute(query).fetchone()
-        return num_done >= 9 and told.statuses[-1].waits == "the learner trains"
+        return num_done >= 9 and told.statuses[-1].waits == "the learner is training"
 
     lost = LostMeanwhile("", 0)
     _, _, run = await played(

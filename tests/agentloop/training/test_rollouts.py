@@ -259,7 +259,7 @@ async def test_tasks_come_back_in_order_without_those_that_are_refused(refused: 
     options: dict[str, Any] = {"size": 1, "budget": BUDGET, "oldest": 0}
     options |= {"on_done": lambda num: None, "on_refused": lambda task, error: told.append(task.id)}
     if len(refused) == len(tasks):
-        with pytest.raises(RequestError, match="all 3 tasks were refused"):
+        with pytest.raises(RequestError, match="no valid task among 3"):
             await in_order(rollouts, tasks, "name", **options)
     else:
         found = await in_order(rollouts, tasks, "name", **options)
@@ -296,7 +296,7 @@ async def test_rewards_of_turns_without_effect_are_reported(
 ) -> None:
     found = await rolled_out(Rewarding([1.0, 0.0]))
     assert not found.has_signal
-    assert "does not use: set credit = per_turn" in caplog.text
+    assert "does not use these rewards: set credit = per_turn" in caplog.text
 
 
 DISTILL = CreditSettings(name="distill", args={"teacher": "http://teacher"})

@@ -131,7 +131,7 @@ async def test_a_run_is_never_written_over(tmp_path: Path) -> None:
         pass  # it ended before anything came of it
     async with RunFolder.open(tmp_path / "run", "") as folder:
         folder.add_metrics({"step": 0})
-    with pytest.raises(SettingsError, match=r"run\.name: there already is a run"):
+    with pytest.raises(SettingsError, match=r"run\.name: a run already exists"):
         async with RunFolder.open(tmp_path / "run", ""):
             pass
 
@@ -217,6 +217,6 @@ async def test_a_run_with_steps_of_fine_tuning_exists(tmp_path: Path) -> None:
         start.add_metrics({"step": 1})
         assert (start.path / "config.toml").read_text() == "seed = 1\n"
         assert is_active(start.path)
-    with pytest.raises(SettingsError, match=r"run\.name: there already is a run"):
+    with pytest.raises(SettingsError, match=r"run\.name: a run already exists"):
         async with RunFolder.open(tmp_path / "run", ""):
             pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
@@ -12,7 +13,7 @@ import pytest
 
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
-from agentloop.training.group_metrics import about_each, rewards_of_each
+from agentloop.training.group_metrics import about_each, of_rollout, rewards_of_each
 from agentloop.training.loop_settings import StageSettings
 from agentloop.training.queue import GroupQueue
 from agentloop.trajectory import Trajectory
@@ -66,6 +67,22 @@ async def test_each_environment_has_its_metrics_and_its_evaluation(tmp_path: Pat
 
 def test_a_run_with_one_environment_has_no_metrics_of_each() -> None:
     assert about_each([("", {"rejected": None, "rollouts": []})]) == {}
+
+
+def test_the_parts_of_a_reward_are_metrics() -> None:
+    def group(*parts: dict[str, float]) -> dict[str, Any]:
+        rollouts = [figures_of(part) for part in parts]
+        return {"rejected": None, "rollouts": rollouts}
+
+    def figures_of(parts: dict[str, float]) -> dict[str, Any]:
+        return of_rollout([], 1.0) | {"parts": parts}
+
+    alone = about_each([("", group({"found": 1.0}, {"found": 0.0, "quick": 0.5}))])
+    assert alone == {"part/found": 0.5, "part/quick": 0.5}
+    each = about_each([("guess", group({"reward": 0.25})), ("solve", group({}))])
+    assert each["env/guess/part/reward"] == 0.25
+    assert rewards_of_each(each) == " (guess 1.000, solve 1.000)"
+    assert rewards_of_each(alone) == ""
     assert rewards_of_each({}) == ""
 
 
@@ -104,3 +121,39 @@ async def test_a_stage_of_filtered_tasks_keeps_their_environments(tmp_path: Path
     (row,) = [row for row in lines(run.path / "metrics.jsonl") if "reward" in row]
     assert row["env/hard/num_rollouts"] == row["num_rollouts"] == 24
     assert "env/easy/reward" not in row
+
+
+def is_of_level_one(prompt: str) -> bool:
+    return all(len(number) == 1 for number in re.findall(r"\d+", prompt))
+
+
+class SolvesLevelOne(Played):
+    """Solves tasks whose numbers have one digit, and half of the others."""
+
+    async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+        self._right = 1.0 if is_of_level_one(str(prompt)) else 0.5
+        return await super().__call__(prompt, **options)
+
+
+async def test_a_curriculum_chooses_within_each_environment(tmp_path: Path) -> None:
+    """Easy tasks become rare within their environment, which keeps its share of the groups."""
+    levels = {"calm": [1, 3], "hard": [3]}
+    sources: dict[str, TaskSource] = {
+        name: TaskSource.open(TasksSettings(levels=some)) for name, some in levels.items()
+    }
+    tasks = MixedTasks(sources, {"calm": 1, "hard": 1})
+    run_group = SolvesLevelOne(tasks)
+    await played(
+        tmp_path,
+        tasks=tasks,
+        run_group=run_group,
+        steps=15,
+        prompts_per_step=4,
+        evaluate_every=0,
+        curriculum=True,
+    )
+    drawn = Counter(name.split("-")[1] for name in run_group.names)
+    assert drawn == {"calm": 30, "hard": 30}
+    prompts = zip(run_group.names, run_group.prompts, strict=True)
+    solved = [is_of_level_one(prompt) for name, prompt in prompts if "-calm-" in name]
+    assert sum(solved[10:]) < len(solved[10:]) / 4

@@ -216,8 +216,8 @@ RESULT = {"role": "tool", "content": "ok"}
         (["a"], "line 3: expected an object"),
         ({}, "line 3: field 'messages': expected a list"),
         ({"messages": [USER, ANSWER], "tools": ["look"]}, "line 3: field 'tools': expected a list"),
-        ({"messages": [USER]}, "field 'messages': the last one must be the assistant's"),
-        ({"messages": [USER, ANSWER, USER]}, "the last one must be the assistant's"),
+        ({"messages": [USER]}, "field 'messages': the last message must be the assistant's"),
+        ({"messages": [USER, ANSWER, USER]}, "the last message must be the assistant's"),
         ({"messages": [ANSWER]}, "messages: at least one message is required"),
         ({"messages": [USER, "x"]}, "messages[1]: expected an object with a role"),
         (
@@ -230,19 +230,19 @@ RESULT = {"role": "tool", "content": "ok"}
         ),
         (
             {"messages": [USER, ANSWER, RESULT, ANSWER]},
-            "makes 0 calls, followed by 1 results and another turn",
+            "makes 0 calls, followed by 1 result and another turn",
         ),
         (
             {"messages": [USER, CALLING, ANSWER]},
-            "messages[1]: makes 1 calls, followed by 0 results and another",
+            "messages[1]: makes 1 call, followed by 0 results and another",
         ),
         (
             {"messages": [USER, CALLING, USER, ANSWER]},
-            "messages[1]: makes 1 calls, followed by 0 results",
+            "messages[1]: makes 1 call, followed by 0 results",
         ),
         (
             {"messages": [USER, CALLING, RESULT]},
-            "messages[1]: makes 1 calls, followed by 1 results and no turn",
+            "messages[1]: makes 1 call, followed by 1 result and no turn",
         ),
         (
             {"messages": [USER, CALLING, {"role": "tool", "content": ["ok"]}, ANSWER]},
@@ -274,7 +274,7 @@ def test_what_is_too_long_is_left_out_and_counted(tmp_path: Path) -> None:
     data = DialoguesSettings(paths=[path])
     samples, num_left_out = read_samples(FAKE, data, max_tokens=150)
     assert (len(samples), num_left_out) == (1, 1)
-    with pytest.raises(DataError, match=r"data.paths: there is no dialogue of at most 5 tokens"):
+    with pytest.raises(DataError, match=r"data.paths: no dialogue has at most 5 tokens"):
         read_samples(FAKE, data, max_tokens=5)
 
 
@@ -425,7 +425,7 @@ async def test_after_a_rank_died_it_goes_on_as_if_nothing_had_been(
     assert learner.num_restarts == 1
     assert (learner.weights, losses(broken)) == (other.weights, losses(unbroken))
     assert learner.num_steps == 6 + 1 + (dies - 1) % 2, "again, what no checkpoint holds"
-    assert not [line for line in said.lines if "had the loss" in line]
+    assert not [line for line in said.lines if "had a loss of" in line]
     assert "The learner was lost; restarting it: step: rank 1 ended" in said.lines
 
 
@@ -453,7 +453,7 @@ async def test_other_dialogues_are_no_run_to_go_on_with(tmp_path: Path) -> None:
         await FineTuning(SETTINGS, SAMPLES, folder).run(cast(Learner, learner), report=Said())
     others = [*SAMPLES[:-1], Sample([9, 7], [0, 1], [0.0, 0.0], 0.0, 4)]
     for changed in ({"samples": others}, {"seed": 1}, {"batch_tokens": 6}):
-        with pytest.raises(RunFolderError, match="its first 2 steps were trained on other"):
+        with pytest.raises(RunFolderError, match="the batches up to step 2 would differ"):
             await tune(folder, learner, **changed)
     await tune(folder, learner, epochs=3, lr=0.2)
     assert [step for step, _ in losses(folder)] == list(range(1, 10))

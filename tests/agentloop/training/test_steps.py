@@ -91,8 +91,14 @@ class Run:
             max_restarts=1,
         )
 
-    async def lease(self, step: int, advantages: list[float | None], **notes: Any) -> Lease:
-        """Lease a batch of one group, with these advantages of its rollouts."""
+    async def lease(
+        self, step: int, advantages: list[float | None], *, of_each: int = 1, **notes: Any
+    ) -> Lease:
+        """Lease a batch of one group, with these advantages of its conversations.
+
+        Args:
+            of_each: number of conversations of each rollout.
+        """
         group = await self.queue.admit(Task("t", "?", "1"), version=0, cursor={})
         trajectory = {"ids": [1, 2], "mask": [0, 1], "logprobs": [0.0, -0.5]}
         path, num_bytes = self.folder.add_group(
@@ -102,8 +108,9 @@ class Run:
                     "advantage": one,
                     "credit": None if one is None else {"advantages": one, "weights": 1.0},
                     "trajectory": trajectory,
+                    "rollout": index // of_each,
                 }
-                for one in advantages
+                for index, one in enumerate(advantages)
             ],
         )
         await self.queue.finish(group.number, path=path, num_bytes=num_bytes, figures={})
@@ -126,6 +133,13 @@ async def test_a_step_trains_on_rollouts_with_an_advantage(tmp_path: Path) -> No
         assert list((run.folder.path / "batches").iterdir()) == []
         (lease,) = await run.queue.rewind(0)
         assert lease.result == learned.row()
+
+
+async def test_a_rollout_of_several_conversations_counts_once(tmp_path: Path) -> None:
+    async with opened(tmp_path) as run:
+        lease = await run.lease(1, [0.5, 0.5, -0.5, None], of_each=2)
+        assert (await run.steps().learn(lease)).num_learned == 2
+        assert run.learner.num_samples == [3]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +203,7 @@ async def test_a_repeated_step_with_another_loss_is_reported(tmp_path: Path) -> 
         await steps.do_again(on_done)
         assert done == [(1, 1.25)]
         assert (steps.step, steps.version) == (1, 1)
-        assert run.said[-1] == "Step 1 had the loss 1, but 1.25 when repeated"
+        assert run.said[-1] == "Step 1 had a loss of 1, but of 1.25 when it was repeated"
 
 
 async def test_only_the_newest_weights_stay(tmp_path: Path) -> None:

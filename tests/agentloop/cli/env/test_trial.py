@@ -9,7 +9,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from agentloop.__main__ import main
-from tests.agentloop.cli.played import server, settings_for
+from tests.agentloop.cli.played import SAID, server, settings_for
 from tests.support import FakeSGLang
 
 HERE = "tests.agentloop.cli.played"
@@ -28,11 +28,13 @@ def test_an_environment_is_shown_with_all_parts(
 ) -> None:
     settings = [*settings_for(fake), "num_rollouts=3", "env.args.half=0.25"]
     assert main(["env", "try", f"{HERE}:two_talks", *settings]) == 0
-    out = capsys.readouterr().out
+    out, told = capsys.readouterr()
     assert out.count("rollout ") >= 3
+    assert "3 of 3 rollouts ended" in out + told
     assert "rollout 2 of 3: environment-" in out
     assert "mood '[good]'" in out
     assert out.count("> First question about ") == out.count("> Second question?") == 3
+    assert out.count(SAID) == 6
     assert out.count("reward 1.25 (whole 1, half 0.25)") == 3
     (head,) = (line for line in out.splitlines() if line.startswith("  rollout") or "turns" in line)
     for name in ("reward", "whole", "half", "turns", "calls", "tokens", "model s", "waiting s"):

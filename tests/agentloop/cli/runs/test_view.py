@@ -15,6 +15,7 @@ import pytest
 from agentloop.__main__ import main
 from agentloop.cli.runs import view
 from agentloop.models import SMALL
+from agentloop.observe.sample import SAMPLE
 from agentloop.training.run_folder import RunFolder
 from tests.agentloop.observe.test_archive import rollout
 from tests.support import eventually
@@ -93,6 +94,40 @@ def test_a_run_becomes_one_file(
     assert not re.search(r'(?:src|href)="(?:page/|https?:)', html)
 
 
+def test_a_runs_timelines_become_a_file_for_perfetto(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = run_in(tmp_path / "a run"), tmp_path / "trace.json"
+    assert main(["runs", "view", str(run), "--perfetto", str(out)]) == 0
+    assert "1 rollout; open it at https://ui.perfetto.dev" in capsys.readouterr().out
+    trace = json.loads(out.read_text())
+    assert [one["name"] for one in trace["traceEvents"]][:3] == [
+        "process_name", "thread_name", "rollout",
+    ]  # fmt: skip
+    assert main(["runs", "view", str(run), "--perfetto", str(tmp_path / "no" / "t.json")]) == 2
+    assert "--perfetto: " in capsys.readouterr().err
+
+
+def test_the_page_shows_the_settings_without_secrets(tmp_path: Path) -> None:
+    config = """model = "m"
+[fleet]
+redis = "redis://:sesame@db/0"
+[mcp.a]
+env = {KEY = "sesame"}
+[mcp.a.headers]
+Authorization = "Bearer sesame"
+[env]
+name = "python-math"
+"""
+    (tmp_path / "config.toml").write_text(config)
+    out = tmp_path / "out.html"
+    assert main(["runs", "view", str(tmp_path), "--export", str(out)]) == 0
+    assert "sesame" not in out.read_text()
+    settings = bodies(out)["api/frame"]["about"]["settings"]
+    assert 'redis = "redis://...@db/0"' in settings
+    assert settings.endswith('[env]\nname = "python-math"')
+
+
 def test_a_run_without_anything_in_it_is_an_empty_page(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     out = tmp_path / "out.html"
@@ -153,7 +188,7 @@ async def test_a_run_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str
     def is_shown() -> bool:
         nonlocal said
         said += capsys.readouterr().out
-        return "is shown at" in said
+        return "Showing run at" in said
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(view._view, tmp_path / "run", ["serve.port=0"])
@@ -170,3 +205,28 @@ async def test_a_run_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str
                 async with http.post(f"{found[0]}/api/{path}", json=body) as response:
                     assert response.status in (400, 403)
         tasks.cancel_scope.cancel()
+
+
+def test_the_sample_is_a_finished_run_that_says_where_its_time_went(tmp_path: Path) -> None:
+    out = tmp_path / "sample.html"
+    assert main(["runs", "view", "--sample", "--export", str(out)]) == 0
+    told = bodies(out)
+    now = told["api/frame"]["now"]
+    assert now["ended"]["state"] == "finished"
+    assert now["step"] == now["num_steps"]
+    assert now["spent"]["sentence"]
+    assert sum(now["spent"]["seconds"].values()) == pytest.approx(now["spent"]["window_s"], abs=0.1)
+    texts = [body for path, body in told.items() if path.startswith("api/rollouts/")]
+    assert any(turn["calls"] for body in texts for turn in body["turns"])
+
+
+def test_the_sample_is_small_and_names_no_machine() -> None:
+    files = [path for path in SAMPLE.rglob("*") if path.suffix in (".toml", ".jsonl")]
+    assert 0 < sum(path.stat().st_size for path in files) < 1_000_000
+    assert not re.search(r"/(tmp|home|root|work)/", (SAMPLE / "config.toml").read_text())
+
+
+def test_a_run_or_the_sample_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["runs", "view"])
+    assert "or --sample" in capsys.readouterr().err

@@ -29,6 +29,11 @@ class Scripted:
         self.script = script
         self.asked: list[tuple[str, list[Message], list[str]]] = []  # id, messages, tools
 
+    session_listener: Any = None
+
+    async def listen_for_sessions(self) -> None:
+        """Do nothing: no test here has a client."""
+
     async def rollout(
         self, messages: Any, *, tools: Any, budget: Budget, reply: Any, id: str, **options: Any
     ) -> Trajectory:

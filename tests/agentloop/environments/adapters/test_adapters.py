@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import ModuleType
 from typing import Any
 
 import anyio
@@ -27,6 +29,11 @@ from agentloop.trajectory import Message
 from tests.agentloop.environments.adapters.scripted import Said, Scripted, play, task_of
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize("adapter", [inspect_ai, openenv, reasoning_gym, textworld, verifiers])
+def test_an_adapter_is_short(adapter: ModuleType) -> None:
+    assert len(inspect.getsource(adapter).splitlines()) <= 150
 
 
 class Closable:

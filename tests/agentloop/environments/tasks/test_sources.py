@@ -10,7 +10,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pydantic
@@ -223,6 +222,8 @@ def test_a_package_that_is_missing_is_named(
 
 
 def test_hugging_face_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets  # slow: only the worker that runs this test shall import it
+
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     found = datasets.Dataset.from_list([verl(number) for number in range(5)])
     found.save_to_disk(tmp_path / "saved")

@@ -50,6 +50,11 @@ def path(tmp_path: Path) -> Path:
             ],
         ),
         (
+            "[2026-01-01] Responses disabled (ModuleNotFoundError: No module named 'harmony')",
+            137,
+            ["was killed by SIGKILL.", "If nobody killed it, the machine ran out of memory."],
+        ),
+        (
             "[2026-01-01] Subprocess scheduler_0 (pid=4) crashed with exit code -9. Cleanup",
             137,
             [

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
+from agentloop.inference.scheduling.admission import Admission, AdmissionLimits, Forecast
 
 
 class Flight(RuleBasedStateMachine):
@@ -100,7 +100,7 @@ def test_a_rollout_starts_once() -> None:
 
 def admission(**options: float) -> Admission:
     given = {"target": 1.0, "period_s": 2.0, "report_ttl_s": 15.0, **options}
-    return Admission(AdmissionSettings(**given), Forecast(longest=1000, prior=500))
+    return Admission(AdmissionLimits(**given), Forecast(longest=1000, prior=500))
 
 
 @given(st.integers(1000, 100_000), st.integers(1, 32), st.integers(0, 500))

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import pydantic
 import pytest
 
 from agentloop.errors import ServerRefused, ServerUnavailable
@@ -264,3 +265,21 @@ async def test_a_server_of_another_kind_is_refused() -> None:
             await SGLangServer(fake.url + "/elsewhere", session).info()
         with pytest.raises(ServerRefused, match="not an SGLang server"):
             await SGLangServer(fake.url, session).info()
+
+
+async def test_the_key_is_in_every_request() -> None:
+    fake, key = FakeSGLang(ANSWER), pydantic.SecretStr("open-sesame")
+    async with fake.serving(), http_session(key) as session:
+        server = SGLangServer(fake.url, session)
+        await server.info()
+        await stream(server)
+        await server.abort("r-1")
+    assert len(fake.keys) >= 3
+    assert set(fake.keys) == {"Bearer open-sesame"}
+
+
+async def test_without_a_key_none_is_sent() -> None:
+    fake = FakeSGLang(ANSWER)
+    async with client(fake) as server:
+        await stream(server)
+    assert fake.keys == [""]

@@ -103,3 +103,13 @@ def test_an_error_frame_carries_its_status() -> None:
             b'data: {"error": {"message": "too long", "code": 400}}\n\n'
         )
     assert caught.value.status == 400
+
+
+def test_a_refused_grammar_carries_its_status_although_a_token_came() -> None:
+    with pytest.raises(ErrorFrame, match="Failed to compile") as caught:
+        ChunkReader(lambda chunk: None).feed(
+            b'data: {"output_ids": [7], "meta_info": {"weight_version": "v",'
+            b' "completion_tokens": 1, "output_token_logprobs": [], "finish_reason": {'
+            b'"type": "abort", "status_code": 400, "message": "Failed to compile json"}}}\n\n'
+        )
+    assert caught.value.status == 400

@@ -277,11 +277,13 @@ async def test_killed_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"nodes": 2}, "nodes: more than one needs launcher = torchrun or deepspeed"),
         ({"nodes": 2, "launcher": "torchrun"}, "address: with several nodes"),
-        ({"nodes": 2, "launcher": "deepspeed", "address": "x"}, "hostfile: needed with launcher"),
-        ({"hostfile": "x"}, "hostfile: needed with launcher = deepspeed"),
-        ({"nodes": 2, "launcher": "torchrun", "address": "x", "hostfile": "x"}, "hostfile: needed"),
+        ({"nodes": 2, "launcher": "deepspeed", "address": "x"}, "hostfile: required with launcher"),
+        ({"hostfile": "x"}, "hostfile: required with launcher = deepspeed"),
+        (
+            {"nodes": 2, "launcher": "torchrun", "address": "x", "hostfile": "x"},
+            "hostfile: required",
+        ),
     ],
 )
 def test_settings_of_ranks_that_do_not_go_together(values: dict[str, object], message: str) -> None:
@@ -371,6 +373,37 @@ async def test_one_that_is_lost_is_started_again(
         await learner.restart()
         new = await both_run(tmp_path)
     assert all(map(is_gone, new))
+
+
+async def test_requests_wait_for_a_learner_that_is_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with kept(tmp_path, monkeypatch).starting() as learner:
+        assert learner.num_starts == 0, "the block runs first"
+        answer = await learner.ask(played("step"), timeout_s=50)
+        pids = await both_run(tmp_path)
+        assert answer.pid == pids[0]
+    assert all(map(is_gone, pids))
+
+
+async def test_a_start_that_fails_ends_the_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = kept(tmp_path, monkeypatch)
+    monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, "-c", "raise SystemExit(7)"))
+    with anyio.fail_after(50), pytest.raises(LearnerLost, match="exit status 7"):
+        async with learner.starting():
+            await anyio.sleep_forever()
+
+
+async def test_a_learner_that_is_not_needed_any_more_does_not_go_on_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = kept(tmp_path, monkeypatch)
+    with anyio.fail_after(50):
+        async with learner.starting():
+            pids = await both_run(tmp_path)
+    assert all(map(is_gone, pids))
 
 
 async def test_what_hangs_is_restarted_and_who_asks_meanwhile_waits(

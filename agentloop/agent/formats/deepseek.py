@@ -1,0 +1,121 @@
+"""DeepSeek V3 and V3.1: a name and JSON between control tokens; V3.2 and later: tags (DSML)."""
+
+from __future__ import annotations
+
+from agentloop.agent.channels import Markup
+from agentloop.agent.formats.family import CallForm, CallStream, Family
+from agentloop.agent.formats.grammars import Blocks, Whole
+from agentloop.agent.formats.regions import RegionStream
+from agentloop.agent.formats.tagged import TaggedForm
+from agentloop.agent.formats.values import Parsed, Schemas, decode_arguments
+from agentloop.agent.text_stream import TokenCodec
+
+__all__ = ["DEEPSEEK_DSML", "DEEPSEEK_V3", "DEEPSEEK_V31"]
+
+_OPEN, _CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_SEPARATOR = "<｜tool▁sep｜>"
+_THINK = ("<think>", "</think>")
+_END = "<｜end▁of▁sentence｜>"
+
+
+def _parse_v31(raw: str) -> Parsed:
+    name, found, arguments = raw.partition(_SEPARATOR)
+    if not found or not name.strip():
+        return "", {}, f"the tool call must have the form NAME{_SEPARATOR}{{...}}"
+    return name.strip(), *decode_arguments(arguments)
+
+
+def _parse_v3(raw: str) -> Parsed:
+    _, found, call = raw.partition(_SEPARATOR)
+    name, fence, rest = call.partition("```json")
+    if not found or not fence or not name.strip():
+        form = f"function{_SEPARATOR}NAME\n```json\n{{...}}\n```"
+        return "", {}, f"the tool call must have the form {form}"
+    return name.strip(), *decode_arguments(rest.rpartition("```")[0] or rest)
+
+
+def _calls_v31(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
+    return RegionStream(
+        chat, lambda: Whole(_parse_v31), opening=_OPEN, closing=_CLOSE, id_prefix=id_prefix
+    )
+
+
+def _calls_v3(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
+    return RegionStream(
+        chat, lambda: Whole(_parse_v3), opening=_OPEN, closing=_CLOSE, id_prefix=id_prefix
+    )
+
+
+_MARKUP = Markup(thoughts=(_THINK,), calls=(_SECTION,), others=(_OPEN, _CLOSE, _SEPARATOR, _END))
+
+DEEPSEEK_V31 = Family(
+    name="deepseek-v3.1",
+    models="DeepSeek V3.1",
+    sglang_parser="deepseekv31",
+    call_form=CallForm(begin=f"{_OPEN}NAME{_SEPARATOR}", end=_CLOSE, section=_SECTION),
+    signs=("<｜tool▁calls▁begin｜>", _SEPARATOR),
+    make_calls=_calls_v31,
+    markup=_MARKUP,
+    section_end=_SECTION[1],
+)
+DEEPSEEK_V3 = Family(
+    name="deepseek-v3",
+    models="DeepSeek V3, DeepSeek R1",
+    sglang_parser="deepseekv3",
+    call_form=CallForm(
+        begin=f"{_OPEN}function{_SEPARATOR}NAME\n```json\n", end=f"\n```{_CLOSE}", section=_SECTION
+    ),
+    signs=("<｜tool▁calls▁begin｜>", _SEPARATOR, "```json"),
+    make_calls=_calls_v3,
+    markup=_MARKUP,
+    section_end=_SECTION[1],
+)
+
+_DSML = "｜DSML｜"
+_FORM = TaggedForm(
+    rf'<{_DSML}invoke name="(?P<name>[^"<>\n]+)">',
+    rf'<{_DSML}parameter name="(?P<key>[^"\n]+)"(?: string="(?P<string>true|false)")?>'
+    rf"(?P<value>.*?)</{_DSML}parameter>",
+    example=f'<{_DSML}invoke name="NAME"><{_DSML}parameter name="KEY" string="true">VALUE'
+    f"</{_DSML}parameter></{_DSML}invoke>",
+    trims_newlines=False,
+)
+
+
+def _parse_dsml(raw: str, schemas: Schemas) -> Parsed:
+    return _FORM.parse(raw, schemas)
+
+
+def _dsml(section: str) -> Family:
+    opening, closing = f"<{_DSML}{section}>", f"</{_DSML}{section}>"
+
+    def calls(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
+        return RegionStream(
+            chat,
+            lambda: Blocks(
+                f"<{_DSML}invoke", f"</{_DSML}invoke>", lambda raw: _parse_dsml(raw, schemas)
+            ),
+            opening=opening,
+            closing=closing,
+            id_prefix=id_prefix,
+        )
+
+    return Family(
+        name="deepseek-v3.2" if section == "function_calls" else "deepseek-v4",
+        call_form=CallForm(
+            begin=f'<{_DSML}invoke name="NAME">\n',
+            end=f"</{_DSML}invoke>\n",
+            style="deepseek_xml",
+            section=(f"{opening}\n", closing),
+        ),
+        sglang_parser="deepseekv32" if section == "function_calls" else "deepseekv4",
+        models="DeepSeek V3.2" if section == "function_calls" else "DeepSeek V4",
+        signs=(_DSML, f"{section}>"),
+        make_calls=calls,
+        markup=Markup(thoughts=(_THINK,), calls=((opening, closing),), others=(_END,)),
+        section_end=closing,
+    )
+
+
+DEEPSEEK_DSML = (_dsml("function_calls"), _dsml("tool_calls"))

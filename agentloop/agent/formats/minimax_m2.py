@@ -1,0 +1,50 @@
+"""MiniMax M2: functions and parameters as tags, several calls in one section."""
+
+from __future__ import annotations
+
+from agentloop.agent.channels import Markup
+from agentloop.agent.formats.family import CallForm, CallStream, Family
+from agentloop.agent.formats.grammars import Blocks
+from agentloop.agent.formats.regions import RegionStream
+from agentloop.agent.formats.tagged import TaggedForm
+from agentloop.agent.formats.values import Schemas
+from agentloop.agent.text_stream import TokenCodec
+
+__all__ = ["MINIMAX_M2"]
+
+_OPEN, _CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
+_FORM = TaggedForm(
+    r'<invoke name="?(?P<name>[^"<>\n]+)"?>',
+    r'<parameter name="?(?P<key>[^"<>\n]+)"?>(?P<value>.*?)</parameter>',
+    example='<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>',
+    trims_newlines=False,
+)
+
+
+def _calls(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
+    return RegionStream(
+        chat,
+        lambda: Blocks("<invoke", "</invoke>", lambda raw: _FORM.parse(raw, schemas)),
+        opening=_OPEN,
+        closing=_CLOSE,
+        id_prefix=id_prefix,
+    )
+
+
+MINIMAX_M2 = Family(
+    name="minimax-m2",
+    models="MiniMax M2, M2.1, M2.5, M2.7",
+    sglang_parser="minimax-m2",
+    call_form=CallForm(
+        begin='<invoke name="NAME">\n',
+        end="</invoke>\n",
+        style="minimax_xml",
+        section=(f"{_OPEN}\n", _CLOSE),
+    ),
+    signs=(_OPEN, "<invoke name="),
+    make_calls=_calls,
+    markup=Markup(
+        thoughts=(("<think>", "</think>"),), calls=((_OPEN, _CLOSE),), others=("[e~[", "]~b]")
+    ),
+    section_end=_CLOSE,
+)

@@ -1,0 +1,35 @@
+"""Nemotron Nano v2: a JSON list of calls in <TOOLCALL>."""
+
+from __future__ import annotations
+
+from agentloop.agent.channels import Markup
+from agentloop.agent.formats.family import CallForm, CallStream, Family
+from agentloop.agent.formats.grammars import JsonObjects
+from agentloop.agent.formats.regions import RegionStream
+from agentloop.agent.formats.values import Schemas
+from agentloop.agent.text_stream import TokenCodec
+
+__all__ = ["NEMOTRON"]
+
+_OPEN, _CLOSE = "<TOOLCALL>", "</TOOLCALL>"
+
+
+def _calls(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
+    return RegionStream(chat, JsonObjects, opening=_OPEN, closing=_CLOSE, id_prefix=id_prefix)
+
+
+NEMOTRON = Family(
+    name="nemotron",
+    models="Nemotron Nano v2 (Nemotron 3: qwen3-coder)",
+    call_form=CallForm(
+        begin=_OPEN + '[{"name": "NAME", "arguments": ', end="}]" + _CLOSE, is_only_one=True
+    ),
+    signs=(_OPEN, "<AVAILABLE_TOOLS>"),
+    make_calls=_calls,
+    markup=Markup(
+        thoughts=(("<think>", "</think>"),),
+        calls=((_OPEN, _CLOSE),),
+        others=("<SPECIAL_11>", "<SPECIAL_12>"),
+    ),
+    section_end="]" + _CLOSE,
+)

@@ -1,0 +1,212 @@
+"""Identify messages, so that a history can be compared with what a session knows.
+
+Two messages have the same key if no chat template can tell them apart: how JSON is spaced does not
+matter, and neither do the ids of calls, except for which call a response belongs to. A client's
+history of the assistant's turns is compared without reasoning, which most clients do not send back,
+and without space around its text; what a client has written itself is compared with both.
+
+Other fields of a message, of a call or of its function belong to a key if the template reads them.
+
+Keys are digests: a session keeps them, and a message, or the variables of a template, may be long
+although hardly anything of it is in the prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from agentloop.plain_json import dumps, valid_text
+from agentloop.trajectory import Message
+
+__all__ = [
+    "Reads",
+    "call_ids_of",
+    "context_key",
+    "given_keys_of",
+    "has_more_fields",
+    "keys_of",
+    "question_in",
+    "reasoning_of",
+    "request_key",
+    "text_of",
+    "with_our_ids",
+]
+
+Reads = Callable[[str, str], bool]
+"""Returns whether the chat template reads a field of a role's messages, of a call or a function."""
+
+_MAX_CACHED_CHARS = 2000
+_FIELDS = frozenset(
+    ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
+)
+_CALL_FIELDS = frozenset(("id", "type", "function"))
+_FUNCTION_FIELDS = frozenset(("name", "arguments"))
+
+
+def _none(kind: str, name: str) -> bool:
+    return False
+
+
+def keys_of(messages: Sequence[Message], reads: Reads = _none, begin: int = 0) -> list[bytes]:
+    """Return a key for each message; the position of a response's call belongs to its key.
+
+    Args:
+        reads: which other fields belong to it.
+        begin: number of messages that need none.
+    """
+    keys: list[bytes] = []
+    before = (one for one in reversed(messages[:begin]) if one.get("role") == "assistant")
+    ids = call_ids_of(next(before, {}))  # of the newest message of the assistant
+    for message in messages[begin:]:
+        role = message.get("role")
+        fields: list[Any] = ["system" if role == "developer" else role, text_of(message)]
+        if role == "assistant":
+            # Clients get it without surrounding space, and some join parts of it with their own.
+            fields[1] = fields[1].strip()
+            fields.append([_call_key(call, reads) for call in message.get("tool_calls") or ()])
+            ids = call_ids_of(message)
+        elif role == "tool":
+            id = message.get("tool_call_id")
+            fields.append(ids.index(id) if id in ids else None)
+        if name := message.get("name"):
+            fields.append(["name", name])
+        if more := _more_fields(message, _FIELDS, str(role), reads):
+            fields.append(more)
+        keys.append(_digest(fields))
+    return keys
+
+
+def given_keys_of(
+    messages: Sequence[Message], known: Sequence[bytes], begin: int = 0
+) -> list[bytes]:
+    """Return a key for each message as one that the client has written.
+
+    Reasoning, and space around the text, are part of it.
+
+    Args:
+        known: their keys by `keys_of`.
+        begin: as there.
+    """
+    keys = list(known)
+    for index, message in enumerate(messages[begin:]):
+        thoughts = [message.get("reasoning_content"), message.get("reasoning")]
+        text = text_of(message)
+        if any(thoughts) or text != text.strip():
+            keys[index] = _digest([keys[index].hex(), *thoughts, text])
+    return keys
+
+
+def context_key(tools: Sequence[Mapping[str, Any]], template_arguments: Mapping[str, Any]) -> bytes:
+    """Return a key of what else a prompt is made from."""
+    return _digest([list(tools), sorted(template_arguments.items())])
+
+
+def request_key(context: bytes, messages: Sequence[Message]) -> bytes:
+    """Return a key that a request shares with those that ask the same again."""
+    return _digest(
+        [context.hex(), *(key.hex() for key in given_keys_of(messages, keys_of(messages)))]
+    )
+
+
+def text_of(message: Message) -> str:
+    """Return a message's text; parts of it are joined."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text") or "") for part in content)
+    if not content:
+        return ""
+    return content if content.isascii() else valid_text(content)
+
+
+def question_in(messages: Sequence[Message]) -> str:
+    """Return the text of the user's last message, or an empty one if there is none."""
+    return next((text_of(one) for one in reversed(messages) if one.get("role") == "user"), "")
+
+
+def reasoning_of(message: Message) -> str | None:
+    """Return the reasoning that a message carries, without surrounding space; None: it has none."""
+    text = message.get("reasoning_content") or message.get("reasoning")
+    return text.strip() if isinstance(text, str) and text.strip() else None
+
+
+def has_more_fields(message: Message) -> bool:
+    """Return whether a message, a call in it or its function has other fields than are known."""
+    return not (
+        _FIELDS.issuperset(message)
+        and all(
+            _CALL_FIELDS.issuperset(one) and _FUNCTION_FIELDS.issuperset(one.get("function") or ())
+            for one in message.get("tool_calls") or ()
+        )
+    )
+
+
+def call_ids_of(message: Message) -> list[str]:
+    """Return the ids of a message's calls."""
+    return [str(call.get("id") or "") for call in message.get("tool_calls") or ()]
+
+
+def with_our_ids(messages: Sequence[Message], given: Message, ours: Message) -> list[Message]:
+    """Return the messages after a turn, whose responses refer to its calls by the ids we gave.
+
+    Args:
+        given: the turn as its client has sent it back.
+        ours: the turn as its client got it.
+    """
+    ids = dict(zip(call_ids_of(given), call_ids_of(ours), strict=False))
+    found = list(messages)
+    for index, message in enumerate(messages):
+        if message.get("role") == "assistant":  # the next turn has calls of its own
+            break
+        if (id := message.get("tool_call_id")) in ids:
+            found[index] = {**message, "tool_call_id": ids[id]}
+    return found
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.blake2b(dumps(value), digest_size=32).digest()
+
+
+def _more_fields(
+    value: Mapping[str, Any], known: frozenset[str], kind: str, reads: Reads
+) -> list[Any]:
+    """Return the names and the values of further fields that the template reads."""
+    if known.issuperset(value):
+        return []
+    return [
+        [name, value[name]]
+        for name in sorted(value.keys() - known)
+        if value[name] not in (None, [], {}) and reads(kind, name)
+    ]
+
+
+def _call_key(call: Mapping[str, Any], reads: Reads) -> list[Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = _plain_arguments(arguments)
+    elif len(arguments) <= _MAX_CACHED_CHARS:
+        arguments = _arguments_in(arguments)
+    else:
+        arguments = _arguments_in.__wrapped__(arguments)
+    more = [
+        *_more_fields(call, _CALL_FIELDS, "call", reads),
+        *_more_fields(function, _FUNCTION_FIELDS, "function", reads),
+    ]
+    return [function.get("name"), arguments, *more]
+
+
+@lru_cache(8192)  # a history is sent again with each request
+def _arguments_in(text: str) -> str:
+    try:
+        return _plain_arguments(json.loads(text))
+    except (ValueError, RecursionError):
+        return text
+
+
+def _plain_arguments(arguments: Any) -> str:
+    # The order of keys stays: a template writes it.
+    return json.dumps(arguments, ensure_ascii=False)

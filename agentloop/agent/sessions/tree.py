@@ -1,0 +1,333 @@
+"""The tree of a session's messages. Pure: it neither renders nor samples.
+
+Each node is a message; a path from the root is a history. A message that the model has sampled
+knows its place in a branch, from which its ids can be read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import anyio
+
+from agentloop.agent.sessions.history import (
+    Reads,
+    call_ids_of,
+    given_keys_of,
+    keys_of,
+    question_in,
+    reasoning_of,
+)
+from agentloop.plain_json import dumps
+from agentloop.trajectory import Message, StopReason, Trajectory
+
+__all__ = ["Branch", "Match", "MessageTree", "Node", "SampledTurn"]
+
+Alike = Callable[[Message, Message], bool]
+"""Returns whether the chat template writes a client's message like the one that was sampled."""
+
+_MAX_COMPARED = 8  # sampled siblings that are compared by rendering them
+_MAX_RECENT = 16  # histories that are recognised without comparing their messages
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """A path of the tree as a trajectory, whose turns are extended at its tip.
+
+    Attributes:
+        record: the trajectory; its prompt holds all ids before the branch began.
+        reason: why it is a branch of its own; empty for the first one.
+        parent: the id of the branch that it continues, if it does.
+        question: the user's last message when it began.
+        is_busy: whether a request extends it at the moment.
+        asked_ids: the prompt of that request.
+        num_kept: number of its turns before that request.
+        end: how it ended before that request: the record's reason, answer and time.
+        asked: the user's last message in that request.
+        is_read: whether the client of that request reads the tokens as they come.
+        num_left: number of requests whose client left after it had read some.
+        scope: where that request can be cancelled.
+    """
+
+    record: Trajectory
+    reason: str = ""
+    parent: str | None = None
+    question: str = ""
+    is_busy: bool = False
+    asked_ids: Sequence[int] = ()
+    num_kept: int = 0
+    end: tuple[StopReason, str, float] | None = None
+    asked: str = ""
+    is_read: bool = False
+    num_left: int = 0
+    scope: anyio.CancelScope | None = None
+
+    @property
+    def finished(self) -> Trajectory:
+        """The trajectory without the turns of a request that is in flight."""
+        if not self.is_busy:
+            return self.record
+        turns = self.record.turns[: self.num_kept]
+        if turns:
+            turns[-1] = replace(turns[-1], observation_ids=[])
+        return replace(self.record, turns=turns)
+
+    def begin(self, *, is_read: bool = False, asked: str = "") -> None:
+        """Let a request extend the branch."""
+        record = self.record
+        self.is_busy, self.is_read, self.asked = True, is_read, asked
+        self.num_kept = len(record.turns)
+        self.end = record.stop_reason, record.answer, record.elapsed_s
+
+    def take_back(self) -> None:
+        """Remove what the newest request has added."""
+        record = self.record
+        self.is_busy, self.asked_ids = False, ()
+        del record.turns[self.num_kept :]
+        if record.turns:
+            record.turns[-1].observation_ids = []
+        if self.end is not None:
+            record.stop_reason, record.answer, record.elapsed_s = self.end
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
+    """A message that the model has sampled.
+
+    Attributes:
+        num_turns: number of the branch's turns up to and including this message.
+        message: the message as the client got it.
+    """
+
+    branch: Branch
+    num_turns: int
+    message: Message
+
+    @property
+    def is_tip(self) -> bool:
+        """True if nothing follows it in its branch, so that the branch can be extended."""
+        return len(self.branch.record.turns) == self.num_turns and not self.branch.is_busy
+
+    @property
+    def ids(self) -> list[int]:
+        """All ids up to the end of the message."""
+        record = self.branch.record
+        ids = list(record.prompt_ids)
+        for index, turn in enumerate(record.turns[: self.num_turns], 1):
+            ids += turn.output_ids
+            if index < self.num_turns:
+                ids += turn.observation_ids
+        return ids
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A message of the tree, or its root."""
+
+    key: bytes = b""
+    turn: SampledTurn | None = None
+    children: list[Node] = field(default_factory=list)
+
+    def is_given(self, key: bytes) -> bool:
+        """Return whether this is a message of the client with this key."""
+        return self.turn is None and self.key == key
+
+    def child(self, key: bytes, given: bytes, message: Message, alike: Alike) -> Node | None:
+        """Return the child that is this message, the newest if several are.
+
+        Args:
+            key: the message's key as one that was sampled.
+            given: its key as one that the client has written.
+        """
+        found = [
+            one
+            for one in reversed(self.children)
+            if one.is_given(given) or (one.turn and not _is_edited(one.turn, message))
+        ]
+        if len(found) == len(self.children) == 1:  # nearly always
+            (only,) = found
+            if only.turn is None or only.key == key:
+                return only
+        if ids := call_ids_of(message):  # siblings may differ in nothing but the ids of their calls
+            found.sort(key=lambda one: one.turn is None or call_ids_of(one.turn.message) != ids)
+        for one in found:
+            if one.turn is None or one.key == key:
+                return one
+        if message.get("role") != "assistant":
+            return None
+        for one in found[:_MAX_COMPARED]:
+            if one.turn is not None and alike(one.turn.message, message):
+                return one
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The known part of a history.
+
+    Attributes:
+        nodes: the nodes of its known messages; the first is the root.
+        keys: the keys of all its messages, as a client has written them.
+        num_sampled: number of messages up to and including the last one that was sampled, or 0.
+        num_calls: number of calls in these.
+        question: the text of the user's last message.
+        digest: what tells the history, and its context, from others to the byte.
+        last: what tells its last message from others.
+        num_removed: number of messages that had been removed from the tree.
+    """
+
+    nodes: list[Node]
+    keys: list[bytes]
+    num_sampled: int = 0
+    num_calls: int = 0
+    question: str = ""
+    digest: bytes = b""
+    last: bytes = b""
+    num_removed: int = 0
+
+    @property
+    def num_known(self) -> int:
+        """Number of messages that are in the tree."""
+        return len(self.nodes) - 1
+
+    @property
+    def turn(self) -> SampledTurn | None:
+        """The last known message that was sampled."""
+        return self.nodes[self.num_sampled].turn
+
+
+class MessageTree:
+    """All histories of a session."""
+
+    def __init__(self) -> None:
+        self._roots: dict[bytes, Node] = {}
+        self._recent: OrderedDict[bytes, Match] = OrderedDict()  # histories, by context and digest
+        self._num_removed = 0
+        self.num_nodes = 0
+
+    def __iter__(self) -> Iterator[Node]:
+        pending = list(self._roots.values())
+        while pending:
+            node = pending.pop()
+            yield node
+            pending += node.children
+
+    def match(
+        self, context: bytes, messages: Sequence[Message], alike: Alike, reads: Reads
+    ) -> Match:
+        """Return the longest known path of a history.
+
+        A history whose beginning is, to the byte, one that has been asked recently costs no more
+        than what is new in it.
+
+        Args:
+            context: the key of the tools and of what else the prompt depends on.
+            reads: returns whether the chat template reads a field of messages.
+        """
+        hashed = hashlib.blake2b(context, digest_size=32)
+        before, hashed = self._recent_before(hashed, messages)
+        if before is None:
+            root = self._roots.get(context)
+            before = Match([Node() if root is None else root], [])
+        begin = len(before.keys)
+        keys = keys_of(messages, reads, begin)
+        given = given_keys_of(messages, keys, begin)
+        nodes, num_sampled = [*before.nodes], before.num_sampled
+        for key, own, message in zip(keys, given, messages[begin:], strict=True):
+            if (node := nodes[-1].child(key, own, message, alike)) is None:
+                break
+            nodes.append(node)
+            if node.turn is not None:
+                num_sampled = len(nodes) - 1
+        num_new = sum(
+            len(one.get("tool_calls") or ()) for one in messages[before.num_sampled : num_sampled]
+        )
+        return Match(
+            nodes,
+            [*before.keys, *given],
+            num_sampled,
+            before.num_calls + num_new,
+            question_in(messages[begin:]) or before.question,
+            _extended(hashed, messages[begin:]).digest(),
+            _extended(_no_hash(), messages[-1:]).digest(),
+            self._num_removed,
+        )
+
+    def _recent_before(
+        self, hashed: hashlib.blake2b, messages: Sequence[Message]
+    ) -> tuple[Match | None, hashlib.blake2b]:
+        """Return the longest recent history with which these messages begin, and its hash."""
+        for one in sorted(self._recent.values(), key=lambda one: len(one.keys), reverse=True):
+            length = len(one.keys)
+            last = messages[length - 1 : length]
+            if last and _extended(_no_hash(), last).digest() == one.last:
+                found = _extended(hashed, messages[:length])
+                if found.digest() == one.digest:
+                    return one, found
+        return None, hashed
+
+    def add(self, context: bytes, match: Match, turn: SampledTurn) -> None:
+        """Add a history's unknown messages, and the turn that was sampled after them."""
+        root = self._roots.setdefault(context, match.nodes[0])
+        is_whole = match.num_removed == self._num_removed
+        nodes = [root, *match.nodes[1:]] if is_whole else [root]
+        for known in match.nodes[len(nodes) :]:
+            if known not in nodes[-1].children:
+                break
+            nodes.append(known)
+        # A parallel request may have added the same messages meanwhile.
+        for key in match.keys[len(nodes) - 1 :]:
+            node = next((one for one in nodes[-1].children if one.is_given(key)), None)
+            nodes.append(node or self._added(nodes[-1], Node(key)))
+        self._added(nodes[-1], Node(keys_of([turn.message])[0], turn))
+        if is_whole:
+            self._recent[match.digest] = replace(match, nodes=nodes)
+            self._recent.move_to_end(match.digest)
+        if len(self._recent) > _MAX_RECENT:
+            self._recent.popitem(last=False)
+
+    def _added(self, parent: Node, node: Node) -> Node:
+        """Add a child."""
+        if any(one.turn is not None for one in parent.children):
+            # What a client sends again may now be this one: the newest that it can be.
+            self._recent.clear()
+        parent.children.append(node)
+        self.num_nodes += 1
+        return node
+
+    def remove(self, branch: Branch, num_turns: int) -> None:
+        """Remove a message that was sampled, and has nothing after it in its branch."""
+        for node in self:
+            for child in node.children:
+                if child.turn and (child.turn.branch, child.turn.num_turns) == (branch, num_turns):
+                    node.children.remove(child)
+                    self.num_nodes -= 1
+                    self._num_removed += 1
+                    self._recent.clear()
+                    return
+
+
+def _is_edited(turn: SampledTurn, message: Message) -> bool:
+    """Return whether a client has changed the reasoning of a message, rather than left it out."""
+    given = reasoning_of(message)
+    return given is not None and given != (reasoning_of(turn.message) or "")
+
+
+def _extended(hashed: hashlib.blake2b, messages: Sequence[Message]) -> hashlib.blake2b:
+    """Return a copy of a hash, of which further messages are a part."""
+    found = hashed.copy()
+    if messages:
+        try:
+            data = dumps(list(messages))[1:-1] + b","  # objects, each with a comma after it
+        except ValueError:  # too deep, or a number that is too long
+            data = secrets.token_bytes()
+        found.update(data)
+    return found
+
+
+def _no_hash() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=32)

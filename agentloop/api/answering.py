@@ -1,0 +1,146 @@
+"""Answer requests for completions, in a stream or whole, whatever the protocol and the model."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import anyio
+from aiohttp import web
+
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.api.chat_completions import ChunkWriter, chunk_frame, is_first
+from agentloop.api.choices import RunChoice, choices_of, streamed_choices
+from agentloop.api.exchange import Exchange
+from agentloop.api.http import error_of, has_left, json_response, send, send_whole
+from agentloop.api.requests import ChatRequest
+from agentloop.api.schemas import ChatCompletionChunk, Frame
+from agentloop.errors import AgentLoopError
+
+__all__ = ["Answering"]
+
+OnSending = Callable[[int], None]
+"""Called with the number of a choice before its client is sent any of it."""
+
+_MAX_TOKEN_TEXTS = 1 << 16
+
+
+class Answering:
+    """Runs the choices of a request and writes the answer."""
+
+    def __init__(self, chat: ChatFormat, *, io_timeout_s: float) -> None:
+        """
+        Args:
+            io_timeout_s: time for a client to accept a part of the answer.
+        """
+        self._chat = chat
+        self._io_timeout_s = io_timeout_s
+        self.token_text = lru_cache(_MAX_TOKEN_TEXTS)(lambda token: chat.decode([token]))
+
+    def writers(
+        self,
+        asked: ChatRequest,
+        model_name: str,
+        *,
+        is_agent: bool,
+        tells_executed: bool = False,
+        frame: Frame | None = None,
+    ) -> list[ChunkWriter]:
+        """Return a chunk writer for each choice.
+
+        Args:
+            is_agent: whether calls are the agent's own, unless the request has tools.
+            tells_executed: as for `ChunkWriter`.
+            frame: that of an earlier answer, to repeat it.
+        """
+        frame = frame or chunk_frame(f"chatcmpl-{uuid.uuid4().hex}", model_name)
+        return [
+            ChunkWriter(
+                frame,
+                index,
+                chat=self._chat.with_arguments(asked.template_arguments),
+                stop=asked.stop_sequences,
+                has_caller_tools=asked.has_caller_tools or not is_agent,
+                has_tools=is_agent or asked.has_caller_tools,
+                shows_malformed=not is_agent,
+                tells_executed=tells_executed,
+                token_text=self.token_text if asked.logprobs else None,
+            )
+            for index in range(asked.n or 1)
+        ]
+
+    async def answer(
+        self,
+        request: web.Request,
+        exchange: Exchange,
+        writers: Sequence[ChunkWriter],
+        run: RunChoice,
+        on_sending: OnSending = lambda index: None,
+    ) -> web.StreamResponse:
+        """Run a request's choices and answer it.
+
+        Args:
+            run: runs one choice to its end.
+
+        Raises:
+            AgentLoopError: a choice failed before the answer began.
+            ConnectionError: the client has gone, or does not read.
+        """
+        if exchange.chat.stream:
+            return await self._streamed(request, exchange, writers, run, on_sending)
+        choices = list(zip(writers, await choices_of(writers, run), strict=True))
+        if exchange.chat.logprobs:  # building them takes seconds for many tokens
+            response = await anyio.to_thread.run_sync(
+                lambda: json_response(exchange.whole(choices))
+            )
+        else:
+            response = json_response(exchange.whole(choices))
+        if has_left(request):
+            raise ConnectionResetError("the client has left")
+        for index in range(len(choices)):
+            on_sending(index)
+        await send_whole(request, response, timeout_s=self._io_timeout_s)
+        return response
+
+    async def _streamed(
+        self,
+        request: web.Request,
+        exchange: Exchange,
+        writers: Sequence[ChunkWriter],
+        run: RunChoice,
+        on_sending: OnSending,
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        held: list[ChatCompletionChunk] = []
+
+        async def write_event(chunk: ChatCompletionChunk) -> None:
+            if not is_first(chunk):
+                for choice in chunk["choices"]:
+                    on_sending(choice["index"])
+            if data := b"".join(exchange.events(chunk)):
+                await send(request, response, data, timeout_s=self._io_timeout_s)
+
+        try:
+            async with streamed_choices(writers, run) as stream:
+                async for chunk in stream:  # no deadline: the rollouts have theirs
+                    if not response.prepared:  # before this, an error can still set the status
+                        held.append(chunk)
+                        if exchange.chat.is_constrained and is_first(chunk):
+                            continue  # the server may still refuse the grammar
+                        await response.prepare(request)
+                        for early in held[:-1]:
+                            await write_event(early)
+                    await write_event(chunk)
+        except AgentLoopError as error:
+            if not response.prepared:
+                raise
+            data = exchange.failed(*error_of(error))
+            await send(request, response, data, timeout_s=self._io_timeout_s)
+            return response
+        last = b"".join(exchange.events(writers[0].usage(stream.trajectories)))
+        # All at once: a client that has the last event may go on from it before `send` returns.
+        await send(request, response, last + exchange.end(), timeout_s=self._io_timeout_s)
+        return response

@@ -1,0 +1,1 @@
+"""Other protocols than chat completions, translated to them and back."""

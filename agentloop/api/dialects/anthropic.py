@@ -1,0 +1,339 @@
+"""Anthropic's Messages API: its requests, as requests for chat completions.
+
+    body ──parse──> MessagesRequest ──to_chat──> ChatRequest
+
+The rules are those of chat completions: a parameter or block that would change the answer and is
+not supported is refused by name, anything else that is unknown is ignored. Messages are in
+anthropic_messages.py, answers in anthropic_answers.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+
+from agentloop.api.dialects.anthropic_messages import (
+    BLOCKS,
+    ConversationMessage,
+    TextBlock,
+    of_messages,
+    of_system,
+)
+from agentloop.api.requests import (
+    ONLY_BARE_MODEL,
+    UNSUPPORTED,
+    ChatRequest,
+    Only,
+    StopSequence,
+    describe_unsupported,
+    load_object,
+    refuse_unsupported,
+    validate,
+)
+from agentloop.errors import Unsupported
+
+__all__ = ["UNSUPPORTED_IN_MESSAGES", "MessagesRequest", "TokenCountRequest"]
+
+C = TypeVar("C", bound="_Conversation")
+
+_ADVICE = {
+    "use n": "",
+    "use response_format": "use output_config.format",
+    "use stop": "use stop_sequences",
+}
+
+# Parameters that would change the answer, with the values that do not.
+UNSUPPORTED_IN_MESSAGES: dict[str, Only] = {
+    **{
+        name: only._replace(advice=_ADVICE.get(only.advice, only.advice))
+        for name, only in {**UNSUPPORTED, **ONLY_BARE_MODEL}.items()
+        if name != "thinking"
+    },
+    # Anthropic's
+    "compaction": Only(),
+    "container": Only(),
+    "mcp_servers": Only(([],), "name the servers in the settings of this service"),
+    "prefill": Only(),
+    "thread": Only(),
+    # of chat completions, with another name or without a meaning here
+    "ignore_eos": Only((False,)),
+    "logprobs": Only((False,), "use chat completions"),
+    "max_completion_tokens": Only((), "use max_tokens"),
+    "n": Only((1,), "use chat completions"),
+    "parallel_tool_calls": Only((True,), "use tool_choice.disable_parallel_tool_use"),
+    "reasoning_effort": Only((), "use output_config.effort"),
+    "response_format": Only(({"type": "text"},), "use output_config.format"),
+    "stop": Only(([],), "use stop_sequences"),
+    "thinking_token_budget": Only((), "use thinking.budget_tokens"),
+    "top_logprobs": Only((0,), "use chat completions"),
+}
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+class CustomTool(pydantic.BaseModel):
+    """A tool that the caller runs."""
+
+    type: Literal["custom"] | None = None
+    name: str = pydantic.Field(min_length=1)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    input_examples: list[dict[str, Any]] | None = None
+    strict: bool | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        given = {
+            "description": self.description,
+            "parameters": self.input_schema,
+            "input_examples": self.input_examples,  # templates show the whole definition
+            "strict": self.strict,
+        }
+        present = {name: value for name, value in given.items() if value is not None}
+        return {"type": "function", "function": {"name": self.name, **present}}
+
+
+class FreeChoice(pydantic.BaseModel):
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class NamedChoice(pydantic.BaseModel):
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingWithBudget(pydantic.BaseModel):
+    type: Literal["enabled"]
+    budget_tokens: int = pydantic.Field(ge=1)
+
+
+class ThinkingChoice(pydantic.BaseModel):
+    type: Literal["adaptive", "disabled"]
+
+
+class OutputFormat(pydantic.BaseModel):
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = pydantic.Field(alias="schema")
+
+
+class OutputConfig(pydantic.BaseModel):
+    effort: str | None = pydantic.Field(None, max_length=32)
+    format: OutputFormat | None = None
+
+
+class RecentTurns(pydantic.BaseModel):
+    type: Literal["thinking_turns"]
+    value: int = pydantic.Field(ge=1)
+
+
+class AllTurns(pydantic.BaseModel):
+    type: Literal["all"]
+
+
+class ClearThinking(pydantic.BaseModel):
+    """Removes the thinking of all turns but the latest."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"] | RecentTurns | AllTurns | None = None
+
+    @property
+    def num_kept(self) -> int | None:
+        """The number of turns that keep their thinking; None: all."""
+        if self.keep is None:
+            return 1
+        return self.keep.value if isinstance(self.keep, RecentTurns) else None
+
+
+class ContextManagement(pydantic.BaseModel):
+    edits: list[ClearThinking] | None = None
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+def _with_unsupported(schema: dict[str, Any]) -> None:
+    describe_unsupported(schema, UNSUPPORTED_IN_MESSAGES)
+
+
+class _Conversation(pydantic.BaseModel):
+    """The parameters that the prompt is made from."""
+
+    model_config = pydantic.ConfigDict(json_schema_extra=_with_unsupported)
+
+    model: str | None = None
+    messages: list[Annotated[ConversationMessage, pydantic.Field(discriminator="role")]] = (
+        pydantic.Field(min_length=1)
+    )
+    system: str | list[TextBlock] | None = None
+    tools: list[CustomTool] | None = None
+    tool_choice: (
+        Annotated[FreeChoice | NamedChoice, pydantic.Field(discriminator="type")] | None
+    ) = None
+    thinking: (
+        Annotated[ThinkingWithBudget | ThinkingChoice, pydantic.Field(discriminator="type")] | None
+    ) = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    context_management: ContextManagement | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @classmethod
+    def parse(cls: type[C], body: bytes) -> C:
+        """Parse a request body.
+
+        Raises:
+            RequestError: A field is invalid or unsupported; the message names it.
+        """
+        value = load_object(body)
+        refuse_unsupported(value, UNSUPPORTED_IN_MESSAGES)
+        for path, kind, advice in _unsupported_types(value):
+            raise Unsupported(
+                f"{path}: {json.dumps(kind):.60} is not supported by this server; {advice}"
+            )
+        return validate(cls, value)
+
+    def to_chat(self) -> ChatRequest:
+        """Return the same request for chat completions."""
+        given = {name: value for name, value in self._fields().items() if value is not None}
+        return validate(ChatRequest, given)
+
+    def _fields(self) -> dict[str, Any]:
+        choice, config = self.tool_choice, self.output_config or OutputConfig()
+        asked_format = config.format or self.output_format
+        thinking = self.thinking
+        budget = thinking.budget_tokens if isinstance(thinking, ThinkingWithBudget) else None
+        single = choice is not None and choice.disable_parallel_tool_use
+        return {
+            "model": self.model,
+            "messages": [*of_system(self.system), *of_messages(self.messages, self._num_kept)],
+            "tools": None if self.tools is None else [tool.to_chat() for tool in self.tools],
+            "tool_choice": None if choice is None else _tool_choice(choice),
+            "parallel_tool_calls": False if single else None,
+            "response_format": None if asked_format is None else _response_format(asked_format),
+            "reasoning_effort": config.effort,
+            "thinking_token_budget": budget,
+            "chat_template_kwargs": self._template_arguments or None,
+        }
+
+    @property
+    def _template_arguments(self) -> dict[str, Any]:
+        """The variables by which templates switch thinking on and off, under both of its names."""
+        given = self.chat_template_kwargs or {}
+        if self.thinking is None or self.thinking.type == "adaptive":
+            return given
+        thinks = self.thinking.type == "enabled"
+        return {"enable_thinking": thinks, "thinking": thinks, **given}
+
+    @property
+    def _num_kept(self) -> int | None:
+        """The number of turns that keep their thinking; None: all."""
+        edits = (self.context_management or ContextManagement()).edits or ()
+        return min((edit.num_kept for edit in edits if edit.num_kept is not None), default=None)
+
+
+class TokenCountRequest(_Conversation):
+    """The body of `POST /v1/messages/count_tokens`."""
+
+
+class MessagesRequest(_Conversation):
+    """The supported parameters of Anthropic's `POST /v1/messages`."""
+
+    max_tokens: int = pydantic.Field(ge=1)
+    stop_sequences: list[StopSequence] | None = pydantic.Field(None, max_length=4)
+    stream: bool | None = None
+    temperature: float | None = pydantic.Field(None, ge=0, le=2)
+    top_p: float | None = pydantic.Field(None, gt=0, le=1)
+    top_k: int | None = pydantic.Field(None, ge=-1, le=1 << 30)
+    # Not Anthropic's, as in chat completions:
+    min_p: float | None = pydantic.Field(None, ge=0, le=1)
+    seed: int | None = pydantic.Field(None, ge=-(1 << 63), lt=1 << 63)
+
+    @classmethod
+    def parse(cls, body: bytes) -> MessagesRequest:
+        """Parse a request body.
+
+        Raises:
+            RequestError: A field is invalid or unsupported; the message names it.
+        """
+        request = super().parse(body)
+        if request.messages[-1].role == "assistant":
+            raise Unsupported(
+                f"messages[{len(request.messages) - 1}].role: a last message of the assistant "
+                "(prefill) is not supported by this server; end with a message of the user"
+            )
+        return request
+
+    def _fields(self) -> dict[str, Any]:
+        same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "seed")
+        return {
+            **super()._fields(),
+            **{name: getattr(self, name) for name in same},
+            "stop": self.stop_sequences,
+            "stream_options": {"include_usage": True} if self.stream else None,
+        }
+
+
+def _tool_choice(choice: FreeChoice | NamedChoice) -> Any:
+    if isinstance(choice, NamedChoice):
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
+def _response_format(asked: OutputFormat) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": asked.json_schema, "strict": True}}
+
+
+# --- what is refused by its type ------------------------------------------------------------------
+
+
+def _unsupported_types(value: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield the path of each unsupported tool, block or option, its type, and advice."""
+    for index, tool in enumerate(_items(value.get("tools"))):
+        if _type(tool) not in (None, "custom"):
+            advice = "define a tool of your own, with an input_schema"
+            yield f"tools[{index}].type", tool["type"], advice
+        callers = tool.get("allowed_callers")
+        if isinstance(callers, list) and callers and "direct" not in callers:
+            yield f"tools[{index}].allowed_callers", callers[0], 'use ["direct"]'
+    for index, message in enumerate(_items(value.get("messages"))):
+        allowed = BLOCKS.get(str(message.get("role")))
+        path = f"messages[{index}].content"
+        if allowed is not None:
+            yield from _unsupported_blocks(message.get("content"), path, allowed)
+    yield from _unsupported_blocks(value.get("system"), "system", BLOCKS["system"])
+    if isinstance(thinking := value.get("thinking"), dict) and _type(thinking) == "between_tools":
+        yield "thinking.type", "between_tools", "use adaptive, enabled or disabled"
+    if isinstance(management := value.get("context_management"), dict):
+        for index, edit in enumerate(_items(management.get("edits"))):
+            if _type(edit) not in (None, "clear_thinking_20251015"):
+                path = f"context_management.edits[{index}].type"
+                yield path, edit["type"], "shorten the conversation yourself"
+
+
+def _unsupported_blocks(
+    content: object, path: str, allowed: Sequence[str]
+) -> Iterator[tuple[str, str, str]]:
+    for index, block in enumerate(_items(content)):
+        kind = _type(block)
+        if kind not in (None, *allowed):
+            yield f"{path}[{index}].type", str(kind), f"it takes {', '.join(allowed)}"
+        elif kind in ("tool_result", "mcp_tool_result"):
+            inner = f"{path}[{index}].content"
+            yield from _unsupported_blocks(block.get("content"), inner, BLOCKS["system"])
+
+
+def _items(value: object) -> list[dict[str, Any]]:
+    """Return the list, with empty objects for what is none, or nothing if it is no list."""
+    if not isinstance(value, list):
+        return []
+    return [item if isinstance(item, dict) else {} for item in value]
+
+
+def _type(value: Mapping[str, Any]) -> str | None:
+    kind = value.get("type")
+    return kind if isinstance(kind, str) else None

@@ -1,0 +1,420 @@
+"""Requests of OpenAI's Responses API, translated to chat completions.
+
+    body ──parse──> ResponsesRequest ──to_chat──> ChatRequest
+
+The responses are in responses_stream.py, and the items of a conversation in responses_items.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+import pydantic
+
+from agentloop.api.dialects.responses_items import (
+    INPUT_ITEMS,
+    TEXT_PARTS,
+    Item,
+    messages_of_items,
+    name_in,
+)
+from agentloop.api.requests import (
+    UNSUPPORTED,
+    ChatRequest,
+    JsonFormat,
+    Only,
+    TextFormat,
+    describe_unsupported,
+    load_object,
+    refuse_unsupported,
+    validate,
+)
+from agentloop.api.sampling_fields import SamplingFields
+from agentloop.errors import RequestError, Unsupported
+from agentloop.trajectory import Message
+
+__all__ = ["UNSUPPORTED_RESPONSES", "ResponsesRequest"]
+
+_OUTPUT_LIMIT = "use max_output_tokens"
+_LOGPROBS = "message.output_text.logprobs"
+_SEARCHES = (
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+)
+
+
+def _in_these_terms(only: Only) -> Only:
+    return only._replace(advice=only.advice.replace("response_format", "text.format"))
+
+
+# Parameters that would change the answer, with the values that do not.
+UNSUPPORTED_RESPONSES: dict[str, Only] = {
+    **{name: _in_these_terms(only) for name, only in UNSUPPORTED.items() if name != "reasoning"},
+    "background": Only((False,)),
+    "best_of": Only((1,)),
+    "context_management": Only(([],)),
+    "conversation": Only((), "use previous_response_id, or send the whole conversation as input"),
+    "logprobs": Only((False,), f'use include: ["{_LOGPROBS}"]'),
+    "max_completion_tokens": Only((), _OUTPUT_LIMIT),
+    "max_tokens": Only((), _OUTPUT_LIMIT),
+    "max_tool_calls": Only(),
+    "messages": Only((), "use input"),
+    "n": Only((1,)),
+    "prompt": Only((), "send its text as instructions"),
+    "reasoning_effort": Only((), "use reasoning.effort"),
+    "response_format": Only((), "use text.format"),
+}
+
+
+class FlatFunctionTool(pydantic.BaseModel):
+    """A function that the caller runs."""
+
+    type: Literal["function"]
+    name: str = pydantic.Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class AnyText(pydantic.BaseModel):
+    type: Literal["text"]
+
+
+class InputGrammar(pydantic.BaseModel):
+    """The grammar of a custom tool's input; the model reads it, but it is not enforced."""
+
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class TextTool(pydantic.BaseModel):
+    """A tool that the caller runs, and that takes text instead of arguments."""
+
+    type: Literal["custom"]
+    name: str = pydantic.Field(min_length=1)
+    description: str | None = None
+    format: AnyText | InputGrammar | None = pydantic.Field(None, discriminator="type")
+
+
+class SearchTool(pydantic.BaseModel):
+    """OpenAI's search of the web, which the model is not offered here.
+
+    Coding agents send it beside their own tools, whether or not a search is needed.
+    """
+
+    type: Literal[
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    ]
+
+
+class NamespaceTool(pydantic.BaseModel):
+    """A group of tools; the model is offered each under the names of both."""
+
+    type: Literal["namespace"]
+    name: str = pydantic.Field(min_length=1)
+    description: str | None = None
+    tools: list[Annotated[FlatFunctionTool | TextTool, pydantic.Field(discriminator="type")]]
+
+    def offered(self) -> list[FlatFunctionTool | TextTool]:
+        """Return the tools as the model is offered them."""
+        return [
+            tool.model_copy(
+                update={
+                    "name": name_in(self.name, tool.name),
+                    "description": _passages(self.description, tool.description),
+                }
+            )
+            for tool in self.tools
+        ]
+
+
+RequestTool = Annotated[
+    FlatFunctionTool | TextTool | NamespaceTool | SearchTool, pydantic.Field(discriminator="type")
+]
+
+
+class ChosenTool(pydantic.BaseModel):
+    type: Literal["function", "custom"]
+    name: str
+
+
+class AllowedTools(pydantic.BaseModel):
+    """The tools that the model is offered, of those in the request."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[ChosenTool] = pydantic.Field(min_length=1)
+
+
+class FlatSchemaFormat(pydantic.BaseModel):
+    type: Literal["json_schema"]
+    name: str
+    json_schema: dict[str, Any] = pydantic.Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextSettings(pydantic.BaseModel):
+    format: TextFormat | JsonFormat | FlatSchemaFormat | None = pydantic.Field(
+        None, discriminator="type"
+    )
+
+
+class ReasoningSettings(pydantic.BaseModel):
+    effort: str | None = pydantic.Field(None, max_length=32)
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    """If set, the thought is sent as a summary, in full: clients that ask display only that."""
+
+
+def _describe(schema: dict[str, Any]) -> None:
+    describe_unsupported(schema, UNSUPPORTED_RESPONSES)
+
+
+_SAME_IN_CHAT = {
+    *SamplingFields.model_fields,
+    "top_logprobs",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "thinking_token_budget",
+}
+
+
+class ResponsesRequest(SamplingFields):
+    """The supported parameters of OpenAI's `POST /v1/responses`."""
+
+    model_config = pydantic.ConfigDict(json_schema_extra=_describe)
+
+    input: str | Annotated[list[Item], pydantic.Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    tools: list[RequestTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ChosenTool | AllowedTools | None = None
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
+    max_output_tokens: int | None = pydantic.Field(None, ge=1)
+    include: list[str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    top_logprobs: int | None = pydantic.Field(None, ge=0, le=20)
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = pydantic.Field(None, ge=1)
+
+    @classmethod
+    def parse(cls, body: bytes) -> ResponsesRequest:
+        """Parse a request body.
+
+        Raises:
+            RequestError: A field is invalid or unsupported; the message names it.
+        """
+        value = load_object(body)
+        refuse_unsupported(value, UNSUPPORTED_RESPONSES)
+        for one in _typed_objects(value):
+            one.check()
+        request = validate(cls, value)
+        request.to_chat()  # raises for what is invalid as a whole
+        return request
+
+    def conversation(self, previous: Sequence[Message] = ()) -> list[Message]:
+        """Return the messages to keep for a request with this one's `previous_response_id`.
+
+        The instructions are not among them: each request has its own.
+        """
+        if isinstance(self.input, str):
+            return [*previous, {"role": "user", "content": self.input}]
+        messages = [*previous, *messages_of_items(self.input)]
+        if not messages:
+            raise RequestError("input: there is no message; send at least one")
+        return messages
+
+    def to_chat(self, previous: Sequence[Message] = ()) -> ChatRequest:
+        """Return the request as one for chat completions.
+
+        Args:
+            previous: The conversation before, if the request continues a response.
+
+        Raises:
+            RequestError: The parameters contradict each other; the message names one.
+        """
+        messages = self.conversation(previous)
+        if self.instructions:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        tools = self.offered_tools
+        chat: dict[str, Any] = {
+            **self.model_dump(include=_SAME_IN_CHAT, exclude_none=True),
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "logprobs": self.wants_logprobs,
+            "tools": [_as_function(tool) for tool in tools],
+            "tool_choice": self._chat_tool_choice(),
+            "response_format": self._response_format(),
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+        }
+        return validate(ChatRequest, chat)
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
+
+    @property
+    def wants_summary(self) -> bool:
+        """True if the thought is to be sent as a summary instead of as reasoning text."""
+        asked = self.reasoning.summary if self.reasoning else None
+        return asked not in (None, "none")
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names of the tools that take text."""
+        return frozenset(tool.name for tool in self._own_tools if isinstance(tool, TextTool))
+
+    @property
+    def namespaces(self) -> dict[str, dict[str, str]]:
+        """The fields of calls to tools in a group, by the names that the model writes."""
+        return {
+            name_in(group.name, tool.name): {"name": tool.name, "namespace": group.name}
+            for group in self.tools or ()
+            if isinstance(group, NamespaceTool)
+            for tool in group.tools
+        }
+
+    @property
+    def _own_tools(self) -> list[FlatFunctionTool | TextTool]:
+        """The tools that the caller runs."""
+        found: list[FlatFunctionTool | TextTool] = []
+        for tool in self.tools or ():
+            if isinstance(tool, NamespaceTool):
+                found += tool.offered()
+            elif not isinstance(tool, SearchTool):
+                found.append(tool)
+        return found
+
+    @property
+    def offered_tools(self) -> list[FlatFunctionTool | TextTool]:
+        """The tools that the model is offered.
+
+        Raises:
+            RequestError: An allowed tool does not exist, or only searches are offered.
+        """
+        offered = self._own_tools
+        if self.tools and not offered:
+            raise Unsupported(
+                f'tools[0].type: "{self.tools[0].type}" is not supported by this server; leave it '
+                "out, or send a function that searches"
+            )
+        if not isinstance(self.tool_choice, AllowedTools):
+            return offered
+        by_name = {(tool.type, tool.name): tool for tool in offered}
+        for index, one in enumerate(self.tool_choice.tools):
+            if (one.type, one.name) not in by_name:
+                raise RequestError(
+                    f"tool_choice.tools[{index}]: there is no {one.type} {one.name!r:.50} among "
+                    "the tools"
+                )
+        allowed = {(one.type, one.name) for one in self.tool_choice.tools}
+        return [tool for key, tool in by_name.items() if key in allowed]
+
+    def _chat_tool_choice(self) -> Any:
+        match self.tool_choice:
+            case ChosenTool(name=name):
+                return {"type": "function", "function": {"name": name}}
+            case AllowedTools(mode=mode):
+                return mode
+            case asked:
+                return asked
+
+    def _response_format(self) -> Any:
+        match self.text.format if self.text else None:
+            case FlatSchemaFormat(name=name, json_schema=schema, strict=strict):
+                return {
+                    "type": "json_schema",
+                    "json_schema": {"name": name, "schema": schema, "strict": strict},
+                }
+            case None:
+                return None
+            case asked:
+                return {"type": asked.type}
+
+
+def _as_function(tool: FlatFunctionTool | TextTool) -> dict[str, Any]:
+    """Return a tool of chat completions; a custom tool becomes a function of one text."""
+    function: dict[str, Any] = {"name": tool.name}
+    if isinstance(tool, FlatFunctionTool):
+        function |= tool.model_dump(include={"description", "parameters", "strict"})
+    else:
+        text = {"type": "string", "description": "The input of the tool, as plain text."}
+        function["description"] = _description(tool)
+        function["parameters"] = {
+            "type": "object",
+            "properties": {"input": text},
+            "required": ["input"],
+            "additionalProperties": False,
+        }
+    given = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": given}
+
+
+def _description(tool: TextTool) -> str | None:
+    if not isinstance(grammar := tool.format, InputGrammar):
+        return tool.description
+    kind = "this Lark grammar" if grammar.syntax == "lark" else "this regular expression"
+    return _passages(tool.description, f"The input must match {kind}:", grammar.definition)
+
+
+def _passages(*texts: str | None) -> str | None:
+    return "\n\n".join(text for text in texts if text) or None
+
+
+class _Typed(NamedTuple):
+    """An object in a body whose type may be unsupported."""
+
+    path: str
+    value: Any
+    known: tuple[str, ...]
+    advice: str
+
+    def check(self) -> None:
+        kind = self.value.get("type") if isinstance(self.value, dict) else None
+        if isinstance(kind, str) and kind not in self.known:
+            raise Unsupported(
+                f'{self.path}.type: "{kind:.50}" is not supported by this server; {self.advice}'
+            )
+
+
+def _typed_objects(body: dict[str, Any]) -> Iterator[_Typed]:
+    text_only = "send text"
+    own = ("function", "custom")
+    tools = (*own, "namespace", *_SEARCHES)
+    for at, item in _numbered("input", body.get("input")):
+        yield _Typed(at, item, INPUT_ITEMS, "leave it out, or send its text as a message")
+        if not isinstance(item, dict) or item.get("type") == "reasoning":
+            continue
+        for name in ("content", "output"):
+            for part_at, part in _numbered(f"{at}.{name}", item.get(name)):
+                yield _Typed(part_at, part, TEXT_PARTS, text_only)
+    for at, tool in _numbered("tools", body.get("tools")):
+        yield _Typed(at, tool, tools, "leave it out, or send a function instead")
+        if isinstance(tool, dict) and tool.get("type") == "namespace":
+            for member_at, member in _numbered(f"{at}.tools", tool.get("tools")):
+                yield _Typed(member_at, member, own, "leave it out, or send a function instead")
+    choice = body.get("tool_choice")
+    yield _Typed("tool_choice", choice, ("function", "custom", "allowed_tools"), "use a function")
+    if isinstance(choice, dict):
+        for at, tool in _numbered("tool_choice.tools", choice.get("tools")):
+            yield _Typed(at, tool, own, "leave it out")
+
+
+def _numbered(path: str, values: Any) -> Iterator[tuple[str, Any]]:
+    for index, value in enumerate(values if isinstance(values, list) else ()):
+        yield f"{path}[{index}]", value

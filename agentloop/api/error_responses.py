@@ -1,0 +1,74 @@
+"""Map the errors of handlers to HTTP responses, in the form of the request's protocol."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from aiohttp import web
+
+from agentloop.api.exchange import error_in_form_of
+from agentloop.api.http import error_body, error_of, json_response
+from agentloop.api.schemas import ErrorBody
+from agentloop.errors import RequestError, ServerError
+from agentloop.sandbox.openapi import Route
+
+__all__ = ["ErrorResponses"]
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ErrorResponses:
+    """A middleware that answers requests whose handler has failed."""
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        *,
+        begin: Callable[[web.Request], None] = lambda request: None,
+    ) -> None:
+        """
+        Args:
+            routes: What is offered, to be listed where something else is asked for.
+            begin: Called before each request.
+        """
+        self._routes = routes
+        self._begin = begin
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._begin(request)
+        try:
+            return await handler(request)
+        except (RequestError, ServerError) as error:
+            return _failed(request, *error_of(error))
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            kind = "invalid_request_error" if error.status < 500 else "server_error"
+            message, code = error.text or error.reason, None
+            if request.match_info.http_exception is not None:  # no route
+                message, code = self._not_offered(request), "unknown_url"
+            answer = _failed(request, error.status, error_body(message, kind, code=code))
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                answer.headers["Allow"] = error.headers["Allow"]
+            return answer
+        except ConnectionError as error:  # the client has disconnected and will not read this
+            return _failed(request, 408, error_body(str(error), "invalid_request_error"))
+        except Exception:  # a bug: the client gets a well-formed error, the log the traceback
+            # The route, not the path: that of a session has its key.
+            route = request.match_info.route.resource
+            where = route.canonical if route is not None else "an unknown path"
+            log.exception("%s %s failed", request.method, where)
+            return _failed(request, 500, error_body("internal server error", "server_error"))
+
+    def _not_offered(self, request: web.Request) -> str:
+        offered = ", ".join(f"{one.method} {one.template}" for one in self._routes)
+        return f"{request.method} {request.path} does not exist; available: {offered}"
+
+
+def _failed(request: web.Request, status: int, body: ErrorBody) -> web.Response:
+    """Return an error in the form of the request's protocol."""
+    return json_response(error_in_form_of(request.path, status, body), status=status)

@@ -1,0 +1,191 @@
+"""A request and its answer in a client's protocol, in terms of chat completions.
+
+body ──parse──> Exchange.chat ──> rollouts ──> chunks ──events──> bytes of a stream
+                                                 └──joined, whole──> a body
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, Self
+
+from agentloop.api.chat_completions import ChunkWriter, completion
+from agentloop.api.dialects import anthropic_answers as messages
+from agentloop.api.dialects import responses_stream as responses
+from agentloop.api.dialects.anthropic import MessagesRequest
+from agentloop.api.dialects.responses import ResponsesRequest
+from agentloop.api.requests import ChatRequest
+from agentloop.api.response_store import ResponseStore
+from agentloop.api.schemas import ChatCompletionChunk, ErrorBody
+from agentloop.plain_json import dumps
+from agentloop.trajectory import Trajectory
+
+__all__ = [
+    "ChatExchange",
+    "Choices",
+    "Exchange",
+    "MessagesExchange",
+    "ResponsesExchange",
+    "error_in_form_of",
+    "event_line",
+    "named_event",
+]
+
+Choices = Sequence[tuple[ChunkWriter, Trajectory]]
+"""The choices of an answer, each with the writer of its chunks."""
+
+
+def event_line(data: Any) -> bytes:
+    """Return one event of a stream."""
+    return b"data: " + dumps(data) + b"\n\n"
+
+
+def named_event(name: str, data: Any) -> bytes:
+    """Return one event of a stream whose events have names."""
+    return b"event: " + name.encode() + b"\n" + event_line(data)
+
+
+class Exchange(Protocol):
+    """A request in a client's protocol, and how its answer is written.
+
+    Attributes:
+        chat: The request, as chat completions have it.
+        tells_executed: Whether the protocol has no other form that clients display for calls that
+            the agent has run, so that they are told in the reasoning.
+    """
+
+    chat: ChatRequest
+    tells_executed: bool
+
+    @classmethod
+    def parse(cls, body: bytes, store: ResponseStore) -> Self:
+        """Parse a request's body.
+
+        Args:
+            store: Responses that it may continue.
+
+        Raises:
+            RequestError: A field is invalid or unsupported; the message names it.
+        """
+        ...
+
+    def events(self, chunk: ChatCompletionChunk) -> Iterator[bytes]:
+        """Yield what a stream says for a chunk; the last one has the usage and no choices."""
+        ...
+
+    def end(self) -> bytes:
+        """Return what a stream ends with."""
+        ...
+
+    def failed(self, status: int, body: ErrorBody) -> bytes:
+        """Return what a stream ends with after an error."""
+        ...
+
+    def whole(self, choices: Choices) -> Any:
+        """Return the body of an answer without a stream."""
+        ...
+
+
+class ChatExchange:
+    """OpenAI's chat completions."""
+
+    tells_executed = True
+
+    def __init__(self, chat: ChatRequest) -> None:
+        self.chat = chat
+        options = chat.stream_options
+        self._with_usage = bool(options and options.include_usage)
+
+    @classmethod
+    def parse(cls, body: bytes, store: ResponseStore) -> Self:
+        return cls(ChatRequest.parse(body))
+
+    def events(self, chunk: ChatCompletionChunk) -> Iterator[bytes]:
+        if chunk["choices"] or self._with_usage:
+            yield event_line(chunk)
+
+    def end(self) -> bytes:
+        return b"data: [DONE]\n\n"
+
+    def failed(self, status: int, body: ErrorBody) -> bytes:
+        return event_line(body)
+
+    def whole(self, choices: Choices) -> Any:
+        return completion(choices)
+
+
+class MessagesExchange:
+    """Anthropic's Messages."""
+
+    tells_executed = False
+
+    def __init__(self, asked: MessagesRequest) -> None:
+        self.chat = asked.to_chat()
+        self._stream = messages.MessagesStream()
+
+    @classmethod
+    def parse(cls, body: bytes, store: ResponseStore) -> Self:
+        return cls(MessagesRequest.parse(body))
+
+    def events(self, chunk: ChatCompletionChunk) -> Iterator[bytes]:
+        for event in self._stream.feed(chunk):
+            yield named_event(*event)
+
+    def end(self) -> bytes:
+        return b""
+
+    def failed(self, status: int, body: ErrorBody) -> bytes:
+        return named_event(*messages.error_event(status, body))
+
+    def whole(self, choices: Choices) -> Any:
+        ((writer, found),) = choices
+        return messages.whole([*writer.whole(found), writer.usage([found])])
+
+
+class ResponsesExchange:
+    """OpenAI's Responses."""
+
+    tells_executed = False
+
+    def __init__(self, asked: ResponsesRequest, store: ResponseStore) -> None:
+        self._asked, self._store = asked, store
+        before = asked.previous_response_id
+        self._previous = store[before] if before is not None else ()
+        self.chat = asked.to_chat(self._previous)
+        self._stream = responses.ResponsesStream(asked)
+
+    @classmethod
+    def parse(cls, body: bytes, store: ResponseStore) -> Self:
+        return cls(ResponsesRequest.parse(body), store)
+
+    def events(self, chunk: ChatCompletionChunk) -> Iterator[bytes]:
+        for event in self._stream.feed(chunk):
+            yield named_event(*event)
+
+    def end(self) -> bytes:
+        assert self._stream.response is not None
+        self._remember(self._stream.response)
+        return b""
+
+    def failed(self, status: int, body: ErrorBody) -> bytes:
+        return b"".join(named_event(*event) for event in self._stream.fail(status, body))
+
+    def whole(self, choices: Choices) -> Any:
+        ((writer, found),) = choices
+        response = responses.whole(self._asked, [*writer.whole(found), writer.usage([found])])
+        self._remember(response)
+        return response
+
+    def _remember(self, response: responses.ResponseObject) -> None:
+        if self._asked.store is not False:
+            conversation = self._asked.conversation(self._previous)
+            self._store.add(response["id"], [*conversation, *responses.messages_of(response)])
+
+
+def error_in_form_of(path: str, status: int, body: ErrorBody) -> Any:
+    """Return an error in the form of the protocol that a path belongs to."""
+    if path.rstrip("/").endswith(("/v1/messages", "/v1/messages/count_tokens")):
+        return messages.error_form(status, body)
+    if path.rstrip("/").endswith("/v1/responses"):
+        return responses.error_form(body)
+    return body

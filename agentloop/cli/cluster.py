@@ -1,0 +1,416 @@
+"""A training run on a Ray cluster (`cluster.address`): its plan, and its processes.
+
+    settings + nodes ──> placements ──> a table (--dry-run), or a PlacedRun
+    PlacedRun ──> servers and sandbox hosts ──URLs, key and token──> the runtime, in this process
+              ├─> or runtimes, each with servers and a sandbox of its own (`cluster.runtimes`)
+              └─> ranks ──> the learner's client
+
+The servers' key and the sandboxes' token are drawn for each run and never written to its folder.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pydantic
+
+from agentloop.aio import task_group
+from agentloop.cli.resource_plan import Machine, plan, this_machine
+from agentloop.cli.rolling_out import remote_rollouts
+from agentloop.cli.train_settings import TrainSettings
+from agentloop.errors import ModelError, SettingsError
+from agentloop.inference.processes.keep_alive import keep_alive
+from agentloop.models import SMALL
+from agentloop.runtime import Runtime, Settings
+from agentloop.training.cluster.placed import (
+    PlacedRun,
+    PlacedServer,
+    rank_launch,
+    sandbox_launch,
+    server_launch,
+)
+from agentloop.training.cluster.placement import (
+    ClusterNode,
+    Placement,
+    ProcessKind,
+    place,
+    processes_of,
+    shares,
+)
+from agentloop.training.cluster.ray_cluster import RayCluster, Spot
+from agentloop.training.cluster.rollout_host import OpenRollouts, RolloutActor
+from agentloop.training.cluster.runtimes import RemoteRuntimes, StartActor
+from agentloop.training.learner_client.client import learner_command
+from agentloop.training.learner_client.launch import starts
+
+__all__ = [
+    "ClusterPlan",
+    "OnCluster",
+    "check_cluster",
+    "nodes_from",
+    "on_cluster",
+    "plan_on_cluster",
+]
+
+_SHAPE = re.compile(
+    r"(?P<nodes>\d+)x(?P<cpus>\d+)(,(?P<gpus>\d+)(x(?P<gib>\d+))?)?(,(?P<ram>\d+))?"
+)
+_MOST = 1 << 60
+_GIB = 1 << 30
+
+
+def check_cluster(settings: TrainSettings) -> None:
+    """Check the settings of a run on a cluster. Raises SettingsError: some do not go together."""
+    s = settings
+    if not s.cluster.address:
+        s.ranks.require_one_machine()
+        if s.cluster.runtimes:
+            raise SettingsError("cluster.runtimes: they need a Ray cluster: set cluster.address")
+        return
+    if s.servers:
+        raise SettingsError("servers: on a cluster, server.count of them are started: omit it")
+    if s.cluster.runtimes > s.server.count:
+        raise SettingsError(
+            f"cluster.runtimes: {s.cluster.runtimes} must be at most server.count "
+            f"({s.server.count}): each runtime has servers of its own"
+        )
+    if s.cluster.runtimes and s.cluster.colocated:
+        raise SettingsError("cluster.colocated: not with cluster.runtimes so far")
+    if s.sandbox.hosts and s.cluster.sandbox_hosts and not s.cluster.runtimes:
+        raise SettingsError("sandbox.hosts: set cluster.sandbox_hosts to 0 to use these")
+    if s.ranks.launcher != "processes":
+        raise SettingsError(
+            "ranks.launcher: on a cluster, Ray starts the ranks: set it to processes"
+        )
+    if s.weights.transport != "disk":
+        raise SettingsError("weights.transport: only disk works on a cluster so far")
+    if s.sft is not None:
+        raise SettingsError(
+            "sft: not on a cluster so far: run `agentloop sft` first, and set model to its result"
+        )
+
+
+def nodes_from(shapes: Sequence[str]) -> list[ClusterNode]:
+    """Return simulated nodes, such as `8x128,8x80,2048`: 8 nodes of 128 CPUs, 8 GPUs of 80 GiB and
+    2,048 GiB of memory. All but nodes and CPUs may be left out.
+
+    Raises:
+        SettingsError: a shape is not of this form.
+    """
+    found: list[ClusterNode] = []
+    for shape in shapes:
+        match = _SHAPE.fullmatch(shape.replace(" ", ""))
+        if match is None:
+            raise SettingsError(
+                f"--shape: {shape!r} is not of the form NODESxCPUS, NODESxCPUS,GPUS or "
+                "NODESxCPUS,GPUSxGIB,GIB, such as 8x128,8x80,2048"
+            )
+        cpus, gpus, gib, ram = (int(match[key] or 0) for key in ("cpus", "gpus", "gib", "ram"))
+        for _ in range(int(match["nodes"])):
+            name = f"node-{len(found) + 1}"
+            found.append(ClusterNode(name, cpus, gpus, ram * _GIB, gib * _GIB))
+    return found
+
+
+class ClusterPlan:
+    """The placements of a run's processes on some nodes.
+
+    Attributes:
+        settings: those of the run, with the device that the nodes have.
+        machine: a node, as one machine for the estimates of a plan.
+    """
+
+    def __init__(self, settings: TrainSettings, nodes: Sequence[ClusterNode], home: str) -> None:
+        """Place the processes. Blocks for some tenths of a second.
+
+        Raises:
+            PlacementError: some have no place.
+        """
+        server = settings.server
+        if server.device == "auto":
+            device = "cuda" if any(node.num_gpus for node in nodes) else "cpu"
+            server = server.model_copy(update={"device": device})
+        self.settings = settings.model_copy(update={"server": server})
+        self.machine = Machine(
+            ram_bytes=min((node.memory_bytes or _MOST for node in nodes), default=_MOST),
+            disk_free_bytes=this_machine(settings.run.folder).disk_free_bytes,
+            num_gpus=sum(node.num_gpus for node in nodes),
+            gpu_bytes=min((node.gpu_bytes for node in nodes if node.num_gpus), default=0),
+        )
+        server_bytes, rank_bytes = self._host_memory()
+        processes = processes_of(
+            settings.cluster,
+            server,
+            settings.ranks,
+            num_sandbox_workers=0 if settings.sandbox.hosts else settings.sandbox.workers,
+            on_gpus=server.device == "cuda",
+            server_bytes=server_bytes,
+            rank_bytes=rank_bytes,
+        )
+        self.placements = place(processes, nodes, home=home, colocated=settings.cluster.colocated)
+
+    def _host_memory(self) -> tuple[int, int]:
+        """Return the host memory of a server and of a rank; 0 if it is unknown."""
+        try:
+            made = plan(self.settings, self.machine)
+        except (SettingsError, ModelError):
+            return 0, 0
+        if not made.on_gpus:
+            return made.server.weights + (made.server.kv_cache or 0), made.learner.total
+        num_local = self.settings.ranks.nproc_per_node
+        return 0, max(made.learner.loading // num_local, made.learner.offloaded)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the table: processes of one kind and node, their GPUs, CPUs, and command."""
+        rows = []
+        by_place = groupby(self.placements, key=_place)
+        for placements in (list(group) for _, group in by_place):
+            gpus = sorted({gpu for placement in placements for gpu in placement.gpus})
+            names = [placement.process.name for placement in placements]
+            rows.append(
+                {
+                    "process": names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
+                    "node": placements[0].node,
+                    "cpus": sum(placement.process.num_cpus for placement in placements),
+                    "gpus": gpus,
+                    "command": self._command(placements[0]),
+                }
+            )
+        return rows
+
+    def lines(self) -> Iterator[str]:
+        """Return the table and the commands as text, one line each."""
+        rows = self.rows()
+        yield "placement"
+        widths = [max(len(str(row[key])) for row in rows) for key in ("process", "node")]
+        for row in rows:
+            gpus = f", GPUs {_ranges(row['gpus'])}" if row["gpus"] else ""
+            yield (
+                f"  {row['process']:<{widths[0]}}  {row['node']:<{widths[1]}}  "
+                f"{row['cpus']:g} CPUs{gpus}"
+            )
+        yield "commands   which Ray's actors run; ports, key and token are drawn at the start"
+        for row in rows:
+            if row["command"]:
+                yield f"  {row['process']}: {row['command']}"
+
+    def _command(self, placement: Placement) -> str:
+        s, logs = self.settings, Path("logs")
+        spot = Spot("127.0.0.1", tuple(map(str, placement.gpus)))
+        name, kind = placement.process.name, placement.process.kind
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(spot.gpus)} if spot.gpus else {}
+        if kind is ProcessKind.SERVER:
+            launch = server_launch(str(s.model or SMALL), s.server, name, logs / "x", "KEY", spot)
+        elif kind is ProcessKind.SANDBOX:
+            launch = sandbox_launch("{}", 1, name, logs / "x", "TOKEN", spot)
+            variables["SANDBOX_HOST"] = spot.address
+        elif kind is ProcessKind.RANK:
+            ranks = starts(
+                s.ranks, learner_command(Path("learner.json")), socket_path=Path("socket"), port=1
+            )
+            start = next(start for start in ranks if start.name == name)
+            launch = rank_launch(start, logs / "x", spot)
+            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+            variables |= {name: launch.environment[name] for name in names}
+        else:
+            return ""
+        words = [
+            *(f"{name}={value}" for name, value in variables.items()),
+            *("python", *launch.command[1:]),
+        ]
+        return shlex.join(word.replace(spot.address, placement.node) for word in words)
+
+
+async def plan_on_cluster(
+    settings: TrainSettings, shapes: Sequence[str]
+) -> tuple[ClusterPlan | None, str]:
+    """Place a run on simulated nodes, or on the cluster at `cluster.address` if there are none.
+
+    Returns:
+        The plan, or None and why there is none.
+    """
+    try:
+        if shapes:
+            nodes = nodes_from(shapes)
+            home = nodes[0].name if nodes else ""
+        else:
+            async with RayCluster.joined(settings.cluster) as cluster:
+                nodes, home = await cluster.nodes(), cluster.home
+        return await anyio.to_thread.run_sync(ClusterPlan, settings, nodes, home), ""
+    except SettingsError as error:
+        return None, str(error)
+
+
+class OnCluster:
+    """The processes of a run on a cluster, for the parts of the run that use them.
+
+    Attributes:
+        settings: those of the run: with the device of the nodes, and absolute paths.
+    """
+
+    def __init__(self, settings: TrainSettings, run: PlacedRun, log_dir: Path) -> None:
+        ranks = settings.ranks.model_copy(update={"address": run.home_address})
+        self.settings = settings.model_copy(update={"ranks": ranks})
+        self.spawn_rank = run.spawn_rank
+        self._run = run
+        self._log_dir = log_dir
+        self._servers: list[PlacedServer] = []
+        self._hosts: list[PlacedServer] = []
+
+    @property
+    def servers_first(self) -> bool:
+        """Return whether servers have to start before the ranks, with which they share GPUs."""
+        return self.settings.cluster.colocated and self.settings.server.device == "cuda"
+
+    @asynccontextmanager
+    async def attached(
+        self, settings: Settings, *, say: Callable[[str], None]
+    ) -> AsyncIterator[Settings]:
+        """Start servers and sandbox hosts; yield the settings of a runtime that uses them.
+
+        Raises:
+            ServerStartError: one cannot be started.
+        """
+        key, token = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        pool = settings.sandbox.model_dump_json(exclude={"hosts", "hosts_token"})
+        makes = {}
+        for placement in self._run.placements:
+            name = placement.process.name
+            log_path = self._log_dir / f"{name.replace(' ', '-')}.log"
+            if placement.process.kind is ProcessKind.SERVER:
+                model, server = str(settings.model or SMALL), self.settings.server
+                makes[name] = partial(server_launch, model, server, name, log_path, key)
+            elif placement.process.kind is ProcessKind.SANDBOX:
+                timeout_s = settings.server.start_timeout_s
+                makes[name] = partial(sandbox_launch, pool, timeout_s, name, log_path, token)
+        async with self._run.servers(makes, say=say) as started:
+            self._servers = [one for one in started if one.model_path]
+            self._hosts = [one for one in started if not one.model_path]
+            update: dict[str, Any] = {
+                "servers": [one.url for one in self._servers],
+                "servers_key": pydantic.SecretStr(key),
+            }
+            if self._hosts:
+                hosts = {"hosts": [one.url for one in self._hosts]}
+                hosts |= {"hosts_token": pydantic.SecretStr(token)}  # type: ignore[dict-item]
+                update["sandbox"] = settings.sandbox.model_copy(update=hosts)
+            yield settings.model_copy(update=update)
+
+    @asynccontextmanager
+    async def runtimes(
+        self, settings: TrainSettings, *, say: Callable[[str], None]
+    ) -> AsyncIterator[RemoteRuntimes]:
+        """Start the runtimes of `cluster.runtimes`, and restart those that are lost.
+
+        Raises:
+            ServerError: one cannot be started the first time, or the last one was given up.
+        """
+        runtimes = RemoteRuntimes(
+            group_size=settings.loop.group_size, max_restarts=settings.server.max_restarts, say=say
+        )
+        starts: dict[str, StartActor] = {}
+        opens: dict[str, OpenRollouts] = {}
+        for number, count in enumerate(shares(settings.server.count, settings.cluster.runtimes)):
+            name = f"runtime {number + 1}"
+            server = settings.server.model_copy(update={"count": count, "port": 0})
+            log_dir = self._log_dir / name.replace(" ", "-")
+            own = settings.model_copy(update={"server": server, "log_dir": log_dir})
+            starts[name] = partial(self._run.start_actor, name, RolloutActor)
+            opens[name] = partial(remote_rollouts, own)
+        async with runtimes.running(starts, opens):
+            yield runtimes
+
+    @asynccontextmanager
+    async def kept_alive(self, runtime: Runtime) -> AsyncIterator[None]:
+        """Restart servers and hosts that die while the block runs.
+
+        Raises:
+            ServerError: the last server, or the last host, was given up.
+        """
+
+        async def server_moved(old: str, new: str) -> None:
+            await runtime.add_server(new)
+            runtime.retire_server(old)
+
+        async def host_moved(old: str, new: str) -> None:
+            runtime.pool.move_host(old, new)
+
+        for server in self._servers:
+            server.moved = server_moved
+        for host in self._hosts:
+            host.moved = host_moved
+        settings, replicas = self.settings.server, runtime.router.replicas
+        async with task_group(only_first=True) as tasks:
+            tasks.start_soon(keep_alive, self._servers, settings, replicas)
+            tasks.start_soon(keep_alive, self._hosts, settings, _Hosts(len(self._hosts)))
+            try:
+                yield
+            finally:
+                tasks.cancel_scope.cancel()
+
+
+class _Hosts:
+    """The sandbox hosts for keep_alive.py. The pool notices by itself which of them are well."""
+
+    def __init__(self, count: int) -> None:
+        self._num_left = count
+
+    def mark_exited(self, url: str, reason: str) -> None: ...
+
+    def mark_restarting(self, url: str) -> None: ...
+
+    def is_dead(self, url: str) -> bool:
+        return False
+
+    def is_enabled(self, url: str) -> bool:
+        return True
+
+    def give_up(self, url: str) -> bool:
+        self._num_left -= 1
+        return self._num_left > 0
+
+
+@asynccontextmanager
+async def on_cluster(
+    settings: TrainSettings, *, log_dir: Path, say: Callable[[str], None]
+) -> AsyncIterator[OnCluster | None]:
+    """Join the cluster and place the run; yield None if it is to run on this machine.
+
+    `log_dir` is absolute, and the same folder on all nodes.
+
+    Raises:
+        SettingsError: there is no such cluster, or some processes have no place on it.
+    """
+    if not settings.cluster.address:
+        yield None
+        return
+    async with RayCluster.joined(settings.cluster) as cluster:
+        say(f"Joined the Ray cluster at {settings.cluster.address}")
+        nodes = await cluster.nodes()
+        made = await anyio.to_thread.run_sync(ClusterPlan, settings, nodes, cluster.home)
+        for row in made.rows():
+            say(f"{row['process']}: on {row['node']}")
+        run = PlacedRun(cluster, settings.cluster, made.placements)
+        yield OnCluster(made.settings, run, log_dir)
+
+
+def _place(placement: Placement) -> tuple[str, ...]:
+    alone = placement.process.kind is not ProcessKind.RANK
+    return (placement.process.kind, placement.node, placement.process.name if alone else "")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) > 1 and list(numbers) == list(range(first, last + 1)):
+        return f"{first}-{last}"
+    return ",".join(map(str, numbers))

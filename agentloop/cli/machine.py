@@ -1,0 +1,129 @@
+"""What this machine has of what agentloop's commands need, and how to get what is missing.
+
+Nothing is imported or started: packages are looked up, and Docker Engine by its socket.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentloop.distribution import install_hint, is_installed
+
+__all__ = ["Check", "examine", "report"]
+
+_MIN_FREE_GB = 5
+_CONNECT_S = 1.0
+_DOCKER = "unix:///var/run/docker.sock"
+# What each optional part is for, by the extra that installs it, and its modules.
+_EXTRAS = {
+    "train": ("agentloop train, agentloop sft", ("torch", "deepspeed", "peft")),
+    "data": ("tasks of the Hugging Face hub and of parquet files", ("datasets", "pyarrow")),
+    "ray": ("training on several machines", ("ray",)),
+    "mcp": ("tools of MCP servers", ("mcp",)),
+    "otel": ("traces", ("opentelemetry.sdk",)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A part that agentloop may need.
+
+    Attributes:
+        purpose: what it is for.
+        is_there: whether it was found.
+        is_optional: whether most commands work without it.
+        remedy: how to get it; "" if it is there.
+    """
+
+    name: str
+    purpose: str
+    is_there: bool
+    is_optional: bool
+    remedy: str
+
+
+def examine(
+    *,
+    installed: Callable[[str], bool] = is_installed,
+    which: Callable[[str], str | None] = shutil.which,
+    docker: Callable[[], bool] | None = None,
+    free_gb: Callable[[], float] | None = None,
+) -> list[Check]:
+    """Look for the parts; the arguments take the place of this machine in tests."""
+    has_gpu = which("nvidia-smi") is not None
+    found = [
+        _check(
+            "SGLang",
+            "models on this machine (chat, serve, train); other endpoints need none",
+            installed("sglang"),
+            install_hint("sglang") if has_gpu else "python -m agentloop.inference.install",
+        ),
+        _check(
+            "NVIDIA GPU",
+            "large models; small ones run on the CPU",
+            has_gpu,
+            "install NVIDIA's driver, if there is a GPU",
+            is_optional=True,
+        ),
+        _check(
+            "Docker Engine",
+            "calls in containers; otherwise in local processes",
+            (docker or _has_docker)(),
+            "start it, or install it: https://docs.docker.com/engine/install "
+            "(`python -m agentloop.sandbox doctor` shows the isolation without it)",
+            is_optional=True,
+        ),
+        _check(
+            "disk space",
+            f"at least {_MIN_FREE_GB} GB for runs, here",
+            (free_gb or _free_gb)() >= _MIN_FREE_GB,
+            "free some, or set run.folder to another disk",
+        ),
+    ]
+    for extra, (purpose, modules) in _EXTRAS.items():
+        missing = [name for name in modules if not installed(name)]
+        name = f"extra {extra}" + (f" (lacks {', '.join(missing)})" if missing else "")
+        hint = install_hint(extra)
+        found.append(_check(name, purpose, not missing, hint, is_optional=True))
+    return found
+
+
+def report(checks: Sequence[Check]) -> str:
+    """Return the checks as text: what is there, then what is missing and how to get it."""
+    lines = [f"ok       {one.name}: {one.purpose}" for one in checks if one.is_there]
+    for one in checks:
+        if not one.is_there:
+            word = "optional" if one.is_optional else "MISSING "
+            lines += [f"{word} {one.name}: {one.purpose}", f"           {one.remedy}"]
+    lines += ["", "How a model's conversations are read: agentloop doctor MODEL"]
+    return "\n".join(lines)
+
+
+def _check(
+    name: str, purpose: str, is_there: bool, remedy: str, *, is_optional: bool = False
+) -> Check:
+    return Check(name, purpose, is_there, is_optional, "" if is_there else remedy)
+
+
+def _has_docker() -> bool:
+    """Return whether Docker Engine accepts connections at its socket, or is at another address."""
+    address = os.environ.get("DOCKER_HOST", _DOCKER)
+    if not address.startswith("unix://"):
+        return True  # whether it answers, a pool will say
+    with closing(socket.socket(socket.AF_UNIX)) as probe:
+        probe.settimeout(_CONNECT_S)
+        try:
+            probe.connect(address.removeprefix("unix://"))
+        except OSError:
+            return False
+    return True
+
+
+def _free_gb() -> float:
+    return shutil.disk_usage(Path.cwd()).free / 1e9

@@ -1,0 +1,190 @@
+"""Score the conversations of a run's folder, and export the best for supervised fine-tuning.
+
+trajectories/group-*.jsonl ──Grader──> the same files, with rewards
+                           └──reward high enough──> lines of exact ids, for `agentloop sft`
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from agentloop.aio import task_group
+from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
+from agentloop.environments.tasks.sources import Task, read_jsonl, task_digest
+from agentloop.errors import DataError
+from agentloop.observe.record import trajectory_of
+from agentloop.plain_json import dumps
+from agentloop.trajectory import Trajectory
+
+__all__ = ["Scores", "dialogues", "score"]
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Scores:
+    """The outcome of scoring.
+
+    Attributes:
+        num_rollouts: number of recorded rollouts and branches.
+        num_without: those without a reward, such as for want of a known task.
+        total: sum of the rewards.
+    """
+
+    num_rollouts: int = 0
+    num_without: int = 0
+    total: float = 0.0
+
+    @property
+    def num_scored(self) -> int:
+        return self.num_rollouts - self.num_without
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.num_scored if self.num_scored else None
+
+
+async def score(files: Iterable[Path], settings: RewardSettings, tasks: Iterable[Task]) -> Scores:
+    """Score recorded conversations; the rewards are written into their files.
+
+    Args:
+        files: of groups that `agentloop serve` has recorded.
+        tasks: problems with answers, found by the question of a conversation. Unless the settings
+            name a function of the user's, others get no reward.
+
+    Raises:
+        DataError: a file cannot be read or written, or is not a record of `agentloop serve`.
+        RewardError: the user's function failed.
+        SettingsError: the user's function cannot be loaded.
+    """
+    known = {key: task for task in tasks for key in (task.id, task_digest(_question(task)))}
+    scores = Scores()
+    remaining = iter(files)
+
+    async with Grader(settings) as grader:
+        await grader.ready()
+
+        async def work() -> None:
+            for path in remaining:  # shared: each worker takes the next
+                rows = await anyio.to_thread.run_sync(_rows_of, path)
+                rewards = [await _reward(grader, settings, known, *one) for one in rows]
+                for reward in rewards:
+                    scores.num_rollouts += 1
+                    if reward is None or reward.value is None:
+                        scores.num_without += 1
+                    else:
+                        scores.total += reward.value
+                if any(reward is not None for reward in rewards):
+                    await anyio.to_thread.run_sync(_replace, path, [row for row, _ in rows])
+
+        async with task_group(only_first=True) as workers:
+            for _ in range(2 * settings.num_workers):
+                workers.start_soon(work)
+    return scores
+
+
+async def _reward(
+    grader: Grader,
+    settings: RewardSettings,
+    known: Mapping[str, Task],
+    row: Row,
+    record: Trajectory,
+) -> Reward | None:
+    """Score a row and put the reward into it; return None if its task is unknown."""
+    question = row["question"]
+    task = known.get(task_digest(question))
+    if task is None and ":" not in settings.function:
+        return None
+    reward = await grader.score(record, task or Task("", question, ""))
+    row |= {"reward": reward.value, "reason": reward.reason, "parts": dict(reward.parts)}
+    if reward.answer is not None:
+        row["answer"] = reward.answer
+    if task is not None:
+        row |= {"task": task.id, "truth": task.answer}
+    return reward
+
+
+def dialogues(files: Iterable[Path], *, least: float) -> Iterator[dict[str, Any]]:
+    """Yield the conversations with a reward of at least `least` as lines for `agentloop sft`.
+
+    A line has the ids as they were sampled. Each sampled token is trained on in one line at most.
+
+    Raises:
+        DataError: a file cannot be read, or is not a run's.
+    """
+    for path in files:
+        for number, row in read_jsonl(path):
+            where = f"{path}: line {number}"
+            reward = row.get("reward") if isinstance(row, Mapping) else None
+            if reward is None or reward < least or row.get("agent"):
+                continue
+            record = _trajectory(row, where)
+            if record.num_sampled_tokens:
+                yield {
+                    "id": record.id,
+                    "reward": reward,
+                    "prompt_ids": record.prompt_ids,
+                    "turns": [
+                        {
+                            "output_ids": turn.output_ids,
+                            "observation_ids": turn.observation_ids,
+                            "text": turn.text,
+                        }
+                        for turn in record.turns
+                    ],
+                }
+
+
+def _rows_of(path: Path) -> list[tuple[Row, Trajectory]]:
+    rows: list[tuple[Row, Trajectory]] = []
+    for number, row in read_jsonl(path):
+        where = f"{path}: line {number}"
+        if not isinstance(row, dict) or not isinstance(row.get("question"), str):
+            raise DataError(f"{where}: not a record of `agentloop serve`: it has no 'question'")
+        rows.append((row, _trajectory(row, where)))
+    return rows
+
+
+def _trajectory(row: Mapping[str, Any], where: str) -> Trajectory:
+    try:
+        return trajectory_of(row["trajectory"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{where}: field 'trajectory': {type(error).__name__}: {error}") from error
+
+
+def _replace(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Replace a group's file, unless the service has deleted it meanwhile.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            for row in rows:
+                file.write(dumps(dict(row)) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            partial.replace(path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def _question(task: Task) -> str:
+    """Return the question as the user's message has it, with the template of the tasks."""
+    if isinstance(task.prompt, str):
+        return task.prompt
+    said = [one.get("content") for one in task.prompt if one.get("role") == "user"]
+    return said[-1] if said and isinstance(said[-1], str) else ""

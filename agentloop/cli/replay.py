@@ -1,0 +1,155 @@
+"""`agentloop train --replay RUN`: repeat the learner's steps of a run, and compare the results.
+
+A learner is started with the run's settings; no servers and no sandbox. The exit status is 1 if a
+step differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio.to_thread
+
+from agentloop.agent.tokenizer import load_tokenizer
+from agentloop.cli import console
+from agentloop.cli.sft import require_learner
+from agentloop.cli.train_settings import TrainSettings, learner_settings
+from agentloop.config import load_settings
+from agentloop.training.learner_client.client import KeptLearner
+from agentloop.training.learner_record import LearnerRecord
+from agentloop.training.replay import Replay, ReplayedStep, Replayer
+from agentloop.training.run_folder import config_of
+from agentloop.training.token_difference import TokenDifferences
+
+__all__ = ["replay", "step_range"]
+
+
+async def replay(run: Path, steps: tuple[int, int] | None) -> int:
+    """Repeat the steps of a run, print how they compare, and return the exit status.
+
+    Args:
+        steps: the first and the last one, of which the tokens are compared, too; None: all.
+
+    Raises:
+        AgentLoopError: the run or something in it is missing, or the learner has failed.
+    """
+    settings = load_settings(TrainSettings, [config_of(run, "--replay")])
+    if settings.sft is not None:
+        settings = settings.model_copy(update={"model": str(run / "sft" / "model")})
+    require_learner(settings.learner)
+    changed: list[str] = []
+    with console.ProgressLine("Reading the journal") as progress:
+
+        @asynccontextmanager
+        async def start(record: LearnerRecord | None) -> AsyncIterator[Replayer]:
+            learner, ranks = learner_settings(settings), settings.ranks
+            if record is not None:
+                learner, ranks = record.learner(learner), record.ranks_of(ranks)
+            ranks.require_one_machine()
+            async with KeptLearner(
+                learner, ranks, log_dir=opened.logs, on_progress=progress
+            ) as started:
+                now = (await started.about()).made_with
+                changed[:] = [] if record is None else differences(record.made_with, now)
+                for line in changed:
+                    progress.say(f"Other than in the run: {line}")
+                yield Replayer(started, learner.micro_batch_tokens)
+
+        def tell(step: ReplayedStep) -> None:
+            progress.say(step_line(step))
+
+        async with Replay.open(run) as opened:
+            first, last = steps or (1, opened.last)
+            compared: list[tuple[int, TokenDifferences]] = []
+            is_same = await opened.repeat(
+                start,
+                first=first,
+                last=last,
+                timeout_s=settings.loop.step_timeout_s,
+                on_step=tell,
+                on_tokens=None if steps is None else lambda *one: compared.append(one),
+                say=progress.say,
+            )
+    for step, found in compared:
+        await _print_tokens(step, found, settings)
+    if is_same:
+        print(f"Steps {first} to {last} of {run} give the same results again.")
+        return 0
+    print("The first step with another result ends the replay. " + _reason(changed))
+    return 1
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return what differs between two machines, such as "torch 2.11.0, was 2.10.0"."""
+    return [
+        f"{name} {now.get(name, '?')}, was {before.get(name, '?')}"
+        for name in sorted({*before, *now})
+        if now.get(name) != before.get(name)
+    ]
+
+
+def step_line(step: ReplayedStep) -> str:
+    """Return the line about a step."""
+    weights = {True: "the same", False: "DIFFERENT", None: "no digest recorded"}
+    told = f"weights: {weights[step.has_same_weights]} ({step.weights_again[:12]})"
+    if step.has_same_weights is False:
+        told += f", the run's: {(step.weights or '')[:12]}"
+    if step.loss is None and step.loss_again is None:
+        return f"step {step.step}: {told}"
+    return f"step {step.step}: loss {_loss(step.loss)}, again {_loss(step.loss_again)}; {told}"
+
+
+def _loss(loss: float | None) -> str:
+    return "none" if loss is None else f"{loss!r}"
+
+
+def _reason(changed: list[str]) -> str:
+    if changed:
+        return f"Other than in the run: {'; '.join(changed)}."
+    return (
+        "Packages, processor and threads are those that the run recorded, as far as it has: the "
+        "model, the rollouts or the code may have changed, or an operation is not deterministic."
+    )
+
+
+async def _print_tokens(step: int, found: TokenDifferences, settings: TrainSettings) -> None:
+    if not found.num:
+        print(f"\nStep {step}: no tokens to compare")
+        return
+    model = learner_settings(settings).model
+    tokenizer = await anyio.to_thread.run_sync(load_tokenizer, model)
+    versions = ", ".join(f"{name} ({num:,})" for name, num in found.versions.items())
+    print(
+        f"\nStep {step}: log-probabilities of {found.num:,} tokens, sampled by version {versions}; "
+        f"|learner - engine|: mean {found.mean:.3g}, p99 {found.p99:.3g}, max {found.max:.3g}"
+    )
+    columns = ("token", "engine", "learner", "difference", "version", "position", "after")
+    rows = [
+        (
+            console.printable(tokenizer.decode([one.id])),
+            f"{one.engine:.6f}",
+            f"{one.learner:.6f}",
+            f"{one.difference:+.3g}",
+            one.version or "?",
+            f"{one.conversation}:{one.index}",
+            console.printable(tokenizer.decode(list(one.before))),
+        )
+        for one in found.worst
+    ]
+    console.print_table(columns, rows, numbers=("engine", "learner", "difference"))
+
+
+def step_range(text: str) -> tuple[int, int]:
+    """Parse "7" or "7-9", for argparse."""
+    first, _, last = text.partition("-")
+    if not first.isdecimal() or not (last or first).isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a step, such as 7, or steps, such as 7-9"
+        )
+    found = int(first), int(last or first)
+    if not 1 <= found[0] <= found[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected steps from 1 on, in order")
+    return found

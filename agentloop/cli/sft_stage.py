@@ -1,0 +1,267 @@
+"""The supervised fine-tuning that a training run may begin with: `sft` in its settings.
+
+    teacher.jsonl ──┐
+    data.paths ─────┴──> samples ──> learner ──> the model that the first rollouts come from
+
+The environment's teacher, a script, plays rollouts in the environment itself, with its real tools.
+Without an environment, the dialogues are those of the arithmetic teacher. So they are for the
+arithmetic tasks of an environment that has no teacher, such as a program.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any, Literal, Self
+
+import anyio
+import anyio.to_thread
+import pydantic
+
+from agentloop.agent.mcp import mcp_servers
+from agentloop.agent.named_tools import imported_tools, resolved_tools
+from agentloop.agent.rollout import Budget
+from agentloop.cli import console
+from agentloop.cli.run_dashboard import RunDashboard
+from agentloop.cli.sft import (
+    DialogueTraining,
+    check_named,
+    imitate,
+    learner_of,
+    model_folder,
+    samples_of,
+)
+from agentloop.environments.environment import Environment
+from agentloop.environments.mixture import RunEnvironment, open_mixture
+from agentloop.environments.scripted import taught
+from agentloop.errors import SettingsError
+from agentloop.models import SMALL
+from agentloop.plain_json import dumps
+from agentloop.runtime import Settings
+from agentloop.sandbox import Pool
+from agentloop.training.learner_client.launch import RanksSettings
+from agentloop.training.learner_client.settings import (
+    RlLearnerSettings,
+    SftLearnerSettings,
+    SftOptimizerSettings,
+)
+from agentloop.training.loop_settings import LoopSettings
+from agentloop.training.run_folder import RunFolder
+from agentloop.training.sft import (
+    DialogueSource,
+    DialoguesSettings,
+    EpochsSettings,
+    FineTuning,
+    SupervisedSettings,
+)
+
+__all__ = ["SftStageSettings", "check_teachers", "make_start_model", "with_taught"]
+
+
+_NUM_LINES = 10  # progress lines of the teacher
+
+
+class SftStageLearner(pydantic.BaseModel):
+    """Settings of the learner in which a run's supervised fine-tuning differs from its rollouts."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    init: Literal["pretrained", "random"] = pydantic.Field(
+        "pretrained",
+        description="Initial weights. pretrained: the model's. random: random weights (seed: "
+        "sft.seed); only the folder's configuration and tokenizer are used.",
+    )
+    config: dict[str, Any] = pydantic.Field(
+        default_factory=dict,
+        description="With init = random: values that replace those of the folder's config.json, "
+        "such as num_hidden_layers.",
+    )
+    micro_batch_tokens: int | None = pydantic.Field(
+        None,
+        ge=2,
+        description="Maximum number of tokens in a forward pass of a rank. By default, "
+        "learner.micro_batch_tokens.",
+    )
+    optimizer: SftOptimizerSettings = pydantic.Field(default_factory=SftOptimizerSettings)
+
+
+class SftStageRanks(pydantic.BaseModel):
+    """Settings of the ranks in which a run's supervised fine-tuning differs from its rollouts."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    nproc_per_node: int | None = pydantic.Field(
+        None, ge=1, description="Ranks per machine. By default, ranks.nproc_per_node."
+    )
+    threads: int | None = pydantic.Field(
+        None, ge=1, description="OpenMP threads per rank on a CPU. By default, ranks.threads."
+    )
+
+
+class SftStageSettings(pydantic.BaseModel):
+    """Settings of a training run's supervised fine-tuning; those of the run hold the rest."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    seed: int = pydantic.Field(
+        0,
+        ge=0,
+        lt=2**63,
+        description="Random seed of the synthetic dialogues, of their order in each epoch, and of "
+        "random weights.",
+    )
+    data: DialogueSource = pydantic.Field(default_factory=DialogueSource)
+    loop: EpochsSettings = pydantic.Field(default_factory=EpochsSettings)
+    learner: SftStageLearner = pydantic.Field(default_factory=SftStageLearner)
+    ranks: SftStageRanks = pydantic.Field(default_factory=SftStageRanks)
+
+    @pydantic.model_validator(mode="after")
+    def _has_dialogues(self) -> Self:
+        check_named(self.data)
+        return self
+
+    def within(
+        self, learner: RlLearnerSettings, ranks: RanksSettings, loop: LoopSettings, budget: Budget
+    ) -> DialogueTraining:
+        """Return the settings of the fine-tuning, completed by those of its run.
+
+        The dialogues' tool responses are cut as in the rollouts that follow.
+        """
+        most = budget.max_tool_response_tokens
+        seed = {"seed": self.seed}
+        usual = learner.model_dump(include=set(SftLearnerSettings.model_fields) - {"optimizer"})
+        return DialogueTraining(
+            data=DialoguesSettings(**self.data.model_dump(), **seed, max_tool_response_tokens=most),
+            loop=SupervisedSettings(
+                **self.loop.model_dump(), **seed, step_timeout_s=loop.step_timeout_s
+            ),
+            learner=SftLearnerSettings.model_validate(
+                usual | self.learner.model_dump(exclude_none=True) | seed
+            ),
+            ranks=ranks.model_copy(update=self.ranks.model_dump(exclude_none=True)),
+        )
+
+
+def check_teachers(
+    data: DialogueSource,
+    environments: Sequence[RunEnvironment],
+    loaded: Sequence[Environment | None],
+) -> None:
+    """Check that each environment has a teacher, if `data.teacher` asks for its dialogues.
+
+    Raises:
+        SettingsError: one has none.
+    """
+    if not data.teacher or _is_arithmetic(environments, loaded):
+        return
+    for one in loaded:
+        if one is None or one.teacher is None:
+            name = "the built-in agent" if one is None else f"the environment {one.name}"
+            raise SettingsError(
+                f"sft.data.teacher: {name} has no teacher: pass teacher= to "
+                "@agentloop.environment, or name files of dialogues in sft.data.paths"
+            )
+
+
+def _is_arithmetic(
+    environments: Sequence[RunEnvironment], loaded: Sequence[Environment | None]
+) -> bool:
+    """Return whether the dialogues are those of the arithmetic teacher.
+
+    They are for the built-in agent, and for an environment that has neither a teacher nor tasks of
+    its own but gets the teacher's problems: it should then offer its agent the same tool.
+    """
+    if len(loaded) != 1:
+        return False
+    (one,) = loaded
+    if one is None:
+        return True
+    has_own = one.teacher is not None or one.tasks is not None
+    return not has_own and environments[0].tasks.kind == "arithmetic"
+
+
+async def make_start_model(
+    settings: Settings,
+    training: DialogueTraining,
+    environments: Sequence[RunEnvironment],
+    scene: RunDashboard,
+    progress: console.ProgressLine,
+) -> Path:
+    """Make the model that the rollouts start from, unless it exists, and return its folder."""
+    folder = scene.folder
+    made = folder.path / "sft" / "model"
+    if not (made / "config.json").is_file():  # the folder is renamed into place when complete
+        model, chat = model_folder(settings.model or SMALL), settings.chat
+        async with folder.within("sft") as part:
+            data = await with_taught(settings, training.data, environments, part, progress)
+            training = training.model_copy(update={"data": data})
+            # The dialogues are read by one core, while the learner starts on others.
+            async with learner_of(training, model, chat, part, progress).starting() as learner:
+                samples = await samples_of(training, model, chat, progress)
+                tuning = await anyio.to_thread.run_sync(FineTuning, training.loop, samples, part)
+                await imitate(training, learner, tuning, progress, scene.on_start_event)
+    checkpoints = made.with_name("checkpoints")  # not needed any more
+    await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
+    return made
+
+
+async def with_taught(
+    settings: Settings,
+    data: DialoguesSettings,
+    environments: Sequence[RunEnvironment],
+    folder: RunFolder,
+    progress: console.ProgressLine,
+) -> DialoguesSettings:
+    """Return `data` with a file of what the environments' teachers have played, if it asks for it.
+
+    The file is kept, so that a resumed run reads the same dialogues.
+    """
+    loaded = [one.load() for one in environments]
+    if not data.teacher or _is_arithmetic(environments, loaded):
+        return data
+    file = anyio.Path(folder.path / "teacher.jsonl")
+    if not await file.is_file():
+        async with (
+            Pool(settings.sandbox, on_progress=progress) as pool,
+            mcp_servers(settings.mcp, log_dir=folder.path / "logs") as servers,
+        ):
+            resolve = partial(
+                resolved_tools,
+                pool=pool,
+                servers=servers,
+                functions=imported_tools(settings.tools),
+                timeout_s=settings.tool_timeout_s,
+                tool_format=settings.tool_format,
+            )
+            seeded = [
+                replace(one, tasks=one.tasks.model_copy(update={"seed": data.seed}))
+                for one in environments
+            ]
+            tasks = await anyio.to_thread.run_sync(open_mixture, seeded, loaded)
+            by_name = {one.name: (one, made) for one, made in zip(seeded, loaded, strict=True)}
+            lines: list[bytes] = []
+            for number, task in enumerate(islice(tasks, data.teacher)):
+                if number % max(1, data.teacher // _NUM_LINES) == 0:
+                    progress(f"The teacher plays: {number} of {data.teacher} rollouts")
+                environment, made = by_name[task.env]
+                assert made is not None
+                lines += map(
+                    dumps,
+                    await taught(
+                        made,
+                        task,
+                        Random(f"{data.seed} {number}"),
+                        resolve=resolve,
+                        pool=pool,
+                        budget=environment.budget_of(settings.budget),
+                    ),
+                )
+        unfinished = file.with_suffix(".tmp")
+        await unfinished.write_bytes(b"".join(line + b"\n" for line in lines))
+        await unfinished.rename(file)
+    return data.model_copy(update={"paths": [*data.paths, Path(file)], "teacher": 0})

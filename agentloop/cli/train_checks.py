@@ -1,0 +1,110 @@
+"""Whether a training run can start: do its settings go together, and has the machine what it needs?
+
+This is `agentloop train`'s, and its `--dry-run`'s.
+"""
+
+from __future__ import annotations
+
+from agentloop.cli.cluster import check_cluster
+from agentloop.cli.sft import model_folder, require_learner
+from agentloop.cli.train_settings import TrainSettings
+from agentloop.distribution import is_installed
+from agentloop.errors import SettingsError
+from agentloop.inference.processes.server_log import NOT_INSTALLED
+from agentloop.inference.processes.supervise import require_device
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.models import SMALL
+from agentloop.training.cluster.ray_cluster import require_ray
+from agentloop.training.loop_settings import LoopSettings
+
+__all__ = ["checked", "require_machine"]
+
+_MIN_TEMPERATURE = 1e-5  # SGLang samples greedily below it
+
+
+def checked(settings: TrainSettings) -> TrainSettings:
+    """Return the settings with the model's folder resolved.
+
+    Raises:
+        SettingsError: settings contradict each other; the message names them.
+    """
+    s = settings
+    check_cluster(s)
+    model = model_folder(s.model or SMALL)
+    if s.servers and s.sft:
+        raise SettingsError("sft: `servers` already serve a model: run `agentloop sft` before them")
+    if s.servers and not s.model:
+        raise SettingsError("model: set the folder of the model that `servers` serve")
+    if s.sampling.temperature < _MIN_TEMPERATURE:
+        raise SettingsError(
+            f"sampling.temperature: {s.sampling.temperature:g} is greedy: all rollouts of a task "
+            "would be the same"
+        )
+    for name in ("top_p", "top_k", "min_p"):
+        if getattr(s.sampling, name) != Sampling.model_fields[name].default:
+            raise SettingsError(
+                f"sampling.{name}: must keep its default in training: the log-probabilities of "
+                "servers and learner are those of the whole distribution"
+            )
+    group_s, ranks_s = s.weights.group_timeout_s, s.learner.collective_timeout_s
+    if s.weights.transport == "group" and group_s >= ranks_s:
+        raise SettingsError(
+            f"weights.group_timeout_s: {group_s:g} must be below learner.collective_timeout_s "
+            f"({ranks_s:g}), which is how long the other ranks wait for rank 0"
+        )
+    give_up_s, step_s = s.watchdog.give_up_s, s.loop.step_timeout_s
+    if 0 < give_up_s <= step_s:
+        raise SettingsError(
+            f"watchdog.give_up_s: {give_up_s:g} must be above loop.step_timeout_s ({step_s:g}), "
+            "or a long step would end the run"
+        )
+    s.credit.check(temperature=s.sampling.temperature, clip_low=s.learner.loss.clip_low)
+    learns = s.loop.learn and (s.loop.steps or s.stages) and not s.credit.rule.needs_teacher
+    if learns and s.loop.group_size < max(2, s.roc.down_sample_to_n):
+        raise SettingsError(
+            f"loop.group_size: {s.loop.group_size} must be at least 2, and at least "
+            f"roc.down_sample_to_n ({s.roc.down_sample_to_n}), or every group would be rejected"
+        )
+    if learns and 0 < s.loop.early_stop_at < s.roc.down_sample_to_n:
+        raise SettingsError(
+            f"loop.early_stop_at: {s.loop.early_stop_at} must be at least roc.down_sample_to_n "
+            f"({s.roc.down_sample_to_n}), or 0 to wait for all rollouts"
+        )
+    if learns and s.loop.early_stop_at > s.loop.group_size:
+        raise SettingsError(
+            f"loop.early_stop_at: {s.loop.early_stop_at} must be at most loop.group_size "
+            f"({s.loop.group_size}), or 0 to wait for all rollouts"
+        )
+    most = s.as_one_stage().budget.max_response_tokens
+    if s.learner.micro_batch_tokens <= most:
+        raise SettingsError(
+            f"learner.micro_batch_tokens: {s.learner.micro_batch_tokens} must be above "
+            f"budget.max_response_tokens ({most}): a prompt comes on top"
+        )
+    if s.stages and s.loop.steps != LoopSettings().steps:
+        raise SettingsError("loop.steps: not used with stages, each of which has its own: omit it")
+    held_out = any(one.tasks.held_out for one in s.environments)
+    if not s.loop.steps and not s.stages and not held_out:
+        raise SettingsError("tasks.held_out: set it: with loop.steps = 0 the run only evaluates")
+    update: dict[str, object] = {"model": str(model)}
+    if s.cluster.address:  # other nodes have other working directories
+        update["run"] = s.run.model_copy(update={"folder": s.run.folder.absolute()})
+    return s.model_copy(update=update)
+
+
+def require_machine(settings: TrainSettings) -> None:
+    """Check for the packages and the GPU that the learner needs, and the servers that this process
+    would start.
+
+    Raises:
+        SettingsError: some are missing; names them and what to do.
+    """
+    on_cluster = bool(settings.cluster.address)
+    if on_cluster:
+        require_ray()
+    starts_servers = not settings.servers and not on_cluster
+    if starts_servers:
+        require_device(settings.server)
+    require_learner(settings.learner)
+    if starts_servers and not is_installed("sglang"):
+        raise SettingsError(NOT_INSTALLED)

@@ -1,0 +1,355 @@
+"""An agent that is a program of its own: a command line, which asks our model over HTTP.
+
+    agentloop train agent="python3 my_agent.py" agent.folder=. ...
+
+    task ──stdin, AGENTLOOP_TASK──> the program ──answer──> its standard output ──> `reward`
+                                        │ OPENAI_BASE_URL, ANTHROPIC_BASE_URL
+                                        └──> the rollout's session, which records exact ids
+
+Each rollout runs it in a container of its own, without a network: the session's socket is mounted,
+and all that it can reach (agentloop/sandbox/program.py). Failures are attributed by one rule: once
+the model has sampled anything for it, a rollout is void only for what no program can bring about.
+
+    the container did not start, the engine was lost       infrastructure: no reward
+    a request has failed, and none like it succeeded since infrastructure: no reward
+    it ran out of time, mostly while its only request
+        waited for a place at a server                     infrastructure: no reward
+    it ran out of time while it waited for the model,
+        which had not sampled anything yet                 infrastructure: no reward
+    it ended without asking the model                      the environment's failure
+    all else, also a crash or a time-out                   what it has printed is its answer
+
+Time that the model takes to sample is the rollout's own: otherwise a policy that makes a program
+ask for very long answers could have its bad rollouts repeated. So is waiting for a place while
+several requests are in flight, since they may wait for each other. A message that the model is
+writing when the time is over is kept as a conversation that ended there.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Protocol
+from urllib.parse import urlsplit
+
+import pydantic
+
+from agentloop.environments.environment import EnvSettings, environment
+from agentloop.environments.local_program import run_locally
+from agentloop.environments.rewards.answers import final_answer
+from agentloop.environments.sandbox import EnvironmentSandbox
+from agentloop.environments.tasks.sources import Task
+from agentloop.errors import AgentFailed, SettingsError
+from agentloop.plain_json import dumps
+from agentloop.sandbox import CallStatus, Program, ProgramEnd, ProgramUnsupported
+from agentloop.sandbox.program import PORT
+from agentloop.trajectory import Message, StopReason, Trajectory, Turn
+
+__all__ = ["AgentProgram", "ProgramAgent", "ProgramSettings", "program"]
+
+_OURS = (
+    "OPENAI_BASE_URL",
+    "OPENAI_API_KEY",
+    "ANTHROPIC_BASE_URL",
+    "ANTHROPIC_API_KEY",
+    "AGENTLOOP_TASK",
+)
+# Linux allows 128 KiB for each variable of the environment.
+_MAX_VARIABLE_BYTES = 100_000
+_QUOTED_CHARS = 2000
+
+
+class ProgramAgent(Protocol):
+    """The part of `Agent` that a program needs: a session that records what it samples."""
+
+    @property
+    def url(self) -> str:
+        """Base URL of the session on loopback, for either kind of client."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """Key of the session, for clients that send one."""
+        ...
+
+    @property
+    def socket(self) -> Path:
+        """A unix socket on which the session is at the same path."""
+        ...
+
+    @property
+    def time_left_s(self) -> float: ...
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds during which the session's only request waited for a place at a server."""
+        ...
+
+    def stop_requests(self) -> bool:
+        """End the session's requests that are in flight, and return whether there were any.
+
+        What the model has sampled for them is kept.
+        """
+        ...
+
+    @property
+    def trajectories(self) -> Sequence[Trajectory]:
+        """The session's conversations in which the model has said something."""
+        ...
+
+    @property
+    def sandbox(self) -> EnvironmentSandbox: ...
+
+
+class ProgramSettings(pydantic.BaseModel):
+    """The agent as a program. `agent = "command"` is short for `agent.command`."""
+
+    SHORT_FORM: ClassVar = "command"
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    command: tuple[str, ...] = pydantic.Field(
+        (), description="Command line of a program that is the agent, as a string or a list."
+    )
+    image: str = pydantic.Field(
+        "",
+        description="Image of its containers, which must have python3. By default, that of the "
+        "sandbox.",
+    )
+    folder: Path | None = pydantic.Field(
+        None,
+        description="Folder of this machine that it finds, read-only, as its working directory "
+        "/agent. By default, it works in the image's own.",
+    )
+    env: dict[str, str] = pydantic.Field(
+        default_factory=dict, description="Further variables of its environment."
+    )
+    task_fields: tuple[str, ...] = pydantic.Field(
+        (),
+        description="Fields of a task, besides the prompt, that it may read. The answer, and what "
+        "gives it away, must not be among them.",
+    )
+    timeout_s: pydantic.PositiveFloat | None = pydantic.Field(
+        None,
+        description="Time limit of one run, including the start of its container. By default, "
+        "budget.timeout_s.",
+    )
+    max_output_kib: pydantic.PositiveInt = pydantic.Field(
+        16 * 1024, description="Output at which it is killed. The last 64 KiB are read."
+    )
+    writable: bool = pydantic.Field(
+        False,
+        description="Let it write to the image's files: to a copy for each rollout, on disk, "
+        "whose size nothing limits. Otherwise it writes to /tmp only, which is in memory.",
+    )
+
+    @pydantic.field_validator("command", mode="before")
+    @classmethod
+    def _split(cls, command: Any) -> Any:
+        return shlex.split(command) if isinstance(command, str) else command
+
+    @pydantic.field_validator("folder")
+    @classmethod
+    def _is_a_folder(cls, folder: Path | None) -> Path | None:
+        if folder is None:
+            return None
+        if not folder.expanduser().is_dir():
+            raise ValueError(f"{str(folder)!r} is not a folder")
+        return folder.expanduser().resolve()
+
+    @pydantic.field_validator("env", mode="before")
+    @classmethod
+    def _numbers_are_text(cls, env: Any) -> Any:
+        """Accept agent.env.NAME=1, where TOML has a number."""
+        if not isinstance(env, dict):
+            return env
+        return {name: str(one) if type(one) in (int, float) else one for name, one in env.items()}
+
+    @pydantic.field_validator("env")
+    @classmethod
+    def _has_no_name_of_ours(cls, env: dict[str, str]) -> dict[str, str]:
+        for name in env:
+            if name in _OURS or not name or "=" in name:
+                raise ValueError(f"{name!r} is set by agentloop, or is no name: remove it")
+        return env
+
+    def environment(self, env: EnvSettings) -> EnvSettings:
+        """Return the environment that runs the program, or `env` if there is none.
+
+        Raises:
+            SettingsError: both are set, or there are settings but no command.
+        """
+        if not self.command:
+            if self != ProgramSettings():
+                raise SettingsError(
+                    "agent.command: must be set where other settings of the agent are"
+                )
+            return env
+        if env.name or env.args:
+            raise SettingsError("agent, env: both are set: the agent's program is an environment")
+        values = self.model_dump(mode="json", exclude_defaults=True)
+        return EnvSettings(name=f"{__name__}:program", args={"settings": values})
+
+
+AgentProgram = Annotated[
+    ProgramSettings,
+    pydantic.Field(
+        json_schema_extra={"is_one_setting": True},
+        description="A program that is the agent: its command line, or a table with command, "
+        "image, folder, env, task_fields, timeout_s, max_output_kib and writable "
+        "(docs/guides/your-agent.md).",
+    ),
+]
+"""The setting `agent` of a command."""
+
+
+@environment
+async def program(task: Task, agent: ProgramAgent, *, settings: ProgramSettings) -> Trajectory:
+    """Let a program do the task, and have checked what it prints.
+
+    Raises:
+        AgentFailed: the infrastructure failed.
+        SettingsError: it cannot be run, or has ended without an answer of the model.
+    """
+    limit_s = min(settings.timeout_s or agent.time_left_s, agent.time_left_s)
+    end = _without(agent.key, await _ended(task, agent, settings, limit_s))
+    is_timeout = end.status is CallStatus.TIMEOUT
+    was_waiting = (is_timeout or not agent.trajectories) and agent.stop_requests()
+    if is_timeout:
+        if agent.queued_s > end.elapsed_s / 2:
+            raise AgentFailed("the agent's program ran out of time, mostly waiting for a server")
+        if was_waiting and not agent.trajectories:
+            raise AgentFailed("the agent's program ran out of time before the model had begun")
+    if not agent.trajectories:
+        raise SettingsError(
+            f"agent.command: {settings.command[0]} {_how(end, limit_s)} without an answer of "
+            f"the model, at OPENAI_BASE_URL or ANTHROPIC_BASE_URL; {_last_words(end)}"
+        )
+    last = max(agent.trajectories, key=lambda one: one.created_unix_s + one.elapsed_s)
+    return _as_answered(last, end)
+
+
+async def _ended(
+    task: Task, agent: ProgramAgent, settings: ProgramSettings, limit_s: float
+) -> ProgramEnd:
+    in_container = agent.sandbox.has_containers
+    url = urlsplit(agent.url.rstrip("/").removesuffix("/v1"))
+    if in_container:
+        url = url._replace(netloc=f"127.0.0.1:{PORT}")
+    prompt = _prompt_of(task)
+    env = {
+        "OPENAI_BASE_URL": f"{url.geturl()}/v1",
+        "OPENAI_API_KEY": agent.key,
+        "ANTHROPIC_BASE_URL": url.geturl(),
+        "ANTHROPIC_API_KEY": agent.key,
+        "PYTHONUNBUFFERED": "1",  # or what it has printed would be lost where it is killed
+        **settings.env,
+    }
+    if len(prompt.encode()) <= _MAX_VARIABLE_BYTES and "\0" not in prompt:
+        env["AGENTLOOP_TASK"] = prompt
+    job = Program(
+        command=settings.command,
+        socket=agent.socket,
+        stdin=dumps(_task_for(task, prompt, settings.task_fields)).decode() + "\n",
+        image=settings.image,
+        folder=settings.folder,
+        env=env,
+        is_writable=settings.writable,
+        max_output_bytes=settings.max_output_kib << 10,
+    )
+    try:
+        if in_container:
+            _check_access(settings.folder)
+            return await agent.sandbox.run_program(job, timeout_s=limit_s)
+        if not agent.sandbox.allows_weak_isolation:
+            raise ProgramUnsupported(
+                "a program runs in a container of its own, which needs a Docker Engine on this "
+                "machine; for a program that you trust, with a model that you trust, set "
+                "sandbox.allow_weak_isolation=true: it then runs as a local process"
+            )
+        return await run_locally(job, limit_s)
+    except ProgramUnsupported as error:
+        raise SettingsError(f"agent: {error}") from error
+
+
+def _without(key: str, end: ProgramEnd) -> ProgramEnd:
+    """Return the end with the key of the session removed: clients like to log their URLs."""
+    said = {name: getattr(end, name).replace(key, "[key]") for name in ("stdout", "stderr")}
+    return replace(end, **said)
+
+
+def _check_access(folder: Path | None) -> None:
+    """Check that other users may enter the folder, since the program runs as one."""
+    if folder is not None and (folder.stat().st_mode & 0o5) != 0o5:
+        raise SettingsError(
+            f"agent.folder: the program runs as another user, who may not enter {folder}: "
+            f"chmod -R o+rX {shlex.quote(str(folder))}"
+        )
+
+
+def _task_for(task: Task, prompt: str, fields: Iterable[str]) -> dict[str, Any]:
+    """Return the task as the program reads it. The answer is not in it unless a field has it."""
+    messages = task.prompt
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    chosen = {}
+    for name in fields:
+        if name not in task.extra:
+            known = ", ".join(task.extra) or "none"
+            raise SettingsError(f"agent.task_fields: task {task.id} has no {name!r} ({known})")
+        chosen[name] = task.extra[name]
+    return {**chosen, "id": task.id, "prompt": prompt, "messages": list(messages)}
+
+
+def _prompt_of(task: Task) -> str:
+    """Return the task's prompt, or the last message of the user in it."""
+    if isinstance(task.prompt, str):
+        return task.prompt
+    said: list[Message] = [one for one in task.prompt if one.get("role") == "user"]
+    content = said[-1].get("content") if said else None
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content if "text" in part)
+    return content or ""
+
+
+def _as_answered(last: Trajectory, end: ProgramEnd) -> Trajectory:
+    """Return a copy of the conversation that ended last, whose answer is the program's.
+
+    It is the <answer> or the box in what it has printed, or the last line of that; if it has
+    printed nothing and not failed, it is the last message of the model.
+    """
+    if last.stop_reason in (StopReason.INFRASTRUCTURE, StopReason.CANCELLED):
+        return last
+    printed = end.stdout.strip()
+    if not printed and end.status is CallStatus.OK:
+        return last
+    answer = final_answer(printed)
+    text = printed
+    if answer is None and printed:
+        answer = printed.splitlines()[-1].strip()
+        text = f"<answer>{answer}</answer>"
+    turn = replace(last.turns[-1] if last.turns else Turn(), text=text)
+    return replace(
+        last,
+        turns=[*last.turns[:-1], turn],
+        answer=answer or "",
+        stop_reason=StopReason.ANSWERED,
+    )
+
+
+def _how(end: ProgramEnd, limit_s: float) -> str:
+    match end.status:
+        case CallStatus.TIMEOUT:
+            return f"ran out of time ({limit_s:.3g} s)"
+        case CallStatus.OUTPUT_LIMIT:
+            return "was killed for its output (agent.max_output_kib)"
+        case _:
+            return f"ended with status {end.exit_status}"
+
+
+def _last_words(end: ProgramEnd) -> str:
+    if said := end.stderr.strip():
+        return f"the end of its stderr: {said[-_QUOTED_CHARS:]}"
+    return "it has written nothing to stderr"

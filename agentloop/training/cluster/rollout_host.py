@@ -1,0 +1,304 @@
+"""A runtime on a node of the cluster: a Ray actor that rolls out groups for the trainer.
+
+    run ──opens──> rollouts and servers, as in the trainer's process without `cluster.runtimes`
+    sync, sync_stale ──> its servers have the weights of a version
+    wait_for_capacity, group ──> GroupResult, for the trainer's end (runtimes.py)
+
+The methods run concurrently, on one event loop. They return errors as data, since not every
+exception survives the way to another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+from anyio.from_thread import start_blocking_portal
+
+from agentloop import distribution
+from agentloop.agent.rollout import Budget
+from agentloop.aio import Signal
+from agentloop.environments.tasks.sources import Task
+from agentloop.errors import AgentLoopError, ServerError, leaves
+from agentloop.plain_json import dumps, loads
+from agentloop.training.rollouts import Purpose, RollsOut
+from agentloop.training.weight_sync.sync import Serving, SyncResult
+from agentloop.training.weight_sync.transport import PublishedWeights
+from agentloop.trajectory import StopReason
+
+__all__ = [
+    "GroupRequest",
+    "GroupResult",
+    "OpenRollouts",
+    "RolloutActor",
+    "RolloutHost",
+    "RolloutWorker",
+    "RuntimeSync",
+    "packed",
+    "unpacked",
+]
+
+T = TypeVar("T")
+
+_POLL_S = 0.1
+
+OpenRollouts = Callable[[], AbstractAsyncContextManager[tuple[RollsOut, Serving]]]
+"""Opens a runtime on its node; pickled, so made of importable functions."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """A group to be rolled out: the arguments of `RollsOut.group`."""
+
+    task: Task
+    name: str
+    size: int
+    budget: Budget
+    oldest: int
+    purpose: Purpose = Purpose.TRAIN
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """The rollouts of a group, or the name of an `error` of agentloop/errors.py with its `message`.
+
+    Attributes:
+        rows: the `packed` records of the rollouts.
+        versions: versions of the weights that sampled the rollouts with a reward.
+    """
+
+    rows: bytes = b""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    has_signal: bool = False
+    versions: frozenset[str] = frozenset()
+    error: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeSync:
+    """The result of a weight sync in one runtime: parts of a `SyncResult`, or its `error`."""
+
+    loaded: Sequence[str] = ()
+    failed: Mapping[str, str] = field(default_factory=dict)
+    checksum: str = ""
+    num_verified: int = 0
+    error: str = ""
+
+
+class RolloutActor:
+    """A Ray actor that holds a `RolloutHost`, on an event loop that anyio has begun.
+
+    On Ray's own loop, what is called outside of a task, such as for the data of a stream, cannot
+    use anyio.
+    """
+
+    def __init__(self) -> None:
+        self._host = RolloutHost()
+        self._running = start_blocking_portal(backend_options={"use_uvloop": True})
+        self._portal = self._running.__enter__()  # until Ray ends this process
+
+    async def version(self) -> str:
+        """Return the version of agentloop on this node."""
+        return distribution.version()
+
+    async def run(self, open_rollouts: OpenRollouts) -> str:
+        return await self._on_loop(self._host.run, open_rollouts)
+
+    async def ready(self) -> None:
+        await self._on_loop(self._host.ready)
+
+    async def do(self, method: str, *arguments: Any) -> Any:
+        return await self._on_loop(self._host.do, method, *arguments)
+
+    async def close(self) -> None:
+        await self._on_loop(self._host.close)
+
+    async def _on_loop(self, method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+        return await asyncio.wrap_future(self._portal.start_task_soon(method, *arguments))
+
+
+class RolloutHost:
+    """A runtime that is open, and the calls that use it."""
+
+    def __init__(self) -> None:  # not on an event loop
+        self._worker: RolloutWorker | None = None
+        self._calls: set[anyio.CancelScope] = set()
+        self._is_over = False
+
+    async def run(self, open_rollouts: OpenRollouts) -> str:
+        """Open a runtime and keep it open until `close`; return the error that ended it, if any."""
+        try:
+            async with open_rollouts() as (rollouts, serving):
+                self._worker = RolloutWorker(rollouts, serving)
+                try:
+                    await self._worker.closing.wait()  # no deadline: as long as the run
+                finally:  # before the runtime closes, which they use
+                    self._worker = None
+                    for scope in self._calls:
+                        scope.cancel()
+        except (AgentLoopError, ExceptionGroup) as error:
+            first = next(leaves(error))
+            if not isinstance(first, AgentLoopError):
+                raise
+            return str(first) or type(first).__name__
+        finally:
+            self._is_over = True
+        return ""
+
+    async def ready(self) -> None:
+        """Wait until the runtime can be used."""
+        while self._worker is None:  # noqa: ASYNC110  # `run` may not have begun
+            await anyio.sleep(_POLL_S)
+
+    async def do(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the runtime's `RolloutWorker`."""
+        with anyio.CancelScope() as scope:
+            self._calls.add(scope)
+            try:
+                if self._worker is not None:
+                    return await getattr(self._worker, method)(*arguments)
+            finally:
+                self._calls.discard(scope)
+        # no deadline: the runtime is over, so the trainer ends this actor
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async def close(self) -> None:
+        """Close the runtime and wait until its servers are gone."""
+        if self._worker is not None:
+            self._worker.closing.set()
+            while not self._is_over:  # noqa: ASYNC110  # the trainer has a deadline
+                await anyio.sleep(_POLL_S)
+
+
+class RolloutWorker:
+    """Does for the trainer what it asks of a runtime.
+
+    Attributes:
+        closing: set when the runtime is to close.
+    """
+
+    def __init__(self, rollouts: RollsOut, serving: Serving) -> None:
+        self._rollouts = rollouts
+        self._serving = serving
+        self.closing = anyio.Event()
+        self._open: dict[str, anyio.CancelScope] = {}  # groups, by their names
+        self._num_arriving = 0  # groups that are not queued for capacity yet
+        self._changed = Signal()
+        self._lock = anyio.Lock()
+        self._synced: SyncResult | None = None
+        self._syncing_stale = anyio.CancelScope()
+
+    # --- groups -----------------------------------------------------------------------------------
+
+    async def wait_for_capacity(self, size: int) -> None:
+        """Wait for the capacity to start a group of `size` rollouts, besides those that came."""
+        while self._num_arriving:
+            await self._changed.wait()  # no deadline: encoding a prompt ends by itself
+        await self._rollouts.wait_for_capacity(size)
+
+    async def group(self, request: GroupRequest) -> GroupResult:
+        """Roll out and score a group."""
+        is_queued = False
+
+        def on_queued() -> None:
+            nonlocal is_queued
+            if not is_queued:
+                is_queued = True
+                self._num_arriving -= 1
+                self._changed.notify()
+
+        self._num_arriving += 1
+        scope = self._open[request.name] = anyio.CancelScope()
+        try:
+            with scope:
+                return await self._roll_out(request, on_queued)
+        except AgentLoopError as error:
+            kind = "ServerError" if isinstance(error, ServerError) else type(error).__name__
+            return GroupResult(error=kind, message=str(error))
+        finally:
+            on_queued()
+            if self._open.get(request.name) is scope:
+                del self._open[request.name]
+        return GroupResult(error="ServerError", message="the group was dropped")
+
+    async def drop(self, name: str) -> None:
+        """Stop a group that the trainer no longer needs."""
+        if name in self._open:
+            self._open[name].cancel()
+
+    async def _roll_out(self, request: GroupRequest, on_queued: Callable[[], None]) -> GroupResult:
+        rolled = await self._rollouts.group(
+            request.task,
+            request.name,
+            size=request.size,
+            budget=request.budget,
+            oldest=request.oldest,
+            purpose=request.purpose,
+            on_queued=on_queued,
+        )
+        rows = rolled.rows()
+        if all(_is_broken(row) for row in rows):
+            raise ServerError("all of its rollouts failed for reasons of infrastructure")
+        data = await anyio.to_thread.run_sync(packed, rows)
+        return GroupResult(data, rolled.figures, rolled.has_signal, _versions_of(rows))
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    async def sync(self, published: PublishedWeights, timeout_s: float) -> RuntimeSync:
+        """Sync published weights to the runtime's servers."""
+        self._syncing_stale.cancel()  # load the new weights instead
+        async with self._lock:  # no deadline: loading has one, `timeout_s`
+            self._synced = None
+            folder = published.folder
+            try:
+                if folder is None or not await anyio.Path(folder).is_dir():
+                    raise ServerError(
+                        f"{folder} does not exist here: weights.folder, or run.folder, must be on "
+                        "a file system that all nodes mount at the same path"
+                    )
+                synced = await self._serving.sync(published, timeout_s=timeout_s)
+            except ServerError as error:
+                return RuntimeSync(error=str(error))
+            self._synced = synced
+            return RuntimeSync(synced.loaded, synced.failed, synced.checksum, synced.num_verified)
+
+    async def sync_stale(self, timeout_s: float) -> bool:
+        """Sync the last weights to servers that lack them; return whether all have them now."""
+        async with self._lock:  # no deadline: loading has one, `timeout_s`
+            if self._synced is not None:
+                with anyio.CancelScope() as self._syncing_stale:
+                    return await self._serving.sync_stale(self._synced, timeout_s=timeout_s)
+        return False
+
+
+def _is_broken(row: Mapping[str, Any]) -> bool:
+    return bool(row["trajectory"]["stop_reason"] == StopReason.INFRASTRUCTURE)
+
+
+def _versions_of(rows: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    return frozenset(
+        span["version"]
+        for row in rows
+        if row["reward"] is not None
+        for turn in row["trajectory"]["turns"]
+        for span in turn["versions"]
+    )
+
+
+def packed(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Serialize and compress rows. This is slow: call it in a thread."""
+    return zlib.compress(dumps(list(rows)), 1)
+
+
+def unpacked(data: bytes) -> list[dict[str, Any]]:
+    """Decode the output of `packed`. This is slow: call it in a thread."""
+    rows: list[dict[str, Any]] = loads(zlib.decompress(data))
+    return rows

@@ -1,0 +1,440 @@
+"""The trainer's end of runtimes on the cluster (`cluster.runtimes`): groups out, results in.
+
+    running ──start──> an actor with a runtime (rollout_host.py) ──lost──> another, or given up
+    _offer    waits until a runtime has the newest weights and room for a group: then it is free
+    group     takes a free runtime, and waits for its result; if there is none, takes another
+    sync      has all runtimes load weights, and compares what they have loaded
+
+Ray moves the messages, and tells when a runtime or its node is lost: each call has a result, or
+fails with `ActorLost`. What is lost is in no journal but the trainer's, which asks again; a runtime
+that the trainer leaves, however it ends, ends too.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskStatus
+
+from agentloop import errors
+from agentloop.agent.rollout import Budget
+from agentloop.aio import Signal, task_group
+from agentloop.environments.tasks.sources import Task
+from agentloop.errors import AgentLoopError, ServerError, ServerStartError
+from agentloop.inference.processes.restarts import Restarts
+from agentloop.training.cluster.ray_cluster import ActorLost
+from agentloop.training.cluster.rollout_host import (
+    GroupRequest,
+    GroupResult,
+    OpenRollouts,
+    RuntimeSync,
+    unpacked,
+)
+from agentloop.training.rollouts import Purpose, RolledOut
+from agentloop.training.run_status import count_of
+from agentloop.training.weight_sync.sync import SyncResult
+from agentloop.training.weight_sync.transport import PublishedWeights
+
+__all__ = ["Actor", "RemoteRuntimes", "StartActor"]
+
+log = logging.getLogger(__name__)
+
+_NUM_TRIES = 5  # of a group, before the run fails
+_RETRY_S = 5.0  # pause after a runtime has failed at a group
+_ANSWER_S = 30.0
+_DROP_S = 1.0
+_CLOSE_S = 60.0
+
+
+class Actor(Protocol):
+    """An actor with a runtime: `ray_cluster.RemoteActor` of a `RolloutActor`."""
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method. Raises ActorLost."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+StartActor = Callable[[], Awaitable[Actor]]
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A runtime that is ready.
+
+    Attributes:
+        number, synced: the last weight sync that it has taken part in, and its result.
+        is_right: whether it has the weights of that sync.
+        verified: versions of which its weights are known to be right.
+        is_free: whether it has room for a group that it was not given.
+    """
+
+    name: str
+    actor: Actor
+    number: int = 0
+    synced: RuntimeSync = field(default_factory=RuntimeSync)
+    is_right: bool = False
+    verified: set[str] = field(default_factory=set)
+    num_open: int = 0
+    is_free: bool = False
+    is_gone: bool = False
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+
+    async def do(self, method: str, *arguments: Any) -> Any:
+        return await self.actor.call("do", method, *arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class _RemoteGroup:
+    """A group that was rolled out by a runtime on the cluster."""
+
+    figures: Mapping[str, Any]
+    has_signal: bool
+    all_rows: Sequence[Mapping[str, Any]]
+
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        return self.all_rows
+
+
+class RemoteRuntimes:
+    """Rolls out groups (`RollsOut`) and serves weights (`Serving`) by runtimes on nodes."""
+
+    def __init__(self, *, group_size: int, max_restarts: int, say: Callable[[str], None]) -> None:
+        """
+        Args:
+            group_size: number of rollouts for which a runtime has to have capacity.
+            max_restarts: number of restarts of a runtime within ten minutes; then it is given up.
+            say: called with a line of text when a runtime is ready or lost.
+        """
+        self._group_size = group_size
+        self._max_restarts = max_restarts
+        self._say = say
+        self._members: dict[str, _Member] = {}
+        self._num_left = 0  # runtimes that are not given up
+        self._changed = Signal()
+        self._number = 0  # of the last weight sync
+        self._version = ""
+        self._checksum: str | None = None  # None: the right one is not known yet
+        self._timeout_s = 0.0
+
+    def describe(self) -> str:
+        """Return a line for each runtime that is ready."""
+        return "\n".join(
+            f"{member.name}: {count_of(member.num_open, 'group')} running, "
+            f"{'' if self._is_current(member) else 'not '}on the newest weights"
+            for member in self._members.values()
+        )
+
+    # --- runtimes ---------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def running(
+        self, starts: Mapping[str, StartActor], opens: Mapping[str, OpenRollouts]
+    ) -> AsyncIterator[None]:
+        """Start runtimes by their names, and restart those that are lost, until the block is left.
+
+        Raises:
+            ServerError: one of them could not be started the first time, or the last one was given
+                up.
+            ActorLost: one was lost while it started the first time.
+        """
+        self._num_left = len(starts)
+        async with task_group(only_first=True) as tasks:
+            async with anyio.create_task_group() as starting:
+                for name, start in starts.items():
+                    starting.start_soon(tasks.start, partial(self._keep, name, start, opens[name]))
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def _keep(
+        self,
+        name: str,
+        start: StartActor,
+        open_rollouts: OpenRollouts,
+        *,
+        task_status: TaskStatus[None],
+    ) -> None:
+        restarts = Restarts(self._max_restarts)
+        was_ready = False
+
+        def on_ready() -> None:
+            nonlocal was_ready
+            if not was_ready:
+                was_ready = True
+                task_status.started()
+
+        while True:
+            try:
+                await self._use(name, await start(), open_rollouts, on_ready)
+            except (ActorLost, ServerError) as error:
+                if not was_ready:
+                    raise
+                how = str(error)
+            delay_s = restarts.died(time.monotonic())
+            if delay_s is None:
+                self._num_left -= 1
+                if not self._num_left:
+                    raise ServerError(f"no runtime is left: {name}: {how}")
+                self._say(f"{name} is given up: {how}")
+                return
+            self._say(f"{name} is lost, and its groups go to others; restarting it: {how}")
+            await anyio.sleep(delay_s)
+
+    async def _use(
+        self, name: str, actor: Actor, open_rollouts: OpenRollouts, on_ready: Callable[[], None]
+    ) -> None:
+        """Open a runtime in an actor, and let it roll out groups until it is lost.
+
+        Raises:
+            ActorLost: the actor or its node is lost.
+            ServerError: the runtime could not start, or failed.
+        """
+
+        async def run() -> None:
+            how = await actor.call("run", open_rollouts)
+            raise ServerStartError(f"{name}: {how or 'it has ended'}")
+
+        begun = time.monotonic()
+        try:
+            async with task_group(only_first=True) as tasks:
+                tasks.start_soon(run)
+                await actor.call("ready")  # its servers and its sandbox have deadlines
+                self._say(f"{name}: ready after {time.monotonic() - begun:.1f} s")
+                on_ready()
+                await self._offer(name, actor)
+        finally:
+            with anyio.move_on_after(_CLOSE_S, shield=True), suppress(ActorLost):
+                await actor.call("close")
+            actor.kill()
+
+    async def _offer(self, name: str, actor: Actor) -> None:
+        """Let a runtime take groups while it has room for them and the newest weights.
+
+        Raises:
+            ActorLost: it is lost.
+            ServerError: it has wrong weights.
+        """
+        member = self._members[name] = _Member(name, actor)
+        self._changed.notify()
+        try:
+            with member.scope:
+                while True:
+                    await self._until(lambda: not member.is_free and self._is_current(member))
+                    await member.do("wait_for_capacity", self._group_size)
+                    member.is_free = True
+                    self._changed.notify()
+            raise ServerError(
+                f"version {self._version}: its weights differ from those of the other runtimes: "
+                f"checksum {member.synced.checksum}, not {self._checksum}"
+            )
+        finally:
+            member.is_gone = True
+            del self._members[name]
+            self._changed.notify()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds; it is checked whenever something has changed."""
+        while not condition():
+            await self._changed.wait()  # no deadline: without runtimes `_keep` ends the run
+
+    # --- rollouts ---------------------------------------------------------------------------------
+
+    async def wait_for_capacity(self, size: int) -> None:
+        """Implement `RollsOut`: wait until a runtime is free."""
+        await self._until(lambda: bool(self._free()))
+
+    async def group(
+        self,
+        task: Task,
+        name: str,
+        *,
+        size: int,
+        budget: Budget,
+        oldest: int,
+        purpose: Purpose = Purpose.TRAIN,
+        on_queued: Callable[[], None] = lambda: None,
+    ) -> RolledOut:
+        """Implement `RollsOut`.
+
+        Raises:
+            ServerError: the group was given up, because too many runtimes were lost or failed.
+        """
+        request = GroupRequest(task, name, size, budget, oldest, purpose)
+        why, is_queued = "", False
+        for _ in range(_NUM_TRIES):
+            await self._until(lambda: bool(self._free()))
+            member = min(self._free(), key=lambda one: one.num_open)
+            member.is_free = False
+            self._changed.notify()
+            if not is_queued:
+                is_queued = True
+                on_queued()
+            try:
+                result = await self._ask(member, request)
+                found = await self._found(member, result)
+            except ActorLost as error:
+                why = f"{member.name} was lost: {error}"
+            except ServerError as error:
+                why = f"{member.name}: {error}"
+                log.error("group %s goes to another runtime: %s", name, why)
+                await anyio.sleep(_RETRY_S)
+            else:
+                return found
+        raise ServerError(f"group {name}: gave up after {_NUM_TRIES} attempts, the last by {why}")
+
+    def _free(self) -> list[_Member]:
+        return [one for one in self._members.values() if one.is_free and self._is_current(one)]
+
+    async def _ask(self, member: _Member, request: GroupRequest) -> GroupResult:
+        member.num_open += 1
+        try:
+            # no deadline: each rollout has one
+            result: GroupResult = await member.do("group", request)
+        except anyio.get_cancelled_exc_class():
+            with anyio.move_on_after(_DROP_S, shield=True), suppress(ActorLost):
+                await member.do("drop", request.name)
+            raise
+        finally:
+            member.num_open -= 1
+        return result
+
+    async def _found(self, member: _Member, result: GroupResult) -> _RemoteGroup:
+        """Return the group of a result, or raise the error that it has.
+
+        Raises:
+            ServerError: the runtime failed, or nobody knows whether it had the right weights.
+        """
+        if result.error:
+            kind = getattr(errors, result.error, None)
+            known = isinstance(kind, type) and issubclass(kind, AgentLoopError)
+            raise (kind if known and kind else ServerError)(result.message)
+        with anyio.move_on_after(self._sync_s()):
+            await self._until(lambda: result.versions <= member.verified or member.is_gone)
+        if not result.versions <= member.verified:
+            unknown = ", ".join(sorted(result.versions - member.verified))
+            raise ServerError(f"its weights of version {unknown} were never confirmed")
+        rows = await anyio.to_thread.run_sync(unpacked, result.rows)
+        return _RemoteGroup(result.figures, result.has_signal, rows)
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    async def sync(self, published: PublishedWeights, *, timeout_s: float) -> SyncResult:
+        """Implement `Serving`.
+
+        Return when each runtime has the weights, or has failed. One that failed takes no groups
+        until it has them, too.
+        """
+        begun = time.monotonic()
+        self._number += 1
+        self._version, self._checksum = published.version, None
+        self._timeout_s = timeout_s
+        for member in self._members.values():  # a version may come again, with other weights
+            member.verified.discard(published.version)
+        await self._until(lambda: bool(self._members))
+        members = list(self._members.values())
+        async with anyio.create_task_group() as tasks:
+            for member in members:
+                tasks.start_soon(self._load, member, published)
+        self._judge(members)
+        right = [member for member in members if self._is_current(member)]
+        loaded = [f"{one.name} {url}" for one in right for url in one.synced.loaded]
+        failed = {
+            f"{one.name} {url}": why for one in right for url, why in one.synced.failed.items()
+        }
+        failed |= {
+            one.name: one.synced.error or f"its weights differ: {one.synced.checksum}"
+            for one in members
+            if one not in right
+        }
+        for name, why in failed.items():
+            log.error("%s does not have version %s: %s", name, published.version, why)
+        return SyncResult(
+            published,
+            loaded,
+            failed,
+            time.monotonic() - begun,
+            self._checksum or "",
+            num_verified=sum(one.synced.num_verified for one in right),
+        )
+
+    async def sync_stale(self, result: SyncResult, *, timeout_s: float) -> bool:
+        """Implement `Serving`: also for runtimes that were restarted."""
+        done: list[bool] = []
+
+        async def one(member: _Member) -> None:
+            if not self._is_current(member):
+                await self._load(member, result.published)
+                self._judge([member])
+                done.append(self._is_current(member) or member.is_gone)
+                return
+            try:
+                with anyio.fail_after(self._sync_s()):
+                    done.append(await member.do("sync_stale", timeout_s))
+            except ActorLost:  # it is restarted
+                done.append(True)
+            except TimeoutError:
+                done.append(False)
+
+        async with anyio.create_task_group() as tasks:
+            for member in list(self._members.values()):
+                tasks.start_soon(one, member)
+        return all(done)
+
+    async def _load(self, member: _Member, published: PublishedWeights) -> None:
+        """Load weights into the servers of a runtime."""
+        number, synced = self._number, RuntimeSync(error="it did not answer in time")
+        with anyio.move_on_after(self._sync_s()):
+            try:
+                synced = await member.do("sync", published, self._timeout_s)
+            except ActorLost as error:
+                synced = RuntimeSync(error=str(error))
+        member.number, member.synced, member.is_right = number, synced, False
+
+    def _judge(self, members: Sequence[_Member]) -> None:
+        """Decide which of these runtimes have the right weights; end those with others.
+
+        Raises:
+            ServerError: none has loaded them, or it is unknown which are right.
+        """
+        have = {one: one.synced.checksum for one in members if not one.synced.error}
+        if self._checksum is None:
+            whys = {one.name: one.synced.error for one in members}
+            self._checksum = _most_common(list(have.values()), self._version, whys)
+        for member, checksum in have.items():
+            if checksum == self._checksum:
+                member.is_right = True
+                member.verified.add(self._version)
+            else:
+                member.scope.cancel()
+        self._changed.notify()
+
+    def _is_current(self, member: _Member) -> bool:
+        return member.is_right and member.number == self._number
+
+    def _sync_s(self) -> float:
+        """Return how long a runtime may take for a weight sync: it may first wait for servers."""
+        return 2 * self._timeout_s + _ANSWER_S
+
+
+def _most_common(have: Sequence[str], version: str, whys: Mapping[str, str]) -> str:
+    """Return the checksum that most runtimes have.
+
+    Raises:
+        ServerError: there is none, or a tie, so that the right weights are unknown.
+    """
+    (first, num_first), *others = Counter(have).most_common(2) or [("", 0)]
+    if not num_first:
+        raise ServerError(f"no runtime could load version {version}: {dict(whys)}")
+    if others and others[0][1] == num_first:
+        raise ServerError(f"the runtimes disagree about the weights {version}: {list(have)}")
+    return first

@@ -1,0 +1,128 @@
+"""What the journal keeps of the learner, so that its steps can be repeated exactly (replay.py).
+
+note `learners`      the learner's settings and what it ran on, from a step on
+note `weights STEP`  a digest of the weights that were published after a step
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any, Literal
+
+import pydantic
+
+from agentloop.errors import RunFolderError
+from agentloop.training.learner_client.launch import RanksSettings
+from agentloop.training.learner_client.protocol import ReadyReply
+from agentloop.training.learner_client.settings import LearnerSettings
+from agentloop.training.queue import GroupQueue
+
+__all__ = [
+    "LearnerRecord",
+    "learner_records",
+    "note_weights",
+    "noted_weights",
+    "record_learner",
+    "weights_digest",
+]
+
+_NOTE = "learners"
+_OF_MODEL = {"model", "chat_template"}  # paths differ between machines
+
+
+class LearnerRecord(pydantic.BaseModel):
+    """The learner of all steps after a step.
+
+    Attributes:
+        after: the step that it started from.
+        settings: its settings, but for the model.
+        ranks: number of ranks on each machine, of machines, and of threads.
+        made_with: see `ReadyReply`.
+    """
+
+    model_config = pydantic.ConfigDict(extra="ignore", frozen=True)
+
+    format: Literal[1] = 1
+    after: int
+    settings: dict[str, Any]
+    ranks: dict[str, int]
+    made_with: dict[str, str]
+
+    @classmethod
+    def of(
+        cls, settings: LearnerSettings, ranks: RanksSettings, ready: ReadyReply, *, after: int
+    ) -> LearnerRecord:
+        """Return the record of a learner that is ready."""
+        return cls(
+            after=after,
+            settings=settings.model_dump(mode="json", exclude=_OF_MODEL),
+            ranks=ranks.model_dump(include={"nproc_per_node", "nodes", "threads"}),
+            made_with=ready.made_with,
+        )
+
+    def is_like(self, other: LearnerRecord) -> bool:
+        """Return whether both learners make the same of the same batches."""
+        return self == other.model_copy(update={"after": self.after})
+
+    def learner(self, now: LearnerSettings) -> LearnerSettings:
+        """Return the learner's settings, with the model of `now`.
+
+        Raises:
+            RunFolderError: another version of agentloop recorded them.
+        """
+        of_model = now.model_dump(include=_OF_MODEL)
+        try:
+            return LearnerSettings.model_validate({**self.settings, **of_model})
+        except pydantic.ValidationError as error:
+            where = ", ".join(".".join(map(str, one["loc"])) for one in error.errors())
+            raise RunFolderError(
+                "the run's learner was recorded by a version of agentloop with other settings: "
+                f"{where}"
+            ) from error
+
+    def ranks_of(self, now: RanksSettings) -> RanksSettings:
+        """Return the settings of the ranks, started as `now` says."""
+        return now.model_copy(update=self.ranks)
+
+
+async def record_learner(queue: GroupQueue, record: LearnerRecord) -> None:
+    """Record the learner of all steps from now on. Raises RunFolderError."""
+    before = list(takewhile(lambda one: one.after < record.after, await learner_records(queue)))
+    if before and before[-1].is_like(record):
+        record = before.pop()
+    rows = [one.model_dump(mode="json") for one in (*before, record)]
+    await queue.note(_NOTE, rows)
+
+
+async def learner_records(queue: GroupQueue) -> list[LearnerRecord]:
+    """Return all records, the one of the first step first; none of a run of an earlier version.
+
+    Raises:
+        RunFolderError: another version of agentloop made them.
+    """
+    rows: Sequence[Mapping[str, Any]] = await queue.noted(_NOTE) or ()
+    try:
+        return [LearnerRecord.model_validate(row) for row in rows]
+    except pydantic.ValidationError as error:
+        raise RunFolderError(
+            f"the journal's record of the learner was made by another version: {error}"
+        ) from error
+
+
+async def note_weights(queue: GroupQueue, step: int, sha256: Mapping[str, str]) -> None:
+    """Record the weights after a step by the checksums of their files. Raises RunFolderError."""
+    await queue.note(f"weights {step}", weights_digest(sha256))
+
+
+async def noted_weights(queue: GroupQueue, step: int) -> str | None:
+    """Return the digest of the weights after a step, or None. Raises RunFolderError."""
+    digest: str | None = await queue.noted(f"weights {step}")
+    return digest
+
+
+def weights_digest(sha256: Mapping[str, str]) -> str:
+    """Return a digest of published weights from the checksums of their files."""
+    return hashlib.sha256(json.dumps(sorted(sha256.items())).encode()).hexdigest()

@@ -1,0 +1,268 @@
+"""Everything that a machine with one GPU can show, in parts that can be resumed.
+
+    python -m bench.gpu                              all parts that this machine can run
+    python -m bench.gpu --list                       the parts: limit, requirements, command
+    python -m bench.gpu --only speed,zero            some of them
+    python -m bench.gpu --device cpu --size tiny     proves that each part works, without a GPU
+
+Each part is a process of its own with a time limit of at most eight minutes, and needs no network.
+Its result is kept as DIR/PART.json (`--folder DIR`), its output as DIR/PART.log. A second call
+runs only parts that have not succeeded on this device and size; `--again` runs all. A part whose
+requirements are missing is skipped, and the table names what is missing.
+
+The model is Qwen3-0.6B with random weights, in bfloat16. The plain loop of `speed` keeps its
+weights and AdamW's moments in bfloat16, the learner in float32, which takes more memory and time:
+the comparison is in the plain loop's favour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+__all__ = ["PARTS", "Part", "main", "missing", "table"]
+
+_MAX_LIMIT_S = 480.0
+_GRACE_S = 20.0  # for a part's servers and ranks to end with it
+_PACKAGES = ("torch", "deepspeed", "transformers", "sglang", "flash-attn")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A measurement that runs in a process of its own.
+
+    Attributes:
+        function: MODULE:NAME of an async function that takes a `Here` and returns rows.
+        needs: Packages; also `cuda`, a GPU, and `gpus`, on GPUs at least two of them.
+        limit_s: The time after which it is killed.
+    """
+
+    function: str
+    needs: tuple[str, ...] = ("torch", "deepspeed")
+    limit_s: float = _MAX_LIMIT_S
+
+
+_SERVER = ("torch", "sglang")
+_BOTH = (*_SERVER, "deepspeed")
+PARTS: dict[str, Part] = {
+    "attention": Part("bench.gpu_learner:attention", ("torch",), 240),
+    "speed": Part("bench.gpu_learner:speed"),
+    "zero": Part("bench.gpu_learner:zero"),
+    "memory": Part("bench.gpu_learner:memory", ("torch", "deepspeed", "peft")),
+    "offload": Part("bench.gpu_learner:offload"),
+    "step": Part("bench.gpu_learner:step", limit_s=300),
+    "head": Part("bench.gpu_learner:head", limit_s=300),
+    "long": Part("bench.gpu_learner:long", limit_s=300),
+    "serve": Part("bench.gpu_servers:serve", _SERVER),
+    "killed": Part("bench.gpu_servers:killed", _SERVER),
+    "release": Part("bench.gpu_servers:release", (*_SERVER, "torch_memory_saver", "cuda")),
+    "disk": Part("bench.gpu_servers:disk", _BOTH),
+    "group": Part("bench.gpu_servers:group", (*_BOTH, "gpus")),
+    "pause": Part("bench.gpu_servers:pause", _BOTH),
+    "train": Part("bench.gpu_servers:train", (*_BOTH, "matplotlib")),
+}
+
+
+def missing(part: Part, device: str) -> str | None:
+    """Return why a part cannot run here, or None."""
+    for need in part.needs:
+        if need == "cuda":
+            if device != "cuda":
+                return "needs a GPU"
+        elif need == "gpus":
+            if device == "cuda" and _num_gpus() < 2:
+                return "needs two GPUs: NCCL refuses two processes on one"
+        elif importlib.util.find_spec(need) is None:
+            return f"needs {need}, which is not installed"
+    if device == "cuda" and not _num_gpus():
+        return "torch sees no GPU"
+    return None
+
+
+def _num_gpus() -> int:
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return int(torch.cuda.device_count())
+
+
+def _command(name: str, options: argparse.Namespace) -> list[str]:
+    asked = ("--device", options.device, "--size", options.size, "--folder", str(options.folder))
+    return [sys.executable, "-m", "bench.gpu", "--run", name, *asked]
+
+
+def _run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run a part in a process; return its result."""
+    part, file = PARTS[name], options.folder / f"{name}.json"
+    about = {"part": name, "device": options.device, "size": options.size}
+    if reason := missing(part, options.device):
+        return {**about, "state": "skipped", "reason": reason}
+    environment = dict(os.environ)
+    if options.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    file.unlink(missing_ok=True)
+    begun = time.monotonic()
+    with (options.folder / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            _command(name, options),
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            returncode = process.wait(part.limit_s)
+        except subprocess.TimeoutExpired:
+            returncode = None
+        finally:
+            _end(process)
+    took = {"seconds": round(time.monotonic() - begun, 1)}
+    if returncode is None:
+        return {**about, **took, "state": "failed", "reason": f"took over {part.limit_s:g} s"}
+    if file.exists():
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found | took
+    log_path = options.folder / f"{name}.log"
+    said = log_path.read_text(errors="replace").split("\n")
+    last = next((line for line in reversed(said) if line.strip()), "")
+    reason = f"ended with {returncode}: {last} (see {log_path})"
+    return {**about, **took, "state": "failed", "reason": reason}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a part's process. Its servers and ranks have guardians, which end when it does."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+            return
+
+
+def _run_here(name: str, options: argparse.Namespace) -> None:
+    """Run a part in this process and write its result."""
+    from bench.gpu_model import SIZES, Here, PartFailed
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # such that nothing is left behind
+    module, _, function = PARTS[name].function.partition(":")
+    result: dict[str, Any] = {"part": name, "device": options.device, "size": options.size}
+    with tempfile.TemporaryDirectory(prefix=f"bench-gpu-{name}-") as folder:
+        here = Here(options.device, SIZES[options.size], Path(folder))
+        result["machine"] = _machine(here.device_name)
+        try:
+            rows = anyio.run(getattr(importlib.import_module(module), function), here)
+            result |= {"state": "done", "rows": rows}
+        except PartFailed as error:
+            result |= {"state": "failed", "reason": str(error)}
+    partial = options.folder / f".{name}.json"
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(options.folder / f"{name}.json")
+
+
+def _machine(device_name: str) -> dict[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {"device": device_name, "python": platform.python_version(), **versions}
+
+
+def _earlier(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the result of an earlier call, if it succeeded on the same device and size."""
+    try:
+        found: dict[str, Any] = json.loads((options.folder / f"{name}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    same = all(found.get(key) == getattr(options, key) for key in ("device", "size"))
+    return found if same and found.get("state") == "done" else None
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return all results as one table, in Markdown."""
+    lines = ["| part | case | result |", "|---|---|---|"]
+    for result in results:
+        if result["state"] != "done":
+            reason = " ".join(str(result["reason"]).split())
+            lines.append(f"| {result['part']} | {result['state']} | {reason[:300]} |")
+            continue
+        for row in result["rows"]:
+            figures = [f"{key} {_cell(row[key])}" for key in row if key != "case"]
+            lines.append(f"| {result['part']} | {row['case']} | {'; '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return str(value)
+
+
+def _only(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := sorted(set(names) - set(PARTS)):
+        raise argparse.ArgumentTypeError(f"no part {', '.join(unknown)}: {', '.join(PARTS)}")
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", type=_only, default=list(PARTS), metavar="NAME,...")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--size", choices=("full", "tiny"), default="full")
+    parser.add_argument("--folder", type=Path, default=Path("gpu-results"), help="of the results")
+    parser.add_argument("--again", action="store_true", help="also run parts that have succeeded")
+    parser.add_argument("--list", action="store_true", help="print the parts, run none")
+    parser.add_argument("--run", choices=PARTS, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    if options.list:
+        for name in options.only:
+            part = PARTS[name]
+            print(f"{name}: at most {part.limit_s:g} s; {', '.join(part.needs)}")
+            print(f"    {shlex.join(_command(name, options))}")
+        return 0
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if options.run:
+        _run_here(options.run, options)
+        return 0
+    results = []
+    for name in options.only:
+        result = None if options.again else _earlier(name, options)
+        if result is None:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            result = _run_part(name, options)
+            (options.folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+            print(f"{name}: {result['state']} {result.get('reason', '')}", file=sys.stderr)
+        results.append(result)
+    print(table(results))
+    return 1 if any(result["state"] == "failed" for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

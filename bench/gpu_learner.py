@@ -1,0 +1,292 @@
+"""The learner's parts of `python -m bench.gpu`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from agentloop.training.learner_client.client import started
+from agentloop.training.learner_client.launch import RanksSettings
+from agentloop.training.learner_client.protocol import PublishRequest, StepRequest
+from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
+from bench.gpu_model import Here, PartFailed, Row, Size, is_importable, require_close
+from bench.learner import (
+    PLAIN_LOOP,
+    agentic_batch,
+    agentic_lengths,
+    compare,
+    learner_arm,
+    plain_arm,
+)
+
+_TIMEOUT_S = 300.0
+_BFLOAT16 = 0.05  # by which sums in another order may differ
+_THREADS = 2  # of a rank, on a CPU
+_RANKS = RanksSettings(threads=_THREADS, start_timeout_s=400)
+
+
+async def speed(here: Here) -> list[Row]:
+    """Tokens per second and MFU, of the learner and of a plain loop with the best attention."""
+    settings, batches = here.learner(), here.batches()
+    best = "flash" if here.on_gpu and is_importable("flash_attn") else "packed"
+    async with AsyncExitStack() as stack:
+        plain = plain_arm(stack, here.folder, settings, _THREADS, best)
+        ours = await learner_arm(stack, here.folder, settings, 1, _THREADS)
+        await compare(plain, [ours], batches, tolerance=_BFLOAT16)
+    rows = []
+    for arm, name in ((plain, f"plain loop, {best}"), (ours, "learner, ZeRO 1")):
+        row = arm.row(here.size.step_tokens)
+        seconds = here.size.step_tokens / row["tokens/s"]
+        figures = {"tokens/s": row["tokens/s"], "MFU": here.mfu(settings, batches[1], seconds)}
+        rows.append({"case": name, **figures, "of the plain loop": row["ratio"]})
+    return rows
+
+
+async def zero(here: Here) -> list[Row]:
+    """Speed and memory by ZeRO's stage; on one rank nothing is shared out."""
+    return await _variants(here, {f"ZeRO {n}": {"zero_stage": n} for n in (1, 2, 3)})
+
+
+async def memory(here: Here) -> list[Row]:
+    """Speed and memory with activation checkpointing and with LoRA."""
+    checkpointed, lora = {"activation_checkpointing": True}, {"lora": LoraSettings(rank=16)}
+    return await _variants(
+        here,
+        {
+            "usual": {},
+            "activation checkpointing": checkpointed,
+            "LoRA of rank 16": lora,
+            "both": checkpointed | lora,
+        },
+    )
+
+
+async def offload(here: Here) -> list[Row]:
+    """Speed and memory with the optimizer, and the weights, in the host's memory."""
+    return await _variants(
+        here,
+        {
+            "usual": {},
+            "optimizer": {"offload": "optimizer"},
+            "optimizer and weights": {"offload": "optimizer+parameters", "zero_stage": 3},
+        },
+        # A step of the optimizer on a CPU takes seconds.
+        size=dataclasses.replace(here.size, num_rounds=min(2, here.size.num_rounds)),
+    )
+
+
+async def long(here: Here) -> list[Row]:
+    """Single samples as long as a reasoning model's."""
+    rows = []
+    for length in here.size.long:
+        size = dataclasses.replace(here.size, num_rounds=min(3, here.size.num_rounds))
+        settings = here.learner(micro_batch_tokens=length, activation_checkpointing=True)
+        name = f"a sample of {length:,} tokens"
+        rows.append(await _steps(here, name, settings, here.batches(size, [length])))
+    return rows
+
+
+async def head(here: Here) -> list[Row]:
+    """What a forward and a backward pass add to model and gradients, by the chunks of logits."""
+    rows: list[Row] = []
+    few = dataclasses.replace(here.size, layers=min(4, here.size.layers))
+    batch = here.folder / "batch"
+    agentic_batch(1, few.micro_batch, few.vocab).save(batch)
+    for chunk in (None, 1024, 256):
+        settings = here.learner(few, head_chunk_tokens=chunk or 1)
+        file = here.folder / "settings.json"
+        file.write_text(settings.model_dump_json())
+        how = "chunked" if chunk else "packed"
+        said = subprocess.check_output(
+            [*PLAIN_LOOP, str(file), how, str(batch)], timeout=_TIMEOUT_S, text=True
+        )
+        name = f"chunks of {chunk:,}" if chunk else "all logits"
+        rows.append({"case": f"vocabulary of {few.vocab:,}, {name}", **json.loads(said)})
+    return rows
+
+
+async def step(here: Here) -> list[Row]:
+    """One optimizer step in float32, next to the same one on the CPU."""
+    size = dataclasses.replace(
+        here.size,
+        layers=min(4, here.size.layers),
+        vocab=min(8192, here.size.vocab),
+        step_tokens=min(4096, here.size.step_tokens),
+    )
+    settings = here.learner(size, dtype="float32", publish_dtype="float32")
+    batch = here.batches(size)[0]
+    found: dict[str, tuple[Mapping[str, Any], Any]] = {}
+    for device in (here.device, "cpu"):
+        name = f"{device}-{len(found)}"
+        with _hidden_gpus() if device == "cpu" else nullcontext():
+            found[name] = await _one_step(here.folder / name, settings, batch)
+    (metrics, update), (expected, other) = found.values()
+    differs = float(np.linalg.norm(update - other) / np.linalg.norm(other))
+    row = {
+        "case": f"{here.device} compared with cpu",
+        "loss": metrics["loss"],
+        "loss on the CPU": expected["loss"],
+        "gradient norm": metrics["grad_norm"],
+        "gradient norm on the CPU": expected["grad_norm"],
+        "relative difference of the update": differs,
+    }
+    require_close("step", metrics, expected)
+    if differs > 0.05:
+        raise PartFailed(f"the updates differ by {differs:.1%}: {row}")
+    return [row]
+
+
+async def attention(here: Here) -> list[Row]:
+    """Each kernel for packed samples: its distance from float32, and its time."""
+    import torch
+
+    from agentloop.learner.attention import attention_by_sample, packed_attention, varlen_runs_on
+
+    size, lengths = here.size, agentic_lengths(0, here.size.micro_batch)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(1, heads, sum(lengths), size.head_dim, generator=generator).to(here.device)
+        for heads in (size.heads, size.kv_heads, size.kv_heads)
+    ]
+
+    def run(kernel: Callable[..., Any], dtype: Any) -> list[Any]:
+        tensors = [one.to(dtype, copy=True).requires_grad_() for one in inputs]
+        output = kernel(*tensors)
+        output.backward(torch.ones_like(output))
+        return [output.detach(), *(one.grad for one in tensors)]
+
+    def ours(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda q, k, v: kernel(None, q, k, v, None, segments=lengths)[0]
+
+    kernels = {"one sample at a time": ours(attention_by_sample)}
+    if varlen_runs_on(inputs[0].bfloat16()):
+        kernels["packed: torch's varlen_attn"] = ours(packed_attention)
+    if here.on_gpu:
+        kernels["FlexAttention, compiled"] = flex_attention_over(lengths, here.device)
+    exact = run(ours(attention_by_sample), torch.float32)
+    rows = []
+    for name, kernel in kernels.items():
+        found = run(kernel, torch.bfloat16)
+        pairs = zip(found, exact, strict=True)
+        error = max(((a.float() - b).norm() / b.norm()).item() for a, b in pairs)
+        if error > 0.02:
+            raise PartFailed(f"{name}: differs from float32 by {error:.2%}")
+        seconds = statistics.median(
+            _seconds(partial(run, kernel, torch.bfloat16), here.on_gpu)
+            for _ in range(3 * size.num_rounds)
+        )
+        rows.append({"case": name, "ms, both passes": seconds * 1e3, "relative error": error})
+    return rows
+
+
+def flex_attention_over(
+    lengths: Sequence[int], device: str, *, compiled: bool = True
+) -> Callable[..., Any]:
+    """Return torch's FlexAttention over packed samples, with the shapes of our own kernels."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
+
+    def visible(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (numbers[query] == numbers[key]) & (query >= key)
+
+    mask = create_block_mask(visible, None, None, sum(lengths), sum(lengths), device=device)
+    attend = torch.compile(flex_attention) if compiled else flex_attention
+    return lambda q, k, v: attend(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
+def _seconds(work: Callable[[], Any], on_gpu: bool) -> float:
+    import torch
+
+    if on_gpu:
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    work()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+async def _variants(
+    here: Here, variants: Mapping[str, Mapping[str, Any]], size: Size | None = None
+) -> list[Row]:
+    """Measure the learner with each of these settings; their first losses must agree."""
+    rows: list[Row] = []
+    for name, more in variants.items():
+        row = await _steps(here, name, here.learner(**more), here.batches(size))
+        rows.append(row)
+        require_close(name, row, rows[0])
+    return rows
+
+
+async def _steps(here: Here, name: str, settings: LearnerSettings, batches: Sequence[Path]) -> Row:
+    """Measure a learner's steps on all batches but the first."""
+    async with started(
+        settings,
+        _RANKS,
+        log_dir=here.folder / name,
+        on_progress=lambda _: None,
+    ) as (learner, _):
+        replies = [
+            (await learner.ask(StepRequest(batch=path), timeout_s=_TIMEOUT_S)).metrics()
+            for path in batches
+        ]
+    row: Row = {"case": name, "loss": replies[0]["loss"]}
+    if replies[0]["num_too_long"] or replies[0]["skipped"]:
+        raise PartFailed(f"{name}: nothing was trained on: {replies[0]}")
+    for figure, key in (("tokens/s", "tokens_per_s"), ("MFU", "mfu")):
+        values = [one[key] for one in replies[1:] if one.get(key) is not None]
+        row[figure] = statistics.median(v for v in values if v is not None) if values else None
+    peaks = [one["peak_memory_gib"] or 0.0 for one in replies if "peak_memory_gib" in one]
+    row["peak GiB"], row["planned GiB"] = max(peaks, default=None), here.planned_gib(settings)
+    return row
+
+
+async def _one_step(
+    folder: Path, settings: LearnerSettings, batch: Path
+) -> tuple[Mapping[str, Any], Any]:
+    """Return a step's metrics and how it changes the weights, end to end."""
+    async with started(settings, _RANKS, log_dir=folder, on_progress=lambda _: None) as (
+        learner,
+        _,
+    ):
+        ask = partial(learner.ask, timeout_s=_TIMEOUT_S)
+        await ask(PublishRequest(folder=folder / "before", version="0"))
+        reply = await ask(StepRequest(batch=batch))
+        await ask(PublishRequest(folder=folder / "after", version="1"))
+    before, after = (_weights(folder / name) for name in ("before", "after"))
+    return reply.metrics(), after - before
+
+
+def _weights(folder: Path) -> Any:
+    found: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return np.concatenate([found[name].ravel() for name in sorted(found)])
+
+
+@contextmanager
+def _hidden_gpus() -> Iterator[None]:
+    """Hide the GPUs from processes that are started meanwhile."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before

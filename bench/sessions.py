@@ -1,0 +1,381 @@
+"""Benchmark of sessions: what the endpoint adds to a request for a message of the model.
+
+    python -m bench.sessions                     256 sessions, 128 requests per second
+    python -m bench.sessions --rate 300 --protocol responses
+    python -m bench.sessions history             what a history of 4 to 800 messages costs
+    python -m bench.sessions parts --longest 50  which parts of the endpoint take the time
+
+Three parts are kept apart. The endpoint is this process, with sessions as environments have them.
+The load generator is a process of its own. Each of its sessions converses: a question, an answer
+with a call, its result, and so on, with the whole history in each request, at random times of a
+given rate. The engine is a clock: it answers after `--engine-ms` and takes no processor time.
+
+Added latency is the time that a client waits for an answer, less the engine's. It includes HTTP,
+the decoding of what the engine sends, waiting for other requests on the loop and for a core, and
+the client's own part. CPU is that of the endpoint's process, all of it, for each request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import random
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+from aiohttp import ClientSession, TCPConnector, web
+
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.rollout import Budget
+from agentloop.agent.sessions import ModelSession, ModelSessions, SessionSettings
+from agentloop.api.answering import Answering
+from agentloop.api.bare_model import SESSION_ROUTES, BareModel
+from agentloop.api.error_responses import ErrorResponses
+from agentloop.cli.console import collect_garbage_less_often
+from agentloop.inference.sglang.frames import Chunk
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.inference.turns import Generation
+from agentloop.models import SMALL
+from agentloop.sandbox.openapi import add_routes
+from agentloop.trajectory import TurnEnd
+
+PROTOCOLS = ("chat/completions", "responses", "messages")
+_LENGTHS = (4, 50, 200, 800)
+_NEAR = 6  # requests that are measured from each length on
+_TEXT = "The result of the last step was as expected, and the next one follows from it. " * 2
+_CALL = '<tool_call>\n{"name": "run", "arguments": {"code": "print(37 * 48)"}}\n</tool_call>'
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "run",
+        "description": "Run a program.",
+        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}},
+    },
+}
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class _CountingTokenizer:
+    """A tokenizer that counts what it encodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.num_chars = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **options: Any) -> Any:
+        self.num_chars += len(text)
+        return self._tokenizer.encode(text, **options)
+
+
+class _PlayedEngine:
+    """Answers each generation after a time, with a text and a call.
+
+    Attributes:
+        took_s: how long each generation of a session took, by the session's name.
+    """
+
+    context_length = 1 << 20
+
+    def __init__(self, ids: list[int], delay_s: float) -> None:
+        self._chunk = Chunk(ids, [-0.5] * len(ids), "v0", end=TurnEnd.STOP)
+        self._delay_s = delay_s
+        self.took_s: dict[str, list[float]] = {}
+
+    async def generate(
+        self, generation: Generation, *, on_chunk: Callable[[Chunk], None], **_: Any
+    ) -> None:
+        asked_s = time.perf_counter()
+        if self._delay_s:
+            await anyio.sleep(self._delay_s)
+        name = generation.key.partition("+")[0]
+        self.took_s.setdefault(name, []).append(time.perf_counter() - asked_s)
+        on_chunk(self._chunk)
+
+    def forget(self, key: str, *, whole: bool) -> None:
+        """Do nothing: there is no cache."""
+
+
+class Endpoint:
+    """Sessions, served on loopback.
+
+    Attributes:
+        begun: CPU time of the process, and the characters encoded, when each request began.
+    """
+
+    def __init__(self, delay_s: float) -> None:
+        self.chat = ChatFormat.load(SMALL)
+        self.tokenizer = _CountingTokenizer(self.chat.tokenizer)
+        self.chat._encoder.tokenizer = self.tokenizer  # type: ignore[assignment]
+        end = self.chat.decode([self.chat.end_id])
+        said = self.chat.tokenizer.encode(f"{_TEXT}{_CALL}{end}", add_special_tokens=False).ids
+        self.engine = _PlayedEngine(said, delay_s)
+        self.url = ""
+        self.begun: list[tuple[float, int]] = []
+
+    def _open(self, name: str, **options: Any) -> ModelSession:
+        given = {"sampling": Sampling(), **options}
+        return ModelSession(name, self.engine, self.chat, budget=Budget(), with_text=False, **given)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        sessions = ModelSessions(SessionSettings(max_open=1 << 16), self._open)
+        bare = BareModel(
+            sessions,
+            self.chat,
+            name="small",
+            sampling=Sampling(),
+            context_length=lambda: self.engine.context_length,
+            answering=Answering(self.chat, io_timeout_s=60.0),
+            slots=anyio.CapacityLimiter(1 << 16),
+        )
+
+        @web.middleware
+        async def noted(request: web.Request, handler: _Handler) -> web.StreamResponse:
+            if request.method == "POST" and request.match_info.get("key"):
+                self.begun.append((time.process_time(), self.tokenizer.num_chars))
+            return await handler(request)
+
+        errors = ErrorResponses(SESSION_ROUTES)
+        app = web.Application(middlewares=[noted, errors.middleware], client_max_size=64 << 20)
+        add_routes(app.router, SESSION_ROUTES, bare)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            yield
+        finally:
+            await runner.cleanup()
+
+
+# --- the load -------------------------------------------------------------------------------------
+
+
+class Talk:
+    """A conversation with a session, in one protocol."""
+
+    def __init__(self, http: ClientSession, url: str, protocol: str) -> None:
+        self._http, self._url, self._protocol = http, url, protocol
+        self.history: list[Any] = []
+        self.session = self.name = ""
+
+    async def open(self) -> None:
+        """Open a session, and close the one before."""
+        if self.session:
+            await self._http.delete(self.session)
+        async with self._http.post(f"{self._url}/v1/sessions") as response:
+            opened = await response.json()
+        self.session, self.name = opened["url"], opened["name"]
+        self.history = [{"role": "user", "content": _TEXT}]
+
+    async def ask(self) -> None:
+        """Ask for the next message, and add it to the history with the result of its call."""
+        function = _TOOL["function"]
+        body: dict[str, Any] = {"model": "small"}
+        match self._protocol:
+            case "chat/completions":
+                body |= {"messages": self.history, "tools": [_TOOL]}
+            case "responses":
+                body |= {"input": self.history, "tools": [{"type": "function", **function}]}
+            case _:
+                schema = function["parameters"]
+                tool = {"name": function["name"], "input_schema": schema}
+                body |= {"messages": self.history, "max_tokens": 1000, "tools": [tool]}
+        async with self._http.post(f"{self.session}/v1/{self._protocol}", json=body) as response:
+            data = await response.read()
+            assert response.status == 200, data
+        self._extend(json.loads(data))
+
+    def _extend(self, answer: Any) -> None:
+        match self._protocol:
+            case "chat/completions":
+                message = answer["choices"][0]["message"]
+                result = {"role": "tool", "content": _TEXT}
+                self.history += [
+                    message,
+                    {**result, "tool_call_id": message["tool_calls"][0]["id"]},
+                ]
+            case "responses":
+                items = answer["output"]
+                result = {"type": "function_call_output", "output": _TEXT}
+                self.history += [*items, {**result, "call_id": items[-1]["call_id"]}]
+            case _:
+                blocks = answer["content"]
+                result = {"type": "tool_result", "tool_use_id": blocks[-1]["id"], "content": _TEXT}
+                self.history += [
+                    {"role": "assistant", "content": blocks},
+                    {"role": "user", "content": [result]},
+                ]
+
+
+async def _generate_load(url: str, options: argparse.Namespace) -> None:
+    """Ask for messages in all sessions, at random times, `rate` a second altogether."""
+    took_s: dict[str, list[float]] = {}
+    async with ClientSession(connector=TCPConnector(limit=0)) as http:
+        pause_s = options.sessions / options.rate
+
+        async def converse() -> None:
+            talk = Talk(http, url, options.protocol)
+            due_s = time.perf_counter() + random.expovariate(1 / pause_s)
+            for number in range(options.requests):
+                if number % options.turns == 0:
+                    await talk.open()
+                await anyio.sleep(max(0.0, due_s - time.perf_counter()))
+                due_s = time.perf_counter() + random.expovariate(1 / pause_s)
+                begun_s = time.perf_counter()
+                await talk.ask()
+                took_s.setdefault(talk.name, []).append(time.perf_counter() - begun_s)
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(options.sessions):
+                tasks.start_soon(converse)
+    print(json.dumps(took_s))
+
+
+async def _measure(options: argparse.Namespace) -> None:
+    endpoint = Endpoint(options.engine_ms / 1000)
+    async with endpoint.serving():
+        load = os.getloadavg()[0]
+        cpu_s, begun_s = time.process_time(), time.perf_counter()
+        found = await _loaded(endpoint, options)
+        cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - begun_s
+    took_s = [(name, one) for name, times in found.items() for one in times]
+    engine_s = [one for name in found for one in endpoint.engine.took_s[name]]
+    assert len(took_s) == len(engine_s) == options.sessions * options.requests
+    added = sorted(one - engine for (_, one), engine in zip(took_s, engine_s, strict=True))
+    print(
+        f"{options.sessions} sessions, {options.protocol}, {len(added) / wall_s:.0f} requests/s of "
+        f"{options.rate:g} wanted; load average before {load:.1f}; {cpu_s / wall_s:.0%} of a core, "
+        f"{cpu_s / len(added) * 1000:.2f} ms of CPU per request\n"
+    )
+    print("| | p50 | p90 | p99 |\n|---|---|---|---|")
+    marks = (added[int(len(added) * part)] * 1000 for part in (0.5, 0.9, 0.99))
+    print("| added latency | " + " | ".join(f"{mark:.2f} ms" for mark in marks) + " |")
+
+
+async def _loaded(endpoint: Endpoint, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Run the load generator; return how long its requests took, by the names of sessions."""
+    names = ("sessions", "requests", "rate", "turns", "protocol")
+    more = [part for name in names for part in (f"--{name}", str(getattr(options, name)))]
+    command = [sys.executable, "-m", "bench.sessions", "--load", endpoint.url, *more]
+    found: dict[str, list[float]] = json.loads(
+        (await anyio.run_process(command, stderr=None)).stdout
+    )
+    return found
+
+
+# --- the length of a history ----------------------------------------------------------------------
+
+
+async def _histories(options: argparse.Namespace) -> None:
+    """Measure one session that grows, without pauses: nothing else is on the loop."""
+    endpoint = Endpoint(0.0)
+    lengths = [one for one in _LENGTHS if one <= options.longest]
+    options.sessions, options.rate = 1, 1e9
+    options.requests = options.turns = max(lengths) // 2 + _NEAR
+    found: dict[int, list[float]] = {length: [] for length in lengths}
+    chars: dict[int, int] = {}
+    async with endpoint.serving():
+        for _ in range(options.rounds):
+            endpoint.begun.clear()
+            await _loaded(endpoint, options)
+            begun = endpoint.begun
+            for length in lengths:
+                for index in range(length // 2, length // 2 + _NEAR - 1):
+                    found[length].append(begun[index + 1][0] - begun[index][0])
+                chars[length] = begun[length // 2 + 1][1] - begun[length // 2][1]
+    print("| messages | CPU of a request: median | smallest | encoded characters |")
+    print("|---|---|---|---|")
+    for length, values in found.items():
+        median_ms, least_ms = statistics.median(values) * 1000, min(values) * 1000
+        print(f"| {length} | {median_ms:.2f} ms | {least_ms:.2f} ms | {chars[length]:,} |")
+
+
+# --- parts of a request ---------------------------------------------------------------------------
+
+# What is counted for each part: functions by their files, none of which calls another one.
+_PARTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "read, parse and validate the body": (("api/http.py", "read_body"), ("exchange.py", "parse")),
+    "recognise the history": (("sessions/tree.py", "match"), ("history.py", "context_key")),
+    "render the new messages": (("agent/continuation.py", "_after"),),
+    "encode them": (("agent/encoder.py", "encode_marked"),),
+    "read the sampled tokens, find calls": (("agent/turn_reader.py", "take"),),
+    "make the answer's message": (("api/chat_completions.py", "completion"),),
+    "write the answer": (("api/http.py", "send_whole"),),
+}
+_ROLLOUT = ("agent/rollout.py", "run"), ("agent/turn_reader.py", "take")
+_HANDLING = ("aiohttp/web_protocol.py", "_handle_request")
+
+
+async def _parts(options: argparse.Namespace) -> None:
+    """Profile one session that grows; print the share of each part in the CPU time."""
+    endpoint, profile = Endpoint(0.0), cProfile.Profile(time.thread_time)
+    options.sessions, options.rate = 1, 1e9
+    options.requests = options.turns = options.longest // 2
+    async with endpoint.serving():
+        await _loaded(endpoint, options)
+        endpoint.begun.clear()
+        with profile:
+            for _ in range(options.rounds):
+                await _loaded(endpoint, options)
+    stats: Any = pstats.Stats(profile)
+
+    def took_s(*functions: tuple[str, str]) -> float:
+        found: list[float] = [
+            cumulative_s
+            for (path, _, name), (_, _, _, cumulative_s, _) in stats.stats.items()
+            if any(path.endswith(file) and name == function for file, function in functions)
+        ]
+        return sum(found)
+
+    found = {part: took_s(*functions) for part, functions in _PARTS.items()}
+    rollout, reading = _ROLLOUT
+    found["the rest of the rollout"] = took_s(rollout) - took_s(reading)
+    found["the rest of the handler"] = took_s(_HANDLING) - sum(found.values())
+    found["HTTP server and event loop"] = stats.total_tt - took_s(_HANDLING)
+    num = len(endpoint.begun)
+    print(f"{num} requests, {stats.total_calls / num:,.0f} calls of functions each\n")
+    print("| part | share of the CPU time |\n|---|---|")
+    for part, part_s in found.items():
+        print(f"| {part} | {part_s / stats.total_tt:.0%} |")
+
+
+_RUNS: dict[str, Any] = {"latency": _measure, "history": _histories, "parts": _parts}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("what", nargs="?", choices=tuple(_RUNS), default="latency")
+    parser.add_argument("--sessions", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=20, help="of each session")
+    parser.add_argument("--turns", type=int, default=10, help="after which a session is closed")
+    parser.add_argument("--rate", type=float, default=128.0, help="requests per second, of all")
+    parser.add_argument("--rounds", type=int, default=5, help="of `history` and `parts`")
+    parser.add_argument("--protocol", choices=PROTOCOLS, default=PROTOCOLS[0])
+    parser.add_argument(
+        "--longest", type=int, default=800, help="history, of `history` and `parts`"
+    )
+    parser.add_argument("--engine-ms", type=float, default=20.0, help="what the engine takes")
+    parser.add_argument("--load", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    run = _RUNS[options.what]
+    arguments: tuple[Any, ...] = (options,)
+    if options.load:
+        run, arguments = _generate_load, (options.load, options)
+    collect_garbage_less_often()  # as the command does
+    anyio.run(run, *arguments, backend_options={"use_uvloop": True})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Every family: streamed calls equal those of the whole turn, and what was written."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from agentloop.agent.channels import Channel, answer_in
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.formats import FAMILIES, detect, harmony, named, regions
+from agentloop.errors import ModelError
+from agentloop.trajectory import ToolCall
+from bench.call_forms import FORMS, Call
+from tests.agentloop.agent.random_conversations import (
+    EXAMPLES,
+    chunks_of,
+    conversations,
+    damaged,
+    some_calls,
+)
+from tests.agentloop.agent.real_models import TEMPLATES, control_tokens, template_of
+from tests.support import END, template, tokenizer, written
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "A tool.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "text": {"type": "string"},
+                    "number": {"type": "integer"},
+                    "flag": {"type": "boolean"},
+                    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                    "tree": {"type": "object"},
+                    "list": {"type": "array"},
+                },
+            },
+        },
+    }
+    for name in ("search", "python_code")
+]
+spelled = sorted({token for name in TEMPLATES for token in control_tokens(template_of(name))})
+
+
+@functools.cache
+def chat_of(name: str, *, single_tokens: bool = True) -> ChatFormat:
+    """A small tokenizer, with the control tokens of all families or with none of them."""
+    tags = [tag for tag in spelled if tag not in ("<|im_start|>", END)]
+    chat = ChatFormat(tokenizer(tags if single_tokens else ()), template(), end_token=END)
+    chat.family = named(name)
+    return chat
+
+
+def streamed(chat: ChatFormat, ids: Sequence[int], edges: Sequence[int]) -> list[ToolCall]:
+    stream = chat.family.calls(chat, TOOLS)
+    found = [call for a, b in itertools.pairwise(edges) for call in stream.feed(ids[a:b])]
+    return found + stream.finish()
+
+
+def found_in(chat: ChatFormat, ids: Sequence[int]) -> list[ToolCall]:
+    return streamed(chat, ids, [0, len(ids)])
+
+
+def split(chat: ChatFormat, text: str, edges: Sequence[int]) -> dict[Channel, str]:
+    splitter = chat.family.channels(False)
+    said = dict.fromkeys(Channel, "")
+    for a, b in itertools.pairwise(edges):
+        for channel, piece in splitter.feed(text[a:b]):
+            said[channel] += piece
+    for channel, piece in splitter.flush():
+        said[channel] += piece
+    assert not [*splitter.flush()]  # as after a second call that a client is told of
+    return said
+
+
+def test_each_family_has_a_form() -> None:
+    assert {family.name for family in FAMILIES} == set(FORMS)
+
+
+@pytest.mark.timeout(60 + EXAMPLES // 10)
+@pytest.mark.parametrize("name", sorted(FORMS))
+@pytest.mark.series
+def test_calls_are_found_as_they_were_written_however_they_arrive(name: str) -> None:
+    form = FORMS[name]
+    for example, dice in conversations(name, EXAMPLES):
+        # harmony's messages are bounded by control tokens
+        chat = chat_of(name, single_tokens=name == "harmony" or dice.random() < 0.7)
+        made = some_calls(dice, form, ("search", "python_code"), spelled)
+        is_damaged = dice.random() < 0.4
+        text = f"{form.before}{form.text(made)}{END}"
+        if is_damaged:
+            text = damaged(dice, text, spelled)
+        ids = written(chat, text)
+        found = streamed(chat, ids, chunks_of(dice, len(ids)))
+        assert found == found_in(chat, ids), example
+        said = [(call.name, call.arguments, call.error) for call in found]
+        if not is_damaged:
+            assert said == [(name, arguments, None) for name, arguments in made], example
+        for call in found:
+            assert 0 <= call.start < call.end <= len(ids), example
+            assert call.error is not None or call.name, example
+            json.dumps([call.arguments, call.raw])  # it can be kept
+        edges = chunks_of(dice, len(text))
+        assert split(chat, text, edges) == split(chat, text, [0, len(text)]), example
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_a_call_runs_before_the_turn_ends(name: str) -> None:
+    form, chat = FORMS[name], chat_of(name)
+    both: list[Call] = [("search", {"text": "x"}), ("python_code", {"number": 7})]
+    made = both[: 1 if form.one_call else 2]
+    ids = written(chat, f"{form.before}{form.text(made)}")
+    stream = chat.family.calls(chat, TOOLS)
+    closed = [number for number, token in enumerate(ids) for _ in stream.feed([token])]
+    assert len(closed) == len(made)
+    assert len(made) == 1 or closed[0] < closed[1]
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_a_call_that_does_not_end_is_malformed(name: str) -> None:
+    form, chat = FORMS[name], chat_of(name)
+    text = form.before + form.text([("search", {"text": "a long text", "number": 7})])
+    cut = text[: text.rindex("7")]
+    (call,) = found_in(chat, written(chat, cut))
+    assert call.error is not None
+    assert not call.arguments
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_a_turn_goes_on_after_a_call_that_is_too_long(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regions, "_MAX_REGION_TOKENS", 20)
+    monkeypatch.setattr(harmony, "_MAX_CALL_TOKENS", 20)
+    form, chat = FORMS[name], chat_of(name)
+    text = form.text([("search", {"text": "a very long text " * 20})])
+    call, *others = found_in(chat, written(chat, f"{form.before}{text} And so on.{END}"))
+    assert call.error is not None
+    assert not others
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_neither_calls_nor_markup_are_shown(name: str) -> None:
+    form, chat = FORMS[name], chat_of(name)
+    text = form.before + form.text([("search", {"text": "secret"})])
+    splitter = chat.family.channels(False)
+    # A client is told of a call that has run before the turn is over: both flush.
+    said = [*splitter.feed(text), *splitter.flush(), *splitter.flush()]
+    shown = "".join(piece for channel, piece in said if channel is Channel.CONTENT)
+    assert shown.strip() == form.before.strip()
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "Ada", "parameters": {"born": 1815}}', "[ada(born=1815)]"]
+)
+@pytest.mark.parametrize("name", ["llama-json", "llama-pythonic"])
+def test_without_tools_what_looks_like_an_unmarked_call_is_the_answer(name: str, text: str) -> None:
+    split = functools.partial(chat_of(name).family.channels, has_tools=False)
+    assert answer_in(text, reasoning=False, split=split) == text
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_text_alone_is_no_call(name: str) -> None:
+    chat = chat_of(name)
+    for text in ('{"name": "Bob", "age": 7}', "[1, 2, 3]", "A sentence.", "", '{"a": [1', "[f, g]"):
+        assert found_in(chat, written(chat, text + END)) == []
+
+
+def expected_family(template_name: str) -> str:
+    for part, family in (
+        ("Coder", "qwen3-coder"),
+        ("Qwen3.5", "qwen3-coder"),
+        ("Qwen3.6", "qwen3-coder"),
+        ("Qwen", "hermes"),
+        ("Hermes", "hermes"),
+        ("GLM", "glm"),
+        ("DeepSeek-V3.1", "deepseek-v3.1"),
+        ("DeepSeek-V3.2", "deepseek-v3.2"),
+        ("Kimi", "kimi-k2"),
+        ("MiniMax", "minimax-m2"),
+        ("gpt-oss", "harmony"),
+        ("pythonic", "llama-pythonic"),
+        ("Llama", "llama-json"),
+        ("Mistral-7B", "mistral"),
+        ("Mistral-Nemo", "mistral"),
+        ("stral", "mistral-v11"),
+        ("Nemotron-3", "qwen3-coder"),
+        ("Nemotron", "nemotron"),
+    ):
+        if part in template_name:
+            return family
+    raise AssertionError(template_name)
+
+
+@pytest.mark.parametrize("template_name", TEMPLATES)
+def test_the_family_is_known_from_the_template(template_name: str) -> None:
+    assert detect(template_of(template_name)).name == expected_family(template_name)
+
+
+def test_an_unknown_form_is_named() -> None:
+    with pytest.raises(ModelError, match=r"shows no known form .* chat\.format .* hermes"):
+        detect("{{ messages }}")
+    with pytest.raises(ModelError, match=r"chat\.format: 'none' is not one of auto, .*hermes"):
+        named("none")

@@ -1,0 +1,122 @@
+"""Arguments as models write them: between tags, or in Python."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from agentloop.agent.formats import values
+from agentloop.agent.formats.values import decode_python_call, typed
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (r"f(x='\d+')", {"x": r"\d+"}),  # Python warns of it
+        ("f(x='two\nlines', y=\"a\" 'b')", {"x": "two\nlines", "y": "ab"}),
+        ('f(x=[1, {"a": true, "b": None}], y=null)', {"x": [1, {"a": True, "b": None}], "y": None}),
+        ("f(x=(1, -2.5), y=+3)", {"x": [1, -2.5], "y": 3}),
+        ("f()", {}),
+    ],
+)
+def test_arguments_are_literals_of_python_or_json(text: str, arguments: dict[str, Any]) -> None:
+    assert decode_python_call(text) == ("f", arguments, None)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "other",
+        "g(1)",
+        "{1, 2}",
+        "b'a'",
+        "1j",
+        "{(1,): 2}",
+        "[*a]",
+        "{**a}",
+        "-'a'",
+    ],
+)
+def test_what_is_no_literal_is_an_error_that_is_the_same_each_time(value: str) -> None:
+    name, arguments, error = decode_python_call(f"f(x={value})")
+    assert (name, arguments) == ("f", {})
+    assert error == "the argument 'x' of the tool call is not a literal"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "f(1)",
+        "f(**x)",
+        "f(",
+        "f",
+        "1",
+        "f(x='\ud800')",
+        "",
+        "f(x=1e999)",
+        "f(x=1).g(y=2)",
+        f"f(x={'-' * 9000}1)",
+    ],
+)
+def test_what_is_no_call_with_named_arguments_is_an_error(text: str) -> None:
+    _, arguments, error = decode_python_call(text)
+    assert not arguments
+    assert error
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "value"),
+    [
+        ("None", ["string", "null"], None),
+        ("True", ["string", "null"], "True"),
+        ("true", ["string", "null"], "true"),
+        ("True", ["boolean", "null"], True),
+        ("None", ["boolean"], "None"),
+        ("7", ["string", "integer"], 7),
+        ("7", ["string"], "7"),
+        ("7.5", ["string", "integer"], "7.5"),
+        ("seven", ["integer"], "seven"),
+    ],
+)
+def test_plain_text_gets_a_type_that_the_schema_allows(
+    text: str, types: list[str], value: object
+) -> None:
+    assert typed(text, {"type": types}) == value
+    assert typed(text, {"anyOf": [{"type": one} for one in types]}) == value
+
+
+_NAMES = ("f", "g.h", "None", "f.not", "é", "f ")
+_KEYS = ("x", "y", "class", "__debug__", "é", "match")
+_VALUES = (
+    *(
+        "'a'",
+        '"b c"',
+        "'\"q\"'",
+        "'''a'''",
+        "'a' 'b'",
+        "'two\nlines'",
+        "'\r'",
+        "'\x00'",
+        "'\ud800'",
+    ),
+    *("1", "-5", "0.25", "-0", "-0.0", "01", "1.", "9" * 20, "1e999", "True", "true", "null", "x"),
+    *("[1, 2]", "[]", "[1,]", "[01]", "[1 2]", "[[1]]", "{}", "(1,)", "'['", "'漢🙂'", r"'\d'"),
+)
+
+
+def test_plain_calls_are_parsed_as_python_parses_them() -> None:
+    dice, num_plain = random.Random(0), 0
+    for _ in range(3000):
+        arguments = (
+            f"{dice.choice(_KEYS)}{dice.choice(('=', '=', ' = ', '=='))}{dice.choice(_VALUES)}"
+            for _ in range(dice.randint(0, 3))
+        )
+        joined = dice.choice((", ", ",", " ,\n")).join(arguments)
+        source = f"{dice.choice(_NAMES)}({joined}{dice.choice((')', ')', ',)', '))', ''))}"
+        plain = values._plain_python_call(source)
+        if plain is not None:
+            num_plain += 1
+            assert repr(plain) == repr(values._parsed_python_call(source))
+    assert num_plain > 100

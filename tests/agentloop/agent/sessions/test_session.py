@@ -1,0 +1,578 @@
+"""Sessions: histories of a client become branches of exact ids, each sampled token once."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.rollout import Budget
+from agentloop.agent.sessions import Asked, ModelSession
+from agentloop.agent.sessions.history import keys_of
+from agentloop.agent.tools import CallerTool
+from agentloop.api.chat_completions import ChunkWriter, chunk_frame, completion
+from agentloop.errors import RequestError, ServerError, ServerUnavailable
+from agentloop.events import (
+    ClientAwaited,
+    Event,
+    RolloutAbandoned,
+    RolloutFinished,
+    RolloutStarted,
+    TurnFinished,
+    TurnStarted,
+)
+from agentloop.inference.sglang.frames import Chunk
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.trajectory import Message, StopReason, Trajectory
+from tests.support import (
+    END,
+    TEMPLATE,
+    ScriptedEngine,
+    Step,
+    call_text,
+    chat_format,
+    chunks,
+    template,
+    tokenizer,
+    written,
+)
+
+pytestmark = pytest.mark.anyio
+
+CHAT = chat_format()
+TOOL = CallerTool({"type": "function", "function": {"name": "add", "parameters": {}}})
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def tool(call: Any, text: str) -> Message:
+    return {"role": "tool", "tool_call_id": call["id"], "content": text}
+
+
+def said(text: str) -> list[Chunk]:
+    return chunks(written(CHAT, text + END))
+
+
+def as_message(found: Trajectory) -> Message:
+    writer = ChunkWriter(
+        chunk_frame("c", "m"), 0, chat=CHAT, has_caller_tools=True, shows_malformed=True
+    )
+    return completion([(writer, found)])["choices"][0]["message"]
+
+
+class Client:
+    """A session with a scripted engine, asked as a client would."""
+
+    def __init__(self, *turns: Sequence[Step], **options: Any) -> None:
+        self.engine = ScriptedEngine(*turns)
+        self.events: list[Event] = []
+        self.session = ModelSession(
+            "s",
+            self.engine,
+            **{"sampling": Sampling(), "chat": CHAT, **options},
+            budget=Budget(),
+            emit=self.events.append,
+        )
+
+    async def ask(self, *messages: Message, **asked: Any) -> Any:
+        """Return the message that a client gets, as it would send it back."""
+        found = await self.session.complete(Asked(messages, **asked), as_message)
+        return copy.deepcopy(as_message(found))
+
+    @property
+    def branches(self) -> list[Trajectory]:
+        return self.session.trajectories
+
+    @property
+    def reasons(self) -> list[str]:
+        return [one.reason for one in self.session.branches]
+
+
+async def test_a_conversation_is_one_branch_of_exact_ids() -> None:
+    client = Client(said("one"), said("two"), said("three"))
+    asked = [user("a")]
+    for text in ("b", "c", "d"):
+        asked.append(await client.ask(*asked))
+        asked.append(user(text))
+    (record,) = client.branches
+    assert [len(turn.output_ids) for turn in record.turns] == [
+        len(said(t)[0].ids) for t in ("one", "two", "three")
+    ]
+    assert record.ids == CHAT.prompt(asked[:-1])[: len(record.ids)]
+    # Each prompt is the previous one, the sampled ids and what is new.
+    for before, after in zip(client.engine.asked, client.engine.asked[1:], strict=False):
+        assert after.ids[: len(before.ids)] == before.ids
+    assert [one.key for one in client.engine.asked] == ["s"] * 3
+    assert record.mask.count(1) == record.num_sampled_tokens
+
+
+async def test_calls_and_their_responses_go_on_from_the_sampled_ids() -> None:
+    written_oddly = '<tool_call>\n{"name":"add",  "arguments":{"b":2,"a":1}}\n</tool_call>'
+    client = Client(said("I add." + written_oddly), said("3"))
+    first = await client.ask(user("1+2"), tools=[TOOL])
+    (call,) = first["tool_calls"]
+    call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=2)
+    del first["content"]
+    first["content"] = "I add."
+    answer = await client.ask(user("1+2"), first, tool(call, "3"), tools=[TOOL])
+    assert answer["content"] == "3"
+    (record,) = client.branches
+    assert CHAT.decode(record.turns[0].output_ids).startswith("I add.<tool_call>")
+    assert record.turns[0].observation_ids == CHAT.observation(["3"], record.turns[0].calls)
+    assert record.stop_reason is StopReason.ANSWERED
+
+
+async def test_an_edited_answer_begins_a_branch_that_goes_on_from_the_turn_before() -> None:
+    client = Client(said("one"), said("two"), said("three"))
+    first = await client.ask(user("a"))
+    second = await client.ask(user("a"), first, user("b"))
+    edited = {**second, "content": "something else"}
+    await client.ask(user("a"), first, user("b"), edited, user("c"))
+    main, branch = client.branches
+    assert [len(one.turns) for one in client.branches] == [2, 1]
+    assert branch.prompt_ids[: len(main.prompt_ids)] == main.prompt_ids
+    assert "something else" in CHAT.decode(branch.prompt_ids)
+    assert branch.prompt_ids[len(main.prompt_ids) :][: len(main.turns[0].output_ids)] == (
+        main.turns[0].output_ids
+    )
+    assert client.reasons == ["", "messages[3] differs from what came there before"]
+    assert branch.mask[: len(branch.prompt_ids)] == [0] * len(branch.prompt_ids)
+
+
+async def test_asking_again_begins_a_branch_that_shares_its_past() -> None:
+    client = Client(said("one"), said("two"), said("other"))
+    first = await client.ask(user("a"))
+    await client.ask(user("a"), first, user("b"))
+    await client.ask(user("a"), first, user("b"))
+    main, branch = client.branches
+    assert main.turns[-1].output_ids != branch.turns[-1].output_ids
+    assert branch.prompt_ids == main.ids[: -len(main.turns[-1].output_ids)]
+    assert client.reasons[1] == "the same history was asked again"
+
+
+async def test_the_client_goes_on_from_the_sibling_whose_calls_it_answers() -> None:
+    call = call_text("add", {"a": 1})
+    client = Client(said(call), said(call), said("from the first"), said("from the second"))
+    one = await client.ask(user("a"), tools=[TOOL])
+    two = await client.ask(user("a"), tools=[TOOL])
+    assert one["tool_calls"][0]["id"] != two["tool_calls"][0]["id"]
+    await client.ask(user("a"), one, tool(one["tool_calls"][0], "x"), tools=[TOOL])
+    await client.ask(user("a"), two, tool(two["tool_calls"][0], "x"), tools=[TOOL])
+    assert [CHAT.decode(one.turns[-1].output_ids) for one in client.branches] == [
+        f"from the first{END}",
+        f"from the second{END}",
+    ]
+
+
+async def test_whitespace_that_the_template_drops_is_no_edit() -> None:
+    trimmed = chat_format_that("message.content.replace(' ', '')")
+    engine = ScriptedEngine(
+        *(chunks(written(trimmed, f"{text}{END}")) for text in ("o n e", "two"))
+    )
+    session = ModelSession("s", engine, trimmed, sampling=Sampling(), budget=Budget())
+
+    def message(found: Trajectory) -> Message:
+        return {"role": "assistant", "content": found.turns[-1].text.removesuffix(END)}
+
+    await session.complete(Asked([user("a")]), message)
+    history = [user("a"), {"role": "assistant", "content": "one"}, user("b")]
+    await session.complete(Asked(history), message)
+    assert len(session.branches) == 1
+
+
+async def test_space_around_a_message_is_no_edit() -> None:
+    call = call_text("add", {"a": 1})
+    client = Client(said("I add." + call), said("two"))
+    first = await client.ask(user("a"), tools=[TOOL])
+    # As Inspect joins a thought and an answer.
+    sent = {**first, "content": "\nI add."}
+    await client.ask(user("a"), sent, tool(first["tool_calls"][0], "x"), tools=[TOOL])
+    assert len(client.branches) == 1
+
+
+async def test_a_message_with_calls_is_compared_as_the_template_writes_it() -> None:
+    lowercase = chat_format_that("message.content.lower()")
+    call = call_text("add", {"a": 1})
+    engine = ScriptedEngine(
+        *(chunks(written(lowercase, f"{text}{END}")) for text in ("I add." + call, "two"))
+    )
+    session = ModelSession("s", engine, lowercase, sampling=Sampling(), budget=Budget())
+    function = {"name": "add", "arguments": '{"a": 1}'}
+
+    def message(found: Trajectory) -> Message:
+        calls = [{"id": one.id, "function": function} for one in found.turns[-1].calls]
+        return {"role": "assistant", "content": "I add.", "tool_calls": calls}
+
+    tools = [TOOL]
+    found = await session.complete(Asked([user("a")], tools=tools), message)
+    sent = {**message(found), "content": "i add."}
+    history = [user("a"), sent, tool(sent["tool_calls"][0], "x")]
+    await session.complete(Asked(history, tools=tools), message)
+    assert len(session.branches) == 1
+
+
+def chat_format_that(content: str) -> ChatFormat:
+    """Return a format whose template writes this as the content of a message."""
+    source = TEMPLATE.replace("+ message.content }}", f"+ {content} }}}}")
+    assert source != TEMPLATE
+    return ChatFormat(tokenizer(), template(source), end_token=END)
+
+
+@pytest.mark.parametrize("reasoning", [None, "thought", " thought\n"])
+async def test_reasoning_may_be_left_out_or_sent_back(reasoning: str | None) -> None:
+    client = Client(said("<think>thought</think>one"), said("two"))
+    first = await client.ask(user("a"))
+    assert first.pop("reasoning_content") == "thought"
+    if reasoning is not None:
+        first["reasoning_content"] = reasoning
+    await client.ask(user("a"), first, user("b"))
+    assert len(client.branches) == 1
+
+
+async def test_changed_reasoning_is_an_edit() -> None:
+    client = Client(said("<think>thought</think>one"), said("two"))
+    first = await client.ask(user("a"))
+    await client.ask(user("a"), {**first, "reasoning_content": "another"}, user("b"))
+    assert len(client.branches) == 2
+
+
+async def test_other_tools_begin_a_branch() -> None:
+    client = Client(said("one"), said("two"))
+    first = await client.ask(user("a"))
+    await client.ask(user("a"), first, user("b"), tools=[TOOL])
+    assert client.reasons[1].startswith("the tools, the template's variables")
+
+
+async def test_a_failed_turn_is_taken_back_and_can_be_asked_again() -> None:
+    client = Client(
+        said("one"), [*chunks([1, 2], end=None), ServerUnavailable("gone")], said("two")
+    )
+    first = await client.ask(user("a"))
+    with pytest.raises(ServerError, match="gone"):
+        await client.ask(user("a"), first, user("b"))
+    assert [len(one.turns) for one in client.branches] == [1]
+    assert client.branches[0].turns[0].observation_ids == []
+    await client.ask(user("a"), first, user("b"))
+    assert [len(one.turns) for one in client.branches] == [2]
+    assert client.session.num_cut == 1
+
+
+async def test_a_first_turn_that_fails_leaves_no_branch() -> None:
+    client = Client([ServerUnavailable("gone")], said("one"))
+    with pytest.raises(ServerError):
+        await client.ask(user("a"))
+    assert client.branches == []
+    await client.ask(user("a"))
+    assert len(client.branches) == 1
+    kinds = [
+        type(one) for one in client.events if isinstance(one, RolloutStarted | RolloutAbandoned)
+    ]
+    assert kinds == [RolloutStarted, RolloutAbandoned, RolloutStarted]
+
+
+async def test_a_client_that_leaves_takes_its_turn_with_it() -> None:
+    started = anyio.Event()
+
+    async def hang() -> None:
+        started.set()
+        await anyio.sleep_forever()
+
+    client = Client(said("one"), [*chunks([1, 2], end=None), hang], said("two"))
+    first = await client.ask(user("a"))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(client.ask, user("a"), first, user("b"))
+        await started.wait()
+        tasks.cancel_scope.cancel()
+    assert [len(one.turns) for one in client.branches] == [1]
+    await client.ask(user("a"), first, user("b"))
+    assert [len(one.turns) for one in client.branches] == [2]
+
+
+async def test_parallel_requests_from_one_turn_are_branches() -> None:
+    gates = [anyio.Event(), anyio.Event()]
+    client = Client(said("one"), [gates[0].wait, *said("x")], [gates[1].wait, *said("y")])
+    first = await client.ask(user("a"))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(client.ask, user("a"), first, user("b"))
+        tasks.start_soon(client.ask, user("a"), first, user("c"))
+        await anyio.wait_all_tasks_blocked()
+        for gate in reversed(gates):
+            gate.set()
+    assert sorted(len(one.turns) for one in client.branches) == [1, 2]
+    assert sum(one.num_sampled_tokens for one in client.branches) == sum(
+        len(said(text)[0].ids) for text in ("one", "x", "y")
+    )
+
+
+async def test_a_delivery_that_failed_can_be_discarded() -> None:
+    client = Client(said("one"), said("two"), said("three"))
+    first = await client.ask(user("a"))
+    lost = await client.session.complete(Asked([user("a"), first, user("b")]), as_message)
+    client.session.discard(lost)
+    assert [len(one.turns) for one in client.branches] == [1]
+    await client.ask(user("a"), first, user("b"))
+    assert [len(one.turns) for one in client.branches] == [2]
+
+
+async def test_closing_ends_its_branches_and_frees_their_cache() -> None:
+    client = Client(said("one"))
+    await client.ask(user("a"))
+    (record,) = client.session.close()
+    assert record.stop_reason is StopReason.ANSWERED
+    assert client.engine.forgotten == ["s"]
+    assert isinstance(client.events[-1], RolloutFinished)
+    with pytest.raises(RequestError, match="closed"):
+        await client.ask(user("a"))
+
+
+async def test_a_full_session_is_refused() -> None:
+    client = Client(said("one"), said("two"), max_tokens=5)
+    await client.ask(user("a"))
+    with pytest.raises(RequestError, match=r"session: it holds \d+ tokens"):
+        await client.ask(user("b"))
+
+
+async def test_turns_and_branches_have_seeds_of_their_own_unless_the_client_sets_one() -> None:
+    client = Client(said("one"), said("two"), said("three"), sampling=Sampling(seed=1))
+    await client.ask(user("a"))
+    await client.ask(user("a"))
+    await client.ask(user("a"), sampling=Sampling(seed=7), has_seed=True)
+    seeds = [one.sampling.seed for one in client.engine.asked]
+    assert len({1, *seeds}) == 4
+    assert seeds[2] == 7
+
+
+# --- any client -----------------------------------------------------------------------------------
+
+TEXTS = st.sampled_from(["a", "b", "hello", "é\n", "<tool_call>", END, "  x "])
+ACTIONS = st.sampled_from(["go on", "retry", "edit", "compact", "back", "fork", "drop", "rewrite"])
+
+
+@pytest.mark.timeout(120)
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.tuples(ACTIONS, TEXTS, st.booleans()), max_size=12), st.randoms())
+def test_whatever_a_client_sends_each_sampled_token_is_an_output_once(
+    actions: list[tuple[str, str, bool]], random: Any
+) -> None:
+    anyio.run(_play, actions, random)
+
+
+async def _play(actions: list[tuple[str, str, bool]], random: Any) -> None:
+    texts = [f"answer {index} {text}" for index, (_, text, _) in enumerate(actions)] + ["first"]
+    scripts = []
+    for (_, _, calls), text in zip([*actions, ("", "", False)], texts, strict=True):
+        call = call_text("add", {"b": 1, "a": text}) if calls else ""
+        scripts.append(chunks([*CHAT.encode(text), *written(CHAT, call + END)]))
+    client = Client(*scripts)
+    histories: list[list[Message]] = [[user("q"), await client.ask(user("q"), tools=[TOOL])]]
+    for action, text, _ in actions:
+        history = copy.deepcopy(random.choice(histories))
+        match action:
+            case "retry":
+                history = history[:-1]
+            case "edit":
+                history[-1] = {"role": "assistant", "content": f"edited {text}"}
+            case "compact":
+                history = [user(f"summary {text}")]
+            case "back":
+                history = history[: random.randrange(1, len(history) + 1)]
+            case "drop":
+                history[-1] = {k: v for k, v in history[-1].items() if k != "reasoning_content"}
+            case "rewrite":
+                for call in history[-1].get("tool_calls") or ():
+                    arguments = json.loads(call["function"]["arguments"])
+                    call["function"]["arguments"] = json.dumps(arguments, indent=3)
+        if history[-1]["role"] == "assistant":
+            history += [tool(one, text) for one in history[-1].get("tool_calls") or ()] or [
+                user(text)
+            ]
+        history.append(await client.ask(*history, tools=[TOOL]))
+        histories.append(history)
+    sampled = [
+        [id for step in script for id in step.ids] for script in scripts[: len(client.engine.asked)]
+    ]
+    outputs = [turn.output_ids for record in client.branches for turn in record.turns]
+    assert sorted(outputs) == sorted(sampled)
+    # What the engine was asked to continue is what the record says came before.
+    prompts = sorted(one.ids for one in client.engine.asked)
+    recorded = []
+    for record in client.branches:
+        ids = list(record.prompt_ids)
+        for turn in record.turns:
+            recorded.append(list(ids))
+            ids += [*turn.output_ids, *turn.observation_ids]
+    assert sorted(recorded) == prompts
+    simple = all(action in ("go on", "drop", "rewrite", "fork") for action, _, _ in actions)
+    if simple and len(histories) <= 2:
+        assert len(client.branches) == 1
+
+
+@pytest.mark.parametrize(("num_requests", "waited_s"), [(1, 5.0), (2, 0.0)])
+async def test_only_a_request_that_is_alone_counts_as_waiting_for_a_server(
+    monkeypatch: pytest.MonkeyPatch, num_requests: int, waited_s: float
+) -> None:
+    now = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now, time=lambda: now)
+    monkeypatch.setattr("agentloop.agent.sessions.session.time", clock)
+    sampling = anyio.Event()
+    turn: list[Step] = [sampling.wait, *said("one")]
+    client = Client(*[turn] * num_requests)
+    generate, free = client.engine.generate, anyio.Event()
+
+    async def queued(*arguments: Any, **options: Any) -> None:
+        await free.wait()
+        await generate(*arguments, **options)
+
+    monkeypatch.setattr(client.engine, "generate", queued)
+    async with anyio.create_task_group() as group:
+        for _ in range(num_requests):
+            group.start_soon(client.ask, user("a"))
+        await anyio.wait_all_tasks_blocked()
+        assert client.session.queued_s == 0.0
+        now += 5.0
+        assert client.session.queued_s == waited_s
+        free.set()
+        await anyio.wait_all_tasks_blocked()
+        now += 50.0  # the model samples: that is the rollout's own time
+        sampling.set()
+    assert client.session.queued_s == waited_s
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+async def test_what_a_client_has_read_before_a_failure_stays_in_a_branch(is_read: bool) -> None:
+    cut = written(CHAT, "two")
+    client = Client(
+        said("one"), [*chunks(cut, end=None), ServerUnavailable("gone")], said("two"), said("3")
+    )
+    first = await client.ask(user("a"))
+    asked = Asked([user("a"), first, user("b")])
+    reader = [client.events.append] if is_read else []
+    with pytest.raises(ServerError, match="gone"):
+        await client.session.complete(asked, as_message, *reader)
+    second = await client.ask(*asked.messages)
+    await client.ask(*asked.messages, second, user("c"))
+    main, *others = client.branches
+    assert [len(turn.output_ids) for turn in main.turns] == [
+        len(said(text)[0].ids) for text in ("one", "two", "3")
+    ]
+    assert [[turn.output_ids for turn in one.turns] for one in others] == [[cut]] * is_read
+    if is_read:
+        assert others[0].prompt_ids == client.engine.asked[1].ids
+        assert client.reasons[1] == "the infrastructure failed before the end of the message"
+
+
+async def test_a_first_message_that_was_cut_off_and_is_asked_again_says_so() -> None:
+    client = Client([*chunks([5, 6], end=None), ServerUnavailable("gone")], said("one"))
+    with pytest.raises(ServerError):
+        await client.session.complete(Asked([user("a")]), as_message, client.events.append)
+    await client.ask(user("a"))
+    assert client.reasons == ["", "the same history was asked again"]
+
+
+@pytest.mark.parametrize("has_answer", [True, False])
+async def test_what_the_model_was_writing_is_kept_when_its_client_is_stopped(
+    has_answer: bool,
+) -> None:
+    cut = written(CHAT, "endless")
+    endless: list[Step] = [*chunks(cut, end=None), anyio.sleep_forever]
+    client = Client(*([said("one")] if has_answer else []), endless, is_rollout=True)
+    history: list[Message] = [user("a")]
+    if has_answer:
+        history += [await client.ask(*history), user("b")]
+    assert not client.session.stop_requests()
+
+    async def ask() -> None:
+        with pytest.raises(RequestError, match="were stopped"):
+            await client.ask(*history)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        assert client.session.stop_requests()
+        assert client.branches[-1].turns[-1].output_ids == cut
+    assert client.branches[-1].prompt_ids == client.engine.asked[-1].ids
+    assert len(client.branches) == 1 + has_answer
+    assert client.session.is_idle
+
+
+@pytest.mark.parametrize("asks_again", [True, False])
+async def test_a_message_that_nobody_waited_for_is_kept_if_there_is_nothing_else(
+    asks_again: bool,
+) -> None:
+    cut = written(CHAT, "endless")
+    client = Client([*chunks(cut, end=None), anyio.sleep_forever], said("one"), is_rollout=True)
+    async with anyio.create_task_group() as group:
+        group.start_soon(client.ask, user("a"))
+        await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    assert client.branches == []
+    if asks_again:
+        await client.ask(user("a"))
+    client.session.stop_requests()
+    (record,) = client.branches
+    assert record.turns[0].output_ids == (said("one")[0].ids if asks_again else cut)
+
+
+@pytest.mark.parametrize(
+    ("message", "is_read"),
+    [
+        ({"cache_control": {"type": "ephemeral"}}, False),
+        ({"mood": "glad"}, True),
+        ({"mood": None}, False),
+    ],
+)
+async def test_another_field_of_a_message_counts_where_the_template_reads_it(
+    message: Message, is_read: bool
+) -> None:
+    source = TEMPLATE.replace("+ message.role +", "+ message.role + (message.mood or '') +")
+    chat = ChatFormat(tokenizer(), template(source), end_token=END)
+    assert chat.reads("user", "mood")
+    client = Client(said("one"), said("two"), chat=chat)
+    first = await client.ask(user("a"))
+    await client.ask({**user("a"), **message}, first, user("b"))
+    assert len(client.branches) == 1 + is_read
+
+
+async def test_a_history_that_was_asked_before_is_not_compared_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[int] = []
+
+    def counted(messages: Sequence[Message], reads: Any = None, begin: int = 0) -> list[bytes]:
+        compared.append(len(messages) - begin)
+        return keys_of(messages, begin=begin)
+
+    monkeypatch.setattr("agentloop.agent.sessions.tree.keys_of", counted)
+    client = Client(*(said(str(number)) for number in range(6)))
+    history: list[Message] = [user("a")]
+    for number in range(5):
+        history += [await client.ask(*history), user(f"b{number}")]
+    assert max(compared) == 2  # an answer and what follows it
+    assert len(client.branches) == 1
+    await client.ask({**history[0], "content": "x"}, *history[1:])
+    assert compared[-2] == len(history)
+
+
+async def test_a_branch_waits_for_its_client_after_each_message_and_each_failure() -> None:
+    client = Client(said("1"), [ServerUnavailable("gone")], said("2"))
+    first = await client.ask(user("a"))
+    history = [user("a"), first, user("b")]
+    with pytest.raises(ServerError):
+        await client.ask(*history)
+    await client.ask(*history)
+    kinds = (TurnStarted, TurnFinished, ClientAwaited)
+    told = [type(event) for event in client.events if isinstance(event, kinds)]
+    assert told == 3 * [TurnStarted, TurnFinished, ClientAwaited]
+    (record,) = client.branches
+    one, two = record.turns
+    assert one.started_s <= one.ended_s <= two.started_s <= two.ended_s <= record.elapsed_s

@@ -1,0 +1,254 @@
+"""The chat templates of real models: exact, append-only, no control tokens from contents."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.formats import detect
+from agentloop.trajectory import ToolCall
+from tests.agentloop.agent.random_conversations import EXAMPLES, conversations, some_text
+from tests.agentloop.agent.real_models import (
+    TEMPLATES,
+    chat_of,
+    control_tokens,
+    fast_tokenizer,
+    template_of,
+)
+
+pytestmark = pytest.mark.timeout(120)  # the first test converts a tokenizer, in some seconds
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "multiply",
+            "description": "Multiply <two> numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "one"},
+                    "note": {"type": "string", "description": "text"},
+                },
+                "required": ["a"],
+            },
+        },
+    }
+]
+# These write a thought only while no user's message follows, so a prompt of theirs does not extend
+# the ids of the turn before; ours does.
+DROP_THOUGHTS = {
+    "GLM-4.7-Flash",
+    "MiniMaxAI-MiniMax-M2",
+    "MiniMaxAI-MiniMax-M2.7",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "NVIDIA-Nemotron-Nano-v2",
+    "Qwen-Qwen3-0.6B",
+    "Qwen-Qwen3-4B-Thinking-2507",
+    "Qwen-Qwen3.5-0.8B",
+    "Qwen-Qwen3.6-35B-A3B",
+    "deepseek-ai-DeepSeek-V3.2",
+}
+# A turn of harmony ends with <|return|>, which a prompt of its template has replaced by <|end|>.
+REPLACES_END = {"openai-gpt-oss-120b"}
+# "It begins inside a thought" means that a message without one is written in another way.
+NEEDS_THOUGHT = {
+    "GLM-4.7-Flash",
+    "MiniMaxAI-MiniMax-M2",
+    "MiniMaxAI-MiniMax-M2.7",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+}
+# They remove the thought although no user's message follows, or write another generation prompt.
+CANNOT_BE_IMITATED = {"NVIDIA-Nemotron-Nano-v2", "deepseek-ai-DeepSeek-V3.2"}
+
+# Their templates refuse a turn with several.
+ONE_CALL = {"meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct"}
+
+
+def call_id(name: str, number: int = 0) -> str:
+    return f"functions.multiply:{number}" if "Kimi" in name else f"abcdef12{number}"
+
+
+def calls_tool(name: str, *notes: str) -> dict[str, Any]:
+    made = [
+        {
+            "id": call_id(name, number),
+            "type": "function",
+            "function": {"name": "multiply", "arguments": {"a": 37, "note": note}},
+        }
+        for number, note in enumerate(notes)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
+def responds(name: str, *contents: str) -> list[dict[str, Any]]:
+    return [
+        {"role": "tool", "tool_call_id": call_id(name, number), "content": content}
+        for number, content in enumerate(contents)
+    ]
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def controls_in(chat: ChatFormat, ids: Sequence[int]) -> list[int]:
+    return [token for token in ids if token in controls_of(chat)]
+
+
+@functools.cache
+def controls_of(chat: ChatFormat) -> frozenset[int]:
+    return frozenset(chat.tokenizer.get_added_tokens_decoder())
+
+
+@functools.cache
+def num_conversations(name: str) -> int:
+    """How many a template gets: a share of those of its family, and of the time that they take."""
+    family = detect(template_of(name)).name
+    shared = sum(detect(template_of(other)).name == family for other in TEMPLATES)
+    return math.ceil(EXAMPLES / 4 / shared)
+
+
+def num_calls(name: str, dice: random.Random) -> int:
+    return 1 if name in ONE_CALL else dice.randint(1, 3)
+
+
+def some_words(dice: random.Random) -> str:
+    """Text that is not blank, and spells no control token."""
+    while not (text := some_text(dice)).strip() or control_tokens(text) != ["</s>", "<s>"]:
+        pass
+    return text
+
+
+seeded = pytest.mark.timeout(120 + EXAMPLES // 4)
+
+
+@seeded
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.series
+def test_a_prompt_has_the_ids_of_the_whole_rendered_text(name: str) -> None:
+    chat, hf = chat_of(name), fast_tokenizer(name)
+    for example, dice in conversations(f"ids {name}", num_conversations(name)):
+        many = range(num_calls(name, dice))
+        messages = [
+            {"role": "system", "content": some_words(dice)},
+            user(some_words(dice)),
+            calls_tool(name, *(some_words(dice) for _ in many)),
+            *responds(name, *(some_words(dice) for _ in many)),
+        ][dice.randrange(2) :]
+        expected = hf.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True)
+        assert chat.prompt(messages, TOOLS) == expected["input_ids"], example
+
+
+@seeded
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.series
+def test_contents_add_no_control_token(name: str) -> None:
+    chat, spelled = chat_of(name), control_tokens(template_of(name))
+
+    def written(asked: str, notes: Sequence[str], said: Sequence[str]) -> list[list[int]]:
+        calls = [ToolCall(call_id(name, i), "multiply", {}, "", 0, 0) for i in range(len(said))]
+        messages = [user(asked), calls_tool(name, *notes), *responds(name, *said)]
+        parts = (
+            chat.prompt(messages, TOOLS),
+            chat.observation(said, calls),
+            chat.user_message(asked),
+        )
+        return [controls_in(chat, part) for part in parts]
+
+    @functools.cache
+    def without(many: int) -> list[list[int]]:
+        return written("ab", ["ab"] * many, ["ab"] * many)
+
+    for example, dice in conversations(f"controls {name}", num_conversations(name)):
+        many = num_calls(name, dice)
+        asked, *others = (f"a{some_text(dice, spelled)}b" for _ in range(1 + 2 * many))
+        assert written(asked, others[:many], others[many:]) == without(many), example
+
+
+@seeded
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in CANNOT_BE_IMITATED])
+@pytest.mark.series
+def test_what_follows_a_turn_is_what_the_template_writes(name: str) -> None:
+    chat = chat_of(name)
+    thought = {"reasoning_content": "Hm."} if name in NEEDS_THOUGHT else {}
+    for example, dice in conversations(f"follows {name}", num_conversations(name)):
+        asked = some_words(dice)
+        if dice.random() < 0.4:
+            answering = {"role": "assistant", "content": some_words(dice).strip(), **thought}
+            ids = chat.prompt([user(asked)]) + chat.encode_assistant_turn(answering)
+            ids += chat.user_message(asked)
+            whole = chat.prompt([user(asked), answering, user(asked)])
+            assert ids == whole or name in DROP_THOUGHTS | REPLACES_END, example
+            continue
+        many = range(num_calls(name, dice))
+        said = [some_words(dice) for _ in many]
+        calls = [ToolCall(call_id(name, i), "multiply", {}, "", 0, 0) for i in many]
+        calling = {**calls_tool(name, *(some_words(dice) for _ in many)), **thought}
+        ids = chat.prompt([user(asked)], TOOLS) + chat.encode_assistant_turn(calling)
+        ids += chat.observation(said, calls)
+        whole = chat.prompt([user(asked), calling, *responds(name, *said)], TOOLS)
+        if name in DROP_THOUGHTS and not thought:
+            assert chat.decode(whole).rpartition("multiply")[2] in chat.decode(ids), example
+        else:
+            assert chat.decode(ids) == chat.decode(whole), example
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("moonshotai-Kimi-K2-Instruct", "functions.multiply:0", "functions.multiply:1"),
+        ("Mistral-Small-3.2-24B-Instruct-2506", "lloda7c11", "lloda7c12"),
+    ],
+)
+def test_ids_of_a_client_become_those_of_the_template(name: str, first: str, second: str) -> None:
+    """OpenAI's clients send the ids back that they got from us."""
+    chat = chat_of(name)
+    ids = ("call_oda7c1_1", "call_oda7c1_2")
+
+    def called(id: str) -> list[dict[str, Any]]:
+        function = {"name": "multiply", "arguments": {"a": 37}}
+        made = {"id": id, "type": "function", "function": function}
+        return [
+            {"role": "assistant", "content": "", "tool_calls": [made]},
+            {"role": "tool", "tool_call_id": id, "content": "1776"},
+        ]
+
+    text = chat.decode(chat.prompt([user("hi"), *called(ids[0]), *called(ids[1])], TOOLS))
+    assert text.count(first) == text.count(second) == 2
+    assert not any(id in text for id in ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("Qwen-Qwen3-0.6B", "<|im_end|>\n<|im_start|>user\n<tool_response>"),
+        ("GLM-4.7-Flash", "<|observation|><tool_response>"),
+        (
+            "deepseek-ai-DeepSeek-V3.1",
+            "<｜tool▁calls▁end｜><｜end▁of▁sentence｜><｜tool▁output▁begin｜>",
+        ),
+        ("moonshotai-Kimi-K2-Instruct", "<|tool_calls_section_end|><|im_end|><|im_system|>"),
+        ("MiniMaxAI-MiniMax-M2", "</minimax:tool_call>[e~[\n]~b]tool"),
+        ("openai-gpt-oss-120b", "<|call|><|start|>functions.multiply to=assistant"),
+        ("mistralai-Mistral-Nemo-Instruct-2407", "]</s>[TOOL_RESULTS]"),
+        ("NVIDIA-Nemotron-Nano-v2", "]</TOOLCALL><SPECIAL_12>\n<SPECIAL_11>User"),
+        ("meta-llama-Llama-3.1-8B-Instruct", "<|eot_id|><|start_header_id|>ipython"),
+    ],
+)
+def test_a_turn_that_was_cut_after_a_call_is_closed_first(name: str, end: str) -> None:
+    chat = chat_of(name)
+    call = ToolCall(call_id(name), "multiply", {}, "", 0, 0)
+    (inside,) = chat.encode("x")
+    cut = chat.decode(chat.observation(["1776"], [call], last_id=inside))
+    whole = chat.decode(
+        chat.observation(["1776"], [call], last_id=chat.token_id(chat.end_of_calls))
+    )
+    assert cut.startswith(end)
+    assert cut.endswith(whole)

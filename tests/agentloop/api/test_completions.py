@@ -1,0 +1,359 @@
+"""Completions: prompts of every kind, echoes with log-probabilities, streams, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import pytest
+
+from agentloop.api.completions import NOT_FOR_COMPLETIONS, CompletionRequest
+from agentloop.errors import RequestError, ServerUnavailable, Unsupported
+from agentloop.inference.sglang.frames import Chunk, PromptLogprobs
+from agentloop.trajectory import TurnEnd
+from tests.agentloop.api.test_app import CHAT, Service, client, says, service
+from tests.support import END, Step, chunks, logprob, written
+
+pytestmark = pytest.mark.anyio
+
+HELLO = written(CHAT, "hello world")
+
+
+def scored(prompt: Sequence[int], text: str, *, num_top: int = 0) -> list[Step]:
+    """Return a script: the prompt's log-probabilities, and the first token of `text`."""
+    (token, *_) = written(CHAT, text)
+    top = [[(-0.25 * (1 + rank), rank) for rank in range(num_top)] for _ in prompt]
+    scores = PromptLogprobs([None, *map(logprob, range(1, len(prompt)))], [[], *top[1:]])
+    return [Chunk([token], [logprob(0)], "v0", end=TurnEnd.LENGTH, prompt=scores)]
+
+
+def continues(text: str) -> list[Step]:
+    ids = written(CHAT, text)
+    return list(chunks(ids, range(1, len(ids)), end=TurnEnd.LENGTH))
+
+
+async def asked(at: Service, **body: Any) -> Any:
+    async with at.post("/v1/completions", body) as response:
+        answer = await response.json()
+        assert response.status == 200, answer
+    return answer
+
+
+async def streamed(at: Service, **body: Any) -> list[Any]:
+    async with at.post("/v1/completions", {**body, "stream": True}) as response:
+        assert response.status == 200
+        lines = (await response.text()).split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+async def refused(at: Service, status: int = 400, **body: Any) -> dict[str, Any]:
+    async with at.post("/v1/completions", body) as response:
+        error: dict[str, Any] = (await response.json())["error"]
+        assert response.status == status, error
+    return error
+
+
+def parsed(**body: Any) -> CompletionRequest:
+    return CompletionRequest.parse(json.dumps({"prompt": "x", **body}).encode())
+
+
+async def test_openais_client_gets_its_text_streamed_and_whole() -> None:
+    async with service(says("It is 1776."), says("It is 1776.")) as at, client(at) as asks:
+        whole = await asks.completions.create(model="fake", prompt="hello world", max_tokens=9)
+        (choice,) = whole.choices
+        assert (choice.text, choice.finish_reason, choice.logprobs) == ("It is 1776.", "stop", None)
+        num_sampled = len(written(CHAT, "It is 1776." + END))
+        assert whole.usage is not None
+        assert whole.usage.prompt_tokens == len(HELLO)
+        assert whole.usage.completion_tokens == num_sampled
+        stream = await asks.completions.create(
+            model="fake", prompt="hello world", stream=True, stream_options={"include_usage": True}
+        )
+        text, finish = "", set[str | None]()
+        async for chunk in stream:
+            if chunk.choices:
+                text += chunk.choices[0].text
+                finish.add(chunk.choices[0].finish_reason)
+            else:
+                assert chunk.usage is not None
+                assert chunk.usage.completion_tokens == num_sampled
+        assert (text, finish) == ("It is 1776.", {None, "stop"})
+    for generation in at.router.asked:
+        assert generation.ids == HELLO
+        assert generation.stop_ids == CHAT.stop_ids
+    assert [generation.max_new_tokens for generation in at.router.asked] == [9, 16]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ("hello world", [HELLO]),
+        (["hello world", "hello world<|im_end|>"], [HELLO, written(CHAT, "hello world<|im_end|>")]),
+        ([5, 6], [[5, 6]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+    ],
+)
+async def test_prompts_are_texts_or_ids(prompt: Any, ids: list[list[int]]) -> None:
+    async with service(*[says("x")] * 4) as at:
+        answer = await asked(at, prompt=prompt, n=2, seed=3)
+        assert [choice["index"] for choice in answer["choices"]] == [*range(2 * len(ids))]
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+        generations = at.router.asked
+        assert [one.ids for one in generations] == [one for one in ids for _ in range(2)]
+        assert [one.sampling.seed for one in generations] == [3, 4] * len(ids)
+        groups = [one.group for one in generations[::2]]
+        assert [one.group for one in generations[1::2]] == groups
+        assert at.router.forgotten_groups == groups
+        assert len({one.key for one in generations}) == len(generations)
+
+
+async def test_parameters_are_passed_on() -> None:
+    async with service(says("x")) as at:
+        await asked(
+            at,
+            prompt=[5],
+            temperature=0,
+            top_k=3,
+            frequency_penalty=1,
+            presence_penalty=0,
+            logit_bias={"7": 2},
+            min_tokens=2,
+            stop_token_ids=[9],
+            logprobs=2,
+        )
+        (generation,) = at.router.asked
+    assert (generation.sampling.temperature, generation.sampling.top_k) == (0, 3)
+    assert generation.parameters == {
+        "frequency_penalty": 1,
+        "logit_bias": {"7": 2},
+        "min_new_tokens": 2,
+    }
+    assert generation.stop_ids == (*CHAT.stop_ids, 9)
+    assert generation.num_top_logprobs == 2
+
+
+async def test_no_token_ends_it_if_ends_are_ignored() -> None:
+    async with service(continues(f"x{END}y")) as at:
+        answer = await asked(at, prompt=[5], ignore_eos=True)
+        assert at.router.asked[0].stop_ids == ()
+    assert answer["choices"][0]["text"] == f"x{END}y"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_ends_before_a_stop_sequence(stream: bool) -> None:
+    async with service(continues("the answer is 1776.")) as at:
+        body = {"prompt": "x", "stop": ["r i", "s 1"], "logprobs": 0}
+        if stream:
+            choices = [event["choices"][0] for event in await streamed(at, **body)]
+        else:
+            choices = (await asked(at, **body))["choices"]
+    assert "".join(choice["text"] for choice in choices) == "the answe"
+    assert choices[-1]["finish_reason"] == "stop"
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    assert "the answer i" in "".join(tokens)  # all that were sampled
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_a_harness_gets_log_probabilities_of_a_prompt_in_one_request(max_tokens: int) -> None:
+    async with service(scored(HELLO, "x", num_top=1)) as at:
+        answer = await asked(at, prompt=HELLO, echo=True, max_tokens=max_tokens, logprobs=1, seed=1)
+        (generation,) = at.router.asked
+    assert (generation.prompt_logprobs, generation.max_new_tokens) == (True, 1)
+    (choice,) = answer["choices"]
+    assert choice["text"] == "hello world" + "x" * max_tokens
+    assert choice["finish_reason"] == "length"
+    told = choice["logprobs"]
+    after = [logprob(0)] * max_tokens
+    assert told["token_logprobs"] == [None, *map(logprob, range(1, len(HELLO))), *after]
+    texts = [CHAT.decode([token]) for token in HELLO]
+    assert told["tokens"] == texts + ["x"] * max_tokens
+    assert told["text_offset"] == [
+        len("".join(texts[:at])) for at in range(len(texts) + max_tokens)
+    ]
+    assert told["top_logprobs"][0] is None
+    for text, value, likely in zip(
+        texts[1:], told["token_logprobs"][1:], told["top_logprobs"][1:], strict=False
+    ):
+        assert likely == {text: value, CHAT.decode([0]): -0.25}
+    assert answer["usage"]["completion_tokens"] == max_tokens
+
+
+async def test_choices_share_the_log_probabilities_of_their_prompt() -> None:
+    async with service(scored(HELLO, "x"), continues("one"), continues("two")) as at:
+        answer = await asked(at, prompt=HELLO, echo=True, max_tokens=9, logprobs=0, n=2)
+        first, *others = at.router.asked
+    assert (first.prompt_logprobs, first.max_new_tokens) == (True, 1)
+    assert [(one.prompt_logprobs, one.max_new_tokens) for one in others] == [(False, 9)] * 2
+    assert {choice["text"] for choice in answer["choices"]} == {"hello worldone", "hello worldtwo"}
+    for choice in answer["choices"]:
+        told = choice["logprobs"]
+        assert told["token_logprobs"][: len(HELLO)] == [None, *map(logprob, range(1, len(HELLO)))]
+        assert "".join(told["tokens"]) == choice["text"]
+        assert all(len(entries) == len(told["tokens"]) for entries in told.values())
+        for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+            assert choice["text"][offset:].startswith(token)
+
+
+async def test_a_limit_of_tokens_does_not_constrain_the_scoring() -> None:
+    async with service(scored(HELLO, "x"), continues("one two")) as at:
+        await asked(at, prompt=HELLO, echo=True, max_tokens=9, logprobs=0, min_tokens=5)
+        assert [one.parameters for one in at.router.asked] == [{}, {"min_new_tokens": 5}]
+
+
+async def test_an_echo_without_log_probabilities_needs_no_server() -> None:
+    async with service() as at:
+        answer = await asked(at, prompt="hello world", echo=True, max_tokens=0)
+        assert at.router.asked == []
+    assert answer["choices"] == [
+        {"index": 0, "text": "hello world", "logprobs": None, "finish_reason": "length"}
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["hello world", "x"]},
+        {"prompt": HELLO, "n": 2},
+        {"prompt": "hello world", "logprobs": 2},
+        {"prompt": HELLO, "echo": True, "logprobs": 1, "max_tokens": 1},
+        {"prompt": HELLO, "echo": True, "logprobs": 1, "max_tokens": 9},
+        {"prompt": HELLO, "echo": True, "max_tokens": 9, "stop": "s o"},
+    ],
+)
+async def test_a_stream_equals_the_whole(body: dict[str, Any]) -> None:
+    script: list[list[Step]] = [continues("one é is one")] * 2
+    if "echo" in body and "logprobs" in body:
+        script = [scored(HELLO, "one é is one", num_top=1), *script]
+    async with service(*script) as at:
+        whole = await asked(at, **body)
+    async with service(*script) as at:
+        events = await streamed(at, **body, stream_options={"include_usage": True})
+    *events, last = events
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    for choice in whole["choices"]:
+        pieces = [
+            piece for one in events for piece in one["choices"] if piece["index"] == choice["index"]
+        ]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        assert [piece["finish_reason"] for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert pieces[-1]["finish_reason"] == choice["finish_reason"]
+        for name, entries in (choice["logprobs"] or {}).items():
+            assert [one for piece in pieces for one in piece["logprobs"][name]] == entries
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"prompt": []}, "prompt: "),
+        ({"prompt": ""}, "prompt: "),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [5, 100_000]}, "prompt: 100000 is outside of the vocabulary"),
+        ({"prompt": [[5], [100_000]]}, "prompt[1]: 100000 is outside of the vocabulary"),
+        ({"prompt": [[5], [5] * 200_000]}, "prompt[1]: this model's maximum context length is"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens: 0 leaves nothing to return"),
+        ({"prompt": "x", "max_tokens": -1}, "max_tokens: "),
+        ({"prompt": "x", "logprobs": 21}, "logprobs: "),
+        ({"prompt": "x", "logprobs": True}, "logprobs: "),
+        ({"prompt": "x", "min_tokens": 17}, "min_tokens: 17 are more than the limit of 16"),
+        ({"prompt": ["x"] * 33, "n": 128}, "n: 4224 choices are more than 4096"),
+        ({"prompt": "x", "suffix": "y"}, "suffix: "),
+        ({"prompt": "x", "best_of": 2}, "use n"),
+        ({"prompt": "x", "response_format": {"type": "json_object"}}, "use chat completions"),
+        ({"prompt": "x", "prompt_logprobs": 1}, "use echo and logprobs"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "prompt: Field required"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bad_request_names_the_field(body: dict[str, Any], said: str, stream: bool) -> None:
+    async with service() as at:
+        error = await refused(at, **body, stream=stream)
+    assert said in error["message"]
+
+
+async def test_another_model_is_not_served() -> None:
+    async with service() as at:
+        error = await refused(at, 404, prompt="x", model="other")
+    assert error["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("name", NOT_FOR_COMPLETIONS)
+def test_parameters_without_effect_are_accepted(name: str) -> None:
+    for value in NOT_FOR_COMPLETIONS[name].values:
+        assert parsed(**{name: value}) == parsed()
+    with pytest.raises(Unsupported, match=f"^{name}: "):
+        parsed(**{name: "something else"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_generation_that_fails_fails_the_request(stream: bool) -> None:
+    async with service(says("It"), [ServerUnavailable("gone")], says("It")) as at:
+        body = {"prompt": "x", "n": 3, "stream": stream}
+        async with at.post("/v1/completions", body) as response:
+            text = await response.text()
+        assert "gone" in text
+        if not stream:
+            assert response.status == 503
+
+
+async def test_a_refusal_of_the_server_sets_the_status_of_a_stream() -> None:
+    async with service([RequestError("http://fake: min_new_tokens must be less")]) as at:
+        error = await refused(at, prompt="x", stream=True)
+    assert "min_new_tokens" in error["message"]
+
+
+async def test_missing_log_probabilities_are_the_infrastructures_failure() -> None:
+    async with service(continues("x"), continues("x")) as at:
+        for max_tokens in (1, 2):
+            error = await refused(
+                at, 503, prompt=HELLO, echo=True, logprobs=1, max_tokens=max_tokens
+            )
+            assert "did not report log-probabilities" in error["message"]
+
+
+async def test_a_generation_that_takes_too_long_is_cut_off() -> None:
+    async def hang() -> None:
+        await anyio.sleep_forever()
+
+    script: list[Step] = [*chunks(written(CHAT, "the answer"), end=None), hang]
+    async with service(script, [hang], budget={"timeout_s": 0.05}) as at:
+        answer = await asked(at, prompt="x", stop="answer is")
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("the answer", "length")
+        error = await refused(at, 503, prompt="x")
+        assert "no token was sampled" in error["message"]
+        assert at.router.num_open == 0
+
+
+async def test_the_bare_model_takes_these_parameters_in_chat_completions_too() -> None:
+    async with service(says("x")) as at:
+        body = {
+            "messages": [{"role": "user", "content": "hello"}],
+            "presence_penalty": 1,
+            "stop_token_ids": [9],
+        }
+        for model in (None, "fake-agent"):
+            async with at.post("/v1/chat/completions", {**body, "model": model}) as response:
+                error = (await response.json())["error"]
+            assert (response.status, error["param"]) == (400, "presence_penalty")
+        async with at.post("/v1/chat/completions", {**body, "model": "fake"}) as response:
+            assert response.status == 200
+        (generation,) = at.router.asked
+    assert generation.parameters == {"presence_penalty": 1}
+    assert generation.stop_ids == (*CHAT.stop_ids, 9)
+
+
+async def test_the_agent_has_no_completions() -> None:
+    async with service() as at:
+        error = await refused(at, prompt="x", model="fake-agent")
+    assert error["message"] == "model: only 'fake' has completions"
+
+
+async def test_the_settings_limit_tokens_as_well() -> None:
+    async with service(says("x"), budget={"max_response_tokens": 5}) as at:
+        await asked(at, prompt="x", max_tokens=100)
+        assert at.router.asked[0].max_new_tokens == 5

@@ -1,0 +1,143 @@
+"""The plan of a run on a cluster, and what is refused, without Ray."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentloop.cli.cluster import ClusterPlan, check_cluster, nodes_from
+from agentloop.cli.resource_plan import plan
+from agentloop.cli.train import TrainSettings, main
+from agentloop.config import load_settings
+from agentloop.errors import SettingsError
+from agentloop.training.cluster.placement import ProcessKind
+
+pytestmark = pytest.mark.timeout(120)  # the first plan imports all that a run would
+
+RECIPES = Path(__file__).parents[3] / "docs" / "recipes"
+MODEL = f"model='{RECIPES / 'qwen3-14b'}'"
+
+
+def planned(recipe: str, shape: str, *overrides: str) -> ClusterPlan:
+    settings = load_settings(TrainSettings, [RECIPES / f"{recipe}.toml"], [MODEL, *overrides])
+    nodes = nodes_from([shape])
+    return ClusterPlan(settings, nodes, nodes[0].name)
+
+
+def test_the_papers_64_gpus_have_one_process_each() -> None:
+    made = planned("paper-stage1", "8x128,8x80,2048")
+    taken = [(placement.node, gpu) for placement in made.placements for gpu in placement.gpus]
+    assert sorted(taken) == [(f"node-{n}", gpu) for n in range(1, 9) for gpu in range(8)]
+    where = {
+        kind: {s.node for s in made.placements if s.process.kind is kind} for kind in ProcessKind
+    }
+    assert where[ProcessKind.RANK] == {"node-1", "node-2", "node-3", "node-4"}
+    assert where[ProcessKind.SERVER] == where[ProcessKind.SANDBOX]
+    assert where[ProcessKind.SERVER].isdisjoint(where[ProcessKind.RANK])
+
+
+def test_runtimes_of_the_papers_run_have_a_node_with_their_servers_each() -> None:
+    made = planned("paper-stage1", "8x128,8x80,2048", "cluster.runtimes=4")
+    runtimes = [one for one in made.placements if one.process.kind is ProcessKind.RUNTIME]
+    assert {(one.node, one.gpus) for one in runtimes} == {
+        (f"node-{number}", tuple(range(8))) for number in range(5, 9)
+    }
+    assert {one.process.kind for one in made.placements} == {
+        ProcessKind.TRAINER,
+        ProcessKind.RANK,
+        ProcessKind.RUNTIME,
+    }
+    assert any("runtime 4" in line for line in made.lines())
+
+
+def test_the_releases_servers_and_ranks_share_eight_gpus() -> None:
+    made = planned("release-8gpu", "1x128,8x80,1024", "cluster.address=auto")
+    gpus = {placement.process.name: placement.gpus for placement in made.placements}
+    assert gpus["server 1"] == (0, 1, 2, 3)
+    assert gpus["server 2"] == (4, 5, 6, 7)
+    assert [gpus[f"rank {n}"] for n in range(8)] == [(n,) for n in range(8)]
+    with pytest.raises(SettingsError, match=r"no place for server 1 .*server 2"):
+        planned("release-8gpu", "1x128,8x80,1024", "cluster.colocated=false")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "kv_rollouts"),
+    [("paper-stage1", "8x128,8x80,2048", 16), ("release-8gpu", "1x128,8x80,1024", 16)],
+)
+def test_memory_is_within_the_cards(recipe: str, shape: str, kv_rollouts: int) -> None:
+    """With 8 GiB to spare for what an estimate leaves out: contexts, NCCL, CUDA graphs."""
+    made = planned(recipe, shape)
+    needs = plan(made.settings, made.machine)
+    assert [text for text in needs.warnings if "free space" not in text] == []  # of this disk
+    shared = recipe == "release-8gpu"
+    for_server = (0.25 if shared else 0.8) * made.machine.gpu_bytes
+    for_rank = needs.learner.total + (for_server if shared else 0)
+    assert for_rank + (8 << 30) < made.machine.gpu_bytes
+    assert for_server - needs.server.weights > kv_rollouts * needs.server.rollout
+
+
+def test_host_memory_counts() -> None:
+    with pytest.raises(SettingsError, match=r"no place for trainer to rank 7 .*220.* GiB"):
+        planned("paper-stage1", "8x128,8x80,128")
+
+
+def test_a_dry_run_prints_where_everything_goes_and_its_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = str(RECIPES / "paper-stage1.toml")
+    assert main(["--dry-run", recipe, MODEL, "--shape", "8x128,8x80,2048"]) == 0
+    said = capsys.readouterr().out
+    assert "  rank 24 to rank 31  node-4  8 CPUs, GPUs 0-7" in said
+    (line,) = (line for line in said.splitlines() if line.startswith("  server 4:"))
+    assert "--host node-8 " in line
+    assert "--dp-size 8" in line
+    assert "64 GPUs of the cluster" in said
+    assert "servers and ranks share GPUs" not in said
+
+
+def test_a_dry_run_reports_what_has_no_place(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(RECIPES / "paper-stage1.toml")
+    assert main(["--dry-run", recipe, MODEL, "--shape", "7x128,8", "--json"]) == 2
+    plan = json.loads(capsys.readouterr().out)
+    assert "no place for server 4 (needs 8 CPUs, 8 GPUs on one node)" in plan["refused"]
+    assert "placement" not in plan
+    assert main(["--dry-run", "--shape", "two nodes"]) == 2
+    assert "--shape: 'two nodes' is not of the form" in capsys.readouterr().out
+
+
+def test_a_shape_may_be_of_several_kinds_of_nodes() -> None:
+    first, second, third = nodes_from(["1x16", "2x64,8x80,512"])
+    assert (first.num_cpus, first.num_gpus, first.memory_bytes) == (16, 0, 0)
+    assert second.name == "node-2"
+    assert (third.num_gpus, third.gpu_bytes >> 30, third.memory_bytes >> 30) == (8, 80, 512)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("servers=['http://127.0.0.1:1']", "servers: on a cluster"),
+        ("sandbox.hosts=['http://127.0.0.1:1']", "sandbox.hosts: .*cluster.sandbox_hosts to 0"),
+        ("cluster.runtimes=2", "cluster.runtimes: 2 must be at most server.count .1."),
+        ("cluster={runtimes=1, colocated=true, address='auto'}", "cluster.colocated: not with"),
+        ("ranks.launcher=torchrun", "ranks.launcher: on a cluster, Ray starts the ranks"),
+        ("weights.transport=group", "weights.transport: only disk"),
+        ("sft.data.teacher=5", "sft: not on a cluster"),
+    ],
+)
+def test_what_a_cluster_cannot_have_is_refused_by_name(override: str, named: str) -> None:
+    settings = load_settings(TrainSettings, overrides=["cluster.address=auto", override])
+    with pytest.raises(SettingsError, match=named):
+        check_cluster(settings)
+
+
+def test_without_ray_it_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("agentloop.distribution.find_spec", lambda name: None)
+    run = [f"run.folder={tmp_path}", "--restarts", "0", "cluster.address=auto"]
+    assert main(run) == 2
+    assert "ray (places a run on a cluster" in (said := capsys.readouterr().err)
+    assert "pip install 'agentloop-rl[ray]'" in said
+    assert not list(tmp_path.iterdir())

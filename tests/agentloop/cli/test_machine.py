@@ -1,0 +1,52 @@
+"""`agentloop doctor` without a model: what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from agentloop.__main__ import main
+from agentloop.cli.machine import Check, examine, report
+
+
+def checks(*lacks: str, docker: bool = True, free_gb: float = 50.0) -> dict[str, Check]:
+    found = examine(
+        installed=lambda name: name not in lacks,
+        which=lambda name: None if name in lacks else f"/usr/bin/{name}",
+        docker=lambda: docker,
+        free_gb=lambda: free_gb,
+    )
+    return {check.name: check for check in found}
+
+
+def test_a_complete_machine_lacks_nothing() -> None:
+    found = checks()
+    assert all(check.is_there and not check.remedy for check in found.values())
+    assert "MISSING" not in report([*found.values()])
+
+
+def test_what_is_missing_says_how_to_get_it() -> None:
+    assert "[sglang]" in checks("sglang")["SGLang"].remedy
+    assert (
+        checks("sglang", "nvidia-smi")["SGLang"].remedy == "python -m agentloop.inference.install"
+    )
+    assert "[train]" in checks("deepspeed")["extra train (lacks deepspeed)"].remedy
+    assert "docs.docker.com" in checks(docker=False)["Docker Engine"].remedy
+    assert not checks(free_gb=1.0)["disk space"].is_there
+
+
+def test_the_report_names_each_missing_part_with_its_remedy() -> None:
+    text = report([*checks("sglang", "ray").values()])
+    assert "MISSING  SGLang: " in text
+    assert "optional extra ray (lacks ray): " in text
+    assert text.index("ok       Docker Engine") < text.index("MISSING")
+
+
+@pytest.mark.timeout(120)  # transformers is slow to import
+def test_the_command_reports_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    lacks = [one for one in told if not (one["is_there"] or one["is_optional"])]
+    assert status == (1 if lacks else 0)
+    assert {"SGLang", "Docker Engine", "disk space"} <= {one["name"] for one in told}

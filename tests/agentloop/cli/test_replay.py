@@ -1,0 +1,65 @@
+"""`agentloop train --replay`: its arguments, and what it prints of a step."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentloop.cli.replay import differences, step_line, step_range
+from agentloop.cli.train import main
+from agentloop.training.replay import ReplayedStep
+
+
+@given(st.integers(1, 10**9), st.integers(0, 10**9))
+def test_a_range_of_steps_is_read(first: int, more: int) -> None:
+    assert step_range(f"{first}") == (first, first)
+    assert step_range(f"{first}-{first + more}") == (first, first + more)
+
+
+@pytest.mark.parametrize("text", ["", "-", "0", "3-2", "-3", "1-2-3", "a", "1 2", "1.5"])
+def test_what_is_no_range_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        step_range(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--step", "3"], "--step: requires --replay"),
+        (["--replay", "runs/a", "loop.steps=3"], "--replay: takes no settings"),
+        (["--replay", "runs/a", "--resume", "runs/a"], "nor --resume"),
+        (["--replay", "runs/a", "--step", "0"], "expected steps from 1 on"),
+    ],
+)
+def test_arguments_that_do_not_go_together(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert reason in capsys.readouterr().err
+
+
+def test_a_folder_without_a_run_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--replay", str(tmp_path)]) == 2
+    assert f"--replay: {tmp_path} is not a run" in capsys.readouterr().err
+
+
+def test_the_line_of_a_step_says_what_differs() -> None:
+    same = ReplayedStep(3, 0.5, 0.5, "a" * 64, "a" * 64)
+    assert step_line(same) == "step 3: loss 0.5, again 0.5; weights: the same (aaaaaaaaaaaa)"
+    other = ReplayedStep(3, 0.5, 0.5, "b" * 64, "a" * 64)
+    assert step_line(other).endswith("DIFFERENT (aaaaaaaaaaaa), the run's: bbbbbbbbbbbb")
+    begun = ReplayedStep(0, None, None, None, "a" * 64)
+    assert step_line(begun) == "step 0: weights: no digest recorded (aaaaaaaaaaaa)"
+    assert [one.differs for one in (same, other, begun)] == [False, True, False]
+
+
+def test_what_is_not_as_it_was_is_named() -> None:
+    before, now = {"torch": "2.10", "cpu": "AVX2"}, {"torch": "2.11", "cpu": "AVX2", "threads": "2"}
+    assert differences(before, now) == ["threads 2, was ?", "torch 2.11, was 2.10"]

@@ -1,0 +1,153 @@
+"""The fine-tuning that a run may begin with: the dialogues that environments' teachers play."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import pytest
+
+import agentloop
+from agentloop import RequestError, call
+from agentloop.cli.console import ProgressLine
+from agentloop.cli.sft import DialogueTraining
+from agentloop.cli.sft_stage import with_taught
+from agentloop.cli.train import TrainSettings
+from agentloop.config import load_settings
+from agentloop.environments.environment import open_tasks
+from agentloop.training.run_folder import RunFolder
+from agentloop.training.sft import DialoguesSettings
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc"),
+]
+
+RAW = Path(__file__).parents[1] / "agent" / "mcp_raw.py"
+
+
+def a_number(rng: Random) -> dict[str, Any]:
+    return {"prompt": "Count.", "answer": rng.randint(1, 1000)}
+
+
+def counter(task: agentloop.Task, rng: Random) -> Any:
+    def play(messages: Sequence[agentloop.Message]) -> agentloop.Message | str:
+        if messages[-1]["role"] == "tool":
+            return f"{messages[-1]['content']} and {task.answer} and {rng.random()}"
+        return call("count")
+
+    return play
+
+
+@agentloop.environment(tasks=a_number, teacher=counter)
+async def count(task: agentloop.Task, agent: agentloop.Agent) -> bool:
+    counted = await agent.run(task.prompt, tools=["mcp:raw"])
+    return task.answer in counted.answer
+
+
+@agentloop.environment(tasks=a_number, teacher=lambda task, rng: lambda messages: "program")
+async def program(task: agentloop.Task, agent: agentloop.Agent) -> bool:
+    await agent.chat(task.prompt)
+    return (await agent.sandbox.run("1 + 1")).result == "2"
+
+
+@agentloop.environment(tasks=a_number, teacher=lambda task, rng: lambda messages: call("end"))
+async def deadly(task: agentloop.Task, agent: agentloop.Agent) -> bool:
+    await agent.run(task.prompt, tools=["mcp:raw"])
+    return True
+
+
+@agentloop.environment
+async def untaught(task: agentloop.Task, agent: agentloop.Agent) -> float:
+    return 0.0
+
+
+def settings(*overrides: str) -> TrainSettings:
+    command = [sys.executable, str(RAW)]
+    base = ["sandbox.backend=process", "sandbox.workers=1", "sandbox.allow_weak_isolation=true"]
+    return load_settings(TrainSettings, overrides=[*base, f"mcp.raw.command={command}", *overrides])
+
+
+def silent(text: str) -> None:
+    pass
+
+
+def training_of(run: TrainSettings) -> DialogueTraining:
+    assert run.sft is not None
+    return run.sft.within(run.learner, run.ranks, run.loop, run.budget)
+
+
+async def taught(run: TrainSettings, folder: RunFolder) -> DialoguesSettings:
+    return await with_taught(
+        run, training_of(run).data, run.environments, folder, cast(ProgressLine, silent)
+    )
+
+
+def rows(data: DialoguesSettings) -> list[dict[str, Any]]:
+    (file,) = data.paths
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+async def test_a_teacher_plays_with_the_real_tools_and_only_once(tmp_path: Path) -> None:
+    run = settings(f"env={__name__}:count", "sft.data.teacher=12", "tasks.held_out=0.5")
+    async with RunFolder.open(tmp_path / "run", "") as folder:
+        first = await taught(run, folder)
+        assert first.teacher == 0
+        played = rows(first)
+        assert await taught(run, folder) == first
+        assert rows(first) == played
+    said = [row["messages"][-1]["content"].split(" and ") for row in played]
+    assert [int(number) for number, _, _ in said] == list(range(1, 13))  # one server for all
+    assert [tool["function"]["name"] for tool in played[0]["tools"]] == [
+        "count", "end", "freeze", "processes"
+    ]  # fmt: skip
+    held_out = {task.answer for task in open_tasks(run.tasks, count).held_out()}
+    assert not held_out & {answer for _, answer, _ in said}
+
+    async with RunFolder.open(tmp_path / "again", "") as folder:
+        assert rows(await taught(run, folder)) == played
+    other = settings(f"env={__name__}:count", "sft.data.teacher=12", "sft.seed=1")
+    async with RunFolder.open(tmp_path / "other", "") as folder:
+        assert rows(await taught(other, folder)) != played
+
+
+async def test_a_server_that_dies_ends_the_teaching(tmp_path: Path) -> None:
+    run = settings(f"env={__name__}:deadly", "sft.data.teacher=3")
+    async with RunFolder.open(tmp_path / "run", "") as folder:
+        with pytest.raises(RequestError, match=r"the teacher's rollout of task .*MCP server"):
+            await taught(run, folder)
+        assert not (folder.path / "teacher.jsonl").exists()
+
+
+async def test_the_teachers_of_several_environments_play_by_weight(tmp_path: Path) -> None:
+    envs = f"[{{name='{__name__}:count'}}, {{name='{__name__}:program', weight=2}}]"
+    run = settings(f"envs={envs}", "sft.data.teacher=9")
+    async with RunFolder.open(tmp_path / "run", "") as folder:
+        played = rows(await taught(run, folder))
+    assert sum(row["messages"][-1]["content"] == "program" for row in played) == 6
+
+
+@pytest.mark.parametrize("agent", ["env=", f"env={__name__}:untaught", "agent=python3 agent.py"])
+async def test_without_a_teacher_the_dialogues_are_arithmetic(tmp_path: Path, agent: str) -> None:
+    run = settings("sft.data.teacher=9", agent)
+    async with RunFolder.open(tmp_path / "run", "") as folder:
+        assert await taught(run, folder) == training_of(run).data
+
+
+def test_the_fine_tuning_takes_from_the_run_what_it_does_not_say_itself() -> None:
+    run = settings(
+        "sft.data.teacher=9", "sft.seed=7", "sft.learner.micro_batch_tokens=99",
+        "learner.seed=1", "learner.zero_stage=1", "ranks.nproc_per_node=2",
+        "loop.step_timeout_s=5", "loop.seed=2", "budget.max_tool_response_tokens=64",
+    )  # fmt: skip
+    training = training_of(run)
+    assert (training.data.seed, training.loop.seed, training.learner.seed) == (7, 7, 7)
+    assert training.data.max_tool_response_tokens == 64
+    assert training.loop.step_timeout_s == 5
+    assert (training.learner.micro_batch_tokens, training.learner.zero_stage) == (99, 1)
+    assert training.ranks.nproc_per_node == 2

@@ -1,0 +1,82 @@
+"""An environment that hangs with a session and a program of the sandbox, each with a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import agentloop
+from agentloop.environments.agent import Agent
+from agentloop.environments.episodes import EnvironmentGroups
+from agentloop.environments.tasks.sources import Task
+from agentloop.errors import RequestError
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.sandbox import Pool
+from tests.support import eventually
+
+__all__ = ["hang"]
+
+_SLEEP = "os.execv('/bin/sleep', ['sleep', '{mark}'])"
+
+
+class OnlyASandbox:
+    """A host that runs programs, and no conversations."""
+
+    resolve_tools: Any = None
+    rollout: Any = None
+    session_listener: Any = None
+
+    async def listen_for_sessions(self) -> None:
+        """Do nothing: there is no model."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+
+
+async def hang(pool: Pool, mark: str) -> None:
+    """Let a rollout reach its deadline, and check that it leaves no process and no session.
+
+    Args:
+        mark: a number of seconds that no other process sleeps.
+    """
+    sleep = _SLEEP.format(mark=mark)
+    found: list[int] = []
+
+    @agentloop.environment
+    async def hangs(task: Any, agent: Agent) -> float:
+        async with agent.sandbox.session() as session, anyio.create_task_group() as tasks:
+            await session.run(f"import os; os.fork() or {sleep}")
+            tasks.start_soon(lambda: agent.sandbox.run(f"import os; {sleep}", timeout_s=600))
+            await eventually(lambda: len(_sleeping(mark)) == 2)
+            found.extend(_sleeping(mark))
+            await anyio.sleep_forever()
+        return 1.0
+
+    groups = EnvironmentGroups(hangs, OnlyASandbox(pool), sampling=Sampling())
+    with pytest.raises(RequestError, match="ran out of time"):
+        await groups(
+            Task("t", "", ""),
+            size=1,
+            name="1-t",
+            budget=agentloop.Budget(timeout_s=6),
+            on_queued=lambda: None,
+        )
+    assert len(found) == 2
+    await eventually(lambda: not _sleeping(mark))
+    await eventually(lambda: (pool.stats()["busy"], pool.stats()["sessions"]) == (0, 0))
+
+
+def _sleeping(mark: str) -> list[int]:
+    """Return the processes that sleep for so long, in whatever container they are."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+        if words[:2] == [b"sleep", mark.encode()]:
+            found.append(int(folder.name))
+    return found

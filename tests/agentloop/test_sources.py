@@ -1,0 +1,135 @@
+"""docs/recipes/sources.md against the recipes: each value, and each difference with its reason."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pydantic
+import pytest
+from pydantic_core import to_jsonable_python
+
+from agentloop.cli.evaluate import EvaluateSettings
+from agentloop.cli.sft import SftSettings
+from agentloop.cli.train import TrainSettings
+from agentloop.config import load_settings
+from tests.agentloop.test_recipes import FOLDER
+
+NOT_STATED = "not stated"
+COMMANDS: dict[str, type[pydantic.BaseModel]] = {
+    "paper-sft.toml": SftSettings,
+    "evaluate-paper.toml": EvaluateSettings,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table. Without a setting, it is a difference in words."""
+
+    setting: str
+    here: str
+    there: str
+    where: str
+    why: str
+
+
+@cache
+def tables() -> Mapping[str, list[Row]]:
+    """The rows of the document, by the recipe that they are about."""
+    found: dict[str, list[Row]] = {}
+    for section in re.split(r"^## ", (FOLDER / "sources.md").read_text(), flags=re.M)[1:]:
+        name, _, text = section.partition("\n")
+        lines = [line for line in text.splitlines() if line.startswith("|")]
+        assert lines[0] == "| setting | here | there | where | why |"
+        cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+        found[name] = [Row(one.strip("`"), *others) for one, *others in cells]
+    return found
+
+
+def bases(name: str) -> list[str]:
+    """A recipe and those that it extends, itself last."""
+    extended = tomllib.loads((FOLDER / name).read_text()).get("extends")
+    return [*(bases(extended) if extended else []), name]
+
+
+def rows(name: str) -> dict[str, Row]:
+    """The row of each setting that a recipe has a value for."""
+    every = [row for base in bases(name) for row in tables()[base]]
+    return {row.setting: row for row in every if row.setting}
+
+
+def settings_in(values: Mapping[str, Any], at: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from settings_in(value, f"{at}{name}.")
+        else:
+            yield f"{at}{name}"
+
+
+def is_said(setting: str, said: Mapping[str, Row]) -> bool:
+    """Tables of arguments have one row, as a whole."""
+    return any(setting == one or setting.startswith(f"{one}.") for one in said)
+
+
+def toml(cell: str) -> Any:
+    return tomllib.loads(f"value = {cell.strip('`')}")["value"]
+
+
+def value(settings: Any, name: str) -> Any:
+    for part in name.split("."):
+        settings = settings[part] if isinstance(settings, dict) else getattr(settings, part)
+    return to_jsonable_python(settings)
+
+
+RECIPES = sorted(tables())
+ROWS = [(name, row) for name in RECIPES for row in tables()[name]]
+# The prompt has several lines: test_paper_format.py compares it with its source.
+ELSEWHERE = ("extends", "run.name", "env.args.system")
+
+
+def test_the_papers_recipes_and_the_releases_have_tables() -> None:
+    known = {path.name for path in FOLDER.glob("*.toml") if "paper" in path.name}
+    assert set(RECIPES) == known | {"release-8gpu.toml"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_value_of_a_recipe_has_a_source(name: str) -> None:
+    own = {row.setting: row for row in tables()[name]}
+    given = set(settings_in(tomllib.loads((FOLDER / name).read_text()))).difference(ELSEWHERE)
+    assert sorted(setting for setting in given if not is_said(setting, own)) == []
+
+
+def test_the_release_inherits_only_what_no_source_states() -> None:
+    own = {row.setting: row for row in tables()["release-8gpu.toml"]}
+    inherited = [row for base in bases("release-8gpu.toml")[:-1] for row in tables()[base]]
+    stated = {row.setting for row in inherited if row.setting and row.there != NOT_STATED}
+    assert sorted(setting for setting in stated if not is_said(setting, own)) == []
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_the_values_of_its_table(name: str) -> None:
+    settings = load_settings(COMMANDS.get(name, TrainSettings), [FOLDER / name])
+    said = {setting: toml(row.here) for setting, row in rows(name).items()}
+    template = FOLDER.parents[1] / said["chat.template"]
+    said["chat.template"] = template.read_text()  # the settings hold the file's text
+    found = {setting: value(settings, setting) for setting in said}
+    assert found == said
+
+
+@pytest.mark.parametrize(("name", "row"), ROWS, ids=[f"{n}: {row.setting}" for n, row in ROWS])
+def test_a_difference_has_its_reason_and_nothing_else_has_one(name: str, row: Row) -> None:
+    if not row.setting or row.there == NOT_STATED:
+        assert row.why, "a difference without a reason"
+        return
+    assert row.where
+    assert bool(row.why) == (toml(row.here) != toml(row.there)), row
+
+
+def test_a_table_names_a_setting_once() -> None:
+    for name in RECIPES:
+        named = [row.setting for row in tables()[name] if row.setting]
+        assert len(named) == len(set(named)), name

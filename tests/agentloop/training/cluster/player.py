@@ -1,0 +1,187 @@
+"""Runtimes on a cluster with fake rollouts, whose actors are in a test's process."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import anyio.abc
+
+from agentloop.agent.rollout import Budget
+from agentloop.aio import task_group
+from agentloop.environments.tasks.sources import Task
+from agentloop.errors import ServerError
+from agentloop.training.cluster.ray_cluster import ActorLost
+from agentloop.training.cluster.rollout_host import RolloutHost
+from agentloop.training.cluster.runtimes import RemoteRuntimes
+from agentloop.training.rollouts import Purpose, RolledOut, RollsOut
+from agentloop.training.weight_sync.disk import PublishedFolder
+from agentloop.training.weight_sync.sync import Serving, SyncResult
+from agentloop.training.weight_sync.transport import PublishedWeights
+
+
+@dataclass
+class Group:
+    """A group that was rolled out."""
+
+    rows_: Sequence[Mapping[str, Any]]
+    figures: Mapping[str, Any] = field(default_factory=lambda: {"rejected": None, "rollouts": []})
+    has_signal: bool = True
+
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        return self.rows_
+
+
+class Player:
+    """Fakes rollouts and weight syncs of one runtime, and its actors, one after the other."""
+
+    def __init__(self, name: str, rollouts: RollsOut | None = None) -> None:
+        self.name = name
+        self.actors: list[LocalActor] = []
+        self.asked: list[str] = []
+        self.dropped: list[str] = []
+        self.versions: list[str] = []
+        self.pauses: list[str] = []  # how it was told to load weights
+        self.num_stale = 0  # times that it was asked for servers without the weights
+        self.checksum = "sum"
+        self.stop_reason = "answered"
+        self.sampled: str | None = None  # the version that it says it samples with
+        self.error: Exception | None = None
+        self.fails: ServerError | None = None  # to load weights
+        self.opens: Exception | None = None  # instead of a runtime
+        self.gate: anyio.Event | None = None  # groups wait for it
+        self.room: anyio.Event | None = None
+        self.died = anyio.Event()  # the last server
+        self._rollouts = rollouts
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[tuple[RollsOut, Serving]]:
+        """Open a runtime with these fakes (`OpenRollouts`)."""
+        if self.opens is not None:
+            raise self.opens
+        async with anyio.create_task_group() as tasks:
+
+            async def die() -> None:
+                await self.died.wait()
+                self.died = anyio.Event()
+                raise ServerError("no server is left")
+
+            tasks.start_soon(die)
+            yield self._rollouts or self, self
+            tasks.cancel_scope.cancel()
+
+    async def wait_for_capacity(self, size: int) -> None:
+        if self.room is not None:
+            await self.room.wait()
+
+    async def group(
+        self,
+        task: Task,
+        name: str,
+        *,
+        size: int,
+        budget: Budget,
+        oldest: int,
+        purpose: Purpose = Purpose.TRAIN,
+        on_queued: Callable[[], None] = lambda: None,
+    ) -> RolledOut:
+        self.asked.append(name)
+        on_queued()
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+        except anyio.get_cancelled_exc_class():
+            self.dropped.append(name)
+            raise
+        if self.error is not None:
+            raise self.error
+        version = self.sampled or self.versions[-1]
+        turn = {"versions": [{"version": version, "start": 0, "end": 1}]}
+        return Group(
+            [
+                {
+                    "task": task.id,
+                    "by": self.name,
+                    "index": index,
+                    "reward": 1.0,
+                    "version": version,
+                    "max_turns": budget.max_turns,
+                    "trajectory": {"stop_reason": self.stop_reason, "turns": [turn]},
+                }
+                for index in range(size)
+            ]
+        )
+
+    async def sync(self, published: PublishedWeights, *, timeout_s: float) -> SyncResult:
+        if self.fails is not None:
+            raise self.fails
+        self.versions.append(published.version)
+        assert isinstance(published, PublishedFolder)
+        self.pauses.append(published.pause)
+        return SyncResult(published, ["http://server"], {}, 0.0, self.checksum, num_verified=1)
+
+    async def sync_stale(self, handover: SyncResult, *, timeout_s: float) -> bool:
+        self.num_stale += 1
+        return True
+
+
+class LocalActor:
+    """A `RolloutHost` in this process. Its calls outlive their callers, as Ray's do."""
+
+    def __init__(self, tasks: anyio.abc.TaskGroup) -> None:
+        self.host = RolloutHost()
+        self.is_killed = False
+        self._tasks = tasks
+        self._scopes: list[anyio.CancelScope] = []
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        found: list[Any] = []
+        done = anyio.Event()
+
+        async def run() -> None:
+            try:
+                with anyio.CancelScope() as scope:
+                    self._scopes.append(scope)
+                    found.append(await getattr(self.host, method)(*arguments))
+            finally:
+                done.set()
+
+        if method != "run":  # whose argument is a closure here
+            arguments = pickle.loads(pickle.dumps(arguments))
+        if not self.is_killed:
+            self._tasks.start_soon(run)
+            await done.wait()
+        if not found:
+            raise ActorLost("it was killed")
+        return pickle.loads(pickle.dumps(found[0]))
+
+    def kill(self) -> None:
+        self.is_killed = True
+        for scope in self._scopes:
+            scope.cancel()
+
+
+@asynccontextmanager
+async def playing(
+    *players: Player, max_restarts: int = 3, said: list[str] | None = None
+) -> AsyncIterator[RemoteRuntimes]:
+    """Run a runtime for each player while the block is open."""
+    said = [] if said is None else said
+    runtimes = RemoteRuntimes(group_size=2, max_restarts=max_restarts, say=said.append)
+
+    def starting(player: Player) -> Callable[[], Any]:
+        async def start() -> LocalActor:
+            player.actors.append(LocalActor(actors))
+            return player.actors[-1]
+
+        return start
+
+    async with task_group(only_first=True) as actors:
+        starts = {player.name: starting(player) for player in players}
+        async with runtimes.running(starts, {player.name: player.open for player in players}):
+            yield runtimes
+        actors.cancel_scope.cancel()

@@ -1,0 +1,229 @@
+"""Processes of a placed run: they start at their placements, and elsewhere when their node is lost.
+
+A fake cluster starts them on this machine; tests/integration/test_cluster.py has Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import anyio.abc
+import pytest
+
+from agentloop.errors import ServerStartError
+from agentloop.inference.processes.keep_alive import keep_alive
+from agentloop.inference.processes.supervise import Launch, ServerSettings, guarded
+from agentloop.models import SMALL
+from agentloop.training.cluster.placed import (
+    PlacedRun,
+    rank_launch,
+    sandbox_launch,
+    server_launch,
+)
+from agentloop.training.cluster.placement import ClusterNode, place, processes_of
+from agentloop.training.cluster.ray_cluster import MakeLaunch, RayCluster, Spot
+from agentloop.training.cluster.settings import ClusterSettings
+from agentloop.training.learner_client.client import LearnerLost
+from agentloop.training.learner_client.launch import RanksSettings, Start, free_port
+from tests.support import eventually
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="the guardian looks at /proc"),
+]
+
+SERVES = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    do_POST = do_GET
+
+    def log_message(self, *args):
+        pass
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def stub(folder: Path, spot: Spot) -> Launch:
+    port = spot.port or free_port()
+    return Launch(
+        name="stub",
+        command=(sys.executable, "-c", SERVES, str(port)),
+        environment=dict(os.environ),
+        url=f"http://{spot.address}:{port}",
+        model_path="",
+        log_path=folder / "stub.log",
+        start_timeout_s=60,
+        stop_timeout_s=0,
+    )
+
+
+class FakeCluster:
+    home = "a"
+
+    def __init__(self) -> None:
+        self.nodes = [ClusterNode("a", 4, 4), ClusterNode("b", 4, 4)]
+        self.started: list[tuple[str, str, bool]] = []
+
+    async def alive(self) -> list[ClusterNode]:
+        return self.nodes
+
+    def address_of(self, node: str) -> str:
+        return "127.0.0.1"
+
+    async def start(
+        self, placement: Any, make: MakeLaunch, *, port: int = 0, shares_gpus: bool = False
+    ) -> tuple[Launch, anyio.abc.Process]:
+        self.started.append((placement.process.name, placement.node, shares_gpus))
+        launch = make(Spot("127.0.0.1", port=port))
+        process = await guarded(
+            launch.command, launch.environment, launch.log_path, stop_timeout_s=0
+        )
+        return launch, process
+
+    async def start_actor(self, placement: Any, made: type) -> Any:
+        self.started.append((placement.process.name, placement.node, False))
+        return made()
+
+
+class Watching:
+    """Clients of servers that only take note."""
+
+    def __init__(self) -> None:
+        self.exited: list[str] = []
+
+    def mark_exited(self, url: str, reason: str) -> None:
+        self.exited.append(url)
+
+    def mark_restarting(self, url: str) -> None: ...
+
+    def is_dead(self, url: str) -> bool:
+        return False
+
+    def is_enabled(self, url: str) -> bool:
+        return True
+
+    def give_up(self, url: str) -> bool:
+        return True
+
+
+def placed(
+    fake: FakeCluster, settings: ClusterSettings | None = None, *, on_gpus: bool = False
+) -> PlacedRun:
+    settings = settings or ClusterSettings(address="auto", sandbox_hosts=0, wait_s=0.01)
+    processes = processes_of(
+        settings,
+        ServerSettings(tp_size=2),
+        RanksSettings(nproc_per_node=2),
+        num_sandbox_workers=1,
+        on_gpus=on_gpus,
+    )
+    placements = place(processes, fake.nodes, home="a", colocated=settings.colocated)
+    return PlacedRun(cast(RayCluster, fake), settings, placements)
+
+
+async def test_a_server_restarts_on_its_node_with_its_url_and_elsewhere_with_another(
+    tmp_path: Path,
+) -> None:
+    fake, clients = FakeCluster(), Watching()
+    run = placed(fake)
+    moves: list[tuple[str, str]] = []
+
+    async def moved(old: str, new: str) -> None:
+        moves.append((old, new))
+
+    async with (
+        run.servers({"server 1": partial(stub, tmp_path)}, say=lambda line: None) as (server,),
+        anyio.create_task_group() as tasks,
+    ):
+        server.moved = moved
+        first, node = server.url, run.node_of("server 1")
+        assert node == "b"  # the ranks are on the other
+        tasks.start_soon(keep_alive, [server], ServerSettings(), clients)
+        os.kill(server.pid or 0, 9)
+        await eventually(lambda: len(fake.started) == 2, within_s=60)
+        await eventually(lambda: server.pid is not None, within_s=60)
+        assert server.url == first
+        assert moves == []
+        fake.nodes = [replace(fake.nodes[0], num_cpus=8)]
+        os.kill(server.pid or 0, 9)
+        await eventually(lambda: bool(moves), within_s=60)
+        assert moves == [(first, server.url)]
+        assert first != server.url
+        tasks.cancel_scope.cancel()
+    assert [where for _, where, _ in fake.started] == ["b", "b", "a"]
+    assert clients.exited == [first, first]
+
+
+async def test_without_a_place_a_start_fails_with_what_is_missing(tmp_path: Path) -> None:
+    fake = FakeCluster()
+    run = placed(fake)
+    fake.nodes = [ClusterNode("a", 3, 4)]
+    with pytest.raises(ServerStartError, match=r"no place for server 1 .*after b was lost"):
+        await run.start("server 1", partial(stub, tmp_path))
+    fake.nodes = [ClusterNode("c", 0)]
+    start = Start("rank 1", (sys.executable,), {})
+    with pytest.raises(LearnerLost, match=r"no place for rank 1 .*after a was lost"):
+        await run.spawn_rank(start, tmp_path / "rank.log")
+    assert fake.started == []
+
+
+async def test_an_actor_starts_elsewhere_when_its_node_is_lost() -> None:
+    fake = FakeCluster()
+    run = placed(fake, ClusterSettings(address="auto", runtimes=1, wait_s=0.01))
+    assert isinstance(await run.start_actor("runtime 1", list), list)
+    fake.nodes = [replace(fake.nodes[0], num_cpus=6)]
+    with pytest.raises(ServerStartError, match=r"no place for runtime 1 .*after b was lost"):
+        await run.start_actor("runtime 1", list)
+    fake.nodes = [replace(fake.nodes[0], num_cpus=8)]
+    await run.start_actor("runtime 1", list)
+    assert [where for _, where, _ in fake.started] == ["b", "a"]
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+async def test_a_rank_shares_gpus_only_where_a_server_has_them(
+    tmp_path: Path, colocated: bool
+) -> None:
+    fake = FakeCluster()
+    fake.nodes = [ClusterNode("a", 16, 4)]
+    run = placed(fake, ClusterSettings(sandbox_hosts=0, colocated=colocated), on_gpus=True)
+    start = Start("rank 1", (sys.executable, "-c", ""), {})
+    process = await run.spawn_rank(start, tmp_path / "rank.log")
+    assert await process.wait() == 0
+    await process.aclose()
+    assert fake.started == [("rank 1", "a", colocated)]
+
+
+def test_secrets_are_in_environments_and_not_on_command_lines(tmp_path: Path) -> None:
+    spot = Spot("127.0.0.1")
+    server = server_launch(
+        str(SMALL), ServerSettings(device="cpu"), "server 1", tmp_path / "s.log", "hush", spot
+    )
+    host = sandbox_launch("{}", 60, "sandbox 1", tmp_path / "h.log", "hush", spot)
+    for launch in (server, host):
+        assert "hush" not in " ".join(launch.command)
+        assert "hush" in launch.environment.values()
+        assert "hush" not in repr(launch)
+    assert server.command[2] == "agentloop.inference.processes.keyed"
+    assert server.log_path == tmp_path / "s.log"
+
+
+def test_a_rank_on_a_gpu_sees_one_device(tmp_path: Path) -> None:
+    start = Start("rank 3", ("/elsewhere/python", "-m", "learner"), {"LOCAL_RANK": "3"})
+    on_gpu = rank_launch(start, tmp_path / "r.log", Spot("10.0.0.1", ("5",)))
+    assert on_gpu.environment["LOCAL_RANK"] == "0"
+    assert on_gpu.command == (sys.executable, "-m", "learner")
+    assert rank_launch(start, tmp_path / "r.log", Spot("10.0.0.1")).environment["LOCAL_RANK"] == "3"

@@ -1,0 +1,87 @@
+"""Actors of a cluster, with a fake Ray; tests/integration/test_cluster.py has the real one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentloop import distribution
+from agentloop.errors import ServerStartError, SettingsError
+from agentloop.training.cluster.placement import Placement, ProcessKind, RunProcess
+from agentloop.training.cluster.ray_cluster import ActorLost, RayCluster, RemoteActor
+from agentloop.training.cluster.settings import ClusterSettings
+
+pytestmark = pytest.mark.anyio
+
+PLACEMENT = Placement(RunProcess("runtime 1", ProcessKind.RUNTIME, 2), "node-2")
+
+
+class RayError(Exception): ...
+
+
+class RayTaskError(RayError): ...
+
+
+class FakeRay:
+    exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
+
+    def __init__(self) -> None:
+        self.killed: list[Any] = []
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor)
+
+
+def actor_with(**results: object) -> Any:
+    """An actor whose methods return these results, or raise them."""
+
+    def method(result: object) -> Any:
+        async def remote(*arguments: object) -> object:
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        return SimpleNamespace(remote=remote)
+
+    return SimpleNamespace(**{name: method(result) for name, result in results.items()})
+
+
+class OneActor(RayCluster):
+    """A cluster on which each actor is this one."""
+
+    def __init__(self, ray: FakeRay, actor: Any) -> None:
+        super().__init__(ClusterSettings(), ray)
+        self.actor = actor
+
+    def _make_actor(self, made: type, placement: Placement, num_gpus: int) -> Any:
+        return self.actor
+
+
+async def test_a_call_has_a_result_or_fails_because_the_actor_is_lost() -> None:
+    bug = RayTaskError("ZeroDivisionError")
+    actor = actor_with(group=3, lost=RayError("The actor died\nof something"), wrong=bug)
+    remote = RemoteActor(FakeRay(), actor)
+    assert await remote.call("group", 1, 2) == 3
+    with pytest.raises(ActorLost, match=r"^The actor died$"):
+        await remote.call("lost")
+    with pytest.raises(RayTaskError, match="ZeroDivisionError"):
+        await remote.call("wrong")
+
+
+async def test_an_actor_that_does_not_start_is_killed() -> None:
+    ray, actor = FakeRay(), actor_with(version=RayError("its node\nis gone"))
+    with pytest.raises(ServerStartError, match="runtime 1 cannot be started on node-2: is gone"):
+        await OneActor(ray, actor).start_actor(PLACEMENT, object)
+    assert ray.killed == [actor]
+
+
+async def test_a_node_with_another_version_is_refused() -> None:
+    ray, actor = FakeRay(), actor_with(version="0.0.7")
+    with pytest.raises(SettingsError, match=r"node-2 has agentloop 0\.0\.7 and this machine"):
+        await OneActor(ray, actor).start_actor(PLACEMENT, object)
+    assert ray.killed == [actor]
+    ours = actor_with(version=distribution.version())
+    await OneActor(ray, ours).start_actor(PLACEMENT, object)
+    assert ray.killed == [actor]

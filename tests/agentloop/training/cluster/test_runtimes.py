@@ -1,0 +1,449 @@
+"""Runtimes on a cluster as the trainer sees them: fake rollouts, and actors that are killed.
+
+tests/integration/test_cluster.py has Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import hypothesis
+import pytest
+
+from agentloop.agent.rollout import Budget
+from agentloop.environments.episodes import PromptGroups
+from agentloop.environments.rewards.reward import Grader, RewardSettings
+from agentloop.environments.tasks.sources import Task, TaskSource
+from agentloop.errors import PromptTooLong, RequestError, ServerError, ServerStartError, sole
+from agentloop.training.cluster import runtimes as runtimes_module
+from agentloop.training.cluster.rollout_host import RolloutActor, packed, unpacked
+from agentloop.training.cluster.runtimes import RemoteRuntimes
+from agentloop.training.credit.roc import RocSettings
+from agentloop.training.learner_client.client import Learner
+from agentloop.training.loop import TrainingLoop
+from agentloop.training.loop_settings import LoopSettings
+from agentloop.training.queue import GroupQueue
+from agentloop.training.rollouts import RolledOut, Rollouts
+from agentloop.training.run_folder import RunFolder
+from agentloop.training.weight_sync.disk import PublishedFolder
+from agentloop.training.weight_sync.sync import SyncResult
+from tests import emitted
+from tests.agentloop.training.cluster.player import Player, playing
+from tests.agentloop.training.test_loop import ARITHMETIC, Played, PlayedLearner, Told, played
+from tests.support import eventually
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtimes_module, "_RETRY_S", 0.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+async def synced(runtimes: RemoteRuntimes, folder: Path, version: int = 0) -> SyncResult:
+    return await runtimes.sync(PublishedFolder(str(version), folder), timeout_s=30)
+
+
+async def groups(runtimes: RemoteRuntimes, *names: str, oldest: int = 0) -> dict[str, RolledOut]:
+    found: dict[str, RolledOut] = {}
+
+    async def ask(name: str) -> None:
+        task = Task(f"task-{name}", "What is 1 plus 2?", "3")
+        budget = Budget(max_turns=7)
+        found[name] = await runtimes.group(task, name, size=2, budget=budget, oldest=oldest)
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            for name in names:
+                tasks.start_soon(ask, name)
+    except BaseExceptionGroup as group:
+        raise sole(group) from None
+    return found
+
+
+def told(found: dict[str, RolledOut]) -> dict[str, list[tuple[str, int]]]:
+    return {
+        name: [(row["task"], row["index"]) for row in group.rows()] for name, group in found.items()
+    }
+
+
+def whole(*names: str) -> dict[str, list[tuple[str, int]]]:
+    return {name: [(f"task-{name}", 0), (f"task-{name}", 1)] for name in names}
+
+
+def by(found: dict[str, RolledOut]) -> set[tuple[str, str]]:
+    return {(row["by"], row["version"]) for group in found.values() for row in group.rows()}
+
+
+# --- groups -------------------------------------------------------------------------------------
+
+
+async def test_groups_are_rolled_out_by_all_runtimes_and_come_back_whole(folder: Path) -> None:
+    one, two = Player("one"), Player("two")
+    names = [str(number) for number in range(12)]
+    async with playing(one, two) as runtimes:
+        came = await synced(runtimes, folder)
+        assert (came.checksum, came.loaded) == ("sum", ["one http://server", "two http://server"])
+        assert came.num_verified == 2
+        await runtimes.wait_for_capacity(2)
+        found = await groups(runtimes, *names)
+        assert "one: 0 groups running, on the newest weights" in runtimes.describe()
+    assert told(found) == whole(*names)
+    assert found["0"].has_signal
+    assert found["0"].figures == {"rejected": None, "rollouts": []}
+    assert found["0"].rows()[0]["max_turns"] == 7
+    assert sorted(one.asked + two.asked) == sorted(names)
+    assert one.asked
+    assert two.asked
+
+
+async def test_a_runtime_without_room_gets_no_groups(folder: Path) -> None:
+    one, full = Player("one"), Player("full")
+    full.room = anyio.Event()
+    async with playing(one, full) as runtimes:
+        await synced(runtimes, folder)
+        await groups(runtimes, "1", "2", "3")
+        assert full.asked == []
+        full.room.set()
+        one.room = anyio.Event()
+        await groups(runtimes, "4", "5")  # one may have room for one more
+    assert full.asked
+
+
+async def test_the_groups_of_a_lost_runtime_go_to_another_and_it_returns(folder: Path) -> None:
+    one, two, said = Player("one"), Player("two"), list[str]()
+    one.gate, two.room = anyio.Event(), anyio.Event()
+    found: dict[str, RolledOut] = {}
+    async with playing(one, two, said=said) as runtimes:
+        result = await synced(runtimes, folder)
+
+        async def ask() -> None:
+            found.update(await groups(runtimes, "1", "2", "3"))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await eventually(lambda: len(one.asked) == 3)
+            one.actors[0].kill()
+            two.room.set()
+        assert told(found) == whole("1", "2", "3")
+        assert by(found) == {("two", "0")}
+        assert sorted(two.asked) == ["1", "2", "3"]
+        await eventually(lambda: len(one.actors) == 2)
+        await eventually(lambda: sum(line.startswith("one: ready") for line in said) == 2)
+        one.gate, two.room = None, anyio.Event()
+        assert await runtimes.sync_stale(result, timeout_s=30)
+        assert one.versions == ["0", "0"]
+        assert ("one", "0") in by(await groups(runtimes, "4", "5", "6"))
+    assert any("one is lost, and its groups go to others" in line for line in said)
+
+
+@pytest.mark.parametrize("how", ["raises", "broken"])
+async def test_an_infrastructure_failure_is_no_result(folder: Path, how: str) -> None:
+    bad, good = Player("bad"), Player("good")
+    good.room = anyio.Event()
+    if how == "raises":
+        bad.error = ServerError("no server is left")
+    else:
+        bad.stop_reason = "infrastructure"
+    async with playing(bad, good) as runtimes:
+        await synced(runtimes, folder)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(groups, runtimes, "1")
+            await eventually(lambda: bool(bad.asked))
+            bad.room = anyio.Event()
+            good.room.set()
+    assert good.asked == ["1"]
+
+
+async def test_a_group_that_nobody_can_do_is_given_up(folder: Path) -> None:
+    player = Player("one")
+    player.error = ServerError("no server answers")
+    async with playing(player) as runtimes:
+        await synced(runtimes, folder)
+        with pytest.raises(
+            ServerError, match=r"group 1: gave up after 5 .* one: no server answers"
+        ):
+            await groups(runtimes, "1")
+    assert player.asked == ["1"] * 5
+
+
+@pytest.mark.parametrize("error", [RequestError("no such tool"), PromptTooLong("too long")])
+async def test_a_tasks_error_keeps_its_type(folder: Path, error: RequestError) -> None:
+    player = Player("one")
+    player.error = error
+    async with playing(player) as runtimes:
+        await synced(runtimes, folder)
+        with pytest.raises(type(error), match=str(error)):
+            await groups(runtimes, "1")
+    assert player.asked == ["1"]
+
+
+async def test_a_group_that_is_no_longer_needed_is_dropped(folder: Path) -> None:
+    player = Player("one")
+    player.gate = anyio.Event()
+    async with playing(player) as runtimes:
+        await synced(runtimes, folder)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(groups, runtimes, "1", "2")
+            await eventually(lambda: len(player.asked) == 2)
+            tasks.cancel_scope.cancel()
+        await eventually(lambda: sorted(player.dropped) == ["1", "2"])
+        player.gate = None
+        assert told(await groups(runtimes, "1")) == whole("1")
+
+
+# --- runtimes -----------------------------------------------------------------------------------
+
+
+async def test_a_runtime_that_cannot_start_the_first_time_ends_the_run() -> None:
+    one, bad = Player("one"), Player("bad")
+    bad.opens = ServerError("no GPU")
+    with pytest.raises(ServerStartError, match="bad: no GPU"):
+        async with playing(one, bad):
+            pass
+    assert [actor.is_killed for actor in one.actors + bad.actors] == [True, True]
+
+
+async def test_a_runtime_whose_servers_are_gone_starts_again(folder: Path) -> None:
+    player, said = Player("one"), list[str]()
+    async with playing(player, said=said) as runtimes:
+        result = await synced(runtimes, folder)
+        player.gate = anyio.Event()
+        found: dict[str, RolledOut] = {}
+
+        async def ask() -> None:
+            found.update(await groups(runtimes, "1"))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await eventually(lambda: bool(player.asked))
+            player.died.set()
+            await eventually(lambda: sum("ready" in line for line in said) == 2)
+            player.gate = None
+            await eventually(lambda: "one" in runtimes.describe())
+            assert await runtimes.sync_stale(result, timeout_s=30)
+        assert told(found) == whole("1")
+    assert player.actors[0].is_killed
+    assert any("one: no server is left" in line for line in said)
+
+
+async def test_runtimes_are_given_up_one_by_one(folder: Path) -> None:
+    one, two, said = Player("one"), Player("two"), list[str]()
+    with pytest.raises(ServerError, match="no runtime is left: two: it was"):  # noqa: PT012
+        async with playing(one, two, max_restarts=0, said=said) as runtimes:
+            await synced(runtimes, folder)
+            one.actors[0].kill()
+            await eventually(lambda: "one is given up: it was killed" in said)
+            assert told(await groups(runtimes, "1")) == whole("1")
+            two.actors[0].kill()
+            await groups(runtimes, "2")
+
+
+async def test_at_the_end_runtimes_close_before_their_actors_are_killed(folder: Path) -> None:
+    player = Player("one")
+    async with playing(player) as runtimes:
+        await synced(runtimes, folder)
+        (actor,) = player.actors
+    assert actor.host._is_over
+    assert actor.is_killed
+
+
+def test_a_runtime_is_on_a_loop_on_which_anyio_works_outside_of_tasks() -> None:
+    """Ray calls an actor's methods on a loop that anyio did not begin, such as this."""
+    done: list[anyio.Event] = []
+
+    class Streaming(Player):
+        async def wait_for_capacity(self, size: int) -> None:
+            asyncio.get_running_loop().call_soon(lambda: done.append(anyio.Event()))
+            await eventually(lambda: bool(done))
+
+    async def main() -> None:
+        actor = RolloutActor()
+        running = asyncio.ensure_future(actor.run(Streaming("one").open))
+        await actor.ready()
+        await actor.do("wait_for_capacity", 2)
+        await actor.close()
+        assert await running == ""
+
+    asyncio.run(main())
+    assert done
+
+
+# --- weights ------------------------------------------------------------------------------------
+
+
+async def test_weights_are_loaded_as_the_trainer_is_told(folder: Path) -> None:
+    player = Player("one")
+    async with playing(player) as runtimes:
+        await runtimes.sync(PublishedFolder("0", folder, "in_place"), timeout_s=30)
+        result = await synced(runtimes, folder, 1)
+        assert await runtimes.sync_stale(result, timeout_s=30)
+    assert player.pauses == ["in_place", "retract"]
+    assert player.num_stale == 1
+
+
+async def test_a_runtime_that_cannot_load_rolls_out_nothing_until_it_can(folder: Path) -> None:
+    good, bad = Player("good"), Player("bad")
+    async with playing(good, bad) as runtimes:
+        await synced(runtimes, folder)
+        bad.fails = ServerError("the disk is gone")
+        came = await synced(runtimes, folder, 1)
+        assert came.failed == {"bad": "the disk is gone"}
+        await groups(runtimes, "1", "2", "3", oldest=1)
+        assert bad.asked == []
+        assert not await runtimes.sync_stale(came, timeout_s=30)
+        bad.fails, good.room = None, anyio.Event()
+        assert await runtimes.sync_stale(came, timeout_s=30)
+        await groups(runtimes, "4", "5", oldest=1)  # good may have room for one more
+        assert bad.asked
+        assert bad.versions == ["0", "1"]
+
+
+async def test_a_folder_that_a_node_does_not_see_is_an_error_that_says_so(folder: Path) -> None:
+    async with playing(Player("one")) as runtimes:
+        with pytest.raises(ServerError, match=r"no runtime could load version 0.*does not exist"):
+            await synced(runtimes, folder / "elsewhere")
+
+
+async def test_a_runtime_that_cannot_load_brings_what_it_has_rolled_out(folder: Path) -> None:
+    one, two = Player("one"), Player("two")
+    one.gate, two.room = anyio.Event(), anyio.Event()
+    found: dict[str, RolledOut] = {}
+    async with playing(one, two) as runtimes:
+        await synced(runtimes, folder)
+
+        async def ask() -> None:
+            found.update(await groups(runtimes, "1"))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await eventually(lambda: bool(one.asked))
+            one.fails = ServerError("the disk is full")
+            two.room.set()
+            await synced(runtimes, folder, 1)
+            one.gate.set()
+    assert by(found) == {("one", "0")}
+    assert two.asked == []
+
+
+async def test_what_was_sampled_with_weights_that_nobody_knows_goes_to_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtimes_module, "_ANSWER_S", 0.1)
+    one, two = Player("one"), Player("two")
+    one.gate, two.room = anyio.Event(), anyio.Event()
+    found: dict[str, RolledOut] = {}
+    async with playing(one, two) as runtimes:
+        await synced(runtimes, folder)
+
+        async def ask() -> None:
+            found.update(await groups(runtimes, "1"))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await eventually(lambda: bool(one.asked))
+            one.fails, one.sampled = ServerError("half of the servers have them"), "1"
+            two.room.set()
+            await runtimes.sync(PublishedFolder("1", folder), timeout_s=0.1)
+            one.gate.set()
+    assert by(found) == {("two", "1")}
+
+
+async def test_a_runtime_with_other_weights_than_the_others_starts_again(folder: Path) -> None:
+    one, two, odd, said = Player("one"), Player("two"), Player("odd"), list[str]()
+    odd.checksum = "another"
+    async with playing(one, two, odd, said=said) as runtimes:
+        came = await synced(runtimes, folder)
+        assert came.failed == {"odd": "its weights differ: another"}
+        await groups(runtimes, "1", "2", "3", "4")
+        await eventually(lambda: len(odd.actors) == 2)
+    assert odd.asked == []
+    assert any("the other runtimes: checksum another, not sum" in line for line in said)
+
+
+async def test_runtimes_that_disagree_without_a_majority_are_an_error(folder: Path) -> None:
+    one, odd = Player("one"), Player("odd")
+    odd.checksum = "another"
+    async with playing(one, odd) as runtimes:
+        with pytest.raises(ServerError, match="disagree about the weights 0"):
+            await synced(runtimes, folder)
+
+
+# --- a run --------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def rolling_out(*names: str) -> AsyncIterator[tuple[RemoteRuntimes, list[Player]]]:
+    """Run runtimes that score and filter while the block is open."""
+    async with Grader(RewardSettings(function="exact")) as grader:
+        players = []
+        for name in names:
+            rollouts = Rollouts(
+                PromptGroups(Played(TaskSource.open(ARITHMETIC))),
+                Player(name).wait_for_capacity,
+                grader,
+                RocSettings(down_sample_to_n=4),
+                seed=0,
+            )
+            players.append(Player(name, rollouts))
+        async with playing(*players) as runtimes:
+            yield runtimes, players
+
+
+async def test_a_run_with_runtimes_learns_what_it_learns_by_itself(tmp_path: Path) -> None:
+    """This holds even if one of them is killed with each step."""
+    pytest.importorskip(
+        "safetensors", reason="needs safetensors: pip install 'agentloop-rl[train]'"
+    )
+
+    class Killing(PlayedLearner):
+        async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
+            if op == "step":
+                players[0].actors[-1].kill()
+            return await super().handle(op, **arguments)
+
+    alone, _, _ = await played(tmp_path / "alone", steps=2, evaluate_every=2)
+    learner = Killing()
+    run = RunFolder(tmp_path / "run")
+    async with (
+        GroupQueue.open(run.path / "queue.sqlite") as queue,
+        rolling_out("one", "two") as (runtimes, players),
+    ):
+        loop = TrainingLoop(
+            LoopSettings(
+                steps=2, prompts_per_step=3, group_size=8, evaluate_tasks=4, evaluate_every=2
+            ),
+            rollouts=runtimes,
+            serving=runtimes,
+            learner=cast(Learner, learner),
+            tasks=TaskSource.open(ARITHMETIC),
+            queue=queue,
+            folder=run,
+            report=Told(),
+            budget=Budget(max_turns=10, max_response_tokens=100),
+        )
+        await loop.run()
+        assert await queue.counts() == {"trained": 6}
+    assert len(players[0].actors) > 1
+    assert [op for op, _ in learner.asked] == [op for op, _ in alone.asked]
+    for ours, theirs in zip(learner.batches, alone.batches, strict=True):
+        assert {name: values.tolist() for name, values in ours.items()} == {
+            name: values.tolist() for name, values in theirs.items()
+        }
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(emitted.calls, emitted.plain_data)
+def test_rollouts_survive_the_way_unchanged(raw: str, more: Any) -> None:
+    rows = [{"trajectory": emitted.rollout(raw), "truth": more}]
+    assert repr(unpacked(packed(rows))) == repr(emitted.as_json(rows))

@@ -1,0 +1,148 @@
+"""The benchmark for one GPU: parts are run, skipped, ended and resumed; settings are valid."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentloop.cli.train_checks import checked
+from agentloop.cli.train_settings import TrainSettings
+from agentloop.config import load_settings
+from bench import gpu, gpu_servers, handover
+from bench.gpu_model import FULL, TINY, Here
+
+ON_GPU, ON_CPU = Here("cuda", FULL, Path("/tmp")), Here("cpu", TINY, Path("/tmp"))
+DONE = 'print("hello"); write({"state": "done", "rows": [{"case": "x", "tokens/s": 1234.5}]})'
+WRITE = """
+import json, pathlib, sys
+def write(result):
+    about = {"part": "step", "device": "cpu", "size": "tiny"}
+    pathlib.Path(sys.argv[1]).write_text(json.dumps(about | result))
+"""
+
+
+class Runs:
+    """Runs of the benchmark whose parts are these programs."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.program, self.num_started = folder, DONE, 0
+        monkeypatch.setattr(gpu, "_command", self._command)
+        monkeypatch.setattr(
+            gpu, "PARTS", {"step": gpu.Part("", (), 60), "none": gpu.Part("", ("no_such_module",))}
+        )
+
+    def _command(self, name: str, options: argparse.Namespace) -> list[str]:
+        self.num_started += 1
+        return [sys.executable, "-c", WRITE + self.program, str(self.folder / f"{name}.json")]
+
+    def __call__(self, *more: str) -> int:
+        usual = ("--device", "cpu", "--size", "tiny", "--folder", str(self.folder))
+        return gpu.main([*usual, *more])
+
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "step.json").read_text())
+        return found
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(tmp_path, monkeypatch)
+
+
+def test_a_part_that_succeeded_is_not_run_again(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (runs(), runs.num_started) == (0, 1)
+    first = capsys.readouterr().out
+    assert "| step | x | tokens/s 1,234 |" in first
+    assert "| none | skipped | needs no_such_module, which is not installed |" in first
+    assert (runs(), runs.num_started) == (0, 1)
+    assert capsys.readouterr().out == first
+    assert (runs("--again"), runs.num_started) == (0, 2)
+    assert (runs("--size", "full"), runs.num_started) == (0, 3), "another size is another result"
+
+
+def test_a_part_that_failed_is_run_again(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.program = "raise SystemExit('out of memory')"
+    assert (runs("--only", "step"), runs.num_started) == (1, 1)
+    assert "ended with 1: out of memory (see " in capsys.readouterr().out
+    runs.program = 'write({"state": "failed", "reason": "wrong"})'
+    assert (runs("--only", "step"), runs.num_started) == (1, 2)
+    assert "| step | failed | wrong |" in capsys.readouterr().out
+    runs.program = DONE
+    assert (runs("--only", "step"), runs.num_started) == (0, 3)
+
+
+def test_a_part_that_takes_too_long_is_killed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs.program = "import signal; signal.pause()"
+    monkeypatch.setattr(gpu, "PARTS", {"step": gpu.Part("", (), 0.5)})
+    assert runs() == 1
+    assert runs.result()["reason"] == "took over 0.5 s"
+
+
+def test_parts_exist_and_are_short() -> None:
+    for part in gpu.PARTS.values():
+        module, _, name = part.function.partition(":")
+        assert callable(getattr(importlib.import_module(module), name))
+        assert part.limit_s <= 480
+
+
+def test_a_gpu_is_missing_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_gpus, told in ((0, "torch sees no GPU"), (1, None)):
+        monkeypatch.setattr(gpu, "_num_gpus", lambda n=num_gpus: n)
+        assert gpu.missing(gpu.Part("", ()), "cuda") == told
+    two = gpu.Part("", ("gpus",))
+    assert "two GPUs" in str(gpu.missing(two, "cuda"))
+    assert gpu.missing(two, "cpu") is None
+    assert gpu.missing(gpu.Part("", ("cuda",)), "cpu") == "needs a GPU"
+
+
+def test_the_list_has_a_command_for_each_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--list"]) == 0
+    said = capsys.readouterr().out
+    for name, part in gpu.PARTS.items():
+        assert f"{name}: at most {part.limit_s:g} s" in said
+        assert f"-m bench.gpu --run {name} --device cuda --size full" in said
+
+
+@pytest.mark.parametrize("here", [ON_GPU, ON_CPU], ids=["gpu", "cpu"])
+def test_the_runs_settings_are_valid(here: Here, tmp_path: Path) -> None:
+    handover.make_model(tmp_path / "model", 8, 1024)
+    command, recipe, *overrides = gpu_servers.train_arguments(here, tmp_path / "model", 10)
+    settings = checked(load_settings(TrainSettings, [Path(recipe)], overrides))
+    assert command == "train"
+    assert settings.loop.steps == 10
+    assert settings.learner.dtype == "bfloat16"
+    assert (settings.server.device == "cuda") == here.on_gpu
+    assert ("--mem-fraction-static" in settings.server.extra_args) == here.on_gpu
+
+
+@pytest.mark.parametrize("here", [ON_GPU, ON_CPU], ids=["gpu", "cpu"])
+def test_the_options_of_a_handover_are_those_of_its_command(here: Here) -> None:
+    usual = vars(handover.parser().parse_args(["stream"]))
+    assert usual.keys() - vars(gpu_servers.handover_options(here)).keys() == {"what", "repeats"}
+
+
+@pytest.mark.real
+@pytest.mark.timeout(600)  # each part imports torch, and most of them DeepSpeed
+@pytest.mark.parametrize("names", ["attention,head", "speed", "step"])
+def test_parts_of_the_learner_work(
+    names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU, with a tiny model: the same code as on a GPU."""
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
+    arguments: Sequence[str] = ("--device", "cpu", "--size", "tiny", "--folder", str(tmp_path))
+    returncode = gpu.main([*arguments, "--only", names])
+    logs = "".join(path.read_text()[-2000:] for path in tmp_path.glob("*.log"))
+    assert returncode == 0, capsys.readouterr().out + logs
+    for name in names.split(","):
+        result = json.loads((tmp_path / f"{name}.json").read_text())
+        assert result["state"] == "done"
+        assert result["rows"]

@@ -1,0 +1,56 @@
+"""The flags that `python -m bench.gpu` starts servers with on a GPU, by SGLang's parser."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from agentloop.inference.processes.supervise import plan
+from agentloop.models import SMALL
+from bench import gpu_servers
+from bench.gpu_model import FULL, Here
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.timeout(300),  # SGLang's import takes its time
+    pytest.mark.usefixtures("sglang_installed"),
+]
+
+PARSE = """
+import argparse, json, sys
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+for arguments in json.loads(sys.argv[1]):
+    found = parser.parse_args(arguments)
+    print(json.dumps([found.mem_fraction_static, found.enable_memory_saver, found.dtype]))
+"""
+
+
+def test_sglang_takes_the_flags_of_a_gpu(tmp_path: Path) -> None:
+    here = Here("cuda", FULL, tmp_path)
+    flags = [
+        (),
+        ("--skip-tokenizer-init", "--enable-memory-saver"),
+        ("--disable-overlap-schedule", *gpu_servers.handover_options(here).server_args),
+    ]
+    commands = []
+    for more in flags:
+        settings = gpu_servers.server_settings(here, *more)
+        commands += [one.command for one in plan(SMALL, settings, log_dir=tmp_path)]
+    (on_cpu,) = plan(
+        SMALL, gpu_servers.server_settings(Here("cpu", FULL, tmp_path)), log_dir=tmp_path
+    )
+    python, module, name, *_ = commands[0]
+    assert (module, name) == ("-m", "sglang.launch_server")
+    done = subprocess.run(
+        [python, "-c", PARSE, json.dumps([command[3:] for command in commands])],
+        env=on_cpu.environment,  # what SGLang needs in order to be imported without a GPU
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert found == [[0.35, False, "bfloat16"], [0.35, True, "bfloat16"], [0.35, False, "bfloat16"]]

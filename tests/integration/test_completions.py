@@ -1,0 +1,152 @@
+"""Completions by a real SGLang server: log-probabilities of prompts, biases, penalties."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from agentloop import Runtime, Sampling, Settings
+from agentloop.api.app import AgentService, listening
+from agentloop.api.guard import ServeSettings
+from agentloop.api.listen import bind
+from agentloop.sandbox import PoolSettings
+
+pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
+
+PROMPT = "<|im_start|>user\nWhat is 37 times 48?<|im_end|>\n<|im_start|>assistant\n<reason>"
+
+
+@pytest.fixture(scope="module")
+async def runtime(sglang_url: str) -> AsyncIterator[Runtime]:
+    settings = Settings(
+        servers=[sglang_url],
+        sandbox=PoolSettings(backend="process"),
+        sampling=Sampling(temperature=0),
+        serve=ServeSettings(port=0),
+    )
+    async with Runtime(settings) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+async def client(runtime: Runtime) -> AsyncIterator[openai.AsyncOpenAI]:
+    settings = runtime.settings
+    with bind(settings.serve) as bound:
+        async with (
+            listening(AgentService(runtime, settings), bound) as url,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+        ):
+            yield client
+
+
+async def ask(client: openai.AsyncOpenAI, prompt: Any = PROMPT, **options: Any) -> Any:
+    made = await client.completions.create(model="small", prompt=prompt, **options)
+    return made.choices[0]
+
+
+@pytest.fixture(scope="module")
+async def greedy(client: openai.AsyncOpenAI) -> Any:
+    return await ask(client, max_tokens=40, logprobs=2)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+async def test_an_echo_has_the_log_probabilities_of_the_generation(
+    client: openai.AsyncOpenAI, runtime: Runtime, greedy: Any, max_tokens: int
+) -> None:
+    encode = runtime.chat.tokenizer.encode
+    prompt: list[int] = encode(PROMPT).ids
+    sampled: list[int] = encode(greedy.text).ids
+    num = len(prompt) + len(sampled)
+    assert [runtime.chat.decode([id]) for id in sampled] == greedy.logprobs.tokens[: len(sampled)]
+    echoed = await ask(client, prompt + sampled, echo=True, max_tokens=max_tokens, logprobs=1)
+    told = echoed.logprobs
+    assert len(told.token_logprobs) == num + max_tokens or echoed.finish_reason == "stop"
+    assert told.token_logprobs[0] is None
+    of_sampled = told.token_logprobs[len(prompt) : num]
+    assert of_sampled == pytest.approx(greedy.logprobs.token_logprobs[: len(sampled)], abs=1e-3)
+    for value, likely in zip(of_sampled, told.top_logprobs[len(prompt) : num], strict=True):
+        assert value == max(likely.values())  # it was greedy, and a harness sees that
+    assert echoed.text.startswith(PROMPT + greedy.text)
+    for token, offset in zip(told.tokens, told.text_offset, strict=True):
+        assert echoed.text[offset:].startswith(token) or offset == len(echoed.text)
+
+
+async def test_a_stream_equals_the_whole(client: openai.AsyncOpenAI, greedy: Any) -> None:
+    stream = await client.completions.create(
+        model="small", prompt=PROMPT, max_tokens=40, stream=True
+    )
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == greedy.text
+
+
+async def test_a_bias_forbids_and_forces_a_token(
+    client: openai.AsyncOpenAI, runtime: Runtime, greedy: Any
+) -> None:
+    first = runtime.chat.tokenizer.encode(greedy.text).ids[0]
+    free = await ask(client, max_tokens=1, logprobs=0)
+    assert free.logprobs.tokens == [runtime.chat.decode([first])]
+    without = await ask(client, max_tokens=1, logprobs=0, logit_bias={str(first): -100})
+    assert without.logprobs.tokens != free.logprobs.tokens
+    seven = runtime.chat.token_id("7")
+    assert seven is not None
+    forced = await ask(client, max_tokens=5, logit_bias={str(seven): 100})
+    assert forced.text == "77777"
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [{"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 2}],
+    ids=lambda one: next(iter(one)),
+)
+async def test_a_penalty_changes_what_is_repeated(
+    client: openai.AsyncOpenAI, runtime: Runtime, penalty: dict[str, Any]
+) -> None:
+    seven, eight = runtime.chat.token_id("7"), runtime.chat.token_id("8")
+    bias = {str(seven): 30, str(eight): 29}
+    free = await ask(client, max_tokens=8, logit_bias=bias)
+    assert set(free.text) <= {"7", "8"}
+    extra = {"extra_body": penalty} if "repetition_penalty" in penalty else penalty
+    punished = await ask(client, max_tokens=8, logit_bias=bias, **extra)
+    assert punished.text != free.text
+
+
+async def test_no_end_comes_before_the_least_number_of_tokens(client: openai.AsyncOpenAI) -> None:
+    whole = await ask(client, max_tokens=200)
+    assert whole.finish_reason == "stop"
+    num = len((await ask(client, max_tokens=200, logprobs=0)).logprobs.tokens)
+    longer = await ask(client, max_tokens=num + 20, logprobs=0, extra_body={"min_tokens": num + 5})
+    assert len(longer.logprobs.tokens) >= num + 5
+
+
+async def test_a_token_of_the_callers_ends_it(
+    client: openai.AsyncOpenAI, runtime: Runtime, greedy: Any
+) -> None:
+    ids = runtime.chat.tokenizer.encode(greedy.text).ids
+    at = next(at for at in range(2, len(ids)) if ids[at] not in ids[:at])
+    cut = await ask(client, max_tokens=40, logprobs=0, extra_body={"stop_token_ids": [ids[at]]})
+    assert cut.finish_reason == "stop"
+    assert len(cut.logprobs.tokens) == at + 1
+    assert cut.text == runtime.chat.decode(ids[:at])
+
+
+async def test_the_bare_model_takes_them_in_chat_completions_and_the_agent_does_not(
+    client: openai.AsyncOpenAI, runtime: Runtime
+) -> None:
+    seven = runtime.chat.token_id("7")
+    options: Any = {
+        "messages": [{"role": "user", "content": "What is 37 times 48?"}],
+        "logit_bias": {str(seven): 100},
+        "max_tokens": 5,
+        "logprobs": True,
+    }
+    made = await client.chat.completions.create(model="small", **options)
+    tokens = made.choices[0].logprobs
+    assert tokens is not None
+    assert [one.token for one in tokens.content or ()] == ["7"] * 5
+    with pytest.raises(openai.BadRequestError, match=r"logit_bias: .* is not supported"):
+        await client.chat.completions.create(model="small-agent", **options)
+    too_high = {**options, "logit_bias": {"100000": 1}}
+    with pytest.raises(openai.BadRequestError, match="logit_bias: 100000 is outside"):
+        await client.chat.completions.create(model="small", **too_high)

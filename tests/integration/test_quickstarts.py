@@ -1,0 +1,69 @@
+"""The commands of the quick starts, run as they are, against the shared server.
+
+Training on problems: test_train.py. Several machines: test_cluster.py.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.quickstart import QuickStart
+from tests.integration.test_serve import start, stop
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def served(docker_engine: None, sglang_url: str) -> dict[str, str]:
+    """The settings that put the shared server in place of one that is started."""
+    return {
+        "AGENTLOOP_SERVERS": f'["{sglang_url}"]',
+        "AGENTLOOP_SAMPLING__TEMPERATURE": "0",
+        "AGENTLOOP_TOOL_TIMEOUT_S": "60",
+    }
+
+
+@pytest.fixture(scope="module")
+def service(docker_engine: None, sglang_url: str) -> Iterator[str]:
+    process, url = start(sglang_url)
+    yield url
+    stop(process, signal.SIGINT)
+
+
+def test_install(tmp_path: Path) -> None:
+    said = QuickStart("install.md", tmp_path).run()
+    assert "ok       SGLang" in said
+
+
+def test_serve_a_model(tmp_path: Path, served: dict[str, str], service: str) -> None:
+    page = QuickStart("serve.md", tmp_path)
+    page.write_files()
+    said = page.run(served, url=service)
+    assert r'"\\boxed{1776}"' in said  # curl's
+    assert "2 turns, 1 call" in said  # in the terminal
+    assert r"\boxed{1776} ['multiply']" in said
+
+
+def test_train_in_your_environment(tmp_path: Path, served: dict[str, str]) -> None:
+    said = QuickStart("environment.md", tmp_path).run(served)
+    assert "7 passed" in said  # by scripts
+    assert "in_time" in said  # by the model
+    assert "inference  1 server" in said  # the plan
+
+
+def test_train_your_agent(tmp_path: Path, served: dict[str, str]) -> None:
+    said = QuickStart("agent.md", tmp_path).run(served)
+    assert "avg@2" in said
+    assert "inference  1 server" in said
+
+
+def test_evaluate_an_endpoint(tmp_path: Path, service: str) -> None:
+    page = QuickStart("evaluate.md", tmp_path)
+    page.write_files()
+    said = page.run(url=service)
+    assert "avg@4" in said
+    assert "evaluate" in said

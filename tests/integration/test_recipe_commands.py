@@ -1,0 +1,179 @@
+"""The commands of the large recipes' plans, read by the real parsers of SGLang, PyTorch, DeepSpeed.
+
+Nothing is started: each command line is split as its process would split it. The packages are slow
+to import, so another process reads all of them at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentloop.cli.cluster import ClusterPlan, nodes_from
+from agentloop.cli.train import TrainSettings
+from agentloop.config import load_settings
+from agentloop.training.learner_client.client import learner_command
+from agentloop.training.learner_client.launch import on_other_nodes, starts
+from agentloop.training.learner_client.settings import LearnerSettings
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("sglang_installed"),
+]
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
+
+RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
+SHAPES = {"paper-stage1": "8x128,8x80,2048", "release-8gpu": "1x128,8x80,1024"}
+LEARNER = learner_command(Path("learner.json"))
+
+READER = """
+import argparse, json, sys
+from deepspeed.launcher.runner import parse_args as read_deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+from torch.distributed.run import get_args_parser
+
+from agentloop.learner.policy import _deepspeed_config
+from agentloop.training.learner_client.settings import LearnerSettings
+
+def read_sglang(arguments):
+    prepare_server_args([*arguments, "--device", "cuda"])  # this machine may have none
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return parser.parse_args(arguments)
+
+def read_config(learner):
+    settings = LearnerSettings.model_validate_json(learner)
+    return DeepSpeedConfig(_deepspeed_config(settings)).zero_config
+
+readers = {
+    "sglang": read_sglang,
+    "torchrun": get_args_parser().parse_args,
+    "deepspeed": read_deepspeed,
+    "config": read_config,
+}
+asked = json.load(sys.stdin)
+found = {name: vars(readers[kind](arguments)) for name, (kind, arguments) in asked.items()}
+with open(sys.argv[1], "w") as file:
+    json.dump(found, file, default=str)
+"""
+
+
+def settings_of(recipe: str) -> TrainSettings:
+    model = f"model='{RECIPES / 'qwen3-14b'}'"
+    return load_settings(
+        TrainSettings, [RECIPES / f"{recipe}.toml"], [model, "cluster.address=auto"]
+    )
+
+
+def planned(recipe: str) -> dict[str, list[str]]:
+    """The commands of a plan by the processes that they are for, without their variables."""
+    nodes = nodes_from([SHAPES[recipe]])
+    made = ClusterPlan(settings_of(recipe), nodes, nodes[0].name)
+    commands = {row["process"]: shlex.split(row["command"]) for row in made.rows()}
+    variable = re.compile(r"[A-Z_]+=")
+    return {
+        name: [word for word in words if not variable.match(word)]
+        for name, words in commands.items()
+        if words
+    }
+
+
+def launched(recipe: str, folder: Path) -> Iterator[tuple[str, str, list[str]]]:
+    """The commands of torchrun and DeepSpeed's launcher for a recipe's ranks."""
+    ranks = settings_of(recipe).ranks
+    hostfile = folder / f"{recipe}.hosts"
+    hostfile.write_text("".join(f"node-{n + 1} slots=8\n" for n in range(ranks.nodes)))
+    for launcher in ("torchrun", "deepspeed"):
+        several = {"address": "node-1"} if ranks.nodes > 1 else {}
+        hosts = {"hostfile": hostfile} if ranks.nodes > 1 and launcher == "deepspeed" else {}
+        changed = ranks.model_copy(update={"launcher": launcher, **several, **hosts})
+        (start,) = starts(changed, LEARNER, socket_path=folder / "socket", port=29_500)
+        yield f"{recipe}: {launcher}", launcher, list(start.command)
+        for number, line in enumerate(on_other_nodes(changed, LEARNER, 29_500), 1):
+            yield f"{recipe}: torchrun on node {number}", launcher, shlex.split(line)
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each command line says, by the parser of the program that it is for."""
+    folder = tmp_path_factory.mktemp("commands")
+    asked: dict[str, tuple[str, Any]] = {}
+    for recipe in SHAPES:
+        for name, words in planned(recipe).items():
+            if name.startswith("server"):
+                at = words.index("agentloop.inference.processes.keyed")
+                asked[f"{recipe}: {name}"] = ("sglang", words[at + 1 :])
+        for name, kind, words in launched(recipe, folder):
+            asked[name] = (kind, words[words.index("-m") + 2 :])
+        learner = settings_of(recipe).learner.model_dump()
+        asked[f"{recipe}: config"] = ("config", LearnerSettings(**learner).model_dump_json())
+    script = [sys.executable, "-c", READER, str(folder / "found.json")]
+    done = subprocess.run(
+        script, input=json.dumps(asked), text=True, capture_output=True, timeout=800, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, Any]] = json.loads((folder / "found.json").read_text())
+    assert found.keys() == asked.keys()
+    return found
+
+
+def test_sglang_accepts_the_servers_commands(read: dict[str, dict[str, Any]]) -> None:
+    paper = [read[f"paper-stage1: server {number}"] for number in range(1, 5)]
+    assert [one["host"] for one in paper] == [f"node-{number}" for number in range(5, 9)]
+    assert {(one["tp_size"], one["dp_size"], one["base_gpu_id"]) for one in paper} == {(1, 8, 0)}
+    release = [read[f"release-8gpu: server {number}"] for number in (1, 2)]
+    assert {(one["tp_size"], one["dp_size"]) for one in release} == {(4, 1)}
+    assert {one["mem_fraction_static"] for one in release} == {0.25}
+    assert {Path(one["model_path"]) for one in [*paper, *release]} == {RECIPES / "qwen3-14b"}
+
+
+@pytest.mark.parametrize(("recipe", "nodes"), [("paper-stage1", 4), ("release-8gpu", 1)])
+def test_the_launchers_accept_the_ranks_commands(
+    read: dict[str, dict[str, Any]], recipe: str, nodes: int
+) -> None:
+    names = [f"{recipe}: torchrun"]
+    names += [f"{recipe}: torchrun on node {number}" for number in range(1, nodes)]
+    for rank, name in enumerate(names):
+        one = read[name]
+        assert (one["nnodes"], one["node_rank"], one["nproc_per_node"]) == (str(nodes), rank, "8")
+        assert [one["training_script"], *one["training_script_args"]] == list(LEARNER)
+    found = read[f"{recipe}: deepspeed"]
+    assert (found["num_nodes"], found["num_gpus"]) == ((4, 8) if nodes == 4 else (-1, 8))
+    assert [found["user_script"], *found["user_args"]][: len(LEARNER)] == list(LEARNER)
+
+
+def test_deepspeed_accepts_the_learners_settings(read: dict[str, dict[str, Any]]) -> None:
+    assert read["paper-stage1: config"]["stage"] == 3
+    release = read["release-8gpu: config"]
+    assert release["stage"] == 3
+    assert release["reduce_bucket_size"] == 100_000_000
+    assert release["max_live_parameters"] == 500_000_000
+
+
+@pytest.mark.parametrize("recipe", SHAPES)
+def test_the_rank_and_the_sandbox_read_their_own_commands(recipe: str, tmp_path: Path) -> None:
+    commands = planned(recipe)
+    ranks = [words for name, words in commands.items() if name.startswith("rank")]
+    assert len(ranks) == settings_of(recipe).ranks.nodes
+    done = subprocess.run(
+        [sys.executable, *ranks[0][1:]],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=300,
+        check=False,
+    )
+    assert "learner.json: [Errno 2]" in done.stderr  # its arguments are right; the file is missing
+    sandboxes = [words for name, words in commands.items() if name.startswith("sandbox")]
+    assert sandboxes
+    assert all(words == ["python", "-m", "agentloop.sandbox.serve"] for words in sandboxes)

@@ -1,0 +1,124 @@
+"""The real learner's steps, repeated from a journal: the weights are the same to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
+
+from agentloop.environments.tasks.sources import Task
+from agentloop.models import SMALL
+from agentloop.training.learner_client.client import KeptLearner
+from agentloop.training.learner_client.launch import RanksSettings
+from agentloop.training.learner_client.settings import (
+    LearnerSettings,
+    OptimizerSettings,
+)
+from agentloop.training.learner_record import LearnerRecord, record_learner
+from agentloop.training.queue import GroupQueue
+from agentloop.training.replay import Replay, ReplayedStep, Replayer
+from agentloop.training.resume import load_newest
+from agentloop.training.run_folder import RunFolder
+from agentloop.training.steps import Steps
+from agentloop.training.token_difference import TokenDifferences
+from agentloop.training.weight_sync.disk import FolderPublisher
+from agentloop.training.weight_sync.settings import WeightsSettings
+from tests.learner.ranks import ROOT, make_batch
+
+pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(600)]
+
+SETTINGS = LearnerSettings(
+    model=SMALL,
+    micro_batch_tokens=128,
+    optimizer=OptimizerSettings(lr=1e-3, warmup_steps=3),
+)
+RANKS = RanksSettings(threads=2)
+TIMEOUT_S = 120.0
+
+
+def learner(log_dir: Path) -> KeptLearner:
+    return KeptLearner(SETTINGS, RANKS, log_dir=log_dir, on_progress=lambda line: None)
+
+
+async def admit_all(queue: GroupQueue, folder: RunFolder, num_steps: int) -> None:
+    """Lease a group of random conversations to each step."""
+    for step in range(1, num_steps + 1):
+        batch, rows, start = make_batch(seed=step), [], 0
+        for index, length in enumerate(batch.lengths.tolist()):
+            part = slice(start, start + length)
+            start += length
+            trajectory: dict[str, Any] = {
+                "id": f"{step}.{index}",
+                "ids": batch.ids[part].tolist(),
+                "mask": batch.mask[part].tolist(),
+                "logprobs": batch.logprobs[part].tolist(),
+                "versions": [str(step - 1)] * length,
+            }
+            credit = {"advantages": (-1.0) ** index, "weights": 1.0}
+            rows.append({"trajectory": trajectory, "credit": credit, "rollout": index})
+        group = await queue.admit(Task(str(step), "?", "1"), version=0, cursor={})
+        path, num_bytes = folder.add_group(group.number, rows)
+        await queue.finish(group.number, path=path, num_bytes=num_bytes, figures={})
+        notes = {"version": step - 1, "resets": step == 4, "stage": 1, "learns": True}
+        await queue.lease(step, [group.number], notes)
+
+
+async def live(queue: GroupQueue, folder: RunFolder, *, last: int) -> None:
+    """Train up to a step as a run that is resumed, with a checkpoint of step 2."""
+    async with learner(folder.path / "logs") as kept:
+        restored = await load_newest(kept, folder, timeout_s=TIMEOUT_S)
+        after = 0 if restored is None else restored.step
+        record = LearnerRecord.of(SETTINGS, RANKS, await kept.about(), after=after)
+        await record_learner(queue, record)
+        steps = Steps(
+            kept, queue, folder, restored=restored, timeout_s=TIMEOUT_S, say=lambda line: None
+        )
+        publisher = FolderPublisher(kept, folder.path / "weights", WeightsSettings())
+        await steps.publish(publisher)
+        for lease in await queue.rewind(after):
+            if lease.step <= last:
+                await steps.learn(lease)
+                await steps.publish(publisher)
+            if lease.step == 2:
+                await steps.checkpoint(wait=True)
+
+
+async def test_a_run_of_two_lives_again_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first life ends after step 3, which is not in a checkpoint: the second repeats it."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    folder = RunFolder(tmp_path, "")
+    async with GroupQueue.open(tmp_path / "queue.sqlite") as queue:
+        await admit_all(queue, folder, 5)
+        await live(queue, folder, last=3)
+        await live(queue, folder, last=5)
+
+    @asynccontextmanager
+    async def start(record: LearnerRecord | None) -> AsyncIterator[Replayer]:
+        assert record is not None
+        assert record.made_with["threads"] == "2"
+        async with learner(replay.logs) as kept:
+            yield Replayer(kept, SETTINGS.micro_batch_tokens)
+
+    found: list[ReplayedStep] = []
+    tokens: dict[int, TokenDifferences] = {}
+    async with Replay.open(tmp_path) as replay:
+        assert await replay.repeat(
+            start,
+            first=1,
+            last=5,
+            timeout_s=TIMEOUT_S,
+            on_step=found.append,
+            on_tokens=tokens.__setitem__,
+            say=lambda line: None,
+        )
+    assert [one.step for one in found] == [0, 1, 2, 3, 4, 5]
+    assert all(one.has_same_weights and one.has_same_loss for one in found)
+    assert len({one.weights for one in found}) == 6
+    assert all(0 < one.mean < one.max for one in tokens.values())
