@@ -13,6 +13,8 @@ import anyio
 import hypothesis
 import pytest
 
+from tests.patience import patient
+
 _TO_CLEAN_UP_S = 3.0
 
 # Of any example: a machine may pause, which is no fault of the code's.
@@ -39,16 +41,20 @@ def anyio_backend() -> tuple[str, dict[str, bool]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files whose tests may take longest first, so that no worker is left with one."""
+    """Set each test's limit, and put the files whose tests may take longest first, so that no
+    worker is left with one."""
     limits: dict[Path, float] = {}
     for item in items:
-        limits[item.path] = max(_limit_s(item), limits.get(item.path, 0))
+        limit_s = patient(_limit_s(item))
+        item.add_marker(pytest.mark.timeout(limit_s), append=False)
+        limits[item.path] = max(limit_s, limits.get(item.path, 0))
     items.sort(key=lambda item: -limits[item.path])
 
 
 def _limit_s(item: pytest.Item) -> float:
-    marker = item.get_closest_marker("timeout")
-    return float(marker.args[0] if marker else item.config.getini("timeout"))
+    """Return how long a test may take: what the project allows to each, or more where it says so."""
+    least = float(item.config.getini("timeout"))
+    return max([least, *(float(marker.args[0]) for marker in item.iter_markers("timeout"))])
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -56,7 +62,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     """An async test that hangs is cancelled shortly before its timeout: uvloop, while it waits,
     does not hear pytest-timeout's signal."""
     if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
-        item.obj = _bounded(item.obj, max(1.0, _limit_s(item) - _TO_CLEAN_UP_S))
+        item.obj = _bounded(item.obj, _limit_s(item) - _TO_CLEAN_UP_S)
     return (yield)
 
 

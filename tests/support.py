@@ -24,6 +24,7 @@ from agentloop.inference.scheduling.placement import Decision
 from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.turns import Generation
 from agentloop.trajectory import TurnEnd, VersionSpan
+from tests.patience import patient
 
 START, END = "<|im_start|>", "<|im_end|>"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -489,6 +490,6 @@ def spans_cover(spans: Sequence[VersionSpan], length: int) -> bool:
 
 async def eventually(condition: Callable[[], bool], *, within_s: float = 15.0) -> None:
     """Wait until `condition` holds, letting everything else run meanwhile."""
-    with anyio.fail_after(within_s):
+    with anyio.fail_after(patient(within_s)):
         while not condition():  # noqa: ASYNC110
             await anyio.sleep(0.001)

@@ -27,6 +27,7 @@ from agentloop.cli.cluster import ClusterPlan
 from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.training.cluster.placement import ClusterNode, ProcessKind
+from tests.patience import patient
 
 pytestmark = pytest.mark.timeout(120)  # a plan imports all that a run would
 
@@ -288,7 +289,7 @@ def test_a_signal_stops_the_trainer_and_queues_the_job_again(
     with started(job, "docs/recipes/paper-stage1.toml", "--until-signalled") as process:
         command_of(process)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 143
+        assert process.wait(patient(60)) == 143
     assert (workplace / "requeued.txt").read_text() == "requeue 7\n"
 
 

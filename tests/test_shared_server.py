@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.agentloop.inference.processes.test_supervise import Stub
+from tests.patience import patient
 from tests.shared_server import ROOT, shared_server
 
 pytestmark = [
@@ -67,7 +68,7 @@ def url_of(process: subprocess.Popen[str]) -> str:
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/ready", timeout=60, trust_env=False).is_success
+        return httpx.get(f"{url}/ready", timeout=patient(60), trust_env=False).is_success
     except httpx.TransportError:
         return False
 

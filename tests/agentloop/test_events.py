@@ -7,6 +7,7 @@ import pytest
 
 from agentloop.events import Event, Feed, RolloutStarted, TokensSampled, TurnStarted, ignore
 from agentloop.trajectory import Trajectory
+from tests.patience import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +24,7 @@ async def test_events_are_read_as_they_come() -> None:
         async for event in feed:
             read.append(event)
 
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(reader)
             for number in range(3):

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc"),
     pytest.mark.timeout(300),
-    pytest.mark.series,
+    pytest.mark.full,
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +23,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the benchmark in a process of its own, because it forks and adopts orphans."""
     command = [sys.executable, "-m", "bench.kill", *arguments]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=patient(280), check=False
     )
 
 

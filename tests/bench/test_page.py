@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from bench.page import Replay
+from tests.patience import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +38,7 @@ class Reader:
 
 
 async def read(replay: Replay, reader: Reader) -> None:
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         async with aclosing(replay.frames()) as frames:
             async for _, data in frames:
                 if data and reader.apply(data) == replay.num_frames:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from agentloop.inference.cpu import INSTALL_COMMAND
+from tests.patience import patient
 from tests.shared_server import shared_server
 
 _DOCKER = (
@@ -43,7 +44,9 @@ def docker_engine() -> None:
     """An engine answers."""
     if shutil.which("docker") is None:
         need(_DOCKER)
-    answer = subprocess.run(["docker", "info"], capture_output=True, timeout=120, check=False)
+    answer = subprocess.run(
+        ["docker", "info"], capture_output=True, timeout=patient(120), check=False
+    )
     if answer.returncode != 0:
         need(_DOCKER)
 

@@ -22,6 +22,7 @@ import pytest
 from agentloop.sandbox.engine import connect
 from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.image import ensure_image
+from tests.patience import patient
 
 START_TIMEOUT_S = 90.0
 ROOT = Path("/sys/fs/cgroup")
@@ -68,7 +69,7 @@ class PrivateEngine:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 pass_fds=fds,
             )  # fmt: skip
-        with anyio.fail_after(START_TIMEOUT_S):
+        with anyio.fail_after(patient(START_TIMEOUT_S)):
             while self._process.returncode is None:
                 try:
                     async with connect(self.url):

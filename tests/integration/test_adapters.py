@@ -26,6 +26,7 @@ from agentloop.errors import PromptTooLong, RequestError, ServerUnavailable, Set
 from agentloop.trajectory import Message
 from tests.agentloop.environments.adapters.scripted import Said, Scripted, play, task_of
 from tests.integration.conftest import need
+from tests.patience import patient
 
 pytestmark = [
     pytest.mark.anyio,
@@ -53,7 +54,7 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
         program = str(Path(sys.executable).with_name("tw-make"))
         command = [program, "custom", *size, "--silent"]
         output = ["--seed", seed, "--output", str(folder / f"{seed}.z8")]
-        subprocess.run([*command, *output], check=True, capture_output=True, timeout=200)
+        subprocess.run([*command, *output], check=True, capture_output=True, timeout=patient(200))
     return folder
 
 
@@ -443,7 +444,7 @@ def openenv_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     process = subprocess.Popen([sys.executable, file, str(port)])
     try:
         url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + patient(100)
         while True:
             assert process.poll() is None
             assert time.monotonic() < deadline

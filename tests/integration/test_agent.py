@@ -38,6 +38,7 @@ async def runtime(docker_engine: None, sglang_url: str) -> AsyncIterator[Runtime
         yield runtime
 
 
+@pytest.mark.gate
 async def test_a_question_is_answered_by_a_call_in_a_container(runtime: Runtime) -> None:
     trajectory = await runtime.rollout("What is 37 times 48?", sampling=GREEDY)
     assert trajectory.stop_reason is StopReason.ANSWERED
@@ -48,6 +49,7 @@ async def test_a_question_is_answered_by_a_call_in_a_container(runtime: Runtime)
     assert (result.status, result.content) == (ToolCallStatus.OK, "1776")
 
 
+@pytest.mark.gate
 async def test_ids_replayed_as_one_prompt_have_the_same_logprobs(
     runtime: Runtime, sglang_url: str
 ) -> None:
@@ -120,6 +122,7 @@ async def test_a_notebook_keeps_its_state_over_the_turns(runtime: Runtime) -> No
     assert "129" in trajectory.text
 
 
+@pytest.mark.gate
 async def test_calls_start_while_the_turn_goes_on(runtime: Runtime) -> None:
     """Three calls and text after them: the first runs before the turn's last token."""
     question = "Compute 12*7, 8+5 and 90-3."

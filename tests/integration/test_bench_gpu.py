@@ -12,6 +12,7 @@ from agentloop.inference.processes.supervise import plan
 from agentloop.models import SMALL
 from bench import gpu_servers
 from bench.gpu_model import FULL, Here
+from tests.patience import patient
 
 pytestmark = [
     pytest.mark.real,
@@ -49,7 +50,7 @@ def test_sglang_takes_the_flags_of_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(
         [python, "-c", PARSE, json.dumps([command[3:] for command in commands])],
         env=on_cpu.environment,  # what SGLang needs in order to be imported without a GPU
-        capture_output=True, text=True, timeout=240, check=False,
+        capture_output=True, text=True, timeout=patient(240), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]

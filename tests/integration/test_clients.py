@@ -23,6 +23,7 @@ from agentloop.errors import ServerUnavailable
 from tests.agentloop.api.test_app import CHAT, HELLO, THEIRS, Service, says, service
 from tests.agentloop.api.test_bare_model import trajectories
 from tests.integration.conftest import need
+from tests.patience import patient
 from tests.support import END, Step, call_text, eventually, written
 
 anthropic: Any = pytest.importorskip("anthropic", reason="Anthropic's client: tox -e clients")
@@ -267,7 +268,7 @@ async def test_the_program_of_the_guide_works() -> None:
             "AGENTLOOP_TASK": "What is 37 times 48?",
         }
         command = [sys.executable, "-c", program]
-        with anyio.fail_after(100):
+        with anyio.fail_after(patient(100)):
             ended = await anyio.run_process(command, env={**os.environ, **variables}, check=False)
         assert (ended.stdout, ended.returncode) == (b"1776\n", 0), ended.stderr.decode()
         await here.check_is_one_chain([call, "1776"])

@@ -24,6 +24,7 @@ from anyio.streams.text import TextReceiveStream
 from agentloop.training.learner_client.launch import free_port
 from tests.integration.conftest import need
 from tests.integration.test_train import RECIPE
+from tests.patience import patient
 from tests.support import eventually
 
 pytestmark = [
@@ -63,7 +64,7 @@ async def node(log: Path, *options: str) -> AsyncIterator[tuple[subprocess.Popen
                 return
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(patient(60))
     pytest.fail(f"Ray does not start:\n{read(log)}")
 
 
@@ -111,7 +112,7 @@ def commands() -> list[str]:
 
 
 async def refuses_strangers(url: str, path: str) -> bool:
-    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=patient(30)) as client:
         return (await client.get(url + path)).status_code == 401
 
 

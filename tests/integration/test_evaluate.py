@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.integration.test_serve import start, stop
+from tests.patience import patient
 
 pytestmark = [
     pytest.mark.real,
@@ -79,13 +80,13 @@ def test_a_run_that_is_stopped_goes_on_and_samples_nothing_twice(
     run = tmp_path / "one"
     with subprocess.Popen(command(tmp_path, *more)) as process:
         try:
-            deadline = time.monotonic() + 240
+            deadline = time.monotonic() + patient(240)
             while len(list(run.glob("trajectories/group-*.jsonl"))) < 3:
                 assert process.poll() is None
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             process.send_signal(signal.SIGINT)
-            assert process.wait(120) == 130
+            assert process.wait(patient(120)) == 130
         finally:
             process.kill()
     before = {row["trajectory"]["id"]: row for row in rows(run)}

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import patient
+
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -36,7 +38,7 @@ def test_example(name: str, prints: str, docker_engine: None, sglang_url: str) -
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patient(240),
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
@@ -66,7 +68,7 @@ def evaluated(
         cwd=EXAMPLES.parent,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patient(240),
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
@@ -120,7 +122,7 @@ def test_several_environments_are_evaluated(
         cwd=EXAMPLES.parent,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patient(240),
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

@@ -17,6 +17,7 @@ import pytest
 from agentloop.cli.runs.export import export
 from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
 from agentloop.models import SMALL
+from tests.patience import patient
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -84,7 +85,7 @@ async def test_transformers_and_sglang_load_it(
     ) as [server]:
         sampling = {"max_new_tokens": 1, "temperature": 0.0}
         question = {"role": "user", "content": "What is 37 times 48?"}
-        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=patient(120)) as client:
             body = {"input_ids": source["ids"], "sampling_params": sampling}
             answer = (await client.post("/generate", json=body)).json()
             chat = {"model": "it", "messages": [question], "max_tokens": 1}

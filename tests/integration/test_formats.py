@@ -30,6 +30,7 @@ from agentloop.models import SMALL
 from agentloop.sandbox import PoolSettings
 from agentloop.trajectory import ToolCall
 from tests.agentloop.agent.real_models import control_tokens, template_of
+from tests.patience import patient
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -82,7 +83,7 @@ async def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hf.save_pretrained(folder)
     sequences = [conversation(ChatFormat.load(folder, settings_of(name))) for name in TEMPLATES]
     request = {"vocab_size": len(hf), "sequences": sequences}
-    with anyio.fail_after(300):
+    with anyio.fail_after(patient(300)):
         await anyio.run_process(
             [sys.executable, "-m", "tests.integration.overfit", str(folder)],
             input=json.dumps(request).encode(),

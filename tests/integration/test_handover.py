@@ -44,6 +44,7 @@ from agentloop.training.weight_sync.disk import PublishedFolder
 from agentloop.training.weight_sync.layout import Layout
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served, SyncResult, publisher
+from tests.patience import patient
 from tests.support import eventually, spans_cover
 
 pytestmark = [
@@ -338,7 +339,7 @@ def test_the_hash_of_a_gpu_is_that_of_sglangs_kernel() -> None:
     done = subprocess.run(
         [sys.executable, "-c", KERNEL, str(file)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=patient(300), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines():
@@ -507,7 +508,7 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
         monkeypatch.undo()
         send(victim, signal.SIGCONT)
         await eventually(lambda: here.states()[0] == "stale", within_s=60)
-        with anyio.fail_after(TIMEOUT_S):  # it has to come to itself first
+        with anyio.fail_after(patient(TIMEOUT_S)):  # it has to come to itself first
             while not await Served(here.router).sync_stale(came, timeout_s=TIMEOUT_S):
                 print("once more")
         assert here.states() == ["healthy", "healthy"]

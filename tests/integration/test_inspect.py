@@ -20,6 +20,7 @@ import pytest
 from agentloop.environments.tasks.problems import arithmetic
 from tests.integration.conftest import need
 from tests.integration.test_serve import start, stop
+from tests.patience import patient
 
 # The first time, an environment is made.
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
@@ -43,7 +44,9 @@ def inspect_ai(pytestconfig: pytest.Config) -> Path:
         # With our own pip, and without compiling a hundred packages of which few are imported.
         pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python"]
         install = [*pip, "install", "--quiet", "--no-compile", *wanted]
-        done = subprocess.run(install, capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(
+            install, capture_output=True, text=True, timeout=patient(600), check=False
+        )
         if done.returncode != 0:
             need(f"Inspect AI, which pip does not get: {done.stderr.strip()[-500:]}")
         is_whole.touch()
@@ -84,7 +87,7 @@ def evaluated(command: Path, url: str, task: str, problems: Path, folder: Path) 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
+        timeout=patient(400),
         check=False,
     )
     assert ended.returncode == 0, ended.stdout

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(900),  # servers and learner are started twice
@@ -19,6 +21,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.gate
 def test_a_killed_run_goes_on_from_its_journal(tmp_path: Path) -> None:
     """The runtime is killed in the second of four steps; a checkpoint is made after every other.
 
@@ -27,7 +30,12 @@ def test_a_killed_run_goes_on_from_its_journal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.kill", "--real", "1", "--seed", "5", "--steps", "4"]
     told = ["--victims", "runtime", "--folder", str(tmp_path)]
     done = subprocess.run(
-        [*command, *told], cwd=ROOT, capture_output=True, text=True, timeout=880, check=False
+        [*command, *told],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patient(880),
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     # The second kill comes as the run ends, or just too late.

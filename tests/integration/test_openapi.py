@@ -15,6 +15,7 @@ import pytest
 
 from tests.integration.conftest import need
 from tests.integration.test_serve import start, stop
+from tests.patience import patient
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
@@ -62,7 +63,7 @@ def schemathesis(url: str, folder: Path) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=patient(600),
         check=False,
     )
     assert ended.returncode == 0, ended.stdout

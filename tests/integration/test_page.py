@@ -165,6 +165,7 @@ def test_the_first_view_has_its_numbers_and_they_live(service: Service, chromium
         expect(page.get_by_text(f"{now['rollouts_done'] + 3} done")).to_be_visible()
 
 
+@pytest.mark.gate
 def test_a_question_is_asked_and_watched_to_its_answer(service: Service, chromium: Browser) -> None:
     with looking(chromium, f"{service.url}/#/ask") as (page, _):
         page.get_by_role("textbox").fill(QUESTION)
@@ -427,6 +428,7 @@ def test_a_turn_says_what_can_be_said_of_it(chromium: Browser, tmp_path: Path) -
         expect(page.locator(".tr-turn")).to_contain_text("it is 42")
 
 
+@pytest.mark.gate
 def test_what_a_model_writes_is_never_run(
     service: Service, chromium: Browser, tmp_path: Path
 ) -> None:

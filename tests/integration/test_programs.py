@@ -30,6 +30,7 @@ from agentloop.sandbox import (
 from agentloop.sandbox.container import LABEL
 from agentloop.sandbox.engine import connect
 from tests.model_session import ASK, SessionAgent, model_session
+from tests.patience import patient
 
 pytestmark = [
     pytest.mark.anyio,
@@ -80,7 +81,7 @@ async def containers(engine: aiodocker.Docker, owner: int) -> list[str]:
 
 
 async def wait_until(happened: Callable[[], Any]) -> None:
-    with anyio.fail_after(60):
+    with anyio.fail_after(patient(60)):
         while not await happened():  # noqa: ASYNC110 - the engine sets no event
             await anyio.sleep(0.02)
 

@@ -18,6 +18,7 @@ from agentloop.errors import SettingsError
 from agentloop.sandbox import Pool, PoolSettings
 from agentloop.trajectory import StopReason, Trajectory, Turn
 from tests.agentloop.environments.adapters.scripted import Scripted, play, task_of
+from tests.patience import patient
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -104,7 +105,9 @@ def test_the_adapter_is_evaluated(tmp_path: Path, sglang_url: str) -> None:
         "budget.max_response_tokens=300",
     ]
     command = [sys.executable, "-m", "agentloop", "evaluate", *settings]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=patient(240), check=False
+    )
     assert ended.returncode == 0, ended.stderr
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert (results["all"]["num_tasks"], results["all"]["num_missing"]) == (2, 0)

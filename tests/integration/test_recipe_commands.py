@@ -23,6 +23,7 @@ from agentloop.config import load_settings
 from agentloop.training.learner_client.client import learner_command
 from agentloop.training.learner_client.launch import on_other_nodes, starts
 from agentloop.training.learner_client.settings import LearnerSettings
+from tests.patience import patient
 
 pytestmark = [
     pytest.mark.real,
@@ -119,7 +120,12 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         asked[f"{recipe}: config"] = ("config", LearnerSettings(**learner).model_dump_json())
     script = [sys.executable, "-c", READER, str(folder / "found.json")]
     done = subprocess.run(
-        script, input=json.dumps(asked), text=True, capture_output=True, timeout=800, check=False
+        script,
+        input=json.dumps(asked),
+        text=True,
+        capture_output=True,
+        timeout=patient(800),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads((folder / "found.json").read_text())
@@ -170,7 +176,7 @@ def test_the_rank_and_the_sandbox_read_their_own_commands(recipe: str, tmp_path:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=300,
+        timeout=patient(300),
         check=False,
     )
     assert "learner.json: [Errno 2]" in done.stderr  # its arguments are right; the file is missing

@@ -24,6 +24,7 @@ from agentloop.sandbox import Pool, PoolSettings
 from agentloop.sandbox.engine import connect
 from agentloop.sandbox.errors import SandboxUnavailable
 from tests.integration.private_engine import PrivateEngine, private_engine
+from tests.patience import patient
 from tests.sandbox.chaos import Tally, answers, kill_an_owner, kill_at_random, run_load
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(900)]
@@ -86,7 +87,7 @@ async def names(engine: PrivateEngine) -> list[str]:
 
 
 async def wait_until(happened: Callable[[], Awaitable[bool]], within_s: float = RECOVERY_S) -> None:
-    with anyio.fail_after(within_s):
+    with anyio.fail_after(patient(within_s)):
         while not await happened():  # noqa: ASYNC110 - the engine sets no event
             await anyio.sleep(0.05)
 
@@ -217,7 +218,7 @@ async def test_the_loss_of_one_of_two_engines(engine: PrivateEngine) -> None:
 
 
 async def test_a_pool_closes_while_its_engine_is_down(engine: PrivateEngine) -> None:
-    with anyio.fail_after(2 * RECOVERY_S) as scope:
+    with anyio.fail_after(patient(2 * RECOVERY_S)) as scope:
         async with Pool(settings_for(engine)) as pool:
             assert (await pool.run("print(1)")).ok
             await engine.kill()

@@ -16,6 +16,7 @@ from agentloop.sandbox.engine import connect
 from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.image import build
 from tests.integration.conftest import need
+from tests.patience import patient
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -67,7 +68,7 @@ async def test_either_base_gives_the_packages_that_are_asked_for(
 
 async def some_base(engine: aiodocker.Docker) -> str:
     """One as if it had been pulled: where no registry can be reached, under a name of our own."""
-    with contextlib.suppress(aiodocker.DockerError, TimeoutError), anyio.fail_after(60):
+    with contextlib.suppress(aiodocker.DockerError, TimeoutError), anyio.fail_after(patient(60)):
         await engine.images.pull(build._dockerfile_base())
         return build._dockerfile_base()
     name = await build._system_base(engine, print)

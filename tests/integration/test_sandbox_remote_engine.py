@@ -18,6 +18,7 @@ import pytest
 from agentloop.sandbox import CallStatus, Pool, PoolSettings, SandboxUnavailable
 from agentloop.sandbox.engine import connect
 from tests.integration.private_engine import PrivateEngine, private_engine
+from tests.patience import patient
 from tests.sandbox.chaos import Tally, kill_an_owner, kill_at_random, run_load
 from tests.sandbox.test_pool import endless_before, wait_until
 
@@ -210,7 +211,7 @@ async def test_nothing_is_left(
         assert len(await new()) >= 2  # more while one that was slow to start is being replaced
     assert not await new()
     await kill_an_owner(settings, tmp_path)  # kill -9: the streams end, and with them the workers
-    with anyio.fail_after(60):
+    with anyio.fail_after(patient(60)):
         while await new():  # noqa: ASYNC110 - the engine sets no event
             await anyio.sleep(0.05)
 

@@ -19,6 +19,7 @@ from agentloop.sandbox import Pool, PoolSettings
 from agentloop.sandbox.container import LABEL
 from tests.integration.conftest import need
 from tests.integration.test_openapi import TOKEN, schemathesis
+from tests.patience import patient
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -41,7 +42,7 @@ def command(*arguments: str, token: str = "") -> Iterator[tuple[subprocess.Popen
         yield process, line.split()[3]
     finally:
         process.kill()
-        process.wait(60)
+        process.wait(patient(60))
         process.stdout.close()
 
 
@@ -54,14 +55,14 @@ def containers(pid: int) -> list[str]:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_it_and_leaves_nothing(docker_engine: None, number: int, status: int) -> None:
     with command("pool.backend=docker") as (process, url):
-        with httpx.Client(base_url=url, trust_env=False, timeout=60) as http:
+        with httpx.Client(base_url=url, trust_env=False, timeout=patient(60)) as http:
             body = {"calls": [{"code": "6 * 7"}, {"code": FOREVER, "timeout_s": 600}]}
             with http.stream("POST", "/v1/run/batch", json=body) as answer:
                 assert '"result":"42"' in next(answer.iter_lines())
                 http.post("/v1/sessions")
                 assert len(containers(process.pid)) == 1
                 process.send_signal(number)
-                assert process.wait(90) == status
+                assert process.wait(patient(90)) == status
         assert containers(process.pid) == []
 
 
@@ -106,7 +107,7 @@ def test_it_says_what_is_wrong(docker_engine: None) -> None:
         ]:
             done = subprocess.run(
                 [sys.executable, "-m", "agentloop.sandbox.serve", wrong],
-                capture_output=True, text=True, timeout=120, check=False,
+                capture_output=True, text=True, timeout=patient(120), check=False,
             )  # fmt: skip
             assert done.returncode == 2
             assert says in done.stderr

@@ -15,6 +15,8 @@ import httpx
 import openai
 import pytest
 
+from tests.patience import patient
+
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 QUESTION = [{"role": "user", "content": "What is 37 times 48?"}]
@@ -56,7 +58,7 @@ def stop(process: subprocess.Popen[str], number: int) -> int:
     process.send_signal(number)
     assert process.stdout is not None
     process.stdout.close()
-    return process.wait(120)
+    return process.wait(patient(120))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=url, timeout=patient(60), trust_env=False) as client:
         yield client
 
 
@@ -94,6 +96,7 @@ def test_openais_client_gets_the_answer(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens > 10
 
 
+@pytest.mark.gate
 def test_openais_client_streams_it(client: openai.OpenAI) -> None:
     content, reasoning, executed, finish = "", "", [], None
     stream = client.chat.completions.create(  # type: ignore[call-overload]
@@ -246,15 +249,16 @@ def test_a_client_that_leaves_cancels_its_rollout(http: httpx.Client) -> None:
     body = {"messages": QUESTION, "stream": True, "temperature": 2}
     with http.stream("POST", "/v1/chat/completions", json=body) as answer:
         next(answer.iter_raw(64))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patient(60)
     while "agentloop_rollouts_in_flight 0.0" not in http.get("/metrics").text:
         assert time.monotonic() < deadline
 
 
+@pytest.mark.gate
 def test_sigterm_ends_it_and_leaves_no_container(docker_engine: None, sglang_url: str) -> None:
     process, url = start(sglang_url)
     owners = ["docker", "ps", "-a", "--format", '{{.Label "agentloop.sandbox.owner"}}']
-    with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
+    with httpx.Client(base_url=url, timeout=patient(60), trust_env=False) as http:
         http.post("/v1/chat/completions", json={"messages": QUESTION}).raise_for_status()
     assert stop(process, signal.SIGTERM) == 143
     left = subprocess.run(owners, capture_output=True, text=True, check=True).stdout.split()
@@ -263,23 +267,28 @@ def test_sigterm_ends_it_and_leaves_no_container(docker_engine: None, sglang_url
 
 def test_another_address_needs_a_token() -> None:
     command = [sys.executable, "-m", "agentloop.serve", "serve.host=0.0.0.0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=patient(120), check=False
+    )
     assert ended.returncode == 2
     assert "serve.token" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.gate
 def test_a_session_is_recorded_shown_scored_and_exported(
     docker_engine: None, sglang_url: str, tmp_path: Path
 ) -> None:
     record, tasks, out = (tmp_path / name for name in ("served", "tasks.jsonl", "good.jsonl"))
     process, url = start(sglang_url, f"record={record}")
     try:
-        session = httpx.post(f"{url}/v1/sessions", timeout=60).json()
+        session = httpx.post(f"{url}/v1/sessions", timeout=patient(60)).json()
         body: dict[str, Any] = {"messages": [*QUESTION], "tools": [PYTHON]}
 
         def ask() -> Any:
-            answer = httpx.post(f"{session['base_url']}/chat/completions", json=body, timeout=60)
+            answer = httpx.post(
+                f"{session['base_url']}/chat/completions", json=body, timeout=patient(60)
+            )
             return answer.json()["choices"][0]["message"]
 
         call = ask()
@@ -287,7 +296,7 @@ def test_a_session_is_recorded_shown_scored_and_exported(
         body["messages"] += [call, result]
         assert "1776" in ask()["content"]
         ask()  # again: a branch
-        lines = httpx.get(f"{session['url']}/trajectories", timeout=60).text.splitlines()
+        lines = httpx.get(f"{session['url']}/trajectories", timeout=patient(60)).text.splitlines()
     finally:
         assert stop(process, signal.SIGINT) == 130
     (file,) = (record / "trajectories").iterdir()
@@ -300,7 +309,7 @@ def test_a_session_is_recorded_shown_scored_and_exported(
     def agentloop(*arguments: str | Path) -> str:
         command = [sys.executable, "-m", "agentloop", *map(str, arguments)]
         return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=120
+            command, capture_output=True, text=True, check=True, timeout=patient(120)
         ).stdout
 
     tasks.write_text(json.dumps({"problem": QUESTION[0]["content"], "answer": "1776"}))

@@ -21,6 +21,7 @@ from agentloop.errors import ServerStartError
 from agentloop.inference.install import install
 from agentloop.inference.processes.supervise import ServerProcess, ServerSettings, sglang_servers
 from agentloop.models import SMALL
+from tests.patience import patient
 
 pytestmark = [
     pytest.mark.anyio,
@@ -122,7 +123,7 @@ async def test_a_real_server(model: Path, tmp_path: Path, litter: Callable[[], s
         model, settings, log_dir=tmp_path / "logs", on_progress=said.append
     ) as [server]:
         assert server.pid is not None
-        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=patient(120)) as client:
             info = (await client.get("/server_info")).json()
         assert info["version"] == "0.5.23"
         assert info["model_path"] == server.model_path
@@ -136,7 +137,7 @@ async def test_a_real_server(model: Path, tmp_path: Path, litter: Callable[[], s
         members = _group(server.pid)
         [scheduler] = [pid for pid in members if _name(pid).startswith("sglang::schedul")]
         os.kill(scheduler, signal.SIGKILL)
-        with anyio.fail_after(120):
+        with anyio.fail_after(patient(120)):
             reason = await server.wait_dead()
         assert "crashed with exit code -9" in reason.partition("Its command")[0]
         assert not server.alive

@@ -11,6 +11,8 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.patience import patient
+
 pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[train]'")
 
 import torch
@@ -40,7 +42,7 @@ async def sampled(url: str, ids: list[int]) -> Turn:
         "sampling_params": {"max_new_tokens": 24, "temperature": 1.0, "ignore_eos": True},
         "return_logprob": True,
     }
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=patient(60)) as client:
         answer = (await client.post(f"{url}/generate", json=body)).raise_for_status().json()
     logprobs = [one[0] for one in answer["meta_info"]["output_token_logprobs"]]
     return Turn(answer["output_ids"], logprobs)

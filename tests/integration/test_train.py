@@ -49,6 +49,7 @@ class Said:
         pass
 
 
+@pytest.mark.gate
 async def test_two_steps_of_training_change_what_the_servers_serve(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import patient
+
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 import torch
@@ -112,7 +114,7 @@ def test_received_weights_equal_published_ones(learner: tuple[Ranks, Path]) -> N
     expected = published(ranks, folder)
     with group(learner, "whole", 2) as (peers, layout):
         answers = send_all(ranks, layout, layout=LAYOUT)
-        assert all(process.wait(100) == 0 for process in peers.processes)
+        assert all(process.wait(patient(100)) == 0 for process in peers.processes)
         assert ranks.ask("leave")["ok"]
     assert layout["num_buckets"] > 2
     assert sum(one["num_bytes"] for one in answers) == layout["num_bytes"]
@@ -138,7 +140,7 @@ def test_a_peer_that_dies_breaks_the_group_and_not_the_learner(
         refused = next(one for one in send_all(ranks, layout) if not one["ok"])
         assert (refused["fatal"], "dying broke" in refused["error"]) == (False, True)
         ranks.ask("leave")
-        assert peers.processes[0].wait(100) != 0, "peers waiting for the rest are told"
+        assert peers.processes[0].wait(patient(100)) != 0, "peers waiting for the rest are told"
     goes_on(learner, "after-a-death")
 
 
@@ -167,7 +169,7 @@ def goes_on(learner: tuple[Ranks, Path], name: str) -> None:
     expected = published(ranks, folder)
     with group(learner, name, 1) as (peers, layout):
         assert all(answer["ok"] for answer in send_all(ranks, layout))
-        assert peers.processes[0].wait(100) == 0
+        assert peers.processes[0].wait(patient(100)) == 0
     received = load_file(peers.outs[0])
     assert all(torch.equal(received[key], expected[key]) for key in expected)
 

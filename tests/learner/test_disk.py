@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[train]'")
 
 import torch
@@ -55,7 +57,7 @@ def test_ranks_wait_for_a_slow_disk_and_hear_of_a_full_one(tmp_path: Path) -> No
         for rank in (0, 1)
     ]
     try:
-        assert [rank.wait(250) for rank in ranks] == [0, 0], log.read_text()
+        assert [rank.wait(patient(250)) for rank in ranks] == [0, 0], log.read_text()
     finally:
         for rank in ranks:
             rank.kill()

@@ -16,6 +16,8 @@ from typing import Any
 import anyio
 import pytest
 
+from tests.patience import patient
+
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 from agentloop.learner.weights import verify
@@ -139,7 +141,10 @@ async def test_two_nodes_by_deepspeed(tmp_path: Path, hostfile: Path) -> None:
 async def test_a_failed_start_by_a_launcher_is_explained(tmp_path: Path, launcher: Any) -> None:
     settings = SETTINGS.model_copy(update={"model": tmp_path})
     ranks = RanksSettings(launcher=launcher, nproc_per_node=2)
-    with anyio.fail_after(250), pytest.raises(LearnerError, match=f"ModelError: {tmp_path}"):
+    with (
+        anyio.fail_after(patient(250)),
+        pytest.raises(LearnerError, match=f"ModelError: {tmp_path}"),
+    ):
         async with started(settings, ranks, log_dir=tmp_path / "logs", on_progress=say_nothing):
             pass
 

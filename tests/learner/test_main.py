@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.learner.ranks import ROOT
+from tests.patience import patient
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,6 @@ def test_threads_sleep_while_they_wait_unless_the_user_chose(
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=patient(60),
     )
     assert ran.stderr.splitlines()[-1] == seen

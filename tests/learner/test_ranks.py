@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.patience import patient
+
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 import torch
@@ -365,7 +367,7 @@ def test_a_full_disk_refuses_the_request(two: tuple[Ranks, Path]) -> None:
 def test_ranks_end_when_their_supervisor_hangs_up(tmp_path: Path) -> None:
     with started(tmp_path, SETTINGS, 2) as ranks:
         ranks.hang_up()
-        assert [process.wait(100) for process in ranks.processes] == [0, 0]
+        assert [process.wait(patient(100)) for process in ranks.processes] == [0, 0]
 
 
 def test_a_loss_against_the_engine_and_the_initial_weights(tmp_path: Path) -> None:
@@ -383,7 +385,7 @@ def test_a_loss_against_the_engine_and_the_initial_weights(tmp_path: Path) -> No
         assert found["ratio"] != pytest.approx(1, abs=0.01)
         assert found["kl"] > 0
         assert ranks.ask("close") == {"ok": True}
-        assert [process.wait(100) for process in ranks.processes] == [0, 0]
+        assert [process.wait(patient(100)) for process in ranks.processes] == [0, 0]
 
 
 def test_three_bad_steps_end_the_learner(tmp_path: Path) -> None:
@@ -401,7 +403,7 @@ def test_three_bad_steps_end_the_learner(tmp_path: Path) -> None:
         assert (answer["ok"], answer["fatal"], answer["on_purpose"]) == (False, True, True)
         assert "3 steps in a row had no finite gradient" in answer["error"]
         assert f"saved in {tmp_path}/saved/rescue" in answer["error"]
-        assert all(process.wait(100) != 0 for process in ranks.processes)
+        assert all(process.wait(patient(100)) != 0 for process in ranks.processes)
     with started(tmp_path, SETTINGS, 2) as ranks:
         loaded = ranks.ask("load", folder=tmp_path / "saved" / "rescue")
         assert (loaded["num_updates"], loaded["num_skipped"]) == (1, 3)
@@ -444,7 +446,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path, how: signal.S
         ranks.processes[1].send_signal(how)
         answer = ranks.answer()
         assert (answer["ok"], answer["fatal"], answer["on_purpose"]) == (False, True, False)
-        assert ranks.processes[0].wait(100) != 0
+        assert ranks.processes[0].wait(patient(100)) != 0
 
 
 def test_a_rank_dies_with_its_supervisor() -> None:
@@ -467,7 +469,7 @@ def test_invalid_settings_are_named(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text('{"model": "x", "zero_stage": 4}')
     done = subprocess.run(
         [sys.executable, "-m", "agentloop.learner", str(tmp_path / "settings.json")],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=patient(60), check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 2

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import patient
+
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 from tests.learner.ranks import Ranks, make_batch, started
@@ -116,7 +118,7 @@ def test_closing_waits_for_the_write(tmp_path: Path) -> None:
         (tmp_path / "hold").unlink()
         assert ranks.answer() == {"ok": True}
         assert names(tmp_path / "saved") == {"1"}
-        assert [process.wait(100) for process in ranks.processes] == [0, 0]
+        assert [process.wait(patient(100)) for process in ranks.processes] == [0, 0]
 
 
 def test_leftovers_of_a_dead_rank_are_removed_by_the_next(tmp_path: Path) -> None:

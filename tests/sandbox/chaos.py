@@ -17,6 +17,7 @@ from pathlib import Path
 import anyio
 
 from agentloop.sandbox import CallResult, CallStatus, Pool, PoolSettings
+from tests.patience import patient
 
 TIMEOUT_S = 20.0  # no call takes as long, however slow the machine
 
@@ -166,7 +167,7 @@ async def kill_an_owner(settings: PoolSettings, tmp: Path) -> set[int]:
     command = [sys.executable, "-m", "tests.sandbox.chaos", settings.model_dump_json()]
     async with await anyio.open_process(command, stdout=subprocess.PIPE, stderr=None, env=env) as p:
         assert p.stdout is not None
-        with anyio.fail_after(60):
+        with anyio.fail_after(patient(60)):
             assert (await p.stdout.receive()).startswith(b"up")
         family = set(descendants(p.pid))
         p.send_signal(signal.SIGKILL)

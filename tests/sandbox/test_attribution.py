@@ -16,7 +16,7 @@ def test_programs_are_the_same_for_a_seed() -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.series
+@pytest.mark.full
 @pytest.mark.timeout(300)  # programs that never end have two seconds each
 async def test_no_program_is_blamed_for_another_or_blames_us() -> None:
     async with Pool(BARE) as pool:

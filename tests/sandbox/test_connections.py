@@ -18,6 +18,7 @@ from agentloop.sandbox import Pool, connections
 from agentloop.sandbox.connections import Connections
 from agentloop.sandbox.serve import main, serving
 from agentloop.sandbox.serve_settings import SandboxServeSettings, load
+from tests.patience import patient
 from tests.sandbox.test_serve import Client, service, until_stat
 
 pytestmark = [pytest.mark.timeout(60)]  # real workers are started
@@ -115,7 +116,7 @@ async def connected(client: Client, sent: str = "") -> AsyncIterator[anyio.abc.S
 async def until_closed(stream: anyio.abc.SocketStream) -> bytes:
     """Read until the connection is closed; return all data."""
     got = bytearray()
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         try:
             while True:
                 got += await stream.receive()
@@ -150,7 +151,7 @@ async def test_one_that_does_nothing_is_closed(
 @pytest.mark.anyio
 async def test_a_head_in_drips_has_no_more_time(pool: Pool) -> None:
     async with service(pool, io_timeout_s=0.5) as client, connected(client, GET[:20]) as stream:
-        with anyio.fail_after(15), contextlib.suppress(anyio.BrokenResourceError):
+        with anyio.fail_after(patient(15)), contextlib.suppress(anyio.BrokenResourceError):
             while True:
                 await stream.send(b"a")
                 await anyio.sleep(0.05)
@@ -206,7 +207,7 @@ async def test_an_answer_that_is_taken_slowly_arrives(
             head = f"POST /run/batch HTTP/1.1\r\nHost: HOST\r\nContent-Length: {len(body)}\r\n\r\n"
             slow.sendall(head.replace("HOST", address(client)[0]).encode() + body)
             got = bytearray()
-            with anyio.fail_after(50):
+            with anyio.fail_after(patient(50)):
                 while len(got) < 6_000_000:
                     await anyio.sleep(0.01)  # for some seconds in all
                     try:

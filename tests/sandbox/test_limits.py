@@ -24,6 +24,7 @@ from agentloop.sandbox.owner import remove_tree
 from agentloop.sandbox.worker import kernel
 from agentloop.sandbox.worker.kernel import descendants, remove_below
 from agentloop.sandbox.worker.usage import audit, census, read_process
+from tests.patience import patient
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import runs, wait_until
 
@@ -209,7 +210,7 @@ async def test_what_idle_sessions_left_busy_takes_no_processor(alone: Pool) -> N
         )
         if alone.stats()["layers"]["process isolation"].startswith("no"):
             pytest.skip("a call sees the machine's processes here")
-        with anyio.fail_after(30):
+        with anyio.fail_after(patient(30)):
             while (await alone.run(count)).result != "1":  # itself
                 pass
 
@@ -365,7 +366,7 @@ def test_a_call_can_not_stop_who_kills_it() -> None:
         env=env,
         stdout=subprocess.PIPE,
         check=True,
-        timeout=50,
+        timeout=patient(50),
     )
     assert done.stdout == b"alive (0, 0, 0)\n"
 

@@ -35,6 +35,7 @@ from agentloop.sandbox.protocol import FrameReader, encode
 from agentloop.sandbox.slots import PoolWorker, SlotQueue, SlotWaiter
 from agentloop.sandbox.worker.kernel import remove_below
 from agentloop.sandbox.worker.wire import INLINE_JOB
+from tests.patience import patient
 from tests.sandbox.chaos import children, descendants, kill
 from tests.sandbox.conftest import BARE
 
@@ -66,7 +67,7 @@ def runs(pid: int) -> bool:
 
 async def wait_until(happened: object, within_s: float = 30) -> None:
     assert callable(happened)
-    with anyio.fail_after(within_s):
+    with anyio.fail_after(patient(within_s)):
         while not happened():  # noqa: ASYNC110 - what happens in the kernel sets no event
             await anyio.sleep(0.01)
 
@@ -493,7 +494,7 @@ async def test_a_worker_that_answers_lives_until_it_has_been_silent_for_some_bea
             link.feed(encode({"op": "pong"}))
 
     link.write = answer
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         await link.watch()
     assert len(asked) == 20 + MAX_SILENT_BEATS
     assert "it was silent for" in link.why
@@ -702,7 +703,7 @@ async def test_a_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=None, env=env
     ) as process:
         assert process.stdout is not None
-        with anyio.fail_after(60):
+        with anyio.fail_after(patient(60)):
             assert (await process.stdout.receive()).startswith(b"up")
         # outer, server, zygote, call
         await wait_until(lambda: len(descendants(process.pid)) >= 4)
@@ -832,7 +833,7 @@ async def test_a_pool_that_is_not_open_says_so() -> None:
     async def ask() -> None:
         results.append(await pool.run("import time; time.sleep(60)", timeout_s=60))
 
-    with anyio.fail_after(30):
+    with anyio.fail_after(patient(30)):
         async with anyio.create_task_group() as group, pool:
             for _ in range(BARE.slots_per_worker + 1):
                 group.start_soon(ask)

@@ -30,6 +30,7 @@ from agentloop.sandbox.protocol import FrameReader, encode
 from agentloop.sandbox.remote import HostLink
 from agentloop.sandbox.serve import serving
 from agentloop.sandbox.serve_settings import SandboxServeSettings
+from tests.patience import patient
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, endless_before, wait_until
 from tests.sandbox.test_sessions import wait_until_lost
@@ -171,7 +172,10 @@ async def test_a_host_that_accepts_and_says_nothing_is_not_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         pool = Pool(PoolSettings(hosts=[url], start_timeout_s=0.2))
-        with anyio.fail_after(10), pytest.raises(SandboxUnavailable, match="no response in time"):
+        with (
+            anyio.fail_after(patient(10)),
+            pytest.raises(SandboxUnavailable, match="no response in time"),
+        ):
             await pool.__aenter__()
 
 
@@ -208,7 +212,7 @@ async def test_a_session_on_a_host() -> None:
 
 
 async def lost_by(session: Session) -> LostBy:
-    with anyio.fail_after(15), pytest.raises(SessionLost) as lost:
+    with anyio.fail_after(patient(15)), pytest.raises(SessionLost) as lost:
         await session.run("1")
     return lost.value.by
 
@@ -343,7 +347,7 @@ async def test_garbage_ends_its_own_connection_alone(garbage: bytes, says: str) 
     async with host() as there, over(there) as pool, aiohttp.ClientSession() as http:
         async with http.ws_connect(there.url + "/v1/link") as socket:
             await socket.send_bytes(garbage)
-            with anyio.fail_after(15):
+            with anyio.fail_after(patient(15)):
                 while (last := await socket.receive()).type is aiohttp.WSMsgType.BINARY:
                     pass
         assert (last.type, last.data) == (
@@ -374,7 +378,7 @@ async def test_a_wrong_call_is_answered_and_reaches_no_worker(wrong: Any, says: 
 
             async def done(frame: dict[str, Any]) -> dict[str, Any]:
                 await socket.send_bytes(encode({"op": "run", **CALL, "code": "6 * 7", **frame}))
-                with anyio.fail_after(15):
+                with anyio.fail_after(patient(15)):
                     while True:
                         for answer in reader.feed(await socket.receive_bytes()):
                             if answer["op"] == "done":

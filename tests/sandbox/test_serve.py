@@ -26,6 +26,7 @@ from agentloop.sandbox.protocol import encode
 from agentloop.sandbox.remote import MAX_MESSAGE_BYTES
 from agentloop.sandbox.serve import main, serving
 from agentloop.sandbox.serve_settings import SandboxServeSettings, load
+from tests.patience import patient
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, wait_until
 
@@ -71,7 +72,7 @@ async def begun(client: Client, rest: str) -> AsyncIterator[anyio.abc.SocketStre
 
 
 async def until_stat(client: Client, name: str, value: int) -> None:
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         while (await client("GET", "/v1/stats"))[1][name] != value:
             pass
 
@@ -151,7 +152,7 @@ async def test_a_lost_session_is_told(client: Client) -> None:
         statuses.append(status)
         return bool(answer.get("error") and answer["error"]["type"] == "session_lost")
 
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         while not await lost():
             pass
     assert statuses[-1] == 410
@@ -161,7 +162,7 @@ async def test_a_lost_session_is_told(client: Client) -> None:
 async def session_that_has_run(client: Client) -> str:
     """Return the path of a session's cells, opening another one if it has expired meanwhile."""
     busy = {"code": "import time; time.sleep(0.5); 1"}
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         while True:
             _, opened = await client.post("/v1/sessions")
             path = f"/v1/sessions/{opened['id']}/run"

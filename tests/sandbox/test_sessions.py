@@ -21,6 +21,7 @@ from agentloop.sandbox.process import ProcessBackend
 from agentloop.sandbox.protocol import encode
 from agentloop.sandbox.worker.kernel import descendants
 from agentloop.sandbox.worker.usage import cpu_s
+from tests.patience import patient
 from tests.sandbox.chaos import children, kill
 from tests.sandbox.conftest import BARE
 from tests.sandbox.test_pool import FOREVER, started_since, wait_until
@@ -32,7 +33,7 @@ RUN = {"op": "run", "stdin": "", "timeout_s": 15}
 
 async def wait_until_lost(session: Session) -> None:
     """Wait until a session is lost. Between cells its process is stopped, so run cells."""
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         while session.lost_by is None:
             with contextlib.suppress(SessionLost):
                 await session.run("1")
@@ -79,7 +80,7 @@ async def test_no_cell_runs_in_a_fresh_process(pool: Pool) -> None:
             await session.run(
                 f"import os, threading; threading.Timer({delay_s}, os._exit, (1,)).start(); x = 7"
             )
-            with anyio.fail_after(20), contextlib.suppress(SessionLost):
+            with anyio.fail_after(patient(20)), contextlib.suppress(SessionLost):
                 while True:
                     results.append(await session.run("x"))
     assert {result.result for result in results} <= {"7", None}
@@ -89,7 +90,7 @@ async def test_no_cell_runs_in_a_fresh_process(pool: Pool) -> None:
 async def test_a_cell_of_an_unknown_session_does_not_run() -> None:
     async with ProcessBackend(BARE).worker("x") as link:
         pending = link.submit(RUN | {"id": next_id(), "code": "1", "session": next_id()})
-        with anyio.fail_after(15):
+        with anyio.fail_after(patient(15)):
             await pending.done.wait()
         assert pending.reply is None
         assert not link.lost.is_set()

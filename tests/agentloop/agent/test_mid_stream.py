@@ -19,6 +19,7 @@ from agentloop.sandbox import Pool
 from agentloop.trajectory import StopReason, ToolCallStatus
 from tests.agentloop.agent.test_mcp import RAW, SDK, shared
 from tests.agentloop.agent.test_tools import Stateful
+from tests.patience import patient
 from tests.sandbox.conftest import BARE
 from tests.support import END, ScriptedEngine, call_text, chat_format, chunks, written
 
@@ -105,7 +106,7 @@ async def test_a_call_ends_before_the_turn_that_wrote_it(kind: str, pool: Pool) 
             ended.set()
 
     async def until_ended() -> None:
-        with anyio.fail_after(30):
+        with anyio.fail_after(patient(30)):
             await ended.wait()
 
     call, rest = written(CHAT, call_text(name, arguments)), written(CHAT, f" and more{END}")

@@ -131,7 +131,7 @@ seeded = pytest.mark.timeout(120 + EXAMPLES // 4)
 
 @seeded
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.series
+@pytest.mark.full
 def test_a_prompt_has_the_ids_of_the_whole_rendered_text(name: str) -> None:
     chat, hf = chat_of(name), fast_tokenizer(name)
     for example, dice in conversations(f"ids {name}", num_conversations(name)):
@@ -148,7 +148,7 @@ def test_a_prompt_has_the_ids_of_the_whole_rendered_text(name: str) -> None:
 
 @seeded
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.series
+@pytest.mark.full
 def test_contents_add_no_control_token(name: str) -> None:
     chat, spelled = chat_of(name), control_tokens(template_of(name))
 
@@ -174,7 +174,7 @@ def test_contents_add_no_control_token(name: str) -> None:
 
 @seeded
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in CANNOT_BE_IMITATED])
-@pytest.mark.series
+@pytest.mark.full
 def test_what_follows_a_turn_is_what_the_template_writes(name: str) -> None:
     chat = chat_of(name)
     thought = {"reasoning_content": "Hm."} if name in NEEDS_THOUGHT else {}

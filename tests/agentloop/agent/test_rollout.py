@@ -39,6 +39,7 @@ from agentloop.trajectory import (
     VersionSpan,
 )
 from tests.agentloop.agent.test_tools import Stateful
+from tests.patience import patient
 from tests.support import (
     END,
     TEMPLATE,
@@ -206,7 +207,7 @@ async def test_a_call_starts_while_its_turn_is_generated() -> None:
         return "pong"
 
     async def until_started() -> None:
-        with anyio.fail_after(15):
+        with anyio.fail_after(patient(15)):
             await started.wait()  # the turn cannot end before the call has begun
 
     first, *rest = says(" and then some text")
@@ -727,7 +728,7 @@ async def test_cancellation_at_any_point_leaves_nothing_behind(where: str) -> No
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(rollout(engine, [tool], emit=events.append).run)
-            with anyio.fail_after(15):
+            with anyio.fail_after(patient(15)):
                 await tool.at.wait()
             scope.cancel()
     assert (tool.num_open, tool.running, engine.num_open) == (0, 0, 0)
@@ -757,7 +758,7 @@ async def test_cancel_at_any_point_sets_the_stop_reason_and_leaves_nothing_behin
     async def run() -> None:
         trajectories.append(await made.run())
 
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         if where == "before":
             made.cancel()
         async with anyio.create_task_group() as tasks:
@@ -801,7 +802,7 @@ async def test_cancel_within_a_cancelled_scope_abandons_the_rollout() -> None:
     made = rollout(engine, emit=events.append)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(made.run)
-        with anyio.fail_after(15):
+        with anyio.fail_after(patient(15)):
             await at.wait()
         tasks.cancel_scope.cancel()
         made.cancel()

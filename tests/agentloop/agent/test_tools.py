@@ -31,6 +31,7 @@ from agentloop.agent.tools import (
 )
 from agentloop.errors import RequestError
 from agentloop.trajectory import ToolCallStatus
+from tests.patience import patient
 from tests.support import eventually
 
 pytestmark = pytest.mark.anyio
@@ -227,7 +228,7 @@ async def test_a_hanging_thread_is_abandoned_and_keeps_counting() -> None:
 
     def hang() -> str:
         """Hang in a thread."""
-        release.wait(10)
+        release.wait(patient(10))
         return "late"
 
     try:
@@ -262,7 +263,7 @@ def test_abandoned_threads_of_one_event_loop_do_not_count_in_the_next() -> None:
     def hang() -> None:
         """Hang in a thread."""
         started.append(threading.current_thread())
-        release.wait(10)
+        release.wait(patient(10))
 
     async def fill(count: int) -> None:
         tool = FunctionTool(hang)
@@ -276,7 +277,7 @@ def test_abandoned_threads_of_one_event_loop_do_not_count_in_the_next() -> None:
         release.clear()
         anyio.run(fill, count)
         release.set()
-        started[-1].join(10)
+        started[-1].join(patient(10))
         gc.collect()  # so that the next loop may have this one's address
 
 

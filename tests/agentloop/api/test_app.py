@@ -28,6 +28,7 @@ from agentloop.observe.exporters.otel import CallerSpan, caller_span
 from agentloop.observe.recorder import GroupFolder
 from agentloop.runtime import Runtime, Settings, _Model, _Parts
 from agentloop.sandbox import Pool
+from tests.patience import patient
 from tests.support import (
     END,
     ScriptedEngine,
@@ -474,7 +475,7 @@ async def test_a_client_that_leaves_cancels_what_it_asked_for(path: str) -> None
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
-            with anyio.fail_after(15):
+            with anyio.fail_after(patient(15)):
                 await here.wait()
             tasks.cancel_scope.cancel()
         await eventually(lambda: at.router.num_open == 0)
@@ -559,7 +560,7 @@ async def test_whoever_reads_on_after_leaving_finds_the_end() -> None:
     played = PlayedRuntime(Settings(tools=[]), PlayedRouter([anyio.sleep_forever]))
     async with played.stream("hello") as stream:
         await anext(stream)
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         assert len([event async for event in stream]) < 5
 
 
@@ -609,7 +610,7 @@ async def test_what_is_no_http_has_its_answer_and_is_not_logged(
         host, port = at.url.removeprefix("http://").split(":")
         async with await anyio.connect_tcp(host, int(port)) as stream:
             await stream.send(sent)
-            with anyio.fail_after(15):
+            with anyio.fail_after(patient(15)):
                 assert b" 400 " in await stream.receive()
     assert not caplog.records
 

@@ -14,6 +14,7 @@ import pytest
 
 from agentloop.errors import ServerUnavailable
 from tests.agentloop.api.test_app import Service, says, service
+from tests.patience import patient
 from tests.support import eventually
 
 pytestmark = pytest.mark.anyio
@@ -27,7 +28,7 @@ async def client(at: Service, *, mode: str = "auto", token: str = "") -> AsyncIt
     from mcp.client.streamable_http import streamable_http_client
 
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    async with httpx2.AsyncClient(headers=headers, timeout=30, trust_env=False) as http:
+    async with httpx2.AsyncClient(headers=headers, timeout=patient(30), trust_env=False) as http:
         transport = streamable_http_client(f"{at.url}/mcp", http_client=http)
         async with mcp.Client(transport, mode=mode) as asks:
             yield asks

@@ -64,7 +64,7 @@ async def rig(random: Random) -> AsyncIterator[Rig]:
         yield Rig(url, app, fake, router, http)
 
 
-@pytest.mark.series
+@pytest.mark.full
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(NUM_BATCHES))
 async def test_what_is_recorded_equals_the_servers_log(seed: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentloop.cli.respawn import revived
+from tests.patience import patient
 
 pytestmark = pytest.mark.timeout(60)  # several interpreters start, one after the other
 
@@ -159,7 +160,7 @@ os._exit(128 + number)
         os.kill(process.pid, number)
         heard = signal.SIGTERM if number == signal.SIGKILL else number  # by the kernel's hand
         assert process.stdout.read() == str(int(heard))  # to its end: the child is gone
-        assert process.wait(20) == (-number if number == signal.SIGKILL else 128 + number)
+        assert process.wait(patient(20)) == (-number if number == signal.SIGKILL else 128 + number)
 
 
 def test_a_child_that_was_asked_to_end_is_not_restarted(tmp_path: Path) -> None:
@@ -180,5 +181,5 @@ signal.pause()
         process.terminate()
         said = process.stdout.readline()
         assert said == "Ended by SIGTERM; continue with: agentloop train --resume run\n"
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.wait(patient(20)) == 128 + signal.SIGTERM
     assert lives(tmp_path) == ["once"]

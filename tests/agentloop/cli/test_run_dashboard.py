@@ -27,6 +27,7 @@ from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
 from agentloop.trajectory import Trajectory
 from tests.agentloop.observe.test_archive import rollout
+from tests.patience import patient
 from tests.support import chat_format, eventually, written
 
 pytestmark = pytest.mark.anyio
@@ -296,7 +297,7 @@ async def test_a_question_at_the_end_of_a_run_gets_an_error(tmp_path: Path) -> N
 
 
 async def test_a_reader_on_the_page_does_not_keep_a_run_from_its_end(tmp_path: Path) -> None:
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         async with scene(tmp_path) as at:
             at.begin()
             response = await at.http.get(f"{at.url}/api/stream")
@@ -327,7 +328,7 @@ async def test_the_page_is_told_how_the_run_ended(
                         task_status.started()
                     last[:] = [json.loads(line.removeprefix(b"data: "))]
 
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         async with anyio.create_task_group() as tasks:
             with suppress(ValueError), anyio.CancelScope() as scope:
                 async with scene(tmp_path) as at:

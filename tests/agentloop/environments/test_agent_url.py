@@ -20,6 +20,7 @@ from agentloop.errors import ServerUnavailable
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.trajectory import StopReason, rollout_of
 from tests.agentloop.api.test_app import CHAT, HELLO, says
+from tests.patience import patient
 from tests.support import ScriptedEngine, Step
 
 pytestmark = pytest.mark.anyio
@@ -186,7 +187,7 @@ async def test_a_request_in_flight_ends_with_its_rollout() -> None:
             pass
 
     episode = await played(leaves, says("one"), [hang])
-    with anyio.fail_after(5):
+    with anyio.fail_after(patient(5)):
         await ended.wait()
     (record,) = episode.trained
     assert len(record.turns) == 1

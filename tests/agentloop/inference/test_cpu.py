@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentloop.inference.cpu import OVERLAY, has_accelerator
+from tests.patience import patient
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def _python(script: str, *path: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
     command = [sys.executable, "-c", script]
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, timeout=15
+        command, env=environment, capture_output=True, text=True, check=True, timeout=patient(15)
     ).stdout
 
 

@@ -26,6 +26,7 @@ from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
 from agentloop.trajectory import TurnEnd
+from tests.patience import patient
 from tests.support import FakeSGLang, Fault, eventually, logprob, spans_cover
 
 pytestmark = pytest.mark.anyio
@@ -1034,7 +1035,7 @@ async def test_closing_fails_all_turns_and_blames_no_server(
             await read(router, generation(key, max_new_tokens=20))
         told.append(key)
 
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         async with anyio.create_task_group() as tasks:
             async with routed(fake, reserve_tokens=20) as router:
                 tasks.start_soon(ask, "runs")

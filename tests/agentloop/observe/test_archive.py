@@ -27,6 +27,7 @@ from agentloop.trajectory import (
     Turn,
     TurnEnd,
 )
+from tests.patience import patient
 from tests.support import END, chat_format, written
 
 pytestmark = pytest.mark.anyio
@@ -306,7 +307,7 @@ async def test_a_running_run_is_read_again(run: RunFolder, monkeypatch: pytest.M
     at = archive(run)
 
     async def next_frame() -> dict[str, Any]:
-        with anyio.fail_after(15):
+        with anyio.fail_after(patient(15)):
             async for _, data in frames:
                 if data:
                     found: dict[str, Any] = orjson.loads(data)

@@ -13,6 +13,7 @@ from agentloop.events import Emit, Event, RolloutStarted, TurnStarted
 from agentloop.observe import ask as ask_module
 from agentloop.observe.ask import Ask, asking
 from agentloop.trajectory import Trajectory
+from tests.patience import patient
 from tests.support import eventually
 
 pytestmark = pytest.mark.anyio
@@ -55,7 +56,7 @@ def played(*, begins: bool = True) -> Played:
 
 async def test_asking_returns_the_id_of_the_rollout() -> None:
     rollout = played()
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         async with asking(rollout, rollout.events.append) as ask:
             assert await ask("why?") == "r1"
             assert rollout.questions == ["why?"]

@@ -32,6 +32,7 @@ from agentloop.observe.stalls import Stalls
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 from tests.agentloop.observe.test_board import Reader
 from tests.agentloop.observe.test_record import assembled
+from tests.patience import patient
 from tests.support import END, chat_format, eventually, written
 
 pytestmark = pytest.mark.anyio
@@ -51,7 +52,7 @@ def starts(at: Live, *keys: str) -> None:
 
 
 async def next_of(frames: Frames) -> tuple[str, dict[str, Any]]:
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         name, data = await anext(frames)
     return name, orjson.loads(data)
 
@@ -221,7 +222,7 @@ async def test_every_reader_gets_the_end_and_nothing_after_it() -> None:
             async for _, data in frames:
                 found.append(orjson.loads(data)["now"])
 
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         async with anyio.create_task_group() as tasks:
             for _ in range(2):
                 tasks.start_soon(read)
@@ -240,7 +241,7 @@ async def test_the_end_does_not_wait_for_a_stuck_reader(
     at = live()
     async with aclosing(at.frames()) as frames:
         await next_of(frames)
-        with anyio.fail_after(15):
+        with anyio.fail_after(patient(15)):
             await at.end("stopped", "The service has ended.")
         assert (await next_of(frames))[1]["now"]["ended"]["state"] == "stopped"
 
@@ -393,11 +394,11 @@ async def test_it_ticks_and_sends_keep_alives(
     at.every_s = 0.001
     async with aclosing(at.frames()) as frames:
         await all_of(frames)
-        with anyio.fail_after(15):
+        with anyio.fail_after(patient(15)):
             assert await anext(frames) == ("", b"")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(at.run)
-            with anyio.fail_after(15):
+            with anyio.fail_after(patient(15)):
                 while not (await anext(frames))[1]:
                     pass
             tasks.cancel_scope.cancel()
@@ -430,7 +431,7 @@ async def grown(
     """Return the stream of a rollout; `then` happens after its first event."""
     told: list[tuple[str, Any]] = []
     async with anyio.create_task_group() as tasks, aclosing(at.rollout_events(key)) as events:
-        with anyio.fail_after(15):
+        with anyio.fail_after(patient(15)):
             async for event in events:
                 told.append(event)
                 if len(told) == 1:

@@ -26,6 +26,7 @@ from agentloop.errors import NotThere, RequestError, ServerError
 from agentloop.observe import page as page_module
 from agentloop.observe.page import Page
 from agentloop.observe.perfetto import trace_of
+from tests.patience import patient
 from tests.support import eventually
 
 pytestmark = pytest.mark.anyio
@@ -176,7 +177,7 @@ def events(text: str) -> list[tuple[str, str, Any]]:
 async def answer_of(stream: ByteStream) -> bytes:
     """Read a response up to the end of its body, a JSON object."""
     answer = b""
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         while not answer.endswith(b"}"):
             answer += await stream.receive()
     return answer
@@ -323,7 +324,7 @@ async def test_a_rollout_is_streamed_to_its_end() -> None:
 async def test_a_reader_that_leaves_is_no_longer_counted(path: str) -> None:
     async with page(Played(cut_short=path != "/api/stream")) as at:
         async with at.http.get(at.url + path) as response:
-            with anyio.fail_after(15):
+            with anyio.fail_after(patient(15)):
                 await response.content.readuntil(b"\n\n")
             assert at.shown.num_readers == 1
             response.close()
@@ -362,7 +363,7 @@ async def test_a_service_that_ends_does_not_wait_for_its_readers(path: str) -> N
 
 async def test_the_end_of_the_service_ends_its_readers() -> None:
     shown = Played()
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         async with page(shown) as at, anyio.create_task_group() as tasks:
             tasks.start_soon(at.get, "/api/stream")
             await eventually(lambda: shown.num_readers == 1)

@@ -17,6 +17,7 @@ from agentloop.observe.archive import Archive
 from agentloop.observe.recorder import GroupFolder, Recorder
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
+from tests.patience import patient
 from tests.support import END, chat_format, eventually, written
 
 pytestmark = pytest.mark.anyio
@@ -113,7 +114,7 @@ class SlowFolder:
         self.written: list[str] = []
 
     def add_group(self, number: int, rows: Iterable[Mapping[str, Any]]) -> tuple[str, int]:
-        assert self.may_write.wait(30)
+        assert self.may_write.wait(patient(30))
         (row,) = rows
         self.written.append(row["served_id"])
         return f"{number}", 1
@@ -152,7 +153,7 @@ async def test_a_disk_that_hangs_does_not_hold_the_service(
 ) -> None:
     monkeypatch.setattr(recorder_module, "_CLOSE_S", 0.05)
     folder = SlowFolder(tmp_path)
-    with anyio.fail_after(20):
+    with anyio.fail_after(patient(20)):
         async with recorder(folder).running() as recording:
             recording.add(trajectory("a"))
     assert recording.num_dropped == 1

@@ -22,6 +22,7 @@ from agentloop.observe.watchdog import (
     watch_lag,
 )
 from agentloop.trajectory import Trajectory
+from tests.patience import patient
 from tests.support import eventually
 
 SETTINGS = WatchdogLimits(max_lag_s=1, lag_logged_every_s=60, no_progress_s=10, give_up_s=100)
@@ -178,6 +179,6 @@ async def test_no_progress_cancels_the_task_group() -> None:
             tasks.start_soon(Progress(stalls, settings).watch)
             await anyio.sleep_forever()
 
-    with anyio.fail_after(10), pytest.raises(BaseExceptionGroup) as caught:
+    with anyio.fail_after(patient(10)), pytest.raises(BaseExceptionGroup) as caught:
         await runs()
     assert isinstance(caught.value.exceptions[0], NoProgress)

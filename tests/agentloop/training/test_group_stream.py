@@ -10,6 +10,7 @@ import pytest
 from agentloop.errors import RequestError
 from agentloop.training.group_stream import finished_groups
 from agentloop.trajectory import Trajectory
+from tests.patience import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -148,7 +149,7 @@ async def test_leaving_early_closes_the_source_in_the_task_that_iterated_over_it
     async def source() -> AsyncIterator[str]:
         tasks.append(anyio.get_current_task())
         try:
-            with anyio.fail_after(60):  # may be left only where it was entered
+            with anyio.fail_after(patient(60)):  # may be left only where it was entered
                 while True:
                     yield "task"
         finally:

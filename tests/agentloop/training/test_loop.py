@@ -59,6 +59,7 @@ from agentloop.trajectory import (
     VersionSpan,
 )
 from tests.agentloop.training.fake_learner import FakeLearner
+from tests.patience import patient
 from tests.support import FakeSGLang, eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
@@ -1288,7 +1289,7 @@ async def test_what_was_kept_for_a_larger_batch_does_not_keep_a_smaller_one_wait
             group = await queue.admit(task, version=0, cursor={"tasks": tasks.cursor()})
             figures: dict[str, Any] = {"rejected": None, "rollouts": []}
             await queue.finish(group.number, path=None, num_bytes=0, figures=figures)
-    with anyio.fail_after(50):
+    with anyio.fail_after(patient(50)):
         _, run_group, run = await played(
             tmp_path, tasks=tasks, restored={"step": 1, "version": 1}, steps=2,
             prompts_per_step=2, max_staleness=1, evaluate_every=0,
@@ -1391,7 +1392,7 @@ async def test_it_is_told_where_all_groups_are_replaced(tmp_path: Path) -> None:
             )
             return await super().__call__(prompt, **options)
 
-    with anyio.fail_after(50):
+    with anyio.fail_after(patient(50)):
         _, run_group, _ = await played(
             tmp_path, tasks=tasks, run_group=Easy(tasks), told=told, steps=1, prompts_per_step=1,
             dynamic_sampling=True, evaluate_every=0,

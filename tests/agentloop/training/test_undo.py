@@ -107,7 +107,7 @@ async def test_what_came_after_is_put_aside(tmp_path: Path) -> None:
     assert len((aside / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-@pytest.mark.series
+@pytest.mark.full
 @pytest.mark.timeout(300)
 async def test_a_kill_at_any_moment_leaves_all_of_it_or_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -86,7 +86,7 @@ def test_each_family_has_a_form() -> None:
 
 @pytest.mark.timeout(60 + EXAMPLES // 10)
 @pytest.mark.parametrize("name", sorted(FORMS))
-@pytest.mark.series
+@pytest.mark.full
 def test_calls_are_found_as_they_were_written_however_they_arrive(name: str) -> None:
     form = FORMS[name]
     for example, dice in conversations(name, EXAMPLES):

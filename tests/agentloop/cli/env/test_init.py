@@ -12,6 +12,7 @@ import pytest
 
 from agentloop.__main__ import main
 from agentloop.environments.registry import GROUP
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[4]
 
@@ -30,7 +31,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
         check=False,
     )
 

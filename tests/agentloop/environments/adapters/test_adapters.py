@@ -27,6 +27,7 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.sandbox import CallResult, CallStatus
 from agentloop.trajectory import Message
 from tests.agentloop.environments.adapters.scripted import Said, Scripted, play, task_of
+from tests.patience import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -65,7 +66,7 @@ async def test_a_call_that_hangs_ends_at_its_deadline_and_what_it_uses_is_left_a
     thing, release = Closable(), threading.Event()
 
     def hang() -> None:
-        release.wait(10)
+        release.wait(patient(10))
 
     library = Blocking("games that hang", 0.05)
     with pytest.raises(TimeoutError, match=r"games that hang: hang took more than 0.05 s"):
@@ -336,7 +337,7 @@ async def test_a_session_ends_with_its_rollout() -> None:
         environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
         with anyio.CancelScope() as scope:
             await play(environment, Scripted(hang))
-        with anyio.fail_after(10):
+        with anyio.fail_after(patient(10)):
             while lock.num_open:
                 await anyio.lowlevel.checkpoint()
 

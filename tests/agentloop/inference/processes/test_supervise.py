@@ -29,6 +29,7 @@ from agentloop.inference.processes.supervise import (
     require_device,
     running,
 )
+from tests.patience import patient
 
 pytestmark = [
     pytest.mark.anyio,
@@ -121,7 +122,7 @@ def _runs(pid: int) -> bool:
 
 async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     """Poll until the condition holds: the end of another process sends no event."""
-    with anyio.fail_after(timeout_s):
+    with anyio.fail_after(patient(timeout_s)):
         while not condition():  # noqa: ASYNC110
             await anyio.sleep(0.02)
 
@@ -260,7 +261,7 @@ async def test_a_start_that_takes_too_long(tmp_path: Path) -> None:
 async def test_a_later_death_is_reported(stub: Stub) -> None:
     async with running([stub.launch], on_progress=quiet) as [server]:
         os.kill(stub.pids[0], signal.SIGKILL)
-        with anyio.fail_after(30):
+        with anyio.fail_after(patient(30)):
             reason = await server.wait_dead()
         assert "was killed by SIGKILL" in reason
         assert server.returncode == 128 + signal.SIGKILL
@@ -309,13 +310,13 @@ async def test_nothing_outlives_us(tmp_path: Path, number: signal.Signals, uvloo
     ) as runtime:
         assert runtime.stdout is not None
         said = b""
-        with anyio.fail_after(60):
+        with anyio.fail_after(patient(60)):
             while b"running" not in said:
                 said += await runtime.stdout.receive()
         assert len(stub.left) == 5
         # To the whole process group, as a terminal does with Ctrl-C.
         os.killpg(runtime.pid, number)
-        with anyio.fail_after(30):
+        with anyio.fail_after(patient(30)):
             await runtime.wait()
     await until(lambda: not stub.left)
 

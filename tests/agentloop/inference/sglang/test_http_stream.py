@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.inference.sglang.http_stream import PostStream, StreamBroken
+from tests.patience import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -130,7 +131,7 @@ async def test_a_reader_may_end_the_stream() -> None:
 
     async with serving(answer) as url:
         await receive(url, on_data=lambda data: data == b"enough")
-        with anyio.fail_after(10):
+        with anyio.fail_after(patient(10)):
             await closed.wait()
 
 
@@ -192,7 +193,7 @@ async def test_a_stream_that_is_given_up_closes_its_connection(how: str) -> None
                 await stream.run(connect_timeout_s=5.0)
 
         tasks.start_soon(run)
-        with anyio.fail_after(10, shield=True):
+        with anyio.fail_after(patient(10), shield=True):
             await begun.wait()
             if how == "broken off":
                 stream.break_off("not wanted")

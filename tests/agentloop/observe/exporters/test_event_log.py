@@ -31,6 +31,7 @@ from agentloop.observe.exporters.event_log import (
 )
 from agentloop.trajectory import ToolCallStatus, ToolResult
 from tests.agentloop.observe import story
+from tests.patience import patient
 from tests.support import eventually
 
 OFTEN = EventLogLimits(every_s=0.001)
@@ -193,7 +194,7 @@ async def test_a_slow_disk_does_not_block_the_loop(
     def slow(file: int, data: bytes) -> int:
         if b"event" in data:
             waits.set()
-            assert go_on.wait(15)
+            assert go_on.wait(patient(15))
         return write(file, data)
 
     monkeypatch.setattr(os, "write", slow)

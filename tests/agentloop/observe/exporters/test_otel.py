@@ -34,6 +34,7 @@ from agentloop.observe.exporters.otel import (
 )
 from agentloop.trajectory import ToolCallStatus, ToolResult, Trajectory
 from tests.agentloop.observe import story
+from tests.patience import patient
 from tests.support import eventually
 
 
@@ -394,7 +395,7 @@ async def test_an_unavailable_collector_does_not_block_the_loop(
 async def test_a_hanging_collector_does_not_delay_the_end() -> None:
     gate = anyio.Event()
     async with Collector(gate=gate).serving() as collector:
-        with anyio.fail_after(15):
+        with anyio.fail_after(patient(15)):
             slow = settings(collector, timeout_s=60, close_s=0.05)
             async with Traces.open(slow, model="small") as traces:
                 for event in story.of_rollout(story.trajectory()):

@@ -19,6 +19,7 @@ from agentloop.errors import SettingsError
 from agentloop.events import Measured, RolloutAbandoned
 from agentloop.observe.exporters.sinks import Sink, Sinks, SinksLimits, SinksSettings, masked
 from tests.agentloop.observe import story
+from tests.patience import patient
 from tests.support import eventually
 
 BOTH = SinksLimits(report_to=("trackio", "wandb"), close_s=15, max_waiting=3)
@@ -40,7 +41,7 @@ class Fake:
             self.reached.set()
             if self.error is not None:
                 raise self.error
-            assert self.gate.wait(15)
+            assert self.gate.wait(patient(15))
         self.told.append((what, told))
 
     @property
@@ -152,7 +153,7 @@ async def test_a_hanging_sink_does_not_delay_the_end(
 ) -> None:
     hangs, other = Fake(at), Fake()
     impatient = BOTH.model_copy(update={"close_s": 0.2})
-    with anyio.fail_after(15):
+    with anyio.fail_after(patient(15)):
         async with opened(tmp_path, hangs, other, impatient) as sinks:
             for row in rows(1, 2):
                 sinks.on_event(row)

@@ -30,6 +30,7 @@ from agentloop.training.learner_client.client import (
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import Reply, Request, SavedRequest
 from agentloop.training.learner_client.settings import LearnerSettings
+from tests.patience import patient
 
 pytestmark = [
     pytest.mark.anyio,
@@ -196,7 +197,7 @@ async def test_a_rank_that_dies_says_which_and_how(
     async with ranks(tmp_path, monkeypatch) as (learner, processes):
         with pytest.raises(LearnerError, match="die: rank 0 ended with exit status 9"):
             await learner.ask(played("die"), timeout_s=30)
-        with anyio.fail_after(30):
+        with anyio.fail_after(patient(30)):
             assert "rank 0" in await processes.wait_dead()
 
 
@@ -211,7 +212,10 @@ async def test_a_start_that_fails_ends_with_the_log(
 async def test_a_start_ends_where_another_rank_dies_than_the_one_that_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with anyio.fail_after(40), pytest.raises(LearnerError, match="rank 1 ended with exit status 3"):
+    with (
+        anyio.fail_after(patient(40)),
+        pytest.raises(LearnerError, match="rank 1 ended with exit status 3"),
+    ):
         async with ranks(tmp_path, monkeypatch, dies=True, rank=1, late=True):
             pass
 
@@ -270,7 +274,7 @@ async def test_killed_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     async with ranks(tmp_path, monkeypatch, count=1) as (learner, processes):
         pid = (await learner.ask(played("step"), timeout_s=30)).pid
         os.kill(pid, signal.SIGKILL)
-        with anyio.fail_after(30):
+        with anyio.fail_after(patient(30)):
             assert "exit status 137" in await processes.wait_dead()
 
 
@@ -346,7 +350,7 @@ def forget(folder: Path) -> None:
 
 async def both_run(folder: Path) -> list[int]:
     """Return the pids of ranks 0 and 1. Fake ranks do not wait for each other."""
-    with anyio.fail_after(30):
+    with anyio.fail_after(patient(30)):
         while not all(said := _said(folder)):  # noqa: ASYNC110  # other processes
             await anyio.sleep(0.01)
     return [int(pid) for pid in said]
@@ -391,7 +395,7 @@ async def test_a_start_that_fails_ends_the_block(
 ) -> None:
     learner = kept(tmp_path, monkeypatch)
     monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, "-c", "raise SystemExit(7)"))
-    with anyio.fail_after(50), pytest.raises(LearnerLost, match="exit status 7"):
+    with anyio.fail_after(patient(50)), pytest.raises(LearnerLost, match="exit status 7"):
         async with learner.starting():
             await anyio.sleep_forever()
 
@@ -400,7 +404,7 @@ async def test_a_learner_that_is_not_needed_any_more_does_not_go_on_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = kept(tmp_path, monkeypatch)
-    with anyio.fail_after(50):
+    with anyio.fail_after(patient(50)):
         async with learner.starting():
             pids = await both_run(tmp_path)
     assert all(map(is_gone, pids))
@@ -435,7 +439,7 @@ async def test_a_death_that_nobody_asks_about_is_told(
         async def listen() -> None:
             told.append(await learner.lost())
 
-        with anyio.fail_after(50):
+        with anyio.fail_after(patient(50)):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(listen)
                 for _ in range(2):

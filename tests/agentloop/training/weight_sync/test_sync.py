@@ -29,6 +29,7 @@ from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served, publisher
 from agentloop.trajectory import Trajectory, Turn, VersionSpan
 from tests.agentloop.training.fake_learner import FakeLearner
+from tests.patience import patient
 from tests.support import FakeSGLang, Fault, eventually
 
 pytestmark = pytest.mark.anyio
@@ -129,7 +130,7 @@ async def test_turns_on_a_server_with_unknown_weights_move_elsewhere(weights: st
     others = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(first) as router, AsyncExitStack() as stack:
         session = await stack.enter_async_context(http_session())
-        with anyio.fail_after(15):
+        with anyio.fail_after(patient(15)):
             async with anyio.create_task_group() as tasks:
                 for number, ids in enumerate(received):
                     tasks.start_soon(turn, router, moved, ids, str(number))
