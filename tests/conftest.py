@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _limit_s(item: pytest.Item) -> float:
-    """Return how long a test may take: what the project allows to each, or more where it says so."""
+    """Return how long a test may take: what each may, or more where it says so."""
     least = float(item.config.getini("timeout"))
     return max([least, *(float(marker.args[0]) for marker in item.iter_markers("timeout"))])
 

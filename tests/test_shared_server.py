@@ -81,6 +81,7 @@ def wait_for_the_keeper(folder: Path) -> None:
         fcntl.flock(users, fcntl.LOCK_EX)
 
 
+@pytest.mark.full
 def test_users_share_one_server_which_ends_with_the_last_of_them(tmp_path: Path) -> None:
     folder, stub = tmp_path / "shared", Stub(tmp_path / "stub")
     with user(folder) as first, user(folder) as second:

@@ -1,4 +1,4 @@
-"""`python -m tools.pin`: write constraints/, the versions that tox installs.
+"""`.venv/bin/python -m tools.pin`: write constraints/, the versions that tox installs.
 
     newest versions that pyproject.toml permits ──tox, unconstrained──> .tox/ENV ──> constraints/ENV.txt
 
@@ -15,7 +15,7 @@ from pathlib import Path
 __all__ = ["main", "pins"]
 
 ROOT = Path(__file__).parents[1]
-OURS = "agentloop-rl"
+_NOT_PINNED = {"agentloop-rl", "pip"}
 # The files' names, each with its tox environment and what tox is asked to do there.
 _INSTALLED = ("lint", "types", "docs", "adapters", "clients", "py311", "py312", "py313")
 _WITH_COMMANDS = ("integration",)  # it installs more before its tests
@@ -27,8 +27,10 @@ def pins(frozen: str) -> str:
     Builds of a version for some hardware (`+cpu`) are the same version. Not covered: packages
     from a folder or a URL.
     """
-    lines = [line.split("+")[0] for line in frozen.splitlines() if "==" in line]
-    return "".join(f"{line}\n" for line in sorted(lines) if not line.startswith(f"{OURS}=="))
+    versions = dict(line.split("+")[0].split("==") for line in frozen.splitlines() if "==" in line)
+    return "".join(
+        f"{name}=={versions[name]}\n" for name in sorted(versions) if name not in _NOT_PINNED
+    )
 
 
 def main() -> None:
@@ -42,7 +44,7 @@ def main() -> None:
     homes = {name: ROOT / ".tox" / name for name in (*_INSTALLED, *_WITH_COMMANDS)}
     homes |= {"package": ROOT / ".tox" / ".pkg", "tox": Path(sys.prefix)}
     for name, home in homes.items():
-        freeze = ["uv", "pip", "freeze", "--python", str(home)]
+        freeze = [sys.executable, "-m", "uv", "pip", "freeze", "--python", str(home)]
         frozen = subprocess.run(freeze, capture_output=True, text=True, check=True).stdout
         (folder / f"{name}.txt").write_text(pins(frozen))
 

@@ -210,6 +210,7 @@ def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: agentloop runs list" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)

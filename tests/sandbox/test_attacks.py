@@ -99,6 +99,7 @@ def lacks(pool: Pool, wall: str) -> bool:
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+@pytest.mark.full
 async def test_attack(pool: Pool, attack: Attack, num_processes: int | None) -> None:
     if lacks(pool, attack.wall):
         pytest.skip(f"local workers of this user have no {attack.wall}")

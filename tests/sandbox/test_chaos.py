@@ -37,6 +37,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 async def test_calls_while_workers_are_killed(scratch: Path) -> None:
     dice = random.Random(7)
     tally, killed = Tally([0] * NUM_CALLS), Counter[str]()

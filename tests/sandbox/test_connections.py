@@ -219,6 +219,7 @@ async def test_an_answer_that_is_taken_slowly_arrives(
 
 
 @pytest.mark.anyio
+@pytest.mark.full
 async def test_an_answer_that_is_not_taken_is_given_up(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

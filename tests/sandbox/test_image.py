@@ -94,6 +94,7 @@ def only_local_wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.anyio
 @pytest.mark.timeout(60)
+@pytest.mark.full
 async def test_what_is_added_keeps_what_is_pinned(only_local_wheels: Path, tmp_path: Path) -> None:
     await build._fetch(PYTHON, ["beta"], tmp_path)
     found = sorted(path.name for path in (tmp_path / "site").iterdir())
@@ -103,6 +104,7 @@ async def test_what_is_added_keeps_what_is_pinned(only_local_wheels: Path, tmp_p
 @pytest.mark.anyio
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("wrong", ["another hash", "a version that is pinned", "a missing package"])
+@pytest.mark.full
 async def test_what_cannot_be_fetched_is_named(
     only_local_wheels: Path, tmp_path: Path, wrong: str
 ) -> None:

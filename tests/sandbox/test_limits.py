@@ -235,6 +235,7 @@ threading.Thread(target=spin, daemon=True).start()
 
 
 @pytest.mark.timeout(150)  # on a busy machine it uses little, and is found out late
+@pytest.mark.full
 async def test_a_session_that_wakes_itself_is_ended(alone: Pool) -> None:
     async with alone.session() as session, alone.session() as other:
         await other.run("x = 1")

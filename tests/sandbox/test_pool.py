@@ -306,6 +306,7 @@ async def test_a_worker_is_recycled_beside_a_session_that_lives_on() -> None:
         assert (await pool.run("1")).ok
 
 
+@pytest.mark.full
 async def test_workers_that_are_kept_for_their_sessions_are_bounded() -> None:
     settings = BARE.model_copy(update={"recycle_after": 2})
     async with Pool(settings) as pool, contextlib.AsyncExitStack() as stack:
@@ -534,6 +535,7 @@ async def is_ok(pool: Pool, code: str, timeout_s: float) -> None:
         ("time.sleep(60)", "the program had not begun 2.5 s after its call"),
     ],
 )
+@pytest.mark.full
 async def test_a_fault_before_the_program_begins_is_ours(
     monkeypatch: pytest.MonkeyPatch, fault: str, says: str
 ) -> None:

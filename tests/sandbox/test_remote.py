@@ -147,6 +147,7 @@ async def test_a_call_of_a_lost_host_runs_on_another() -> None:
             assert pool.stats()["workers"] == 1
 
 
+@pytest.mark.full
 async def test_a_host_that_comes_back_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.sandbox.pool.BACKOFF_S", (0.1,))
     async with host() as first, over(first) as pool, anyio.create_task_group() as group:

@@ -22,6 +22,7 @@ CHEAP = {"trivial": 3.0, "failing": 1.0, "flooding": 0.2, "sleeping": 0.2}
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.full
 async def test_a_pool_under_load_loses_nothing_and_is_right() -> None:
     async with open_pool(BARE) as target:
         closed = await Load(target, CHEAP, 300, concurrency=200).run()

@@ -147,6 +147,7 @@ async def test_a_server_that_dies_between_calls_is_restarted_before_the_next() -
         assert (await call(server.tools, "count")).status is ToolCallStatus.OK
 
 
+@pytest.mark.full
 async def test_a_hung_server_is_an_infrastructure_failure_and_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -229,6 +230,7 @@ async def test_bad_arguments_are_named(options: dict[str, Any], message: str) ->
     assert message in str(refused.value)
 
 
+@pytest.mark.full
 async def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     program = (
@@ -248,6 +250,7 @@ async def test_nothing_of_a_server_is_left_when_its_block_is_left() -> None:
     assert not any(map(alive, pids))
 
 
+@pytest.mark.full
 async def test_nothing_of_a_server_is_left_when_we_are_killed() -> None:
     program = f"""
 import anyio
@@ -362,6 +365,7 @@ class Conversations:
         ).run()
 
 
+@pytest.mark.full
 async def test_an_environments_servers_are_ended_at_its_deadline() -> None:
     pids: list[int] = []
 
@@ -454,6 +458,7 @@ async def test_a_server_by_http_is_used_alike() -> None:
             assert lost.status is ToolCallStatus.INFRASTRUCTURE
 
 
+@pytest.mark.full
 async def test_a_server_by_http_that_is_restarted_is_connected_to_again() -> None:
     async with over_http() as url:
         port = int(url.split(":")[2].removesuffix("/mcp"))

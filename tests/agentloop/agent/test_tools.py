@@ -524,6 +524,7 @@ async def test_a_tool_below_which_the_infrastructure_fails_says_so() -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.full
 def test_the_first_function_imports_nothing_slow_once_the_parser_is_imported() -> None:
     program = (
         "import sys\n"

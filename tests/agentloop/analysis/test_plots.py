@@ -55,6 +55,7 @@ def titles(path: Path) -> set[str]:
     return {panel.title for panel in PANELS.values()} & set(words(path))
 
 
+@pytest.mark.full
 def test_runs_are_drawn_with_what_they_have(tmp_path: Path) -> None:
     whole, empty = run(tmp_path / "whole", steps(70)), run(tmp_path / "empty", [])
     png, svg = tmp_path / "plots.png", tmp_path / "plots.svg"

@@ -124,6 +124,7 @@ def fake() -> Iterator[FakeSGLang]:
             yield fake
 
 
+@pytest.mark.full
 def test_a_rollout_of_an_environment_is_played(
     fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_rollout_of_an_environment_is_played(
     assert len(others) > 1
 
 
+@pytest.mark.full
 def test_an_answer_is_graded_as_the_settings_say(
     fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +157,7 @@ def test_an_answer_is_graded_as_the_settings_say(
     assert "no_such_function" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_rollout_without_a_reward_is_a_failure(
     fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

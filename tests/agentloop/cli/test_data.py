@@ -28,6 +28,7 @@ def written(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
+@pytest.mark.full
 def test_files_become_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parquet = tmp_path / "2.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows(15, 15)), parquet)

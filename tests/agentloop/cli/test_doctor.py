@@ -51,6 +51,7 @@ def test_a_model_that_cannot_be_used_is_named(
         ("Mistral-Small-3.2-24B-Instruct-2506", "mistral-v11", "</s>"),
     ],
 )
+@pytest.mark.full
 def test_a_folder_with_a_real_template_is_read(
     name: str, format: str, end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +78,7 @@ BROKEN = "baseten-Llama-3.2-3B-Instruct-pythonic"
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.full
 def test_a_template_that_writes_no_valid_call_has_a_problem(name: str) -> None:
     assert bool(diagnose(chat_of(name)).problems) == (name == BROKEN)
 

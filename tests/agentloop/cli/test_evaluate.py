@@ -287,6 +287,7 @@ def test_invalid_settings_are_refused_by_name(
 
 
 @pytest.mark.timeout(120)  # transformers is slow to import, and parses the schemas of tools
+@pytest.mark.full
 def test_what_an_environment_returns_is_graded_as_the_settings_say(
     portal: BlockingPortal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,7 @@ def rows(data: DialoguesSettings) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.full
 async def test_a_teacher_plays_with_the_real_tools_and_only_once(tmp_path: Path) -> None:
     run = settings(f"env={__name__}:count", "sft.data.teacher=12", "tasks.held_out=0.5")
     async with RunFolder.open(tmp_path / "run", "") as folder:
@@ -116,6 +117,7 @@ async def test_a_teacher_plays_with_the_real_tools_and_only_once(tmp_path: Path)
         assert rows(await taught(other, folder)) != played
 
 
+@pytest.mark.full
 async def test_a_server_that_dies_ends_the_teaching(tmp_path: Path) -> None:
     run = settings(f"env={__name__}:deadly", "sft.data.teacher=3")
     async with RunFolder.open(tmp_path / "run", "") as folder:
@@ -124,6 +126,7 @@ async def test_a_server_that_dies_ends_the_teaching(tmp_path: Path) -> None:
         assert not (folder.path / "teacher.jsonl").exists()
 
 
+@pytest.mark.full
 async def test_the_teachers_of_several_environments_play_by_weight(tmp_path: Path) -> None:
     envs = f"[{{name='{__name__}:count'}}, {{name='{__name__}:program', weight=2}}]"
     run = settings(f"envs={envs}", "sft.data.teacher=9")

@@ -401,6 +401,7 @@ async def test_a_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: 
 @pytest.mark.parametrize(
     ("step", "there"), [(None, "no checkpoint yet"), (7, "a checkpoint of step 7")]
 )
+@pytest.mark.full
 async def test_a_stopped_run_prints_the_command_to_resume_it(
     tmp_path: Path, played_rank: Path, step: int | None, there: str
 ) -> None:
@@ -429,6 +430,7 @@ async def test_a_stopped_run_prints_the_command_to_resume_it(
 @pytest.mark.timeout(180)  # all processes of a run start, some of them twice
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
 @pytest.mark.parametrize("max_restarts", [0, 1])
+@pytest.mark.full
 async def test_a_rank_that_dies_while_rollouts_go_on_is_started_again(
     tmp_path: Path, played_rank: Path, max_restarts: int
 ) -> None:
@@ -467,6 +469,7 @@ ENVS = "envs=[{weight=2, tasks={levels=[2]}, budget={max_turns=3}}, {tasks={leve
 @pytest.mark.anyio
 @pytest.mark.timeout(180)  # all processes of a run start
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
+@pytest.mark.full
 async def test_a_run_of_two_environments(tmp_path: Path, played_rank: Path) -> None:
     server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
     async with server.serving():

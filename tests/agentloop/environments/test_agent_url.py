@@ -64,6 +64,7 @@ async def ask(agent: Agent, messages: Any = HELLO) -> str:
     return answer.choices[0].message.content or ""
 
 
+@pytest.mark.full
 async def test_what_a_client_samples_is_the_rollouts_record() -> None:
     @agentloop.environment
     async def asks(task: Task, agent: Agent) -> float:

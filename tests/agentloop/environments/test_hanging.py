@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.full
 async def test_nothing_of_a_hanging_environment_is_left_in_local_workers() -> None:
     async with Pool(BARE) as pool:
         await hang(pool, "600.1617")

@@ -54,6 +54,7 @@ def endpoint(fake: FakeEndpoint, **options: Any) -> Endpoint:
     fenced=st.booleans(),
 )
 @settings(deadline=None)
+@pytest.mark.full
 def test_a_verdict_at_the_end_is_found(
     before: str, score: float, reason: str, fenced: bool
 ) -> None:

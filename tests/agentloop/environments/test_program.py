@@ -187,6 +187,7 @@ async def answered(end: ProgramEnd, *conversations: Trajectory) -> Trajectory:
         ("42\nDone in 3 s\n", 0.0, "Done in 3 s"),
     ],
 )
+@pytest.mark.full
 async def test_what_it_prints_is_graded(stdout: str, value: float, answer: str) -> None:
     found = await answered(ProgramEnd(CallStatus.OK, 0, stdout, "", 1.0))
     async with Grader() as grader:
@@ -347,6 +348,7 @@ async def test_a_local_process_asks_over_tcp() -> None:
     assert agent.asked[0]["messages"][0]["content"] == TASK.prompt
 
 
+@pytest.mark.full
 async def test_a_local_process_is_killed_with_its_children(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = f"""{ASK}

@@ -171,6 +171,7 @@ FEW = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=3)
 @pytest.mark.timeout(60)
 @ANY_TIME
 @given(st.lists(FEW, min_size=1, max_size=2))
+@pytest.mark.full
 def test_the_sampling_error_is_unbiased_for_its_square(rewards: list[list[float]]) -> None:
     """Over all ways to redraw each task's samples with replacement, the mean of the square is the
     variance of the mean."""

@@ -281,6 +281,7 @@ anyio.run(main)
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.full
 def test_a_kill_at_any_moment_loses_and_duplicates_nothing(tmp_path: Path) -> None:
     for after in range(1, 5):
         path = tmp_path / str(after) / "queue.sqlite"

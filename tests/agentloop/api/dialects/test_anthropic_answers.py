@@ -131,6 +131,7 @@ def sent_back(content: Any, **fields: Any) -> list[dict[str, Any]]:
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning")
 @settings(max_examples=60, deadline=None)
 @given(st.lists(turn_texts(echoes, malformed), min_size=1, max_size=3), st.booleans())
+@pytest.mark.full
 async def test_the_client_reads_a_stream_as_the_whole_answer(texts: list[str], beta: bool) -> None:
     """Also the calls that the agent ran, of which only the beta client has types."""
     sent = chunks_with_usage(await rolled_out(texts, [echo]))

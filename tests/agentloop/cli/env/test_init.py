@@ -37,6 +37,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(90)  # two processes import agentloop
+@pytest.mark.full
 def test_the_tests_of_a_new_package_pass(package: Path) -> None:
     assert sorted(path.name for path in package.iterdir()) == [
         "README.md",
@@ -54,6 +55,7 @@ def test_the_tests_of_a_new_package_pass(package: Path) -> None:
 
 
 @pytest.mark.timeout(90)  # two processes import agentloop
+@pytest.mark.full
 def test_an_installed_package_is_listed_and_used_by_its_name(package: Path) -> None:
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     info = package / "my_game-0.1.0.dist-info"  # as an installer writes it

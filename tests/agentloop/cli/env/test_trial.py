@@ -51,6 +51,7 @@ def test_an_environment_is_shown_with_all_parts(
         ("undecided", "the environment gives none"),
     ],
 )
+@pytest.mark.full
 def test_who_failed_and_why_is_shown(
     fake: FakeSGLang,
     tmp_path: Path,

@@ -159,6 +159,7 @@ def test_undecided_answers_are_left_to_math_verify() -> None:
         ("5", "9" * 5000, 0.0),
     ],
 )
+@pytest.mark.full
 async def test_math(grader: Grader, gold: str, answer: str, value: float) -> None:
     found = await grader.score(rollout(rf"<answer>{answer}</answer>"), task(gold))
     assert (found.value, found.answer) == (value, answer)
@@ -216,6 +217,7 @@ async def test_a_cancelled_rollout_has_no_reward_from_any_grader(grader: Grader)
         assert (await other.score(cancelled, task())).value is None
 
 
+@pytest.mark.full
 async def test_an_answer_that_hangs_math_verify_is_wrong() -> None:
     settings = RewardSettings(num_workers=1, timeout_s=6, retries=0)
     async with Grader(settings) as grader:
@@ -239,6 +241,7 @@ async def test_an_answer_that_hangs_math_verify_is_wrong() -> None:
         ("hangs", "raises", None, "on the reference answer it fails, too"),
     ],
 )
+@pytest.mark.full
 async def test_a_failed_check_is_attributed_to_its_cause(
     monkeypatch: pytest.MonkeyPatch, gold: str, answer: str, value: float | None, why: str
 ) -> None:
@@ -250,6 +253,7 @@ async def test_a_failed_check_is_attributed_to_its_cause(
         assert why in found.reason
 
 
+@pytest.mark.full
 async def test_a_check_that_was_killed_once_is_not_the_answers_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -279,6 +283,7 @@ async def test_exact_compares_numbers_and_text_only() -> None:
         assert (await grader.score(rollout(r"\boxed{0.5}"), task("1/2"))).value == 1.0
 
 
+@pytest.mark.full
 async def test_a_function_by_name_runs_in_a_process() -> None:
     async with scoring("length") as grader:
         assert (await grader.score(rollout("four"), task())).value == 4.0
@@ -315,6 +320,7 @@ async def test_values_that_a_reward_function_may_return() -> None:
         ("is_not_there", "AttributeError"),
     ],
 )
+@pytest.mark.full
 async def test_a_function_that_fails_is_an_error_and_never_a_reward(
     function: str, why: str
 ) -> None:
@@ -324,6 +330,7 @@ async def test_a_function_that_fails_is_an_error_and_never_a_reward(
         assert f"{FUNCTIONS}:{function}: task task-1: " in str(caught.value)
 
 
+@pytest.mark.full
 async def test_a_function_that_hangs_is_killed(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     async with scoring("hangs", timeout_s=2, retries=0) as grader:
@@ -332,6 +339,7 @@ async def test_a_function_that_hangs_is_killed(tmp_path: Path) -> None:
         assert not is_alive(pid)
 
 
+@pytest.mark.full
 async def test_a_caller_who_leaves_takes_the_process_along(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     async with scoring("hangs") as grader, anyio.create_task_group() as tasks:
@@ -341,6 +349,7 @@ async def test_a_caller_who_leaves_takes_the_process_along(tmp_path: Path) -> No
     assert not is_alive(pid)
 
 
+@pytest.mark.full
 async def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     program = f"""
@@ -501,6 +510,7 @@ class Unpicklable:
         raise TypeError("not this one")
 
 
+@pytest.mark.full
 async def test_calls_and_processes_one_by_one() -> None:
     """What reward.py makes of each is above; here, what it is told."""
     async with ProcessPool(1, preload=["math:sqrt"]) as processes:

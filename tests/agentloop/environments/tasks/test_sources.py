@@ -221,6 +221,7 @@ def test_a_package_that_is_missing_is_named(
         opened(tmp_path / "data.parquet", "parquet")
 
 
+@pytest.mark.full
 def test_hugging_face_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets  # slow: only the worker that runs this test shall import it
 

@@ -55,6 +55,7 @@ def test_dialogues_are_deterministic() -> None:
 @pytest.mark.real
 @pytest.mark.anyio
 @pytest.mark.timeout(120)
+@pytest.mark.full
 async def test_results_are_those_of_the_sandbox() -> None:
     """Local processes return the same text as containers, regardless of isolation."""
     ran: dict[str, str] = {}

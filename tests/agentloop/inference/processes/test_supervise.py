@@ -300,6 +300,7 @@ anyio.run(main, backend_options={{"use_uvloop": {uvloop}}})
 
 @pytest.mark.parametrize("uvloop", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.full
 async def test_nothing_outlives_us(tmp_path: Path, number: signal.Signals, uvloop: bool) -> None:
     stub = Stub(tmp_path)
     script = RUNTIME.format(
@@ -595,6 +596,7 @@ async def test_a_restart_that_fails_counts_as_a_death(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["removed", "in the way"])
+@pytest.mark.full
 async def test_a_log_that_cannot_be_renamed_does_not_prevent_a_restart(
     stub: Stub, how: str
 ) -> None:
@@ -636,6 +638,7 @@ async def test_a_log_that_cannot_be_written_fails_the_start(tmp_path: Path) -> N
             raise AssertionError("it has no log")
 
 
+@pytest.mark.full
 async def test_a_slow_restart_is_not_killed(tmp_path: Path) -> None:
     """The server need not answer during the restart, but afterwards."""
     slow = "import os, sys, time\nif os.path.exists(sys.argv[2]): time.sleep(1)\n" + STUB

@@ -135,6 +135,7 @@ def placed(
     return PlacedRun(cast(RayCluster, fake), settings, placements)
 
 
+@pytest.mark.full
 async def test_a_server_restarts_on_its_node_with_its_url_and_elsewhere_with_another(
     tmp_path: Path,
 ) -> None:

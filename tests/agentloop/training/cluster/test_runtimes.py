@@ -444,6 +444,7 @@ async def test_a_run_with_runtimes_learns_what_it_learns_by_itself(tmp_path: Pat
 
 @hypothesis.settings(deadline=None)
 @hypothesis.given(emitted.calls, emitted.plain_data)
+@pytest.mark.full
 def test_rollouts_survive_the_way_unchanged(raw: str, more: Any) -> None:
     rows = [{"trajectory": emitted.rollout(raw), "truth": more}]
     assert repr(unpacked(packed(rows))) == repr(emitted.as_json(rows))

@@ -201,6 +201,7 @@ ROLLED = st.tuples(
 @example([((["<answer>7</answer>"], [False]), 1.0)] * 4 + [(([""], []), 0.0)] * 20, ODD)
 @example([((["<answer> <answer>7</answer>"], [False]), 1.0)] * 2 + [(([""], []), 0.0)] * 2, TWO)
 @example([((["<answer>", "7</answer>"], [False]), 1.0)] * 2 + [(([""], []), 0.0)] * 2, TWO)
+@pytest.mark.full
 def test_the_released_form_matches_the_released_code(
     group: list[tuple[Rolled, float]], settings: RocSettings
 ) -> None:

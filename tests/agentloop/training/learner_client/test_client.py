@@ -209,6 +209,7 @@ async def test_a_start_that_fails_ends_with_the_log(
             pass
 
 
+@pytest.mark.full
 async def test_a_start_ends_where_another_rank_dies_than_the_one_that_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +221,7 @@ async def test_a_start_ends_where_another_rank_dies_than_the_one_that_is_waited_
             pass
 
 
+@pytest.mark.full
 async def test_one_death_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, processes):
         with pytest.raises(LearnerError, match="rank 0 ended with exit status 9"):
@@ -229,6 +231,7 @@ async def test_one_death_is_one_error(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("ends", "watched"), [(False, False), (True, True)])
+@pytest.mark.full
 async def test_of_ranks_that_follow_each_other_the_first_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool, watched: bool
 ) -> None:
@@ -361,6 +364,7 @@ def _said(folder: Path) -> list[str]:
     return [file.read_text() if file.exists() else "" for file in files]
 
 
+@pytest.mark.full
 async def test_one_that_is_lost_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,6 +433,7 @@ async def test_what_hangs_is_restarted_and_who_asks_meanwhile_waits(
         assert answers[0] not in old
 
 
+@pytest.mark.full
 async def test_a_death_that_nobody_asks_about_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -464,6 +469,7 @@ async def test_one_that_ended_itself_is_not_lost(
             await processes.while_alive(partial(other.ask, played("end"), timeout_s=30))
 
 
+@pytest.mark.full
 async def test_a_restart_that_fails_can_be_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ async def test_all_servers_serve_the_new_weights_at_once() -> None:
 
 
 @pytest.mark.parametrize("weights", [None, "", "others"])
+@pytest.mark.full
 async def test_a_server_that_cannot_load_the_weights_is_stale(weights: str | None) -> None:
     """The weights cannot be read, take too long, or differ from the other servers'."""
     fakes = [FakeSGLang(ANSWER, weights=weights), FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
@@ -114,6 +115,7 @@ async def test_in_place_is_refused_where_a_token_would_be_in_flight() -> None:
 
 
 @pytest.mark.parametrize("weights", [None, "", "others"])
+@pytest.mark.full
 async def test_turns_on_a_server_with_unknown_weights_move_elsewhere(weights: str | None) -> None:
     """Turns resume after their last token of known weights, before the server continues.
     Breaking them all does not affect the server's health."""
