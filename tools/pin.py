@@ -1,6 +1,6 @@
 """`.venv/bin/python -m tools.pin`: write constraints/, the versions that tox installs.
 
-    newest versions that pyproject.toml permits ──tox, unconstrained──> .tox/ENV ──> constraints/ENV.txt
+    newest versions that pyproject.toml permits ──tox──> .tox/ENV ──> constraints/ENV.txt
 
 Every environment is made anew. Run the tests (`tox run -m full`) before you commit the difference.
 """

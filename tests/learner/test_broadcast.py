@@ -109,6 +109,7 @@ def published(ranks: Ranks, folder: Path) -> dict[str, Any]:
     return load_file(folder / "published" / "model.safetensors")
 
 
+@pytest.mark.gate
 def test_received_weights_equal_published_ones(learner: tuple[Ranks, Path]) -> None:
     ranks, folder = learner
     expected = published(ranks, folder)

@@ -26,7 +26,7 @@ from agentloop.learner.loss import (
 )
 from agentloop.training.learner_client.settings import LossSettings
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.gate]
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "loss.json").read_text("utf-8"))
 LOW, HIGH = 0.2, 0.28
 

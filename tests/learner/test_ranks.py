@@ -96,6 +96,7 @@ def policy_batch(sizes: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["single", "packed"])
+@pytest.mark.gate
 def test_four_steps_are_those_of_plain_pytorch(kind: tuple[int, Ranks, Path], packed: bool) -> None:
     """Each sample is in a micro-batch of its own, or several are packed into one."""
     stage, ranks, folder = kind[0], from_the_beginning(kind), kind[2]
@@ -171,6 +172,7 @@ def test_log_probabilities_and_entropies_are_the_models(kind: tuple[int, Ranks, 
         np.testing.assert_allclose(found[name], wanted * batch.mask, atol=2e-4)
 
 
+@pytest.mark.gate
 def test_training_goes_on_from_a_checkpoint_bit_by_bit(kind: tuple[int, Ranks, Path]) -> None:
     ranks, folder = from_the_beginning(kind), kind[2]
     make_batch(1).save(folder / "one")
@@ -412,6 +414,7 @@ def test_three_bad_steps_end_the_learner(tmp_path: Path) -> None:
         assert ranks.ask("step", batch=tmp_path / "good")["num_updates"] == 2
 
 
+@pytest.mark.gate
 def test_half_a_step_is_never_saved(tmp_path: Path) -> None:
     """The first of a batch's four updates is applied, the others fail.
 

@@ -25,7 +25,7 @@ from tests.learner import plain
 from tests.learner.ranks import make_batch
 from tools.small_model.tokenizer import VOCAB_SIZE
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.gate]
 SETTINGS = LearnerSettings(model=SMALL, head_chunk_tokens=7)
 SAMPLES = (2, 0, 3, 1)
 

@@ -18,7 +18,7 @@ from agentloop.learner.utilization import Work, peak_tflops
 from agentloop.models import SMALL
 from agentloop.training.learner_client.settings import LearnerSettings
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.gate]
 LENGTH = 200
 
 
