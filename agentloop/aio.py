@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,7 +11,7 @@ import anyio.abc
 
 from agentloop.errors import leaves, sole
 
-__all__ = ["Signal", "Slot", "task_group"]
+__all__ = ["Signal", "Slot", "is_cancelled_from_outside", "task_group"]
 
 
 @asynccontextmanager
@@ -27,6 +28,15 @@ async def task_group(*, only_first: bool = False) -> AsyncIterator[anyio.abc.Tas
     except BaseExceptionGroup as group:
         error = next(leaves(group)) if only_first else sole(group)
         raise error from error.__cause__
+
+
+def is_cancelled_from_outside() -> bool:
+    """Return whether somebody has cancelled this task.
+
+    Otherwise a CancelledError in it comes from its own code, such as `task.cancel(); await task`.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 class Slot:

@@ -5,6 +5,7 @@
      ├─ RunFolderError         a run's files: missing, damaged, on a full disk, or in use
      ├─ ModelError             a model folder, its tokenizer or its chat template
      ├─ RequestError           a caller's request: a message, a field, a tool
+     │   ├─ EnvironmentFailed  an environment failed on each rollout of a task
      │   ├─ PromptTooLong
      │   ├─ UnknownModel
      │   ├─ UnknownSession
@@ -31,6 +32,7 @@ __all__ = [
     "AgentFailed",
     "AgentLoopError",
     "DataError",
+    "EnvironmentFailed",
     "McpServerError",
     "ModelError",
     "NotThere",
@@ -109,6 +111,10 @@ class RequestError(AgentLoopError):
     code: str | None = None
 
 
+class EnvironmentFailed(RequestError):
+    """An environment failed on each rollout of a task; the message names it and its error."""
+
+
 class PromptTooLong(RequestError):
     """The prompt fills the context: no response token fits."""
 
@@ -179,3 +185,8 @@ class ServerRefused(ServerError):
     def __init__(self, message: str, *, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+    @property
+    def is_about_request(self) -> bool:
+        """True if the server refuses what the request contains, so that only this one fails."""
+        return self.status in (400, 413, 422)

@@ -29,6 +29,7 @@ import pydantic
 
 from agentloop.agent.tokenizer import quiet_about_torch
 from agentloop.agent.tool_formats import ToolFormat, malformed, unknown_tool
+from agentloop.aio import is_cancelled_from_outside
 from agentloop.errors import AgentFailed, RequestError
 from agentloop.plain_json import dumps, valid_text
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult
@@ -167,7 +168,7 @@ class FunctionTool:
             except (Exception, SystemExit) as error:  # shown to the model, whatever it is
                 return ToolOutput(ToolCallStatus.ERROR, _as_error(error), started_s)
             except asyncio.CancelledError as error:
-                if _cancelled_from_outside():
+                if is_cancelled_from_outside():
                     raise
                 return ToolOutput(ToolCallStatus.ERROR, _as_error(error), started_s)
         text = f"[timeout] stopped after {self.timeout_s:g} s"
@@ -362,11 +363,6 @@ async def in_daemon_thread(
     if succeeded:
         return value
     raise value if isinstance(value, Exception) else RuntimeError(f"it raised {value!r}")
-
-
-def _cancelled_from_outside() -> bool:
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
 
 
 def _as_error(error: BaseException) -> str:

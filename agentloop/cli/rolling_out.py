@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from agentloop.cli.train_settings import TrainSettings
 from agentloop.environments.mixture import mixed_runner
@@ -29,9 +30,12 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def rollouts_of(
-    settings: TrainSettings, runtime: Runtime, emit: Emit
+    settings: TrainSettings, runtime: Runtime, emit: Emit, **options: Any
 ) -> AsyncIterator[tuple[Rollouts, Served]]:
-    """Generate, score and select rollouts on a runtime, and serve new weights to its servers."""
+    """Generate, score and select rollouts on a runtime, and serve new weights to its servers.
+
+    Takes the options of `Rollouts`, too.
+    """
     s = settings
     async with (
         Grader(s.reward, pool=runtime.pool) as grader,
@@ -49,6 +53,7 @@ async def rollouts_of(
             enough=s.loop.early_stop_at,
             is_tainted=serving.is_tainted,
             emit=emit,
+            **options,
         )
         yield rollouts, serving
 
@@ -71,7 +76,8 @@ async def remote_rollouts(settings: TrainSettings) -> AsyncIterator[tuple[Rollou
                 is_scored=True,
                 decode=lambda ids: runtime.chat.decode(ids),
             ) as traces,
-            rollouts_of(settings, runtime, traces.on_event) as parts,
+            # A group that is lost to the infrastructure goes to another runtime.
+            rollouts_of(settings, runtime, traces.on_event, num_tries=1) as parts,
         ):
             yield parts
 

@@ -136,6 +136,9 @@ class Agent:
         self._ends_at: float = anyio.current_time() + budget.timeout_s
         if main is not None:
             self._ends_at = main._ends_at
+        self._is_closed = False
+        self._running: dict[int, anyio.CancelScope] = {}  # conversations, by their numbers
+        self._conversing_s = 0.0  # in all conversations
         self._host = host
         self._emit = emit
         self.id = id
@@ -209,11 +212,17 @@ class Agent:
         return self._session is not None and self._session.stop_requests()
 
     def close(self, stop_reason: StopReason | None = None) -> None:
-        """End the conversations at `url`, and those of the other agents.
+        """End all conversations, at `url` and of the other agents too, and refuse new ones.
+
+        Those that still run are stopped by the environment.
 
         Args:
-            stop_reason: how they ended; None: as their last turns did.
+            stop_reason: how those at `url` ended; None: as their last turns did.
         """
+        self._is_closed = True
+        for number, scope in self._running.items():
+            scope.cancel()
+            self._stopped(number)
         if self._session is not None:
             if self._session.failure is not None:
                 self._failed(self._session.failure)
@@ -327,45 +336,73 @@ class Agent:
             AgentFailed: the infrastructure failed.
             RequestError: a message or a tool is invalid.
         """
+        if self._is_closed:
+            raise RequestError(f"{self.id} has ended: its environment has returned")
         number, self._num_begun = self._num_begun, self._num_begun + 1
         asked = _conversation(messages, system)
         group = ""
         if self._siblings is not None and number == 0:
             group = self._siblings.group_of(asked, tools)
         clock = _ReplyClock(reply) if reply is not None else None
+        budget = self._lowered(max_turns, max_tokens)
+        if budget.timeout_s <= 0:
+            raise TimeoutError("its environment has left no time for this conversation")
 
         def observe(event: Event) -> None:
             if isinstance(event, RolloutStarted):
                 self._found[number] = event.record
             self._emit(event)
 
+        begun_s = anyio.current_time()
         try:
-            trajectory = await self._host.rollout(
-                asked,
-                tools=list(tools),
-                sampling=self._sampling.of_group(str(number)) if number else self._sampling,
-                budget=self._lowered(max_turns, max_tokens),
-                reply=clock,
-                group=group,
-                id=f"{self.id}+{number}" if number else self.id,
-                on_event=observe,
-                with_text=self._with_text,
-            )
+            with anyio.CancelScope() as self._running[number]:
+                trajectory = await self._host.rollout(
+                    asked,
+                    tools=list(tools),
+                    sampling=self._sampling.of_group(str(number)) if number else self._sampling,
+                    budget=budget,
+                    reply=clock,
+                    group=group,
+                    id=f"{self.id}+{number}" if number else self.id,
+                    on_event=observe,
+                    with_text=self._with_text,
+                )
         except ServerError as error:
             raise self._failed(str(error)) from error
         except BaseException:  # the environment's, or it has been stopped
-            if (cut := self._found.get(number)) is not None:
-                cut.stop_reason = StopReason.ENVIRONMENT
+            self._stopped(number)
             raise
+        finally:
+            del self._running[number]
+            (self._main or self)._conversing_s += anyio.current_time() - begun_s
+        if self._is_closed:
+            self._stopped(number)
+            raise RequestError(f"{self.id} has ended: its environment has returned")
         self._found[number] = trajectory
         if trajectory.stop_reason in (StopReason.INFRASTRUCTURE, StopReason.CANCELLED):
             raise self._failed(trajectory.error or str(trajectory.stop_reason))
         if trajectory.stop_reason is StopReason.TIME_BUDGET and not trajectory.used_its_time:
-            if clock is not None and clock.elapsed_s >= trajectory.elapsed_s / 2:
-                trajectory.stop_reason = StopReason.ENVIRONMENT
-                raise TimeoutError(f"its replies took {clock.elapsed_s:.3g} s, most of the time")
-            raise self._failed("it ran out of time, mostly waiting for servers and sandbox")
+            self._explain_lateness(trajectory, clock)
         return trajectory
+
+    def _explain_lateness(self, trajectory: Trajectory, clock: _ReplyClock | None) -> None:
+        """Raise what a conversation ran out of time for: its environment, or the infrastructure."""
+        main = self._main or self
+        elapsed_s = self._budget.timeout_s - self.time_left_s
+        why = ""
+        if clock is not None and clock.elapsed_s >= trajectory.elapsed_s / 2:
+            why = f"its replies took {clock.elapsed_s:.3g} s, most of the time"
+        elif elapsed_s - main._conversing_s > self._budget.timeout_s / 2:
+            why = "its environment spent most of the time outside of conversations"
+        if why:
+            trajectory.stop_reason = StopReason.ENVIRONMENT
+            raise TimeoutError(why)
+        raise self._failed("it ran out of time, mostly waiting for servers and sandbox")
+
+    def _stopped(self, number: int) -> None:
+        """Record that the environment has stopped a conversation."""
+        if (cut := self._found.get(number)) is not None:
+            cut.stop_reason = StopReason.ENVIRONMENT
 
     async def chat(
         self,

@@ -91,6 +91,8 @@ class Environment:
         tasks: makes the tasks, if the settings name no others.
         weights: the weight of each named part of the reward; 1 for those that are not in it.
         teacher: plays the dialogues that a model may start from (`sft.data.teacher`).
+        agent_errors: exceptions that the agent causes, such as an answer that is no number, with
+            the reward of a rollout that ends with one. Others are failures of the environment.
         arguments: keyword arguments of the function, besides the task and the agent.
     """
 
@@ -98,11 +100,17 @@ class Environment:
     tasks: TaskFunction | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
     teacher: Teacher | None = None
+    agent_errors: Mapping[type[Exception], float] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return getattr(self.function, "__name__", repr(self.function))
+
+    def reward_of_error(self, error: BaseException) -> float | None:
+        """Return the reward of a rollout that ended with an error; None: it has none."""
+        rewards = (self.agent_errors[kind] for kind in self.agent_errors if isinstance(error, kind))
+        return next(rewards, None)
 
     async def __call__(self, task: Any, agent: Any) -> Any:
         return await self.function(task, agent, **self.arguments)
@@ -148,6 +156,7 @@ def environment(
     tasks: TaskFunction | None = None,
     weights: Mapping[str, float] | None = None,
     teacher: Teacher | None = None,
+    agent_errors: Mapping[type[Exception], float] | None = None,
 ) -> Callable[[EnvironmentFunction], Environment]: ...
 
 
@@ -158,6 +167,7 @@ def environment(
     tasks: TaskFunction | None = None,
     weights: Mapping[str, float] | None = None,
     teacher: Teacher | None = None,
+    agent_errors: Mapping[type[Exception], float] | None = None,
 ) -> Environment | Callable[[EnvironmentFunction], Environment]:
     """Make an environment of an async function of a task and an agent.
 
@@ -169,27 +179,30 @@ def environment(
         teacher: a function of a task and a `random.Random` that returns a script, as
             `agentloop.play` takes one. `sft.data.teacher` is the number of rollouts that such
             scripts play, for a model to imitate before it learns from its own.
+        agent_errors: exceptions that count as the agent's failure, each with the reward that a
+            rollout then gets, such as `{ValueError: 0.0}` where the model's answer is parsed. A
+            rollout that ends with any other exception has no reward, so a model that can provoke
+            one could escape a bad reward.
 
     Raises:
         TypeError: the function is not async or does not take a task and an agent.
     """
-    if function is None:
-        return partial(_made, tasks=tasks, weights=weights or {}, teacher=teacher)
-    return _made(function, tasks=tasks, weights=weights or {}, teacher=teacher)
+    make = partial(
+        _made,
+        tasks=tasks,
+        weights=weights or {},
+        teacher=teacher,
+        agent_errors=agent_errors or {},
+    )
+    return make if function is None else make(function)
 
 
-def _made(
-    function: EnvironmentFunction,
-    *,
-    tasks: TaskFunction | None,
-    weights: Mapping[str, float],
-    teacher: Teacher | None,
-) -> Environment:
+def _made(function: EnvironmentFunction, **options: Any) -> Environment:
     if not inspect.iscoroutinefunction(function):
         raise TypeError(f"environment: {function!r} must be an `async def` function")
     if len(inspect.signature(function).parameters) < 2:
         raise TypeError(f"environment: {function.__name__} must take a task and an agent")
-    return Environment(function, tasks, weights, teacher)
+    return Environment(function, **options)
 
 
 def _with_arguments(tasks: TaskFunction | None, values: Mapping[str, Any]) -> TaskFunction | None:

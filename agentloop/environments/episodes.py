@@ -4,7 +4,11 @@ Failures are attributed where they happen:
 
     the infrastructure   a conversation was lost to it: no reward
     the environment      it raised, returned nonsense or ran out of time: no reward
-    the agent            all else is what the model did: the environment returns its worth
+    the agent            an exception that the environment declares as its doing (`agent_errors`):
+                         the declared reward; all else is what the environment returns
+
+A rollout's time begins when its group is admitted. Nothing that happens after the environment has
+returned or run out of time counts: conversations that still run are stopped.
 
 If the environment fails for each rollout of a group, the task is refused, and a run of refused
 tasks ends the run.
@@ -12,10 +16,11 @@ tasks ends the run.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -23,6 +28,7 @@ from typing import Any, Protocol
 import anyio
 
 from agentloop.agent.rollout import Budget
+from agentloop.aio import is_cancelled_from_outside
 from agentloop.environments.agent import Agent, Host, Siblings
 from agentloop.environments.environment import (
     Environment,
@@ -33,8 +39,9 @@ from agentloop.environments.environment import (
 )
 from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import AgentFailed, RequestError, RewardError, ServerError, sole
+from agentloop.errors import AgentFailed, EnvironmentFailed, RewardError, ServerError, sole
 from agentloop.events import Emit, Event, RolloutStarted, ignore
+from agentloop.inference.scheduling.group_gate import AdmittedGroup
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.trajectory import StopReason, Trajectory
 
@@ -43,18 +50,21 @@ __all__ = ["EnvironmentGroups", "Episode", "OtherAgent", "PromptGroups", "RunGro
 log = logging.getLogger(__name__)
 
 _ENVIRONMENT = StopReason.ENVIRONMENT
+_INFRASTRUCTURE = StopReason.INFRASTRUCTURE
 
 # The environment has more time than its conversations, for its own code: a slow server must not
 # make the environment late.
 _TIME_FACTOR = 1.1
+# An environment that has not ended this long after its time is left behind in what it waits for.
+_GRACE_S = 5.0
 
 
 class Gate(Protocol):
     """Keeps groups waiting until they may start; implemented by `Router`."""
 
     def group(
-        self, name: str, size: int, num_prompt: int
-    ) -> AbstractAsyncContextManager[object]: ...
+        self, name: str, size: int, num_prompt: int, *, is_single: bool
+    ) -> AbstractAsyncContextManager[AdmittedGroup]: ...
 
 
 class Runner(Host, Protocol):
@@ -127,12 +137,14 @@ class Episode:
         trajectories: conversations of its agent with the model; of the built-in agent one.
         reward: what its environment says that it is worth; None: its answer is to be checked.
         others: the other agents of its environment, by name.
+        lost_to: INFRASTRUCTURE or ENVIRONMENT, if that failed, so that there is no reward.
     """
 
     id: str
     trajectories: Sequence[Trajectory]
     reward: Reward | None = None
     others: Mapping[str, OtherAgent] = field(default_factory=dict)
+    lost_to: StopReason | None = None
 
     @property
     def all_trajectories(self) -> list[Trajectory]:
@@ -178,6 +190,7 @@ class RunGroup(Protocol):
 
         Raises:
             RequestError: the task cannot be run.
+            EnvironmentFailed: the environment failed on all rollouts.
         """
         ...
 
@@ -197,7 +210,10 @@ class PromptGroups:
         if enough:
             options["enough"] = enough
         found = await self._run_group(task.prompt, **options)
-        return [Episode(one.id, [one]) for one in found]
+        return [
+            Episode(one.id, [one], lost_to=_INFRASTRUCTURE if _is_lost(one) else None)
+            for one in found
+        ]
 
 
 class EnvironmentGroups:
@@ -242,11 +258,19 @@ class EnvironmentGroups:
     ) -> Sequence[Episode]:
         """Implement `RunGroup`."""
         on_queued()
-        async with self._gate.group(name, size, 0) if self._gate else nullcontext():
+        if self._gate is None:
             return await self._run(task, size, name, budget, enough)
+        async with self._gate.group(name, size, 0, is_single=False) as group:
+            return await self._run(task, size, name, budget, enough, group)
 
     async def _run(
-        self, task: Task, size: int, name: str, budget: Budget, enough: int
+        self,
+        task: Task,
+        size: int,
+        name: str,
+        budget: Budget,
+        enough: int,
+        group: AdmittedGroup | None = None,
     ) -> Sequence[Episode]:
         await self._host.listen_for_sessions()
         sampling = self._sampling.of_group(name)
@@ -276,6 +300,8 @@ class EnvironmentGroups:
 
         async def play(index: int) -> None:
             end = await self._played(task, agents[index], budget.timeout_s)
+            if group is not None:
+                group.end(agents[index].id, isinstance(end, Trajectory) or end.cut is None)
             if isinstance(end, Trajectory):  # not in the environment's time
                 end = _End(await agents[index].grade(end))
             ends[index] = end
@@ -285,9 +311,9 @@ class EnvironmentGroups:
         async with anyio.create_task_group() as playing:
             for index in range(size):
                 playing.start_soon(play, index)
-        failures = [one.reward.reason for one in ends.values() if one.fault is _ENVIRONMENT]
+        failures = [one.reward.reason for one in ends.values() if one.cut is _ENVIRONMENT]
         if len(failures) == size:
-            raise RequestError(f"environment {self._environment.name}: {failures[0]}")
+            raise EnvironmentFailed(f"environment {self._environment.name}: {failures[0]}")
         return [_episode(agent, ends.get(index, _STRAGGLER)) for index, agent in enumerate(agents)]
 
     async def _played(self, task: Task, agent: Agent, timeout_s: float) -> _End | Trajectory:
@@ -296,35 +322,59 @@ class EnvironmentGroups:
         Raises:
             RewardError: the user's reward function failed.
         """
-        why = f"the environment ran out of time ({timeout_s:g} s)"
+        limit_s = _TIME_FACTOR * timeout_s
+        end: _End | Trajectory = _End.lost(
+            f"the environment ran out of time ({timeout_s:g} s)", _ENVIRONMENT
+        )
         try:
-            with anyio.move_on_after(_TIME_FACTOR * timeout_s):
-                try:
-                    value = await self._environment(task, agent)
-                except BaseException:
-                    agent.close(_ENVIRONMENT)
-                    raise
-                agent.close()
-                end: _End | Trajectory = (
-                    value
-                    if isinstance(value, Trajectory)
-                    else _End(reward_of(value, self._environment.weights))
-                )
-                for one in (agent, *agent.others.values()):
-                    check_turn_rewards(one.trajectories)
-                if agent.failure is None:
-                    return end
+            # asyncio's timeout also ends a wait that is shielded from anyio's, as for a thread.
+            async with asyncio.timeout(limit_s + _GRACE_S) as left_behind:
+                with anyio.move_on_after(limit_s) as scope:
+                    try:
+                        value = await self._environment(task, agent)
+                    except BaseException:
+                        agent.close(_ENVIRONMENT)
+                        raise
+                    agent.close()
+                    if anyio.current_time() < scope.deadline:
+                        end = self._valued(value, agent)
         except (AgentFailed, ServerError) as error:
-            return _End.of(str(error), StopReason.INFRASTRUCTURE)
-        except Exception as error:  # whatever it is: the environment is the user's code
-            cause = sole(error)  # of a task group
-            if isinstance(cause, RewardError):  # a function of the settings
-                raise cause from None
-            log.warning("%s failed on task %s", self._environment.name, task.id, exc_info=True)
-            why = f"the environment raised {type(cause).__name__}: {cause}"
+            end = _End.lost(str(error), _INFRASTRUCTURE)
+        except (Exception, asyncio.CancelledError, SystemExit) as error:  # the user's code
+            if isinstance(error, asyncio.CancelledError) and is_cancelled_from_outside():
+                raise
+            if not left_behind.expired():
+                end = self._failed(sole(error), task)
         if agent.failure is not None:
-            return _End.of(agent.failure, StopReason.INFRASTRUCTURE)
-        return _End.of(why, _ENVIRONMENT)
+            return _End.lost(agent.failure, _INFRASTRUCTURE)
+        return end
+
+    def _valued(self, value: Any, agent: Agent) -> _End | Trajectory:
+        """Return the end of a rollout of which the environment has returned a value.
+
+        Raises:
+            ValueError: the value, or a turn's reward, is none that an environment may give.
+        """
+        for one in (agent, *agent.others.values()):
+            check_turn_rewards(one.trajectories)
+        if isinstance(value, Trajectory):
+            return value
+        return _End(reward_of(value, self._environment.weights))
+
+    def _failed(self, error: BaseException, task: Task) -> _End:
+        """Return the end of a rollout in which the environment raised an error.
+
+        Raises:
+            RewardError: the user's reward function failed.
+        """
+        if isinstance(error, RewardError):  # a function of the settings
+            raise error from None
+        what = f"{type(error).__name__}: {error}".removesuffix(": ")
+        reward = self._environment.reward_of_error(error)
+        if reward is not None:
+            return _End(Reward(reward, None, f"the agent caused {what}"), StopReason.ANSWERED)
+        log.warning("%s failed on task %s", self._environment.name, task.id, exc_info=error)
+        return _End.lost(f"the environment raised {what}", _ENVIRONMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,20 +382,27 @@ class _End:
     """The end of a rollout.
 
     Attributes:
-        fault: what it was lost to, if it was.
+        cut: how conversations that were cut off by it ended; None: the environment ended them.
     """
 
     reward: Reward
-    fault: StopReason | None = None
+    cut: StopReason | None = None
 
     @classmethod
-    def of(cls, why: str, fault: StopReason) -> _End:
-        if fault is StopReason.INFRASTRUCTURE:
-            why = f"infrastructure: {why}"
-        return cls(Reward(None, None, why), fault)
+    def lost(cls, why: str, cut: StopReason) -> _End:
+        """Return the end of a rollout without a reward."""
+        return cls(Reward(None, None, f"{_PREFIXES.get(cut, '')}{why}"), cut)
 
 
-_STRAGGLER = _End.of("stopped: enough rollouts of its group had ended", StopReason.STRAGGLER)
+_PREFIXES = {_INFRASTRUCTURE: "infrastructure: "}
+_STRAGGLER = _End.lost("stopped: enough rollouts of its group had ended", StopReason.STRAGGLER)
+
+
+def _is_lost(trajectory: Trajectory) -> bool:
+    """Return whether a rollout of the built-in agent was lost to the infrastructure."""
+    if trajectory.stop_reason is StopReason.TIME_BUDGET:
+        return not trajectory.used_its_time
+    return trajectory.stop_reason is _INFRASTRUCTURE
 
 
 def _episode(agent: Agent, end: _End) -> Episode:
@@ -353,14 +410,17 @@ def _episode(agent: Agent, end: _End) -> Episode:
         name: OtherAgent(one.trajectories, one.reward, one.is_trained)
         for name, one in agent.others.items()
     }
-    episode = Episode(agent.id, agent.trajectories, end.reward, others)
-    if end.fault is not None and not episode.all_trajectories:
+    lost_to = end.cut if end.cut in (_ENVIRONMENT, _INFRASTRUCTURE) else None
+    episode = Episode(agent.id, agent.trajectories, end.reward, others, lost_to)
+    if end.cut is None:
+        return episode
+    if end.reward.value is None and not episode.all_trajectories:
         # A record, so that the reason is not lost.
         why = end.reward.reason
-        empty = Trajectory(agent.id, [], [], end.fault, why, created_unix_s=time.time())
-        episode.trajectories = [empty]
-    if end.fault is not None:
-        for one in episode.all_trajectories:
-            if one.stop_reason is _ENVIRONMENT:  # cut off by what ended the rollout
-                one.stop_reason = end.fault
+        episode.trajectories = [
+            Trajectory(agent.id, [], [], end.cut, why, created_unix_s=time.time())
+        ]
+    for one in episode.all_trajectories:
+        if one.stop_reason is _ENVIRONMENT:
+            one.stop_reason = end.cut
     return episode

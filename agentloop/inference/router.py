@@ -18,8 +18,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -36,7 +36,7 @@ from agentloop.errors import (
 from agentloop.inference.ranks import DataParallelRank
 from agentloop.inference.replicas import Replica, Replicas, ServerView
 from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
-from agentloop.inference.scheduling.group_gate import AdmittedGroup, GroupGate
+from agentloop.inference.scheduling.group_gate import AdmittedGroup, GroupGate, rollout_of
 from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.scheduling.kv_policy import Costs
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
@@ -152,6 +152,7 @@ class Router:
             on_report=self._gate.observe,
         )
         self._orders: OrderedDict[str, int] = OrderedDict()
+        self._groups: dict[str, str] = {}  # of the rollouts in flight
         self._num_orders = 0
         self._closed = False
 
@@ -234,26 +235,38 @@ class Router:
             await self._gate.wait_for_capacity(size)
 
     @asynccontextmanager
-    async def group(self, name: str, size: int, num_prompt: int) -> AsyncIterator[AdmittedGroup]:
+    async def group(
+        self, name: str, size: int, num_prompt: int, *, is_single: bool = True
+    ) -> AsyncIterator[AdmittedGroup]:
         """Keep a group in flight within this context; entering it waits until the group may start.
+
+        All conversations of its rollouts have the place of the group in the order of starts.
 
         Args:
             num_prompt: Tokens of the prompt that the siblings share.
+            is_single: Whether each rollout is one conversation and ends with it.
 
         Raises:
             ValueError: A group of that name is in flight.
         """
         if self._policy.may_wait:
-            async with self._gate.group(name, size, num_prompt) as group:
-                try:
+            async with self._gate.group(name, size, num_prompt, is_single=is_single) as group:
+                with self._in_flight(group):
                     yield group
-                finally:
-                    self.forget_group(name)
         else:  # like a gateway: every group starts at once
-            try:
-                yield AdmittedGroup(name, tuple(f"{name}.{index}" for index in range(size)))
-            finally:
-                self.forget_group(name)
+            group = AdmittedGroup(name, tuple(f"{name}.{index}" for index in range(size)))
+            with self._in_flight(group):
+                yield group
+
+    @contextmanager
+    def _in_flight(self, group: AdmittedGroup) -> Iterator[None]:
+        self._groups.update(dict.fromkeys(group.keys, group.name))
+        try:
+            yield
+        finally:
+            for key in group.keys:
+                del self._groups[key]
+            self.forget_group(group.name)
 
     def forget_group(self, name: str) -> None:
         """Release the queue position and the assigned server of a group that has ended."""
@@ -430,7 +443,8 @@ class Router:
     def _order(self, generation: Generation) -> int:
         """Return the position of the group, or of a trajectory without one, in the order of
         starts."""
-        name = generation.group or generation.key
+        group = generation.group or self._groups.get(rollout_of(generation.key), "")
+        name = group or generation.key
         order = self._orders.get(name)
         if order is None:
             order = self._orders[name] = self._num_orders

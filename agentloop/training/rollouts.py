@@ -18,7 +18,7 @@ from agentloop.agent.rollout import Budget
 from agentloop.environments.episodes import Episode, RunGroup
 from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import RequestError, ServerError
+from agentloop.errors import EnvironmentFailed, RequestError, ServerError, ServerRefused
 from agentloop.events import Emit, GroupFinished, GroupStarted, RolloutScored, ignore
 from agentloop.training.credit.roc import Rejected, RocSettings, Selection, Trace, resample
 from agentloop.training.credit.rule import RewardedRollout, TokenCredit
@@ -30,6 +30,9 @@ from agentloop.trajectory import StopReason, Trajectory
 __all__ = ["Purpose", "RolledOut", "Rollouts", "RollsOut", "in_order"]
 
 log = logging.getLogger(__name__)
+
+_NUM_TRIES = 5  # of a group that is lost to the infrastructure
+_FIRST_PAUSE_S = 5.0  # before the second try; it doubles each time
 
 Teacher = Callable[[Trajectory], Awaitable[Sequence[float]]]
 """Returns a teacher's log-probabilities of a trajectory's sampled tokens."""
@@ -90,6 +93,7 @@ class RollsOut(Protocol):
 
         Raises:
             RequestError: the task is not a valid request.
+            ServerError: the infrastructure failed for all rollouts, several times in a row.
         """
         ...
 
@@ -110,11 +114,12 @@ async def in_order(
 
     Args:
         on_done: called with the number of finished groups.
-        on_refused: called with each task that is not a valid request, which is skipped.
+        on_refused: called with each task that is not a valid request, or on which the environment
+            failed; it is skipped.
         may_begin: waits until the next group may start.
 
     Raises:
-        RequestError: all tasks were refused.
+        RequestError: all tasks were refused, and not because the environment failed.
     """
     found: dict[int, tuple[Task, RolledOut]] = {}
     refused: RequestError | None = None
@@ -144,9 +149,10 @@ async def in_order(
         source(), run, partial(rolls_out.wait_for_capacity, size), max_open=max(1, len(tasks))
     ) as groups:
         async for group in groups:  # no deadline: each rollout has one
-            if group.error is not None:  # the task is invalid
-                refused = group.error
-                on_refused(group.task[1], refused)
+            if group.error is not None:
+                on_refused(group.task[1], group.error)
+                if not isinstance(group.error, EnvironmentFailed):  # the task is invalid
+                    refused = group.error
             else:
                 on_done(len(found))
     if refused is not None and not found:  # skipping all tasks would hide a mistake
@@ -160,6 +166,7 @@ class _Scored:
 
     Attributes:
         credit: of each trajectory to train on, by its id.
+        outage: what the infrastructure failed with, if all rollouts were lost to it.
     """
 
     task: Task
@@ -167,6 +174,7 @@ class _Scored:
     rewards: list[Reward]
     choice: Selection
     credit: Mapping[str, TokenCredit]
+    outage: str | None = None
 
     @property
     def figures(self) -> Mapping[str, Any]:
@@ -241,6 +249,7 @@ class Rollouts:
         *,
         seed: int,
         enough: int = 0,
+        num_tries: int = _NUM_TRIES,
         is_tainted: Callable[[Trajectory], bool] = lambda trajectory: False,
         emit: Emit = ignore,
     ) -> None:
@@ -251,6 +260,8 @@ class Rollouts:
                 credit assignment that needs them.
             seed: seed of all random choices.
             enough: stop the remaining rollouts of a group when this many have ended; 0: never.
+            num_tries: how often a group is rolled out if all of its rollouts are lost to the
+                infrastructure.
             is_tainted: returns whether a trajectory may have been sampled with wrong weights; it
                 then gets no reward.
             emit: called with events about groups and rewards.
@@ -264,6 +275,7 @@ class Rollouts:
         self._has_told_ignored = False
         self._seed = seed
         self._enough = enough
+        self._num_tries = num_tries
         self._is_tainted = is_tainted
         self._emit = emit
 
@@ -283,6 +295,37 @@ class Rollouts:
         on_queued: Callable[[], None] = lambda: None,
     ) -> RolledOut:
         """Implement `RollsOut`."""
+        run = partial(self._tried, task, name, size=size, budget=budget, oldest=oldest)
+        group = await run(purpose=purpose, on_queued=on_queued)
+        for number in range(1, self._num_tries):
+            if group.outage is None:
+                return group
+            pause_s = _FIRST_PAUSE_S * 2 ** (number - 1)
+            log.warning(
+                "group %s is rolled out again in %g s, because no rollout survived: %s",
+                name,
+                pause_s,
+                group.outage,
+            )
+            await anyio.sleep(pause_s)
+            group = await run(purpose=purpose, on_queued=lambda: None)
+        if group.outage is not None:
+            times = f"{self._num_tries} times in a row" if self._num_tries > 1 else ""
+            raise ServerError(f"task {task.id}: all rollouts were lost {times}: {group.outage}")
+        return group
+
+    async def _tried(
+        self,
+        task: Task,
+        name: str,
+        *,
+        size: int,
+        budget: Budget,
+        oldest: int,
+        purpose: Purpose,
+        on_queued: Callable[[], None],
+    ) -> _Scored:
+        """Roll out and score a group once."""
         full_name = f"{name}-{task.id}"
         is_chosen = purpose is Purpose.TRAIN
         self._emit(GroupStarted(full_name, task.id, task.prompt, task.answer, size, is_chosen))
@@ -310,23 +353,26 @@ class Rollouts:
     ) -> _Scored:
         """Score the rollouts, with the teacher's judgement if it `teaches`, and select.
 
-        Raises:
-            ServerError: the teacher failed on every rollout that has a reward.
+        A rollout that the teacher refuses, such as one that is too long for it, has no reward.
         """
         rewards: dict[int, Reward] = {}
         taught: dict[str, Sequence[float]] = {}
-        failures: list[ServerError] = []
+        num_lost = 0
 
         async def score(index: int) -> None:
+            nonlocal num_lost
             begun = time.monotonic()
             reward = await self._reward(task, episodes[index], oldest)
+            is_lost = episodes[index].lost_to is StopReason.INFRASTRUCTURE
             if self._teacher is not None and teaches and reward.value is not None:
                 try:
                     for one in episodes[index].trained:
                         taught[one.id] = await self._teacher(one)
                 except ServerError as error:
-                    failures.append(error)
-                    reward = Reward(None, reward.answer, f"infrastructure: {error}")
+                    is_lost = not (isinstance(error, ServerRefused) and error.is_about_request)
+                    what = "infrastructure" if is_lost else "the teacher refuses it"
+                    reward = Reward(None, reward.answer, f"{what}: {error}")
+            num_lost += is_lost
             rewards[index] = reward
             told = (reward.value, reward.answer, reward.reason, time.monotonic() - begun)
             for trajectory in episodes[index].all_trajectories:
@@ -335,10 +381,11 @@ class Rollouts:
         async with anyio.create_task_group() as scoring:
             for index in range(len(episodes)):
                 scoring.start_soon(score, index)
-        if failures and not taught:
-            raise failures[0]
         found = [rewards[index] for index in range(len(rewards))]
-        return self._select(task, name, episodes, found, taught)
+        scored = self._select(task, name, episodes, found, taught)
+        if num_lost == len(episodes):
+            scored.outage = found[0].reason
+        return scored
 
     async def _reward(self, task: Task, episode: Episode, oldest: int) -> Reward:
         """Return the reward of a rollout, which has none if it cannot be trained on."""

@@ -14,6 +14,7 @@ of its beginning.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -85,7 +86,8 @@ class StageRunner:
         self._metrics = metrics
         self._control = control
         self._pace = pace
-        self._num_refused = self._num_replaced = 0  # groups in a row
+        self._num_replaced = 0  # groups in a row
+        self._num_refused = Counter[str]()  # the same, by environment
 
     async def run(self, number: int, name: str, stage: StageSettings) -> None:
         """Run a stage, or what is left of it, until its last step or until the run is drained.
@@ -178,6 +180,8 @@ class StageRunner:
             what="the tasks to be filtered",
             may_begin=partial(self._control.wait_while_paused, "the filter"),
         )
+        if not groups:
+            raise RequestError("the environment failed on every task that was to be filtered")
         outcomes = [
             (task.id, outcome)
             for task, group in groups
@@ -244,7 +248,7 @@ class StageRunner:
             has_signal = False
             self._count_refused(group.task, error)
         else:
-            self._num_refused = 0
+            self._num_refused[group.task.env] = 0
             has_signal, figures = rolled.has_signal, rolled.figures
             header = {"group": group.number, "version": group.version}
             path, num_bytes = await anyio.to_thread.run_sync(
@@ -259,12 +263,14 @@ class StageRunner:
         on_queued()
 
     def _count_refused(self, task: Task, error: RequestError) -> None:
-        """Report an invalid task. Raises RequestError after too many in a row."""
+        """Report an invalid task. Raises RequestError after too many in one environment."""
         self._say(f"Skipped task {task.id}: {error}")
-        self._num_refused += 1
-        if self._num_refused >= self._settings.prompts_per_step:
+        self._num_refused[task.env] += 1
+        num = self._num_refused[task.env]
+        if num >= self._settings.prompts_per_step:
+            whose = f" of {task.env}" if task.env else ""
             raise RequestError(
-                f"{error} ({count_of(self._num_refused, 'task')} in a row refused)"
+                f"{error} ({count_of(num, 'task')}{whose} in a row refused)"
             ) from error
 
     def _count_replaced(self) -> None:

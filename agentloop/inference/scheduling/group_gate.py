@@ -6,6 +6,9 @@
 
 A source is asked for a task only when another group may start, so that backpressure reaches it. How
 many may start is decided by pure code (admission.py); this module keeps the queue.
+
+A rollout may have several conversations, `ROLLOUT`, `ROLLOUT+1`, `ROLLOUT+opponent`, ...: it holds
+the tokens of all that have not ended, and ends when whoever runs the group says so.
 """
 
 from __future__ import annotations
@@ -20,15 +23,27 @@ import anyio
 
 from agentloop.inference.scheduling.admission import Admission
 
-__all__ = ["AdmittedGroup", "GroupGate"]
+__all__ = ["AdmittedGroup", "GroupGate", "rollout_of"]
+
+
+def rollout_of(key: str) -> str:
+    """Return the rollout that a conversation is of."""
+    return key.partition("+")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedGroup:
-    """A group that was admitted; `keys` are the names that its trajectories must have."""
+    """A group that was admitted.
+
+    Attributes:
+        keys: the names that its rollouts must have.
+        end: called with the name of a rollout of several conversations when it has ended, and with
+            whether it ended normally.
+    """
 
     name: str
     keys: tuple[str, ...]
+    end: Callable[[str, bool], None] = lambda key, whole: None
 
 
 @dataclass(slots=True)
@@ -38,6 +53,7 @@ class _Waiting:
     num_prompt: int
     since_s: float
     keys: tuple[str, ...] = ()  # empty: only waits until a group could start
+    is_single: bool = True
     admitted: anyio.Event = field(default_factory=anyio.Event)
 
 
@@ -57,7 +73,9 @@ class GroupGate:
         self._clock = clock
         self._waiting: deque[_Waiting] = deque()
         self._names: set[str] = set()  # of groups that wait or are in flight
-        self._num_tokens: dict[str, int] = {}  # by trajectory, without the group's prompt
+        self._num_tokens: dict[str, int] = {}  # by rollout, without the group's prompt
+        # Of rollouts of several conversations, by conversation; of others None.
+        self._conversations: dict[str, dict[str, int] | None] = {}
 
     async def wait_for_capacity(self, size: int) -> None:
         """Wait until another group of `size` rollouts may start, judged without its prompt.
@@ -67,8 +85,13 @@ class GroupGate:
         await self._wait(_Waiting("the next task", size, 0, self._clock()))
 
     @asynccontextmanager
-    async def group(self, name: str, size: int, num_prompt: int) -> AsyncIterator[AdmittedGroup]:
+    async def group(
+        self, name: str, size: int, num_prompt: int, *, is_single: bool = True
+    ) -> AsyncIterator[AdmittedGroup]:
         """Keep a group in flight within this context; entering it waits until the group may start.
+
+        Args:
+            is_single: whether each rollout is one conversation and ends with it.
 
         Raises:
             ValueError: A group of that name is waiting or in flight.
@@ -78,27 +101,41 @@ class GroupGate:
         keys = tuple(f"{name}.{index}" for index in range(size))
         self._names.add(name)
         try:
-            await self._wait(_Waiting(name, size, num_prompt, self._clock(), keys))
+            await self._wait(_Waiting(name, size, num_prompt, self._clock(), keys, is_single))
             try:
-                yield AdmittedGroup(name, keys)
+                yield AdmittedGroup(name, keys, self._end)
             finally:
                 self._leave(keys)
         finally:
             self._names.discard(name)
 
     def reached(self, key: str, num_tokens: int) -> None:
-        """Record that a rollout holds `num_tokens` besides its group's prompt; ignored if
+        """Record that a conversation holds `num_tokens` besides its group's prompt; ignored if
         unknown."""
-        before = self._num_tokens.get(key)
-        if before is not None and num_tokens > before:
-            self._num_tokens[key] = num_tokens
-            self._admission.forecast.grow(key, num_tokens - before)
+        rollout = rollout_of(key)
+        before = self._num_tokens.get(rollout)
+        if before is None:
+            return
+        if (conversations := self._conversations[rollout]) is not None:
+            conversations[key] = num_tokens
+            num_tokens = sum(conversations.values())
+        if num_tokens > before:
+            self._num_tokens[rollout] = num_tokens
+            self._admission.forecast.grow(rollout, num_tokens - before)
 
     def ended(self, key: str, *, whole: bool) -> None:
-        """Record that a rollout ended; only if it ended normally (`whole`) does its length
+        """Record that a conversation ended; only if it ended normally (`whole`) does its length
         count."""
-        if self._num_tokens.pop(key, None) is not None:
-            self._admission.forecast.end(key, whole=whole)
+        conversations = self._conversations.get(rollout_of(key))
+        if conversations is not None:
+            conversations.pop(key, None)
+        else:
+            self._end(key, whole)
+
+    def _end(self, rollout: str, whole: bool) -> None:
+        if self._num_tokens.pop(rollout, None) is not None:
+            del self._conversations[rollout]
+            self._admission.forecast.end(rollout, whole=whole)
             self.admit()
 
     def admit(self) -> None:
@@ -113,6 +150,7 @@ class GroupGate:
             for key in first.keys:
                 self._admission.forecast.start(key)
                 self._num_tokens[key] = 0
+                self._conversations[key] = None if first.is_single else {}
             first.admitted.set()
 
     def observe(self, now: float, num_retracted: int, reported_s: float) -> str:
@@ -142,7 +180,6 @@ class GroupGate:
 
     def _leave(self, keys: tuple[str, ...]) -> None:
         for key in keys:
-            if self._num_tokens.pop(key, None) is not None:
-                self._admission.forecast.end(key, whole=False)
+            self._end(key, whole=False)
         self._admission.end()
         self.admit()

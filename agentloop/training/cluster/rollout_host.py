@@ -30,7 +30,6 @@ from agentloop.plain_json import dumps, loads
 from agentloop.training.rollouts import Purpose, RollsOut
 from agentloop.training.weight_sync.sync import Serving, SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
-from agentloop.trajectory import StopReason
 
 __all__ = [
     "GroupRequest",
@@ -245,8 +244,6 @@ class RolloutWorker:
             on_queued=on_queued,
         )
         rows = rolled.rows()
-        if all(_is_broken(row) for row in rows):
-            raise ServerError("all of its rollouts failed for reasons of infrastructure")
         data = await anyio.to_thread.run_sync(packed, rows)
         return GroupResult(data, rolled.figures, rolled.has_signal, _versions_of(rows))
 
@@ -277,10 +274,6 @@ class RolloutWorker:
                 with anyio.CancelScope() as self._syncing_stale:
                     return await self._serving.sync_stale(self._synced, timeout_s=timeout_s)
         return False
-
-
-def _is_broken(row: Mapping[str, Any]) -> bool:
-    return bool(row["trajectory"]["stop_reason"] == StopReason.INFRASTRUCTURE)
 
 
 def _versions_of(rows: Sequence[Mapping[str, Any]]) -> frozenset[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -34,6 +37,7 @@ from agentloop.errors import (
     leaves,
 )
 from agentloop.events import RolloutStarted
+from agentloop.inference.scheduling.group_gate import AdmittedGroup
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.sandbox import CallResult, CallStatus, LostBy, SandboxUnavailable, SessionLost
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
@@ -181,10 +185,14 @@ class Gate:
         self.log: list[Any] = []
 
     @asynccontextmanager
-    async def group(self, name: str, size: int, num_prompt: int) -> AsyncIterator[None]:
-        self.log.append((name, size, num_prompt))
+    async def group(
+        self, name: str, size: int, num_prompt: int, *, is_single: bool
+    ) -> AsyncIterator[AdmittedGroup]:
+        self.log.append((name, size, num_prompt, is_single))
         await self.opened.wait()
-        yield
+        yield AdmittedGroup(
+            name, (f"{name}.0",), lambda key, whole: self.log.append(f"{key} ended: {whole}")
+        )
         self.log.append("left")
 
 
@@ -210,10 +218,10 @@ async def test_a_group_waits_until_it_may_start_before_its_time_begins() -> None
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(play)
         await anyio.wait_all_tasks_blocked()
-        assert (gate.log, model.asked) == ([("1-t", 1, 0)], [])
+        assert (gate.log, model.asked) == ([("1-t", 1, 0, False)], [])
         opened_s = anyio.current_time()
         gate.opened.set()
-    assert gate.log[1:] == ["played", "left"]
+    assert gate.log[1:] == ["played", "1-t.0 ended: True", "left"]
     ((_, options),) = model.asked
     assert options["budget"].timeout_s == pytest.approx(5, abs=anyio.current_time() - opened_s)
 
@@ -354,6 +362,129 @@ async def test_an_environment_that_hangs_ends_at_its_deadline() -> None:
     assert good.reward.value == 1.0
     assert bad.reward is not None
     assert bad.reward.reason == "the environment ran out of time (0.2 s)"
+
+
+async def test_an_environment_that_waits_for_a_thread_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentloop.environments.episodes._GRACE_S", 0.1)
+    release = threading.Event()
+
+    @agentloop.environment
+    async def waits(task: Any, agent: Agent) -> float:
+        await agent.run("?")
+        if agent.id.endswith("0"):
+            return 1.0
+        await anyio.to_thread.run_sync(release.wait)
+        return 2.0
+
+    try:
+        done, late = await run(waits, timeout_s=0.2)
+    finally:
+        release.set()
+    assert done.reward is not None
+    assert done.reward.value == 1.0
+    assert late.reward == Reward(None, None, "the environment ran out of time (0.2 s)")
+    assert late.lost_to is StopReason.ENVIRONMENT
+
+
+async def test_a_late_reward_does_not_count() -> None:
+    @agentloop.environment
+    async def is_late(task: Any, agent: Agent) -> float:
+        await agent.run("?")
+        if agent.id.endswith("0"):
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(2 * 0.1)
+        return 1.0
+
+    late, done = await run(is_late, timeout_s=0.1)
+    assert late.reward == Reward(None, None, "the environment ran out of time (0.1 s)")
+    assert done.reward is not None
+    assert done.reward.value == 1.0
+
+
+async def test_conversations_that_the_environment_left_running_are_stopped() -> None:
+    model, leaked = Model(), []
+
+    async def never(answer: str) -> str | None:
+        await anyio.sleep_forever()
+        return None
+
+    @agentloop.environment
+    async def leaks(task: Any, agent: Agent) -> float:
+        await agent.run("?")
+        leaked.append(asyncio.ensure_future(agent.run("!", reply=never)))
+        await anyio.wait_all_tasks_blocked()
+        leaked.append(asyncio.ensure_future(asks_later(agent)))
+        return 1.0
+
+    async def asks_later(agent: Agent) -> None:
+        await agent.run("and now?")
+
+    (episode,) = await run(leaks, model, size=1)
+    running, later = await asyncio.gather(*leaked, return_exceptions=True)
+    for error in (running, later):
+        assert isinstance(error, RequestError)
+        assert "1-t.0 has ended" in str(error)
+    assert [one.stop_reason for one in episode.trajectories] == ["answered", "environment"]
+    assert [one.id for one in episode.trained] == ["1-t.0"]
+    assert len(model.asked) == 2
+
+
+@pytest.mark.parametrize("ends", ["cancels", "exits"])
+async def test_what_ends_a_task_or_the_process_is_one_rollouts_failure(ends: str) -> None:
+    @agentloop.environment
+    async def slips(task: Any, agent: Agent) -> float:
+        await agent.run("?")
+        if agent.id.endswith("0"):
+            if ends == "exits":
+                sys.exit(3)
+            helper = asyncio.ensure_future(anyio.sleep_forever())
+            helper.cancel()
+            await helper
+        return 1.0
+
+    failed, done = await run(slips)
+    assert failed.reward is not None
+    name = "SystemExit: 3" if ends == "exits" else "CancelledError"
+    assert failed.reward == Reward(None, None, f"the environment raised {name}")
+    assert done.reward is not None
+    assert done.reward.value == 1.0
+
+
+async def test_an_error_that_the_agent_causes_has_the_declared_reward() -> None:
+    @agentloop.environment(agent_errors={ValueError: -1.0})
+    async def parses(task: Any, agent: Agent) -> float:
+        if agent.id.endswith("0"):
+
+            def read(answer: str) -> str | None:
+                raise ValueError(f"{answer} is no number")
+
+            await agent.run("?", reply=read)
+        return 1.0 if agent.id.endswith("1") else {}["missing"]
+
+    parsed, done, broken = await run(parses, size=3)
+    assert parsed.reward == Reward(-1.0, None, "the agent caused ValueError: 1 is no number")
+    # What it has written is trained on.
+    assert [one.stop_reason for one in parsed.trained] == [StopReason.ANSWERED]
+    assert done.reward is not None
+    assert done.reward.value == 1.0
+    assert broken.lost_to is StopReason.ENVIRONMENT
+
+
+async def test_an_environment_that_leaves_no_time_for_its_agent_has_failed() -> None:
+    @agentloop.environment
+    async def dawdles(task: Any, agent: Agent) -> float:
+        if agent.id.endswith("1"):
+            return 1.0
+        await anyio.sleep(1.01 * agent.time_left_s)
+        await agent.run("?")
+        return 1.0
+
+    late, _ = await run(dawdles, timeout_s=0.1)
+    assert late.reward is not None
+    assert "left no time" in late.reward.reason
+    assert late.lost_to is StopReason.ENVIRONMENT
 
 
 async def test_stragglers_are_stopped_when_enough_have_ended() -> None:

@@ -69,6 +69,7 @@ def test_install_runs_only_the_steps_that_lack_something(monkeypatch: pytest.Mon
         versions.update(pins)
 
     monkeypatch.setattr(install, "_run", run)
+    monkeypatch.setattr(install, "_installer", lambda: ["pip", "install"])
     assert install.missing(install.steps(accelerator=False)) == ["sglang==0.5.23"]
     install.install(lambda _: None)
     [command] = ran
@@ -86,6 +87,7 @@ def test_with_a_gpu_only_sglang_is_installed(monkeypatch: pytest.MonkeyPatch) ->
         versions["sglang"] = "0.5.23"
 
     monkeypatch.setattr(install, "_run", run)
+    monkeypatch.setattr(install, "_installer", lambda: ["pip", "install"])
     install.install(lambda _: None)
     assert [command[-1] for command in ran] == ["sglang==0.5.23"]
 

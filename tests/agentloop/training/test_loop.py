@@ -25,7 +25,7 @@ from agentloop.config import to_toml
 from agentloop.environments.episodes import PromptGroups
 from agentloop.environments.rewards.reward import Grader, RewardFunction, RewardSettings
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
-from agentloop.errors import ModelError, RequestError, RunFolderError, sole
+from agentloop.errors import ModelError, RequestError, RunFolderError, ServerError, leaves, sole
 from agentloop.events import Emit, Event, GroupFinished, GroupStarted, ignore
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import SGLangServer
@@ -503,18 +503,31 @@ async def test_a_server_that_comes_back_is_given_the_weights_while_rollouts_wait
     assert len(learner.batches) == 1
 
 
-async def test_without_any_reward_none_is_reported(tmp_path: Path) -> None:
+async def test_an_outage_ends_the_run_with_its_cause_and_uses_up_no_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentloop.training.rollouts._FIRST_PAUSE_S", 0)
+
     class Broken(Played):
         async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
             found = await super().__call__(prompt, **options)
             for one in found:
-                one.stop_reason = StopReason.INFRASTRUCTURE
+                one.stop_reason, one.error = StopReason.INFRASTRUCTURE, "the sandbox is gone"
             return found
 
     tasks = TaskSource.open(ARITHMETIC)
-    _, _, run = await played(tmp_path, tasks=tasks, run_group=Broken(tasks), steps=1)
-    held_out, trained, *_ = lines(run.path / "metrics.jsonl")
-    assert (held_out["held_out/reward"], trained["reward"]) == (None, None)
+    with pytest.raises(ExceptionGroup) as caught:
+        await played(tmp_path, tasks=tasks, run_group=Broken(tasks), steps=1, evaluate_every=0)
+    error = next(leaves(caught.value))
+    assert isinstance(error, ServerError)
+    assert "lost 5 times in a row: infrastructure: the sandbox is gone" in str(error)
+    # The same tasks are trained on when the run is resumed.
+    learner, _, run = await played(
+        tmp_path, tasks=tasks, run_group=Played(tasks), steps=1, evaluate_every=0
+    )
+    assert len(learner.batches) == 1
+    (numbers,) = [{row["group"] for row in groups(run, [1, 2, 3])}]
+    assert numbers == {1, 2, 3}
 
 
 class Refusing(Played):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
@@ -13,7 +13,7 @@ from agentloop.agent.rollout import Budget
 from agentloop.environments.episodes import Episode, OtherAgent, PromptGroups
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import RequestError, ServerError, ServerUnavailable
+from agentloop.errors import RequestError, ServerError, ServerRefused, ServerUnavailable
 from agentloop.events import Event, GroupFinished, GroupStarted
 from agentloop.training.credit.grpo import group_advantages
 from agentloop.training.credit.roc import RocSettings
@@ -343,10 +343,53 @@ async def test_a_teacher_that_fails_costs_the_reward_and_is_never_a_zero() -> No
     assert [row["advantage"] for row in found.rows()] == [0.75, None]
 
 
-async def test_a_teacher_that_fails_on_a_whole_group_ends_the_run() -> None:
+async def test_a_teacher_that_fails_on_a_whole_group_is_an_outage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentloop.training.rollouts._FIRST_PAUSE_S", 0)
+    group, judge = Group([trajectory("a", RIGHT), trajectory("b", RIGHT)]), Judge({"a", "b"})
+    with pytest.raises(ServerError, match=r"lost 5 times in a row: .*the teacher did not answer"):
+        await rolled_out(group, credit=DISTILL, teacher=judge)
+    assert len(judge.asked) == 5 * 2
+
+
+async def test_a_rollout_that_the_teacher_refuses_has_no_reward() -> None:
+    class Short(Judge):
+        async def __call__(self, one: Trajectory) -> list[float]:
+            if one.id in self.failing:
+                raise ServerRefused("the input is longer than the context", status=400)
+            return await super().__call__(one)
+
     group = Group([trajectory("a", RIGHT), trajectory("b", RIGHT)])
-    with pytest.raises(ServerUnavailable, match="the teacher did not answer"):
-        await rolled_out(group, credit=DISTILL, teacher=Judge({"a", "b"}))
+    found = await rolled_out(group, credit=DISTILL, teacher=Short({"a", "b"}))
+    assert [row["reward"] for row in found.rows()] == [None, None]
+    assert {row["reason"] for row in found.rows()} == {
+        "the teacher refuses it: the input is longer than the context"
+    }
+
+
+async def test_a_group_that_is_lost_to_the_infrastructure_is_rolled_out_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentloop.training.rollouts._FIRST_PAUSE_S", 0)
+
+    class Recovering(Group):
+        num_outages = 2
+
+        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+            found = await super().__call__(prompt, **options)
+            lost = StopReason.INFRASTRUCTURE if self.num_outages else StopReason.ANSWERED
+            self.num_outages = max(0, self.num_outages - 1)
+            return [replace(one, stop_reason=lost) for one in found]
+
+    found = await rolled_out(Recovering([trajectory("a", RIGHT), trajectory("b", WRONG)]))
+    assert [row["reward"] for row in found.rows()] == [1.0, 0.0]
+
+
+async def test_a_group_of_which_one_rollout_survives_is_no_outage() -> None:
+    lost = trajectory("b", RIGHT, stop_reason=StopReason.INFRASTRUCTURE)
+    found = await rolled_out(Group([trajectory("a", RIGHT), lost]), num_tries=1)
+    assert [row["reward"] for row in found.rows()] == [1.0, None]
 
 
 async def test_an_evaluation_needs_no_teacher() -> None:

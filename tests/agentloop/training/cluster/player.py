@@ -48,7 +48,6 @@ class Player:
         self.pauses: list[str] = []  # how it was told to load weights
         self.num_stale = 0  # times that it was asked for servers without the weights
         self.checksum = "sum"
-        self.stop_reason = "answered"
         self.sampled: str | None = None  # the version that it says it samples with
         self.error: Exception | None = None
         self.fails: ServerError | None = None  # to load weights
@@ -110,7 +109,7 @@ class Player:
                     "reward": 1.0,
                     "version": version,
                     "max_turns": budget.max_turns,
-                    "trajectory": {"stop_reason": self.stop_reason, "turns": [turn]},
+                    "trajectory": {"turns": [turn]},
                 }
                 for index in range(size)
             ]

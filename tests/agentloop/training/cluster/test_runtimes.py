@@ -147,14 +147,10 @@ async def test_the_groups_of_a_lost_runtime_go_to_another_and_it_returns(folder:
     assert any("one is lost, and its groups go to others" in line for line in said)
 
 
-@pytest.mark.parametrize("how", ["raises", "broken"])
-async def test_an_infrastructure_failure_is_no_result(folder: Path, how: str) -> None:
+async def test_a_group_that_a_runtime_cannot_do_goes_to_another(folder: Path) -> None:
     bad, good = Player("bad"), Player("good")
     good.room = anyio.Event()
-    if how == "raises":
-        bad.error = ServerError("no server is left")
-    else:
-        bad.stop_reason = "infrastructure"
+    bad.error = ServerError("no server is left")
     async with playing(bad, good) as runtimes:
         await synced(runtimes, folder)
         async with anyio.create_task_group() as tasks:
