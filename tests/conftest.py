@@ -13,6 +13,7 @@ import anyio
 import hypothesis
 import pytest
 
+from tests.leftovers import Leftovers
 from tests.patience import patient
 
 _TO_CLEAN_UP_S = 3.0
@@ -32,6 +33,10 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Leftovers())
 
 
 @pytest.fixture(scope="session")

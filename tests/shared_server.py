@@ -10,6 +10,7 @@ from the others. The kernel releases the lock of a user that ends, even by SIGKI
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,7 @@ def _start(folder: Path, keeper: Sequence[str]) -> str:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=output,
+            env={**os.environ, "TMPDIR": str(folder)},  # that of the first user ends with it
             text=True,
             start_new_session=True,  # Ctrl-C is for the users
         )
