@@ -53,3 +53,11 @@ async def broken(task: Any, agent: agentloop.Agent) -> float:
 @agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 9)})
 async def undecided(task: Any, agent: agentloop.Agent) -> None:
     await agent.run("What is it worth?")
+
+
+@agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 999)})
+async def two_replies(task: Any, agent: agentloop.Agent) -> float:
+    """Answer the model twice, after a system message."""
+    replies = iter(["[cold] [/red]", "warm"])
+    await agent.run("Your guess?", system="Play a game.", reply=lambda answer: next(replies, None))
+    return 1.0

@@ -44,6 +44,16 @@ def test_an_environment_is_shown_with_all_parts(
     assert "s in all rollouts: model " in out
 
 
+def test_a_transcript_has_the_messages_of_the_environment_between_those_of_the_model(
+    fake: FakeSGLang, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["env", "try", f"{HERE}:two_replies", *settings_for(fake), "num_rollouts=1"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    at = lines.index("system> Play a game.")
+    expected = ["> Your guess?", SAID, "> [cold] [/red]", SAID, "> warm", SAID]
+    assert lines[at + 1 : at + 7] == expected
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
