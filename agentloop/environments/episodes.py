@@ -354,11 +354,13 @@ def _episode(agent: Agent, end: _End) -> Episode:
         for name, one in agent.others.items()
     }
     episode = Episode(agent.id, agent.trajectories, end.reward, others)
-    if end.fault is not None and not episode.all_trajectories:
-        # A record, so that the reason is not lost.
-        why = end.reward.reason
-        empty = Trajectory(agent.id, [], [], end.fault, why, created_unix_s=time.time())
+    if not episode.all_trajectories:  # a record, so that the reason is not lost
+        why = end.reward.reason if end.fault is not None else None
+        empty = Trajectory(agent.id, [], [], end.fault or _ENVIRONMENT, why)
+        empty.created_unix_s = time.time()
         episode.trajectories = [empty]
+        if end.reward.value is not None:
+            episode.reward = Reward(None, None, "its agent did not run: nothing was sampled")
     if end.fault is not None:
         for one in episode.all_trajectories:
             if one.stop_reason is _ENVIRONMENT:  # cut off by what ended the rollout

@@ -61,3 +61,12 @@ async def two_replies(task: Any, agent: agentloop.Agent) -> float:
     replies = iter(["[cold] [/red]", "warm"])
     await agent.run("Your guess?", system="Play a game.", reply=lambda answer: next(replies, None))
     return 1.0
+
+
+@agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 999)})
+async def silent(task: Any, agent: agentloop.Agent) -> float:
+    """Return a reward, in every second rollout without a conversation."""
+    if agent.id.endswith("1"):
+        return 0.0
+    await agent.run("Are you there?")
+    return 1.0

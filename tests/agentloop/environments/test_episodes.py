@@ -607,6 +607,26 @@ async def test_a_failure_is_recorded_with_its_reason() -> None:
     assert cut.reward.value is None
 
 
+@pytest.mark.parametrize(
+    ("returned", "why"),
+    [
+        (0.0, "its agent did not run: nothing was sampled"),
+        (None, "the environment gives none"),
+    ],
+)
+async def test_a_rollout_without_a_conversation_has_a_record_and_no_reward(
+    returned: float | None, why: str
+) -> None:
+    @agentloop.environment
+    async def early(task: Any, agent: Agent) -> float | None:
+        return returned
+
+    (episode,) = await run(early, size=1)
+    assert episode.reward == Reward(None, None, why)
+    (record,) = episode.all_trajectories
+    assert (record.turns, record.error, episode.whole) == ([], None, [])
+
+
 async def test_other_agents_are_recorded_under_their_names() -> None:
     @agentloop.environment
     async def debate(task: Any, agent: Agent) -> float:
@@ -646,6 +666,7 @@ async def test_another_agent_takes_the_same_arguments_each_time() -> None:
         assert agent.other("judge", is_trained=False) is judge
         with pytest.raises(RequestError, match=r"agent\.other\('judge'\): is_trained=True"):
             agent.other("judge")
+        await judge.chat("?")
         return float(not judge.is_trained)
 
     (episode,) = await run(changes, size=1)
@@ -752,6 +773,7 @@ async def test_a_session_that_its_program_has_ended_is_a_result(by: LostBy) -> N
     async def tested(task: Any, agent: Agent) -> float:
         async with agent.sandbox.session() as session:
             ended.append(await session.run("1"))
+        await agent.chat("?")
         return 0.5
 
     model = Model()
