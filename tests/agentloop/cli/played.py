@@ -64,9 +64,9 @@ async def two_replies(task: Any, agent: agentloop.Agent) -> float:
 
 
 @agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 999)})
-async def silent(task: Any, agent: agentloop.Agent) -> float:
+async def silent(task: Any, agent: agentloop.Agent) -> dict[str, float]:
     """Return a reward, in every second rollout without a conversation."""
     if agent.id.endswith("1"):
-        return 0.0
+        return {"spoke": 0.0}
     await agent.run("Are you there?")
-    return 1.0
+    return {"spoke": 1.0}

@@ -328,6 +328,9 @@ def test_a_sample_without_a_conversation_is_missing_and_the_run_resumes(
         found = json.loads(capsys.readouterr().out)
         assert (found["all"]["num_samples"], found["all"]["avg_at_k"]["value"]) == (2, 1)
         assert found["missing"] == {"its agent did not run: nothing was sampled": 2}
+        assert found["all"]["parts"] == {"spoke": 1}
+        row = (tmp_path / "runs/one/metrics.jsonl").read_text("utf-8").splitlines()[0]
+        assert json.loads(row)["part/spoke"] == 1
         gc.collect()  # its lock
         assert main(["--resume", str(tmp_path / "runs/one"), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["all"]["num_samples"] == 4
