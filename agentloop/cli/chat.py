@@ -229,7 +229,7 @@ class Conversations:
                 content = "".join(str(part.get("text", "")) for part in content)
             mark = ">" if role == "user" else f"{role}>"
             for line in content.strip().splitlines():
-                self._out.print(f"{mark} {line}", markup=False, highlight=False)
+                self._out.print(f"{mark} {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def reward_in_words(reward: Reward) -> str:
@@ -281,7 +281,9 @@ async def play(runtime: Runtime, settings: AskSettings, task: Task, out: Console
             task, size=1, name="chat", budget=settings.budget, on_queued=lambda: None
         )
     assert episode.reward is not None  # the environment's
-    out.print(reward_in_words(episode.reward), markup=False, highlight=False, style="bold")
+    out.print(
+        reward_in_words(episode.reward), style="bold", markup=False, highlight=False, soft_wrap=True
+    )
     return episode.reward
 
 

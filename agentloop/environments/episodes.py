@@ -33,7 +33,7 @@ from agentloop.environments.environment import (
 )
 from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import AgentFailed, RequestError, RewardError, ServerError, sole
+from agentloop.errors import AgentFailed, RequestError, RewardError, ServerError, place_of, sole
 from agentloop.events import Emit, Event, RolloutStarted, ignore
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.trajectory import StopReason, Trajectory
@@ -322,6 +322,7 @@ class EnvironmentGroups:
                 raise cause from None
             log.warning("%s failed on task %s", self._environment.name, task.id, exc_info=True)
             why = f"the environment raised {type(cause).__name__}: {cause}"
+            why += f" ({place})" if (place := place_of(cause)) else ""
         if agent.failure is not None:
             return _End.of(agent.failure, StopReason.INFRASTRUCTURE)
         return _End.of(why, _ENVIRONMENT)

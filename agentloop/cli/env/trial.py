@@ -152,7 +152,9 @@ def _print_trial(trial: _Trial, title: str, chat: ChatFormat, out: Console) -> N
     conversations = Conversations(out, chat)
     for event in trial.events:
         conversations(event)
-    out.print(reward_in_words(trial.reward), style="bold", markup=False, highlight=False)
+    out.print(
+        reward_in_words(trial.reward), style="bold", markup=False, highlight=False, soft_wrap=True
+    )
     out.print()
 
 

@@ -297,3 +297,33 @@ def test_a_defect_of_ours_is_not_printed_as_an_error_of_the_users() -> None:
 
     with pytest.raises(ExceptionGroup):
         console.run(fail)
+
+
+def _fail_on(number: int) -> None:
+    key = "sk-" + "SECRET"  # a local variable
+    try:
+        {}[len(key)]
+    except KeyError:
+        logging.getLogger("agentloop.test").warning("it failed on task %d", number, exc_info=True)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_failure_is_printed_once_for_each_place_and_then_counted(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logging.getLogger().handlers.clear()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+
+    async def fail() -> int:
+        for number in range(12):
+            _fail_on(number)
+        return 0
+
+    assert console.run(fail) == 0
+    text = capsys.readouterr().err
+    assert "SECRET" not in text
+    assert text.count("Traceback") == 1
+    place = re.search(r"it failed on task 0: KeyError: 9 \((test_console.py:\d+)\)", text)
+    assert place
+    assert f"it failed on task 9: KeyError: 9 ({place[1]}), 10 times" in text
+    assert text.count("it failed") == 2

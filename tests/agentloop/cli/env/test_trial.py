@@ -57,7 +57,7 @@ def test_a_transcript_has_the_messages_of_the_environment_between_those_of_the_m
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("broken", "environment broken: the environment raised KeyError: 'board'"),
+        ("broken", "environment broken: the environment raised KeyError: 'board' (played.py:"),
         ("undecided", "the environment gives none"),
     ],
 )
