@@ -329,7 +329,7 @@ def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
 
     Returns:
         The exit status: that of `main`, 130 or 143 after a signal, 2 after an AgentLoopError or a
-        SandboxError, which is printed.
+        SandboxError, which is printed, or if some code has called `sys.exit`.
     """
     from agentloop.sandbox import SandboxError
 
@@ -347,6 +347,10 @@ def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
             raise
         for message in dict.fromkeys(map(str, errors)):  # several tasks may fail alike
             print(f"agentloop: error: {message}", file=sys.stderr)
+        return 2
+    except SystemExit as stop:  # not ours: with 0, a run that was cut short would look complete
+        at = f" at {place}" if (place := place_of(stop)) else ""
+        print(f"agentloop: error: sys.exit({stop.code!r}) was called{at}", file=sys.stderr)
         return 2
 
 

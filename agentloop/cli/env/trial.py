@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agentloop.agent.chat_format import ChatFormat
+from agentloop.aio import task_group
 from agentloop.cli import console
 from agentloop.cli.chat import Conversations, reward_in_words
 from agentloop.cli.env.timing import Activity, Timeline, seconds_by_activity
@@ -33,6 +34,7 @@ from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import RequestError
 from agentloop.events import Event, RolloutStarted
+from agentloop.observe.watchdog import Heartbeat, WatchdogSettings, watch_lag
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.group_metrics import mean
 from agentloop.training.run_status import count_of
@@ -133,9 +135,12 @@ async def _try(name: str, arguments: list[str]) -> int:
                 num_ended = sum(one.ended_s > 0 for one in trials)
                 progress(f"{num_ended} of {count_of(len(trials), 'rollout')} ended")
 
-            async with anyio.create_task_group() as running:
-                for number, trial in enumerate(trials, 1):
-                    running.start_soon(run, number, trial)
+            async with task_group() as watching:
+                watching.start_soon(watch_lag, Heartbeat(WatchdogSettings()))
+                async with anyio.create_task_group() as running:
+                    for number, trial in enumerate(trials, 1):
+                        running.start_soon(run, number, trial)
+                watching.cancel_scope.cancel()
             chat = runtime.chat
     out = Console()
     for number, trial in enumerate(trials, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import anyio
@@ -70,3 +71,14 @@ async def silent(task: Any, agent: agentloop.Agent) -> dict[str, float]:
         return {"spoke": 0.0}
     await agent.run("Are you there?")
     return {"spoke": 1.0}
+
+
+is_noticed = threading.Event()
+
+
+@agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 9)})
+async def blocking(task: Any, agent: agentloop.Agent) -> float:
+    """Block the event loop until a test sets `is_noticed`."""
+    await agent.run("Ready?")
+    assert is_noticed.wait(60)
+    return 1.0

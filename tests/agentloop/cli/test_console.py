@@ -327,3 +327,27 @@ def test_a_failure_is_printed_once_for_each_place_and_then_counted(
     assert place
     assert f"it failed on task 9: KeyError: 9 ({place[1]}), 10 times" in text
     assert text.count("it failed") == 2
+
+
+@pytest.mark.parametrize("code", [0, 3, None])
+def test_a_command_that_other_code_ends_has_failed(
+    code: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has_cleaned_up = False
+
+    async def leave() -> None:
+        sys.exit(code)
+
+    async def work() -> int:
+        nonlocal has_cleaned_up
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(leave)
+                tasks.start_soon(anyio.sleep_forever)
+        finally:
+            has_cleaned_up = True
+        return 0
+
+    assert console.run(work) == 2
+    assert has_cleaned_up
+    assert f"sys.exit({code}) was called at test_console.py:" in capsys.readouterr().err

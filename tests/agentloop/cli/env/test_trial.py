@@ -9,6 +9,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from agentloop.__main__ import main
+from tests.agentloop.cli import played
 from tests.agentloop.cli.played import SAID, server, settings_for
 from tests.support import FakeSGLang
 
@@ -52,6 +53,22 @@ def test_a_transcript_has_the_messages_of_the_environment_between_those_of_the_m
     at = lines.index("system> Play a game.")
     expected = ["> Your guess?", SAID, "> [cold] [/red]", SAID, "> warm", SAID]
     assert lines[at + 1 : at + 7] == expected
+
+
+def test_the_line_that_blocks_the_event_loop_is_named(
+    fake: FakeSGLang, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+
+    def warn(text: str, message: str) -> None:
+        warnings.append(text % message)
+        played.is_noticed.set()
+
+    monkeypatch.setattr("agentloop.observe.watchdog.log.warning", warn)
+    assert main(["env", "try", f"{HERE}:blocking", *settings_for(fake), "num_rollouts=1"]) == 0
+    (warning,) = warnings
+    assert "the event loop has been blocked for" in warning
+    assert "assert is_noticed.wait(60)" in warning
 
 
 @pytest.mark.parametrize(
