@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import anyio
 
 from agentloop.aio import task_group
+from agentloop.distribution import conflict
 from agentloop.errors import AgentLoopError, leaves, place_of, sole, user_entries
 from agentloop.training.run_status import RunStatus, clock
 
@@ -334,6 +335,8 @@ def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
     from agentloop.sandbox import SandboxError
 
     _configure_logging()
+    if clash := conflict():
+        print(f"agentloop: warning: {clash}", file=sys.stderr)
     collect_garbage_less_often()
     if explain:
         logging.getLogger("agentloop.explain").setLevel(logging.INFO)
