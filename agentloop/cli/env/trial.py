@@ -27,13 +27,15 @@ from agentloop.cli.chat import Conversations, reward_in_words
 from agentloop.cli.env.timing import Activity, Timeline, seconds_by_activity
 from agentloop.cli.evaluate import tasks_of
 from agentloop.config import load_settings
+from agentloop.distribution import is_installed
 from agentloop.environments.environment import EnvSettings
 from agentloop.environments.episodes import group_runner
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task, TasksSettings
-from agentloop.errors import RequestError
+from agentloop.errors import RequestError, SettingsError
 from agentloop.events import Event, RolloutStarted
+from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.observe.watchdog import Heartbeat, WatchdogSettings, watch_lag
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.group_metrics import mean
@@ -122,6 +124,8 @@ async def _try(name: str, arguments: list[str]) -> int:
     settings = load_settings(TrySettings, files, [*overrides, named])
     environment = RunEnvironment("", settings.env, settings.tasks)
     tasks = await anyio.to_thread.run_sync(tasks_of, environment, settings.num_rollouts)
+    if not settings.servers and not is_installed("sglang"):  # before an image is pulled
+        raise SettingsError(NOT_INSTALLED)
     trials = [_Trial(task) for task in tasks]
     with console.ProgressLine("Starting the agent") as progress:
         async with (

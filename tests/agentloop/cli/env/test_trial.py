@@ -110,7 +110,13 @@ def test_the_name_comes_first(
     assert said in capsys.readouterr().err
 
 
-def test_mistakes_are_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentloop.cli.env.trial.Runtime", None)
+    monkeypatch.setattr("agentloop.cli.env.trial.is_installed", lambda name: name != "sglang")
+    assert main(["env", "try", f"{HERE}:two_talks"]) == 2
+    assert "SGLang is not installed" in capsys.readouterr().err
     assert main(["env", "try", "no_such_module:f"]) == 2
     assert "there is no module 'no_such_module'" in capsys.readouterr().err
     assert main(["env", "try", f"{HERE}:two_talks", "num_rollouts=0"]) == 2
