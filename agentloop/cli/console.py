@@ -24,6 +24,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio
@@ -396,8 +397,8 @@ class _Stderr(logging.StreamHandler[Any]):
     """A handler that looks up `sys.stderr` at each record, since live displays replace it.
 
     Of warnings that quote an error, such as those of an environment that fails in each rollout, it
-    prints the first one of each place in the code, with the traceback from the user's code on, and
-    then the 10th, the 100th, ... in one line.
+    prints the first one of each place in the code, with the traceback's entries in the user's code,
+    and then the 10th, the 100th, ... in one line.
     """
 
     def __init__(self) -> None:
@@ -417,8 +418,11 @@ class _Stderr(logging.StreamHandler[Any]):
             return
         record = copy.copy(record)  # other handlers get the original
         record.exc_info = record.exc_text = None
-        if count == 1 and (entries := user_entries(error)):
-            record.exc_info = type(error), error, entries[0]
+        if count == 1:
+            users: TracebackType | None = None
+            for entry in reversed(user_entries(error)):
+                users = TracebackType(users, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+            record.exc_info = type(error), error, users or error.__traceback__
         at, times = f" ({place})" * bool(place), f", {count:,} times" * (count > 1)
         record.msg = f"{record.getMessage()}: {type(error).__name__}: {error}{at}{times}"
         record.args = ()
