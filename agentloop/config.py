@@ -521,7 +521,7 @@ def import_named(name: str, setting: str) -> Any:
     if (here := os.getcwd()) not in sys.path:  # a command's path begins with its own folder
         sys.path.append(here)
     try:
-        return attrgetter(attribute)(import_module(module))
+        imported = import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise SettingsError(f"{setting}: {name}: {error}") from error
@@ -529,9 +529,12 @@ def import_named(name: str, setting: str) -> Any:
             f"{setting}: there is no module {error.name!r}; it must be importable from here, such "
             "as a file in the current folder or an installed package"
         ) from error
-    except AttributeError as error:
-        raise SettingsError(f"{setting}: {module} has no {attribute!r}") from error
     except Exception as error:
         raise SettingsError(
             f"{setting}: importing {module} raised {type(error).__name__}: {error}"
         ) from error
+    try:
+        return attrgetter(attribute)(imported)
+    except AttributeError as error:
+        file = getattr(imported, "__file__", None) or "built into Python"
+        raise SettingsError(f"{setting}: {module} has no {attribute!r} ({file})") from error

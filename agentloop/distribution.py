@@ -8,14 +8,27 @@ from importlib.util import find_spec
 
 from agentloop.errors import SettingsError
 
-__all__ = ["NAME", "install_hint", "is_installed", "require", "version"]
+__all__ = ["NAME", "conflict", "install_hint", "is_installed", "require", "version"]
 
 NAME = "agentloop-rl"  # `agentloop` on the package index is another project
+_OTHER = "agentloop"
 
 
 def version() -> str:
     """Return the installed version."""
     return metadata.version(NAME)
+
+
+def conflict() -> str:
+    """Return what to do if the other project is installed, whose files replace ours, else ""."""
+    try:
+        other = metadata.version(_OTHER)
+    except metadata.PackageNotFoundError:
+        return ""
+    return (
+        f"{_OTHER} {other}, another project, is installed too, and its files replace ours: "
+        f"`pip uninstall {_OTHER}`, then install {NAME} again with --force-reinstall --no-deps"
+    )
 
 
 def install_hint(extra: str) -> str:

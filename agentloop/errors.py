@@ -25,8 +25,10 @@ A failed rollout is not an error but data: a `Trajectory` with a `StopReason`.
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 
 __all__ = [
     "AgentFailed",
@@ -50,7 +52,9 @@ __all__ = [
     "Unsupported",
     "culprit",
     "leaves",
+    "place_of",
     "sole",
+    "user_entries",
 ]
 
 
@@ -76,6 +80,37 @@ def sole(error: BaseException) -> BaseException:
     """Return the only error inside nested groups, or the group itself if it holds several."""
     found = list(leaves(error))
     return found[0] if len(found) == 1 else error
+
+
+def user_entries(error: BaseException) -> list[TracebackType]:
+    """Return the entries of an error's traceback outside agentloop and the standard library.
+
+    Those in other installed packages count only if there are no others.
+    """
+    entries = []
+    entry = sole(error).__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    ours = str(Path(__file__).parent)
+    for libraries in ((ours, *installed), (ours, installed[0])):
+        found = [
+            one for one in entries if not one.tb_frame.f_code.co_filename.startswith(libraries)
+        ]
+        if found:
+            return found
+    return []
+
+
+def place_of(error: BaseException) -> str:
+    """Return the innermost line of the user's code below which an error was raised.
+
+    It is a file's name and a line's number, such as `game.py:13`, or "" if agentloop raised it.
+    """
+    if not (entries := user_entries(error)):
+        return ""
+    return f"{Path(entries[-1].tb_frame.f_code.co_filename).name}:{entries[-1].tb_lineno}"
 
 
 class AgentLoopError(Exception):

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 
 import anyio
 
-from agentloop.trajectory import ToolCall, ToolResult, Trajectory, Turn
+from agentloop.trajectory import Message, ToolCall, ToolResult, Trajectory, Turn
 
 __all__ = [
     "CallFinished",
@@ -46,10 +46,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RolloutStarted:
-    """A rollout has started. It updates `record` as it runs, which may be read at any time."""
+    """A rollout has started. It updates `record` as it runs, which may be read at any time.
+
+    `messages` is what its prompt was rendered from, unless a client's session keeps it.
+    """
 
     record: Trajectory
     group: str = ""  # the name of its group, if it has siblings
+    messages: Sequence[Message] = ()
 
     @property
     def rollout_id(self) -> str:

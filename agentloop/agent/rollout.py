@@ -265,7 +265,7 @@ class Rollout:
             longest = self.engine.context_length
             prompt_ids = await prompt_of(self.chat, self.messages, schemas, longest)
         self._trajectory = Trajectory(self.id, list(prompt_ids), created_unix_s=time.time())
-        self.emit(RolloutStarted(self._trajectory, self.group))
+        self.emit(RolloutStarted(self._trajectory, self.group, self.messages))
         whole = False
         try:
             if self._is_cancelled:  # before it started

@@ -45,7 +45,14 @@ from agentloop.events import (
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.run_folder import RunFolder, config_of
 from agentloop.training.run_status import count_of
-from agentloop.trajectory import Message, StopReason, ToolCall, ToolCallStatus, Trajectory
+from agentloop.trajectory import (
+    Message,
+    StopReason,
+    ToolCall,
+    ToolCallStatus,
+    Trajectory,
+    TurnEnd,
+)
 
 __all__ = [
     "AskSettings",
@@ -163,6 +170,7 @@ class Conversations:
         self._out = out
         self._chat = chat
         self._transcript = Transcript(out, chat)
+        self._record = Trajectory("", [])
         self._waiting: dict[str, list[Event]] = {}  # the first one is being printed
 
     def __call__(self, event: Event) -> None:
@@ -182,12 +190,14 @@ class Conversations:
     def _print(self, event: Event) -> bool:
         """Print an event, and return whether its conversation has ended."""
         match event:
-            case RolloutStarted(record=record):
-                question = self._question(record)
+            case RolloutStarted(record=record, messages=messages):
+                self._record = record
                 self._transcript = Transcript(self._out, self._chat)
                 self._transcript(event)
-                for line in question.strip().splitlines():
-                    self._out.print(f"> {line}", markup=False, highlight=False)
+                self._print_messages(messages or self._messages_before(0))
+            case TurnStarted(turn=turn) if turn > 0:
+                self._print_messages(self._messages_before(turn))
+                self._transcript(event)
             case RolloutFinished(trajectory=trajectory):
                 self._transcript.end(trajectory)
                 return True
@@ -198,12 +208,28 @@ class Conversations:
                 self._transcript(event)
         return False
 
-    def _question(self, record: Trajectory) -> str:
-        """Return the last message before the first turn."""
+    def _messages_before(self, turn: int) -> list[Message]:
+        """Return what was said to the model since its last turn, without responses to calls."""
+        record = self._record
         if record.messages:  # without token ids
-            last = record.messages_between[0][-1:]
-            return "".join(str(one.get("content") or "") for one in last)
-        return self._chat.last_user_text(record.prompt_ids)
+            between = record.messages_between
+            said = between[turn] if turn < len(between) else []
+            return [one for one in said if one.get("role") != "tool"]
+        last = record.turns[turn - 1] if turn > 0 else None
+        if last is not None and (last.calls or last.end is TurnEnd.THOUGHT):
+            return []
+        ids = record.prompt_ids if last is None else last.observation_ids
+        return [_from_user(self._chat.last_user_text(ids))]
+
+    def _print_messages(self, messages: Sequence[Message]) -> None:
+        """Print what an environment says: after ">", and the role if that is not a user's."""
+        for one in messages:
+            role, content = str(one.get("role")), one.get("content") or ""
+            if not isinstance(content, str):
+                content = "".join(str(part.get("text", "")) for part in content)
+            mark = ">" if role == "user" else f"{role}>"
+            for line in content.strip().splitlines():
+                self._out.print(f"{mark} {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def reward_in_words(reward: Reward) -> str:
@@ -255,7 +281,9 @@ async def play(runtime: Runtime, settings: AskSettings, task: Task, out: Console
             task, size=1, name="chat", budget=settings.budget, on_queued=lambda: None
         )
     assert episode.reward is not None  # the environment's
-    out.print(reward_in_words(episode.reward), markup=False, highlight=False, style="bold")
+    out.print(
+        reward_in_words(episode.reward), style="bold", markup=False, highlight=False, soft_wrap=True
+    )
     return episode.reward
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import logging
@@ -11,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -22,12 +24,14 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio
 
 from agentloop.aio import task_group
-from agentloop.errors import AgentLoopError, leaves
+from agentloop.distribution import conflict
+from agentloop.errors import AgentLoopError, leaves, place_of, sole, user_entries
 from agentloop.training.run_status import RunStatus, clock
 
 if TYPE_CHECKING:
@@ -327,11 +331,13 @@ def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
 
     Returns:
         The exit status: that of `main`, 130 or 143 after a signal, 2 after an AgentLoopError or a
-        SandboxError, which is printed.
+        SandboxError, which is printed, or if some code has called `sys.exit`.
     """
     from agentloop.sandbox import SandboxError
 
     _configure_logging()
+    if clash := conflict():
+        print(f"agentloop: warning: {clash}", file=sys.stderr)
     collect_garbage_less_often()
     if explain:
         logging.getLogger("agentloop.explain").setLevel(logging.INFO)
@@ -345,6 +351,10 @@ def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
             raise
         for message in dict.fromkeys(map(str, errors)):  # several tasks may fail alike
             print(f"agentloop: error: {message}", file=sys.stderr)
+        return 2
+    except SystemExit as stop:  # not ours: with 0, a run that was cut short would look complete
+        at = f" at {place}" if (place := place_of(stop)) else ""
+        print(f"agentloop: error: sys.exit({stop.code!r}) was called{at}", file=sys.stderr)
         return 2
 
 
@@ -366,7 +376,9 @@ def _configure_logging() -> None:
     shared: list[Any] = [structlog.stdlib.add_log_level, stamp]
     renderer: Any = structlog.processors.JSONRenderer()
     if sys.stderr.isatty():
-        renderer = structlog.dev.ConsoleRenderer()
+        # Without the values of local variables, among which may be keys.
+        plain = structlog.dev.plain_traceback
+        renderer = structlog.dev.ConsoleRenderer(exception_formatter=plain)
     handler = _Stderr()
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -382,7 +394,39 @@ def _configure_logging() -> None:
 
 
 class _Stderr(logging.StreamHandler[Any]):
-    """A handler that looks up `sys.stderr` at each record, since live displays replace it."""
+    """A handler that looks up `sys.stderr` at each record, since live displays replace it.
+
+    Of warnings that quote an error, such as those of an environment that fails in each rollout, it
+    prints the first one of each place in the code, with the traceback's entries in the user's code,
+    and then the 10th, the 100th, ... in one line.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: Counter[tuple[object, ...]] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or record.levelno > logging.WARNING:
+            super().emit(record)
+            return
+        error, place = sole(error), place_of(error)
+        key = record.name, record.msg, type(error), place
+        self._counts[key] += 1
+        count = self._counts[key]
+        if count not in (10**power for power in range(len(str(count)))):
+            return
+        record = copy.copy(record)  # other handlers get the original
+        record.exc_info = record.exc_text = None
+        if count == 1:
+            users: TracebackType | None = None
+            for entry in reversed(user_entries(error)):
+                users = TracebackType(users, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+            record.exc_info = type(error), error, users or error.__traceback__
+        at, times = f" ({place})" * bool(place), f", {count:,} times" * (count > 1)
+        record.msg = f"{record.getMessage()}: {type(error).__name__}: {error}{at}{times}"
+        record.args = ()
+        super().emit(record)
 
     @property
     def stream(self) -> Any:

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentloop.distribution import install_hint, is_installed
+from agentloop.distribution import conflict, install_hint, is_installed
 
 __all__ = ["Check", "examine", "report"]
 
@@ -57,7 +57,9 @@ def examine(
 ) -> list[Check]:
     """Look for the parts; the arguments take the place of this machine in tests."""
     has_gpu = which("nvidia-smi") is not None
+    clash = conflict()
     found = [
+        _check("package agentloop", "no other project in the place of ours", not clash, clash),
         _check(
             "SGLang",
             "models on this machine (chat, serve, train); other endpoints need none",

@@ -398,6 +398,8 @@ def _refusal(settings: TrainSettings) -> str:
     """Return why the settings would be refused, or an empty string."""
     try:
         checked(settings)
+        for one in settings.environments:
+            one.load()
     except SettingsError as error:
         return str(error)
     return ""
@@ -408,7 +410,10 @@ async def _missing(settings: TrainSettings) -> str:
 
     async def read_tasks() -> None:
         environments = settings.environments
-        loaded = [one.load() for one in environments]
+        try:
+            loaded = [one.load() for one in environments]
+        except SettingsError:  # a refusal, which is printed as such
+            return
         if any(one.tasks.paths for one in environments) or any(loaded):
             await anyio.to_thread.run_sync(open_mixture, environments, loaded)
 

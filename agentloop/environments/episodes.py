@@ -39,7 +39,14 @@ from agentloop.environments.environment import (
 )
 from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import AgentFailed, EnvironmentFailed, RewardError, ServerError, sole
+from agentloop.errors import (
+    AgentFailed,
+    EnvironmentFailed,
+    RewardError,
+    ServerError,
+    place_of,
+    sole,
+)
 from agentloop.events import Emit, Event, RolloutStarted, ignore
 from agentloop.inference.scheduling.group_gate import AdmittedGroup
 from agentloop.inference.sglang.sampling import Sampling
@@ -370,6 +377,7 @@ class EnvironmentGroups:
         if isinstance(error, RewardError):  # a function of the settings
             raise error from None
         what = f"{type(error).__name__}: {error}".removesuffix(": ")
+        what += f" ({place})" if (place := place_of(error)) else ""
         reward = self._environment.reward_of_error(error)
         if reward is not None:
             return _End(Reward(reward, None, f"the agent caused {what}"), StopReason.ANSWERED)
@@ -412,15 +420,15 @@ def _episode(agent: Agent, end: _End) -> Episode:
     }
     lost_to = end.cut if end.cut in (_ENVIRONMENT, _INFRASTRUCTURE) else None
     episode = Episode(agent.id, agent.trajectories, end.reward, others, lost_to)
-    if end.cut is None:
-        return episode
-    if end.reward.value is None and not episode.all_trajectories:
-        # A record, so that the reason is not lost.
-        why = end.reward.reason
-        episode.trajectories = [
-            Trajectory(agent.id, [], [], end.cut, why, created_unix_s=time.time())
-        ]
-    for one in episode.all_trajectories:
-        if one.stop_reason is _ENVIRONMENT:
-            one.stop_reason = end.cut
+    if not episode.all_trajectories:  # a record, so that the reason is not lost
+        why = end.reward.reason if end.cut is not None else None
+        empty = Trajectory(agent.id, [], [], end.cut or _ENVIRONMENT, why)
+        empty.created_unix_s = time.time()
+        episode.trajectories = [empty]
+        if end.reward.value is not None:
+            episode.reward = Reward(None, None, "its agent did not run: nothing was sampled")
+    if end.cut is not None:
+        for one in episode.all_trajectories:
+            if one.stop_reason is _ENVIRONMENT:  # cut off by what ended the rollout
+                one.stop_reason = end.cut
     return episode

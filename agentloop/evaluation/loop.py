@@ -28,7 +28,7 @@ from agentloop.errors import DataError, RequestError
 from agentloop.evaluation.estimate import avg_at_k
 from agentloop.events import Emit, GroupFinished, GroupStarted, Measured, RolloutScored, ignore
 from agentloop.training.credit.roc import DropReason
-from agentloop.training.group_metrics import about, of_rollout
+from agentloop.training.group_metrics import about, about_each, of_rollout
 from agentloop.training.group_stream import finished_groups
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import Trajectory
@@ -340,6 +340,7 @@ class Evaluation:
             "task": task.id,
             "source": task.source,
             **asdict(about([{"rejected": None, "rollouts": outcome.rollouts}])),
+            **about_each([("", {"rollouts": outcome.rollouts})]),
             "avg_at_k": None if so_far is None else so_far.value,
         }
         rollouts = {"group": outcome.number, "task": task.id, "rollouts": outcome.rollouts}
@@ -389,7 +390,7 @@ def _rows(
 
 def _sample_metrics(sample: EvaluatedSample, reward: Reward) -> Row:
     turns = [turn for trajectory in sample.all_trajectories for turn in trajectory]
-    figures = of_rollout(sample.trajectories, reward.value)
+    figures = of_rollout(sample.trajectories, reward.value) | {"parts": dict(reward.parts)}
     figures["versions"] = sorted({span.version for turn in turns for span in turn.versions})
     if sample.num_tokens is not None:
         figures["num_tokens"] = sample.num_tokens

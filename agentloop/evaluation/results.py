@@ -9,7 +9,7 @@ from typing import Any
 
 from agentloop.evaluation.estimate import Estimate, avg_at_k, pass_at_k, sampling_error
 from agentloop.evaluation.loop import EvaluationSettings, Outcome
-from agentloop.training.group_metrics import about, percent
+from agentloop.training.group_metrics import about, mean, mean_parts, percent
 
 __all__ = ["Figures", "figures_of", "markdown", "notes", "results", "table", "text"]
 
@@ -27,6 +27,7 @@ class Figures:
         num_samples: Number of samples with a reward.
         num_missing: Number of samples without one, because of infrastructure failures or tasks that
             could not be sampled.
+        parts: Mean of each named part of the reward.
         num_whole: Number of tasks without missing samples.
         length_mean: Mean number of sampled tokens; means are over samples with a reward.
         truncated: Share of samples that reached the budget of tokens or turns.
@@ -45,12 +46,14 @@ class Figures:
     turns_mean: float
     truncated: float
     tool_errors_in_correct: float | None
+    parts: Mapping[str, float]
 
 
 def figures_of(outcomes: Sequence[Outcome], settings: EvaluationSettings) -> Figures:
     k = settings.num_samples
     rewards = [outcome.rewards for outcome in outcomes]
-    found = about([{"rejected": None, "rollouts": one.rollouts} for one in outcomes])
+    groups = [{"rejected": None, "rollouts": one.rollouts} for one in outcomes]
+    found = about(groups)
     num_samples = sum(map(len, rewards))
     return Figures(
         num_tasks=len(outcomes),
@@ -65,6 +68,7 @@ def figures_of(outcomes: Sequence[Outcome], settings: EvaluationSettings) -> Fig
         turns_mean=found.turns_mean,
         truncated=found.truncated,
         tool_errors_in_correct=found.tool_errors_in_correct,
+        parts=mean_parts(groups),
     )
 
 
@@ -125,6 +129,8 @@ def table(data: Mapping[str, Any]) -> list[list[str]]:
     ]
     for at in data["all"]["pass_at_k"]:
         rows.append(row(f"pass@{at}", *(_estimate(one["pass_at_k"][at]) for one in columns)))
+    for part in data["all"]["parts"]:
+        rows.append(row(f"part {part}", *(mean(one["parts"].get(part)) for one in columns)))
     rows += [
         row("samples", *(str(one["num_samples"]) for one in columns)),
         row("missing", *(str(one["num_missing"]) for one in columns)),

@@ -19,6 +19,7 @@ __all__ = [
     "about_each",
     "figures",
     "mean",
+    "mean_parts",
     "of_rollout",
     "percent",
     "rewards_of_each",
@@ -135,11 +136,12 @@ def about_each(groups: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any
         if name:
             of_all = asdict(about(found[name]))
             metrics |= {f"{prefix}{metric}": value for metric, value in of_all.items()}
-        metrics |= {f"{prefix}part/{part}": m for part, m in _mean_parts(found[name]).items()}
+        metrics |= {f"{prefix}part/{part}": m for part, m in mean_parts(found[name]).items()}
     return metrics
 
 
-def _mean_parts(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def mean_parts(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean of each named part of the reward, over the rollouts that have it."""
     values: dict[str, list[float]] = {}
     for group in groups:
         for rollout in group.get("rollouts", ()):

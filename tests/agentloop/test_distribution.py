@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from agentloop import distribution
+from agentloop.__main__ import main
+from agentloop.cli.machine import examine
 from agentloop.distribution import NAME, install_hint, require, version
 from agentloop.errors import SettingsError
 
@@ -42,6 +44,23 @@ def test_what_is_missing_is_named_with_the_command_to_install_it() -> None:
     assert str(caught.value) == (
         f"nobody_has_this (plots), nor_this (speed) are not installed: {install_hint('train')}"
     )
+
+
+def test_another_project_of_the_import_name_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not distribution.conflict()
+    info = tmp_path / "agentloop-0.2.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: agentloop\nVersion: 0.2.2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    advice = "agentloop 0.2.2, another project, is installed too"
+    assert advice in distribution.conflict()
+    (check,) = (one for one in examine() if one.name == "package agentloop")
+    assert (check.is_there, check.is_optional) == (False, False)
+    assert advice in check.remedy
+    assert main(["env", "init", "a.b"]) == 2
+    assert f"agentloop: warning: {advice}" in capsys.readouterr().err
 
 
 def test_a_folder_of_that_name_is_no_package(

@@ -1,10 +1,19 @@
-"""Errors inside nested groups: which of them is raised."""
+"""Errors inside nested groups, and where they were raised."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from agentloop.errors import RequestError, ServerError, ServerUnavailable, culprit
+from agentloop.errors import (
+    AgentLoopError,
+    RequestError,
+    ServerError,
+    ServerUnavailable,
+    culprit,
+    place_of,
+)
 
 BUG, DOWN, CUT = KeyError("a bug"), ServerError("down"), ServerUnavailable("cut off")
 
@@ -21,3 +30,12 @@ BUG, DOWN, CUT = KeyError("a bug"), ServerError("down"), ServerUnavailable("cut 
 )
 def test_the_culprit_is_no_victim_if_there_is_another(raised: Exception, found: Exception) -> None:
     assert culprit(raised, ServerError, RequestError) is found
+
+
+def test_the_place_of_an_error_is_in_the_users_code() -> None:
+    with pytest.raises(ValueError, match="Expecting value") as caught:
+        json.loads("")  # raises in the standard library
+    expected = f"test_errors.py:{caught.traceback[0].lineno + 1}"
+    assert place_of(caught.value) == expected
+    assert place_of(ExceptionGroup("", [ExceptionGroup("", [caught.value])])) == expected
+    assert place_of(AgentLoopError("never raised")) == ""

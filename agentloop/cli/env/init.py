@@ -33,12 +33,11 @@ def main(arguments: list[str]) -> int:
 
 async def _init(name: str, folder: Path) -> int:
     written = await anyio.to_thread.run_sync(_write, name, folder)
-    module = _module_of(name)
     print(f"Wrote {', '.join(written)} to {folder}. Next:")
     print(f"  cd {folder}")
+    print(f"  pip install -e '.[test]'  # makes it available everywhere as env={name}")
     print("  python -m pytest  # without a model")
-    print(f"  agentloop env try {module}:{module}")
-    print(f"  pip install -e .  # makes it available everywhere as env={name}")
+    print(f"  agentloop env try {name}")
     return 0
 
 

@@ -25,7 +25,7 @@ dependencies = ["$agentloop"]
 [project.entry-points."$group"]
 $name = "$module:$module"
 
-[dependency-groups]
+[project.optional-dependencies]
 test = ["pytest"]
 
 [tool.setuptools]
@@ -135,6 +135,46 @@ def test_tasks_are_within_the_range():
         assert 1 <= task["answer"] <= task["top"]
 '''
 
+_TRAIN = """\
+# A short run on a laptop's CPU, of the small model that ships with agentloop.
+
+env = "$module:$module"
+
+[tasks]
+held_out = 32
+
+[roc]
+down_sample_to_n = 8
+min_zero_reward_trace_num = 1
+min_non_zero_reward_trace_num = 1
+
+[loop]
+steps = 10
+prompts_per_step = 8
+group_size = 16
+evaluate_every = 5
+evaluate_tasks = 32
+checkpoint_every = 0
+
+[budget]
+max_turns = 8
+max_response_tokens = 512
+
+[learner]
+micro_batch_tokens = 4096
+publish_dtype = "float32"
+
+[learner.loss]
+old_logprobs_from = "engine"
+
+[learner.optimizer]
+lr = 2e-5
+warmup_steps = 2
+
+[ranks]
+nproc_per_node = 2
+"""
+
 _README = """\
 # $name
 
@@ -142,12 +182,12 @@ An environment for agentloop. The game, its tasks and its reward are in `$module
 them by yours.
 
 ```sh
-pip install -e . pytest
+pip install -e '.[test]'
 python -m pytest                      # scripts play the game, no model is needed
 agentloop env try $name               # ten rollouts of a model: transcripts, rewards, times
 agentloop chat env=$name              # one rollout, as it happens
 agentloop evaluate env=$name evaluate.num_samples=4
-agentloop train recipe.toml env=$name
+agentloop train train.toml            # a short run on two cores
 ```
 
 Arguments are settings: `env.args.max_tries=5`. The small model that agentloop starts by default
@@ -167,6 +207,7 @@ def files(name: str, module: str) -> dict[str, str]:
         "pyproject.toml": _PYPROJECT,
         f"{module}.py": _MODULE,
         f"test_{module}.py": _TEST,
+        "train.toml": _TRAIN,
         "README.md": _README,
     }
     return {path: Template(text).substitute(values) for path, text in found.items()}

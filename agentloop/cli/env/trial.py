@@ -21,18 +21,22 @@ from rich.console import Console
 from rich.markup import escape
 
 from agentloop.agent.chat_format import ChatFormat
+from agentloop.aio import task_group
 from agentloop.cli import console
 from agentloop.cli.chat import Conversations, reward_in_words
 from agentloop.cli.env.timing import Activity, Timeline, seconds_by_activity
 from agentloop.cli.evaluate import tasks_of
 from agentloop.config import load_settings
+from agentloop.distribution import is_installed
 from agentloop.environments.environment import EnvSettings
 from agentloop.environments.episodes import group_runner
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task, TasksSettings
-from agentloop.errors import RequestError
+from agentloop.errors import RequestError, SettingsError
 from agentloop.events import Event, RolloutStarted
+from agentloop.inference.processes.server_log import NOT_INSTALLED
+from agentloop.observe.watchdog import Heartbeat, WatchdogSettings, watch_lag
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.group_metrics import mean
 from agentloop.training.run_status import count_of
@@ -120,6 +124,8 @@ async def _try(name: str, arguments: list[str]) -> int:
     settings = load_settings(TrySettings, files, [*overrides, named])
     environment = RunEnvironment("", settings.env, settings.tasks)
     tasks = await anyio.to_thread.run_sync(tasks_of, environment, settings.num_rollouts)
+    if not settings.servers and not is_installed("sglang"):  # before an image is pulled
+        raise SettingsError(NOT_INSTALLED)
     trials = [_Trial(task) for task in tasks]
     with console.ProgressLine("Starting the agent") as progress:
         async with (
@@ -133,9 +139,12 @@ async def _try(name: str, arguments: list[str]) -> int:
                 num_ended = sum(one.ended_s > 0 for one in trials)
                 progress(f"{num_ended} of {count_of(len(trials), 'rollout')} ended")
 
-            async with anyio.create_task_group() as running:
-                for number, trial in enumerate(trials, 1):
-                    running.start_soon(run, number, trial)
+            async with task_group() as watching:
+                watching.start_soon(watch_lag, Heartbeat(WatchdogSettings()))
+                async with anyio.create_task_group() as running:
+                    for number, trial in enumerate(trials, 1):
+                        running.start_soon(run, number, trial)
+                watching.cancel_scope.cancel()
             chat = runtime.chat
     out = Console()
     for number, trial in enumerate(trials, 1):
@@ -152,7 +161,9 @@ def _print_trial(trial: _Trial, title: str, chat: ChatFormat, out: Console) -> N
     conversations = Conversations(out, chat)
     for event in trial.events:
         conversations(event)
-    out.print(reward_in_words(trial.reward), style="bold", markup=False, highlight=False)
+    out.print(
+        reward_in_words(trial.reward), style="bold", markup=False, highlight=False, soft_wrap=True
+    )
     out.print()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import anyio
@@ -53,3 +54,31 @@ async def broken(task: Any, agent: agentloop.Agent) -> float:
 @agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 9)})
 async def undecided(task: Any, agent: agentloop.Agent) -> None:
     await agent.run("What is it worth?")
+
+
+@agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 999)})
+async def two_replies(task: Any, agent: agentloop.Agent) -> float:
+    """Answer the model twice, after a system message."""
+    replies = iter(["[cold] [/red]", "warm"])
+    await agent.run("Your guess?", system="Play a game.", reply=lambda answer: next(replies, None))
+    return 1.0
+
+
+@agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 999)})
+async def silent(task: Any, agent: agentloop.Agent) -> dict[str, float]:
+    """Return a reward, in every second rollout without a conversation."""
+    if agent.id.endswith("1"):
+        return {"spoke": 0.0}
+    await agent.run("Are you there?")
+    return {"spoke": 1.0}
+
+
+is_noticed = threading.Event()
+
+
+@agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 9)})
+async def blocking(task: Any, agent: agentloop.Agent) -> float:
+    """Block the event loop until a test sets `is_noticed`."""
+    await agent.run("Ready?")
+    assert is_noticed.wait(60)
+    return 1.0

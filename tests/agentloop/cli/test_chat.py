@@ -26,6 +26,7 @@ from agentloop.events import (
     RolloutStarted,
     TokensSampled,
     TurnFinished,
+    TurnStarted,
 )
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn, TurnEnd
 from tests.agentloop.cli.played import SAID, server, settings_for
@@ -242,15 +243,22 @@ def test_conversations_are_printed_one_after_the_other() -> None:
     ]
 
 
-def test_the_question_to_a_player_is_its_message() -> None:
+def test_a_conversation_with_a_player_is_printed_with_the_messages_to_it() -> None:
     out = Console(width=80, color_system=None, file=io.StringIO())
     show = Conversations(out, cast(ChatFormat, Terminal()))
-    messages: list[Message] = [{"role": "user", "content": "Your move?"}]
+    messages: list[Message] = [
+        {"role": "system", "content": [{"type": "text", "text": "Play chess."}]},
+        {"role": "user", "content": "Your move?"},
+    ]
     record = Trajectory("a", [], messages=messages, stop_reason=StopReason.ANSWERED)
     show(RolloutStarted(record))
-    show(TokensSampled("a", 0, [], "e4"))
-    record.turns.append(Turn(text="e4", end=TurnEnd.STOP))
-    show(TurnFinished("a", 0, record.turns[0]))
+    for number, move in enumerate(("e4", "d4")):
+        show(TurnStarted("a", number))
+        show(TokensSampled("a", number, [], move))
+        record.turns.append(Turn(text=move, end=TurnEnd.STOP))
+        messages.append({"role": "assistant", "content": move})
+        show(TurnFinished("a", number, record.turns[number]))
+        messages += [{"role": "tool", "content": "ok"}, {"role": "user", "content": "And now?"}]
     show(RolloutFinished("a", record))
-    text = cast(io.StringIO, out.file).getvalue()
-    assert text.splitlines()[:2] == ["> Your move?", "e4"]
+    lines = cast(io.StringIO, out.file).getvalue().splitlines()
+    assert lines[:5] == ["system> Play chess.", "> Your move?", "e4", "> And now?", "d4"]

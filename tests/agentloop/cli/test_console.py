@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import logging
 import os
 import re
@@ -297,3 +298,58 @@ def test_a_defect_of_ours_is_not_printed_as_an_error_of_the_users() -> None:
 
     with pytest.raises(ExceptionGroup):
         console.run(fail)
+
+
+def _fail_on(number: int) -> None:
+    key = "sk-" + "SECRET"  # a local variable
+    try:
+        json.loads(key)
+    except ValueError:
+        logging.getLogger("agentloop.test").warning("it failed on task %d", number, exc_info=True)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_failure_is_printed_once_for_each_place_and_then_counted(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logging.getLogger().handlers.clear()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+
+    async def fail() -> int:
+        for number in range(12):
+            _fail_on(number)
+        return 0
+
+    assert console.run(fail) == 0
+    text = capsys.readouterr().err
+    assert "SECRET" not in text
+    assert text.count("Traceback") == 1
+    assert text.count("File ") == 1  # of the user's code alone
+    why = r"JSONDecodeError: Expecting value: .* \(test_console.py:\d+\)"
+    assert re.search(rf"it failed on task 0: {why}", text)
+    assert re.search(rf"it failed on task 9: {why}, 10 times", text)
+    assert text.count("it failed") == 2
+
+
+@pytest.mark.parametrize("code", [0, 3, None])
+def test_a_command_that_other_code_ends_has_failed(
+    code: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has_cleaned_up = False
+
+    async def leave() -> None:
+        sys.exit(code)
+
+    async def work() -> int:
+        nonlocal has_cleaned_up
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(leave)
+                tasks.start_soon(anyio.sleep_forever)
+        finally:
+            has_cleaned_up = True
+        return 0
+
+    assert console.run(work) == 2
+    assert has_cleaned_up
+    assert f"sys.exit({code}) was called at test_console.py:" in capsys.readouterr().err

@@ -311,6 +311,31 @@ def test_what_an_environment_returns_is_graded_as_the_settings_say(
     assert [json.loads(row)["reason"] for row in rows.splitlines()] == ["it gives no answer"] * 2
 
 
+@pytest.mark.full
+def test_a_sample_without_a_conversation_is_missing_and_the_run_resumes(
+    portal: BlockingPortal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with portal.wrap_async_context_manager(played.server().serving()) as server:
+        arguments = [
+            "env=tests.agentloop.cli.played:silent",
+            *played.settings_for(server),
+            "evaluate={num_samples=2, num_tasks=2, retries=0}",
+            f"run.folder='{tmp_path}/runs'",
+            "run.name=one",
+            "page=false",
+        ]
+        assert main([*arguments, "--json"]) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert (found["all"]["num_samples"], found["all"]["avg_at_k"]["value"]) == (2, 1)
+        assert found["missing"] == {"its agent did not run: nothing was sampled": 2}
+        assert found["all"]["parts"] == {"spoke": 1}
+        row = (tmp_path / "runs/one/metrics.jsonl").read_text("utf-8").splitlines()[0]
+        assert json.loads(row)["part/spoke"] == 1
+        gc.collect()  # its lock
+        assert main(["--resume", str(tmp_path / "runs/one"), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["all"]["num_samples"] == 4
+
+
 def test_a_generator_gives_some_and_files_all(tmp_path: Path) -> None:
     assert len(chosen_tasks(told())) == 64
     assert len(chosen_tasks(told("evaluate.num_tasks=5"))) == 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import signal
 import sys
 from contextlib import suppress
@@ -137,6 +138,12 @@ def test_a_plan_says_which_files_a_start_would_lack(
     tasks.write_text('{"problem": "1 plus 1?"}\n')
     assert main(["--dry-run", *run]) == 0
     assert "'answer', 'ground_truth' is required" in capsys.readouterr().out
+
+
+def test_a_plan_with_a_wrong_environment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dry-run", "env=math:mine"]) == 2
+    (refused,) = re.findall(r"^(?:refused|missing) .*math.*", capsys.readouterr().out, re.M)
+    assert re.match(r"refused    env.name: math has no 'mine' \(.*math.*\)", refused)
 
 
 def test_a_plan_is_told_to_scripts(capsys: pytest.CaptureFixture[str]) -> None:

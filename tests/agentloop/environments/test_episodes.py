@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
@@ -447,7 +448,8 @@ async def test_what_ends_a_task_or_the_process_is_one_rollouts_failure(ends: str
     failed, done = await run(slips)
     assert failed.reward is not None
     name = "SystemExit: 3" if ends == "exits" else "CancelledError"
-    assert failed.reward == Reward(None, None, f"the environment raised {name}")
+    assert failed.reward.value is None
+    assert failed.reward.reason.startswith(f"the environment raised {name} (test_episodes.py:")
     assert done.reward is not None
     assert done.reward.value == 1.0
 
@@ -464,7 +466,9 @@ async def test_an_error_that_the_agent_causes_has_the_declared_reward() -> None:
         return 1.0 if agent.id.endswith("1") else {}["missing"]
 
     parsed, done, broken = await run(parses, size=3)
-    assert parsed.reward == Reward(-1.0, None, "the agent caused ValueError: 1 is no number")
+    assert parsed.reward is not None
+    assert parsed.reward.value == -1.0
+    assert parsed.reward.reason.startswith("the agent caused ValueError: 1 is no number (test_")
     # What it has written is trained on.
     assert [one.stop_reason for one in parsed.trained] == [StopReason.ANSWERED]
     assert done.reward is not None
@@ -732,10 +736,31 @@ async def test_a_failure_is_recorded_with_its_reason() -> None:
     good, bad, cut = await run(broken, size=3, timeout_s=0.2)
     assert good.trajectories[0].stop_reason is StopReason.ANSWERED
     assert bad.trajectories[0].stop_reason is StopReason.ENVIRONMENT
-    assert bad.trajectories[0].error == "the environment raised KeyError: 'board'"
+    error = bad.trajectories[0].error or ""
+    assert re.fullmatch(r"the environment raised KeyError: 'board' \(test_episodes.py:\d+\)", error)
     assert cut.trajectories[0].stop_reason is StopReason.ANSWERED
     assert cut.reward is not None
     assert cut.reward.value is None
+
+
+@pytest.mark.parametrize(
+    ("returned", "why"),
+    [
+        (0.0, "its agent did not run: nothing was sampled"),
+        (None, "the environment gives none"),
+    ],
+)
+async def test_a_rollout_without_a_conversation_has_a_record_and_no_reward(
+    returned: float | None, why: str
+) -> None:
+    @agentloop.environment
+    async def early(task: Any, agent: Agent) -> float | None:
+        return returned
+
+    (episode,) = await run(early, size=1)
+    assert episode.reward == Reward(None, None, why)
+    (record,) = episode.all_trajectories
+    assert (record.turns, record.error, episode.whole) == ([], None, [])
 
 
 async def test_other_agents_are_recorded_under_their_names() -> None:
@@ -777,6 +802,7 @@ async def test_another_agent_takes_the_same_arguments_each_time() -> None:
         assert agent.other("judge", is_trained=False) is judge
         with pytest.raises(RequestError, match=r"agent\.other\('judge'\): is_trained=True"):
             agent.other("judge")
+        await judge.chat("?")
         return float(not judge.is_trained)
 
     (episode,) = await run(changes, size=1)
@@ -883,6 +909,7 @@ async def test_a_session_that_its_program_has_ended_is_a_result(by: LostBy) -> N
     async def tested(task: Any, agent: Agent) -> float:
         async with agent.sandbox.session() as session:
             ended.append(await session.run("1"))
+        await agent.chat("?")
         return 0.5
 
     model = Model()

@@ -68,6 +68,16 @@ def test_the_tasks_of_an_environment_are_a_set() -> None:
     assert values == {"guess": 1, "solve": 0}
 
 
+def test_the_parts_of_rewards_have_means_of_their_own() -> None:
+    both = outcome("a", "one", 1.0, parts={"right": 1, "short": 0.5})
+    one = outcome("b", "two", 0.0, parts={"right": 0})
+    told = results([both, one], SETTINGS, ABOUT)
+    assert told["sets"]["one"]["parts"] == {"right": 1, "short": 0.5}
+    assert told["all"]["parts"] == {"right": 0.5, "short": 0.5}
+    assert ["part right", "1.000", "0.000", "0.500"] in table(told)
+    assert ["part short", "0.500", "-", "0.500"] in table(told)
+
+
 def test_results_are_plain_data() -> None:
     told = results([outcome("a", "s", 1.0, None)], SETTINGS, ABOUT)
     assert json.loads(json.dumps(told)) == told

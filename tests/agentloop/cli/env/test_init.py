@@ -44,7 +44,10 @@ def test_the_tests_of_a_new_package_pass(package: Path) -> None:
         "my_game.py",
         "pyproject.toml",
         "test_my_game.py",
+        "train.toml",
     ]
+    planned = python(package, "-m", "agentloop", "train", "--dry-run", "train.toml")
+    assert (planned.returncode, "steps      10;" in planned.stdout) == (0, True), planned.stderr
     ended = python(package, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "7 passed" in ended.stdout
@@ -72,6 +75,17 @@ def test_an_installed_package_is_listed_and_used_by_its_name(package: Path) -> N
         package, "-m", "agentloop", "evaluate", "--dry-run", "env=my-game", "env.args.max_tries=5"
     )
     assert "tasks      64 (environment)" in planned.stdout, planned.stderr
+
+
+def test_the_printed_commands_install_what_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["env", "init", "my-game"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("pip install -e '.[test]'") < out.index("python -m pytest")
+    project = tomllib.loads((tmp_path / "my-game/pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"] == {"test": ["pytest"]}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from agentloop.__main__ import main
+from tests.agentloop.cli import played
 from tests.agentloop.cli.played import SAID, server, settings_for
 from tests.support import FakeSGLang
 
@@ -44,10 +45,36 @@ def test_an_environment_is_shown_with_all_parts(
     assert "s in all rollouts: model " in out
 
 
+def test_a_transcript_has_the_messages_of_the_environment_between_those_of_the_model(
+    fake: FakeSGLang, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["env", "try", f"{HERE}:two_replies", *settings_for(fake), "num_rollouts=1"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    at = lines.index("system> Play a game.")
+    expected = ["> Your guess?", SAID, "> [cold] [/red]", SAID, "> warm", SAID]
+    assert lines[at + 1 : at + 7] == expected
+
+
+def test_the_line_that_blocks_the_event_loop_is_named(
+    fake: FakeSGLang, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+
+    def warn(text: str, message: str) -> None:
+        warnings.append(text % message)
+        played.is_noticed.set()
+
+    monkeypatch.setattr("agentloop.observe.watchdog.log.warning", warn)
+    assert main(["env", "try", f"{HERE}:blocking", *settings_for(fake), "num_rollouts=1"]) == 0
+    (warning,) = warnings
+    assert "the event loop has been blocked for" in warning
+    assert "assert is_noticed.wait(60)" in warning
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("broken", "environment broken: the environment raised KeyError: 'board'"),
+        ("broken", "environment broken: the environment raised KeyError: 'board' (played.py:"),
         ("undecided", "the environment gives none"),
     ],
 )
@@ -83,7 +110,13 @@ def test_the_name_comes_first(
     assert said in capsys.readouterr().err
 
 
-def test_mistakes_are_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentloop.cli.env.trial.Runtime", None)
+    monkeypatch.setattr("agentloop.cli.env.trial.is_installed", lambda name: name != "sglang")
+    assert main(["env", "try", f"{HERE}:two_talks"]) == 2
+    assert "SGLang is not installed" in capsys.readouterr().err
     assert main(["env", "try", "no_such_module:f"]) == 2
     assert "there is no module 'no_such_module'" in capsys.readouterr().err
     assert main(["env", "try", f"{HERE}:two_talks", "num_rollouts=0"]) == 2
