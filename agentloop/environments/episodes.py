@@ -33,7 +33,7 @@ from agentloop.environments.environment import (
 )
 from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import AgentFailed, RequestError, RewardError, ServerError, sole
+from agentloop.errors import InfrastructureFailed, RequestError, RewardError, ServerError, sole
 from agentloop.events import Emit, Event, RolloutStarted, ignore
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.trajectory import StopReason, Trajectory
@@ -314,7 +314,7 @@ class EnvironmentGroups:
                     check_turn_rewards(one.trajectories)
                 if agent.failure is None:
                     return end
-        except (AgentFailed, ServerError) as error:
+        except (InfrastructureFailed, ServerError) as error:
             return _End.of(str(error), StopReason.INFRASTRUCTURE)
         except Exception as error:  # whatever it is: the environment is the user's code
             cause = sole(error)  # of a task group

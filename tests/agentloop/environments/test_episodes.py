@@ -26,7 +26,7 @@ from agentloop.environments.episodes import EnvironmentGroups, Episode
 from agentloop.environments.rewards.reward import Grader, Reward, RewardFunction
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.errors import (
-    AgentFailed,
+    InfrastructureFailed,
     RequestError,
     RewardError,
     ServerUnavailable,
@@ -321,7 +321,7 @@ async def test_a_failure_of_the_infrastructure_is_no_reward_whatever_is_returned
     async def hiding(task: Any, agent: Agent) -> float:
         try:
             await agent.run("?")
-        except AgentFailed:
+        except InfrastructureFailed:
             if not hides:
                 raise
         return 1.0
@@ -656,7 +656,7 @@ async def test_another_agent_takes_the_same_arguments_each_time() -> None:
 async def test_a_failure_below_another_agent_is_one_of_the_rollout() -> None:
     @agentloop.environment
     async def hides(task: Any, agent: Agent) -> float:
-        with pytest.raises(AgentFailed):
+        with pytest.raises(InfrastructureFailed):
             await agent.other("checker").run("?")
         return 1.0
 
