@@ -70,7 +70,7 @@ async def complete(
 
     Raises:
         InfrastructureFailed: the infrastructure failed.
-        PromptTooLong: the messages leave no room for an answer.
+        PromptTooLong: no token of an answer fits after the messages.
         RequestError: a message or a tool is invalid.
     """
     found = await agent.run(
