@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from agentloop.environments.simulated_user import SimulatedUser
     from agentloop.environments.tasks.sources import Task
     from agentloop.errors import (
-        AgentFailed,
         AgentLoopError,
+        InfrastructureFailed,
+        LimitReached,
         RequestError,
         ServerError,
         SettingsError,
@@ -54,13 +55,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Agent",
-    "AgentFailed",
     "AgentLoopError",
     "Budget",
     "Conversation",
     "Endpoint",
     "Environment",
+    "InfrastructureFailed",
     "Judge",
+    "LimitReached",
     "Message",
     "PlayedRollout",
     "RequestError",
@@ -94,8 +96,9 @@ _MODULES = {
     "agentloop.environments.environment": ("Environment", "environment"),
     "agentloop.environments.scripted": ("PlayedRollout", "call", "play"),
     "agentloop.errors": (
-        "AgentFailed",
         "AgentLoopError",
+        "InfrastructureFailed",
+        "LimitReached",
         "RequestError",
         "ServerError",
         "SettingsError",

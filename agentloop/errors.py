@@ -13,7 +13,8 @@
      ├─ NotThere               a rollout, group or run that the page asked for does not exist
      ├─ DataError              task data: a file, a line, a field
      ├─ RewardError            the user's reward function: it raised or took too long
-     ├─ AgentFailed            the infrastructure failed below an environment's agent
+     ├─ InfrastructureFailed   what an environment's agent or judge needs has failed: no reward
+     ├─ LimitReached           an endpoint may be asked no more: its max_requests or max_cost
      └─ ServerError            a server (infrastructure: retried, never a reward)
          ├─ McpServerError     an MCP server: not reached, not ready, or dead
          ├─ ServerStartError
@@ -31,10 +32,11 @@ from pathlib import Path
 from types import TracebackType
 
 __all__ = [
-    "AgentFailed",
     "AgentLoopError",
     "DataError",
     "EnvironmentFailed",
+    "InfrastructureFailed",
+    "LimitReached",
     "McpServerError",
     "ModelError",
     "NotThere",
@@ -117,11 +119,16 @@ class AgentLoopError(Exception):
     """Base class of all errors that agentloop raises on purpose."""
 
 
-class AgentFailed(AgentLoopError):
-    """The infrastructure failed while an environment's agent ran; the rollout gets no reward.
+class InfrastructureFailed(AgentLoopError):
+    """The infrastructure failed while an environment ran; the rollout gets no reward.
 
-    An environment need not handle it. If it does, its rollout still has no reward.
+    An environment need not handle it. If its agent's conversation was lost, the rollout has no
+    reward even if it does.
     """
+
+
+class LimitReached(AgentLoopError):
+    """An endpoint has had as many requests, or cost as much, as its user allows."""
 
 
 class SettingsError(AgentLoopError):

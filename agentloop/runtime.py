@@ -32,7 +32,7 @@ from agentloop.agent.rollout import Budget, Reply, Rollout, TurnOptions, prompt_
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
 from agentloop.agent.sessions import ServedSessions, SessionSettings
 from agentloop.agent.tool_formats import ToolFormat
-from agentloop.agent.tools import Tool, Tools
+from agentloop.agent.tools import ThreadLimit, Tool, Tools, in_daemon_thread
 from agentloop.aio import task_group
 from agentloop.api.guard import ServeSettings
 from agentloop.api.session_listener import SessionListener, listening_for_sessions
@@ -60,6 +60,8 @@ from agentloop.trajectory import Message, StopReason, Trajectory
 __all__ = ["Runtime", "Settings"]
 
 log = logging.getLogger(__name__)
+
+_loading_threads = ThreadLimit("_loading_threads")
 
 Task = TypeVar("Task", bound=str | Sequence[Message])
 """A question, or a conversation as OpenAI messages."""
@@ -569,7 +571,10 @@ class Runtime:
 
     async def _load_chat(self, model: Path | str) -> ChatFormat:
         """Load the model's chat format. Raises ModelError if it cannot be used."""
-        return await anyio.to_thread.run_sync(ChatFormat.load, model, self.settings.chat)
+        # The hub may be slow. In a daemon thread, this does not delay Ctrl-C.
+        load = partial(ChatFormat.load, model, self.settings.chat)
+        chat: ChatFormat = await in_daemon_thread(load, 1, _loading_threads)
+        return chat
 
     def _log_dir(self, stack: AsyncExitStack) -> Path:
         if self.settings.log_dir is not None:

@@ -261,8 +261,8 @@ async def group(here: Here) -> list[Row]:
 async def pause(here: Here) -> list[Row]:
     """Weights change while streams run; no token is lost, and each has its version."""
     options, rows = handover_options(here), []
-    room = 2 * options.streams * (options.prompt + options.tokens) + 4096
-    async with handover.parts(options, here.folder, room) as parts:
+    num_kv_tokens = 2 * options.streams * (options.prompt + options.tokens) + 4096
+    async with handover.parts(options, here.folder, num_kv_tokens) as parts:
         for kind in ("in_place", "retract"):
             way = WeightsSettings.model_validate({"pause": kind})
             found, num_lost = await handover.stream_once(parts, way, options)

@@ -273,7 +273,7 @@ async def stream_once(
 
 
 async def stream(options: argparse.Namespace, folder: Path, shm: Path) -> None:
-    room = 2 * options.streams * (options.prompt + options.tokens) + 4096
+    num_kv_tokens = 2 * options.streams * (options.prompt + options.tokens) + 4096
     ways = {
         (by, pause): WeightsSettings(
             transport=by, pause=pause, folder=shm if by == "disk" else None
@@ -281,7 +281,7 @@ async def stream(options: argparse.Namespace, folder: Path, shm: Path) -> None:
         for by in ("disk", "group")
         for pause in ("retract", "in_place")
     }
-    async with parts(options, folder, room) as here:
+    async with parts(options, folder, num_kv_tokens) as here:
         found: dict[Any, list[tuple[float, float, float, float]]] = defaultdict(list)
         lost: dict[Any, int] = defaultdict(int)
         for _ in range(options.repeats):

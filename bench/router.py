@@ -9,8 +9,8 @@ Ledger, placement, queue and admission are those of the runtime; the servers are
 
 `kv` queues requests until they fit and admits groups by capacity. The others send everything at
 once, which is all rollouts at the start, as gateways do; `--in-flight N` limits them to N rollouts
-per server, and `--room` gives them our queue and admission, which separates the effect of placement
-from that of waiting.
+per server, and `--queue` gives them our queue and admission, which separates the effect of
+placement from that of waiting.
 
 `cache_aware` is an emulation of the published behaviour of sglang-router 0.3.2 and smg 1.13, not
 those programs: it chooses the worker whose record of past prompts matches best (more than 0.3 of
@@ -149,7 +149,7 @@ class Options:
     budget: int = 12_288
     wait_timeout_s: float = 600.0
     in_flight: int = 0  # maximum number of rollouts per server; 0: no limit
-    room: bool = False  # queue and admission for every policy, not for `kv` alone
+    has_queue: bool = False  # queue and admission for every policy, not for `kv` alone
 
 
 @dataclass(slots=True)
@@ -232,7 +232,7 @@ class Simulation:
             seed=seed,
         )
         self.cache_aware = _CacheAware(options.num_servers) if policy == "cache_aware" else None
-        self.holds_back = policy == "kv" or options.room
+        self.holds_back = policy == "kv" or options.has_queue
         self.queue: WaitQueue[_Rollout] = WaitQueue(
             starvation_threshold_s=options.starvation_threshold_s,
             max_overtaken=options.max_overtaken,
@@ -378,7 +378,7 @@ class Simulation:
             decision = self.placement.choose(request, self.ranks, now=self.now, waited_s=waited_s)
             chosen = -1 if decision.rank is None else self._index[decision.rank]
         self._choose_s.append(time.perf_counter() - started)
-        if self.options.room and self.policy != "kv" and chosen >= 0:
+        if self.options.has_queue and self.policy != "kv" and chosen >= 0:
             pool = self.ledger.pools[self.ranks[chosen]]
             need = pool.need(request.group, request.num_tokens, request.budget)
             chosen = chosen if pool.fits(need) else -1
@@ -612,7 +612,7 @@ def main() -> None:
     parser.add_argument(
         "--in-flight", type=int, default=0, help="maximum number of rollouts per server; not for kv"
     )
-    parser.add_argument("--room", action="store_true", help="queue and admission for every policy")
+    parser.add_argument("--queue", action="store_true", help="queue and admission for every policy")
     parser.add_argument(
         "--target",
         type=float,
@@ -652,7 +652,7 @@ def main() -> None:
         admission=AdmissionSettings(target=args.target),
         report_lag_s=args.lag_s,
         in_flight=args.in_flight,
-        room=args.room,
+        has_queue=args.queue,
     )
     num_groups = args.groups or 8 * args.servers
 

@@ -249,8 +249,8 @@ class ServerModel:
             matched = min(matched, length - 1)
             new = length - (job.num_shared if prompt is not None and prompt.num_running else 0)
             growth = min(params.clip, job.max_new - job.num_emitted)
-            room = params.capacity - self.num_locked - spoken_for
-            if self.running and new + growth >= room:
+            num_free = params.capacity - self.num_locked - spoken_for
+            if self.running and new + growth >= num_free:
                 break
             self.waiting.popleft()
             self._begin(job, length)
@@ -319,8 +319,8 @@ class ServerModel:
         )
         num_half = len(victims) // 2 if self.params.retract_half else 1
         for num_gone, job in enumerate(victims[:-1]):
-            room = self.params.capacity - self.num_locked
-            if num_gone >= num_half and room >= len(self.running):
+            num_free = self.params.capacity - self.num_locked
+            if num_gone >= num_half and num_free >= len(self.running):
                 break
             self._stop(job, job.num_prompt - job.num_shared)
             job.num_retractions += 1

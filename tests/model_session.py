@@ -12,7 +12,7 @@ import anyio
 from aiohttp import web
 
 from agentloop.environments.sandbox import EnvironmentSandbox
-from agentloop.errors import AgentFailed
+from agentloop.errors import InfrastructureFailed
 from agentloop.sandbox import Pool
 from agentloop.trajectory import StopReason, Trajectory, Turn
 
@@ -57,9 +57,9 @@ class SessionAgent:
         self.answer: str | None = "42"
         self.script: list[dict[str, Any]] = []
 
-    def _failed(self, why: str) -> AgentFailed:
+    def _failed(self, why: str) -> InfrastructureFailed:
         self.failures.append(why)
-        return AgentFailed(why)
+        return InfrastructureFailed(why)
 
     def stop_requests(self) -> bool:
         self.trajectories += [one for one in self.in_flight if one is not None]

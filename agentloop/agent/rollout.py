@@ -201,7 +201,7 @@ async def prompt_of(
 
 
 def too_long(num_tokens: str, context_length: int) -> PromptTooLong:
-    """Return the error for messages that leave no room for an answer."""
+    """Return the error for messages after which no token of an answer fits."""
     # Clients detect this error by "this model's maximum context length is" or by the code.
     return PromptTooLong(
         f"messages: this model's maximum context length is {context_length} tokens, but the "
@@ -303,15 +303,16 @@ class Rollout:
         budget_left = self.budget.max_response_tokens
         sampled_left = self.budget.max_sampled_tokens or budget_left
         while True:
-            room = min(budget_left, self.engine.context_length - len(ids))
-            most = min(room, sampled_left, self.budget.max_turn_tokens or room)
-            if most <= 0:
+            tokens_left = min(budget_left, self.engine.context_length - len(ids))
+            max_tokens = min(tokens_left, sampled_left, self.budget.max_turn_tokens or tokens_left)
+            if max_tokens <= 0:
                 return StopReason.TOKEN_BUDGET
-            turn = await self._run_turn(ids, most)
+            turn = await self._run_turn(ids, max_tokens)
             following = await self._following(turn)
             if isinstance(following, StopReason):
                 return following
-            if len(following) >= room - len(turn.output_ids):  # no room for another token
+            # The next turn needs at least one token.
+            if len(following) >= tokens_left - len(turn.output_ids):
                 return StopReason.TOKEN_BUDGET
             turn.observation_ids = following
             budget_left -= len(turn.output_ids) + len(following)

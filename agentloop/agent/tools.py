@@ -30,7 +30,7 @@ import pydantic
 from agentloop.agent.tokenizer import quiet_about_torch
 from agentloop.agent.tool_formats import ToolFormat, malformed, unknown_tool
 from agentloop.aio import is_cancelled_from_outside
-from agentloop.errors import AgentFailed, RequestError
+from agentloop.errors import InfrastructureFailed, RequestError
 from agentloop.plain_json import dumps, valid_text
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult
 
@@ -163,7 +163,9 @@ class FunctionTool:
                 if inspect.isawaitable(value):  # an async function behind a synchronous wrapper
                     value = await value
                 return ToolOutput(ToolCallStatus.OK, _as_text(value), started_s)
-            except AgentFailed as error:  # of another agent, or a judge, that the function asked
+            except (
+                InfrastructureFailed
+            ) as error:  # of another agent, or a judge, that the function asked
                 return ToolOutput(ToolCallStatus.INFRASTRUCTURE, str(error), started_s)
             except (Exception, SystemExit) as error:  # shown to the model, whatever it is
                 return ToolOutput(ToolCallStatus.ERROR, _as_error(error), started_s)

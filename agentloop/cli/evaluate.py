@@ -121,7 +121,7 @@ async def _evaluate_in(
 ) -> dict[str, Any]:
     """Sample and score the tasks that are not done, write the results and return them."""
     report = _ProgressReport(settings.evaluate, progress)
-    scene = RunDashboard(
+    dashboard = RunDashboard(
         folder,
         progress,
         readers=[report.on_event],
@@ -134,18 +134,18 @@ async def _evaluate_in(
         folder,
         on_progress=report.done,
         on_refused=lambda task, error: progress.say(f"Skipped task {task.id}: {error}"),
-        emit=scene.emit,
+        emit=dashboard.emit,
     )
     await evaluation.take_up()
     if evaluation.todo:
         path = folder.path
         model = settings.endpoint.model or Path(settings.model or SMALL).name
-        elsewhere = scene.exporters(settings.otel, model=model)
+        elsewhere = dashboard.exporters(settings.otel, model=model)
         with folder.noting_failure():
             async with (
                 elsewhere,
-                scene.serve_page(settings.serve) if settings.page else nullcontext(),
-                _open_sampler(settings, tasks, scene, progress) as (sampler, grader, settings),
+                dashboard.serve_page(settings.serve) if settings.page else nullcontext(),
+                _open_sampler(settings, tasks, dashboard, progress) as (sampler, grader, settings),
             ):
                 folder.tell(to_toml(settings))
                 progress.say(f"If stopped, continue with: agentloop evaluate --resume {path}")
@@ -250,7 +250,7 @@ def _open_folder(
 async def _open_sampler(
     settings: EvaluateSettings,
     tasks: Sequence[Task],
-    scene: RunDashboard,
+    dashboard: RunDashboard,
     progress: console.ProgressLine,
 ) -> AsyncIterator[tuple[Sampler, Grader, EvaluateSettings]]:
     """Start the sampler and the scorer; yield them and the settings with the model's name."""
@@ -258,7 +258,7 @@ async def _open_sampler(
     if s.endpoint.url:
         most = s.budget.max_response_tokens
         opened = EndpointSampler.open(
-            s.endpoint, s.sampling, max_response_tokens=most, emit=scene.emit
+            s.endpoint, s.sampling, max_response_tokens=most, emit=dashboard.emit
         )
         async with AsyncExitStack() as stack:
             endpoint = await stack.enter_async_context(opened)
@@ -272,21 +272,21 @@ async def _open_sampler(
         return
     most = max(one.budget_of(s.budget).max_response_tokens for one in s.environments)
     update = {
-        "log_dir": s.log_dir or scene.folder.path / "logs",
+        "log_dir": s.log_dir or dashboard.folder.path / "logs",
         "budget": s.budget.model_copy(update={"max_response_tokens": most}),
     }
     logged = s.model_copy(update=update)
     async with Runtime(logged, progress=progress) as runtime:
-        scene.runtime = runtime
+        dashboard.runtime = runtime
         async with Grader(s.reward, pool=runtime.pool) as grader, anyio.create_task_group() as tg:
-            tg.start_soon(scene.stalls.watch, NO_PROGRESS_S)
-            run_group = mixed_runner(s.environments, runtime, s.sampling, scene.emit, grader)
+            tg.start_soon(dashboard.stalls.watch, NO_PROGRESS_S)
+            run_group = mixed_runner(s.environments, runtime, s.sampling, dashboard.emit, grader)
             model = s.model or (runtime.router.model_path if s.servers else None)
             agent = AgentSampler(run_group, s.budget, runtime.router.wait_for_capacity)
             try:
                 yield agent, grader, s.model_copy(update={"model": model})
             finally:
-                scene.detach()
+                dashboard.detach()
             tg.cancel_scope.cancel()
 
 

@@ -189,11 +189,11 @@ async def make_start_model(
     settings: Settings,
     training: DialogueTraining,
     environments: Sequence[RunEnvironment],
-    scene: RunDashboard,
+    dashboard: RunDashboard,
     progress: console.ProgressLine,
 ) -> Path:
     """Make the model that the rollouts start from, unless it exists, and return its folder."""
-    folder = scene.folder
+    folder = dashboard.folder
     made = folder.path / "sft" / "model"
     if not (made / "config.json").is_file():  # the folder is renamed into place when complete
         model, chat = model_folder(settings.model or SMALL), settings.chat
@@ -204,7 +204,7 @@ async def make_start_model(
             async with learner_of(training, model, chat, part, progress).starting() as learner:
                 samples = await samples_of(training, model, chat, progress)
                 tuning = await anyio.to_thread.run_sync(FineTuning, training.loop, samples, part)
-                await imitate(training, learner, tuning, progress, scene.on_start_event)
+                await imitate(training, learner, tuning, progress, dashboard.on_start_event)
     checkpoints = made.with_name("checkpoints")  # not needed any more
     await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
     return made

@@ -128,12 +128,12 @@ async def _run(
     settings: TrainSettings,
     tasks: TaskSource,
     queue: GroupQueue,
-    scene: RunDashboard,
+    dashboard: RunDashboard,
     progress: console.ProgressLine,
 ) -> None:
     """Run the supervised fine-tuning, if there is one, and the stages, with page and exporters."""
-    folder = scene.folder
-    elsewhere = scene.exporters(
+    folder = dashboard.folder
+    elsewhere = dashboard.exporters(
         settings.otel,
         model=Path(settings.model or SMALL).name,
         event_log=settings.event_log,
@@ -141,16 +141,19 @@ async def _run(
         config=settings.model_dump(mode="json"),
     )
     try:
-        async with elsewhere, scene.serve_page(settings.serve) if settings.page else nullcontext():
+        async with (
+            elsewhere,
+            dashboard.serve_page(settings.serve) if settings.page else nullcontext(),
+        ):
             if settings.sft is not None:
                 training = settings.sft.within(
                     settings.learner, settings.ranks, settings.loop, settings.budget
                 )
                 model = await make_start_model(
-                    settings, training, settings.environments, scene, progress
+                    settings, training, settings.environments, dashboard, progress
                 )
                 settings = settings.model_copy(update={"model": str(model)})
-            await _roll_out_and_learn(settings, tasks, queue, scene, progress)
+            await _roll_out_and_learn(settings, tasks, queue, dashboard, progress)
     except anyio.get_cancelled_exc_class():
         progress.say(resume_hint("train", folder.path))
         raise
@@ -160,10 +163,10 @@ async def _roll_out_and_learn(
     settings: TrainSettings,
     tasks: TaskSource,
     queue: GroupQueue,
-    scene: RunDashboard,
+    dashboard: RunDashboard,
     progress: console.ProgressLine,
 ) -> None:
-    folder, stalls = scene.folder, scene.stalls
+    folder, stalls = dashboard.folder, dashboard.stalls
     logs = folder.path / "logs"
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(
@@ -182,7 +185,7 @@ async def _roll_out_and_learn(
         if not is_alone:
             await stack.enter_async_context(learner.starting())
         rollouts, serving, words = await stack.enter_async_context(
-            _rolling_out(settings, scene, progress, cluster)
+            _rolling_out(settings, dashboard, progress, cluster)
         )
         if is_alone:
             await stack.enter_async_context(learner)
@@ -213,10 +216,10 @@ async def _roll_out_and_learn(
             max_restarts=settings.ranks.max_restarts,
             collapse=settings.collapse,
             watch=watch,
-            emit=scene.emit,
+            emit=dashboard.emit,
         )
-        scene.loop = loop
-        stack.callback(scene.detach)
+        dashboard.loop = loop
+        stack.callback(dashboard.detach)
         await loop.run()
 
 
@@ -230,7 +233,7 @@ def _servers_in_words(runtime: Runtime) -> str:
 @asynccontextmanager
 async def _rolling_out(
     settings: TrainSettings,
-    scene: RunDashboard,
+    dashboard: RunDashboard,
     progress: console.ProgressLine,
     cluster: OnCluster | None,
 ) -> AsyncIterator[tuple[RollsOut, Serving, Callable[[], str]]]:
@@ -239,7 +242,7 @@ async def _rolling_out(
     Yields:
         What rolls out, what serves the weights, and a function that describes the servers' state.
     """
-    s, folder = settings, scene.folder
+    s, folder = settings, dashboard.folder
     # Size servers and router for the longest rollouts of any stage.
     served = s.as_one_stage().model_copy(update={"log_dir": folder.path / "logs"})
     if cluster is not None and s.cluster.runtimes:
@@ -253,9 +256,9 @@ async def _rolling_out(
         runtime = await stack.enter_async_context(Runtime(runs, progress=progress))
         if cluster is not None:
             await stack.enter_async_context(cluster.kept_alive(runtime))
-        scene.runtime = runtime
-        stack.callback(scene.detach)  # also if the learner fails to start
-        async with rollouts_of(s, runtime, scene.emit) as (rollouts, serving):
+        dashboard.runtime = runtime
+        stack.callback(dashboard.detach)  # also if the learner fails to start
+        async with rollouts_of(s, runtime, dashboard.emit) as (rollouts, serving):
             yield rollouts, serving, partial(_servers_in_words, runtime)
 
 

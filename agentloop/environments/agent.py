@@ -18,7 +18,7 @@ from agentloop.environments.endpoint import Endpoint
 from agentloop.environments.player import Player, PlayerHost, ResolveTools
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.sandbox import EnvironmentSandbox
-from agentloop.errors import AgentFailed, RequestError, ServerError
+from agentloop.errors import InfrastructureFailed, RequestError, ServerError
 from agentloop.events import Emit, Event, RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.sandbox import Pool
@@ -333,7 +333,7 @@ class Agent:
             The conversation; its `answer` is what the model said last.
 
         Raises:
-            AgentFailed: the infrastructure failed.
+            InfrastructureFailed: the infrastructure failed.
             RequestError: a message or a tool is invalid.
         """
         if self._is_closed:
@@ -414,7 +414,7 @@ class Agent:
         """Return one message of the model, which has no tools.
 
         Raises:
-            AgentFailed: the infrastructure failed.
+            InfrastructureFailed: the infrastructure failed.
             RequestError: a message is invalid.
         """
         found = await self.run(messages, system=system, max_turns=1, max_tokens=max_tokens)
@@ -450,11 +450,11 @@ class Agent:
             raise TypeError(f"player: expected an endpoint or a function, not {player!r}")
         return PlayerHost(player, self._host.pool, self._host.resolve_tools)
 
-    def _failed(self, why: str) -> AgentFailed:
+    def _failed(self, why: str) -> InfrastructureFailed:
         """Record a failure of the infrastructure, and return it as an error."""
         main = self._main or self
         main._failure = main._failure or why
-        return AgentFailed(why)
+        return InfrastructureFailed(why)
 
     def _lowered(self, max_turns: int | None, max_tokens: int | None) -> Budget:
         """Return the budget, lowered to these limits and to the time that is left."""

@@ -60,7 +60,7 @@ class Conversation:
         It is empty if the conversation has ended before the model was done (`has_ended`).
 
         Raises:
-            AgentFailed: the infrastructure failed.
+            InfrastructureFailed: the infrastructure failed.
             RequestError: a message is invalid.
             RuntimeError: the conversation has ended.
         """

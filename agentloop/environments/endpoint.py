@@ -14,7 +14,7 @@ import pydantic
 from agentloop.agent.channels import answer_in
 from agentloop.agent.tools import Schema
 from agentloop.environments.answer_cache import AnswerCache
-from agentloop.errors import AgentFailed, ServerError, SettingsError
+from agentloop.errors import InfrastructureFailed, LimitReached, ServerError, SettingsError
 from agentloop.inference.openai_client import EndpointCompletion, EndpointSettings, OpenAIClient
 from agentloop.plain_json import dumps
 from agentloop.trajectory import Message
@@ -65,8 +65,8 @@ class Endpoint:
             timeout_s: time limit of an answer, including waits and all attempts. It should be
                 below a tenth of `budget.timeout_s`, the part that is the environment's own.
             max_tries: attempts at a request while the endpoint is busy, failing or slow.
-            max_requests, max_cost: further requests are errors, and end the run. Requests in
-                flight when the cost is reached are completed.
+            max_requests, max_cost: further requests raise LimitReached, which ends the run.
+                Requests in flight when the cost is reached are completed.
             prices: cost of a million tokens of the prompt, and of the answer.
             max_cached: number of answers of `chat` to remember: equal conversations then get the
                 same answer, and are requested once. A `Judge` remembers its scores by itself.
@@ -128,9 +128,10 @@ class Endpoint:
             max_tokens: token limit of the message; a lower one in `options` takes precedence.
 
         Raises:
-            AgentFailed: there was no answer in time; the rollout gets no reward.
+            InfrastructureFailed: there was no answer in time; the rollout gets no reward.
             RequestError: the endpoint rejects these messages.
-            SettingsError: the endpoint rejects all requests, or a limit is reached.
+            LimitReached: `max_requests` or `max_cost` is reached.
+            SettingsError: the endpoint rejects all requests.
         """
         url, timeout_s = self._settings.url, self._settings.timeout_s
         fields: dict[str, Any] = {"messages": list(messages), **self._options}
@@ -143,9 +144,11 @@ class Endpoint:
             with anyio.fail_after(timeout_s):
                 return await self._answer(fields)
         except TimeoutError as error:
-            raise AgentFailed(f"{url}: no answer within {timeout_s:g} s (timeout_s)") from error
+            raise InfrastructureFailed(
+                f"{url}: no answer within {timeout_s:g} s (timeout_s)"
+            ) from error
         except ServerError as error:
-            raise AgentFailed(str(error)) from error
+            raise InfrastructureFailed(str(error)) from error
 
     async def _answer(self, fields: Mapping[str, Any]) -> EndpointCompletion:
         url = self._settings.url
@@ -162,16 +165,16 @@ class Endpoint:
         tokens = (found.num_prompt_tokens or 0, found.num_tokens or 0)
         self.cost += sum(price * num / 1e6 for price, num in zip(self._prices, tokens, strict=True))
         if found.stop_reason.is_unscorable:
-            raise AgentFailed(f"{url}: it reports a failure of its own infrastructure")
+            raise InfrastructureFailed(f"{url}: it reports a failure of its own infrastructure")
         return found
 
     def _count(self) -> None:
-        """Count a request. Raises SettingsError if there may be no further one."""
+        """Count a request. Raises LimitReached if there may be no further one."""
         url = self._settings.url
         if self._max_requests is not None and self.num_requests >= self._max_requests:
-            raise SettingsError(f"{url}: {self.num_requests} requests were made (max_requests)")
+            raise LimitReached(f"{url}: {self.num_requests} requests were made (max_requests)")
         if self._max_cost is not None and self.cost >= self._max_cost:
-            raise SettingsError(f"{url}: answers cost {self.cost:.6g} so far (max_cost)")
+            raise LimitReached(f"{url}: answers cost {self.cost:.6g} so far (max_cost)")
         self.num_requests += 1
 
     @asynccontextmanager

@@ -40,8 +40,8 @@ from agentloop.environments.environment import (
 from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import (
-    AgentFailed,
     EnvironmentFailed,
+    InfrastructureFailed,
     RewardError,
     ServerError,
     place_of,
@@ -345,7 +345,7 @@ class EnvironmentGroups:
                     agent.close()
                     if anyio.current_time() < scope.deadline:
                         end = self._valued(value, agent)
-        except (AgentFailed, ServerError) as error:
+        except (InfrastructureFailed, ServerError) as error:
             end = _End.lost(str(error), _INFRASTRUCTURE)
         except (Exception, asyncio.CancelledError, SystemExit) as error:  # the user's code
             if isinstance(error, asyncio.CancelledError) and is_cancelled_from_outside():

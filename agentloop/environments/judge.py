@@ -25,7 +25,7 @@ import anyio.to_thread
 
 from agentloop.environments.answer_cache import AnswerCache
 from agentloop.environments.endpoint import Ask, Endpoint, asking
-from agentloop.errors import AgentFailed, SettingsError
+from agentloop.errors import InfrastructureFailed, SettingsError
 from agentloop.plain_json import dumps
 from agentloop.trajectory import Message
 
@@ -47,6 +47,8 @@ _AGAIN = "That is not a valid verdict: {problem}. {form}"
 _MAX_QUOTED = 100  # characters of a malformed answer
 _MAX_BRACES = 100  # at which a verdict may begin, counted from the end of the answer
 _BUSY_S = 10.0
+_PRIMARY_CODE = 0xFF  # of SQLite's result codes; the higher bits give details
+_DISK_FAULTS = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS ratings (
     number INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, score REAL NOT NULL, reason TEXT NOT NULL
@@ -119,11 +121,11 @@ class Judge:
         """Return the score of a text, with the judge's reason.
 
         Raises:
-            AgentFailed: the judge could not be reached in time, or gave no valid score; the rollout
-                gets no reward.
+            InfrastructureFailed: the judge could not be reached in time, or gave no valid score, or
+                the cache's disk is full or busy; the rollout gets no reward.
             RequestError: the endpoint rejects the text, for example because it is too long.
-            SettingsError: the endpoint rejects all requests, one of its limits is reached, or the
-                cache's file cannot be used.
+            LimitReached: as `Endpoint.complete`.
+            SettingsError: the endpoint rejects all requests, or the cache's file cannot be opened.
         """
         messages: list[Message] = [
             {"role": "system", "content": self._system},
@@ -149,7 +151,9 @@ class Judge:
                 {"role": "assistant", "content": answer},
                 {"role": "user", "content": again},
             ]
-        raise AgentFailed(f"the judge gave no verdict in {self._max_tries} tries: {problem}")
+        raise InfrastructureFailed(
+            f"the judge gave no verdict in {self._max_tries} tries: {problem}"
+        )
 
 
 def parse_rating(answer: str, *, low: float, high: float) -> Rating:
@@ -194,7 +198,7 @@ class _RatingCache(AnswerCache[Rating]):
         self._path = path
 
     async def _load(self, key: str) -> Rating | None:
-        """Return a score from the file. Raises SettingsError if it cannot be used."""
+        """Return a score from the file. Raises the errors of `_on_file`."""
         if self._path is None:
             return None
         query = "SELECT score, reason FROM ratings WHERE key = ?"
@@ -202,7 +206,7 @@ class _RatingCache(AnswerCache[Rating]):
         return Rating(*rows[0]) if rows else None
 
     async def _store(self, key: str, answer: Rating) -> None:
-        """Write a score to the file. Raises SettingsError if it cannot be used."""
+        """Write a score to the file. Raises the errors of `_on_file`."""
         if self._path is not None:
             insert = "INSERT OR REPLACE INTO ratings (key, score, reason) VALUES (?, ?, ?)"
             await self._on_file(insert, (key, answer.score, answer.reason))
@@ -210,11 +214,20 @@ class _RatingCache(AnswerCache[Rating]):
             await self._on_file(oldest, (self._max_cached,))
 
     async def _on_file(self, query: str, row: Sequence[object]) -> list[tuple[float, str]]:
+        """Run one statement on the file.
+
+        Raises:
+            InfrastructureFailed: the disk is full or failing, or others use the file for too long.
+            SettingsError: the file cannot be opened, or is no such file.
+        """
         assert self._path is not None
         try:
             return await anyio.to_thread.run_sync(partial(_execute, self._path, query, row))
         except sqlite3.Error as error:
-            raise SettingsError(f"Judge: cache: {self._path}: {error}") from error
+            message = f"Judge: cache: {self._path}: {error}"
+            if (getattr(error, "sqlite_errorcode", 0) & _PRIMARY_CODE) in _DISK_FAULTS:
+                raise InfrastructureFailed(message) from error
+            raise SettingsError(message) from error
 
 
 def _execute(path: Path, query: str, row: Sequence[object]) -> list[tuple[float, str]]:

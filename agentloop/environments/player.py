@@ -23,7 +23,7 @@ from agentloop.agent.formats.values import decode_arguments
 from agentloop.agent.rollout import Budget, Reply
 from agentloop.agent.tools import Tool, ToolFunction, Tools
 from agentloop.environments.endpoint import Endpoint
-from agentloop.errors import AgentFailed, ServerError, culprit
+from agentloop.errors import InfrastructureFailed, ServerError, culprit
 from agentloop.events import (
     CallFinished,
     CallStarted,
@@ -192,7 +192,7 @@ class _Conversation:
             if isinstance(self.player, Endpoint):
                 return await self._from_endpoint(self.player, index, turn)
             return await self._from_script(self.player, turn)
-        except AgentFailed as error:
+        except InfrastructureFailed as error:
             raise ServerError(str(error)) from error
         finally:
             turn.generated_s = self._elapsed_s()

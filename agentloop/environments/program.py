@@ -41,7 +41,7 @@ from agentloop.environments.local_program import run_locally
 from agentloop.environments.rewards.answers import final_answer
 from agentloop.environments.sandbox import EnvironmentSandbox
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import AgentFailed, SettingsError
+from agentloop.errors import InfrastructureFailed, SettingsError
 from agentloop.plain_json import dumps
 from agentloop.sandbox import CallStatus, Program, ProgramEnd, ProgramUnsupported
 from agentloop.sandbox.program import PORT
@@ -210,7 +210,7 @@ async def program(task: Task, agent: ProgramAgent, *, settings: ProgramSettings)
     """Let a program do the task, and have checked what it prints.
 
     Raises:
-        AgentFailed: the infrastructure failed.
+        InfrastructureFailed: the infrastructure failed.
         SettingsError: it cannot be run, or has ended without an answer of the model.
     """
     limit_s = min(settings.timeout_s or agent.time_left_s, agent.time_left_s)
@@ -219,9 +219,13 @@ async def program(task: Task, agent: ProgramAgent, *, settings: ProgramSettings)
     was_waiting = (is_timeout or not agent.trajectories) and agent.stop_requests()
     if is_timeout:
         if agent.queued_s > end.elapsed_s / 2:
-            raise AgentFailed("the agent's program ran out of time, mostly waiting for a server")
+            raise InfrastructureFailed(
+                "the agent's program ran out of time, mostly waiting for a server"
+            )
         if was_waiting and not agent.trajectories:
-            raise AgentFailed("the agent's program ran out of time before the model had begun")
+            raise InfrastructureFailed(
+                "the agent's program ran out of time before the model had begun"
+            )
     if not agent.trajectories:
         raise SettingsError(
             f"agent.command: {settings.command[0]} {_how(end, limit_s)} without an answer of "

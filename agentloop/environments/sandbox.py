@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from agentloop.errors import AgentFailed
+from agentloop.errors import InfrastructureFailed
 from agentloop.sandbox import (
     CallError,
     CallResult,
@@ -22,7 +22,7 @@ from agentloop.sandbox import (
 
 __all__ = ["EnvironmentSandbox", "EnvironmentSession"]
 
-Failed = Callable[[str], AgentFailed]
+Failed = Callable[[str], InfrastructureFailed]
 """Records a failure of the infrastructure, and returns it as an error."""
 
 
@@ -42,7 +42,7 @@ class EnvironmentSandbox:
             timeout_s: time limit of the program. By default, the setting `sandbox.timeout_s`.
 
         Raises:
-            AgentFailed: the sandbox failed.
+            InfrastructureFailed: the sandbox failed.
         """
         return _checked(await self._pool.run(code, stdin, timeout_s), self._failed)
 
@@ -51,7 +51,7 @@ class EnvironmentSandbox:
         """Open a process that keeps its variables between runs.
 
         Raises:
-            AgentFailed: the sandbox failed.
+            InfrastructureFailed: the sandbox failed.
         """
         async with AsyncExitStack() as stack:
             try:
@@ -74,7 +74,7 @@ class EnvironmentSandbox:
         """Run a program of any language in a container of its own; one that fails is a result.
 
         Raises:
-            AgentFailed: the sandbox failed.
+            InfrastructureFailed: the sandbox failed.
             ProgramUnsupported: the program cannot run here; the message says what to change.
         """
         try:
@@ -97,7 +97,7 @@ class EnvironmentSession:
         model that ends it must not thereby fail the environment.
 
         Raises:
-            AgentFailed: the sandbox failed.
+            InfrastructureFailed: the sandbox failed.
         """
         try:
             return _checked(await self._session.run(code, timeout_s=timeout_s), self._failed)

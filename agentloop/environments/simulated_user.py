@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentloop.environments.endpoint import Ask, Endpoint, asking
-from agentloop.errors import AgentFailed
+from agentloop.errors import InfrastructureFailed
 from agentloop.trajectory import Message
 
 __all__ = ["SimulatedUser"]
@@ -52,19 +52,19 @@ class SimulatedUser:
         """Return the person's first message.
 
         Raises:
-            AgentFailed: as in `__call__`, or the person left at once.
+            InfrastructureFailed: as in `__call__`, or the person left at once.
         """
         if (first := await self(_FIRST)) is None:
-            raise AgentFailed("the simulated user left before saying anything")
+            raise InfrastructureFailed("the simulated user left before saying anything")
         return first
 
     async def __call__(self, answer: str) -> str | None:
         """Return the person's reply to the agent, or None at the end of the conversation.
 
         Raises:
-            AgentFailed: the model could not be reached in time, or said nothing; the rollout gets
-                no reward.
-            RequestError, SettingsError: as `Endpoint.chat`.
+            InfrastructureFailed: the model could not be reached in time, or said nothing; the
+                rollout gets no reward.
+            LimitReached, RequestError, SettingsError: as `Endpoint.chat`.
         """
         if self.has_left or self.num_turns >= self._max_turns:
             return None
@@ -72,7 +72,7 @@ class SimulatedUser:
         reply = (await self._ask(self.messages)).strip()
         self.messages.append({"role": "assistant", "content": reply})
         if not reply:
-            raise AgentFailed("the simulated user said nothing")
+            raise InfrastructureFailed("the simulated user said nothing")
         self.has_left = _DONE in reply
         if self.has_left:
             return None

@@ -20,15 +20,15 @@ class AgentSampler:
     Attributes:
         run_group: see `agentloop.environments.episodes.group_runner`.
         budget: limits of each rollout.
-        room: `Router.wait_for_capacity`.
+        wait: `Router.wait_for_capacity`.
     """
 
     run_group: RunGroup
     budget: Budget
-    room: Callable[[int], Awaitable[None]]
+    wait: Callable[[int], Awaitable[None]]
 
     async def wait_for_capacity(self, size: int) -> None:
-        await self.room(size)
+        await self.wait(size)
 
     async def group(
         self, task: Task, *, name: str, size: int, on_queued: Callable[[], None]

@@ -204,10 +204,12 @@ class Evaluation:
         """
         todo = self.todo
         self._assign_numbers(todo)
-        room = partial(sampler.wait_for_capacity, self._settings.num_samples)
+        wait_for_capacity = partial(sampler.wait_for_capacity, self._settings.num_samples)
         sample = partial(self._sample, sampler, grader)
         num_done = len(self._outcomes) - len(todo)
-        async with finished_groups(todo, sample, room, max_open=self._settings.max_open) as groups:
+        async with finished_groups(
+            todo, sample, wait_for_capacity, max_open=self._settings.max_open
+        ) as groups:
             async for group in groups:  # no deadline: each sample has one
                 num_done += 1
                 if group.error is None:

@@ -81,7 +81,7 @@ class GroupBuffer:
 
         again = []
         for group in filter(is_ours, await self._queue.finished_groups()):
-            if self._slots.has_room_for(group.version):
+            if self._slots.has_slot_for(group.version):
                 self._slots.admit(group.number, version=group.version, finished=True)
                 self._num_left -= 1
             else:
@@ -109,7 +109,7 @@ class GroupBuffer:
     @property
     def num_slots(self) -> int:
         """Number of groups that may be admitted and not taken at the same time."""
-        return len(self._slots) + self._slots.room
+        return len(self._slots) + self._slots.num_free
 
     @property
     def num_bytes(self) -> int:
@@ -119,7 +119,7 @@ class GroupBuffer:
     @property
     def can_admit(self) -> bool:
         """True if a group may be admitted now."""
-        if self._num_left < 1 or self._slots.room < 1:
+        if self._num_left < 1 or self._slots.num_free < 1:
             return False
         # A batch must always become complete, however large its groups are.
         is_needed = len(self._slots) < self._batch_size

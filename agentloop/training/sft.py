@@ -341,13 +341,13 @@ def step_plan(
     for epoch in range(1, epochs + 1):
         order = list(range(len(lengths)))
         Random(f"{seed} {epoch}").shuffle(order)
-        room = 0
+        num_tokens_left = 0
         for index in order:
-            if not steps or steps[-1][0] != epoch or lengths[index] > room:
+            if not steps or steps[-1][0] != epoch or lengths[index] > num_tokens_left:
                 steps.append((epoch, []))
-                room = batch_tokens
+                num_tokens_left = batch_tokens
             steps[-1][1].append(index)
-            room -= lengths[index]
+            num_tokens_left -= lengths[index]
     return steps
 
 

@@ -47,7 +47,7 @@ class Slots:
         return len(self._admitted)
 
     @property
-    def room(self) -> int:
+    def num_free(self) -> int:
         """Number of groups that may be admitted now."""
         ahead = self.next_batch - self.live  # batches that still hold their slots
         return (self._max_staleness + 1 - ahead) * self._batch_size - len(self._admitted)
@@ -61,13 +61,15 @@ class Slots:
         """Return the staleness that a group would have in the next batch."""
         return self.next_batch - self._admitted[number]
 
-    def has_room_for(self, version: int) -> bool:
+    def has_slot_for(self, version: int) -> bool:
         """Return whether a group of `version` can be admitted again and trained on in time.
 
         After a restart with other settings or fewer slots, not all saved groups may fit.
         """
         versions = [*self._admitted.values(), version]
-        return version <= self.live and self.room > 0 and self._in_time(versions, self.next_batch)
+        return (
+            version <= self.live and self.num_free > 0 and self._in_time(versions, self.next_batch)
+        )
 
     def admit(self, number: int, *, version: int | None = None, finished: bool = False) -> None:
         """Admit a group, or admit it again after a restart, with its original `version`.
@@ -77,7 +79,7 @@ class Slots:
         """
         if number in self._admitted:
             raise ValueError(f"group {number} is already admitted")
-        if self.room < 1:
+        if self.num_free < 1:
             raise ValueError(f"no free slot for group {number}")
         self._admitted[number] = self.live if version is None else version
         if finished:

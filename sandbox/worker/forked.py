@@ -53,10 +53,10 @@ class Output:
 
     def add(self, data: bytes) -> None:
         self.total += len(data)
-        room = self.half - len(self.head)
-        if room > 0:
-            self.head += data[:room]
-            data = data[room:]
+        num_free = self.half - len(self.head)
+        if num_free > 0:
+            self.head += data[:num_free]
+            data = data[num_free:]
         if data:
             self.tail += data
             if len(self.tail) > 2 * self.half:  # trimmed seldom, so that adding stays cheap

@@ -1,13 +1,19 @@
-"""The runtime's folder for the servers' logs. Whole runtimes are tested in tests/integration."""
+"""Parts of the runtime. Whole runtimes are tested in tests/integration."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+import anyio
 import pytest
 
+from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import ServerError, ServerStartError
 from agentloop.inference.processes.server_log import folder_kept_on_error
+from agentloop.runtime import Runtime
+from tests.patience import patient
+from tests.support import eventually
 
 
 @pytest.mark.parametrize("in_group", [False, True])
@@ -30,3 +36,24 @@ def test_the_logs_are_removed_otherwise(elsewhere: Path | None) -> None:
     with folder_kept_on_error() as folder:
         pass
     assert not folder.exists()
+
+
+@pytest.mark.anyio
+async def test_ctrl_c_does_not_wait_for_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command cancels its tasks at Ctrl-C, and threads must not keep its process."""
+    loading: list[threading.Thread] = []
+    answered = threading.Event()
+
+    def load_slowly(*_: object) -> None:
+        loading.append(threading.current_thread())
+        answered.wait(patient(60))
+
+    monkeypatch.setattr(ChatFormat, "load", load_slowly)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(Runtime()._load_chat, "owner/name")
+        await eventually(lambda: bool(loading))
+        tasks.cancel_scope.cancel()
+    assert not answered.is_set()
+    assert loading[0].is_alive()
+    assert loading[0].daemon
+    answered.set()

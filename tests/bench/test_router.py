@@ -61,11 +61,13 @@ def test_the_same_seed_gives_the_same_run(policy: str) -> None:
 
 def test_turns_that_wait_too_long_are_refused_and_counted() -> None:
     options = replace(SMALL, wait_timeout_s=0.5, params=ServerParams(capacity=6000))
-    result = Simulation(small_trace(5), "sticky_least_loaded", 1, replace(options, room=True)).run()
+    result = Simulation(
+        small_trace(5), "sticky_least_loaded", 1, replace(options, has_queue=True)
+    ).run()
     assert result.num_refused > 0
 
 
-@pytest.mark.parametrize("options", [replace(SMALL, in_flight=4), replace(SMALL, room=True)])
+@pytest.mark.parametrize("options", [replace(SMALL, in_flight=4), replace(SMALL, has_queue=True)])
 def test_other_policies_can_queue_too(options: Options) -> None:
     trace = small_trace(6)
     result = Simulation(trace, "sticky_least_loaded", 1, options).run()

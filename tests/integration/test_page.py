@@ -271,10 +271,10 @@ async def watched_run(folder: Path) -> AsyncIterator[tuple[str, RunDashboard]]:
     """A training run's page, with one rollout that goes on."""
     said: list[str] = []
     progress = SimpleNamespace(line="", say=said.append, status=RunStatus("stage", 3, 10, "Waits"))
-    scene = RunDashboard(RunFolder(folder, ""), cast(console.ProgressLine, progress))
-    async with scene.serve_page(ServeSettings(port=0)):
-        scene.emit(RolloutStarted(Trajectory("1.0", [1, 2, 3]), "1"))
-        yield said[0].split()[2], scene
+    dashboard = RunDashboard(RunFolder(folder, ""), cast(console.ProgressLine, progress))
+    async with dashboard.serve_page(ServeSettings(port=0)):
+        dashboard.emit(RolloutStarted(Trajectory("1.0", [1, 2, 3]), "1"))
+        yield said[0].split()[2], dashboard
 
 
 @pytest.mark.parametrize("fails", [False, True])

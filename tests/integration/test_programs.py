@@ -18,7 +18,7 @@ import pytest
 
 from agentloop.environments.program import ProgramSettings, program
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import AgentFailed, SettingsError
+from agentloop.errors import InfrastructureFailed, SettingsError
 from agentloop.sandbox import (
     CallStatus,
     Pool,
@@ -143,7 +143,7 @@ async def test_a_program_that_hangs_is_killed_and_its_answer_counts(
 async def test_a_program_that_waits_for_the_model_is_not_to_blame(agent: SessionAgent) -> None:
     agent.time_left_s = 6.0
     agent.answer = None
-    with pytest.raises(AgentFailed, match="before the model had begun"):
+    with pytest.raises(InfrastructureFailed, match="before the model had begun"):
         await program.function(TASK, agent, settings=python(ASK))
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 from agentloop.agent.tools import CallerTool, Schema
 from agentloop.environments.agent import Agent
-from agentloop.errors import AgentFailed, RequestError
+from agentloop.errors import InfrastructureFailed, RequestError
 from agentloop.trajectory import Message, StopReason, ToolCall
 
 __all__ = ["AgentTransport", "Completion", "complete", "openai_call"]
@@ -69,8 +69,8 @@ async def complete(
         tools: schemas of tools in OpenAI's form, which the library runs.
 
     Raises:
-        AgentFailed: the infrastructure failed.
-        PromptTooLong: the messages leave no room for an answer.
+        InfrastructureFailed: the infrastructure failed.
+        PromptTooLong: no token of an answer fits after the messages.
         RequestError: a message or a tool is invalid.
     """
     found = await agent.run(
@@ -124,7 +124,7 @@ class AgentTransport:
         except RequestError as error:
             why = {"message": str(error), "type": "invalid_request_error", "code": error.code}
             return response(400, json={"error": why})
-        except AgentFailed as error:
+        except InfrastructureFailed as error:
             return response(503, json={"error": {"message": str(error), "code": None}})
         return response(200, json=_chat_completion(found, body.get("model")))
 

@@ -108,7 +108,7 @@ class _Server:
 async def _session(
     url: str, max_sessions: int, timeout_s: float
 ) -> AsyncIterator[tuple[_Server, dict[str, Any]]]:
-    """Open a session once the server has room for it; return it with the schema of its actions."""
+    """Open a session once the server has a free one; return it with the schema of its actions."""
     try:
         limits = _sessions.get()
     except LookupError:

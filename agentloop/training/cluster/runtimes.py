@@ -1,7 +1,7 @@
 """The trainer's end of runtimes on the cluster (`cluster.runtimes`): groups out, results in.
 
     running ──start──> an actor with a runtime (rollout_host.py) ──lost──> another, or given up
-    _offer    waits until a runtime has the newest weights and room for a group: then it is free
+    _offer    waits until a runtime has the newest weights and capacity for a group: then it is free
     group     takes a free runtime, and waits for its result; if there is none, takes another
     sync      has all runtimes load weights, and compares what they have loaded
 
@@ -76,7 +76,7 @@ class _Member:
         number, synced: the last weight sync that it has taken part in, and its result.
         is_right: whether it has the weights of that sync.
         verified: versions of which its weights are known to be right.
-        is_free: whether it has room for a group that it was not given.
+        is_free: whether it has capacity for a group that it was not given.
     """
 
     name: str
@@ -218,7 +218,7 @@ class RemoteRuntimes:
             actor.kill()
 
     async def _offer(self, name: str, actor: Actor) -> None:
-        """Let a runtime take groups while it has room for them and the newest weights.
+        """Let a runtime take groups while it has capacity for them and the newest weights.
 
         Raises:
             ActorLost: it is lost.

@@ -516,7 +516,7 @@ async def test_a_method_that_is_declared_concurrent_runs_beside_others() -> None
 async def test_a_tool_below_which_the_infrastructure_fails_says_so() -> None:
     async def judge(text: str) -> str:
         """Judge a text."""
-        raise agentloop.AgentFailed("the judge does not respond")
+        raise agentloop.InfrastructureFailed("the judge does not respond")
 
     async with Tools([judge]) as tools:
         output = await tools.run("judge", {"text": "x"})

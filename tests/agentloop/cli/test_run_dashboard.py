@@ -109,7 +109,7 @@ class PlayedLoop:
 
 @dataclass
 class At:
-    scene: RunDashboard
+    dashboard: RunDashboard
     told: Told
     http: aiohttp.ClientSession
     url: str
@@ -117,8 +117,8 @@ class At:
     loop: PlayedLoop = field(default_factory=PlayedLoop)
 
     def begin(self) -> None:
-        self.scene.runtime = cast(Runtime, self.runtime)
-        self.scene.loop = cast(TrainingLoop, self.loop)
+        self.dashboard.runtime = cast(Runtime, self.runtime)
+        self.dashboard.loop = cast(TrainingLoop, self.loop)
 
     async def get(self, path: str) -> tuple[int, Any]:
         async with self.http.get(self.url + path) as response:
@@ -130,7 +130,7 @@ class At:
 
 
 @asynccontextmanager
-async def scene(
+async def dashboard(
     folder: Path, *, readers: Sequence[Emit] = (), before: Callable[[RunFolder], None] | None = None
 ) -> AsyncIterator[At]:
     run, told = RunFolder(folder / "run", ""), Told()
@@ -148,7 +148,7 @@ async def test_from_its_first_moment_there_is_a_page(tmp_path: Path) -> None:
     def before(run: RunFolder) -> None:  # the run goes on
         run.add_metrics({"step": 1, "reward": 0.5})
 
-    async with scene(tmp_path, before=before) as at:
+    async with dashboard(tmp_path, before=before) as at:
         status, frame = await at.get("/api/frame")
         assert status == 200
         assert frame["about"]["kind"] == "train"
@@ -165,9 +165,9 @@ async def test_the_supervised_start_has_curves_of_its_own(tmp_path: Path) -> Non
     def before(run: RunFolder) -> None:
         RunFolder(run.path / "sft").add_metrics({"step": 1, "learner/loss": 2.0})
 
-    async with scene(tmp_path, before=before, readers=[heard.append]) as at:
-        at.scene.on_start_event(Measured({"step": 2, "learner/loss": 1.0}))
-        at.scene.emit(Measured({"step": 1, "reward": 0.5}))
+    async with dashboard(tmp_path, before=before, readers=[heard.append]) as at:
+        at.dashboard.on_start_event(Measured({"step": 2, "learner/loss": 1.0}))
+        at.dashboard.emit(Measured({"step": 1, "reward": 0.5}))
         _, frame = await at.get("/api/frame")
         assert frame["steps"] == [
             {"start/step": 1, "start/learner/loss": 2.0},
@@ -195,14 +195,14 @@ async def test_a_group_of_before_a_restart_is_read_from_the_folder(tmp_path: Pat
     def before(run: RunFolder) -> None:
         run.add_group(1, [{"group": 1, "version": 0, **rollout("1-a.0")}])
 
-    async with scene(tmp_path, before=before) as at:
+    async with dashboard(tmp_path, before=before) as at:
         status, told = await at.get("/api/groups/1-a")
         assert (status, [one["id"] for one in told["rollouts"]]) == (200, ["1-a.0"])
         assert (await at.get("/api/groups/2-a"))[0] == 404
 
 
 async def test_before_servers_are_up_nobody_answers(tmp_path: Path) -> None:
-    async with scene(tmp_path) as at:
+    async with dashboard(tmp_path) as at:
         status, body = await at.post("/api/ask", {"question": "why?"})
         assert (status, body["error"]) == (503, "no server is ready yet; ask again later")
         at.begin()
@@ -210,7 +210,7 @@ async def test_before_servers_are_up_nobody_answers(tmp_path: Path) -> None:
 
 
 async def test_before_the_loop_is_there_it_cannot_be_controlled(tmp_path: Path) -> None:
-    async with scene(tmp_path) as at:
+    async with dashboard(tmp_path) as at:
         for what in ("pause", "resume", "drain", "checkpoint"):
             status, body = await at.post("/api/control", {"do": what})
             assert status == 400
@@ -222,7 +222,7 @@ async def test_before_the_loop_is_there_it_cannot_be_controlled(tmp_path: Path) 
 
 
 async def test_control_requests_are_carried_out(tmp_path: Path) -> None:
-    async with scene(tmp_path) as at:
+    async with dashboard(tmp_path) as at:
         at.begin()
         for what in ("pause", "resume", "drain", "checkpoint"):
             status, body = await at.post("/api/control", {"do": what})
@@ -239,7 +239,7 @@ async def test_control_requests_are_carried_out(tmp_path: Path) -> None:
 
 
 async def test_a_draining_run_cannot_be_resumed_by_control(tmp_path: Path) -> None:
-    async with scene(tmp_path) as at:
+    async with dashboard(tmp_path) as at:
         at.begin()
         _, body = await at.post("/api/control", {"do": "resume"})
         assert body["done"] == "resumed: groups are started again"
@@ -252,7 +252,7 @@ async def test_a_learner_that_is_busy_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentloop.cli.run_dashboard._SAVE_S", 0.02)
-    async with scene(tmp_path) as at:
+    async with dashboard(tmp_path) as at:
         at.begin()
         at.loop.is_busy = True
         status, body = await at.post("/api/control", {"do": "checkpoint"})
@@ -264,14 +264,14 @@ async def test_a_learner_that_is_busy_is_not_waited_for_for_ever(
 
 async def test_rollouts_stay_visible_after_the_runtime_is_gone(tmp_path: Path) -> None:
     events: list[Any] = []
-    async with scene(tmp_path, readers=[events.append]) as at:
+    async with dashboard(tmp_path, readers=[events.append]) as at:
         at.begin()
         await at.post("/api/ask", {"question": "why?"})
         _, before = await at.get("/api/rollouts/r")
         assert (before["prompt"].count("why?"), before["state"]) == (1, "live")
-        at.scene.detach()
+        at.dashboard.detach()
         await eventually(lambda: at.runtime.num_open == 0)  # nobody may ask a server any more
-        at.scene.detach()  # by whoever ends first, and the other
+        at.dashboard.detach()  # by whoever ends first, and the other
         _, after = await at.get("/api/rollouts/r")
         assert (after["prompt"], after["state"]) == (before["prompt"], "abandoned")
         assert (await at.get("/api/frame"))[1]["servers"] == []
@@ -281,7 +281,7 @@ async def test_rollouts_stay_visible_after_the_runtime_is_gone(tmp_path: Path) -
 
 
 async def test_a_question_at_the_end_of_a_run_gets_an_error(tmp_path: Path) -> None:
-    async with scene(tmp_path) as at:
+    async with dashboard(tmp_path) as at:
         at.begin()
         at.runtime.begins = False
         answers: list[tuple[int, Any]] = []
@@ -292,13 +292,13 @@ async def test_a_question_at_the_end_of_a_run_gets_an_error(tmp_path: Path) -> N
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
             await eventually(lambda: at.runtime.num_open == 1)
-            at.scene.detach()
+            at.dashboard.detach()
         assert answers == [(503, {"error": "the run has ended"})]
 
 
 async def test_a_reader_on_the_page_does_not_keep_a_run_from_its_end(tmp_path: Path) -> None:
     with anyio.fail_after(patient(15)):
-        async with scene(tmp_path) as at:
+        async with dashboard(tmp_path) as at:
             at.begin()
             response = await at.http.get(f"{at.url}/api/stream")
             data = (await response.content.readuntil(b"\n\n")).split(b"data: ")[1]
@@ -331,7 +331,7 @@ async def test_the_page_is_told_how_the_run_ended(
     with anyio.fail_after(patient(15)):
         async with anyio.create_task_group() as tasks:
             with suppress(ValueError), anyio.CancelScope() as scope:
-                async with scene(tmp_path) as at:
+                async with dashboard(tmp_path) as at:
                     at.begin()
                     await tasks.start(read, at.url)
                     if how == "raises":
@@ -341,7 +341,7 @@ async def test_the_page_is_told_how_the_run_ended(
                         await anyio.sleep_forever()
                     if how == "is drained":
                         at.loop.is_draining = True
-                        at.scene.detach()
+                        at.dashboard.detach()
     assert last[0]["now"]["ended"]["state"] == state
     assert last[0]["now"]["ended"]["text"].startswith(said)
 
@@ -357,7 +357,7 @@ async def test_another_port_is_taken_where_its_own_is_in_use(tmp_path: Path) -> 
 
 async def test_an_error_of_the_run_comes_out_as_itself(tmp_path: Path) -> None:
     async def run() -> None:
-        async with scene(tmp_path) as at:
+        async with dashboard(tmp_path) as at:
             at.begin()
             await at.post("/api/ask", {"question": "why?"})
             raise ZeroDivisionError

@@ -30,7 +30,7 @@ from agentloop.environments.episodes import EnvironmentGroups, Episode
 from agentloop.environments.rewards.reward import Grader, Reward, RewardFunction
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.errors import (
-    AgentFailed,
+    InfrastructureFailed,
     RequestError,
     RewardError,
     ServerUnavailable,
@@ -330,7 +330,7 @@ async def test_a_failure_of_the_infrastructure_is_no_reward_whatever_is_returned
     async def hiding(task: Any, agent: Agent) -> float:
         try:
             await agent.run("?")
-        except AgentFailed:
+        except InfrastructureFailed:
             if not hides:
                 raise
         return 1.0
@@ -463,6 +463,7 @@ async def test_an_error_that_the_agent_causes_has_the_declared_reward() -> None:
                 raise ValueError(f"{answer} is no number")
 
             await agent.run("?", reply=read)
+        await agent.run("?")
         return 1.0 if agent.id.endswith("1") else {}["missing"]
 
     parsed, done, broken = await run(parses, size=3)
@@ -813,7 +814,7 @@ async def test_another_agent_takes_the_same_arguments_each_time() -> None:
 async def test_a_failure_below_another_agent_is_one_of_the_rollout() -> None:
     @agentloop.environment
     async def hides(task: Any, agent: Agent) -> float:
-        with pytest.raises(AgentFailed):
+        with pytest.raises(InfrastructureFailed):
             await agent.other("checker").run("?")
         return 1.0
 

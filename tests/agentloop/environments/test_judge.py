@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import agentloop
 from agentloop.environments.endpoint import Endpoint
 from agentloop.environments.judge import Judge, Rating, parse_rating
-from agentloop.errors import AgentFailed, RequestError, SettingsError
+from agentloop.errors import InfrastructureFailed, LimitReached, RequestError, SettingsError
 from agentloop.trajectory import Message
 from tests.agentloop.environments.test_episodes import run
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint
@@ -112,7 +112,8 @@ async def test_a_malformed_verdict_is_repeated_with_the_mistake() -> None:
         assert second[2]["role"] == "assistant"
         assert "the score must be a number from 0 to 1, not 7" in second[3]["content"]
         fake.script.extend([said("no"), said("no")])
-        with pytest.raises(AgentFailed, match=r"no verdict in 2 tries: it must end .* not 'no'"):
+        problem = r"no verdict in 2 tries: it must end .* not 'no'"
+        with pytest.raises(InfrastructureFailed, match=problem):
             await judge("y")
     assert len(fake.requests) == 4
 
@@ -122,7 +123,7 @@ async def test_reasoning_is_not_part_of_the_verdict() -> None:
     async with FakeEndpoint(deque([said(text), said('<think>{"score": 0}')])).serving() as fake:
         judge = Judge(endpoint(fake), RUBRIC, max_tries=1)
         assert await judge("x") == 1
-        with pytest.raises(AgentFailed, match="no verdict in 1 tries"):
+        with pytest.raises(InfrastructureFailed, match="no verdict in 1 tries"):
             await judge("y")
 
 
@@ -220,6 +221,31 @@ async def test_scores_outlast_the_process_in_a_file(tmp_path: Path) -> None:
         await Judge(endpoint(fake), RUBRIC, cache=tmp_path / "no" / "file")("x")
 
 
+async def test_full_disk_of_the_cache_is_an_infrastructure_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = sqlite3.connect
+
+    def connect_to_full_disk(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        connection = connect(*arguments, **options)
+        connection.execute("PRAGMA max_page_count = 1")  # SQLite then reports a full disk
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", connect_to_full_disk)
+    async with FakeEndpoint(deque([verdict(1)])).serving() as fake:
+        judge = Judge(endpoint(fake), RUBRIC, cache=tmp_path / "ratings.sqlite")
+        with pytest.raises(InfrastructureFailed, match=r"Judge: cache: .*sqlite: .* is full"):
+            await judge("x")
+
+
+async def test_file_that_is_no_database_is_a_settings_error(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("These are notes, and no database. " * 40)
+    async with FakeEndpoint().serving() as fake:
+        with pytest.raises(SettingsError, match=r"Judge: cache: .*notes\.txt: .* not a database"):
+            await Judge(endpoint(fake), RUBRIC, cache=file)("x")
+
+
 async def test_a_function_is_asked_each_time() -> None:
     asked: list[Sequence[Message]] = []
 
@@ -244,7 +270,7 @@ async def test_a_number_of_requests_is_never_exceeded() -> None:
         async def score(text: str) -> None:
             try:
                 await judge(text)
-            except SettingsError as error:
+            except LimitReached as error:
                 refused.append(str(error))
 
         async with anyio.create_task_group() as tasks:
@@ -261,7 +287,7 @@ async def test_a_cost_ends_further_requests() -> None:
         await judge("x")
         assert model.cost == pytest.approx(0.003)
         await judge("y")
-        with pytest.raises(SettingsError, match=r"answers cost 0.006 so far \(max_cost\)"):
+        with pytest.raises(LimitReached, match=r"answers cost 0.006 so far \(max_cost\)"):
             await judge("z")
         fake.script.append(verdict(1, usage={"completion_tokens": 4}))
         with pytest.raises(SettingsError, match=r"no token counts: max_cost cannot be held"):
@@ -294,7 +320,7 @@ async def test_equal_conversations_with_a_user_get_equal_replies() -> None:
 
         assert await talk("Where?") == ["I need a seat.", "By the window."]
         assert await talk("Where?") == ["I need a seat.", "By the window."]
-        with pytest.raises(AgentFailed, match="said nothing"):
+        with pytest.raises(InfrastructureFailed, match="said nothing"):
             await talk("Which one?")
         assert await talk("Which one?") == ["I need a seat.", "On the aisle."]
     assert len(fake.requests) == model.num_requests == 4
@@ -308,7 +334,7 @@ async def test_an_answer_has_a_deadline_that_includes_the_wait_for_others() -> N
         async def ask() -> None:
             try:
                 await model.chat([{"role": "user", "content": "x"}])
-            except AgentFailed as error:
+            except InfrastructureFailed as error:
                 failed.append(str(error))
 
         async with anyio.create_task_group() as tasks:
@@ -325,9 +351,14 @@ async def test_the_only_model_need_not_be_named() -> None:
 
 @pytest.mark.parametrize(
     ("status", "error"),
-    [(503, AgentFailed), (429, AgentFailed), (401, SettingsError), (404, SettingsError),
-     (400, RequestError)],
-)  # fmt: skip
+    [
+        (503, InfrastructureFailed),
+        (429, InfrastructureFailed),
+        (401, SettingsError),
+        (404, SettingsError),
+        (400, RequestError),
+    ],
+)
 async def test_only_what_may_pass_is_the_infrastructures_fault(
     status: int, error: type[Exception]
 ) -> None:

@@ -22,7 +22,7 @@ from agentloop.environments.environment import Environment
 from agentloop.environments.episodes import EnvironmentGroups
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.sources import TasksSettings, read_tasks
-from agentloop.errors import AgentFailed, RequestError
+from agentloop.errors import InfrastructureFailed, RequestError
 from agentloop.events import Event, RolloutStarted, TurnPlaced
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.observe.board import Board
@@ -261,7 +261,7 @@ async def test_a_limit_of_tokens_is_that_of_a_message(
 async def test_an_endpoint_that_nobody_may_ask_any_more_refuses_the_task() -> None:
     async with FakeEndpoint().serving() as fake:
         against, _ = played_by(endpoint(fake, max_requests=0))
-        with pytest.raises(RequestError, match=r"raised SettingsError: .*\(max_requests\)"):
+        with pytest.raises(RequestError, match=r"raised LimitReached: .*\(max_requests\)"):
             await run(against)
 
 
@@ -275,7 +275,7 @@ async def test_an_endpoint_that_fails_gives_no_reward(hides: bool) -> None:
         await agent.run("?")
         try:
             await agent.other("opponent", player=endpoint(fake)).chat("?")
-        except AgentFailed:
+        except InfrastructureFailed:
             if not hides:
                 raise
         return 1.0
@@ -302,7 +302,7 @@ async def test_an_endpoint_that_is_late_is_the_infrastructures_fault() -> None:
 async def test_a_tool_that_the_infrastructure_fails_gives_no_reward() -> None:
     async def ask() -> str:
         """Ask another agent."""
-        raise AgentFailed("gone")
+        raise InfrastructureFailed("gone")
 
     async with FakeEndpoint(deque([calls(("c", "ask", "{}"))])).serving() as fake:
         against, _ = played_by(endpoint(fake), tools=[ask])

@@ -17,7 +17,7 @@ from agentloop.environments.environment import EnvSettings, load
 from agentloop.environments.program import ProgramSettings, program
 from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import AgentFailed, SettingsError
+from agentloop.errors import InfrastructureFailed, SettingsError
 from agentloop.sandbox import (
     CallStatus,
     Program,
@@ -259,7 +259,7 @@ async def test_without_an_answer_of_the_model_it_is_the_users_mistake(
 
 async def test_an_engine_that_fails_is_infrastructure() -> None:
     agent = agent_of(FakePool(SandboxUnavailable("the engine is gone")))
-    with pytest.raises(AgentFailed, match="the engine is gone"):
+    with pytest.raises(InfrastructureFailed, match="the engine is gone"):
         await program.function(TASK, agent, settings=SETTINGS)
     assert agent.failures == ["sandbox: the engine is gone"]
 
@@ -271,7 +271,7 @@ TIMED_OUT = ProgramEnd(CallStatus.TIMEOUT, None, "42", "", 100.0)
 async def test_time_spent_waiting_for_a_server_is_not_the_programs(has_answered: bool) -> None:
     agent = agent_of(FakePool(TIMED_OUT), *([conversation()] if has_answered else []))
     agent.queued_s = 60.0
-    with pytest.raises(AgentFailed, match="mostly waiting for a server"):
+    with pytest.raises(InfrastructureFailed, match="mostly waiting for a server"):
         await program.function(TASK, agent, settings=SETTINGS)
     agent.queued_s = 40.0
     if has_answered:
@@ -293,7 +293,7 @@ async def test_time_in_which_the_model_samples_is_the_rollouts_own() -> None:
 async def test_a_model_that_says_nothing_until_the_time_is_over_is_infrastructure() -> None:
     agent = agent_of(FakePool(TIMED_OUT))
     agent.in_flight = [None]
-    with pytest.raises(AgentFailed, match="before the model had begun"):
+    with pytest.raises(InfrastructureFailed, match="before the model had begun"):
         await program.function(TASK, agent, settings=SETTINGS)
     # A program that goes by itself has not waited.
     agent = agent_of(FakePool(ProgramEnd(CallStatus.ERROR, 1, "", "", 1.0)))

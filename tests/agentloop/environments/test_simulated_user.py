@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from agentloop.environments.simulated_user import SimulatedUser
-from agentloop.errors import AgentFailed
+from agentloop.errors import InfrastructureFailed
 from agentloop.trajectory import Message
 
 pytestmark = pytest.mark.anyio
@@ -58,7 +58,7 @@ async def test_a_person_may_leave_with_a_last_word() -> None:
 
 
 async def test_a_person_who_says_nothing_is_the_infrastructures_fault() -> None:
-    with pytest.raises(AgentFailed, match="said nothing"):
+    with pytest.raises(InfrastructureFailed, match="said nothing"):
         await SimulatedUser(Script(" \n"), "You chat.")("Hello.")
-    with pytest.raises(AgentFailed, match="left before saying anything"):
+    with pytest.raises(InfrastructureFailed, match="left before saying anything"):
         await SimulatedUser(Script("###DONE###"), "You chat.").begin()

@@ -192,20 +192,20 @@ async def test_the_number_of_requests_in_flight_is_bounded() -> None:
         settings = EndpointSettings(url=fake.url, max_concurrent=3)
         opened = EndpointSampler.open(settings, Sampling(), max_response_tokens=9)
         async with opened as endpoint, anyio.create_task_group() as tasks:
-            wait_for_capacity = anyio.Event()
+            has_capacity = anyio.Event()
 
-            async def room() -> None:
+            async def wait_for_capacity() -> None:
                 await endpoint.wait_for_capacity(8)
-                wait_for_capacity.set()
+                has_capacity.set()
 
             async def group() -> None:
                 await endpoint.group(TASK, name="1", size=8, on_queued=lambda: None)
 
             tasks.start_soon(group)
             await eventually(lambda: fake.num_in_flight == 3)
-            tasks.start_soon(room)
+            tasks.start_soon(wait_for_capacity)
             await anyio.wait_all_tasks_blocked()
-            assert not wait_for_capacity.is_set()
+            assert not has_capacity.is_set()
             assert fake.gate is not None
             fake.gate.set()
     assert fake.most_in_flight == 3

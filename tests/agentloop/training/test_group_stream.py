@@ -28,7 +28,7 @@ class Source:
             yield f"task {index}"
 
 
-async def room() -> None: ...
+async def wait_for_capacity() -> None: ...
 
 
 async def run(task: str, on_queued: Callable[[], None]) -> list[Trajectory]:
@@ -36,7 +36,7 @@ async def run(task: str, on_queued: Callable[[], None]) -> list[Trajectory]:
 
 
 async def test_every_task_becomes_a_group() -> None:
-    async with finished_groups(Source(20), run, room, max_open=4) as groups:
+    async with finished_groups(Source(20), run, wait_for_capacity, max_open=4) as groups:
         found = [group async for group in groups]
     assert sorted(group.index for group in found) == list(range(20))
     assert all(group.task == f"task {group.index}" for group in found)
@@ -49,9 +49,9 @@ async def test_sources_may_be_asynchronous_or_empty() -> None:
         await anyio.lowlevel.checkpoint()
         yield "task 1"
 
-    async with finished_groups(two(), run, room, max_open=4) as groups:
+    async with finished_groups(two(), run, wait_for_capacity, max_open=4) as groups:
         assert len([group async for group in groups]) == 2
-    async with finished_groups(list[str](), run, room, max_open=4) as groups:
+    async with finished_groups(list[str](), run, wait_for_capacity, max_open=4) as groups:
         assert [group async for group in groups] == []
 
 
@@ -63,7 +63,7 @@ async def test_groups_are_yielded_as_they_finish() -> None:
         await ends[task].wait()
         return []
 
-    async with finished_groups(Source(3), slow, room, max_open=3) as groups:
+    async with finished_groups(Source(3), slow, wait_for_capacity, max_open=3) as groups:
         for index in (2, 0, 1):
             ends[f"task {index}"].set()
             assert (await anext(groups)).index == index
@@ -71,7 +71,7 @@ async def test_groups_are_yielded_as_they_finish() -> None:
 
 async def test_a_slow_reader_applies_backpressure() -> None:
     source = Source(100)
-    async with finished_groups(source, run, room, max_open=3) as groups:
+    async with finished_groups(source, run, wait_for_capacity, max_open=3) as groups:
         await anyio.wait_all_tasks_blocked()
         assert source.num_asked == 3
         await anext(groups)
@@ -94,7 +94,7 @@ async def test_a_task_that_cannot_run_is_reported_and_the_others_continue() -> N
             raise RequestError("too long")
         return []
 
-    async with finished_groups(Source(3), picky, room, max_open=3) as groups:
+    async with finished_groups(Source(3), picky, wait_for_capacity, max_open=3) as groups:
         errors = {group.index: group.error async for group in groups}
     assert str(errors[1]) == "too long"
     assert errors[0] is errors[2] is None
@@ -113,7 +113,7 @@ async def test_other_errors_are_raised(where: str) -> None:
         return []
 
     async def drain() -> None:
-        async with finished_groups(source(), failing, room, max_open=3) as groups:
+        async with finished_groups(source(), failing, wait_for_capacity, max_open=3) as groups:
             async for _ in groups:
                 pass
 
@@ -136,7 +136,7 @@ async def test_leaving_early_cancels_the_rest() -> None:
             num_running -= 1
         return []
 
-    async with finished_groups(Source(5), endless, room, max_open=5) as groups:
+    async with finished_groups(Source(5), endless, wait_for_capacity, max_open=5) as groups:
         await anext(groups)
         await anyio.wait_all_tasks_blocked()
         assert num_running == 4
@@ -155,7 +155,7 @@ async def test_leaving_early_closes_the_source_in_the_task_that_iterated_over_it
         finally:
             tasks.append(anyio.get_current_task())
 
-    async with finished_groups(source(), run, room, max_open=2) as groups:
+    async with finished_groups(source(), run, wait_for_capacity, max_open=2) as groups:
         await anext(groups)
         await anyio.wait_all_tasks_blocked()
     assert len(tasks) == 2
@@ -164,7 +164,7 @@ async def test_leaving_early_closes_the_source_in_the_task_that_iterated_over_it
 
 async def test_max_open_must_be_positive() -> None:
     with pytest.raises(RequestError, match="max_open: must be at least 1, got 0"):
-        async with finished_groups(Source(1), run, room, max_open=0):
+        async with finished_groups(Source(1), run, wait_for_capacity, max_open=0):
             pass
 
 
@@ -178,7 +178,7 @@ async def test_the_next_task_is_requested_once_the_last_one_is_queued() -> None:
         await end.wait()
         return []
 
-    async with finished_groups(source, slow_to_the_gate, room, max_open=3) as groups:
+    async with finished_groups(source, slow_to_the_gate, wait_for_capacity, max_open=3) as groups:
         await anyio.wait_all_tasks_blocked()
         assert source.num_asked == 1
         in_line.set()

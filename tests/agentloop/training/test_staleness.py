@@ -28,7 +28,7 @@ class Schedule:
     def possible(self) -> list[str]:
         s = self.slots
         return [
-            *(["admit"] if s.room > 0 else []),
+            *(["admit"] if s.num_free > 0 else []),
             *(["finish", "give back"] if s.open else []),
             *(["live", "nothing"] if s.live < s.next_batch else []),
         ]
@@ -72,7 +72,7 @@ def test_no_sample_is_too_stale_and_each_group_finishes_once(
         # Never: else the learner would wait for ever.
         assert possible
         run.do(possible[choice % len(possible)], number)
-        assert run.slots.room >= 0
+        assert run.slots.num_free >= 0
         assert run.slots.next_batch - run.slots.live <= max_staleness + 1
     # What is open finishes, in any order: then all that was admitted has ended, but for what is
     # too little for a batch.
@@ -93,12 +93,12 @@ def test_without_staleness_rollouts_and_training_alternate(size: int, data: st.D
         mine = [version * size + index for index in range(size)]
         for number in mine:
             slots.admit(number)
-        assert slots.room == 0
+        assert slots.num_free == 0
         for number in data.draw(st.permutations(mine)):
             assert slots.take() is None
             slots.finish(number)
         assert slots.take() == mine
-        assert slots.room == 0  # until the new weights are live
+        assert slots.num_free == 0  # until the new weights are live
         slots.now_live(version + 1)
 
 
@@ -125,9 +125,9 @@ def test_a_batch_without_signal_produces_no_version() -> None:
     slots.admit(0)
     slots.finish(0)
     assert slots.take() == [0]
-    assert slots.room == 0
+    assert slots.num_free == 0
     slots.learned_nothing()
-    assert slots.room == 1
+    assert slots.num_free == 1
     with pytest.raises(ValueError, match="no batch"):
         slots.learned_nothing()
 

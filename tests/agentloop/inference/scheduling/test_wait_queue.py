@@ -81,32 +81,32 @@ TestRoom.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 
 
 def test_the_oldest_group_goes_first_and_its_longest_before_others() -> None:
-    room: WaitQueue[int] = WaitQueue()
+    queue: WaitQueue[int] = WaitQueue()
     for one in (
         waiting("young", 2, 9),
         waiting("short", 1, 3),
         waiting("long", 1, 7, since_s=1.0),
         waiting("late", 1, 3, since_s=2.0),
     ):
-        room.enter(one)
-    assert [one.name for one in room] == ["long", "short", "late", "young"]
+        queue.enter(one)
+    assert [one.name for one in queue] == ["long", "short", "late", "young"]
     with pytest.raises(ValueError, match="long is already waiting"):
-        room.enter(waiting("long"))
-    assert room.longest_wait_s(5.0) == 4.0
-    assert room.place(5.0, lambda one: True) == 4
-    assert room.longest_wait_s(5.0) == 0.0
+        queue.enter(waiting("long"))
+    assert queue.longest_wait_s(5.0) == 4.0
+    assert queue.place(5.0, lambda one: True) == 4
+    assert queue.longest_wait_s(5.0) == 0.0
 
 
 @given(st.lists(st.integers(1, 5), min_size=5, max_size=40), st.integers(6, 10))
 def test_a_large_request_is_overtaken_only_for_a_limited_time(small: list[int], big: int) -> None:
     """An endless stream of small requests never leaves 10 tokens free at once, until none may
     overtake."""
-    room: WaitQueue[int] = WaitQueue(starvation_threshold_s=10.0)
-    room.enter(waiting("big", 0, big, since_s=0.0))
+    queue: WaitQueue[int] = WaitQueue(starvation_threshold_s=10.0)
+    queue.enter(waiting("big", 0, big, since_s=0.0))
     running: list[tuple[float, int]] = [(0.5, 5)]
     placed_s = None
     for now in range(100):
-        room.enter(waiting(f"small{now}", 1, small[now % len(small)], since_s=float(now)))
+        queue.enter(waiting(f"small{now}", 1, small[now % len(small)], since_s=float(now)))
         running = [(end_s, size) for end_s, size in running if end_s > now]
 
         def try_to_place(one: Waiting[int], now: int = now) -> bool:
@@ -116,8 +116,8 @@ def test_a_large_request_is_overtaken_only_for_a_limited_time(small: list[int], 
             running = [*running, (now + 2.5, one.request)]
             return True
 
-        room.place(float(now), try_to_place)
-        if placed_s is None and "big" not in {one.name for one in room}:
+        queue.place(float(now), try_to_place)
+        if placed_s is None and "big" not in {one.name for one in queue}:
             placed_s = now
     assert placed_s is not None
     assert placed_s <= 10 + 3

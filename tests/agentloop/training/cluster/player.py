@@ -53,7 +53,7 @@ class Player:
         self.fails: ServerError | None = None  # to load weights
         self.opens: Exception | None = None  # instead of a runtime
         self.gate: anyio.Event | None = None  # groups wait for it
-        self.room: anyio.Event | None = None
+        self.capacity: anyio.Event | None = None
         self.died = anyio.Event()  # the last server
         self._rollouts = rollouts
 
@@ -74,8 +74,8 @@ class Player:
             tasks.cancel_scope.cancel()
 
     async def wait_for_capacity(self, size: int) -> None:
-        if self.room is not None:
-            await self.room.wait()
+        if self.capacity is not None:
+            await self.capacity.wait()
 
     async def group(
         self,
@@ -123,7 +123,7 @@ class Player:
         self.pauses.append(published.pause)
         return SyncResult(published, ["http://server"], {}, 0.0, self.checksum, num_verified=1)
 
-    async def sync_stale(self, handover: SyncResult, *, timeout_s: float) -> bool:
+    async def sync_stale(self, result: SyncResult, *, timeout_s: float) -> bool:
         self.num_stale += 1
         return True
 

@@ -109,20 +109,20 @@ async def test_groups_are_rolled_out_by_all_runtimes_and_come_back_whole(folder:
 
 async def test_a_runtime_without_room_gets_no_groups(folder: Path) -> None:
     one, full = Player("one"), Player("full")
-    full.room = anyio.Event()
+    full.capacity = anyio.Event()
     async with playing(one, full) as runtimes:
         await synced(runtimes, folder)
         await groups(runtimes, "1", "2", "3")
         assert full.asked == []
-        full.room.set()
-        one.room = anyio.Event()
-        await groups(runtimes, "4", "5")  # one may have room for one more
+        full.capacity.set()
+        one.capacity = anyio.Event()
+        await groups(runtimes, "4", "5")  # one may have capacity for one more
     assert full.asked
 
 
 async def test_the_groups_of_a_lost_runtime_go_to_another_and_it_returns(folder: Path) -> None:
     one, two, said = Player("one"), Player("two"), list[str]()
-    one.gate, two.room = anyio.Event(), anyio.Event()
+    one.gate, two.capacity = anyio.Event(), anyio.Event()
     found: dict[str, RolledOut] = {}
     async with playing(one, two, said=said) as runtimes:
         result = await synced(runtimes, folder)
@@ -134,13 +134,13 @@ async def test_the_groups_of_a_lost_runtime_go_to_another_and_it_returns(folder:
             tasks.start_soon(ask)
             await eventually(lambda: len(one.asked) == 3)
             one.actors[0].kill()
-            two.room.set()
+            two.capacity.set()
         assert told(found) == whole("1", "2", "3")
         assert by(found) == {("two", "0")}
         assert sorted(two.asked) == ["1", "2", "3"]
         await eventually(lambda: len(one.actors) == 2)
         await eventually(lambda: sum(line.startswith("one: ready") for line in said) == 2)
-        one.gate, two.room = None, anyio.Event()
+        one.gate, two.capacity = None, anyio.Event()
         assert await runtimes.sync_stale(result, timeout_s=30)
         assert one.versions == ["0", "0"]
         assert ("one", "0") in by(await groups(runtimes, "4", "5", "6"))
@@ -149,15 +149,15 @@ async def test_the_groups_of_a_lost_runtime_go_to_another_and_it_returns(folder:
 
 async def test_a_group_that_a_runtime_cannot_do_goes_to_another(folder: Path) -> None:
     bad, good = Player("bad"), Player("good")
-    good.room = anyio.Event()
+    good.capacity = anyio.Event()
     bad.error = ServerError("no server is left")
     async with playing(bad, good) as runtimes:
         await synced(runtimes, folder)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(groups, runtimes, "1")
             await eventually(lambda: bool(bad.asked))
-            bad.room = anyio.Event()
-            good.room.set()
+            bad.capacity = anyio.Event()
+            good.capacity.set()
     assert good.asked == ["1"]
 
 
@@ -298,9 +298,9 @@ async def test_a_runtime_that_cannot_load_rolls_out_nothing_until_it_can(folder:
         await groups(runtimes, "1", "2", "3", oldest=1)
         assert bad.asked == []
         assert not await runtimes.sync_stale(came, timeout_s=30)
-        bad.fails, good.room = None, anyio.Event()
+        bad.fails, good.capacity = None, anyio.Event()
         assert await runtimes.sync_stale(came, timeout_s=30)
-        await groups(runtimes, "4", "5", oldest=1)  # good may have room for one more
+        await groups(runtimes, "4", "5", oldest=1)  # good may have capacity for one more
         assert bad.asked
         assert bad.versions == ["0", "1"]
 
@@ -313,7 +313,7 @@ async def test_a_folder_that_a_node_does_not_see_is_an_error_that_says_so(folder
 
 async def test_a_runtime_that_cannot_load_brings_what_it_has_rolled_out(folder: Path) -> None:
     one, two = Player("one"), Player("two")
-    one.gate, two.room = anyio.Event(), anyio.Event()
+    one.gate, two.capacity = anyio.Event(), anyio.Event()
     found: dict[str, RolledOut] = {}
     async with playing(one, two) as runtimes:
         await synced(runtimes, folder)
@@ -325,7 +325,7 @@ async def test_a_runtime_that_cannot_load_brings_what_it_has_rolled_out(folder: 
             tasks.start_soon(ask)
             await eventually(lambda: bool(one.asked))
             one.fails = ServerError("the disk is full")
-            two.room.set()
+            two.capacity.set()
             await synced(runtimes, folder, 1)
             one.gate.set()
     assert by(found) == {("one", "0")}
@@ -337,7 +337,7 @@ async def test_what_was_sampled_with_weights_that_nobody_knows_goes_to_others(
 ) -> None:
     monkeypatch.setattr(runtimes_module, "_ANSWER_S", 0.1)
     one, two = Player("one"), Player("two")
-    one.gate, two.room = anyio.Event(), anyio.Event()
+    one.gate, two.capacity = anyio.Event(), anyio.Event()
     found: dict[str, RolledOut] = {}
     async with playing(one, two) as runtimes:
         await synced(runtimes, folder)
@@ -349,7 +349,7 @@ async def test_what_was_sampled_with_weights_that_nobody_knows_goes_to_others(
             tasks.start_soon(ask)
             await eventually(lambda: bool(one.asked))
             one.fails, one.sampled = ServerError("half of the servers have them"), "1"
-            two.room.set()
+            two.capacity.set()
             await runtimes.sync(PublishedFolder("1", folder), timeout_s=0.1)
             one.gate.set()
     assert by(found) == {("two", "1")}
