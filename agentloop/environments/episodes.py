@@ -31,7 +31,7 @@ from agentloop.environments.environment import (
     load,
     reward_of,
 )
-from agentloop.environments.rewards.reward import Grader, Reward
+from agentloop.environments.rewards.reward import Grader, Reward, finite_number
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentFailed, RequestError, RewardError, ServerError, sole
 from agentloop.events import Emit, Event, RolloutStarted, ignore
@@ -312,6 +312,8 @@ class EnvironmentGroups:
                 )
                 for one in (agent, *agent.others.values()):
                     check_turn_rewards(one.trajectories)
+                    if one.reward is not None:
+                        one.reward = finite_number(one.reward, f"reward of {one.id}")
                 if agent.failure is None:
                     return end
         except (AgentFailed, ServerError) as error:
