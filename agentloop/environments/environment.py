@@ -31,7 +31,7 @@ from agentloop.agent.tools import import_schema_parser
 from agentloop.config import import_named
 from agentloop.environments.player import Script
 from agentloop.environments.registry import find
-from agentloop.environments.rewards.reward import Reward, finite_number
+from agentloop.environments.rewards.reward import Reward, finite_number, plain_reward
 from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import SettingsError
@@ -249,9 +249,9 @@ def reward_of(value: Any, weights: Mapping[str, float]) -> Reward:
     if value is None:
         return Reward(None, None, "the environment gives none")
     if isinstance(value, Reward):
-        return value.checked()
+        return plain_reward(value)
     if isinstance(value, Mapping):
-        parts = Reward(None, None, "", value).checked().parts
+        parts = plain_reward(Reward(None, None, "", value)).parts
         if unknown := weights.keys() - parts.keys():
             raise ValueError(
                 f"weights: {', '.join(sorted(unknown))}: the reward has no such part; its parts: "

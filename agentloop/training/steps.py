@@ -250,7 +250,7 @@ def batch_rows(folder: RunFolder, lease: Lease) -> Iterator[tuple[int, dict[str,
         for row in rows:
             if "credit" not in row:
                 raise RunFolderError(
-                    f"{folder.path / group.path}: written by an earlier version of agentloop, "
+                    f"run.folder: {group.path}: written by an earlier version of agentloop, "
                     "without the credit of tokens: finish the run with that version, or have its "
                     "groups rolled out again: --resume RUN --from STEP, the step of a checkpoint"
                 )

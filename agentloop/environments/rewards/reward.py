@@ -33,7 +33,7 @@ from agentloop.errors import RewardError, SettingsError
 from agentloop.sandbox import Pool
 from agentloop.trajectory import StopReason, Trajectory
 
-__all__ = ["Grader", "Reward", "RewardFunction", "RewardSettings", "finite_number"]
+__all__ = ["Grader", "Reward", "RewardFunction", "RewardSettings", "finite_number", "plain_reward"]
 
 _VERIFIED = "agentloop.environments.rewards.math_check:verified"
 _MAX_ANSWER_CHARS = 4000
@@ -78,18 +78,19 @@ class Reward:
     reason: str
     parts: Mapping[str, float] = field(default_factory=dict)
 
-    def checked(self) -> Reward:
-        """Return the same reward as plain data, which the journal keeps as it is.
 
-        Raises:
-            ValueError: as `finite_number`, of the value or a part.
-        """
-        value = None if self.value is None else finite_number(self.value, "reward")
-        answer = None if self.answer is None else str(self.answer)
-        parts = {
-            str(name): finite_number(part, f"part {name!r}") for name, part in self.parts.items()
-        }
-        return Reward(value, answer, str(self.reason), parts)
+def plain_reward(reward: Reward) -> Reward:
+    """Return the same reward as plain data, which the journal keeps as it is.
+
+    Raises:
+        ValueError: as `finite_number`, of the value or a part.
+    """
+    value = None if reward.value is None else finite_number(reward.value, "reward")
+    answer = None if reward.answer is None else str(reward.answer)
+    parts = {
+        str(name): finite_number(part, f"part {name!r}") for name, part in reward.parts.items()
+    }
+    return Reward(value, answer, str(reward.reason), parts)
 
 
 Verdict = Reward | float | None
@@ -315,7 +316,7 @@ def _reward(verdict: object, name: str, task: Task) -> Reward:
         return Reward(None, None, f"{name}: no reward")
     try:
         if isinstance(verdict, Reward):
-            return verdict.checked()
+            return plain_reward(verdict)
         if isinstance(verdict, SupportsFloat):
             return Reward(finite_number(verdict, "reward"), None, name)
     except ValueError as error:  # the model's text may decide a number

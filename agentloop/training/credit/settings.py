@@ -12,6 +12,7 @@ from agentloop.errors import SettingsError
 from agentloop.training.credit import cispo, distill, grpo, gspo, per_turn
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.rule import (
+    Aggregate,
     CreditArguments,
     CreditRule,
     RewardedRollout,
@@ -114,6 +115,23 @@ class CreditSettings(pydantic.BaseModel):
     def arguments(self) -> CreditArguments:
         return self.rule.arguments.model_validate(self.args)
 
+    @property
+    def aggregate(self) -> Aggregate:
+        return self.arguments.aggregate or self.rule.aggregate
+
+    def check_resumed(self, before: CreditSettings) -> None:
+        """Check that groups which were finished with the settings `before` can be in our batches.
+
+        Raises:
+            SettingsError: their tokens have weights of another scale.
+        """
+        if self.aggregate != before.aggregate:
+            raise SettingsError(
+                f"--resume: credit.args.aggregate: the run's finished groups have weights for "
+                f"{before.aggregate!r}, not {self.aggregate!r}: keep it, or go back to a "
+                "checkpoint with --from, which has them rolled out again"
+            )
+
 
 def assign(
     group: Sequence[RewardedRollout], settings: CreditSettings, random: Random
@@ -126,7 +144,7 @@ def assign(
     arguments = settings.arguments
     shuffler = random if arguments.shuffle_rewards else None
     advantages = settings.rule.advantages(group, arguments, shuffler)
-    weights = token_weights(group, arguments.aggregate or settings.rule.aggregate)
+    weights = token_weights(group, settings.aggregate)
     return [
         [TokenCredit.of(*one) for one in zip(*rollout, strict=True)]
         for rollout in zip(advantages, weights, strict=True)
