@@ -108,9 +108,11 @@ def importance_weight(old: Tensor, engine: Tensor, cap: float | None) -> Tensor:
 def k3(new: Tensor, other: Tensor) -> Tensor:
     """Return exp(d) - d - 1 with d = other - new.
 
-    It is unbiased for KL(new || other) on samples of new, and never negative (Schulman,
-    "Approximating KL Divergence", k3). GRPO (arXiv 2402.03300, eq. 4) adds it to the loss; verl's
-    low_var_kl and TRL's beta are the same.
+    On samples of new, its value is an unbiased estimate of KL(new || other), and never negative
+    (Schulman, "Approximating KL Divergence", k3). Its gradient there is that of the other
+    direction, KL(other || new): the samples' own dependence on new is left out. Samples of an older
+    policy are not reweighted. GRPO (arXiv 2402.03300, eq. 4) adds it to the loss; verl's low_var_kl
+    and TRL's beta are the same.
     """
     d = (other - new).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     return torch.expm1(d) - d  # expm1 stays exact where both nearly agree, the usual case

@@ -36,7 +36,7 @@ from agentloop.cli.sft import (
 from agentloop.cli.sft_stage import check_teachers, make_start_model
 from agentloop.cli.train_checks import checked, require_machine
 from agentloop.cli.train_settings import TrainSettings, learner_settings
-from agentloop.config import to_toml
+from agentloop.config import load_settings, to_toml
 from agentloop.environments.mixture import open_mixture
 from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.sources import TaskSource
@@ -51,7 +51,7 @@ from agentloop.training.loop import TrainingLoop
 from agentloop.training.queue import GroupQueue
 from agentloop.training.resume import load_newest
 from agentloop.training.rollouts import RollsOut
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.run_folder import RunFolder, config_of
 from agentloop.training.run_status import count_of
 from agentloop.training.undo import finish_undo, undo
 from agentloop.training.weight_sync.sync import Serving
@@ -98,6 +98,9 @@ async def train(
                     f"--resume: {folder.path}: has rollouts or checkpoints, but its journal, "
                     "queue.sqlite, has no groups: restore the file, or start a new run"
                 )
+            if from_step is None:
+                before = load_settings(TrainSettings, [config_of(folder.path)])
+                settings.credit.check_resumed(before.credit)
             await anyio.to_thread.run_sync(folder.metrics)  # report damage before the servers start
             await finish_undo(folder, queue)
             cursor = (await queue.noted("cursor") or {}).get("tasks")

@@ -19,11 +19,9 @@ It may return
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from numbers import Real
 from random import Random
 from typing import Any, ClassVar, overload
 
@@ -33,7 +31,7 @@ from agentloop.agent.tools import import_schema_parser
 from agentloop.config import import_named
 from agentloop.environments.player import Script
 from agentloop.environments.registry import find
-from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.rewards.reward import Reward, finite_number, plain_reward
 from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import SettingsError
@@ -89,7 +87,8 @@ class Environment:
 
     Attributes:
         tasks: makes the tasks, if the settings name no others.
-        weights: the weight of each named part of the reward; 1 for those that are not in it.
+        weights: the weight of each named part of the reward; 1 for those that are not in it. A
+            part that has a weight must be in each reward that has parts.
         teacher: plays the dialogues that a model may start from (`sft.data.teacher`).
         agent_errors: exceptions that the agent causes, such as an answer that is no number, with
             the reward of a rollout that ends with one. Others are failures of the environment.
@@ -175,7 +174,8 @@ def environment(
         tasks: a function of a `random.Random` that returns the fields of a task, such as
             `{"answer": rng.randint(1, 100), "top": 100}`. Further parameters are arguments
             of the environment, by their names.
-        weights: weights of the named parts of the reward; 1 by default.
+        weights: weights of the named parts of the reward; 1 by default. A part that has a weight
+            must be in each mapping that the function returns.
         teacher: a function of a task and a `random.Random` that returns a script, as
             `agentloop.play` takes one. `sft.data.teacher` is the number of rollouts that such
             scripts play, for a model to imitate before it learns from its own.
@@ -202,6 +202,10 @@ def _made(function: EnvironmentFunction, **options: Any) -> Environment:
         raise TypeError(f"environment: {function!r} must be an `async def` function")
     if len(inspect.signature(function).parameters) < 2:
         raise TypeError(f"environment: {function.__name__} must take a task and an agent")
+    for kind, reward in options["agent_errors"].items():
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            raise TypeError(f"environment: agent_errors: {kind!r} is not a type of exception")
+        finite_number(reward, f"environment: agent_errors: {kind.__name__}")
     return Environment(function, **options)
 
 
@@ -256,18 +260,24 @@ def reward_of(value: Any, weights: Mapping[str, float]) -> Reward:
     """Return what an environment has returned as a reward.
 
     Raises:
-        ValueError: the value is none that an environment may return.
+        ValueError: the value is none that an environment may return, or a weight is of a part
+            that it does not have.
     """
     if value is None:
         return Reward(None, None, "the environment gives none")
     if isinstance(value, Reward):
-        return value
+        return plain_reward(value)
     if isinstance(value, Mapping):
-        parts = {str(name): _number(part, f"part {name!r}") for name, part in value.items()}
+        parts = plain_reward(Reward(None, None, "", value)).parts
+        if unknown := weights.keys() - parts.keys():
+            raise ValueError(
+                f"weights: {', '.join(sorted(unknown))}: the reward has no such part; its parts: "
+                f"{', '.join(parts) or 'none'}"
+            )
         total = sum(weights.get(name, 1.0) * part for name, part in parts.items())
         told = ", ".join(f"{name} {part:g}" for name, part in parts.items())
-        return Reward(_number(total, "the sum of the parts"), None, told, parts)
-    return Reward(_number(value, "the reward"), None, "by the environment")
+        return Reward(finite_number(total, "the sum of the parts"), None, told, parts)
+    return Reward(finite_number(value, "the reward"), None, "by the environment")
 
 
 def check_turn_rewards(trajectories: Sequence[Trajectory]) -> None:
@@ -280,18 +290,12 @@ def check_turn_rewards(trajectories: Sequence[Trajectory]) -> None:
         for number, turn in enumerate(trajectory, 1):
             where = f"turn {number} of {trajectory.id}"
             if turn.reward is not None:
-                turn.reward = _number(turn.reward, f"{where}: reward")
+                turn.reward = finite_number(turn.reward, f"{where}: reward")
+            turn.token_rewards = [
+                finite_number(reward, f"{where}: token_rewards") for reward in turn.token_rewards
+            ]
             if turn.token_rewards and len(turn.token_rewards) != len(turn.output_ids):
                 raise ValueError(
                     f"{where}: token_rewards: {len(turn.token_rewards)} for "
                     f"{len(turn.output_ids)} tokens: give one for each of output_ids"
                 )
-            turn.token_rewards = [
-                _number(one, f"{where}: token_rewards") for one in turn.token_rewards
-            ]
-
-
-def _number(value: Any, what: str) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"{what}: expected a finite number, got {value!r}")
-    return float(value)

@@ -37,7 +37,7 @@ from agentloop.environments.environment import (
     load,
     reward_of,
 )
-from agentloop.environments.rewards.reward import Grader, Reward
+from agentloop.environments.rewards.reward import Grader, Reward, finite_number
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import (
     EnvironmentFailed,
@@ -364,6 +364,8 @@ class EnvironmentGroups:
         """
         for one in (agent, *agent.others.values()):
             check_turn_rewards(one.trajectories)
+            if one.reward is not None:
+                one.reward = finite_number(one.reward, f"reward of {one.id}")
         if isinstance(value, Trajectory):
             return value
         return _End(reward_of(value, self._environment.weights))

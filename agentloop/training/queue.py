@@ -150,7 +150,7 @@ class GroupQueue:
         """Admit the next group and record `cursor`, the position of the task source after it."""
 
         def work(db: sqlite3.Connection) -> QueuedGroup:
-            row = (_json(asdict(task)), version)
+            row = (dumps(asdict(task)).decode(), version)  # fields of data sets may be dates
             found = db.execute("INSERT INTO groups (task, version) VALUES (?, ?)", row).lastrowid
             _note(db, "cursor", cursor)
             assert found is not None
@@ -467,7 +467,8 @@ def _update_group(update: str, row: Sequence[Any], db: sqlite3.Connection) -> No
 
 
 def _note(db: sqlite3.Connection, key: str, value: Any) -> None:
-    db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, _json(value)))
+    row = (key, dumps(value).decode())  # a stage's tasks may have dates
+    db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", row)
 
 
 def _noted(db: sqlite3.Connection, key: str) -> Any:
@@ -491,8 +492,8 @@ def _stage_number(stage: str) -> int:
 
 
 def _json(value: Any) -> str:
-    """Serialize to JSON; dates and other values of data sets become strings."""
-    return dumps(value).decode()
+    """Serialize figures. Raises TypeError if they are no plain data: no number becomes text."""
+    return dumps(value, default=None).decode()
 
 
 def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[QueuedGroup]:

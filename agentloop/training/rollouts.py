@@ -417,8 +417,6 @@ class Rollouts:
         values = [reward.value for reward in rewards]
         # A generator per group, since groups finish in any order.
         draw = random.Random(f"{self._seed} {name}")
-        if self._credit.arguments.shuffle_rewards:
-            values = _shuffled(values, draw)
         has_turn_rewards = _has_turn_rewards(episodes)
         if has_turn_rewards and not self._credit.rule.uses_turn_rewards:
             self._tell_ignored()
@@ -427,20 +425,19 @@ class Rollouts:
             Trace.of(episode.whole, value) for episode, value in zip(episodes, values, strict=True)
         ]
         choice = resample(traces, roc, draw)
-        credit = self._assigned(
-            {index: (values[index], episodes[index].whole) for index in choice.kept}, taught
-        )
+        members = {episodes[n].id: (values[n], episodes[n].whole) for n in choice.kept}
+        credit = self._assigned(members, taught, draw)
         indexes: Sequence[int] = choice.kept
         if choice.rejected is Rejected.EQUAL_REWARDS:  # those of other agents may differ
             indexes = range(len(episodes))
-        for name in {name for episode in episodes for name in episode.others}:
-            members: dict[int, tuple[float | None, Sequence[Trajectory]]] = {}
+        for name in sorted({name for episode in episodes for name in episode.others}):
+            members = {}
             for index in indexes:
                 other = episodes[index].others.get(name)
                 if other is not None and other.is_trained and values[index] is not None:
                     reward = values[index] if other.reward is None else other.reward
-                    members[index] = reward, other.whole
-            credit |= self._assigned(members, taught)
+                    members[episodes[index].id] = reward, other.whole
+            credit |= self._assigned(members, taught, draw)
         found = _Scored(task, episodes, rewards, choice, credit)
         if self._roc.reject_equal_reward and not found.has_signal:
             found.credit = {}
@@ -448,25 +445,31 @@ class Rollouts:
 
     def _assigned(
         self,
-        members: Mapping[int, tuple[float | None, Sequence[Trajectory]]],
+        members: Mapping[str, tuple[float | None, Sequence[Trajectory]]],
         taught: Mapping[str, Sequence[float]],
+        draw: random.Random,
     ) -> dict[str, TokenCredit]:
         """Return the credit of one agent's trajectories by their ids.
 
         Args:
-            members: its reward and its trajectories, by the number of the rollout.
+            members: its reward and its trajectories, by the id of the rollout.
             taught: the teacher's log-probabilities, by the trajectory's id.
         """
         needs_teacher = self._credit.rule.needs_teacher  # in an evaluation there is none
         group = [
-            RewardedRollout(reward, trajectories, [taught.get(one.id, ()) for one in trajectories])
-            for reward, trajectories in members.values()
+            RewardedRollout(
+                reward,
+                trajectories,
+                [taught.get(one.id, ()) for one in trajectories],
+                [one.id.removeprefix(id) for one in trajectories],
+            )
+            for id, (reward, trajectories) in members.items()
             if reward is not None
             and (not needs_teacher or all(one.id in taught for one in trajectories))
         ]
         return {
             trajectory.id: credit
-            for rollout, credits in zip(group, assign(group, self._credit), strict=True)
+            for rollout, credits in zip(group, assign(group, self._credit, draw), strict=True)
             for trajectory, credit in zip(rollout.trajectories, credits, strict=True)
         }
 
@@ -494,10 +497,3 @@ def _other_version(trajectory: Trajectory, oldest: int) -> str | None:
     """
     versions = (span.version for turn in trajectory for span in turn.versions)
     return next((one for one in versions if not (one.isdecimal() and int(one) >= oldest)), None)
-
-
-def _shuffled(values: Sequence[float | None], draw: random.Random) -> list[float | None]:
-    """Return the rewards in random order; None values stay in place."""
-    there = [value for value in values if value is not None]
-    draw.shuffle(there)
-    return [None if value is None else there.pop() for value in values]

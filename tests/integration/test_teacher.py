@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from random import Random
 from typing import Any, cast
 
 import httpx
@@ -99,7 +100,7 @@ async def test_a_teacher_agrees_with_itself(sglang_url: str) -> None:
         for _ in range(2):  # the second time the server has it in its cache
             found = await teacher(trajectory)
             assert found == pytest.approx([*first.logprobs, *second.logprobs], abs=1e-3)
-    ((one,),) = assign([RewardedRollout(0.0, [trajectory], [found])], credit)
+    ((one,),) = assign([RewardedRollout(0.0, [trajectory], [found])], credit, Random(0))
     assert one.mean_advantage == pytest.approx(0, abs=1e-3)
     other = Turn(first.output_ids[::-1], [-1.0] * 24)  # tokens that it would not sample
     async with open_teacher(credit, TOKENIZER) as teacher:

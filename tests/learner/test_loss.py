@@ -86,6 +86,16 @@ def test_k3_is_unbiased() -> None:
     assert (new * k3(new.log(), other.log())).sum().item() == pytest.approx(kl.item())
 
 
+def test_the_gradient_of_k3_is_that_of_the_reverse_direction() -> None:
+    """On samples of the policy, whose probabilities have no gradient in the loss."""
+    logits, other = tensor(0.4, -1.0, 0.3).requires_grad_(), tensor(0.2, 0.3, 0.5)
+    new = logits.log_softmax(0)
+    (slope,) = torch.autograd.grad((new.exp().detach() * k3(new, other.log())).sum(), logits)
+    new = logits.log_softmax(0)
+    (expected,) = torch.autograd.grad((other * (other.log() - new)).sum(), logits)
+    assert slope.tolist() == pytest.approx(expected.tolist())
+
+
 @pytest.mark.parametrize("case", VECTORS["supervised"])
 def test_the_supervised_loss_and_its_slope(case: dict[str, Any]) -> None:
     new = tensor(*case["new"]).requires_grad_()

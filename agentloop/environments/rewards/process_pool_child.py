@@ -73,8 +73,8 @@ def _call(name: str, arguments: tuple[object, ...]) -> Any:
         value = asyncio.run(_wait(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
-    json.dumps(value)  # fail here, so that the error is attributed to the function
-    return value
+    # Fail here, so that the error is attributed to the function. Other numbers become floats.
+    return json.loads(json.dumps(value, default=float))
 
 
 async def _wait(awaitable: Any) -> Any:

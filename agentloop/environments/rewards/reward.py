@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, SupportsFloat
 
 import anyio
 import anyio.to_thread
@@ -33,10 +33,32 @@ from agentloop.errors import RewardError, SettingsError
 from agentloop.sandbox import Pool
 from agentloop.trajectory import StopReason, Trajectory
 
-__all__ = ["Grader", "Reward", "RewardFunction", "RewardSettings"]
+__all__ = ["Grader", "Reward", "RewardFunction", "RewardSettings", "finite_number", "plain_reward"]
 
 _VERIFIED = "agentloop.environments.rewards.math_check:verified"
 _MAX_ANSWER_CHARS = 4000
+_LARGEST = 1e30
+
+
+def finite_number(value: object, what: str) -> float:
+    """Return a number that comes from outside, such as a reward, as a float.
+
+    Args:
+        value: a number of any type, such as numpy's; True is 1.
+        what: what it is, for the error.
+
+    Raises:
+        ValueError: it is no number, is not finite, or its magnitude is above 1e30. Up to there, it
+            is finite in float32 as well, and so are sums of squares in float64.
+    """
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (TypeError, ValueError, OverflowError):  # an array, sNaN, a huge integer
+        number = math.nan
+    if not abs(number) <= _LARGEST:
+        expected = f"expected a finite number, at most {_LARGEST:g} in magnitude"
+        raise ValueError(f"{what}: {expected}, got {value!r:.100}")
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +77,20 @@ class Reward:
     answer: str | None
     reason: str
     parts: Mapping[str, float] = field(default_factory=dict)
+
+
+def plain_reward(reward: Reward) -> Reward:
+    """Return the same reward as plain data, which the journal keeps as it is.
+
+    Raises:
+        ValueError: as `finite_number`, of the value or a part.
+    """
+    value = None if reward.value is None else finite_number(reward.value, "reward")
+    answer = None if reward.answer is None else str(reward.answer)
+    parts = {
+        str(name): finite_number(part, f"part {name!r}") for name, part in reward.parts.items()
+    }
+    return Reward(value, answer, str(reward.reason), parts)
 
 
 Verdict = Reward | float | None
@@ -278,11 +314,11 @@ class Grader:
 def _reward(verdict: object, name: str, task: Task) -> Reward:
     if verdict is None:
         return Reward(None, None, f"{name}: no reward")
-    reward = verdict
-    if isinstance(verdict, int | float):
-        reward = Reward(float(verdict), None, name)
-    if not isinstance(reward, Reward):
-        raise RewardError(f"{name}: task {task.id}: a number or a Reward, not {verdict!r:.100}")
-    if reward.value is not None and not math.isfinite(reward.value):
-        raise RewardError(f"{name}: task {task.id}: a finite number, not {reward.value}")
-    return reward
+    try:
+        if isinstance(verdict, Reward):
+            return plain_reward(verdict)
+        if isinstance(verdict, SupportsFloat):
+            return Reward(finite_number(verdict, "reward"), None, name)
+    except ValueError as error:  # the model's text may decide a number
+        return Reward(None, None, f"{name}: {error}")
+    raise RewardError(f"{name}: task {task.id}: a number or a Reward, not {verdict!r:.100}")

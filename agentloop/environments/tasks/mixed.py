@@ -56,6 +56,7 @@ class MixedTasks(TaskSource):
             weights: the weight of each environment.
         """
         self._sources = dict(sources)
+        self._weights = dict(weights)
         self._turns = WeightedTurns(weights)
         each = [source.distinct for source in sources.values()]
         if None not in each:
@@ -106,6 +107,7 @@ class MixedTasks(TaskSource):
         return {
             "envs": {name: source.cursor() for name, source in self._sources.items()},
             "credit": dict(self._turns.credit),
+            "weights": self._weights,
         }
 
     def go_to(self, cursor: Mapping[str, Any]) -> None:
@@ -125,7 +127,9 @@ class MixedTasks(TaskSource):
                 source.go_to(before[name])
             except DataError as error:
                 raise DataError(f"envs: {name}: {error}") from error
-        self._turns.credit |= cursor["credit"]
+        # Credit is in units of the weights; runs of before have not recorded theirs.
+        scale = sum(self._weights.values()) / sum(cursor.get("weights", self._weights).values())
+        self._turns.credit = {name: scale * cursor["credit"][name] for name in self._sources}
 
 
 def of_environment(task: Task, name: str) -> Task:

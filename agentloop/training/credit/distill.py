@@ -12,6 +12,7 @@ default rewards are only a metric.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 from urllib.parse import urlsplit
 
 import pydantic
@@ -44,8 +45,10 @@ class DistillArguments(CreditArguments):
         return teacher.rstrip("/")
 
 
-def _advantages(group: Sequence[RewardedRollout], arguments: DistillArguments) -> Advantages:
-    scores = group_advantages([rollout.reward for rollout in group])
+def _advantages(
+    group: Sequence[RewardedRollout], arguments: DistillArguments, shuffler: Random | None
+) -> Advantages:
+    scores = group_advantages([rollout.reward for rollout in group], shuffler)
     return [
         [
             [

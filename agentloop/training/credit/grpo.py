@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from random import Random
 
 from agentloop.training.credit.rule import Advantages, CreditArguments, CreditRule, RewardedRollout
 
@@ -12,11 +13,12 @@ __all__ = ["RULE", "group_advantages", "rollout_advantages"]
 _EPSILON = 1e-6
 
 
-def group_advantages(rewards: Sequence[float]) -> list[float]:
+def group_advantages(rewards: Sequence[float], shuffler: Random | None = None) -> list[float]:
     """Return (r - mean) / (std + 1e-6) for the selected rollouts of one group.
 
     The standard deviation is unbiased, with a denominator of n - 1 (GRPO, arXiv 2402.03300; the
-    epsilon is verl's). If all rewards are equal, every advantage is exactly 0.
+    epsilon is verl's). If all rewards are equal, every advantage is exactly 0. With `shuffler`
+    they are in random order.
 
     Raises:
         ValueError: A reward is not finite.
@@ -28,14 +30,17 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
     mean = math.fsum(rewards) / len(rewards)
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
     scale = math.sqrt(variance) + _EPSILON
-    return [(reward - mean) / scale for reward in rewards]
+    advantages = [(reward - mean) / scale for reward in rewards]
+    if shuffler is not None:
+        shuffler.shuffle(advantages)
+    return advantages
 
 
 def rollout_advantages(
-    group: Sequence[RewardedRollout], arguments: CreditArguments | None = None
+    group: Sequence[RewardedRollout], arguments: CreditArguments, shuffler: Random | None
 ) -> Advantages:
     """Return the advantage of each rollout for each of its sampled tokens."""
-    scores = group_advantages([rollout.reward for rollout in group])
+    scores = group_advantages([rollout.reward for rollout in group], shuffler)
     return [
         [[score] * one.num_sampled_tokens for one in rollout.trajectories]
         for rollout, score in zip(group, scores, strict=True)

@@ -12,17 +12,18 @@ a token of turn t of rollout i is
             over the group's rollouts that reach turn t; if there is only one, or all of their G_t
             are equal, the term is 0
 
-Turns are compared with turns of the same number, as in MT-GRPO (arXiv 2505.11821), and the two
-advantages are added, as in GiGPO (arXiv 2505.10978). With a discount of 0 each turn gets its own
-reward alone; with 1, the default, also all later ones. Token rewards are not normalised: they are
-on the scale of advantages, whose standard deviation is 1. Without rewards of turns and tokens this
-is GRPO.
+Turns are compared with turns of the same number, as in MT-GRPO (arXiv 2505.11821), in the
+conversation of the same name where a rollout has several, and the two advantages are added, as in
+GiGPO (arXiv 2505.10978). With a discount of 0 each turn gets its own reward alone; with 1, the
+default, also all later ones. Token rewards are not normalised: they are on the scale of advantages,
+whose standard deviation is 1. Without rewards of turns and tokens this is GRPO.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from random import Random
 
 import pydantic
 
@@ -53,39 +54,54 @@ def returns_to_go(trajectory: Trajectory, discount: float) -> list[float]:
 
 
 def turn_advantages(
-    group: Sequence[RewardedRollout], arguments: PerTurnArguments
+    group: Sequence[RewardedRollout], arguments: PerTurnArguments, shuffler: Random | None = None
 ) -> list[list[list[float]]]:
     """Return the advantage of each turn, by rollout and trajectory, without the rollouts' own."""
     returns = [
         [returns_to_go(one, arguments.discount) for one in rollout.trajectories]
         for rollout in group
     ]
-    places: dict[tuple[int, int], list[int]] = defaultdict(list)  # the rollouts that reach a turn
-    for index, rollout in enumerate(returns):
-        for number, one in enumerate(rollout):
-            for turn in range(len(one)):
-                places[number, turn].append(index)
-    for (number, turn), reached in places.items():
-        scores = group_advantages([returns[index][number][turn] for index in reached])
-        for index, score in zip(reached, scores, strict=True):
-            returns[index][number][turn] = score
+    reaching: dict[tuple[object, int], list[list[float]]] = defaultdict(list)
+    for rollout, conversations in zip(group, returns, strict=True):
+        names = rollout.names or range(len(conversations))
+        for name, conversation in zip(names, conversations, strict=True):
+            for turn in range(len(conversation)):
+                reaching[name, turn].append(conversation)
+    for (_, turn), counterparts in reaching.items():
+        scores = group_advantages([conversation[turn] for conversation in counterparts], shuffler)
+        for conversation, score in zip(counterparts, scores, strict=True):
+            conversation[turn] = score
     return returns
 
 
-def _advantages(group: Sequence[RewardedRollout], arguments: PerTurnArguments) -> Advantages:
-    outcomes = group_advantages([rollout.reward for rollout in group])
-    by_turn = turn_advantages(group, arguments)
+def _advantages(
+    group: Sequence[RewardedRollout], arguments: PerTurnArguments, shuffler: Random | None
+) -> Advantages:
+    outcomes = group_advantages([rollout.reward for rollout in group], shuffler)
+    by_turn = turn_advantages(group, arguments, shuffler)
+    token_rewards = _token_rewards(group, shuffler)
     return [
         [
             [
-                outcome + score + (turn.token_rewards[token] if turn.token_rewards else 0.0)
+                outcome + score + next(token_rewards)
                 for turn, score in zip(one.turns, scores, strict=True)
-                for token in range(len(turn.output_ids))
+                for _ in turn.output_ids
             ]
             for one, scores in zip(rollout.trajectories, by_rollout, strict=True)
         ]
         for rollout, outcome, by_rollout in zip(group, outcomes, by_turn, strict=True)
     ]
+
+
+def _token_rewards(group: Sequence[RewardedRollout], shuffler: Random | None) -> Iterator[float]:
+    """Return the rewards of all sampled tokens; 0 for those of turns without any."""
+    turns = (turn for rollout in group for one in rollout.trajectories for turn in one)
+    rewards = [
+        reward for turn in turns for reward in turn.token_rewards or [0.0] * len(turn.output_ids)
+    ]
+    if shuffler is not None:
+        shuffler.shuffle(rewards)
+    return iter(rewards)
 
 
 RULE = CreditRule(_advantages, PerTurnArguments, uses_turn_rewards=True)

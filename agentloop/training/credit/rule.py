@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any, Literal, TypeAlias
 
 import pydantic
@@ -40,11 +41,14 @@ class RewardedRollout:
         trajectories: its conversations with the model, one or more.
         teacher: the teacher's log-probabilities of the sampled tokens of each trajectory, if the
             rule needs them.
+        names: which of its rollout's conversations each trajectory is: those of the same name in
+            other rollouts are its counterparts. By default, its place.
     """
 
     reward: float
     trajectories: Sequence[Trajectory]
     teacher: Sequence[Sequence[float]] = ()
+    names: Sequence[str] = ()
 
 
 class CreditArguments(pydantic.BaseModel):
@@ -53,8 +57,8 @@ class CreditArguments(pydantic.BaseModel):
     Attributes:
         aggregate: what the token losses are averaged over first: the tokens of a group, of the
             whole batch, or of a sequence. By default, as the rule does it.
-        shuffle_rewards: a control experiment in which nothing should be learned: each rollout is
-            trained with the reward of another one of its group.
+        shuffle_rewards: a control experiment in which nothing should be learned: rollouts, turns
+            and tokens are trained with the rewards of others of their group, in random order.
     """
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -68,14 +72,15 @@ class CreditRule:
     """A rule of credit assignment.
 
     Attributes:
-        advantages: takes the rollouts of a group that are trained on, and the arguments.
+        advantages: takes the rollouts of a group that are trained on, the arguments, and what
+            shuffles their rewards, or None.
         arguments: type of the arguments.
         needs_teacher: whether the rollouts must have the teacher's log-probabilities. Such a rule
             also learns from groups whose rewards are all equal, and from all of their rollouts.
         uses_turn_rewards: whether it takes `Turn.reward` and `Turn.token_rewards` into account.
     """
 
-    advantages: Callable[[Sequence[RewardedRollout], Any], Advantages]
+    advantages: Callable[[Sequence[RewardedRollout], Any, Random | None], Advantages]
     arguments: type[CreditArguments] = CreditArguments
     aggregate: Aggregate = "group"
     objective: Objective = "grpo"

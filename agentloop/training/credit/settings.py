@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from random import Random
 from typing import Any, ClassVar, Literal
 
 import pydantic
@@ -11,6 +12,7 @@ from agentloop.errors import SettingsError
 from agentloop.training.credit import cispo, distill, grpo, gspo, per_turn
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.rule import (
+    Aggregate,
     CreditArguments,
     CreditRule,
     RewardedRollout,
@@ -49,12 +51,12 @@ class CreditSettings(pydantic.BaseModel):
         validate_default=True,
         description="Arguments of the rule, by name. All take aggregate, the unit over which token "
         "losses are averaged first: group, batch or sequence (by default sequence for gspo, "
-        "otherwise group), and shuffle_rewards = true, a control experiment in which each rollout "
-        "is trained with the reward of another one of its group. per_turn takes discount (1.0), by "
-        "which the reward of a turn counts less for each earlier turn. distill takes teacher, the "
-        "URL of an SGLang server with the same tokenizer, timeout_s (300) for the "
-        "log-probabilities of a rollout, retries included, and reward_coef (0), the coefficient "
-        "with which grpo's advantage is added; it trains on all rollouts of a group.",
+        "otherwise group), and shuffle_rewards = true, a control experiment in which rollouts, "
+        "turns and tokens are trained with the rewards of others of their group. per_turn takes "
+        "discount (1.0), by which the reward of a turn counts less for each earlier turn. distill "
+        "takes teacher, the URL of an SGLang server with the same tokenizer, timeout_s (300) for "
+        "the log-probabilities of a rollout, retries included, and reward_coef (0), the "
+        "coefficient with which grpo's advantage is added; it trains on all rollouts of a group.",
     )
 
     @pydantic.field_validator("args")
@@ -113,12 +115,36 @@ class CreditSettings(pydantic.BaseModel):
     def arguments(self) -> CreditArguments:
         return self.rule.arguments.model_validate(self.args)
 
+    @property
+    def aggregate(self) -> Aggregate:
+        return self.arguments.aggregate or self.rule.aggregate
 
-def assign(group: Sequence[RewardedRollout], settings: CreditSettings) -> list[list[TokenCredit]]:
-    """Return the credit of each trajectory, by rollout, of the rollouts to train on."""
+    def check_resumed(self, before: CreditSettings) -> None:
+        """Check that groups which were finished with the settings `before` can be in our batches.
+
+        Raises:
+            SettingsError: their tokens have weights of another scale.
+        """
+        if self.aggregate != before.aggregate:
+            raise SettingsError(
+                f"--resume: credit.args.aggregate: the run's finished groups have weights for "
+                f"{before.aggregate!r}, not {self.aggregate!r}: keep it, or go back to a "
+                "checkpoint with --from, which has them rolled out again"
+            )
+
+
+def assign(
+    group: Sequence[RewardedRollout], settings: CreditSettings, random: Random
+) -> list[list[TokenCredit]]:
+    """Return the credit of each trajectory, by rollout, of the rollouts to train on.
+
+    Args:
+        random: used with `shuffle_rewards` only.
+    """
     arguments = settings.arguments
-    advantages = settings.rule.advantages(group, arguments)
-    weights = token_weights(group, arguments.aggregate or settings.rule.aggregate)
+    shuffler = random if arguments.shuffle_rewards else None
+    advantages = settings.rule.advantages(group, arguments, shuffler)
+    weights = token_weights(group, settings.aggregate)
     return [
         [TokenCredit.of(*one) for one in zip(*rollout, strict=True)]
         for rollout in zip(advantages, weights, strict=True)

@@ -60,7 +60,8 @@ class RlLossSettings(pydantic.BaseModel):
         0.0,
         ge=0,
         description="Coefficient of the KL divergence to the weights that training started from, "
-        "as in GRPO: estimated for each token (k3) and added to the loss. 0: none. With LoRA the "
+        "as in GRPO: estimated for each token (k3) and added to the loss, where its gradient is "
+        "that of KL(reference || policy). 0: none. With LoRA the "
         "reference is the model without its adapters; otherwise it takes memory for a frozen copy.",
     )
 

@@ -199,6 +199,8 @@ def run_at(path: Path, *overrides: str) -> TrainSettings:
     ("override", "from_step", "named"),
     [
         ("tasks.seed=9", None, "they differ from the tasks of the saved cursor"),
+        ("credit=gspo", None, "weights for 'group', not 'sequence': keep it, or go back to a"),
+        ("credit.args.aggregate=batch", 7, "--from: no checkpoint"),  # rolled out again
         ("loop.seed=9", 7, "--from: no checkpoint"),
     ],
 )

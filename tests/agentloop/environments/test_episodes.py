@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
+from decimal import Decimal
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -40,6 +43,7 @@ from agentloop.errors import (
 from agentloop.events import RolloutStarted
 from agentloop.inference.scheduling.group_gate import AdmittedGroup
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.plain_json import dumps, loads
 from agentloop.sandbox import CallResult, CallStatus, LostBy, SandboxUnavailable, SessionLost
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 
@@ -285,7 +289,9 @@ async def test_a_rollout_has_the_conversations_and_the_reward_of_its_environment
         (True, 1.0),
         (0.25, 0.25),
         ({"x": 1, "y": False}, 2.0),
+        (Decimal("0.5"), 0.5),
         (Reward(0.5, "a", "why"), 0.5),
+        (Reward(None, None, "unknown"), None),
         (None, None),
     ],
 )
@@ -293,10 +299,82 @@ def test_what_an_environment_may_return(value: Any, reward: float | None) -> Non
     assert reward_of(value, {"x": 2.0}).value == reward
 
 
-@pytest.mark.parametrize("value", ["1", float("nan"), {"x": None}, [1], {"x": float("inf")}])
-def test_what_an_environment_may_not_return(value: Any) -> None:
-    with pytest.raises(ValueError, match="finite number"):
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("1", "the reward: expected .* got '1'"),
+        ([1], "the reward: "),
+        (1j, "the reward: "),
+        (float("nan"), "the reward: .* got nan"),
+        (-1e160, "the reward: .* got -1e[+]160"),
+        (10**400, "the reward: "),
+        (Decimal("sNaN"), "the reward: "),
+        ({"x": None}, "part 'x': .* got None"),
+        ({"x": float("inf")}, "part 'x': .* got inf"),
+        (Reward(float("inf"), None, ""), "reward: .* got inf"),
+        (Reward("0.5", None, ""), "reward: .* got '0.5'"),  # type: ignore[arg-type]
+        (Reward(1.0, None, "", {"x": float("nan")}), "part 'x': .* got nan"),
+    ],
+)
+def test_a_reward_that_is_no_finite_number_of_a_sane_size_is_refused(
+    value: Any, problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
         reward_of(value, {})
+
+
+def test_rewards_of_numpy_become_plain_numbers() -> None:
+    np = pytest.importorskip("numpy")
+    given = Reward(np.float32(0.5), np.int64(7), "why", {"x": np.bool_(True)})
+    for value in (given, {"x": np.float64(0.5)}, np.float32(0.5), np.bool_(False)):
+        found = reward_of(value, {})
+        assert loads(dumps(asdict(found), default=None)) == asdict(found)
+    assert reward_of(given, {}) == Reward(0.5, "7", "why", {"x": 1.0})
+
+
+@pytest.mark.parametrize("kind", ["other agent", "turn", "token"])
+@pytest.mark.parametrize("bad", [math.nan, 1e39, "0.5"])
+async def test_a_bad_number_costs_only_its_own_rollout_the_reward(kind: str, bad: Any) -> None:
+    @agentloop.environment
+    async def rewards(task: Any, agent: Agent) -> float:
+        found = await agent.run("?")
+        number = bad if agent.id.endswith(".1") else 0.5
+        if kind == "other agent":
+            agent.other("checker").reward = number
+        elif kind == "turn":
+            found.turns[0].reward = number
+        else:
+            found.turns[0].token_rewards = [number]
+        return 1.0
+
+    good, lost = await run(rewards)
+    assert good.reward is not None
+    assert good.reward.value == 1.0
+    assert lost.reward is not None
+    assert lost.reward.value is None
+    where = {
+        "other agent": "reward of 1-t.1+checker",
+        "turn": "turn 1 of 1-t.1: reward",
+        "token": "turn 1 of 1-t.1: token_rewards",
+    }
+    assert f"ValueError: {where[kind]}: expected a finite number" in lost.reward.reason
+    assert lost.reward.reason.endswith(f"got {bad!r}")
+
+
+def test_a_weight_of_a_part_that_the_reward_does_not_have_is_refused() -> None:
+    assert reward_of({"won": 1, "fast": 0.5}, {"fast": 2}).value == 2.0
+    with pytest.raises(ValueError, match=r"weights: wonn: .* no such part; its parts: won, fast"):
+        reward_of({"won": 1, "fast": 0.5}, {"wonn": 5, "fast": 2})
+
+
+async def test_a_misspelt_weight_refuses_the_task_and_is_named() -> None:
+    @agentloop.environment(weights={"wonn": 5})
+    async def game(task: Any, agent: Agent) -> dict[str, float]:
+        await agent.run("?")
+        return {"won": 1.0}
+
+    with pytest.raises(RequestError, match=r"environment game: .* weights: wonn: "):
+        await run(game)
 
 
 async def test_an_environment_that_always_fails_refuses_the_task() -> None:

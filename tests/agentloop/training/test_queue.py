@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,17 @@ async def test_a_task_may_contain_values_that_are_not_json(tmp_path: Path) -> No
         await queue.admit(Task("a", "?", "1", extra=said), version=0, cursor=CURSOR)
         (group,) = await queue.open_groups()
     assert group.task.extra == {"when": "2026-11-21"}
+
+
+@pytest.mark.anyio
+async def test_figures_that_are_not_plain_data_are_refused_and_never_become_text(
+    tmp_path: Path,
+) -> None:
+    async with opened(tmp_path) as queue:
+        (number,) = await admitted(queue, 1)
+        with pytest.raises(TypeError):
+            await queue.finish(number, path="1", num_bytes=1, figures={"reward": Decimal("0.5")})
+        assert [group.number for group in await queue.open_groups()] == [number]
 
 
 @pytest.mark.anyio

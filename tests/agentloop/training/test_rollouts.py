@@ -123,17 +123,20 @@ class Episodes:
         return self.episodes
 
 
-async def of_episodes(*episodes: Episode, **settings: Any) -> dict[str, dict[str, Any]]:
+async def of_episodes(
+    *episodes: Episode, name: str = "1", credit: CreditSettings | None = None
+) -> dict[str, dict[str, Any]]:
     """Return the rows of a group by the trajectory's id."""
     async with Grader(RewardSettings(function="exact")) as grader:
         rollouts = Rollouts(
             Episodes(episodes),
             lambda size: anyio.lowlevel.checkpoint(),
             grader,
-            RocSettings(down_sample_to_n=0, **settings),
+            RocSettings(down_sample_to_n=0),
+            credit,
             seed=0,
         )
-        found = await rollouts.group(TASK, "1", size=len(episodes), budget=BUDGET, oldest=3)
+        found = await rollouts.group(TASK, name, size=len(episodes), budget=BUDGET, oldest=3)
     return {row["trajectory"]["id"]: dict(row) for row in found.rows()}
 
 
@@ -178,6 +181,38 @@ async def test_a_conversation_that_its_environment_stopped_is_not_trained_on() -
     rows = await of_episodes(first, episode("b", 0.0))
     assert rows["a"]["advantage"] > 0
     assert rows["a+1"]["advantage"] is None
+
+
+async def test_a_stopped_conversation_does_not_change_what_later_ones_are_compared_with() -> None:
+    """Each rollout has two conversations of one turn; the first one of the last is stopped."""
+    episodes = []
+    for number, key in enumerate("abcd"):
+        first, second = trajectory(key, ""), trajectory(f"{key}+1", "")
+        first.turns[0].reward, second.turns[0].reward = 10.0 + number, float(number)
+        episodes.append(Episode(key, [first, second], Reward(1.0, None, "")))
+    episodes[-1].trajectories[0].stop_reason = StopReason.ENVIRONMENT
+    rows = await of_episodes(*episodes, credit=CreditSettings(name="per_turn"))
+    assert [rows[f"{key}+1"]["advantage"] for key in "abcd"] == pytest.approx(
+        group_advantages([0.0, 1.0, 2.0, 3.0])
+    )
+
+
+async def test_the_rewards_of_all_agents_are_shuffled() -> None:
+    rows = {}
+    for name in "abcdefgh":
+        episodes = [
+            episode(key, reward, checker=OtherAgent([trajectory(f"{key}+checker", "")], -reward))
+            for key, reward in [("x", 0.0), ("y", 1.0), ("z", 2.0)]
+        ]
+        credit = CreditSettings(args={"shuffle_rewards": True})
+        rows[name] = await of_episodes(*episodes, name=name, credit=credit)
+    for agent in ("", "+checker"):
+        advantages = [
+            tuple(round(one[key + agent]["advantage"], 3) for key in "xyz") for one in rows.values()
+        ]
+        assert {tuple(sorted(one)) for one in advantages} == {(-1.0, 0.0, 1.0)}
+        assert len(set(advantages)) > 1
+    assert rows["a"]["z"]["reward"] == 2.0  # the record has the true ones
 
 
 async def test_an_environment_that_does_not_run_its_agent_is_told_so() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from decimal import Decimal
 from pathlib import Path
 
 from agentloop.environments.rewards.reward import Reward
@@ -29,6 +30,7 @@ def says(trajectory: Trajectory, task: Task) -> object:
         "true": True,
         "text": "a text",
         "nan": float("nan"),
+        "decimal": Decimal("0.5"),
         "set": {1, 2},
         "long": ["x" * (1 << 21)],
     }[task.answer]

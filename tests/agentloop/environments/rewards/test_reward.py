@@ -305,7 +305,11 @@ async def test_values_that_a_reward_function_may_return() -> None:
     async with scoring("says") as grader:
         assert (await grader.score(rollout(), task("none"))).value is None
         assert (await grader.score(rollout(), task("true"))).value == 1.0
-        for said, why in [("text", "'a text'"), ("nan", "nan"), ("set", "JSON"), ("long", "bytes")]:
+        assert (await grader.score(rollout(), task("decimal"))).value == 0.5
+        unknown = await grader.score(rollout(), task("nan"))
+        assert unknown.value is None  # a model's text may decide a number: that ends no run
+        assert re.fullmatch(f"{FUNCTIONS}:says: reward: expected .* got nan", unknown.reason)
+        for said, why in [("text", "'a text'"), ("set", "'set'"), ("long", "bytes")]:
             with pytest.raises(RewardError, match=why):
                 await grader.score(rollout(), task(said))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 import pytest
@@ -83,6 +83,26 @@ def test_weights_may_change_when_a_run_goes_on() -> None:
     again.go_to(source.cursor())
     drawn = Counter(task.env for task in islice(again, 40))
     assert abs(drawn["easy"] - 30) <= 1  # what was drawn before is not made up for
+
+
+def test_after_a_change_of_weights_no_environment_has_many_turns_in_a_row() -> None:
+    for drawn in range(1, 30):
+        source = mixed(easy=90, hard=10)
+        list(islice(source, drawn))
+        again = mixed(easy=0.5, hard=0.5)
+        again.go_to(json.loads(json.dumps(source.cursor())))
+        names = [task.env for task in islice(again, 30)]
+        assert max(len(list(same)) for _, same in groupby(names)) <= 3
+
+
+def test_a_cursor_without_weights_is_in_units_of_the_present_ones() -> None:
+    source = mixed(easy=3, hard=2)
+    list(islice(source, 7))
+    cursor = source.cursor()
+    del cursor["weights"]
+    again = mixed(easy=3, hard=2)
+    again.go_to(cursor)
+    assert list(islice(again, 10)) == list(islice(source, 10))
 
 
 def test_a_cursor_of_other_environments_or_tasks_is_refused() -> None:

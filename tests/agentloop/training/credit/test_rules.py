@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -45,14 +47,16 @@ def rollout(reward: float, *turns: Turn) -> RewardedRollout:
     return RewardedRollout(reward, [Trajectory("", [1], list(turns))])
 
 
-def advantages(group: list[RewardedRollout], name: str = "per_turn", **args: Any) -> list[Any]:
+def advantages(
+    group: list[RewardedRollout], name: str = "per_turn", *, seed: int = 0, **args: Any
+) -> list[Any]:
     """Return the advantages of the tokens of each rollout's only trajectory."""
     credit = CreditSettings.model_validate({"name": name, "args": args})
     return [
         one.advantages
         if isinstance(one.advantages, list)
         else [one.advantages] * rollout.trajectories[0].num_sampled_tokens
-        for rollout, (one,) in zip(group, assign(group, credit), strict=True)
+        for rollout, (one,) in zip(group, assign(group, credit, Random(seed)), strict=True)
     ]
 
 
@@ -105,7 +109,9 @@ def test_rules_name_the_learners_objective_and_mean(
 @given(groups(turn_rewards=False))
 @hypothesis_settings(deadline=None)
 def test_without_rewards_of_turns_per_turn_credit_is_grpo(group: list[RewardedRollout]) -> None:
-    assert assign(group, CreditSettings(name="per_turn")) == assign(group, CreditSettings())
+    assert assign(group, CreditSettings(name="per_turn"), Random(0)) == assign(
+        group, CreditSettings(), Random(0)
+    )
 
 
 def test_a_turn_gets_its_reward_and_those_of_later_turns() -> None:
@@ -150,9 +156,45 @@ def test_the_advantages_of_each_turn_of_a_group_sum_to_zero(
     credit = CreditSettings(name="per_turn", args={"discount": discount})
     first = [
         one.advantages[0] if isinstance(one.advantages, list) else one.advantages
-        for one, *_ in assign(group, credit)
+        for one, *_ in assign(group, credit, Random(0))
     ]
     assert math.fsum(first) == pytest.approx(0, abs=1e-3)
+
+
+def test_turns_are_compared_with_those_of_the_same_conversation() -> None:
+    """The last rollout lacks its first conversation, whose rewards are larger."""
+
+    def two(reward: float) -> RewardedRollout:
+        conversations = [Trajectory("", [1], [turn(1, 10 + reward)])]
+        conversations.append(Trajectory("", [1], [turn(1, reward)]))
+        return RewardedRollout(0.0, conversations, names=["", "+1"])
+
+    second = Trajectory("", [1], [turn(1, 3.0)])
+    group = [two(0.0), two(1.0), two(2.0), RewardedRollout(0.0, [second], names=["+1"])]
+    credits = assign(group, CreditSettings(name="per_turn"), Random(0))
+    assert [of_rollout[-1].advantages for of_rollout in credits] == pytest.approx(
+        group_advantages([0.0, 1.0, 2.0, 3.0])
+    )
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        [rollout(float(n), turn(2)) for n in range(4)],
+        [rollout(0.0, *[turn(1, 1.0)] * (n + 1)) for n in range(4)],  # longer is better
+        [rollout(0.0, turn(2, tokens=[1.0, 1.0] if n else None)) for n in range(4)],
+    ],
+    ids=["rollouts", "turns", "tokens"],
+)
+def test_shuffled_rewards_teach_nothing_on_average(group: list[RewardedRollout]) -> None:
+    """The advantages of each kind are the same, but say nothing about the token that has them."""
+    straight = advantages(group)
+    shuffled = [advantages(group, seed=seed, shuffle_rewards=True) for seed in range(400)]
+    for one in shuffled:
+        assert sorted(chain(*one)) == pytest.approx(sorted(chain(*straight)))
+    first_tokens = [[of_rollout[0] for of_rollout in one] for one in shuffled]
+    means = [math.fsum(column) / len(shuffled) for column in zip(*first_tokens, strict=True)]
+    assert max(means) - min(means) < 0.3 < max(map(max, straight)) - min(map(min, straight))
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -161,7 +203,9 @@ def test_the_advantages_of_each_turn_of_a_group_sum_to_zero(
 @given(groups(), NAMES)
 @hypothesis_settings(deadline=None)
 def test_each_sampled_token_has_credit(group: list[RewardedRollout], name: str) -> None:
-    for one, credits in zip(group, assign(group, CreditSettings(name=name)), strict=True):
+    for one, credits in zip(
+        group, assign(group, CreditSettings(name=name), Random(0)), strict=True
+    ):
         for trajectory, credit in zip(one.trajectories, credits, strict=True):
             if isinstance(credit.advantages, list):
                 assert len(credit.advantages) == trajectory.num_sampled_tokens
