@@ -105,9 +105,14 @@ def _processes(run: str) -> Iterator[str]:
 
 
 def _containers() -> list[str]:
-    """Return the names of the sandbox's containers, if there is an engine."""
+    """Return the names of the sandbox's containers whose owner has ended, if there is an engine.
+
+    Those of an owner that lives may be another run's; ours would be found as a process.
+    """
     if shutil.which("docker") is None:
         return []
-    command = ["docker", "ps", "-a", "--filter", f"label={_LABEL}", "--format", "{{.Names}}"]
+    form = f'{{{{.Names}}}} {{{{.Label "{_LABEL}"}}}}'
+    command = ["docker", "ps", "-a", "--filter", f"label={_LABEL}", "--format", form]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return done.stdout.split()
+    found = (line.split() for line in done.stdout.splitlines())
+    return [name for name, owner in found if not Path("/proc", owner.split("-")[0]).exists()]

@@ -188,7 +188,7 @@ async def check_groups(seed: int) -> Counter[str]:
     """Roll out random groups, check each rollout, and return how often what happened."""
     random, counts = Random(seed), Counter[str]()
     async with AsyncExitStack() as stack:
-        fake = RandomSGLang([], random=random)
+        fake = RandomSGLang([], random=random, version="0")
         await stack.enter_async_context(fake.serving())
         http = await stack.enter_async_context(http_session())
         settings = RouterSettings(probe_interval_s=0.01, max_migrations=1)
