@@ -85,7 +85,7 @@ def plain_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the fields as JSON gives them back: tuples as lists, keys as text.
 
     Raises:
-        DataError: a field has something that JSON cannot represent; the message begins with `where`.
+        DataError: a field has what JSON cannot represent; the message begins with `where`.
     """
     plain = {}
     for name, value in fields.items():

@@ -472,21 +472,22 @@ def test_a_task_is_plain_data_before_and_after_it_was_in_the_journal() -> None:
 def test_fields_that_are_refused_are_named_with_their_environment(
     fields: Any, problem: str
 ) -> None:
-    with pytest.raises(DataError, match=rf"the tasks of maze: {__file__}:\d+: {re.escape(problem)}"):
-        a_task(lambda rng: fields)
-    with pytest.raises(DataError, match=rf"the tasks of maze: number 2: {re.escape(problem)}"):
-        a_task([{}, fields])
+    cases: list[tuple[Any, str]] = [
+        (lambda rng: fields, rf"{__file__}:\d+"), ([{}, fields], "number 2")
+    ]  # fmt: skip
+    for tasks, where in cases:
+        with pytest.raises(DataError, match=f"the tasks of maze: {where}: {re.escape(problem)}"):
+            a_task(tasks)
 
 
 def test_an_error_in_a_task_function_names_its_line() -> None:
     def make(rng: Random) -> dict[str, Any]:
         return {"word": Random().sample([], 1)}
 
-    line = make.__code__.co_firstlineno + 1
-    with pytest.raises(DataError, match=rf"the tasks of maze: {__file__}:{line}: ValueError: Sample"):
-        a_task(make)
-    with pytest.raises(DataError, match=rf"the tasks of maze: {__file__}:{line}: ValueError: Sample"):
-        a_task(partial(make))
+    where = f"{__file__}:{make.__code__.co_firstlineno + 1}"
+    for tasks in (make, partial(make)):
+        with pytest.raises(DataError, match=f"the tasks of maze: {where}: ValueError: Sample"):
+            a_task(tasks)
 
     def refuse(rng: Random) -> dict[str, Any]:
         raise SettingsError("env.args.file: there is none")
@@ -503,6 +504,7 @@ def test_a_task_function_is_refused_if_it_takes_what_the_environment_has_not() -
         return {}
 
     assert agentloop.environment(tasks=good)(game).tasks is good
+
     def greedy(rng: Random, *, top: int, more: int) -> dict[str, Any]:
         return {}
 
