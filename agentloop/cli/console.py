@@ -22,9 +22,10 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import anyio
+import anyio.lowlevel
 
 from agentloop.aio import task_group
 from agentloop.errors import AgentLoopError, leaves
@@ -41,6 +42,7 @@ __all__ = [
     "ProgressLine",
     "add_settings_arguments",
     "collect_garbage_less_often",
+    "in_thread",
     "interruptible",
     "print_json",
     "print_table",
@@ -52,6 +54,9 @@ __all__ = [
 ]
 
 
+Result = TypeVar("Result")
+
+_threads = anyio.lowlevel.RunVar[anyio.CapacityLimiter]("_command_threads")
 _interruptible: list[anyio.CancelScope] = []  # innermost last; a process runs one command
 _GAP = 2  # between the columns of a table
 _MIN_FIRST_WIDTH = 8  # cells; the first column takes the width that the others leave
@@ -391,6 +396,17 @@ class _Stderr(logging.StreamHandler[Any]):
     @stream.setter
     def stream(self, stream: Any) -> None:
         pass
+
+
+async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
+    """Run what may take long, as code of the user's or a download, so that signals end the command.
+
+    Neither cancellation nor the end of the process waits for the thread.
+    """
+    from agentloop.agent.tools import in_daemon_thread
+
+    result: Result = await in_daemon_thread(partial(function, *args), 1, _threads)
+    return result
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import anyio
-import anyio.to_thread
 import pydantic
 from rich.console import Console
 from rich.markup import escape
@@ -119,7 +118,7 @@ async def _try(name: str, arguments: list[str]) -> int:
     named = f"env.name={json.dumps(name)}"
     settings = load_settings(TrySettings, files, [*overrides, named])
     environment = RunEnvironment("", settings.env, settings.tasks)
-    tasks = await anyio.to_thread.run_sync(tasks_of, environment, settings.num_rollouts)
+    tasks = await console.in_thread(tasks_of, environment, settings.num_rollouts)
     trials = [_Trial(task) for task in tasks]
     with console.ProgressLine("Starting the agent") as progress:
         async with (
