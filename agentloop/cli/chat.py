@@ -13,7 +13,6 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-import anyio.to_thread
 import pydantic
 from rich.console import Console
 from rich.markup import escape
@@ -384,7 +383,7 @@ async def _chat(question: str | None, arguments: list[str], run: Path | None, nu
             raise SettingsError(
                 "env: the environment asks the questions: omit yours, and choose a task with --task"
             )
-        task = await anyio.to_thread.run_sync(_task, settings, number)
+        task = await commands.in_thread(_task, settings, number)
     if run is not None and settings.model is not None:
         print(f"Model: {settings.model}{_origin(Path(settings.model), run)}", file=sys.stderr)
     out = Console()

@@ -25,9 +25,10 @@ from collections.abc import (
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import anyio
+import anyio.lowlevel
 
 from agentloop.aio import task_group
 from agentloop.distribution import conflict
@@ -45,6 +46,7 @@ __all__ = [
     "ProgressLine",
     "add_settings_arguments",
     "collect_garbage_less_often",
+    "in_thread",
     "interruptible",
     "print_json",
     "print_table",
@@ -56,6 +58,9 @@ __all__ = [
 ]
 
 
+Result = TypeVar("Result")
+
+_threads = anyio.lowlevel.RunVar[anyio.CapacityLimiter]("_command_threads")
 _interruptible: list[anyio.CancelScope] = []  # innermost last; a process runs one command
 _GAP = 2  # between the columns of a table
 _MIN_FIRST_WIDTH = 8  # cells; the first column takes the width that the others leave
@@ -435,6 +440,17 @@ class _Stderr(logging.StreamHandler[Any]):
     @stream.setter
     def stream(self, stream: Any) -> None:
         pass
+
+
+async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
+    """Run what may take long, as code of the user's or a download, so that signals end the command.
+
+    Neither cancellation nor the end of the process waits for the thread.
+    """
+    from agentloop.agent.tools import in_daemon_thread
+
+    result: Result = await in_daemon_thread(partial(function, *args), 1, _threads)
+    return result
 
 
 @contextmanager

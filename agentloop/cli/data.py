@@ -28,6 +28,7 @@ from agentloop.cli import console
 from agentloop.cli.recorded import dialogues, score
 from agentloop.environments.rewards.reward import RewardSettings
 from agentloop.environments.tasks.sources import Task, TasksSettings, read_jsonl, read_tasks
+from agentloop.environments.tasks.task import problem_text, task_digest
 from agentloop.environments.tasks.teacher import lessons
 from agentloop.errors import AgentLoopError, DataError
 from agentloop.training.run_status import count_of
@@ -145,12 +146,16 @@ def prepare(
             f"{name}: found {count_of(len(rows), 'row')}, but {what} has {expected:,}; "
             "use --any-count to accept them anyway"
         )
-    measured = {task.id for task in _tasks(without)}
+    measured = {_problem(task) for task in _tasks(without)}
     left: dict[str, Task] = {}
     for task in rows:
-        if task.id not in measured:
-            left.setdefault(task.id, task)
+        if (problem := _problem(task)) not in measured:
+            left.setdefault(problem, task)
     return len(rows), list(left.values())
+
+
+def _problem(task: Task) -> str:
+    return task_digest(problem_text(task.prompt))
 
 
 @dataclass(frozen=True, slots=True)

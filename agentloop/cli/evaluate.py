@@ -108,7 +108,7 @@ async def evaluate(
         _check_same(load_settings(EvaluateSettings, [resume / "config.toml"]), settings)
     async with Grader(settings.reward) as grader:
         await grader.ready()  # report missing packages before the servers start
-    tasks = await anyio.to_thread.run_sync(chosen_tasks, settings, abandon_on_cancel=True)
+    tasks = await console.in_thread(chosen_tasks, settings)
     async with _open_folder(settings, resume) as folder:
         return folder.path, await _evaluate_in(folder, settings, tasks, progress)
 
@@ -435,7 +435,7 @@ def _read_settings(
 
 async def _plan(settings: EvaluateSettings) -> int:
     _check(settings)
-    tasks = await anyio.to_thread.run_sync(chosen_tasks, settings, abandon_on_cancel=True)
+    tasks = await console.in_thread(chosen_tasks, settings)
     k, most = settings.evaluate.num_samples, settings.budget.max_response_tokens
     by = settings.endpoint.url or "agentloop"
     sets = sorted({task.env or task.source for task in tasks})

@@ -87,7 +87,7 @@ async def train(
         check_teachers(settings.sft.data, environments, loaded)
     opened = partial(open_mixture, environments, loaded)
     if resume is None:
-        tasks = await anyio.to_thread.run_sync(opened, abandon_on_cancel=True)
+        tasks = await console.in_thread(opened)
     async with (
         _opened(settings, config, resume) as folder,
         GroupQueue.open(folder.path / "queue.sqlite") as queue,
@@ -104,7 +104,7 @@ async def train(
             await anyio.to_thread.run_sync(folder.metrics)  # report damage before the servers start
             await finish_undo(folder, queue)
             cursor = (await queue.noted("cursor") or {}).get("tasks")
-            tasks = await anyio.to_thread.run_sync(opened, cursor, abandon_on_cancel=True)
+            tasks = await console.in_thread(opened, cursor)
             if from_step is not None:
                 await undo(folder, queue, from_step)
                 if (cursor := (await queue.noted("cursor") or {}).get("tasks")) is not None:
@@ -417,11 +417,11 @@ async def _missing(settings: TrainSettings) -> str:
     async def read_tasks() -> None:
         environments = settings.environments
         try:
-            loaded = [one.load() for one in environments]
+            loaded = await console.in_thread(lambda: [one.load() for one in environments])
         except SettingsError:  # a refusal, which is printed as such
             return
         if any(one.tasks.paths for one in environments) or any(loaded):
-            await anyio.to_thread.run_sync(open_mixture, environments, loaded)
+            await console.in_thread(open_mixture, environments, loaded)
 
     async def import_reward() -> None:
         async with Grader(settings.reward) as grader:

@@ -19,7 +19,8 @@ It may return
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -34,6 +35,7 @@ from agentloop.environments.registry import find
 from agentloop.environments.rewards.reward import Reward, finite_number, plain_reward
 from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
+from agentloop.environments.tasks.task import line_of
 from agentloop.errors import SettingsError
 from agentloop.trajectory import Trajectory
 
@@ -86,7 +88,7 @@ class Environment:
     """An environment function with its arguments.
 
     Attributes:
-        tasks: makes the tasks, if the settings name no others.
+        tasks: makes the tasks, or lists their fields, if the settings name no others.
         weights: the weight of each named part of the reward; 1 for those that are not in it. A
             part that has a weight must be in each reward that has parts.
         teacher: plays the dialogues that a model may start from (`sft.data.teacher`).
@@ -96,7 +98,7 @@ class Environment:
     """
 
     function: EnvironmentFunction
-    tasks: TaskFunction | None = None
+    tasks: TaskFunction | Sequence[Mapping[str, Any]] | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
     teacher: Teacher | None = None
     agent_errors: Mapping[type[Exception], float] = field(default_factory=dict)
@@ -112,7 +114,8 @@ class Environment:
         return next(rewards, None)
 
     async def __call__(self, task: Any, agent: Any) -> Any:
-        return await self.function(task, agent, **self.arguments)
+        own = deepcopy(task)  # what a rollout changes in its task is its own
+        return await self.function(own, agent, **self.arguments)
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> Environment:
         """Return the environment with these arguments, converted to the types of its signature.
@@ -142,7 +145,8 @@ class Environment:
             known = ", ".join(fields) or "none"
             raise SettingsError(f"{problems} (arguments of {self.name}: {known})") from error
         values = {name: getattr(found, name) for name in fields}
-        return replace(self, arguments=values, tasks=_with_arguments(self.tasks, values))
+        tasks = _with_arguments(self.tasks, values) if callable(self.tasks) else self.tasks
+        return replace(self, arguments=values, tasks=tasks)
 
 
 @overload
@@ -152,7 +156,7 @@ def environment(function: EnvironmentFunction, /) -> Environment: ...
 @overload
 def environment(
     *,
-    tasks: TaskFunction | None = None,
+    tasks: TaskFunction | Iterable[Mapping[str, Any]] | None = None,
     weights: Mapping[str, float] | None = None,
     teacher: Teacher | None = None,
     agent_errors: Mapping[type[Exception], float] | None = None,
@@ -163,7 +167,7 @@ def environment(
     function: EnvironmentFunction | None = None,
     /,
     *,
-    tasks: TaskFunction | None = None,
+    tasks: TaskFunction | Iterable[Mapping[str, Any]] | None = None,
     weights: Mapping[str, float] | None = None,
     teacher: Teacher | None = None,
     agent_errors: Mapping[type[Exception], float] | None = None,
@@ -173,7 +177,7 @@ def environment(
     Args:
         tasks: a function of a `random.Random` that returns the fields of a task, such as
             `{"answer": rng.randint(1, 100), "top": 100}`. Further parameters are arguments
-            of the environment, by their names.
+            of the environment, by their names. Or a list of the fields of tasks.
         weights: weights of the named parts of the reward; 1 by default. A part that has a weight
             must be in each mapping that the function returns.
         teacher: a function of a task and a `random.Random` that returns a script, as
@@ -185,7 +189,8 @@ def environment(
             one could escape a bad reward.
 
     Raises:
-        TypeError: the function is not async or does not take a task and an agent.
+        TypeError: the function is not async or does not take a task and an agent, or `tasks` is
+            neither a list nor a function of random numbers and of the environment's arguments.
     """
     make = partial(
         _made,
@@ -197,22 +202,47 @@ def environment(
     return make if function is None else make(function)
 
 
-def _made(function: EnvironmentFunction, **options: Any) -> Environment:
+def _made(
+    function: EnvironmentFunction,
+    *,
+    tasks: TaskFunction | Iterable[Mapping[str, Any]] | None,
+    agent_errors: Mapping[type[Exception], float],
+    **options: Any,
+) -> Environment:
     if not inspect.iscoroutinefunction(function):
         raise TypeError(f"environment: {function!r} must be an `async def` function")
     if len(inspect.signature(function).parameters) < 2:
         raise TypeError(f"environment: {function.__name__} must take a task and an agent")
-    for kind, reward in options["agent_errors"].items():
+    for kind, reward in agent_errors.items():
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             raise TypeError(f"environment: agent_errors: {kind!r} is not a type of exception")
         finite_number(reward, f"environment: agent_errors: {kind.__name__}")
-    return Environment(function, **options)
+    if callable(tasks):
+        _check_task_function(tasks, function)
+    elif tasks is not None:
+        tasks = list(tasks)
+    return Environment(function, tasks, agent_errors=agent_errors, **options)
 
 
-def _with_arguments(tasks: TaskFunction | None, values: Mapping[str, Any]) -> TaskFunction | None:
+def _check_task_function(tasks: TaskFunction, function: EnvironmentFunction) -> None:
+    """Raise TypeError if the task function needs arguments that the environment does not have."""
+    needed = [
+        one
+        for one in inspect.signature(tasks).parameters.values()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    known = list(inspect.signature(function).parameters)[2:]
+    missing = [one.name for one in needed[1:] if one.name not in known]
+    if not inspect.signature(tasks).parameters or missing:
+        lacks = f", of which {function.__name__} lacks {', '.join(missing)}" if missing else ""
+        raise TypeError(
+            f"environment: tasks: {line_of(tasks)}: it must take random numbers and, by name, "
+            f"arguments of the environment{lacks}"
+        )
+
+
+def _with_arguments(tasks: TaskFunction, values: Mapping[str, Any]) -> TaskFunction:
     """Pass those of the environment's arguments to its task function that the function takes."""
-    if tasks is None:
-        return None
     taken = list(inspect.signature(tasks).parameters)[1:]
     given = {name: values[name] for name in taken if name in values}
     return partial(tasks, **given) if given else tasks
@@ -250,10 +280,11 @@ def open_tasks(
     Raises:
         DataError, SettingsError: as `TaskSource.open`.
     """
-    function = environment.tasks if environment else None
-    if function and settings.kind in GENERATORS:
+    if environment is None:
+        return TaskSource.open(settings, cursor)
+    if environment.tasks is not None and settings.kind in GENERATORS:
         settings = settings.model_copy(update={"kind": "environment"})
-    return TaskSource.open(settings, cursor, function=function)
+    return TaskSource.open(settings, cursor, function=environment.tasks, env=environment.name)
 
 
 def reward_of(value: Any, weights: Mapping[str, float]) -> Reward:

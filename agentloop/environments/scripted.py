@@ -10,7 +10,7 @@ assert rollout.reward.value == 1.0
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -22,7 +22,7 @@ from agentloop.environments.environment import Environment
 from agentloop.environments.episodes import EnvironmentGroups, Episode
 from agentloop.environments.player import PlayerHost, ResolveTools, Script
 from agentloop.environments.rewards.reward import Grader, Reward
-from agentloop.environments.tasks.sources import Task
+from agentloop.environments.tasks.task import Task, task_of
 from agentloop.errors import RequestError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.sandbox import Pool
@@ -146,5 +146,4 @@ def _named(
 def _task_of(fields: Task | Mapping[str, Any]) -> Task:
     if isinstance(fields, Task):
         return fields
-    extra = {name: value for name, value in fields.items() if name not in ("prompt", "answer")}
-    return Task("played", fields.get("prompt", ""), str(fields.get("answer", "")), extra=extra)
+    return replace(task_of(fields, "play"), id="played")

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import anyio
-import anyio.to_thread
 import pydantic
 from rich.console import Console
 from rich.markup import escape
@@ -123,7 +122,7 @@ async def _try(name: str, arguments: list[str]) -> int:
     named = f"env.name={json.dumps(name)}"
     settings = load_settings(TrySettings, files, [*overrides, named])
     environment = RunEnvironment("", settings.env, settings.tasks)
-    tasks = await anyio.to_thread.run_sync(tasks_of, environment, settings.num_rollouts)
+    tasks = await console.in_thread(tasks_of, environment, settings.num_rollouts)
     if not settings.servers and not is_installed("sglang"):  # before an image is pulled
         raise SettingsError(NOT_INSTALLED)
     trials = [_Trial(task) for task in tasks]

@@ -1,19 +1,18 @@
 """Read tasks from files, data sets and generators, as an endless source that can be resumed.
 
-Held-out problems are chosen by a hash of their text, not by their position in a file, so they stay
-out of training if the file is reordered, extended or contains duplicates.
+Held-out tasks are chosen by a hash of their content, not by their position in a file,
+so they stay out of training if the file is reordered, extended or contains duplicates.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
+import logging
 import math
-import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -24,11 +23,25 @@ import pydantic
 
 from agentloop.distribution import install_hint
 from agentloop.environments.tasks.problems import GENERATORS
-from agentloop.errors import DataError, SettingsError
+from agentloop.environments.tasks.task import (
+    NUM_PROBLEM_DIGITS,
+    Task,
+    level_of,
+    line_of,
+    plain_fields,
+    problem_text,
+    row_digest,
+    shown,
+    task_digest,
+    task_of,
+)
+from agentloop.errors import AgentLoopError, DataError, SettingsError
 from agentloop.plain_json import is_encodable
 from agentloop.trajectory import Message
 
 __all__ = ["Task", "TaskSource", "TasksSettings", "read_jsonl", "read_tasks", "task_digest"]
+
+log = logging.getLogger(__name__)
 
 _PROMPTS = ("messages", "prompt", "problem", "question")
 _ANSWERS = ("answer", "ground_truth")
@@ -37,34 +50,6 @@ _OTHERS = ("reward_model", "data_source", "source", "level", "extra_info")
 _MAX_HELD_OUT = 256  # of a generator, whose problems are endless
 _GENERATED_SHARE = 1 / 8
 _MAX_MISSES = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A prompt and its answer.
-
-    Attributes:
-        id: Identifies the problem across runs, independent of the system message.
-        prompt: A question, or a conversation in OpenAI's format.
-        source: Name of the data set.
-        level: Difficulty, or 0 if the source does not give one.
-        extra: Additional fields of the source.
-        env: Name of its environment in a run with several; otherwise empty.
-    """
-
-    id: str
-    prompt: str | Sequence[Message]
-    answer: str
-    source: str = ""
-    level: int = 0
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    env: str = ""
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an additional field as an attribute, for environments: `task.top`."""
-        if not name.startswith("_") and name in self.extra:
-            return self.extra[name]
-        raise AttributeError(f"the task has no field {name!r}")
 
 
 class TasksSettings(pydantic.BaseModel):
@@ -169,12 +154,15 @@ class TaskSource(ABC):
         settings: TasksSettings | None = None,
         cursor: Mapping[str, Any] | None = None,
         *,
-        function: Callable[[Random], Any] | None = None,
+        function: Callable[[Random], Any] | Sequence[Any] | None = None,
+        env: str = "",
     ) -> TaskSource:
         """Read or prepare the tasks, and continue from `cursor` if given.
 
         Args:
-            function: with the kind `environment`, makes the fields of a task from random numbers.
+            function: with the kind `environment`, makes the fields of a task from random numbers,
+                or is a list of the fields of tasks.
+            env: name of the environment, for messages.
 
         Raises:
             DataError: A row is invalid (the message names the file, line or row, and field), or the
@@ -186,9 +174,19 @@ class TaskSource(ABC):
         if settings.kind == "environment":
             if function is None:
                 raise SettingsError("tasks.kind: the environment makes no tasks: name another kind")
-            source = _Made(settings, function)
+            if callable(function):
+                source = _Made(settings, function, env)
+            else:
+                where = f"the tasks of {env}"
+                named = (
+                    task_of(fields, f"{where}: number {number}")
+                    for number, fields in enumerate(function, 1)
+                )
+                source = _Listed(settings, named, where)
+        elif settings.kind in GENERATORS:
+            source = _Generated(settings)
         else:
-            source = _Generated(settings) if settings.kind in GENERATORS else _Listed(settings)
+            source = _Listed(settings, read_tasks(settings), "tasks")
         if cursor is not None:
             source.go_to(cursor)
         return source
@@ -306,35 +304,46 @@ class _Generated(TaskSource):
 class _Made(_Generated):
     """Tasks made by a function of random numbers."""
 
-    def __init__(self, settings: TasksSettings, function: Callable[[Random], Any]) -> None:
+    def __init__(
+        self, settings: TasksSettings, function: Callable[[Random], Any], env: str
+    ) -> None:
         super().__init__(settings)
         self._function = function
+        self._env = env
 
     def _make(self, index: int) -> tuple[Task, str]:
-        fields = self._function(Random(f"{self._settings.seed} {index}"))
-        if not isinstance(fields, Mapping):
-            name = getattr(self._function, "__name__", self._function)
-            raise DataError(f"tasks: {name} must return the fields of a task, not {fields!r}")
-        rest = dict(fields)
-        task = Task(
-            f"{self._settings.kind}-{index}",
-            rest.pop("prompt", ""),
-            str(rest.pop("answer", "")),
-            source=str(rest.pop("source", self._settings.kind)),
-            level=int(rest.pop("level", 0)),
-            extra=rest,
-        )
-        return task, task_digest(repr(sorted(fields.items())))
+        try:
+            fields = self._function(Random(f"{self._settings.seed} {index}"))
+        except AgentLoopError:
+            raise
+        except Exception as error:  # the user's code
+            where = line_of(self._function, error)
+            raise DataError(
+                f"the tasks of {self._env}: {where}: {type(error).__name__}: {error}"
+            ) from error
+        task = task_of(fields, f"the tasks of {self._env}: {line_of(self._function)}")
+        return replace(task, id=f"{self._settings.kind}-{index}"), task.id
 
 
 class _Listed(TaskSource):
-    """Tasks read from a list, epoch by epoch; of duplicate problems the first is kept."""
+    """Tasks of a list, epoch by epoch; of those that are equal in all fields one is kept.
 
-    def __init__(self, settings: TasksSettings) -> None:
+    The first half of an id is that of the problem: rows of files that differ only in source, level
+    or system message are held out together.
+    """
+
+    def __init__(self, settings: TasksSettings, listed: Iterable[Task], where: str) -> None:
         super().__init__(settings)
         tasks: dict[str, Task] = {}
-        for task in read_tasks(settings):
+        num_listed = 0
+        for task in listed:
+            num_listed += 1
             tasks.setdefault(task.id, task)
+        if num_listed > len(tasks):
+            log.warning(
+                "%s: %d of %d are dropped: they equal others in all fields",
+                *(where, num_listed - len(tasks), num_listed),
+            )
         self._tasks = tasks
         self.distinct = list(tasks.values())
         ids = sorted(tasks)
@@ -343,8 +352,9 @@ class _Listed(TaskSource):
             self._held_out = [id for id in ids if _is_below(id, held_out)]
         else:
             self._held_out = ids[: int(held_out)]
-        held = set(self._held_out)
-        self._training = [id for id in (ids if settings.shuffle else tasks) if id not in held]
+        held = {id[:NUM_PROBLEM_DIGITS] for id in self._held_out}
+        order = ids if settings.shuffle else tasks
+        self._training = [id for id in order if id[:NUM_PROBLEM_DIGITS] not in held]
         if not tasks:
             raise DataError("no tasks were read")
         self._order: tuple[int, list[str]] = (-1, [])
@@ -481,31 +491,34 @@ def _package(name: str, *, extra: str) -> Any:
 
 def _task(row: Any, where: str, source: str, settings: TasksSettings) -> Task:
     if not isinstance(row, Mapping):
-        raise DataError(f"{where}: expected an object, got {_shown(row)}")
+        raise DataError(f"{where}: expected an object, got {shown(row)}")
     named, prompt = _first(row, _PROMPTS, where)
-    if isinstance(prompt, str):
-        text = question = prompt
-        prompt = _prompt(prompt, settings)
-    else:
-        text, question = _conversation(prompt, f"{where}: field {named!r}")
+    is_text = isinstance(prompt, str)
+    question = prompt if is_text else _question(prompt, f"{where}: field {named!r}")
     if not question.strip():
         raise DataError(f"{where}: field {named!r} is empty")
     extra = row.get("extra_info")
     if not isinstance(extra, Mapping | None):
-        raise DataError(f"{where}: field 'extra_info': expected an object, got {_shown(extra)}")
+        raise DataError(f"{where}: field 'extra_info': expected an object, got {shown(extra)}")
     for name in (named, *_ANSWERS, *_OTHERS):
         if not is_encodable(row.get(name)):
             raise DataError(
                 f"{where}: field {name!r} contains a lone surrogate (such as \\ud800), "
                 "which cannot be encoded as UTF-8: replace it"
             )
+    answer, level = _answer(row, where), level_of(row.get("level"), where)
+    own_source = str(row.get("data_source") or row.get("source") or "")
+    fields = plain_fields({named: prompt, "extra_info": extra or {}}, where)
+    prompt, extra = fields.values()
+    said = [] if is_text else [one["content"] for one in prompt if one["role"] == "system"]
+    problem = [task_digest(problem_text(prompt)), answer, extra]
     return Task(
-        id=task_digest(text),
-        prompt=prompt,
-        answer=_answer(row, where),
-        source=str(row.get("data_source") or row.get("source") or source),
-        level=_level(row.get("level"), where),
-        extra=extra or {},
+        id=row_digest(problem, [own_source, level, said]),
+        prompt=_prompt(prompt, settings) if is_text else prompt,
+        answer=answer,
+        source=own_source or source,
+        level=level,
+        extra=extra,
     )
 
 
@@ -520,14 +533,10 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _conversation(messages: Any, where: str) -> tuple[str, str]:
-    """Return the text that identifies a conversation, and its last question.
-
-    For a single question both are the question, so that the same problem as plain text has the same
-    id.
-    """
+def _question(messages: Any, where: str) -> str:
+    """Check a conversation, and return its last question."""
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: expected text or messages, got {_shown(messages)}")
+        raise DataError(f"{where}: expected text or messages, got {shown(messages)}")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, Mapping) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
@@ -538,11 +547,7 @@ def _conversation(messages: Any, where: str) -> tuple[str, str]:
         raise DataError(
             f"{where}: the last message must have the role 'user', not {last['role']!r}"
         )
-    settings = [message for message in messages if message["role"] != "system"]
-    if len(settings) == 1:
-        return last["content"], last["content"]
-    text = "\n".join(f"{message['role']}: {message['content']}" for message in settings)
-    return text, last["content"]
+    return last["content"]
 
 
 def _answer(row: Mapping[str, Any], where: str) -> str:
@@ -555,22 +560,10 @@ def _answer(row: Mapping[str, Any], where: str) -> str:
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)  # from a column of integers with missing values
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise DataError(f"{where}: field {name!r}: expected text or a number, got {_shown(answer)}")
+        raise DataError(f"{where}: field {name!r}: expected text or a number, got {shown(answer)}")
     if not str(answer).strip():
         raise DataError(f"{where}: field {name!r} is empty")
     return str(answer).strip()
-
-
-def _level(level: Any, where: str) -> int:
-    """Parse a number or text such as "Level 5"; return 0 if there is none."""
-    if level is None or level == "":
-        return 0
-    try:
-        return int(str(level).lower().removeprefix("level"))
-    except ValueError:
-        if level == "Level ?":  # occurs in MATH
-            return 0
-        raise DataError(f"{where}: field 'level': expected a number, got {_shown(level)}") from None
 
 
 def _prompt(text: str, settings: TasksSettings) -> str | Sequence[Message]:
@@ -580,16 +573,6 @@ def _prompt(text: str, settings: TasksSettings) -> str | Sequence[Message]:
     return [{"role": "system", "content": settings.system}, {"role": "user", "content": text}]
 
 
-def task_digest(text: str) -> str:
-    """Return 32 hexadecimal digits that do not depend on the whitespace of the text."""
-    plain = " ".join(unicodedata.normalize("NFC", text).split())
-    return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
 def _is_below(digest: str, share: float) -> bool:
     """Return whether a digest is in the lowest `share` of all possible digests."""
     return int(digest[:12], 16) < share * 16**12
-
-
-def _shown(value: Any) -> str:
-    return f"{value!r:.60}" if isinstance(value, str | int | float) else type(value).__name__

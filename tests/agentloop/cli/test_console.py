@@ -9,7 +9,9 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +36,7 @@ from agentloop.cli.console import (
 from agentloop.errors import RunFolderError, ServerError, SettingsError
 from agentloop.sandbox import SandboxUnavailable
 from agentloop.training.run_status import RunStatus
+from tests.patience import patient
 
 
 @pytest.fixture(autouse=True)
@@ -282,6 +285,52 @@ def test_sigterm_ends_the_command_wherever_it_is() -> None:
         raise AssertionError("not reached")
 
     assert console.run(main) == 143
+
+
+def test_a_signal_ends_a_command_whose_thread_hangs() -> None:
+    release = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def hang() -> int:
+        threads.append(threading.current_thread())
+        os.kill(os.getpid(), signal.SIGINT)
+        release.wait()
+        return 0
+
+    try:
+        assert console.run(lambda: console.in_thread(hang)) == 130
+        assert threads[0].daemon  # the process does not wait for it either
+    finally:
+        release.set()
+
+
+HANGS = """
+import os, signal, threading
+import agentloop
+
+def make_task(rng):
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait()
+
+@agentloop.environment(tasks=make_task)
+async def hangs(task, agent):
+    return 1.0
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "command",
+    ["env try hangs:hangs", "evaluate env=hangs:hangs", "chat env=hangs:hangs --task 7"],
+)
+def test_a_signal_ends_a_command_whose_tasks_are_slow(tmp_path: Path, command: str) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    arguments = [sys.executable, "-m", "agentloop", *command.split(), 'servers=["http://[::1]:1"]']
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    ended = subprocess.run(
+        arguments, cwd=tmp_path, env=env, timeout=patient(100), capture_output=True
+    )
+    assert ended.returncode == 143, ended.stderr.decode()
 
 
 def test_errors_of_several_tasks_are_printed_once_each(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,9 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,6 +34,7 @@ from agentloop.environments.episodes import EnvironmentGroups, Episode
 from agentloop.environments.rewards.reward import Grader, Reward, RewardFunction
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.errors import (
+    DataError,
     InfrastructureFailed,
     RequestError,
     RewardError,
@@ -98,8 +100,9 @@ async def run(
 ) -> Sequence[Episode]:
     groups = EnvironmentGroups(environment, model or Model(), sampling=Sampling(seed=7))
     budget = Budget(timeout_s=options.pop("timeout_s", 5))
+    task = options.pop("task", TASK)
     return await groups(
-        TASK, size=size, name="1-t", budget=budget, on_queued=lambda: None, **options
+        task, size=size, name="1-t", budget=budget, on_queued=lambda: None, **options
     )
 
 
@@ -646,6 +649,109 @@ def test_an_environments_tasks_are_the_same_at_each_start_and_held_out_ones_are_
     assert len(held_out) == 8
     assert not {one.answer for one in held_out} & {one.answer for one in first + rest}
     assert source.find(first[3].id) == first[3]
+
+
+@agentloop.environment(tasks=lambda rng: {"size": 9})
+async def maze(task: Any, agent: Agent) -> float:
+    return 1.0
+
+
+def a_task(tasks: Any) -> Task:
+    """Return the first task of an environment with these tasks."""
+    return next(open_tasks(TasksSettings(), replace(maze, tasks=tasks)))
+
+
+def test_a_task_is_plain_data_before_and_after_it_was_in_the_journal() -> None:
+    made = {"start": (0, 1), "prices": {1: "a"}, "size": 10**30, "at": 0.1}
+    task = a_task(lambda rng: made)
+    assert task == Task(**loads(dumps(asdict(task))))
+    assert (task.start, task.prices, task.size, task.at) == ([0, 1], {"1": "a"}, 10**30, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"words": {"a", "b"}}, "field 'words': Type is not JSON serializable: set: use text, "),
+        ({"board": [object()]}, "field 'board': Type is not JSON serializable: object: use text"),
+        ({"id": 7}, "field 'id': agentloop sets it: choose another name"),
+        ({"env": "maze"}, "field 'env': agentloop sets it"),
+        ({"extra": {}}, "field 'extra': agentloop sets it"),
+        ({"level": "hard"}, "field 'level': expected a number, got 'hard'"),
+        (["prompt"], "expected the fields of a task, a dict, not ['prompt']"),
+    ],
+)
+def test_fields_that_are_refused_are_named_with_their_environment(
+    fields: Any, problem: str
+) -> None:
+    cases: list[tuple[Any, str]] = [
+        (lambda rng: fields, rf"{__file__}:\d+"), ([{}, fields], "number 2")
+    ]  # fmt: skip
+    for tasks, where in cases:
+        with pytest.raises(DataError, match=f"the tasks of maze: {where}: {re.escape(problem)}"):
+            a_task(tasks)
+
+
+def test_an_error_in_a_task_function_names_its_line() -> None:
+    def make(rng: Random) -> dict[str, Any]:
+        return {"word": Random().sample([], 1)}
+
+    where = f"{__file__}:{make.__code__.co_firstlineno + 1}"
+    for tasks in (make, partial(make)):
+        with pytest.raises(DataError, match=f"the tasks of maze: {where}: ValueError: Sample"):
+            a_task(tasks)
+
+    def refuse(rng: Random) -> dict[str, Any]:
+        raise SettingsError("env.args.file: there is none")
+
+    with pytest.raises(SettingsError, match=r"^env.args.file: there is none$"):
+        a_task(refuse)
+
+
+def test_a_task_function_is_refused_if_it_takes_what_the_environment_has_not() -> None:
+    async def game(task: Any, agent: Agent, *, top: int = 9) -> float:
+        return 1.0
+
+    def good(rng: Random, *, top: int, other: int = 1) -> dict[str, Any]:
+        return {}
+
+    assert agentloop.environment(tasks=good)(game).tasks is good
+
+    def greedy(rng: Random, *, top: int, more: int) -> dict[str, Any]:
+        return {}
+
+    def constant() -> dict[str, Any]:
+        return {}
+
+    refused: list[tuple[Any, str]] = [(greedy, ", of which game lacks more"), (constant, "")]
+    for tasks, lacks in refused:
+        line = rf"{__file__}:{tasks.__code__.co_firstlineno}"
+        with pytest.raises(TypeError, match=rf"tasks: {line}: it must take random .*{lacks}$"):
+            agentloop.environment(tasks=tasks)(game)
+    with pytest.raises(TypeError, match="not iterable"):
+        agentloop.environment(tasks=5)(game)  # type: ignore[arg-type]
+
+
+def test_tasks_may_be_a_list_of_their_fields() -> None:
+    listed = ({"prompt": f"{number}?", "answer": number, "top": [number]} for number in range(6))
+    game = agentloop.environment(tasks=listed)(maze.function)
+    source = open_tasks(TasksSettings(held_out=2), game.with_arguments({}))
+    assert len(source.held_out()) == 2
+    epochs = [[next(source) for _ in range(4)] for _ in range(2)]
+    assert sorted(task.id for task in epochs[0]) == sorted(task.id for task in epochs[1])
+    seen = {task.prompt: task.top for task in epochs[0] + source.held_out()}
+    assert seen == {f"{number}?": [number] for number in range(6)}
+
+
+async def test_what_a_rollout_changes_in_its_task_reaches_no_other() -> None:
+    @agentloop.environment
+    async def deck(task: Any, agent: Agent) -> float:
+        await agent.run(task.prompt)
+        return float(task.cards.pop())
+
+    task = Task("t", "Draw.", "", extra={"cards": [1, 2, 3]})
+    for _ in range(2):
+        episodes = await run(deck, size=3, task=task)
+        assert [one.reward and one.reward.value for one in episodes] == [3, 3, 3]
 
 
 def test_an_environments_tasks_replace_those_of_a_generator_and_of_nothing_else(

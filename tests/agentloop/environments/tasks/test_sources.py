@@ -6,6 +6,8 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 from agentloop.environments.tasks.problems import Problem, arithmetic, polynomial, symbolic
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings, read_tasks
 from agentloop.errors import DataError, SettingsError
+from agentloop.plain_json import dumps, loads
 
 OPS = {"plus": "+", "minus": "-", "times": "*", "add": "+", "subtract": "-", "multiply by": "*"}
 
@@ -83,9 +86,11 @@ def test_conversations_with_the_same_last_message_differ(tmp_path: Path) -> None
     second = task(("user", "2+2?"), ("assistant", "4"), last)
     assert len({first.id, second.id, task(last).id}) == 3
     assert first == task(("user", "1+1?"), ("assistant", "2"), last)
-    # A question alone is the problem itself, however it is introduced.
+    # A question alone is the problem itself; another system message makes it another task.
     plain = one(tmp_path, {"problem": "And twice  that?", "answer": 2})
-    assert plain.id == task(last).id == task(("system", "Be brief."), last).id
+    introduced = task(("system", "Be brief."), last)
+    assert plain.id == task(last).id != introduced.id
+    assert plain.id[:16] == introduced.id[:16]
 
 
 def test_rows_of_verl(tmp_path: Path) -> None:
@@ -285,6 +290,48 @@ def test_a_cursor_of_other_tasks_is_rejected(tmp_path: Path) -> None:
     generated = TaskSource.open(TasksSettings(levels=[1, 2])).cursor()
     with pytest.raises(DataError, match="they differ from the tasks of the saved cursor"):
         TaskSource.open(TasksSettings(levels=[2]), generated)
+
+
+def test_rows_that_differ_in_any_field_are_different_tasks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"problem": "Play.", "answer": 1, "extra_info": {"pot": [1], "by": "me"}}
+    turned = {**row, "problem": "Play. ", "extra_info": {"by": "me", "pot": [1]}}
+    others = [
+        {"answer": 2}, {"extra_info": {"pot": [2], "by": "me"}}, {"level": 2}, {"source": "x"}
+    ]  # fmt: skip
+    path = jsonl(tmp_path / "data.jsonl", [row, turned, *(row | other for other in others), row])
+    source = opened(path)
+    assert source.distinct is not None
+    assert len({task.id for task in source.distinct}) == len(source.distinct) == 5
+    assert [one.getMessage() for one in caplog.records] == [
+        "tasks: 2 of 7 are dropped: they equal others in all fields"
+    ]
+
+
+def test_rows_of_one_problem_are_held_out_together(tmp_path: Path) -> None:
+    labelled = [row | {"source": source} for row in rows(40) for source in "ab"]
+    for held_out in (0.3, 7):
+        source = opened(jsonl(tmp_path / "data.jsonl", labelled), held_out=held_out)
+        held = {task.prompt for task in source.held_out()}
+        assert 1 < len(held) < 40
+        assert not held & {task.prompt for task in take(source, 80)}
+
+
+def test_fields_of_a_row_are_plain_data(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    moment = datetime(2026, 1, 1, tzinfo=UTC)
+    for value, expected in [(moment, "2026-01-01T00:00:00+00:00"), (float("nan"), None)]:
+        table = pyarrow.Table.from_pylist([verl(0) | {"extra_info": {"at": value}}])
+        pyarrow.parquet.write_table(table, path)
+        task = next(opened(path, "parquet"))
+        assert task == Task(**loads(dumps(asdict(task))))
+        assert task.at == expected
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([verl(0) | {"extra_info": {"image": b"x"}}]), path
+    )
+    with pytest.raises(DataError, match=r"row 1: field 'extra_info': .* serializable: bytes"):
+        opened(path, "parquet")
 
 
 @given(st.permutations(range(12)), st.sampled_from([0.3, 4.0]))

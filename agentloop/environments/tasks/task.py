@@ -1,0 +1,152 @@
+"""A task: a prompt, an answer and additional fields, all plain data.
+
+Plain data is what JSON gives back, so a task is the same before and after a resume and on every
+machine, and so is its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import traceback
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from agentloop.errors import DataError
+from agentloop.plain_json import dumps, loads
+from agentloop.trajectory import Message
+
+__all__ = [
+    "NUM_PROBLEM_DIGITS",
+    "Task",
+    "level_of",
+    "line_of",
+    "plain_fields",
+    "problem_text",
+    "row_digest",
+    "shown",
+    "task_digest",
+    "task_of",
+]
+
+NUM_PROBLEM_DIGITS = 16  # of the 32 of an id
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A prompt and its answer.
+
+    Attributes:
+        id: Identifies the task across runs, independent of the settings `template` and `system`.
+        prompt: A question, or a conversation in OpenAI's format.
+        source: Name of the data set.
+        level: Difficulty, or 0 if the source does not give one.
+        extra: Additional fields of the source.
+        env: Name of its environment in a run with several; otherwise empty.
+    """
+
+    id: str
+    prompt: str | Sequence[Message]
+    answer: str
+    source: str = ""
+    level: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    env: str = ""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an additional field as an attribute, for environments: `task.top`."""
+        if not name.startswith("_") and name in self.extra:
+            return self.extra[name]
+        raise AttributeError(f"the task has no field {name!r}")
+
+
+def task_of(fields: Any, where: str) -> Task:
+    """Make a task of the fields that an environment gives, with a digest of them all as its id.
+
+    Raises:
+        DataError: the fields are not a dict of plain data, or one has a name that agentloop sets.
+    """
+    if not isinstance(fields, Mapping):
+        raise DataError(f"{where}: expected the fields of a task, a dict, not {fields!r:.100}")
+    for name in ("id", "env", "extra"):
+        if name in fields:
+            raise DataError(f"{where}: field {name!r}: agentloop sets it: choose another name")
+    rest = plain_fields(fields, where)
+    id = task_digest(_canonical(rest))
+    prompt, answer = rest.pop("prompt", ""), rest.pop("answer", None)
+    source, level = str(rest.pop("source", "environment")), level_of(rest.pop("level", None), where)
+    return Task(id, prompt, "" if answer is None else str(answer), source, level, rest)
+
+
+def plain_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields as JSON gives them back: tuples as lists, keys as text.
+
+    Raises:
+        DataError: a field has what JSON cannot represent; the message begins with `where`.
+    """
+    plain = {}
+    for name, value in fields.items():
+        try:
+            plain[str(name)] = loads(dumps(value, default=None))
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{where}: field {name!r}: {error}: use text, numbers, lists and dicts"
+            ) from error
+    return plain
+
+
+def problem_text(prompt: str | Sequence[Message]) -> str:
+    """Return the text of a prompt, without system messages; of a single question the question."""
+    if isinstance(prompt, str):
+        return prompt
+    said = [message for message in prompt if message["role"] != "system"]
+    if len(said) == 1:
+        return str(said[0]["content"])
+    return "\n".join(f"{message['role']}: {message['content']}" for message in said)
+
+
+def level_of(level: Any, where: str) -> int:
+    """Parse a number or text such as "Level 5"; return 0 if there is none."""
+    if level is None or level == "":
+        return 0
+    try:
+        return int(str(level).lower().removeprefix("level"))
+    except ValueError:
+        if level == "Level ?":  # occurs in MATH
+            return 0
+        raise DataError(f"{where}: field 'level': expected a number, got {shown(level)}") from None
+
+
+def line_of(function: Callable[..., Any], error: Exception | None = None) -> str:
+    """Return file:line of a function, or of its last line that `error` has come through."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return repr(function)
+    frames = traceback.extract_tb(error and error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+    return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
+
+
+def task_digest(text: str) -> str:
+    """Return 32 hexadecimal digits that do not depend on the whitespace of the text."""
+    plain = " ".join(unicodedata.normalize("NFC", text).split())
+    return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def row_digest(problem: Any, others: Any) -> str:
+    """Return 32 hexadecimal digits for a row of a file; the first half are the problem's."""
+    return "".join(task_digest(_canonical(each))[:NUM_PROBLEM_DIGITS] for each in (problem, others))
+
+
+def _canonical(plain: Any) -> str:
+    return json.dumps(plain, sort_keys=True, ensure_ascii=False)
+
+
+def shown(value: Any) -> str:
+    """Return a value for an error message: its beginning, or its type."""
+    return f"{value!r:.60}" if isinstance(value, str | int | float) else type(value).__name__
