@@ -413,7 +413,9 @@ class _Stderr(logging.StreamHandler[Any]):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         if error is None or record.levelno > logging.WARNING:
-            super().emit(record)
+            # asyncio's reports of tasks that `sys.exit` has ended: `run` reports it.
+            if error is None or not all(isinstance(one, SystemExit) for one in leaves(error)):
+                super().emit(record)
             return
         error, place = sole(error), place_of(error)
         key = record.name, record.msg, type(error), place

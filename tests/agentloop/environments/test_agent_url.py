@@ -208,8 +208,8 @@ async def test_a_session_of_a_rollout_serves_nothing_but_the_model() -> None:
             ):
                 async with http.request(method, url, json={}) as response:
                     assert response.status == 404
-        return 1.0
+        return float(await ask(agent) == "one")
 
-    episode = await played(tries)
+    episode = await played(tries, says("one"))
     assert episode.reward is not None
     assert episode.reward.value == 1.0
