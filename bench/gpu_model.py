@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 class PartFailed(Exception):
-    """What was measured is not what it has to be."""
+    """A measured value is wrong."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ log = logging.getLogger("sandbox")
 LABEL = "agentloop.sandbox"
 INSIDE = "/run/agentloop"
 SCRATCH = "/tmp"
-INNER = "/home"  # of a lane's directory
+INNER = "/home"  # where a call sees its lane's directory
 OOM_SCORE_ADJ = 500
 # To measure what calls hold of memory, and to give them an OOM score that they can't lower. One
 # that an engine lacks itself would keep its containers from starting.

@@ -170,7 +170,7 @@ class Speech:
         self._stop = stop
         self._longest_stop = max(map(len, stop), default=0)
         self._channels_seen: set[Channel] = set()
-        self._channel: Channel | None = None  # of the current passage
+        self._channel: Channel | None = None  # the current passage's
         self._has_begun = False  # whether the passage has text other than whitespace
         self._partial_stop = ""  # the beginning of a possible stop sequence
         self._pending_space = ""  # whitespace to emit before the next text

@@ -352,7 +352,7 @@ class ChatFormat:
                 messages[2] = {**response, **more} if kind == "tool" else response
         try:
             return value in self._render(messages, add_generation_prompt=True)
-        except Exception:  # as in prompt(): who knows
+        except Exception:  # a template may raise anything, as in prompt()
             return True
 
     def min_prompt_tokens(self, messages: Sequence[Message]) -> int:

@@ -128,7 +128,7 @@ class Continuation:
             before, end, text = self._after(disarmed, self._named(calls, mark), mark)
         except RequestError:
             raise
-        except Exception as error:  # as in __init__
+        except Exception as error:  # a template may raise anything, as in __init__
             raise RequestError(f"messages: the model's chat template says: {error}") from error
         if is_cut:
             text = self._section_end(before) + end + text

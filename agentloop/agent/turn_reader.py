@@ -99,7 +99,7 @@ class TurnReader:
         self._may_cut = bool(options.single_call or options.stop or self._thought)
         has_text = with_text or options.stop or self._thought is not None
         self._text = TextStream(chat) if has_text else None
-        self._version: str | None = None  # of the newest token
+        self._version: str | None = None  # the newest token's
 
     def take(self, chunk: Chunk) -> None:
         """Take the next chunk. One that arrives after the cut is ignored."""

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["NOT_FOR_COMPLETIONS", "CompletionRequest", "Completions"]
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
-_MAX_CHOICES = 4096  # of a request
+_MAX_CHOICES = 4096  # per request
 _LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
 
 # Parameters that would change the answer, with the values that do not.

@@ -123,7 +123,7 @@ class IdempotentAnswers:
         self._is_shared = is_shared
         self._max_answers, self._max_ids = max_answers, max_ids
         self._known: dict[Hashable, _Known] = {}
-        self._num_ids: OrderedDict[Hashable, int] = OrderedDict()  # of what is remembered
+        self._num_ids: OrderedDict[Hashable, int] = OrderedDict()  # of the remembered answers
 
     def __len__(self) -> int:
         return len(self._known)

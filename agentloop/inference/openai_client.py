@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _BUSY = (408, 409, 425, 429)
-_MAX_ERROR_CHARS = 300  # of an error's body
+_MAX_ERROR_CHARS = 300  # quoted of an error's body
 _CLOSE_S = 5.0
 
 

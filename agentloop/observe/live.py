@@ -59,7 +59,7 @@ class Sources:
     served_on: Callable[[], ServedOn] = lambda: ServedOn.UNKNOWN
     # Further values, such as a training run's progress.
     more: Callable[[], Mapping[str, Any]] = dict
-    folder: Path | None = None  # of the run
+    folder: Path | None = None  # the run's
     read_rollout: Callable[[str], Awaitable[dict[str, Any] | None]] | None = None
     """Reads a rollout from disk, if it was dropped from memory or ran on another machine."""
     read_group: Callable[[str], Awaitable[dict[str, Any] | None]] | None = None

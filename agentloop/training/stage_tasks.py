@@ -31,7 +31,7 @@ class StageTasks(Iterator[Task]):
         self._source = source
         self._number = number
         self._curriculum = curriculum or Curriculum()
-        self._num_drawn = 0  # of the stage's own tasks
+        self._num_drawn = 0  # tasks drawn from the stage's own
         self._own: Iterator[Task] | None = None
 
     def use(self, tasks: Sequence[Task], *, seed: str, cursor: Mapping[str, Any]) -> None:

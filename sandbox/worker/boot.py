@@ -1,8 +1,8 @@
-"""What a worker is started with: `python -c BOOT CONNECT [SPEC]`.
+"""Start a worker: `python -c BOOT CONNECT [SPEC]`.
 
-It connects, and takes its settings and the other modules from the first frame: so that a command
-line holds no more than this, and no source but the supervisor's own is ever run. SPEC is a JSON
-object that adds to the settings; confine.py's, for local processes.
+The process connects, and takes its settings and the other modules from the first frame, so that a
+command line holds no more than this, and no source but the pool's own is ever run. SPEC is a JSON
+object that adds to the settings: confine.py's, for local processes.
 """
 
 import json

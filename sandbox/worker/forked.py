@@ -1,4 +1,4 @@
-"""What the server holds of one child: its call, its channel, its output."""
+"""The server's record of one child: its call, its channel, its output."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Call:
         self.timeout_s: float = frame["timeout_s"]
         self.session: int | None = frame.get("session")
         self.opens: bool = frame.get("opens", False)  # the first cell of its session
-        self.is_first = self.session is None or self.opens  # of its process
+        self.is_first = self.session is None or self.opens  # the first call of its process
         # Of its output, where it names them; else the worker's settings hold.
         self.max_output_bytes: int | None = frame.get("max_output_bytes")
         self.keep_output_bytes: int | None = frame.get("keep_output_bytes")
@@ -121,7 +121,7 @@ class Forked:
         self.call: Call | None = None
         self.oom_kills = 0  # the kernel's, before its last cell ended
         self.session: int | None = None
-        # What limits.py knows of it:
+        # Maintained by limits.py:
         self.used = 0  # bytes of memory, when it looked last
         self.audit_after = 0.0
         self.nice = 0

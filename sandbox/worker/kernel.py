@@ -120,7 +120,7 @@ def refuse_hidden_memory() -> None:
     tests = [
         (_LOAD, 0, 0, 4),  # seccomp_data.arch
         (_EQUAL, 1, 0, arch),
-        (_RETURN, 0, 0, 0x00050000 | errno.ENOSYS),  # of another architecture
+        (_RETURN, 0, 0, 0x00050000 | errno.ENOSYS),  # a call of another architecture
         (_LOAD, 0, 0, 0),  # seccomp_data.nr
         (_AT_LEAST, len(numbers) + 1, 0, 0x40000000),  # x32
         *((_EQUAL, len(numbers) - n, 0, number) for n, number in enumerate(numbers)),

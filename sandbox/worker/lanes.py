@@ -35,7 +35,7 @@ class Lanes:
         self.spec = spec
         self.free = deque(range(spec.num_lanes))
         self.helpers: dict[int, Callable[[int], None]] = {}  # by pid: told the wait status
-        self.num_failures = [0] * spec.num_lanes  # of cleaners, in a row
+        self.num_failures = [0] * spec.num_lanes  # failures of cleaners in a row, by lane
         self.ours: set[int] = set()  # children of the server that are no call's: the zygotes
         self.empty_bytes: int | None = None  # of an empty directory, where that tells
 

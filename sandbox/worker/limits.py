@@ -69,7 +69,8 @@ class CallLimits:
         self.base = self.low = self.gauge.read()  # without calls; the least since the last census
         self.census_due = 0.0
         self.busy_until = 0.0  # no census before, however memory grows
-        self.totals = mmap.mmap(-1, _TOTAL.size * spec.num_lanes)  # what audits have found
+        # Bytes in use, as audits have measured them.
+        self.totals = mmap.mmap(-1, _TOTAL.size * spec.num_lanes)
         self.audits: dict[int, tuple[int, float]] = {}  # by lane: helper, deadline
 
     # -- when to look -----------------------------------------------------------------------

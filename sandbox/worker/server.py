@@ -244,7 +244,7 @@ class WorkerServer:
             self.start_queued()
             return
         child = self.sessions.get(call.session)
-        if child is None:  # its end was told before
+        if child is None:  # its end has been reported already
             self.send({"op": "session_lost", "session": call.session, "id": call.id})
         elif child.doom is not None:
             self.lose_session(child, child.doom, call)

@@ -1,4 +1,4 @@
-"""What the supervisor asked for."""
+"""The settings of a worker, as the pool sent them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Spec:
         self.keep_bytes: int = given.get("keep_output_bytes", 64 * 1024)
         self.max_output_bytes: int = given.get("max_output_bytes", 1 << 20)
         self.memory_bytes: int = given.get("memory_bytes", 512 << 20)  # the most of one call
-        self.worker_bytes: int = given.get("worker_bytes", 4 << 30)  # of all together
+        self.worker_bytes: int = given.get("worker_bytes", 4 << 30)  # limit of all calls together
         #: Its memory cgroup is the worker's alone, limited to worker_bytes.
         self.own_cgroup: bool = given.get("own_cgroup", False)
         self.file_bytes: int = given.get("file_bytes", 32 << 20)

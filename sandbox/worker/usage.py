@@ -1,4 +1,4 @@
-"""What the calls of a worker use of the machine.
+"""Measure the processor time and memory that the calls of a worker use.
 
 A worker has one memory cgroup at most, which is read-only inside of its container and cannot tell
 its calls apart. So what a call uses is counted from /proc, in three steps, each only if the one
@@ -48,7 +48,7 @@ class Process(NamedTuple):
     uid: int
     state: str  # as ps has it: R, S, D, T, Z
     num_threads: int
-    size: int  # of its address space
+    size: int  # bytes of its address space
     anonymous: int  # resident and private, also what it shares with a parent by fork
     most: int  # what it can hold at most: `anonymous`, all shared mappings, full sockets
 

@@ -1,4 +1,4 @@
-"""What a zygote does once, so that no child has to."""
+"""Prepare a zygote: work that is done once, so that no child has to do it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ REHEARSAL = (
     "1 +",
 )
 MADV_COLLAPSE = 25
-MAX_FILLERS = 20_000  # of a size
+MAX_FILLERS = 20_000  # per size
 REHEARSALS = 40  # enough for the interpreter to specialise what it runs
 
 

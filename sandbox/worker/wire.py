@@ -1,4 +1,4 @@
-"""What the server, the zygotes and the children say to each other.
+"""Messages among the server, the zygotes and the children.
 
 server to zygote   FORK, with the child's descriptors
 zygote to server   NEWS of a child

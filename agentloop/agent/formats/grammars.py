@@ -20,7 +20,8 @@ Found = tuple[str, Parsed]
 _UNCLOSED = "the tool call is not complete"
 _NAME_RE = re.compile(r"[\w.]+")
 _closing_bracket = re.compile(r"[\])}]").search
-_INSIDE = {quote: re.compile(rf"[\\{quote}]").search for quote in "'\""}  # of a string
+# Finds the next escape or the end of a quoted string.
+_INSIDE = {quote: re.compile(rf"[\\{quote}]").search for quote in "'\""}
 
 
 class Grammar(Protocol):
@@ -151,7 +152,7 @@ class NamedObject:
         self.is_over = False
         self._parse = parse
         self._value = _Value()
-        self._name = ""  # what precedes the object
+        self._name = ""  # the function's name, which precedes the object
 
     def feed(self, text: str) -> list[Found]:
         if not self._value.depth:
@@ -176,7 +177,7 @@ class PythonCalls:
     def __init__(self) -> None:
         self.is_over = False
         self._value = _Value(quotes="'\"")
-        self._name = ""  # of the next call
+        self._name = ""  # the next call's function
         self._is_inside = False
 
     def feed(self, text: str) -> list[Found]:

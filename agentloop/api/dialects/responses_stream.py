@@ -66,7 +66,7 @@ class ResponseObject(TypedDict):
 class _TextForm:
     """The wording of items that consist of streamed text."""
 
-    prefix: str  # of their ids
+    prefix: str  # of the items' ids
     part: str  # the type of the only part
     text_event: str
     part_event: str

@@ -56,7 +56,7 @@ class Chunk:
     version: str
     end: TurnEnd | None = None
     versions: tuple[VersionSpan, ...] = ()  # of the whole response; in the last chunk
-    cached_tokens: int = 0  # of the prompt
+    cached_tokens: int = 0  # prompt tokens from the cache
     num_retractions: int = 0  # times the server retracted it from its batch; in the last chunk
     error: str | None = None  # the server's message, with TurnEnd.ABORT
     top_logprobs: Sequence[TopLogprobs] = ()  # for each id, if requested

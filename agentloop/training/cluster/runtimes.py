@@ -122,7 +122,7 @@ class RemoteRuntimes:
         self._members: dict[str, _Member] = {}
         self._num_left = 0  # runtimes that are not given up
         self._changed = Signal()
-        self._number = 0  # of the last weight sync
+        self._number = 0  # counts the weight syncs
         self._version = ""
         self._checksum: str | None = None  # None: the right one is not known yet
         self._timeout_s = 0.0

@@ -227,7 +227,7 @@ async def test_full_disk_of_the_cache_is_an_infrastructure_failure(
     connect = sqlite3.connect
 
     def connect_to_full_disk(*arguments: Any, **options: Any) -> sqlite3.Connection:
-        connection = connect(*arguments, **options)
+        connection: sqlite3.Connection = connect(*arguments, **options)
         connection.execute("PRAGMA max_page_count = 1")  # SQLite then reports a full disk
         return connection
 
