@@ -355,7 +355,8 @@ class Agent:
 
         begun_s = anyio.current_time()
         try:
-            with anyio.CancelScope() as self._running[number]:
+            with anyio.CancelScope() as scope:
+                self._running[number] = scope
                 trajectory = await self._host.rollout(
                     asked,
                     tools=list(tools),
@@ -373,9 +374,9 @@ class Agent:
             self._stopped(number)
             raise
         finally:
-            del self._running[number]
+            self._running.pop(number, None)
             (self._main or self)._conversing_s += anyio.current_time() - begun_s
-        if self._is_closed:
+        if scope.cancel_called:  # by `close`
             self._stopped(number)
             raise RequestError(f"{self.id} has ended: its environment has returned")
         self._found[number] = trajectory

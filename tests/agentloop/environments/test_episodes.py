@@ -486,7 +486,8 @@ async def test_a_late_reward_does_not_count() -> None:
 
 
 async def test_conversations_that_the_environment_left_running_are_stopped() -> None:
-    model, leaked = Model(), []
+    model = Model()
+    leaked: list[asyncio.Future[Any]] = []
 
     async def never(answer: str) -> str | None:
         await anyio.sleep_forever()
@@ -545,7 +546,7 @@ async def test_an_error_that_the_agent_causes_has_the_declared_reward() -> None:
 
             await agent.run("?", reply=read)
         await agent.run("?")
-        return 1.0 if agent.id.endswith("1") else {}["missing"]
+        return 1.0 if agent.id.endswith("1") else float({**task.extra}["missing"])
 
     parsed, done, broken = await run(parses, size=3)
     assert parsed.reward is not None
@@ -728,7 +729,7 @@ def test_a_task_function_is_refused_if_it_takes_what_the_environment_has_not() -
         with pytest.raises(TypeError, match=rf"tasks: {line}: it must take random .*{lacks}$"):
             agentloop.environment(tasks=tasks)(game)
     with pytest.raises(TypeError, match="not iterable"):
-        agentloop.environment(tasks=5)(game)  # type: ignore[arg-type]
+        agentloop.environment(tasks=5)(game)  # type: ignore[call-overload]
 
 
 def test_tasks_may_be_a_list_of_their_fields() -> None:

@@ -114,7 +114,8 @@ async def swallows_everything(agent: Agent, random: Random) -> None:
 async def plays_against_another(agent: Agent, random: Random) -> None:
     other = agent.other(random.choice(["black", "white"]))
     await other.run("your turn?")
-    other.reward = random.choice([None, 1, True, Fraction(1, 3), np.float32(0.5), math.nan, 1e200])
+    rewards: list[Any] = [None, 1, True, Fraction(1, 3), np.float32(0.5), math.nan, 1e200]
+    other.reward = random.choice(rewards)
 
 
 @act

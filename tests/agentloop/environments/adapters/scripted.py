@@ -63,7 +63,7 @@ class Scripted:
 
 def task_of(environment: Environment, seed: int = 0) -> Task:
     """Return a task of the environment's own."""
-    assert environment.tasks is not None
+    assert callable(environment.tasks)
     fields: Mapping[str, Any] = environment.tasks(Random(seed))
     rest = {name: value for name, value in fields.items() if name not in ("prompt", "answer")}
     return Task("t", fields.get("prompt", ""), str(fields.get("answer", "")), extra=rest)
