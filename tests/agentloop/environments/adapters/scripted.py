@@ -13,9 +13,18 @@ from agentloop.agent.tools import Tools
 from agentloop.environments.environment import Environment
 from agentloop.environments.episodes import EnvironmentGroups, Episode
 from agentloop.environments.tasks.sources import Task
+from agentloop.errors import sole
 from agentloop.events import RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.trajectory import Message, StopReason, ToolCall, Trajectory, Turn, TurnEnd
+from agentloop.trajectory import (
+    Message,
+    StopReason,
+    ToolCall,
+    ToolCallStatus,
+    Trajectory,
+    Turn,
+    TurnEnd,
+)
 
 Said = str | tuple[str, dict[str, Any]]
 """A message, or a tool call: name and arguments."""
@@ -28,6 +37,7 @@ class Scripted:
         self.pool: Any = pool
         self.script = script
         self.asked: list[tuple[str, list[Message], list[str]]] = []  # id, messages, tools
+        self.seen: list[Message] = []  # of the newest conversation
 
     session_listener: Any = None
 
@@ -41,7 +51,16 @@ class Scripted:
         self.asked.append((id, list(messages), names))
         found = Trajectory(id, [9], stop_reason=StopReason.ANSWERED)
         options["on_event"](RolloutStarted(found, ""))
-        seen = list(messages)
+        self.seen = list(messages)
+        try:
+            async with Tools(tools) as running:
+                return await self._converse(found, self.seen, running, budget, reply)
+        except ExceptionGroup as group:
+            raise sole(group) from None
+
+    async def _converse(
+        self, found: Trajectory, seen: list[Message], running: Tools, budget: Budget, reply: Any
+    ) -> Trajectory:
         while True:
             await anyio.lowlevel.checkpoint()
             said = self.script(seen)
@@ -49,8 +68,12 @@ class Scripted:
             found.turns.append(turn)
             if isinstance(said, tuple):
                 turn.calls.append(ToolCall(f"call_{len(self.asked)}", *said, "", 0, 1))
-                found.stop_reason = StopReason.CALLER_TOOLS
-                return found
+                output = await running.run(*said)
+                if output.status is ToolCallStatus.CALLER:
+                    found.stop_reason = StopReason.CALLER_TOOLS
+                    return found
+                seen.append({"role": "tool", "content": f"{output.status}: {output.content}"})
+                continue
             turn.text = found.answer = said
             text = await reply(said) if reply is not None else None
             if text is None:
