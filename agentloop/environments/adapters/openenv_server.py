@@ -64,8 +64,9 @@ class OpenEnvSession:
                     async with http.get(f"{url}/schema") as answer:
                         schema = (await answer.json())["action"]
                     socket = await http.ws_connect(f"{url}/ws", max_msg_size=_MAX_MESSAGE)
-            except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-                raise ServerUnavailable(f"openenv: {url}: {error or 'no answer'}") from error
+            except (aiohttp.ClientConnectionError, OSError) as error:
+                why = str(error) or f"no answer within {timeout_s:g} s"
+                raise ServerUnavailable(f"openenv: {url}: {why}") from error
             async with socket:
                 yield cls(socket, schema, timeout_s)
 

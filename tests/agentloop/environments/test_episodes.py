@@ -517,7 +517,7 @@ def test_a_task_function_is_refused_if_it_takes_what_the_environment_has_not() -
         with pytest.raises(TypeError, match=rf"tasks: {line}: it must take random .*{lacks}$"):
             agentloop.environment(tasks=tasks)(game)
     with pytest.raises(TypeError, match="not iterable"):
-        agentloop.environment(tasks=5)(game)  # type: ignore[arg-type]
+        agentloop.environment(tasks=5)(game)  # type: ignore[call-overload]
 
 
 def test_tasks_may_be_a_list_of_their_fields() -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from random import Random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio.lowlevel
 
 from agentloop.agent.rollout import Budget
 from agentloop.agent.tools import Tools
-from agentloop.environments.environment import Environment
+from agentloop.environments.environment import Environment, open_tasks
 from agentloop.environments.episodes import EnvironmentGroups, Episode
-from agentloop.environments.tasks.sources import Task
+from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import sole
 from agentloop.events import RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
@@ -86,10 +85,7 @@ class Scripted:
 
 def task_of(environment: Environment, seed: int = 0) -> Task:
     """Return a task of the environment's own."""
-    assert environment.tasks is not None
-    fields: Mapping[str, Any] = environment.tasks(Random(seed))
-    rest = {name: value for name, value in fields.items() if name not in ("prompt", "answer")}
-    return Task("t", fields.get("prompt", ""), str(fields.get("answer", "")), extra=rest)
+    return next(open_tasks(TasksSettings(seed=seed), environment))
 
 
 async def play(

@@ -295,9 +295,9 @@ def test_a_cursor_of_other_tasks_is_rejected(tmp_path: Path) -> None:
 def test_rows_that_differ_in_any_field_are_different_tasks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    row = {"problem": "Play.", "answer": 1, "extra_info": {"pot": [1], "by": "me"}}
+    row: dict[str, Any] = {"problem": "Play.", "answer": 1, "extra_info": {"pot": [1], "by": "me"}}
     turned = {**row, "problem": "Play. ", "extra_info": {"by": "me", "pot": [1]}}
-    others = [
+    others: list[dict[str, Any]] = [
         {"answer": 2}, {"extra_info": {"pot": [2], "by": "me"}}, {"level": 2}, {"source": "x"}
     ]  # fmt: skip
     path = jsonl(tmp_path / "data.jsonl", [row, turned, *(row | other for other in others), row])
