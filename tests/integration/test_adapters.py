@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -372,6 +372,13 @@ async def test_a_verifiers_environment_that_fails_gives_no_reward(hub: str) -> N
         await play(of_verifiers(hub, "broken"), Scripted(right))
 
 
+def test_an_environment_of_verifiers_that_cannot_be_loaded_is_named(hub: str) -> None:
+    for id in ("no-such-environment", hub):
+        environment = verifiers.rollout.with_arguments({"id": id, "args": {"wrong": 1}})
+        with pytest.raises(SettingsError, match=f"env.args: verifiers cannot load '{id}': "):
+            task_of(environment)
+
+
 async def test_a_failure_below_verifiers_is_not_the_environments(hub: str) -> None:
     def gone(seen: list[Message]) -> Said:
         raise ServerUnavailable("gone")
@@ -431,13 +438,62 @@ app = create_app(Game, Guess, Seen, max_concurrent_envs=4)
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
 """
 
+OPENENV_TOOLS = """
+import sys
+
+import uvicorn
+from fastmcp import FastMCP
+from openenv.core.env_server import Observation, State, create_app
+from openenv.core.env_server.mcp_environment import MCPEnvironment
+from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+
+
+class Game(MCPEnvironment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        mcp = FastMCP("game")
+
+        @mcp.tool
+        def guess(number: int) -> str:
+            return "right" if number == self.number else "higher"
+
+        super().__init__(mcp)
+
+    def reset(self, seed=None, episode_id=None, **options):
+        self.number = options["number"]
+        return Observation(metadata={"message": "Guess!"})
+
+    def _step_impl(self, action, timeout_s=None, **options):
+        raise AssertionError("no other action")
+
+    async def step_async(self, action, timeout_s=None, **options):
+        seen = await super().step_async(action, timeout_s, **options)
+        if "right" in str(getattr(seen, "result", "")):
+            seen.done, seen.reward = True, 1.0
+        return seen
+
+    @property
+    def state(self):
+        return State()
+
+
+app = create_app(Game, CallToolAction, CallToolObservation, max_concurrent_envs=4)
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+"""
+
 
 @pytest.fixture(scope="module")
 def openenv_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of OpenEnv."""
+    with serving_openenv(tmp_path_factory.mktemp("openenv") / "server.py", OPENENV) as url:
+        yield url
+
+
+@contextmanager
+def serving_openenv(file: Path, source: str) -> Iterator[str]:
     needs("openenv", "OpenEnv")
-    file = tmp_path_factory.mktemp("openenv") / "server.py"
-    file.write_text(OPENENV)
+    file.write_text(source)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -468,6 +524,20 @@ async def test_an_episode_of_openenv_is_played(openenv_url: str) -> None:
     (_, (system, first), _) = host.asked[0]
     assert '"number"' in system["content"]
     assert "Guess!" in first["content"]
+
+
+async def test_the_mcp_tools_of_openenv_are_called(tmp_path: Path) -> None:
+    said: list[Said] = [*(("guess", {"number": number}) for number in ("x", 1, 2)), "Done."]
+    host = Scripted(lambda seen: said[len(seen) - 1])
+    with serving_openenv(tmp_path / "server.py", OPENENV_TOOLS) as url:
+        arguments = {"url": url, "reset": {"number": 2}, "max_sessions": 4}
+        for episode in await play(openenv.episode.with_arguments(arguments), host, size=3):
+            assert episode.reward is not None
+            assert episode.reward.parts == {"reward": 1.0, "steps": 3.0}
+    assert host.asked[0][2] == ["guess"]
+    answers = [message["content"] for message in host.seen if message["role"] == "tool"]
+    assert answers[0].startswith("error: [error] 1 validation error")
+    assert answers[1:] == ["ok: higher", "ok: right"]
 
 
 async def test_an_environment_of_openenv_that_raises_gives_no_reward(openenv_url: str) -> None:

@@ -1,35 +1,27 @@
-"""Episodes of an OpenEnv server, over its WebSocket: each message of the model is an action.
+"""Episodes of an OpenEnv server: each message of the model, or each call of a tool, is an action.
 
     env=agentloop.environments.adapters.openenv:episode env.args.url=http://localhost:8000
 
-The server runs elsewhere, such as in a container, and nothing of OpenEnv is needed here. The reward
-is the sum of the rewards of the steps.
+If the server's actions are calls of MCP tools, the model gets those tools; otherwise it writes each
+action as text or JSON. The reward is the sum of the rewards of the steps.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
-import aiohttp
-import anyio
-import anyio.lowlevel
-
+from agentloop.agent.tools import RunTool, ToolOutput
+from agentloop.environments.adapters.openenv_server import InvalidAction, OpenEnvSession
 from agentloop.environments.agent import Agent
 from agentloop.environments.environment import environment
 from agentloop.environments.tasks.sources import Task
+from agentloop.trajectory import ToolCallStatus
 
 __all__ = ["episode"]
-
-_MAX_MESSAGE = 64 << 20
-_sessions = anyio.lowlevel.RunVar[dict[str, anyio.CapacityLimiter]]("_openenv_sessions")
-
-
-class InvalidAction(Exception):
-    """The action does not fit the server's schema, for reasons of the model."""
 
 
 def make_task(rng: Random) -> Mapping[str, Any]:
@@ -49,7 +41,7 @@ async def episode(
     max_sessions: int = 1,
     timeout_s: float = 60.0,
 ) -> dict[str, float]:
-    """Let the model act until the episode is done.
+    """Let the model act until the episode is done, or until it no longer calls a tool.
 
     Args:
         url: address of the server.
@@ -59,79 +51,87 @@ async def episode(
         max_sessions: how many episodes the server runs at a time; others wait.
         timeout_s: time limit of a request to the server.
     """
-    total, steps = 0.0, 0
-    async with _session(url.rstrip("/"), max_sessions, timeout_s) as (server, schema):
-        field = _text_field(schema)
+    async with OpenEnvSession.open(url.rstrip("/"), max_sessions, timeout_s) as session:
+        game = _Game(session, max_steps)
+        fields = session.schema.get("properties") or {}
+        has_tools = fields.get("type", {}).get("const") == "call_tool"
+        listed = await session.request("step", {"type": "list_tools"}) if has_tools else {}
+        begun = _shown(await session.request("reset", {"seed": task.seed, **(reset or {})}))
+        if has_tools:
+            tools = [_Tool(game, tool) for tool in listed["observation"]["tools"]]
+            await agent.run(begun, tools=tools, system=system or None)
+        else:
+            field = _text_field(session.schema)
 
-        async def act(answer: str) -> str | None:
-            nonlocal total, steps
-            steps += 1
-            try:
-                seen = await server.request("step", {field: answer} if field else _parsed(answer))
-            except InvalidAction as error:
-                return f"[invalid action] {error}" if steps < max_steps else None
-            total += seen.get("reward") or 0.0
-            return None if seen.get("done") or steps == max_steps else _shown(seen)
+            async def act(answer: str) -> str | None:
+                seen = await game.step(lambda: {field: answer} if field else _parsed(answer))
+                return None if game.is_over else _shown(seen)
 
-        begun = await server.request("reset", {"seed": task.seed, **(reset or {})})
-        form = "" if field else f"Write each message as a JSON object: {json.dumps(schema)}"
-        told = "\n\n".join(part for part in (system, form) if part)
-        await agent.run(_shown(begun), system=told or None, reply=act)
-    return {"reward": total, "steps": steps}
-
-
-class _Server:
-    """A session of an OpenEnv server."""
-
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, timeout_s: float) -> None:
-        self._socket = socket
-        self._timeout_s = timeout_s
-
-    async def request(self, kind: str, data: Any) -> Mapping[str, Any]:
-        """Send a message, and return the observation, reward and end in the answer."""
-        with anyio.fail_after(self._timeout_s):
-            await self._socket.send_json({"type": kind, "data": data})
-            answer = await self._socket.receive()
-        if answer.type is not aiohttp.WSMsgType.TEXT:
-            raise RuntimeError(f"openenv: the server closed the connection at {kind}")
-        found = json.loads(answer.data)
-        said: Mapping[str, Any] = found.get("data") or {}
-        if found.get("type") != "error":
-            return said
-        message = f"{said.get('message')} {said.get('errors') or ''}".strip()
-        if kind == "step" and said.get("code") == "VALIDATION_ERROR":
-            raise InvalidAction(message)
-        raise RuntimeError(f"openenv: {kind}: {message} ({said.get('code')})")
+            form = f"Write each message as a JSON object: {json.dumps(session.schema)}"
+            told = "\n\n".join(part for part in (system, "" if field else form) if part)
+            await agent.run(begun, system=told or None, reply=act)
+    return {"reward": game.reward, "steps": game.num_steps}
 
 
-@asynccontextmanager
-async def _session(
-    url: str, max_sessions: int, timeout_s: float
-) -> AsyncIterator[tuple[_Server, dict[str, Any]]]:
-    """Open a session once the server has a free one; return it with the schema of its actions."""
-    try:
-        limits = _sessions.get()
-    except LookupError:
-        _sessions.set(limits := {})
-    async with (
-        # no deadline: the rollout has one
-        limits.setdefault(url, anyio.CapacityLimiter(max_sessions)),
-        aiohttp.ClientSession(raise_for_status=True) as http,
-    ):
-        with anyio.fail_after(timeout_s):
-            async with http.get(f"{url}/schema") as answer:
-                schema = (await answer.json())["action"]
-            socket = await http.ws_connect(f"{url}/ws", max_msg_size=_MAX_MESSAGE)
-        async with socket:
-            yield _Server(socket, timeout_s), schema
+class _Game:
+    """The steps of an episode, and the sum of their rewards."""
+
+    def __init__(self, session: OpenEnvSession, max_steps: int) -> None:
+        self.reward = 0.0
+        self.num_steps = 0
+        self.is_over = False
+        self._session = session
+        self._max_steps = max_steps
+
+    async def step(self, action: Callable[[], Any]) -> Mapping[str, Any]:
+        """Act, and return what the model sees: an observation, or why the action is invalid."""
+        self.num_steps += 1
+        try:
+            seen = await self._session.request("step", action())
+        except InvalidAction as error:
+            seen = {"observation": {"error": f"[invalid action] {error}"}}
+        self.reward += seen.get("reward") or 0.0
+        self.is_over = bool(seen.get("done")) or self.num_steps == self._max_steps
+        return seen
+
+
+class _Tool:
+    """A tool of the server. Its calls are steps, one at a time for all tools (`state`)."""
+
+    def __init__(self, game: _Game, listed: Mapping[str, Any]) -> None:
+        self.name: str = listed["name"]
+        parameters = listed.get("input_schema") or {"type": "object", "properties": {}}
+        about = {"name": self.name, "description": listed.get("description") or ""}
+        self.schema = {"type": "function", "function": {**about, "parameters": parameters}}
+        self.state = game
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[RunTool]:
+        yield self._run
+
+    async def _run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
+        if self.state.is_over:
+            return ToolOutput(ToolCallStatus.ERROR, "[error] the episode is over")
+        call = {"type": "call_tool", "tool_name": self.name, "arguments": arguments}
+        seen = (await self.state.step(lambda: call)).get("observation") or {}
+        if error := seen.get("error"):
+            text = error.get("message") if isinstance(error, Mapping) else error
+            return ToolOutput(ToolCallStatus.ERROR, f"[error] {text}")
+        return ToolOutput(ToolCallStatus.OK, _result_text(seen.get("result")))
+
+
+def _result_text(result: Any) -> str:
+    """Return the text of an MCP result, or the result as JSON."""
+    if isinstance(result, Mapping) and isinstance(content := result.get("content"), list):
+        return "\n".join(item.get("text") or json.dumps(item) for item in content)
+    return result if isinstance(result, str) else json.dumps(result)
 
 
 def _text_field(schema: Mapping[str, Any]) -> str | None:
-    """Return the only field that an action must have if it is text: the answer goes there."""
+    """Return the only field that an action must have if it is any text: the answer goes there."""
     needed = schema.get("required") or []
-    fields = schema.get("properties") or {}
-    is_text = len(needed) == 1 and fields.get(needed[0], {}).get("type") == "string"
-    return needed[0] if is_text else None
+    field = (schema.get("properties") or {}).get(needed[0], {}) if len(needed) == 1 else {}
+    return needed[0] if field.get("type") == "string" and "enum" not in field else None
 
 
 def _parsed(answer: str) -> Any:

@@ -23,6 +23,7 @@ from agentloop.environments.agent import Agent
 from agentloop.environments.environment import environment
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
+from agentloop.errors import SettingsError
 
 __all__ = ["rollout"]
 
@@ -31,7 +32,7 @@ def make_task(rng: Random, *, id: str, args: dict[str, Any] | None) -> Mapping[s
     """Choose a row of the environment's data set.
 
     Raises:
-        SettingsError: verifiers is not installed.
+        SettingsError: verifiers is not installed, or cannot load the environment.
     """
     rows = _loaded(id, json.dumps(args or {}, sort_keys=True)).get_dataset()
     row = rng.randrange(len(rows))
@@ -71,8 +72,11 @@ async def rollout(
 def _loaded(id: str, args: str) -> Any:
     """Return the environment of that name."""
     require("verifiers", {"verifiers": "an environment of verifiers"})
-    with _no_signal_handlers():
-        return import_module("verifiers").load_environment(id, **json.loads(args))
+    try:
+        with _no_signal_handlers():
+            return import_module("verifiers").load_environment(id, **json.loads(args))
+    except Exception as error:  # the environment is another's code
+        raise SettingsError(f"env.args: verifiers cannot load {id!r}: {error!r}") from error
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def line_of(function: Callable[..., Any], error: Exception | None = None) -> str
     code = getattr(function, "__code__", None)
     if code is None:
         return repr(function)
-    frames = traceback.extract_tb(error.__traceback__ if error is not None else None)
+    frames = traceback.extract_tb(error.__traceback__ if error else None)
     lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
     return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from random import Random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio.lowlevel
 
 from agentloop.agent.rollout import Budget
 from agentloop.agent.tools import Tools
-from agentloop.environments.environment import Environment
+from agentloop.environments.environment import Environment, open_tasks
 from agentloop.environments.episodes import EnvironmentGroups, Episode
-from agentloop.environments.tasks.sources import Task
+from agentloop.environments.tasks.sources import Task, TasksSettings
+from agentloop.errors import sole
 from agentloop.events import RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.trajectory import Message, StopReason, ToolCall, Trajectory, Turn, TurnEnd
+from agentloop.trajectory import (
+    Message,
+    StopReason,
+    ToolCall,
+    ToolCallStatus,
+    Trajectory,
+    Turn,
+    TurnEnd,
+)
 
 Said = str | tuple[str, dict[str, Any]]
 """A message, or a tool call: name and arguments."""
@@ -28,6 +36,7 @@ class Scripted:
         self.pool: Any = pool
         self.script = script
         self.asked: list[tuple[str, list[Message], list[str]]] = []  # id, messages, tools
+        self.seen: list[Message] = []  # of the newest conversation
 
     session_listener: Any = None
 
@@ -41,7 +50,16 @@ class Scripted:
         self.asked.append((id, list(messages), names))
         found = Trajectory(id, [9], stop_reason=StopReason.ANSWERED)
         options["on_event"](RolloutStarted(found, ""))
-        seen = list(messages)
+        self.seen = list(messages)
+        try:
+            async with Tools(tools) as running:
+                return await self._converse(found, self.seen, running, budget, reply)
+        except ExceptionGroup as group:
+            raise sole(group) from None
+
+    async def _converse(
+        self, found: Trajectory, seen: list[Message], running: Tools, budget: Budget, reply: Any
+    ) -> Trajectory:
         while True:
             await anyio.lowlevel.checkpoint()
             said = self.script(seen)
@@ -49,8 +67,12 @@ class Scripted:
             found.turns.append(turn)
             if isinstance(said, tuple):
                 turn.calls.append(ToolCall(f"call_{len(self.asked)}", *said, "", 0, 1))
-                found.stop_reason = StopReason.CALLER_TOOLS
-                return found
+                output = await running.run(*said)
+                if output.status is ToolCallStatus.CALLER:
+                    found.stop_reason = StopReason.CALLER_TOOLS
+                    return found
+                seen.append({"role": "tool", "content": f"{output.status}: {output.content}"})
+                continue
             turn.text = found.answer = said
             text = await reply(said) if reply is not None else None
             if text is None:
@@ -63,10 +85,7 @@ class Scripted:
 
 def task_of(environment: Environment, seed: int = 0) -> Task:
     """Return a task of the environment's own."""
-    assert callable(environment.tasks)
-    fields: Mapping[str, Any] = environment.tasks(Random(seed))
-    rest = {name: value for name, value in fields.items() if name not in ("prompt", "answer")}
-    return Task("t", fields.get("prompt", ""), str(fields.get("answer", "")), extra=rest)
+    return next(open_tasks(TasksSettings(seed=seed), environment))
 
 
 async def play(

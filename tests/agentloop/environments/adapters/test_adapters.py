@@ -93,6 +93,20 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
         task_of(environment.with_arguments(arguments))
 
 
+def test_an_environment_of_verifiers_that_cannot_be_loaded_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load_environment(id: str, **args: Any) -> Any:
+        raise ValueError(f"no {id} with {args}")
+
+    monkeypatch.setattr("agentloop.distribution.is_installed", lambda module: True)
+    module = type("vf", (), {"load_environment": staticmethod(load_environment)})
+    monkeypatch.setattr(verifiers, "import_module", lambda name: module)
+    environment = verifiers.rollout.with_arguments({"id": "wordle", "args": {"a": 1}})
+    with pytest.raises(SettingsError, match=r"env.args: verifiers cannot load 'wordle': Val.*'a'"):
+        task_of(environment)
+
+
 def an_agent(host: Any) -> Agent:
     return Agent(host, ignore, id="a", sampling=Sampling(), budget=Budget())
 
@@ -225,7 +239,7 @@ class Lock:
         try:
             async for message in socket:
                 asked = json.loads(message.data)
-                if asked["data"].get("number") == 13:
+                if '"number": 13' in message.data:
                     break
                 await socket.send_json(self.answer(asked["type"], asked["data"]))
         finally:
@@ -296,23 +310,107 @@ async def test_a_text_is_an_action_without_json() -> None:
         environment = openenv.episode.with_arguments({"url": url, "system": "Speak."})
         host = numbers("friend")
         await play(environment, host)
-    assert asked[1] == ("step", {"say": "friend"})
+        lock.schema["properties"]["say"]["enum"] = ["friend", "foe"]
+        await play(environment, numbers('{"say": "foe"}'))
+    assert [data for kind, data in asked if kind == "step"] == [{"say": "friend"}, {"say": "foe"}]
     assert [one["content"] for one in host.asked[0][1]] == ["Speak.", "hm"]
 
 
-@pytest.mark.parametrize(
-    ("number", "why"),
-    [("7", r"openenv: step: ouch \(EXECUTION_ERROR\)"), ("13", "closed the connection at step")],
-)
-async def test_a_server_that_fails_is_the_environments_failure(number: str, why: str) -> None:
-    lock = Lock()
-    async with serving(lock) as url:
+@pytest.mark.parametrize("mcp", [False, True], ids=["by messages", "by tools"])
+async def test_an_environment_of_openenv_that_raises_has_failed_itself(mcp: bool) -> None:
+    async with serving(Tooled() if mcp else Lock()) as url:
         environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
-        with pytest.raises(RequestError, match=why):
-            await play(environment, numbers(f'{{"number": {number}}}'))
-        gone = url
-    with pytest.raises(RequestError, match=r"environment episode: .* raised Client"):
-        await play(environment.with_arguments({"url": gone}), numbers("1"))
+        host = Scripted(lambda seen: ("turn", {"number": 7}) if mcp else '{"number": 7}')
+        with pytest.raises(RequestError, match=r"openenv: step: ouch \(EXECUTION_ERROR\)"):
+            await play(environment, host)
+
+
+@pytest.mark.parametrize("mcp", [False, True], ids=["by messages", "by tools"])
+async def test_a_server_of_openenv_that_is_gone_is_the_infrastructures_failure(mcp: bool) -> None:
+    async with serving(Tooled() if mcp else Lock()) as url:
+        environment = openenv.episode.with_arguments({"url": url, "reset": {"size": 2}})
+        host = Scripted(lambda seen: ("turn", {"number": 13}) if mcp else '{"number": 13}')
+        (lost,) = await play(environment, host)
+    (refused,) = await play(environment, host)
+    for episode, why in ((lost, "closed the connection at step"), (refused, "Cannot connect")):
+        assert episode.reward is not None
+        assert episode.reward.reason.startswith("infrastructure: openenv: ")
+        assert why in episode.reward.reason
+
+
+class Tooled(Lock):
+    """An OpenEnv server whose actions are calls of MCP tools."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kind = {"type": "string", "const": "call_tool"}
+        fields = {"type": kind, "tool_name": {"type": "string"}, "arguments": {"type": "object"}}
+        self.schema = {"properties": fields, "required": ["tool_name"]}
+        self.called: list[Any] = []
+
+    def answer(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        if kind == "reset":
+            return super().answer(kind, data)
+        if data["type"] == "list_tools":
+            number = {"type": "object", "properties": {"number": {"type": "integer"}}}
+            tools: Any = [
+                {"name": "turn", "description": "Turn it.", "input_schema": number},
+                {"name": "look", "input_schema": {}},
+            ]
+            return {"type": "observation", "data": {"observation": {"tools": tools}}}
+        self.called.append((data["tool_name"], data["arguments"]))
+        number = data["arguments"].get("number")
+        if number == 7:
+            return super().answer(kind, {"number": number})
+        seen: dict[str, Any] = {"tool_name": data["tool_name"], "result": None, "error": None}
+        if data["tool_name"] == "look":
+            seen["result"] = {"at": 1}
+        elif number is None:
+            seen["error"] = {"error_type": "invalid_args", "message": "a number is needed"}
+        else:
+            seen["result"] = {"content": [{"type": "text", "text": "closed"}], "is_error": False}
+        return {
+            "type": "observation",
+            "data": {"observation": seen, "reward": 0.5, "done": number == 3},
+        }
+
+
+async def test_the_mcp_tools_of_openenv_are_called_with_arguments() -> None:
+    server = Tooled()
+    said: list[Said] = [
+        ("look", {}), ("turn", {}), ("turn", {"number": 5}), ("turn", {"number": 3}),
+        ("turn", {"number": 5}), "It is open.",
+    ]  # fmt: skip
+    host = Scripted(lambda seen: said[len(seen) - 2])
+    async with serving(server) as url:
+        arguments = {"url": url, "reset": {"size": 2}, "system": "Open it."}
+        environment = openenv.episode.with_arguments(arguments)
+        (episode,) = await play(environment, host)
+        seed = task_of(environment).seed
+    assert episode.reward is not None
+    assert episode.reward.parts == {"reward": 2.0, "steps": 4}
+    assert server.called == said[:4]
+    ((_, asked, tools),) = host.asked
+    assert tools == ["turn", "look"]
+    assert [message["content"] for message in asked] == ["Open it.", f"seed {seed} 2"]
+    assert [message["content"] for message in host.seen if message["role"] == "tool"] == [
+        'ok: {"at": 1}',
+        "error: [error] a number is needed",
+        "ok: closed",
+        "ok: closed",
+        "error: [error] the episode is over",
+    ]
+
+
+async def test_an_episode_by_tools_ends_after_its_most_steps() -> None:
+    server = Tooled()
+    host = Scripted(lambda seen: ("look", {}) if len(seen) < 6 else "I give up.")
+    async with serving(server) as url:
+        arguments = {"url": url, "reset": {"size": 2}, "max_steps": 2}
+        (episode,) = await play(openenv.episode.with_arguments(arguments), host)
+    assert episode.reward is not None
+    assert episode.reward.parts == {"reward": 1.0, "steps": 2}
+    assert len(server.called) == 2
 
 
 async def test_a_server_gets_as_many_sessions_as_it_may_have() -> None:

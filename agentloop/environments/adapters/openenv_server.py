@@ -1,0 +1,97 @@
+"""A session of an OpenEnv server, over its WebSocket. Nothing of OpenEnv is needed here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import anyio
+import anyio.lowlevel
+
+from agentloop.errors import ServerUnavailable
+
+__all__ = ["InvalidAction", "OpenEnvSession"]
+
+_MAX_MESSAGE = 64 << 20
+_limits = anyio.lowlevel.RunVar[dict[str, anyio.CapacityLimiter]]("_openenv_sessions")
+
+
+class InvalidAction(Exception):
+    """The action does not fit the server's schema, for reasons of the model."""
+
+
+class OpenEnvSession:
+    """A session of an OpenEnv server.
+
+    Attributes:
+        schema: the JSON schema of its actions.
+    """
+
+    def __init__(
+        self, socket: aiohttp.ClientWebSocketResponse, schema: Mapping[str, Any], timeout_s: float
+    ) -> None:
+        self.schema = schema
+        self._socket = socket
+        self._timeout_s = timeout_s
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, url: str, max_sessions: int, timeout_s: float
+    ) -> AsyncIterator[OpenEnvSession]:
+        """Open a session once the server has room for it.
+
+        Args:
+            max_sessions: how many may be open at a time; the first to open one decides.
+
+        Raises:
+            ServerUnavailable: the server cannot be reached.
+        """
+        try:
+            limits = _limits.get()
+        except LookupError:
+            _limits.set(limits := {})
+        async with (
+            # no deadline: the rollout has one
+            limits.setdefault(url, anyio.CapacityLimiter(max_sessions)),
+            aiohttp.ClientSession(raise_for_status=True) as http,
+        ):
+            try:
+                with anyio.fail_after(timeout_s):
+                    async with http.get(f"{url}/schema") as answer:
+                        schema = (await answer.json())["action"]
+                    socket = await http.ws_connect(f"{url}/ws", max_msg_size=_MAX_MESSAGE)
+            except (aiohttp.ClientConnectionError, OSError) as error:
+                why = str(error) or f"no answer within {timeout_s:g} s"
+                raise ServerUnavailable(f"openenv: {url}: {why}") from error
+            async with socket:
+                yield cls(socket, schema, timeout_s)
+
+    async def request(self, kind: str, data: Any) -> Mapping[str, Any]:
+        """Send a message, and return the observation, reward and end in the answer.
+
+        Raises:
+            InvalidAction: the server refuses an action.
+            ServerUnavailable: the connection broke.
+            RuntimeError: the environment raised.
+            TimeoutError: there was no answer in time.
+        """
+        try:
+            with anyio.fail_after(self._timeout_s):
+                await self._socket.send_json({"type": kind, "data": data})
+                answer = await self._socket.receive()
+        except ConnectionError as error:
+            raise ServerUnavailable(f"openenv: {kind}: {error}") from error
+        if answer.type is not aiohttp.WSMsgType.TEXT:
+            raise ServerUnavailable(f"openenv: the server closed the connection at {kind}")
+        found = json.loads(answer.data)
+        said: Mapping[str, Any] = found.get("data") or {}
+        if found.get("type") != "error":
+            return said
+        message = f"{said.get('message')} {said.get('errors') or ''}".strip()
+        if kind == "step" and said.get("code") == "VALIDATION_ERROR":
+            raise InvalidAction(message)
+        raise RuntimeError(f"openenv: {kind}: {message} ({said.get('code')})")
