@@ -28,7 +28,7 @@ class AgentSampler:
     wait: Callable[[int], Awaitable[None]]
 
     async def wait_for_capacity(self, size: int) -> None:
-        await self.wait(size)
+        await self.wait(size)  # no deadline: groups in flight have theirs
 
     async def group(
         self, task: Task, *, name: str, size: int, on_queued: Callable[[], None]

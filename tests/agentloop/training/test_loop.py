@@ -728,7 +728,7 @@ def sums(folder: Path, cursor: dict[str, Any] | None = None) -> TaskSource:
 async def test_a_curriculum_retires_what_is_solved_and_a_resumed_run_draws_the_same(
     tmp_path: Path,
 ) -> None:
-    settings: dict[str, Any] = {"curriculum": True, "steps": 14, "evaluate_every": 0}
+    settings: dict[str, Any] = {"curriculum": True, "steps": 24, "evaluate_every": 0}
     tasks = sums(tmp_path)
     _, run_group, run = await played(
         tmp_path / "whole", tasks=tasks, run_group=Uneven(tasks), **settings
