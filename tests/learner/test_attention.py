@@ -17,11 +17,7 @@ from agentloop.learner import attention
 from agentloop.learner.attention import packed_attention, varlen_runs_on
 from bench.gpu_learner import flex_attention_over
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.gate,
-    pytest.mark.timeout(120),
-]  # torch's import takes its time
+pytestmark = [pytest.mark.real, pytest.mark.gate]
 
 SEGMENTS = (5, 1, 9)
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
@@ -112,8 +108,7 @@ def test_torchs_own_kernel_takes_these_arguments() -> None:
     """On a device without memory, where shapes are computed and nothing else."""
     pytest.importorskip("torch.nn.attention.varlen")
     query, key, value = inputs("meta", torch.bfloat16)
-    starts = attention._starts(SEGMENTS, query.device)
-    output = attention._varlen(query, key, value, starts, max(SEGMENTS), SIZE**-0.5)
+    output = attention._varlen(query, key, value, SEGMENTS, SIZE**-0.5)
     assert output.shape == (1, sum(SEGMENTS), HEADS, SIZE)
     output.sum().backward()
     assert key.grad.shape == key.shape
