@@ -65,6 +65,7 @@ _BOTH = (*_SERVER, "deepspeed")
 PARTS: dict[str, Part] = {
     "attention": Part("bench.gpu_learner:attention", ("torch",), 240),
     "speed": Part("bench.gpu_learner:speed"),
+    "passes": Part("bench.gpu_learner:passes"),
     "zero": Part("bench.gpu_learner:zero"),
     "memory": Part("bench.gpu_learner:memory", ("torch", "deepspeed", "peft")),
     "offload": Part("bench.gpu_learner:offload"),

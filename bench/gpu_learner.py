@@ -54,8 +54,20 @@ async def speed(here: Here) -> list[Row]:
     return rows
 
 
+async def passes(here: Here) -> list[Row]:
+    """Speed and memory with a whole step in one pass, and without torch's compiler."""
+    whole = here.learner(micro_batch_tokens=here.size.step_tokens)
+    rows = [await _steps(here, f"passes of {whole.micro_batch_tokens:,}", whole, here.batches())]
+    with _environment("TORCH_COMPILE_DISABLE", "1"):
+        rows.append(await _steps(here, "not compiled", here.learner(), here.batches()))
+    return rows
+
+
 async def zero(here: Here) -> list[Row]:
-    """Speed and memory by ZeRO's stage; on one rank nothing is shared out."""
+    """Speed and memory by ZeRO's stage; on one rank nothing is shared out.
+
+    Stage 1 is what the variants of `memory` and `offload` compare with.
+    """
     return await _variants(here, {f"ZeRO {n}": {"zero_stage": n} for n in (1, 2, 3)})
 
 
@@ -65,7 +77,6 @@ async def memory(here: Here) -> list[Row]:
     return await _variants(
         here,
         {
-            "usual": {},
             "activation checkpointing": checkpointed,
             "LoRA of rank 16": lora,
             "both": checkpointed | lora,
@@ -78,7 +89,6 @@ async def offload(here: Here) -> list[Row]:
     return await _variants(
         here,
         {
-            "usual": {},
             "optimizer": {"offload": "optimizer"},
             "optimizer and weights": {"offload": "optimizer+parameters", "zero_stage": 3},
         },
@@ -130,7 +140,8 @@ async def step(here: Here) -> list[Row]:
     found: dict[str, tuple[Mapping[str, Any], Any]] = {}
     for device in (here.device, "cpu"):
         name = f"{device}-{len(found)}"
-        with _hidden_gpus() if device == "cpu" else nullcontext():
+        hidden = _environment("CUDA_VISIBLE_DEVICES", "")
+        with hidden if device == "cpu" else nullcontext():
             found[name] = await _one_step(here.folder / name, settings, batch)
     (metrics, update), (expected, other) = found.values()
     differs = float(np.linalg.norm(update - other) / np.linalg.norm(other))
@@ -279,14 +290,14 @@ def _weights(folder: Path) -> Any:
 
 
 @contextmanager
-def _hidden_gpus() -> Iterator[None]:
-    """Hide the GPUs from processes that are started meanwhile."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable for processes that are started meanwhile."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
         if before is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
+            del os.environ[name]
         else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
+            os.environ[name] = before

@@ -104,15 +104,13 @@ class Here:
         return torch.cuda.get_device_name() if self.on_gpu else "cpu"
 
     def learner(self, size: Size | None = None, **more: Any) -> LearnerSettings:
-        """Write a model's configuration; return the settings of a learner of random weights."""
+        """Write a model of random weights, unless it exists; return the settings of its learner."""
         size = size or self.size
-        text = json.dumps(size.config())
         folder = self.folder / f"model-{size.layers}-{size.vocab}"
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(text)
+        if not folder.exists():
+            _write_model(folder, size, self.device)
         usual = {
             "model": folder,
-            "init": "random",
             "dtype": "bfloat16",
             "zero_stage": 1,
             "micro_batch_tokens": size.micro_batch,
@@ -146,11 +144,34 @@ class Here:
 
         peak = peak_tflops(self.device_name, settings.dtype)
         with torch.device("meta"):
-            work = Work.of(load_model(settings))
+            work = Work.of(load_model(settings.model_copy(update={"init": "random"})))
         if peak is None or work is None:
             return None
         one = Batch.load(batch)
         return work.of_batch(one.lengths.tolist(), int(one.mask.sum())) / seconds / (peak * 1e12)
+
+
+def _write_model(folder: Path, size: Size, device: str) -> None:
+    """Write a model in bfloat16, once for all learners of a part.
+
+    On a CPU it takes a learner half a minute to draw as many weights in bfloat16.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(size.config()))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**size.config()))
+    generator = torch.Generator(device).manual_seed(0)
+    weights = {}
+    for name, parameter in model.named_parameters():
+        drawn = torch.ones(parameter.shape, device=device)  # norms
+        if parameter.ndim > 1:
+            drawn.normal_(0, 0.02, generator=generator)
+        weights[name] = drawn.bfloat16().cpu()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def is_importable(name: str) -> bool:

@@ -8,6 +8,9 @@ only to itself, in one of two forms:
                  all samples in one call
     by sample    elsewhere: a call of torch's scaled_dot_product_attention for each sample
 
+A model's layers get the `arguments` of a micro-batch, computed once for all of them. They tell
+torch's compiler nothing about the samples that it would compile the layers again for.
+
 If flash-attn is installed, its kernel is transformers' "flash_attention_2", which does not use this
 module.
 """
@@ -23,7 +26,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["BY_SAMPLE", "PACKED", "SEGMENTED", "packed_attention", "register", "varlen_runs_on"]
+__all__ = [
+    "BY_SAMPLE",
+    "PACKED",
+    "SEGMENTED",
+    "arguments",
+    "gpu_has_kernel",
+    "packed_attention",
+    "register",
+    "varlen_runs_on",
+]
 
 PACKED = "packed"
 BY_SAMPLE = "packed_by_sample"
@@ -34,6 +46,13 @@ _MAX_HEAD_DIM = 256  # FlashAttention's
 _MIN_CAPABILITY = (8, 0)  # Ampere
 
 
+def arguments(segments: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    """Return what a model passes to the attention of its layers, for samples of these lengths."""
+    if device.type != "cuda":
+        return {"segments": segments}
+    return {"segments": segments, "starts": _starts(segments, device), "longest": max(segments)}
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -42,14 +61,17 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     segments: Sequence[int],
+    starts: Tensor | None = None,
+    longest: int = 0,
     scaling: float | None = None,
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each of `segments`, lengths that sum to L, by the faster form.
 
-    query is [1, heads, L, D]; key and value are [1, heads or fewer, L, D]. Returns [1, L, heads, D]
-    and None: the interface of an attention function in transformers.
+    query is [1, heads, L, D]; key and value are [1, heads or fewer, L, D]. `starts` and `longest`
+    are as `arguments` returns them. Returns [1, L, heads, D] and None: the interface of an
+    attention function in transformers.
 
     Raises:
         NotImplementedError: The model needs more than causal attention.
@@ -57,7 +79,9 @@ def packed_attention(
     _check_supported(attention_mask, segments, **more)
     if dropout or not varlen_runs_on(query):
         return _by_sample(query, key, value, segments, scaling, dropout), None
-    return _varlen(query, key, value, segments, scaling), None
+    if starts is None:
+        starts, longest = _starts(tuple(segments), query.device), max(segments)
+    return _varlen(query, key, value, starts, longest, scaling), None
 
 
 def attention_by_sample(
@@ -84,9 +108,15 @@ def varlen_runs_on(query: Tensor) -> bool:
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] <= _MAX_HEAD_DIM
-        and torch.backends.cuda.is_flash_attention_available()
-        and torch.cuda.get_device_capability(query.device) >= _MIN_CAPABILITY
+        and gpu_has_kernel()
     )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch is Any to mypy
+def gpu_has_kernel() -> bool:
+    """Return whether this process's GPU has torch's kernel for packed samples."""
+    available: bool = torch.backends.cuda.is_flash_attention_available()
+    return available and torch.cuda.get_device_capability() >= _MIN_CAPABILITY
 
 
 def _check_supported(
@@ -135,22 +165,29 @@ def _by_sample(
 
 
 def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[int], scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    if _kernel_shares_keys():
         options["enable_gqa"] = True
     else:  # torch 2.11 documents as many keys as queries
         copies = query.shape[1] // key.shape[1]
         key, value = (one.repeat_interleave(copies, 1) for one in (key, value))
-    starts, longest = _starts(tuple(segments), query.device), max(segments)
-    heads_last = (one[0].transpose(0, 1) for one in (query, key, value))
+    heads_last = [one[0].transpose(0, 1) for one in (query, key, value)]
     out: Tensor = varlen_attn(
         *heads_last, starts, starts, longest, longest, scale=scaling, **options
     )
     return out[None]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _kernel_shares_keys() -> bool:
+    """Return whether torch's kernel takes fewer keys than queries."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @lru_cache(maxsize=4)

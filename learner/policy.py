@@ -21,11 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from agentloop.errors import ModelError
-from agentloop.learner.attention import SEGMENTED, register
+from agentloop.learner.attention import SEGMENTED, arguments, register
 from agentloop.learner.batch import (
     Array,
     Batch,
@@ -36,6 +34,7 @@ from agentloop.learner.batch import (
     plan,
 )
 from agentloop.learner.errors import BatchError, GradientError
+from agentloop.learner.head import Head, Scores, compile_layers, uses_compiler
 from agentloop.learner.lora import add_adapters
 from agentloop.learner.loss import LossInput, policy_loss
 from agentloop.learner.reference import Reference
@@ -48,9 +47,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["Counters", "Policy", "TokenScorer", "config_of", "load_model"]
-
-Scores: TypeAlias = tuple[Tensor, Tensor]
-"""Log-probabilities and entropies of M sampled tokens, each float32 [M]."""
 
 Metrics: TypeAlias = dict[str, int | float | None]
 """Metrics of a step by name; None: not finite, or it does not apply."""
@@ -154,47 +150,16 @@ def _has_same_type(value: Any, usual: Any) -> bool:
     return isinstance(value, kinds) and isinstance(value, bool) == isinstance(usual, bool)
 
 
-class _Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
-    """The output layer, computed in chunks, so that at most `chunk` rows of logits exist.
-
-    The backward pass recomputes them. It is called as one module, so that ZeRO 3 gathers the weight
-    once, and equally often on all ranks.
-    """
-
-    def __init__(self, output: torch.nn.Linear, settings: LearnerSettings) -> None:
-        super().__init__()
-        self.weight, self.bias = output.weight, output.bias
-        self._chunk = settings.head_chunk_tokens
-        self._temperature = settings.temperature
-        self._entropy_grad = settings.loss.entropy_coef > 0
-
-    def forward(self, hidden_MH: Tensor, targets_M: Tensor) -> Scores:
-        if len(hidden_MH) <= self._chunk:  # recomputing would save no memory
-            return self._score(hidden_MH, targets_M)
-        chunks = zip(hidden_MH.split(self._chunk), targets_M.split(self._chunk), strict=True)
-        scored = [checkpoint(self._score, h, t, use_reentrant=False) for h, t in chunks]
-        logprobs, entropies = zip(*scored, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
-
-    def _score(self, hidden: Tensor, targets: Tensor) -> Scores:
-        table = functional.linear(hidden, self.weight, self.bias).float()
-        if self._temperature != 1:  # for a small model each pass over the logits is costly
-            table = table / self._temperature
-        table = table.log_softmax(-1)
-        logprobs = table.gather(-1, targets[:, None])[:, 0]
-        with torch.set_grad_enabled(self._entropy_grad and torch.is_grad_enabled()):
-            entropy = -torch.linalg.vecdot(table.exp(), table)
-        return logprobs, entropy
-
-
 class TokenScorer(torch.nn.Module):  # type: ignore[misc]
     """A causal language model that returns log-probabilities and entropies instead of logits."""
 
     def __init__(self, model: PreTrainedModel, settings: LearnerSettings) -> None:
         super().__init__()
         self.model = model
-        self.head = _Head(model.get_output_embeddings(), settings)
+        self.head = Head(model.get_output_embeddings(), settings)
         self._segmented = settings.attention in SEGMENTED
+        if uses_compiler(settings):
+            compile_layers(model)
 
     def forward(
         self,
@@ -213,7 +178,7 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
             position_ids=positions_L[None],
             attention_mask=None,  # makes transformers split the attention where positions restart
             use_cache=False,
-            **({"segments": segments} if self._segmented else {}),
+            **(arguments(segments, ids_L.device) if self._segmented else {}),
         )
         scores: Scores = self.head(output.last_hidden_state[0, predictors_M], targets_M)
         return scores
@@ -516,8 +481,8 @@ def _adamw(scorer: TokenScorer, settings: LearnerSettings) -> torch.optim.AdamW:
         {"params": matrices, "weight_decay": o.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    # On the host, a fused step passes over the parameters once, not once per operation.
-    fused = settings.offload != "none"
+    # A fused step passes over the parameters once, not once per operation.
+    fused = settings.offload != "none" or torch.cuda.is_available()
     return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=fused or None)
 
 

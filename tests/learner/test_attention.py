@@ -84,17 +84,20 @@ def by_sample(query: Any, key: Any, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("kernel", [grouped, windowed])
+@pytest.mark.parametrize("given", [False, True], ids=["segments", "starts"])
 def test_one_call_for_all_samples_computes_what_one_for_each_does(
-    kernel: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    kernel: Callable[..., Any], given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By an emulation of torch's kernel, which runs on GPUs alone."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     monkeypatch.setattr(attention, "varlen_runs_on", lambda _: True)
+    starts = attention._starts(SEGMENTS, torch.device("cpu"))
+    more = {"starts": starts, "longest": max(SEGMENTS)} if given else {}
 
     def packed(query: Any, key: Any, value: Any) -> Any:
         return packed_attention(
-            None, query, key, value, None, segments=SEGMENTS, scaling=SIZE**-0.5
+            None, query, key, value, None, segments=[*SEGMENTS], scaling=SIZE**-0.5, **more
         )[0]
 
     expected = output_and_gradients(by_sample, inputs())
@@ -108,10 +111,44 @@ def test_torchs_own_kernel_takes_these_arguments() -> None:
     """On a device without memory, where shapes are computed and nothing else."""
     pytest.importorskip("torch.nn.attention.varlen")
     query, key, value = inputs("meta", torch.bfloat16)
-    output = attention._varlen(query, key, value, SEGMENTS, SIZE**-0.5)
+    starts = attention._starts(SEGMENTS, query.device)
+    output = attention._varlen(query, key, value, starts, max(SEGMENTS), SIZE**-0.5)
     assert output.shape == (1, sum(SEGMENTS), HEADS, SIZE)
     output.sum().backward()
     assert key.grad.shape == key.shape
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_layers_are_not_compiled_again_for_other_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._dynamo.utils import counters
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    monkeypatch.setattr(attention, "varlen_runs_on", lambda _: True)
+    monkeypatch.setattr(attention, "_varlen", lambda query, *_: query.transpose(1, 2))
+    attention.register()
+    config = Qwen3Config(
+        vocab_size=16, hidden_size=32, intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, head_dim=SIZE,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.PACKED)
+    for layer in model.base_model.layers:
+        layer.compile(dynamic=True, backend="eager")
+    torch._dynamo.reset()
+    counters.clear()
+    for segments in (SEGMENTS, (20, 3), (7,)):
+        starts = attention._starts(segments, torch.device("cpu"))
+        model.base_model(
+            input_ids=torch.zeros((1, sum(segments)), dtype=torch.int64),
+            position_ids=torch.cat([torch.arange(length) for length in segments])[None],
+            use_cache=False,
+            segments=segments,
+            starts=starts,
+            longest=max(segments),
+        )
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
 
 
 def test_the_kernel_is_for_gpus_with_half_precision() -> None:

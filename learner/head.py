@@ -1,0 +1,117 @@
+"""The output layer: log-probabilities and entropies of the targets, by few passes over the logits.
+
+torch's compiler, where it is used, makes one pass of several operations, here and in the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from agentloop.learner.attention import PACKED, gpu_has_kernel
+from agentloop.training.learner_client.settings import LearnerSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Head", "Scores", "compile_layers", "uses_compiler"]
+
+Scores: TypeAlias = tuple[Tensor, Tensor]
+"""Log-probabilities and entropies of M sampled tokens, each float32 [M]."""
+
+
+def uses_compiler(settings: LearnerSettings) -> bool:
+    """Return whether torch's compiler is used.
+
+    It is where packed attention has a kernel: any other form would be compiled again for other
+    lengths of samples. It cannot trace the hooks of ZeRO 3. torch's own variable
+    TORCH_COMPILE_DISABLE=1 turns it off.
+    """
+    return (
+        settings.zero_stage < 3
+        and settings.attention == PACKED
+        and settings.dtype == "bfloat16"
+        and torch.cuda.is_available()
+        and gpu_has_kernel()
+    )
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Let torch compile the model's layers when they first run.
+
+    Their norms, rotations and activations are bound by memory; the compiler fuses them, which
+    takes a fraction of the time. A layer that cannot be compiled runs as it is.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    torch._dynamo.config.suppress_errors = True
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(dynamic=True)
+
+
+class Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+    """The output layer, computed in chunks, so that at most `chunk` rows of logits exist.
+
+    The backward pass recomputes them. It is called as one module, so that ZeRO 3 gathers the weight
+    once, and equally often on all ranks.
+    """
+
+    def __init__(self, output: torch.nn.Linear, settings: LearnerSettings) -> None:
+        super().__init__()
+        self.weight, self.bias = output.weight, output.bias
+        self._chunk = settings.head_chunk_tokens
+        self._temperature = settings.temperature
+        self._entropy_grad = settings.loss.entropy_coef > 0
+        self._compiled = uses_compiler(settings)
+
+    def forward(self, hidden_MH: Tensor, targets_M: Tensor) -> Scores:
+        if len(hidden_MH) <= self._chunk:  # recomputing would save no memory
+            return self._score(hidden_MH, targets_M)
+        chunks = zip(hidden_MH.split(self._chunk), targets_M.split(self._chunk), strict=True)
+        scored = [checkpoint(self._score, h, t, use_reentrant=False) for h, t in chunks]
+        logprobs, entropies = zip(*scored, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _score(self, hidden: Tensor, targets: Tensor) -> Scores:
+        score = _compiled_scores() if self._compiled else _scores
+        options = (self._temperature, self._entropy_grad)
+        found: Scores = score(hidden, self.weight, self.bias, targets, *options)
+        return found
+
+
+def _scores(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    entropy_grad: bool,
+) -> Scores:
+    """Return the log-probabilities of the targets and the entropies of their distributions."""
+    table = functional.linear(hidden, weight, bias).float()
+    if temperature != 1:  # for a small model each pass over the logits is costly
+        table = table / temperature
+    table = table.log_softmax(-1)
+    logprobs = -functional.nll_loss(table, targets, reduction="none")
+    weighted = table if entropy_grad else table.detach()
+    if torch.compiler.is_compiling():  # which makes one pass of it
+        return logprobs, -(weighted.exp() * weighted).sum(-1)
+    return logprobs, -torch.linalg.vecdot(weighted.exp(), weighted)
+
+
+@cache
+def _compiled_scores() -> Callable[..., Scores]:
+    """Return `_scores` with few passes over the logits, rather than one for each operation.
+
+    The weight is compiled into it: of a parameter the compiler knows the shape, and code for any
+    size of the vocabulary would be slower.
+    """
+    compiled: Callable[..., Scores] = torch.compile(_scores, dynamic=True)
+    return compiled
