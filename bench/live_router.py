@@ -46,6 +46,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,13 @@ from agentloop.inference.processes.supervise import ServerSettings, sglang_serve
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.scheduling.admission import AdmissionLimits
 from agentloop.inference.scheduling.kv_policy import Costs
-from agentloop.inference.scheduling.policies import POLICIES
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.frames import Chunk, OnChunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
 from bench.countdown_model import EOS, FILLER, LONGEST, VOCAB_SIZE, countdown, save
+from bench.gateway_policies import POLICIES, make_policy
 from bench.pace import Pace, environment
 from bench.router import Options, Result, RolloutSpec, Simulation, TurnSpec, make_trace
 from bench.server_model import ServerParams
@@ -331,12 +332,18 @@ class Bench:
         return await (self._gateway(arm) if arm in GATEWAYS else self._ours(arm))
 
     async def _ours(self, arm: str) -> Figures:
-        policy = arm.removesuffix("+groups")
-        settings = self.router.model_copy(update={"policy": policy, "costs": self.costs})
+        policy = partial(
+            make_policy,
+            arm.removesuffix("+groups"),
+            costs=self.costs,
+            starvation_threshold_s=self.router.starvation_threshold_s,
+        )
         servers = [SGLangServer(url, self.http) for url in self.urls]
         homes: dict[str, str] = {}
         num_moves = 0
-        async with Router.open(servers, settings, longest=self.budget) as router:
+        async with Router.open(
+            servers, self.router, longest=self.budget, make_policy=policy
+        ) as router:
 
             async def send(generation: Generation, on_chunk: OnChunk) -> None:
                 def placed(url: str, decision: object) -> None:

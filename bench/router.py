@@ -50,8 +50,8 @@ from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.scheduling.kv_policy import Costs
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
 from agentloop.inference.scheduling.placement import PlacementRequest
-from agentloop.inference.scheduling.policies import POLICIES, make_policy
 from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
+from bench.gateway_policies import POLICIES, make_policy
 from bench.server_model import Job, ServerModel, ServerParams
 
 EMULATED = ("cache_aware",)

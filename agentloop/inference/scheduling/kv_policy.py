@@ -1,4 +1,4 @@
-"""Pure: the placement policy `kv`, which minimises the seconds that a turn costs.
+"""Pure: the placement policy of the runtime, which minimises the seconds that a turn costs.
 
 The seconds of the turn and those of the sequences next to it count alike: a prefill stops
 everybody's decoding, another sequence makes everybody's steps longer, and evicted tokens have to be
@@ -37,7 +37,7 @@ class Costs(pydantic.BaseModel):
     prefill_s_per_token: float = pydantic.Field(
         1e-4,
         gt=0,
-        description="Cost model of router.policy = kv: prefill time per prompt token that is not "
+        description="Cost model of placement: prefill time per prompt token that is not "
         "cached. Only the proportions of these four costs matter.",
     )
     step_s: float = pydantic.Field(
@@ -69,7 +69,6 @@ class KVPolicy(PlacementPolicy):
     """Chooses the cheapest rank whose KV cache has capacity; a turn waits if there is none."""
 
     name = "kv"
-    may_wait = True
 
     def __init__(
         self,
