@@ -45,7 +45,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -316,6 +316,7 @@ class Bench:
     scripts: Sequence[Script]
     scale: float
     router: RouterSettings
+    limits: AdmissionLimits
     costs: Costs
     gateways_python: str
     deadline_s: float
@@ -342,7 +343,7 @@ class Bench:
         homes: dict[str, str] = {}
         num_moves = 0
         async with Router.open(
-            servers, self.router, longest=self.budget, make_policy=policy
+            servers, self.router, longest=self.budget, limits=self.limits, make_policy=policy
         ) as router:
 
             async def send(generation: Generation, on_chunk: OnChunk) -> None:
@@ -592,6 +593,7 @@ def bench_of(
         scripts=scripts,
         scale=args.scale,
         router=router_settings(args),
+        limits=admission_limits(args),
         costs=costs,
         gateways_python=args.gateways_python,
         deadline_s=args.deadline_s,
@@ -607,11 +609,15 @@ def router_settings(args: argparse.Namespace) -> RouterSettings:
             "reserve_tokens": max(1, round(defaults.reserve_tokens / args.scale)),
             "starvation_threshold_s": defaults.starvation_threshold_s / args.scale,
             "probe_interval_s": args.probe_s,
-            "admission": AdmissionLimits(
-                period_s=AdmissionLimits().period_s / args.scale,
-                report_ttl_s=AdmissionLimits().report_ttl_s / args.scale,
-            ),
         }
+    )
+
+
+def admission_limits(args: argparse.Namespace) -> AdmissionLimits:
+    """Return our limits, with times scaled like the rollouts."""
+    usual = AdmissionLimits()
+    return AdmissionLimits(
+        period_s=usual.period_s / args.scale, report_ttl_s=usual.report_ttl_s / args.scale
     )
 
 
@@ -628,7 +634,7 @@ def costs_of(pace: Pace | None) -> Costs:
 
 
 def _costs_like(other: Pace | ServerParams) -> Costs:
-    return Costs(**{name: getattr(other, name) for name in Costs.model_fields})
+    return Costs(**{cost.name: getattr(other, cost.name) for cost in fields(Costs)})
 
 
 # --- comparison of the model with a server --------------------------------------------------------
@@ -651,7 +657,7 @@ async def check(args: argparse.Namespace) -> str:
             num_servers=args.servers,
             params=params,
             costs=costs,
-            admission=bench.router.admission,
+            admission=bench.limits,
             starvation_threshold_s=bench.router.starvation_threshold_s,
             tick_s=args.probe_s,
             report_lag_s=0.0,

@@ -35,10 +35,10 @@ from agentloop.errors import (
 )
 from agentloop.inference.ranks import DataParallelRank
 from agentloop.inference.replicas import Replica, Replicas, ServerView
-from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
+from agentloop.inference.scheduling.admission import Admission, AdmissionLimits, Forecast
 from agentloop.inference.scheduling.group_gate import AdmittedGroup, GroupGate, rollout_of
 from agentloop.inference.scheduling.kv_ledger import KVLedger
-from agentloop.inference.scheduling.kv_policy import Costs, KVPolicy
+from agentloop.inference.scheduling.kv_policy import KVPolicy
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
 from agentloop.inference.scheduling.placement import (
     Decision,
@@ -56,6 +56,7 @@ explain_log = logging.getLogger("agentloop.explain")  # each placement, at INFO;
 
 _MAX_ORDERS = 100_000  # trajectories and groups whose position in the queue is remembered
 _MAX_WAITING = 65_536  # requests; further ones are refused
+_LIMITS = AdmissionLimits()
 _CLOSED = "the runtime is shutting down"
 
 
@@ -94,8 +95,6 @@ class RouterSettings(pydantic.BaseModel):
         description="Time without data after which a token stream counts as broken; its turn then "
         "moves to another server.",
     )
-    costs: Costs = pydantic.Field(default_factory=lambda: Costs())
-    admission: AdmissionSettings = pydantic.Field(default_factory=AdmissionSettings)
 
 
 OnPlaced = Callable[[str, Decision], None]
@@ -128,21 +127,20 @@ class Router:
         settings: RouterSettings,
         *,
         longest: int,
+        limits: AdmissionLimits = _LIMITS,
         make_policy: Callable[[KVLedger], PlacementPolicy] | None = None,
     ) -> None:
         self._settings = settings
         self._ledger = KVLedger(LengthPredictor(prior=settings.reserve_tokens))
         make_policy = make_policy or partial(
-            KVPolicy,
-            costs=settings.costs,
-            starvation_threshold_s=settings.starvation_threshold_s,
+            KVPolicy, starvation_threshold_s=settings.starvation_threshold_s
         )
         self._policy = make_policy(self._ledger)
         self._queue: WaitQueue[_Request] = WaitQueue(
             starvation_threshold_s=settings.starvation_threshold_s
         )
         self._gate = GroupGate(
-            Admission(settings.admission, Forecast(longest=longest)),
+            Admission(limits, Forecast(longest=longest)),
             capacity=lambda: self.replicas.capacity,
         )
         self.replicas = Replicas(
@@ -165,18 +163,20 @@ class Router:
         settings: RouterSettings,
         *,
         longest: int = 8192,
+        limits: AdmissionLimits = _LIMITS,
         make_policy: Callable[[KVLedger], PlacementPolicy] | None = None,
     ) -> AsyncIterator[Router]:
         """Query each server and keep watching them.
 
         Args:
             longest: Maximum number of response tokens of a rollout, which admission relies on.
+            limits: Limits of admission, which only benchmarks change.
             make_policy: Returns a placement policy other than `KVPolicy`, for comparison.
 
         Raises:
             ServerUnavailable, ServerRefused: A server cannot be used.
         """
-        router = cls(settings, longest=longest, make_policy=make_policy)
+        router = cls(settings, longest=longest, limits=limits, make_policy=make_policy)
         async with router.replicas.watching(servers):
             try:
                 yield router

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -182,7 +184,7 @@ def test_costs_only_need_to_be_right_in_proportion() -> None:
         placed(books, RANKS[number % 3], f"s{number}", 1000 + 500 * number)
         if number % 2:
             books.park(f"s{number}", 0.0)
-    slow = Costs(**{name: 10 * cost for name, cost in Costs().model_dump().items()})
+    slow = Costs(**{name: 10 * cost for name, cost in dataclasses.asdict(Costs()).items()})
     for number in range(1, 12, 2):
         one = ask(f"ks{number}", 1000 + 500 * number + 200)
         fast_choice = KVPolicy(books).choose(one, RANKS, now=0.0)
