@@ -72,6 +72,7 @@ _ENTROPY_HIGH = 5.0  # times its value at the best reward
 _GRAD_NORM_HIGH = 10.0  # times its value at the best reward
 _TRUNCATED_RISE = 0.3
 _MISMATCH_MAX = 0.1  # nats per token
+_NUM_REPORTED = 10  # steps
 
 
 class CollapseSettings(pydantic.BaseModel):
@@ -338,10 +339,8 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| {row['step']} | {' | '.join(cells)} |"
 
 
-def report(
-    verdict: Verdict, rows: Iterable[Row], checkpoints: Iterable[int], *, num_steps: int = 10
-) -> str:
-    """Return a Markdown report: what happened, the last `num_steps` steps and how to continue."""
+def report(verdict: Verdict, rows: Iterable[Row], checkpoints: Iterable[int]) -> str:
+    """Return a Markdown report: what happened, the last steps and how to continue."""
     steps = [row for row in _without_undone(rows) if _REWARD in row and row["step"] <= verdict.step]
     good = verdict.last_good
     goes_on = checkpoint_before(verdict, checkpoints)
@@ -360,12 +359,12 @@ def report(
             "",
             "## The last steps",
             "",
-            *_table(steps[-num_steps:]),
+            *_table(steps[-_NUM_REPORTED:]),
             "",
             "## What to try or look at",
             "",
             *(f"- {one}" for one in _TRY[verdict.rule]),
-            "- if this is no collapse: a less strict threshold, or `collapse.patience = 0`",
+            "- if this is no collapse: a higher `collapse.patience`, or 0",
             "",
         ]
     )
