@@ -40,14 +40,6 @@ _MODULES = {
     "serve": "agentloop.serve",  # `python -m agentloop.serve` works as well
     "try": "agentloop.cli.env.trial",  # a keyword of Python
 }
-_RENAMED = {
-    "ls": "runs list",
-    "view": "runs view",
-    "plot": "runs plot",
-    "export": "runs export",
-    "analyze": "runs entropy",
-    "rollouts": "train cluster.runtimes=N",
-}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,11 +61,8 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], arguments
         print(f"agentloop {version()}")
         return 0
     if command not in commands:
-        if commands is _COMMANDS and command in _RENAMED:
-            hint = f" (use `agentloop {_RENAMED[command]}`)"
-        else:
-            close = get_close_matches(command, commands, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
+        close = get_close_matches(command, commands, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
         message = f"{program}: error: unknown command {command!r}{hint}"
         print(f"{message}\n\n{_help(program, commands)}", file=sys.stderr)
         return 2

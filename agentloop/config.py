@@ -40,59 +40,6 @@ __all__ = [
 ]
 
 _ENV_PREFIX = "AGENTLOOP_"
-# Old names of settings and sections. `sft` has sections of the same names, renamed alike.
-_RENAMED = {
-    "journal": "event_log",
-    "start": "sft",
-    "collapse.enabled": "collapse.patience",
-    "collapse.reward_sag": "collapse.reward_decline",
-    "event_log.enabled": "event_log.max_mib",
-    "learner.loss.ratio_to": "learner.loss.old_logprobs_from",
-    "loop.enough_of_group": "loop.early_stop_at",
-    "loop.tasks_per_step": "loop.prompts_per_step",
-    "otel.share": "otel.sampling_ratio",
-    "ranks.count": "ranks.nproc_per_node",
-    "router.max_moves": "router.max_migrations",
-    "router.patience_s": "router.starvation_threshold_s",
-    "sinks.to": "sinks.report_to",
-    "weights.by": "weights.transport",
-}
-# Old names of settings that are now in another section.
-_MOVED = {
-    "learner.loss.kind": "credit.name",
-    "learner.loss.aggregate": "credit.args.aggregate",
-    "loop.shuffle_rewards": "credit.args.shuffle_rewards",
-    "sft.data.max_tool_response_tokens": "budget.max_tool_response_tokens",
-    "sft.data.seed": "sft.seed",
-    "sft.learner.seed": "sft.seed",
-    "sft.loop.seed": "sft.seed",
-    "sft.loop.step_timeout_s": "loop.step_timeout_s",
-}
-# Settings that no longer exist, with the value that holds for all runs. A value equal to it, as in
-# the config.toml of an older run, is dropped.
-_REMOVED: dict[str, object] = {
-    "collapse.grad_norm_high": 10.0,
-    "collapse.truncated_rise": 0.3,
-    "fleet.give_up_s": 600.0,
-    "fleet.lease_s": 30.0,
-    "fleet.max_result_mib": 512,
-    "fleet.max_tries": 5,
-    "fleet.password": "",
-    "fleet.redis": "",
-    "fleet.run": "",
-    "learner.max_skipped_steps": 3,
-    "otel.timeout_s": 10.0,
-    "router.admission.period_s": 2.0,
-    "router.admission.report_ttl_s": 15.0,
-    "router.max_waiting": 65_536,
-    "serve.no_progress_s": 60.0,
-    "serve.stall_after_s": 60.0,
-    "watchdog.max_lag_s": 1.0,
-}
-# Sections that no longer exist, and what to set instead.
-_INSTEAD = {
-    "fleet": "Ray starts the runtimes on other machines: set cluster.address and cluster.runtimes",
-}
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 
@@ -117,7 +64,7 @@ def load_settings(
     sources: dict[str, str] = {}
     layers = _layers(model, files, overrides)
     for source, layer in itertools.chain([("the base", dict(base or {}))], layers):
-        values = _without_removed(_expanded(model, layer), source)
+        values = _expanded(model, layer)
         _check_keys(model, values, source)
         _merge(merged, _replace_none_text(model, values), sources, source)
     try:
@@ -134,7 +81,7 @@ def with_values(settings: M, values: Mapping[str, Any], *, source: str) -> M:
     """
     if not values:
         return settings
-    values = _without_removed(_expanded(type(settings), values), source)
+    values = _expanded(type(settings), values)
     _check_keys(type(settings), values, source)
     merged = {**settings.model_dump(exclude_unset=True), **values}
     try:
@@ -155,12 +102,6 @@ def _layers(
 
 
 def _environment(model: type[pydantic.BaseModel]) -> dict[str, Any]:
-    for name in os.environ:
-        if name.upper().startswith(_ENV_PREFIX):
-            path = name[len(_ENV_PREFIX) :].lower().replace("__", ".")
-            _check_top_name(model, path)
-            if path in _REMOVED and path.split(".")[0] in _INSTEAD:  # no field, so not read
-                _check_removed(path, os.environ[name], "the environment")
     source = EnvSettingsSource(
         model,  # type: ignore[arg-type]  # any model works: only its fields are read
         env_prefix=_ENV_PREFIX,
@@ -173,20 +114,6 @@ def _environment(model: type[pydantic.BaseModel]) -> dict[str, Any]:
         why = f"{error.__cause__ or error}"
         raise SettingsError(f"the environment: {_field_of(error)}: expected JSON: {why}") from error
     return values
-
-
-def _check_top_name(model: type[pydantic.BaseModel], path: str) -> None:
-    """Reject the old name of a top-level field, which `EnvSettingsSource` would ignore."""
-    new = _new_name(path)
-    if path.split(".")[0] not in model.model_fields and new.split(".")[0] in model.model_fields:
-        raise SettingsError(f"the environment: {path!r} was renamed: write {new!r}")
-
-
-def _new_name(path: str) -> str:
-    """Return the current name of the setting at `path`."""
-    for old, new in _RENAMED.items():
-        path = re.sub(rf"^(sft\.)?{re.escape(old)}(?=\.|$)", rf"\g<1>{new}", path)
-    return path
 
 
 def _field_of(error: pydantic_settings.SettingsError) -> str:
@@ -272,11 +199,6 @@ def _check_keys(
         path = f"{at}.{key}" if at else key
         field = model.model_fields.get(key)
         if field is None:
-            if path in _MOVED:
-                raise SettingsError(f"{source}: {path!r} was renamed: write {_MOVED[path]!r}")
-            if _new_name(path).rpartition(".")[2] in model.model_fields:
-                old = _first_leaf(path, value)
-                raise SettingsError(f"{source}: {old!r} was renamed: write {_new_name(old)!r}")
             raise SettingsError(f"{source}: unknown setting {path!r}{_suggest(model, key, at)}")
         section = _section(field.annotation)
         if section is None:
@@ -312,40 +234,6 @@ def _expanded(model: type[pydantic.BaseModel], values: Mapping[str, Any]) -> dic
         elif short is not None and isinstance(value, list):
             found[key] = [{short: one} if isinstance(one, str) else one for one in value]
     return found
-
-
-def _without_removed(values: Mapping[str, Any], source: str, at: str = "") -> dict[str, Any]:
-    """Drop settings that no longer exist, if they have the value that holds for all runs.
-
-    Raises:
-        SettingsError: one has another value.
-    """
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        path = f"{at}.{key}" if at else key
-        if path in _REMOVED:
-            _check_removed(path, value, source)
-        elif isinstance(value, Mapping) and any(name.startswith(f"{path}.") for name in _REMOVED):
-            if left := _without_removed(value, source, path):
-                found[key] = left
-        else:
-            found[key] = value
-    return found
-
-
-def _check_removed(path: str, value: object, source: str) -> None:
-    """Check the value of a setting that no longer exists. Raises SettingsError."""
-    fixed = _REMOVED[path]
-    if value not in (fixed, str(fixed)):  # the environment has text
-        instead = _INSTEAD.get(path.split(".")[0], f"it is always {fixed}")
-        raise SettingsError(f"{source}: {path!r} was removed: {instead}")
-
-
-def _first_leaf(path: str, value: Any) -> str:
-    while isinstance(value, Mapping) and value:
-        key, value = next(iter(value.items()))
-        path = f"{path}.{key}"
-    return path
 
 
 def _has_names(annotation: Any) -> bool:

@@ -45,7 +45,8 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,13 @@ from agentloop.inference.processes.supervise import ServerSettings, sglang_serve
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.scheduling.admission import AdmissionLimits
 from agentloop.inference.scheduling.kv_policy import Costs
-from agentloop.inference.scheduling.policies import POLICIES
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.frames import Chunk, OnChunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
 from bench.countdown_model import EOS, FILLER, LONGEST, VOCAB_SIZE, countdown, save
+from bench.gateway_policies import POLICIES, make_policy
 from bench.pace import Pace, environment
 from bench.router import Options, Result, RolloutSpec, Simulation, TurnSpec, make_trace
 from bench.server_model import ServerParams
@@ -315,6 +316,7 @@ class Bench:
     scripts: Sequence[Script]
     scale: float
     router: RouterSettings
+    limits: AdmissionLimits
     costs: Costs
     gateways_python: str
     deadline_s: float
@@ -331,12 +333,18 @@ class Bench:
         return await (self._gateway(arm) if arm in GATEWAYS else self._ours(arm))
 
     async def _ours(self, arm: str) -> Figures:
-        policy = arm.removesuffix("+groups")
-        settings = self.router.model_copy(update={"policy": policy, "costs": self.costs})
+        policy = partial(
+            make_policy,
+            arm.removesuffix("+groups"),
+            costs=self.costs,
+            starvation_threshold_s=self.router.starvation_threshold_s,
+        )
         servers = [SGLangServer(url, self.http) for url in self.urls]
         homes: dict[str, str] = {}
         num_moves = 0
-        async with Router.open(servers, settings, longest=self.budget) as router:
+        async with Router.open(
+            servers, self.router, longest=self.budget, limits=self.limits, make_policy=policy
+        ) as router:
 
             async def send(generation: Generation, on_chunk: OnChunk) -> None:
                 def placed(url: str, decision: object) -> None:
@@ -585,6 +593,7 @@ def bench_of(
         scripts=scripts,
         scale=args.scale,
         router=router_settings(args),
+        limits=admission_limits(args),
         costs=costs,
         gateways_python=args.gateways_python,
         deadline_s=args.deadline_s,
@@ -600,11 +609,15 @@ def router_settings(args: argparse.Namespace) -> RouterSettings:
             "reserve_tokens": max(1, round(defaults.reserve_tokens / args.scale)),
             "starvation_threshold_s": defaults.starvation_threshold_s / args.scale,
             "probe_interval_s": args.probe_s,
-            "admission": AdmissionLimits(
-                period_s=AdmissionLimits().period_s / args.scale,
-                report_ttl_s=AdmissionLimits().report_ttl_s / args.scale,
-            ),
         }
+    )
+
+
+def admission_limits(args: argparse.Namespace) -> AdmissionLimits:
+    """Return our limits, with times scaled like the rollouts."""
+    usual = AdmissionLimits()
+    return AdmissionLimits(
+        period_s=usual.period_s / args.scale, report_ttl_s=usual.report_ttl_s / args.scale
     )
 
 
@@ -621,7 +634,7 @@ def costs_of(pace: Pace | None) -> Costs:
 
 
 def _costs_like(other: Pace | ServerParams) -> Costs:
-    return Costs(**{name: getattr(other, name) for name in Costs.model_fields})
+    return Costs(**{cost.name: getattr(other, cost.name) for cost in fields(Costs)})
 
 
 # --- comparison of the model with a server --------------------------------------------------------
@@ -644,7 +657,7 @@ async def check(args: argparse.Namespace) -> str:
             num_servers=args.servers,
             params=params,
             costs=costs,
-            admission=bench.router.admission,
+            admission=bench.limits,
             starvation_threshold_s=bench.router.starvation_threshold_s,
             tick_s=args.probe_s,
             report_lag_s=0.0,

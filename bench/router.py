@@ -45,13 +45,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from agentloop.inference.ranks import DataParallelRank, LoadReport
-from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
+from agentloop.inference.scheduling.admission import Admission, AdmissionLimits, Forecast
 from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.scheduling.kv_policy import Costs
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
 from agentloop.inference.scheduling.placement import PlacementRequest
-from agentloop.inference.scheduling.policies import POLICIES, make_policy
 from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
+from bench.gateway_policies import POLICIES, make_policy
 from bench.server_model import Job, ServerModel, ServerParams
 
 EMULATED = ("cache_aware",)
@@ -140,7 +140,7 @@ class Options:
     num_servers: int = 4
     params: ServerParams = field(default_factory=ServerParams)
     costs: Costs = field(default_factory=Costs)
-    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     quantile: float = 0.4
     starvation_threshold_s: float = 10.0
     max_overtaken: int = 8
@@ -649,7 +649,7 @@ def main() -> None:
             conservativeness=args.conservativeness,
         ),
         costs=Costs(prefill_s_per_token=args.costs_off * Costs().prefill_s_per_token),
-        admission=AdmissionSettings(target=args.target),
+        admission=AdmissionLimits(target=args.target),
         report_lag_s=args.lag_s,
         in_flight=args.in_flight,
         has_queue=args.queue,

@@ -21,7 +21,7 @@ from typing import Any
 import anyio
 
 from agentloop.inference.replicas import ServerView
-from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
+from agentloop.inference.scheduling.admission import Admission, AdmissionLimits, Forecast
 from agentloop.inference.scheduling.group_gate import GroupGate
 from agentloop.inference.scheduling.health import ServerState
 from agentloop.inference.sglang.weight_updates import Checksum, Pause
@@ -208,7 +208,7 @@ class Servers:
         self._longest = longest
         self._live = set[str]()
         self._gate = GroupGate(
-            Admission(AdmissionSettings(target=_TARGET), Forecast(longest=longest)),
+            Admission(AdmissionLimits(target=_TARGET), Forecast(longest=longest)),
             capacity=lambda: sum(one.capacity for one in servers if one.url in self._live),
             clock=_now,
         )

@@ -44,16 +44,15 @@ async def replay(run: Path, steps: tuple[int, int] | None) -> int:
     with console.ProgressLine("Reading the journal") as progress:
 
         @asynccontextmanager
-        async def start(record: LearnerRecord | None) -> AsyncIterator[Replayer]:
-            learner, ranks = learner_settings(settings), settings.ranks
-            if record is not None:
-                learner, ranks = record.learner(learner), record.ranks_of(ranks)
+        async def start(record: LearnerRecord) -> AsyncIterator[Replayer]:
+            learner = record.learner(learner_settings(settings))
+            ranks = record.ranks_of(settings.ranks)
             ranks.require_one_machine()
             async with KeptLearner(
                 learner, ranks, log_dir=opened.logs, on_progress=progress
             ) as started:
                 now = (await started.about()).made_with
-                changed[:] = [] if record is None else differences(record.made_with, now)
+                changed[:] = differences(record.made_with, now)
                 for line in changed:
                     progress.say(f"Other than in the run: {line}")
                 yield Replayer(started, learner.micro_batch_tokens)

@@ -18,10 +18,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
 
 import anyio
 import pydantic
@@ -35,13 +35,16 @@ from agentloop.errors import (
 )
 from agentloop.inference.ranks import DataParallelRank
 from agentloop.inference.replicas import Replica, Replicas, ServerView
-from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
+from agentloop.inference.scheduling.admission import Admission, AdmissionLimits, Forecast
 from agentloop.inference.scheduling.group_gate import AdmittedGroup, GroupGate, rollout_of
 from agentloop.inference.scheduling.kv_ledger import KVLedger
-from agentloop.inference.scheduling.kv_policy import Costs
+from agentloop.inference.scheduling.kv_policy import KVPolicy
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
-from agentloop.inference.scheduling.placement import Decision, PlacementRequest
-from agentloop.inference.scheduling.policies import make_policy
+from agentloop.inference.scheduling.placement import (
+    Decision,
+    PlacementPolicy,
+    PlacementRequest,
+)
 from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.frames import OnChunk
@@ -53,6 +56,7 @@ explain_log = logging.getLogger("agentloop.explain")  # each placement, at INFO;
 
 _MAX_ORDERS = 100_000  # trajectories and groups whose position in the queue is remembered
 _MAX_WAITING = 65_536  # requests; further ones are refused
+_LIMITS = AdmissionLimits()
 _CLOSED = "the runtime is shutting down"
 
 
@@ -61,14 +65,6 @@ class RouterSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
-    policy: Literal[
-        "kv", "static", "round_robin", "least_requests", "power_of_two", "sticky_least_loaded"
-    ] = pydantic.Field(
-        "kv",
-        description="How a server is chosen for each turn. kv: the lowest estimated cost, among "
-        "servers whose KV cache has capacity. The others exist for comparison; they count requests "
-        "and never wait.",
-    )
     wait_timeout_s: float = pydantic.Field(
         600.0, gt=0, description="Time that a turn may wait for KV capacity before it fails."
     )
@@ -99,8 +95,6 @@ class RouterSettings(pydantic.BaseModel):
         description="Time without data after which a token stream counts as broken; its turn then "
         "moves to another server.",
     )
-    costs: Costs = pydantic.Field(default_factory=lambda: Costs())
-    admission: AdmissionSettings = pydantic.Field(default_factory=AdmissionSettings)
 
 
 OnPlaced = Callable[[str, Decision], None]
@@ -128,20 +122,25 @@ class Router:
         replicas: The servers, for those who run their processes or load their weights.
     """
 
-    def __init__(self, settings: RouterSettings, *, longest: int) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *,
+        longest: int,
+        limits: AdmissionLimits = _LIMITS,
+        make_policy: Callable[[KVLedger], PlacementPolicy] | None = None,
+    ) -> None:
         self._settings = settings
         self._ledger = KVLedger(LengthPredictor(prior=settings.reserve_tokens))
-        self._policy = make_policy(
-            settings.policy,
-            self._ledger,
-            costs=settings.costs,
-            starvation_threshold_s=settings.starvation_threshold_s,
+        make_policy = make_policy or partial(
+            KVPolicy, starvation_threshold_s=settings.starvation_threshold_s
         )
+        self._policy = make_policy(self._ledger)
         self._queue: WaitQueue[_Request] = WaitQueue(
             starvation_threshold_s=settings.starvation_threshold_s
         )
         self._gate = GroupGate(
-            Admission(settings.admission, Forecast(longest=longest)),
+            Admission(limits, Forecast(longest=longest)),
             capacity=lambda: self.replicas.capacity,
         )
         self.replicas = Replicas(
@@ -159,16 +158,25 @@ class Router:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, servers: Sequence[SGLangServer], settings: RouterSettings, *, longest: int = 8192
+        cls,
+        servers: Sequence[SGLangServer],
+        settings: RouterSettings,
+        *,
+        longest: int = 8192,
+        limits: AdmissionLimits = _LIMITS,
+        make_policy: Callable[[KVLedger], PlacementPolicy] | None = None,
     ) -> AsyncIterator[Router]:
         """Query each server and keep watching them.
 
-        `longest` is the maximum number of response tokens of a rollout, which admission relies on.
+        Args:
+            longest: Maximum number of response tokens of a rollout, which admission relies on.
+            limits: Limits of admission, which only benchmarks change.
+            make_policy: Returns a placement policy other than `KVPolicy`, for comparison.
 
         Raises:
             ServerUnavailable, ServerRefused: A server cannot be used.
         """
-        router = cls(settings, longest=longest)
+        router = cls(settings, longest=longest, limits=limits, make_policy=make_policy)
         async with router.replicas.watching(servers):
             try:
                 yield router
@@ -231,8 +239,7 @@ class Router:
 
     async def wait_for_capacity(self, size: int) -> None:
         """Wait until another group of `size` rollouts may start; then ask for the next task."""
-        if self._policy.may_wait:
-            await self._gate.wait_for_capacity(size)
+        await self._gate.wait_for_capacity(size)
 
     @asynccontextmanager
     async def group(
@@ -249,24 +256,14 @@ class Router:
         Raises:
             ValueError: A group of that name is in flight.
         """
-        if self._policy.may_wait:
-            async with self._gate.group(name, size, num_prompt, is_single=is_single) as group:
-                with self._in_flight(group):
-                    yield group
-        else:  # like a gateway: every group starts at once
-            group = AdmittedGroup(name, tuple(f"{name}.{index}" for index in range(size)))
-            with self._in_flight(group):
+        async with self._gate.group(name, size, num_prompt, is_single=is_single) as group:
+            self._groups.update(dict.fromkeys(group.keys, group.name))
+            try:
                 yield group
-
-    @contextmanager
-    def _in_flight(self, group: AdmittedGroup) -> Iterator[None]:
-        self._groups.update(dict.fromkeys(group.keys, group.name))
-        try:
-            yield
-        finally:
-            for key in group.keys:
-                del self._groups[key]
-            self.forget_group(group.name)
+            finally:
+                for key in group.keys:
+                    del self._groups[key]
+                self.forget_group(group.name)
 
     def forget_group(self, name: str) -> None:
         """Release the queue position and the assigned server of a group that has ended."""

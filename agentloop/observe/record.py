@@ -195,6 +195,6 @@ def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
         row["error"],
         row["created_unix_s"],
         row["elapsed_s"],
-        row.get("answer", ""),  # missing in older records, like the next
-        row.get("messages", []),
+        row["answer"],
+        row["messages"],
     )

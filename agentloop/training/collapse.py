@@ -5,16 +5,17 @@
 The policy and reward of rStar2-Agent collapsed after step 510 (arXiv 2508.20722); training beyond
 such a point is wasted. The rules:
 
-    reward       the reward has fallen by more than the share `reward_fall` of its best value
-    entropy_low  the entropy has fallen to the share `entropy_low` of its highest value although the
-                 tasks are not solved: without exploration there is no further progress
-    entropy_high the reward is declining, and the entropy is `entropy_high` times its value at the
-                 best reward
+    reward       the reward has fallen by more than half of its best value
+    entropy_low  the entropy has fallen to a fiftieth of its highest value although the tasks are
+                 not solved: without exploration there is no further progress
+    entropy_high the reward is declining, and the entropy is five times its value at the best reward
     gradient     the reward is declining, and the gradient norm is ten times its value at the best
                  reward; that of a skipped step counts as infinite
     truncated    the reward is declining, and the share of truncated rollouts has risen by 0.3 since
                  the best reward
-    mismatch     the KL divergence between engine and learner is above `mismatch_max`
+    mismatch     the KL divergence between engine and learner is above 0.1 nats per token
+
+The reward is declining if it has fallen by more than 15% of its best value.
 
 False alarms are rare:
 
@@ -64,55 +65,31 @@ Row = Mapping[str, Any]
 
 _MIN_FALL = 0.1  # a smaller fall of the reward is noise
 _SOLVED = 0.9  # low entropy is expected from this reward on
-_GRAD_NORM_HIGH = 10.0
+_REWARD_FALL = 0.5  # of its best value
+_REWARD_DECLINE = 0.15  # of its best value
+_ENTROPY_LOW = 0.02  # of its highest value
+_ENTROPY_HIGH = 5.0  # times its value at the best reward
+_GRAD_NORM_HIGH = 10.0  # times its value at the best reward
 _TRUNCATED_RISE = 0.3
+_MISMATCH_MAX = 0.1  # nats per token
+_NUM_REPORTED = 10  # steps
 
 
 class CollapseSettings(pydantic.BaseModel):
-    """Settings of the collapse detector. All thresholds apply to medians of the last steps."""
+    """Settings of the collapse detector."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     window: int = pydantic.Field(
         9,
         ge=1,
-        description="Number of steps in each running median. All rules below compare such medians.",
+        description="Number of steps in each running median. All rules compare such medians.",
     )
     patience: int = pydantic.Field(
         10,
         ge=0,
         description="Number of consecutive steps that must violate a rule before the run counts as "
         "collapsed and stops, at its last good checkpoint. 0: it never does.",
-    )
-    reward_fall: float = pydantic.Field(
-        0.5,
-        gt=0,
-        description="Rule: the reward has fallen by more than this fraction of its best value.",
-    )
-    reward_decline: float = pydantic.Field(
-        0.15,
-        gt=0,
-        description="The reward is declining if it has fallen by more than this fraction of its "
-        "best value. Only then do the rules about a rise (entropy, gradient norm, truncated "
-        "rollouts) apply.",
-    )
-    entropy_low: float = pydantic.Field(
-        0.02,
-        ge=0,
-        lt=1,
-        description="Rule: the entropy is below this fraction of its highest value. 0: never.",
-    )
-    entropy_high: float = pydantic.Field(
-        5.0,
-        gt=1,
-        description="Rule: the reward is declining and the entropy is above this multiple of its "
-        "value at the best reward.",
-    )
-    mismatch_max: float = pydantic.Field(
-        0.1,
-        gt=0,
-        description="Rule: the KL divergence per token between engine and learner, in nats, is "
-        "above this.",
     )
 
 
@@ -222,7 +199,7 @@ class Collapse:
         bad = {rule: (name, why) for rule, name, why in self._rules(now)}
         for rule in self._bad.keys() - bad.keys():
             del self._bad[rule]
-        if not bad and not self._fell_by(now, self._settings.reward_decline):
+        if not bad and not self._fell_by(now, _REWARD_DECLINE):
             self._last_good = self._steps[len(self._steps) // 2]
         return self._judge(step, bad, found)
 
@@ -253,21 +230,20 @@ class Collapse:
 
     def _rules(self, now: Mapping[str, float]) -> Iterator[tuple[Rule, str, str]]:
         """Yield (rule, metric, explanation) for each rule that this step violates."""
-        s = self._settings
         reward = f"the reward fell from {self._best:.3g} to {now[_REWARD]:.3g}"
-        if self._fell_by(now, s.reward_fall):
+        if self._fell_by(now, _REWARD_FALL):
             yield Rule.REWARD, _REWARD, reward
         entropy = now.get(_ENTROPY, math.nan)  # comparisons with it are false
-        if entropy < s.entropy_low * self._highest_entropy and now[_REWARD] < _SOLVED:
+        if entropy < _ENTROPY_LOW * self._highest_entropy and now[_REWARD] < _SOLVED:
             why = f"the entropy fell from {self._highest_entropy:.3g} to {entropy:.3g}"
             yield Rule.ENTROPY_LOW, _ENTROPY, f"{why}, at a reward of {now[_REWARD]:.3g}"
-        if (mismatch := now.get(_MISMATCH, 0.0)) > s.mismatch_max:
+        if (mismatch := now.get(_MISMATCH, 0.0)) > _MISMATCH_MAX:
             why = f"the KL divergence between servers and learner is {mismatch:.3g} nats per token"
             yield Rule.MISMATCH, _MISMATCH, why
-        if not self._fell_by(now, s.reward_decline):
+        if not self._fell_by(now, _REWARD_DECLINE):
             return
         for rule, name, what, factor in (
-            (Rule.ENTROPY_HIGH, _ENTROPY, "the entropy", s.entropy_high),
+            (Rule.ENTROPY_HIGH, _ENTROPY, "the entropy", _ENTROPY_HIGH),
             (Rule.GRADIENT, _GRADIENT, "the gradient norm", _GRAD_NORM_HIGH),
         ):
             usual = self._at_best.get(name, math.nan)
@@ -363,10 +339,8 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| {row['step']} | {' | '.join(cells)} |"
 
 
-def report(
-    verdict: Verdict, rows: Iterable[Row], checkpoints: Iterable[int], *, num_steps: int = 10
-) -> str:
-    """Return a Markdown report: what happened, the last `num_steps` steps and how to continue."""
+def report(verdict: Verdict, rows: Iterable[Row], checkpoints: Iterable[int]) -> str:
+    """Return a Markdown report: what happened, the last steps and how to continue."""
     steps = [row for row in _without_undone(rows) if _REWARD in row and row["step"] <= verdict.step]
     good = verdict.last_good
     goes_on = checkpoint_before(verdict, checkpoints)
@@ -385,12 +359,12 @@ def report(
             "",
             "## The last steps",
             "",
-            *_table(steps[-num_steps:]),
+            *_table(steps[-_NUM_REPORTED:]),
             "",
             "## What to try or look at",
             "",
             *(f"- {one}" for one in _TRY[verdict.rule]),
-            "- if this is no collapse: a less strict threshold, or `collapse.patience = 0`",
+            "- if this is no collapse: a higher `collapse.patience`, or 0",
             "",
         ]
     )

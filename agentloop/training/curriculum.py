@@ -148,11 +148,6 @@ class Curriculum:
         """Take the outcome of another group into account."""
         self._histories.setdefault(key, _History()).add(outcome)
 
-    def solve_rate(self, key: str) -> float | None:
-        """Return the share of rollouts that were right, the newest counting most, or None."""
-        history = self._histories.get(key)
-        return None if history is None else history.num_solved / history.num_rollouts
-
     def is_retired(self, key: str) -> bool:
         history, enough = self._histories.get(key), self._policy.retire_after
         return history is not None and 0 < enough <= history.num_in_a_row

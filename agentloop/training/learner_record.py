@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any
 
 import pydantic
 
@@ -43,9 +43,8 @@ class LearnerRecord(pydantic.BaseModel):
         made_with: see `ReadyReply`.
     """
 
-    model_config = pydantic.ConfigDict(extra="ignore", frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    format: Literal[1] = 1
     after: int
     settings: dict[str, Any]
     ranks: dict[str, int]
@@ -98,18 +97,8 @@ async def record_learner(queue: GroupQueue, record: LearnerRecord) -> None:
 
 
 async def learner_records(queue: GroupQueue) -> list[LearnerRecord]:
-    """Return all records, the one of the first step first; none of a run of an earlier version.
-
-    Raises:
-        RunFolderError: another version of agentloop made them.
-    """
-    rows: Sequence[Mapping[str, Any]] = await queue.noted(_NOTE) or ()
-    try:
-        return [LearnerRecord.model_validate(row) for row in rows]
-    except pydantic.ValidationError as error:
-        raise RunFolderError(
-            f"the journal's record of the learner was made by another version: {error}"
-        ) from error
+    """Return all records, the one of the first step first. Raises RunFolderError."""
+    return [LearnerRecord.model_validate(row) for row in await queue.noted(_NOTE) or ()]
 
 
 async def note_weights(queue: GroupQueue, step: int, sha256: Mapping[str, str]) -> None:

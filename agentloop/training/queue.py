@@ -35,7 +35,7 @@ from agentloop.training.curriculum import GroupOutcome
 
 __all__ = ["GroupQueue", "Lease", "QueuedGroup", "copy_journal"]
 
-_FORMAT = 1
+_FORMAT = 2
 _SCHEMA = f"""
 CREATE TABLE groups (
     number INTEGER PRIMARY KEY,
@@ -57,11 +57,7 @@ CREATE TABLE steps (
     result TEXT
 ) STRICT;
 CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
-PRAGMA user_version = {_FORMAT};
-"""
-# Created separately, since journals of earlier versions do not have it.
-_OUTCOMES = """
-CREATE TABLE IF NOT EXISTS outcomes (
+CREATE TABLE outcomes (
     number INTEGER PRIMARY KEY,
     step INTEGER NOT NULL,
     key TEXT NOT NULL,
@@ -69,6 +65,7 @@ CREATE TABLE IF NOT EXISTS outcomes (
     num_rollouts INTEGER NOT NULL,
     is_equal INTEGER NOT NULL
 ) STRICT;
+PRAGMA user_version = {_FORMAT};
 """
 _BUSY_S = 10.0
 
@@ -132,7 +129,7 @@ class GroupQueue:
         """Open the file, creating it if necessary.
 
         Raises:
-            RunFolderError: The file cannot be read or written, or was written by an incompatible
+            RunFolderError: The file cannot be read or written, or was written by another
                 version of agentloop.
         """
         connection = await anyio.to_thread.run_sync(_connect, path)
@@ -336,9 +333,8 @@ class GroupQueue:
                 stage = loads(value)
                 if stage["begun"] > step:
                     db.execute("DELETE FROM notes WHERE key = ?", (key,))
-                    if stage.get("before") is not None:  # missing in files of earlier versions
-                        db.execute("DELETE FROM groups WHERE number > ?", (stage["last"],))
-                        _note(db, "cursor", stage["before"])
+                    db.execute("DELETE FROM groups WHERE number > ?", (stage["last"],))
+                    _note(db, "cursor", stage["before"])
             _note(db, "undone", undone)
 
         await self._transaction(work)
@@ -443,10 +439,9 @@ def _connect(path: Path) -> sqlite3.Connection:
                 connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
             elif format_ != _FORMAT:
                 raise RunFolderError(
-                    f"{path}: written by an incompatible version of agentloop (format {format_}, "
-                    f"not {_FORMAT})"
+                    f"{path}: written by another version of agentloop (format {format_}, not "
+                    f"{_FORMAT}): finish the run with that version, or start a new one"
                 )
-            connection.execute(_OUTCOMES)
         except BaseException:
             connection.close()
             raise

@@ -77,9 +77,9 @@ class ReplayedStep:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Steps in a row of the same learner; None: the run has not recorded which one."""
+    """Steps in a row of the same learner."""
 
-    learner: LearnerRecord | None
+    learner: LearnerRecord
     first: int
     last: int
 
@@ -88,7 +88,7 @@ def segments(records: Sequence[LearnerRecord], first: int, last: int) -> list[Se
     """Divide the steps from `first` to `last` by their learners.
 
     Args:
-        records: in the order of their steps.
+        records: in the order of their steps; the first one is of the run's first steps.
     """
 
     def index_of(step: int) -> int:
@@ -97,7 +97,7 @@ def segments(records: Sequence[LearnerRecord], first: int, last: int) -> list[Se
     found = []
     for index, steps in groupby(range(first, last + 1), index_of):
         same = list(steps)
-        found.append(Segment(records[index - 1] if index else None, same[0], same[-1]))
+        found.append(Segment(records[index - 1], same[0], same[-1]))
     return found
 
 
@@ -113,7 +113,7 @@ class Replayer:
     max_tokens: int
 
 
-StartLearner = Callable[[LearnerRecord | None], AbstractAsyncContextManager[Replayer]]
+StartLearner = Callable[[LearnerRecord], AbstractAsyncContextManager[Replayer]]
 
 
 class Replay:
@@ -194,8 +194,6 @@ class Replay:
         checkpoint, state = self._begin(first)
         await anyio.to_thread.run_sync(self._check, state.step, first, last)
         parts = segments(await learner_records(self._queue), state.step + 1, last)
-        if parts[0].learner is None:
-            say("The run has not recorded its learner: the settings of its config.toml are used")
         for part in parts:
             async with start(part.learner) as replayer:
                 learner = replayer.learner

@@ -20,7 +20,6 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from agentloop.errors import RunFolderError
 from agentloop.training.credit.rule import TokenCredit
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import KeptLearner, Learner
@@ -243,17 +242,11 @@ def batch_rows(folder: RunFolder, lease: Lease) -> Iterator[tuple[int, dict[str,
     """Yield the conversations that a step trains on, in order, with the places of their groups.
 
     Raises:
-        RunFolderError: the file of a group is missing, damaged or of an earlier version.
+        RunFolderError: the file of a group is missing or damaged.
     """
     for number, group in enumerate(lease.groups):
         rows = [] if group.path is None else folder.read_group(group.path)
         for row in rows:
-            if "credit" not in row:
-                raise RunFolderError(
-                    f"run.folder: {group.path}: written by an earlier version of agentloop, "
-                    "without the credit of tokens: finish the run with that version, or have its "
-                    "groups rolled out again: --resume RUN --from STEP, the step of a checkpoint"
-                )
             if row["credit"] is not None and any(row["trajectory"]["mask"]):
                 yield number, row
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import re
 import tomllib
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,16 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.api.guard import ServeSettings
-from agentloop.cli.sft import SftSettings
 from agentloop.cli.train import TrainSettings
 from agentloop.config import (
-    _INSTEAD,
-    _REMOVED,
-    _RENAMED,
     describe_settings,
     load_settings,
     to_toml,
-    with_values,
 )
 from agentloop.errors import SettingsError
 
@@ -341,78 +334,11 @@ def test_a_token_is_not_written_out_nor_replaced_by_asterisks() -> None:
 
 
 def test_a_stages_name_can_be_said_on_the_command_line(tmp_path: Path) -> None:
-    from agentloop.cli.train import TrainSettings
 
     file = tmp_path / "run.toml"
     file.write_text('[stages."warm up"]\nsteps = 1\n', "utf-8")
     with pytest.raises(SettingsError, match=r"stages\.warm up"):
         load_settings(TrainSettings, [file])
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("start.learner.init", "sft.learner.init"),
-        ("start.ranks.count", "sft.ranks.nproc_per_node"),
-        ("sft.ranks.count", "sft.ranks.nproc_per_node"),
-        *((old, new) for old, new in _RENAMED.items() if "." in old),
-    ],
-)
-def test_an_old_name_is_rejected_with_the_new_one(
-    old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = f"{old!r} was renamed: write {new!r}"
-    with pytest.raises(SettingsError, match=re.escape(said)):
-        load_settings(TrainSettings, overrides=[f"{old}=1"])
-    section, _, key = old.rpartition(".")
-    file = tmp_path / "config.toml"
-    file.write_text(f"[{section}]\n{key} = 1\n")
-    with pytest.raises(SettingsError, match=re.escape(f"{file}: {said}")):
-        load_settings(TrainSettings, [file])
-    monkeypatch.setenv("AGENTLOOP_" + old.upper().replace(".", "__"), "1")
-    with pytest.raises(SettingsError, match=re.escape(f"the environment: {said}")):
-        load_settings(TrainSettings)
-
-
-@pytest.mark.parametrize(("name", "fixed"), list(_REMOVED.items()))
-def test_a_removed_setting_is_only_accepted_with_the_value_that_it_always_has(
-    name: str, fixed: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert name not in {known for known, _, _ in describe_settings(TrainSettings)}
-    section, _, key = name.rpartition(".")
-    file = tmp_path / "config.toml"
-    file.write_text(f"[{section}]\n{key} = {json.dumps(fixed)}\n")  # of an older run
-    assert load_settings(TrainSettings, [file]) == TrainSettings()
-    said = f"{name!r} was removed: " + _INSTEAD.get(section, f"it is always {fixed}")
-    file.write_text(f"[{section}]\n{key} = 77\n")
-    with pytest.raises(SettingsError, match=re.escape(f"{file}: {said}")):
-        load_settings(TrainSettings, [file])
-    with pytest.raises(SettingsError, match=re.escape(said)):
-        load_settings(TrainSettings, overrides=[f"{name}=77"])
-    variable = "AGENTLOOP_" + name.upper().replace(".", "__")
-    monkeypatch.setenv(variable, str(fixed))
-    assert load_settings(TrainSettings) == TrainSettings()
-    monkeypatch.setenv(variable, "77")
-    with pytest.raises(SettingsError, match=re.escape(f"the environment: {said}")):
-        load_settings(TrainSettings)
-
-
-def test_every_renamed_setting_exists_under_its_new_name() -> None:
-    names = {name for name, _, _ in describe_settings(TrainSettings)}
-    for old, new in _RENAMED.items():
-        assert any(name == new or name.startswith(f"{new}.") for name in names), new
-        assert not any(name == old or name.startswith(f"{old}.") for name in names), old
-
-
-def test_an_old_name_is_rejected_by_each_command_that_has_the_new_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(SettingsError, match=r"'ranks\.count' was renamed: write 'ranks\.nproc"):
-        load_settings(SftSettings, overrides=["ranks.count=2"])
-    with pytest.raises(SettingsError, match=r"of a run: 'loop\.enough_of_group' was renamed"):
-        with_values(TrainSettings(), {"loop": {"enough_of_group": 3}}, source="of a run")
-    monkeypatch.setenv("AGENTLOOP_START__LOOP__LR", "1")  # the command has no such section
-    assert load_settings(Everything) == Everything()
 
 
 class Item(pydantic.BaseModel):

@@ -35,22 +35,6 @@ def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("ls", "runs list"),
-        ("view", "runs view"),
-        ("analyze", "runs entropy"),
-        ("plot", "runs plot"),
-    ],
-)
-def test_a_command_of_an_earlier_version_names_its_successor(
-    old: str, new: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([old, "runs/latest"]) == 2
-    assert f"unknown command {old!r} (use `agentloop {new}`)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     "command",
     [
         ["train", "--restarts=0", "--resume"],

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.inference.scheduling.policies import POLICIES
+from bench.gateway_policies import POLICIES
 from bench.router import (
     EMULATED,
     Options,

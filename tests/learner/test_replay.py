@@ -100,8 +100,7 @@ async def test_a_run_of_two_lives_again_in_one(
         await live(queue, folder, last=5)
 
     @asynccontextmanager
-    async def start(record: LearnerRecord | None) -> AsyncIterator[Replayer]:
-        assert record is not None
+    async def start(record: LearnerRecord) -> AsyncIterator[Replayer]:
         assert record.made_with["threads"] == "2"
         async with learner(replay.logs) as kept:
             yield Replayer(kept, SETTINGS.micro_batch_tokens)

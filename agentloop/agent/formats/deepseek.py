@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from agentloop.agent.channels import Markup
-from agentloop.agent.formats.family import CallForm, CallStream, Family
+from agentloop.agent.formats.family import CallForm, Family
 from agentloop.agent.formats.grammars import Blocks, Whole
-from agentloop.agent.formats.regions import RegionStream
+from agentloop.agent.formats.regions import calls_in_regions
 from agentloop.agent.formats.tagged import TaggedForm
-from agentloop.agent.formats.values import Parsed, Schemas, decode_arguments
-from agentloop.agent.text_stream import TokenCodec
+from agentloop.agent.formats.values import Parsed, decode_arguments
 
 __all__ = ["DEEPSEEK_DSML", "DEEPSEEK_V3", "DEEPSEEK_V31"]
 
@@ -35,18 +34,6 @@ def _parse_v3(raw: str) -> Parsed:
     return name.strip(), *decode_arguments(rest.rpartition("```")[0] or rest)
 
 
-def _calls_v31(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
-    return RegionStream(
-        chat, lambda: Whole(_parse_v31), opening=_OPEN, closing=_CLOSE, id_prefix=id_prefix
-    )
-
-
-def _calls_v3(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
-    return RegionStream(
-        chat, lambda: Whole(_parse_v3), opening=_OPEN, closing=_CLOSE, id_prefix=id_prefix
-    )
-
-
 _MARKUP = Markup(thoughts=(_THINK,), calls=(_SECTION,), others=(_OPEN, _CLOSE, _SEPARATOR, _END))
 
 DEEPSEEK_V31 = Family(
@@ -55,7 +42,7 @@ DEEPSEEK_V31 = Family(
     sglang_parser="deepseekv31",
     call_form=CallForm(begin=f"{_OPEN}NAME{_SEPARATOR}", end=_CLOSE, section=_SECTION),
     signs=("<｜tool▁calls▁begin｜>", _SEPARATOR),
-    make_calls=_calls_v31,
+    make_calls=calls_in_regions(lambda schemas: Whole(_parse_v31), opening=_OPEN, closing=_CLOSE),
     markup=_MARKUP,
     section_end=_SECTION[1],
 )
@@ -67,7 +54,7 @@ DEEPSEEK_V3 = Family(
         begin=f"{_OPEN}function{_SEPARATOR}NAME\n```json\n", end=f"\n```{_CLOSE}", section=_SECTION
     ),
     signs=("<｜tool▁calls▁begin｜>", _SEPARATOR, "```json"),
-    make_calls=_calls_v3,
+    make_calls=calls_in_regions(lambda schemas: Whole(_parse_v3), opening=_OPEN, closing=_CLOSE),
     markup=_MARKUP,
     section_end=_SECTION[1],
 )
@@ -83,23 +70,8 @@ _FORM = TaggedForm(
 )
 
 
-def _parse_dsml(raw: str, schemas: Schemas) -> Parsed:
-    return _FORM.parse(raw, schemas)
-
-
 def _dsml(section: str) -> Family:
     opening, closing = f"<{_DSML}{section}>", f"</{_DSML}{section}>"
-
-    def calls(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
-        return RegionStream(
-            chat,
-            lambda: Blocks(
-                f"<{_DSML}invoke", f"</{_DSML}invoke>", lambda raw: _parse_dsml(raw, schemas)
-            ),
-            opening=opening,
-            closing=closing,
-            id_prefix=id_prefix,
-        )
 
     return Family(
         name="deepseek-v3.2" if section == "function_calls" else "deepseek-v4",
@@ -112,7 +84,11 @@ def _dsml(section: str) -> Family:
         sglang_parser="deepseekv32" if section == "function_calls" else "deepseekv4",
         models="DeepSeek V3.2" if section == "function_calls" else "DeepSeek V4",
         signs=(_DSML, f"{section}>"),
-        make_calls=calls,
+        make_calls=calls_in_regions(
+            lambda schemas: Blocks(f"<{_DSML}invoke", f"</{_DSML}invoke>", _FORM.parser(schemas)),
+            opening=opening,
+            closing=closing,
+        ),
         markup=Markup(thoughts=(_THINK,), calls=((opening, closing),), others=(_END,)),
         section_end=closing,
     )

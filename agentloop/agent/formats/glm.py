@@ -6,13 +6,11 @@ No token ends a message: the model samples the token that opens the next one.
 from __future__ import annotations
 
 from agentloop.agent.channels import Markup
-from agentloop.agent.formats.family import CallForm, CallStream, Family
+from agentloop.agent.formats.family import CallForm, Family
 from agentloop.agent.formats.grammars import Whole
 from agentloop.agent.formats.hermes import CLOSE, OPEN
-from agentloop.agent.formats.regions import RegionStream
+from agentloop.agent.formats.regions import calls_in_regions
 from agentloop.agent.formats.tagged import TaggedForm
-from agentloop.agent.formats.values import Schemas
-from agentloop.agent.text_stream import TokenCodec
 
 __all__ = ["GLM"]
 
@@ -24,23 +22,15 @@ _FORM = TaggedForm(
 )
 
 
-def _calls(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
-    return RegionStream(
-        chat,
-        lambda: Whole(lambda raw: _FORM.parse(raw, schemas)),
-        opening=OPEN,
-        closing=CLOSE,
-        id_prefix=id_prefix,
-    )
-
-
 GLM = Family(
     name="glm",
     models="GLM-4.5, GLM-4.6, GLM-4.7, GLM-5",
     sglang_parser="glm47",
     call_form=CallForm(begin="<tool_call>NAME", end="</tool_call>", style="glm_xml"),
     signs=(OPEN, "<arg_key>", "<|observation|>"),
-    make_calls=_calls,
+    make_calls=calls_in_regions(
+        lambda schemas: Whole(_FORM.parser(schemas)), opening=OPEN, closing=CLOSE
+    ),
     markup=Markup(thoughts=(("<think>", "</think>"),), others=()),
     end_of_calls="<|observation|>",
 )

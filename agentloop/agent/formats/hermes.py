@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from agentloop.agent.formats.family import CallForm, CallStream, Family
+from agentloop.agent.formats.family import CallForm, Family
 from agentloop.agent.formats.grammars import Whole
-from agentloop.agent.formats.regions import RegionStream
-from agentloop.agent.formats.values import Schemas, decode_call
-from agentloop.agent.text_stream import TokenCodec
+from agentloop.agent.formats.regions import calls_in_regions
+from agentloop.agent.formats.values import decode_call
 
 __all__ = ["CLOSE", "HERMES", "OPEN"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-
-
-def _calls(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
-    return RegionStream(
-        chat, lambda: Whole(decode_call), opening=OPEN, closing=CLOSE, id_prefix=id_prefix
-    )
 
 
 HERMES = Family(
@@ -27,5 +20,5 @@ HERMES = Family(
         begin='<tool_call>\n{"name": "NAME", "arguments": ', end="}\n</tool_call>", separator="\n"
     ),
     signs=(OPEN,),
-    make_calls=_calls,
+    make_calls=calls_in_regions(lambda schemas: Whole(decode_call), opening=OPEN, closing=CLOSE),
 )

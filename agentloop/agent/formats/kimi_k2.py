@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 
 from agentloop.agent.channels import Markup
-from agentloop.agent.formats.family import CallForm, CallStream, Family
+from agentloop.agent.formats.family import CallForm, Family
 from agentloop.agent.formats.grammars import Whole
-from agentloop.agent.formats.regions import RegionStream
-from agentloop.agent.formats.values import Parsed, Schemas, decode_arguments
-from agentloop.agent.text_stream import TokenCodec
+from agentloop.agent.formats.regions import calls_in_regions
+from agentloop.agent.formats.values import Parsed, decode_arguments
 from agentloop.trajectory import ToolCall
 
 __all__ = ["KIMI_K2"]
@@ -37,12 +36,6 @@ def _history_id(id: str, name: str, number: int) -> str:
     return id if id.startswith("functions.") else f"functions.{name}:{number}"
 
 
-def _calls(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
-    return RegionStream(
-        chat, lambda: Whole(_parse), opening=_OPEN, closing=_CLOSE, id_prefix=id_prefix
-    )
-
-
 KIMI_K2 = Family(
     name="kimi-k2",
     models="Kimi K2, Kimi K2.5, Kimi K2.6",
@@ -51,7 +44,7 @@ KIMI_K2 = Family(
         begin=f"{_OPEN}functions.NAME:0{_ARGUMENTS}", end=_CLOSE, section=_SECTION, is_only_one=True
     ),
     signs=(_OPEN, _ARGUMENTS),
-    make_calls=_calls,
+    make_calls=calls_in_regions(lambda schemas: Whole(_parse), opening=_OPEN, closing=_CLOSE),
     markup=Markup(
         thoughts=(("<think>", "</think>"),), calls=(_SECTION,), others=(_OPEN, _CLOSE, _ARGUMENTS)
     ),

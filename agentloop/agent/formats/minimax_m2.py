@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from agentloop.agent.channels import Markup
-from agentloop.agent.formats.family import CallForm, CallStream, Family
+from agentloop.agent.formats.family import CallForm, Family
 from agentloop.agent.formats.grammars import Blocks
-from agentloop.agent.formats.regions import RegionStream
+from agentloop.agent.formats.regions import calls_in_regions
 from agentloop.agent.formats.tagged import TaggedForm
-from agentloop.agent.formats.values import Schemas
-from agentloop.agent.text_stream import TokenCodec
 
 __all__ = ["MINIMAX_M2"]
 
@@ -19,16 +17,6 @@ _FORM = TaggedForm(
     example='<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>',
     trims_newlines=False,
 )
-
-
-def _calls(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
-    return RegionStream(
-        chat,
-        lambda: Blocks("<invoke", "</invoke>", lambda raw: _FORM.parse(raw, schemas)),
-        opening=_OPEN,
-        closing=_CLOSE,
-        id_prefix=id_prefix,
-    )
 
 
 MINIMAX_M2 = Family(
@@ -42,7 +30,11 @@ MINIMAX_M2 = Family(
         section=(f"{_OPEN}\n", _CLOSE),
     ),
     signs=(_OPEN, "<invoke name="),
-    make_calls=_calls,
+    make_calls=calls_in_regions(
+        lambda schemas: Blocks("<invoke", "</invoke>", _FORM.parser(schemas)),
+        opening=_OPEN,
+        closing=_CLOSE,
+    ),
     markup=Markup(
         thoughts=(("<think>", "</think>"),), calls=((_OPEN, _CLOSE),), others=("[e~[", "]~b]")
     ),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 
 from agentloop.agent.channels import Markup
-from agentloop.agent.formats.family import CallForm, CallStream, Family
+from agentloop.agent.formats.family import CallForm, Family
 from agentloop.agent.formats.grammars import JsonObjects, NamedObject
-from agentloop.agent.formats.regions import RegionStream
-from agentloop.agent.formats.values import Parsed, Schemas, decode_arguments, decode_json
-from agentloop.agent.text_stream import TokenCodec
+from agentloop.agent.formats.regions import calls_in_regions
+from agentloop.agent.formats.values import Parsed, decode_arguments, decode_json
 from agentloop.trajectory import ToolCall
 
 __all__ = ["MISTRAL", "MISTRAL_V11"]
@@ -53,23 +52,13 @@ def _id_in(raw: str) -> object:
     return value.get("id") if isinstance(value, dict) else None
 
 
-def _calls(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
-    return RegionStream(chat, JsonObjects, opening=_OPEN, closing=None, id_prefix=id_prefix)
-
-
-def _calls_v11(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
-    return RegionStream(
-        chat, lambda: NamedObject(_parse), opening=_OPEN, closing=None, id_prefix=id_prefix
-    )
-
-
 MISTRAL = Family(
     name="mistral",
     models="Mistral 7B v0.3, Mistral Nemo, Mistral Small 3.1",
     sglang_parser="mistral",
     call_form=CallForm(begin=_OPEN + '[{"name": "NAME", "arguments": ', end="}]", is_only_one=True),
     signs=("[TOOL_CALLS]", "[INST]"),
-    make_calls=_calls,
+    make_calls=calls_in_regions(lambda schemas: JsonObjects(), opening=_OPEN, closing=None),
     markup=_MARKUP,
     section_end="]",
     call_id=_call_id,
@@ -81,7 +70,7 @@ MISTRAL_V11 = Family(
     sglang_parser="mistral",
     call_form=CallForm(begin=f"{_OPEN}NAME{_ARGUMENTS}", is_only_one=True),
     signs=("[TOOL_CALLS]", "[ARGS]"),
-    make_calls=_calls_v11,
+    make_calls=calls_in_regions(lambda schemas: NamedObject(_parse), opening=_OPEN, closing=None),
     markup=_MARKUP,
     call_id=_call_id,
     history_id=_history_id,

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from agentloop.agent.channels import Markup
-from agentloop.agent.formats.family import CallForm, CallStream, Family
+from agentloop.agent.formats.family import CallForm, Family
 from agentloop.agent.formats.grammars import JsonObjects
-from agentloop.agent.formats.regions import RegionStream
-from agentloop.agent.formats.values import Schemas
-from agentloop.agent.text_stream import TokenCodec
+from agentloop.agent.formats.regions import calls_in_regions
 
 __all__ = ["NEMOTRON"]
 
 _OPEN, _CLOSE = "<TOOLCALL>", "</TOOLCALL>"
-
-
-def _calls(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
-    return RegionStream(chat, JsonObjects, opening=_OPEN, closing=_CLOSE, id_prefix=id_prefix)
 
 
 NEMOTRON = Family(
@@ -25,7 +19,7 @@ NEMOTRON = Family(
         begin=_OPEN + '[{"name": "NAME", "arguments": ', end="}]" + _CLOSE, is_only_one=True
     ),
     signs=(_OPEN, "<AVAILABLE_TOOLS>"),
-    make_calls=_calls,
+    make_calls=calls_in_regions(lambda schemas: JsonObjects(), opening=_OPEN, closing=_CLOSE),
     markup=Markup(
         thoughts=(("<think>", "</think>"),),
         calls=((_OPEN, _CLOSE),),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from agentloop.agent.formats.family import CallForm, CallStream, Family
+from agentloop.agent.formats.family import CallForm, Family
 from agentloop.agent.formats.grammars import Whole
 from agentloop.agent.formats.hermes import CLOSE, OPEN
-from agentloop.agent.formats.regions import RegionStream
+from agentloop.agent.formats.regions import calls_in_regions
 from agentloop.agent.formats.tagged import TaggedForm
-from agentloop.agent.formats.values import Schemas
-from agentloop.agent.text_stream import TokenCodec
 
 __all__ = ["QWEN3_CODER"]
 
@@ -18,16 +16,6 @@ _FORM = TaggedForm(
     example="<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>",
     trims_newlines=True,
 )
-
-
-def _calls(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
-    return RegionStream(
-        chat,
-        lambda: Whole(lambda raw: _FORM.parse(raw, schemas)),
-        opening=OPEN,
-        closing=CLOSE,
-        id_prefix=id_prefix,
-    )
 
 
 QWEN3_CODER = Family(
@@ -41,5 +29,7 @@ QWEN3_CODER = Family(
         separator="\n",
     ),
     signs=(OPEN, "<function=", "<parameter="),
-    make_calls=_calls,
+    make_calls=calls_in_regions(
+        lambda schemas: Whole(_FORM.parser(schemas)), opening=OPEN, closing=CLOSE
+    ),
 )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from agentloop.agent.formats.family import CallStream, MakeCallStream
 from agentloop.agent.formats.grammars import Found, Grammar
+from agentloop.agent.formats.values import Schemas
 from agentloop.agent.text_stream import TextStream, TokenCodec
 from agentloop.trajectory import ToolCall
 
-__all__ = ["RegionStream"]
+__all__ = ["RegionStream", "calls_in_regions"]
 
 _MAX_REGION_TOKENS = 65_536
 
@@ -178,3 +180,25 @@ class RegionStream:
             calls.append(ToolCall(call_id, name, arguments, raw, self._start, end, error))
             self._start = end
         return calls
+
+
+def calls_in_regions(
+    make_grammar: Callable[[Schemas], Grammar], *, opening: str, closing: str | None
+) -> MakeCallStream:
+    """Return what makes the stream of calls of a family whose calls are between markers.
+
+    Args:
+        make_grammar: Returns the grammar of a region, for the tools' schemas.
+        opening, closing: The markers, as in `RegionStream`.
+    """
+
+    def make_calls(chat: TokenCodec, schemas: Schemas, id_prefix: str) -> CallStream:
+        return RegionStream(
+            chat,
+            lambda: make_grammar(schemas),
+            opening=opening,
+            closing=closing,
+            id_prefix=id_prefix,
+        )
+
+    return make_calls

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from agentloop.agent.formats.values import Parsed, Schemas, decode_json, typed
@@ -30,6 +32,10 @@ class TaggedForm:
         self._argument_re = re.compile(argument, re.DOTALL)
         self._example = example
         self._trims_newlines = trims_newlines
+
+    def parser(self, schemas: Schemas) -> Callable[[str], Parsed]:
+        """Return `parse` for these schemas."""
+        return partial(self.parse, schemas=schemas)
 
     def parse(self, raw: str, schemas: Schemas) -> Parsed:
         """Return the name, the arguments, and an error for the model to read."""

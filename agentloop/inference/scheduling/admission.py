@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Self
 
-import pydantic
-
-__all__ = ["Admission", "AdmissionLimits", "AdmissionSettings", "Forecast"]
+__all__ = ["Admission", "AdmissionLimits", "Forecast"]
 
 _NUM_BUCKETS = 32
 
@@ -131,49 +128,29 @@ _CUT = 0.9  # the target is multiplied by this after SGLang has retracted reques
 _GROWTH = 0.01  # after a cut, the target grows back by this much per period without retractions
 
 
-class AdmissionSettings(pydantic.BaseModel):
-    """Bounds on the KV capacity that the rollouts in flight may come to use."""
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """Bounds on the KV capacity that the rollouts in flight may come to use.
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    Attributes:
+        target: Groups are admitted while the predicted peak of all rollouts in flight stays below
+            this fraction of the servers' KV capacity.
+        period_s: Minimum time between two changes of the fraction, so that each can take effect.
+        report_ttl_s: The fraction does not grow if the servers' last load reports are older.
+    """
 
-    target: float = pydantic.Field(
-        1.0,
-        gt=0,
-        le=2,
-        description="Groups are admitted while the predicted peak of all rollouts in flight stays "
-        "below this fraction of the servers' KV capacity.",
-    )
-
-
-class AdmissionLimits(AdmissionSettings):
-    """Times of the admission, which only tests and benchmarks change."""
-
-    period_s: float = pydantic.Field(
-        2.0,
-        gt=0,
-        description="Minimum time between two changes of the fraction, so that each can take "
-        "effect.",
-    )
-    report_ttl_s: float = pydantic.Field(
-        15.0,
-        gt=0,
-        description="The fraction does not grow if the servers' last load reports are older than "
-        "this.",
-    )
-
-    @classmethod
-    def of(cls, settings: AdmissionSettings) -> Self:
-        """Return `settings` with the usual times, unless it has times of its own."""
-        return settings if isinstance(settings, cls) else cls(**settings.model_dump())
+    target: float = 1.0
+    period_s: float = 2.0
+    report_ttl_s: float = 15.0
 
 
 class Admission:
     """Decides whether groups may start; grows, holds or cuts the target once per period."""
 
-    def __init__(self, settings: AdmissionSettings, forecast: Forecast) -> None:
-        self._settings = AdmissionLimits.of(settings)
+    def __init__(self, limits: AdmissionLimits, forecast: Forecast) -> None:
+        self._limits = limits
         self.forecast = forecast
-        self.target = settings.target
+        self.target = limits.target
         self.num_in_flight = 0
         self._changed_s = -math.inf
         self._num_retracted = 0
@@ -185,14 +162,14 @@ class Admission:
             num_retracted: Requests retracted since the last call.
             reported_s: Time of the last report with new content.
         """
-        settings = self._settings
+        limits = self._limits
         self._num_retracted += num_retracted
-        if now - self._changed_s < settings.period_s:
+        if now - self._changed_s < limits.period_s:
             return "hold"
         if self._num_retracted:
             change, self.target = "cut", self.target * _CUT
-        elif now - reported_s < settings.report_ttl_s and self.target < settings.target:
-            change, self.target = "grow", min(settings.target, self.target + _GROWTH)
+        elif now - reported_s < limits.report_ttl_s and self.target < limits.target:
+            change, self.target = "grow", min(limits.target, self.target + _GROWTH)
         else:
             return "hold"
         self._changed_s, self._num_retracted = now, 0

@@ -1,4 +1,4 @@
-"""Pure: the placement policy `kv`, which minimises the seconds that a turn costs.
+"""Pure: the placement policy of the runtime, which minimises the seconds that a turn costs.
 
 The seconds of the turn and those of the sequences next to it count alike: a prefill stops
 everybody's decoding, another sequence makes everybody's steps longer, and evicted tokens have to be
@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pydantic
-
 from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.scheduling.kv_pool import KVPool
 from agentloop.inference.scheduling.placement import Decision, PlacementPolicy, PlacementRequest
@@ -25,32 +23,24 @@ __all__ = ["Costs", "KVPolicy"]
 _TIE = 1.02  # costs within this factor count as equal: predictions are not more precise
 
 
-class Costs(pydantic.BaseModel):
+@dataclass(frozen=True, slots=True)
+class Costs:
     """Costs of a server's work in seconds, of which only the proportions matter.
 
     The defaults are near those of a 14B model on one GPU. `python -m bench.live_router check`
     measures those of a server.
+
+    Attributes:
+        prefill_s_per_token: Prefill time per prompt token that is not cached.
+        step_s: Time of a decoding step, apart from the parts below.
+        step_s_per_sequence: Time that each sequence of the batch adds to a decoding step.
+        step_s_per_token: Time that each token of the batch's contexts adds to a decoding step.
     """
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-
-    prefill_s_per_token: float = pydantic.Field(
-        1e-4,
-        gt=0,
-        description="Cost model of router.policy = kv: prefill time per prompt token that is not "
-        "cached. Only the proportions of these four costs matter.",
-    )
-    step_s: float = pydantic.Field(
-        0.015, gt=0, description="Time of a decoding step, apart from the parts below."
-    )
-    step_s_per_sequence: float = pydantic.Field(
-        5e-5, ge=0, description="Time that each sequence of the batch adds to a decoding step."
-    )
-    step_s_per_token: float = pydantic.Field(
-        5e-8,
-        ge=0,
-        description="Time that each token of the batch's contexts adds to a decoding step.",
-    )
+    prefill_s_per_token: float = 1e-4
+    step_s: float = 0.015
+    step_s_per_sequence: float = 5e-5
+    step_s_per_token: float = 5e-8
 
 
 @dataclass(slots=True)
@@ -69,7 +59,6 @@ class KVPolicy(PlacementPolicy):
     """Chooses the cheapest rank whose KV cache has capacity; a turn waits if there is none."""
 
     name = "kv"
-    may_wait = True
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
     PlacementRequest ──> PlacementPolicy.choose ──> Decision: a rank, or wait
 
-`kv_policy.py` is the policy of the runtime. `gateway_policies.py` holds those of gateways, which
-count requests, not tokens, and never wait. `policies.py` makes one by its name.
+`kv_policy.py` is the policy of the runtime; `bench/gateway_policies.py` has those of gateways, for
+comparison.
 """
 
 from __future__ import annotations
@@ -111,12 +111,10 @@ class PlacementPolicy(ABC):
     """Chooses the rank of each turn, from the state of the KV caches in a ledger.
 
     Attributes:
-        name: The value of `router.policy`.
-        may_wait: Whether it lets turns wait for capacity; then groups also wait to be admitted.
+        name: Its name in the explanation of a decision.
     """
 
     name: ClassVar[str]
-    may_wait: ClassVar[bool] = False
 
     def __init__(self, ledger: KVLedger, *, seed: int = 0) -> None:
         """Create a policy; `seed` breaks ties."""

@@ -121,15 +121,11 @@ class _Counters(Reply):
 class TrainingState(_Message):
     """The state that a trainer saves with a checkpoint, to resume from it.
 
-    Checkpoints keep it as JSON, so those of earlier versions may have more fields.
-
     Attributes:
         step: the last completed step.
         version: training on rollouts: version of the weights.
         lineage: supervised fine-tuning: checksum of the data of all steps so far.
     """
-
-    model_config = pydantic.ConfigDict(extra="ignore")
 
     step: int
     version: int = 0

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from agentloop.errors import PromptTooLong, RequestError, ServerUnavailable
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.scheduling.health import ServerState
-from agentloop.inference.scheduling.policies import POLICIES
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.frames import Chunk
@@ -489,24 +488,6 @@ async def test_requests_are_json_that_sglang_reads() -> None:
     assert json.loads(json.dumps(fake.requests[0]))["input_ids"] == PROMPT
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-async def test_every_policy_serves_and_says_why(policy: str) -> None:
-    fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
-    why: list[str] = []
-    async with routed(*fakes, policy=policy) as router:
-        for n in range(4):
-            await router.generate(
-                generation(f"t{n}"),
-                vocab_size=200,
-                on_chunk=lambda chunk: None,
-                on_placed=lambda url, decision: why.append(decision.why),
-                on_moved=lambda url, reason: None,
-            )
-        assert idle(router)
-    assert len(why) == 4
-    assert all(why)
-
-
 async def test_a_trajectory_comes_back_to_its_server() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes) as router:
@@ -730,14 +711,6 @@ async def test_groups_wait_for_the_capacity_that_they_will_need() -> None:
         ends["a"].set()
         await eventually(lambda: inside == ["a", "b"])
         ends["b"].set()
-
-
-async def test_other_policies_let_every_group_start() -> None:
-    fake = FakeSGLang(ANSWER, max_total_num_tokens=200, context_length=100)
-    async with routed(fake, policy="least_requests") as router:
-        async with router.group("a", 8, 50) as a, router.group("b", 8, 50) as b:
-            assert (a.keys[0], b.keys[-1]) == ("a.0", "b.7")
-            await router.wait_for_capacity(1000)
 
 
 async def test_a_decision_lists_its_candidates() -> None:

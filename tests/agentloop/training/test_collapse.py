@@ -236,8 +236,8 @@ def test_a_step_without_the_metric_neither_counts_nor_clears() -> None:
     assert verdict.step == 2 * (SETTINGS.window + SETTINGS.patience - 1) - 1
 
 
-# What cannot be a collapse in any order: the reward within reward_decline of its best, the
-# entropy above entropy_low of its highest, the mismatch below its bound.
+# What cannot be a collapse in any order: the reward near its best, the
+# entropy not far below its highest, the mismatch below its bound.
 HARMLESS = st.builds(
     row,
     step=st.just(0),

@@ -12,7 +12,6 @@ import anyio
 import pytest
 
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import RunFolderError
 from agentloop.training.learner_client.client import Learner, LearnerLost
 from agentloop.training.learner_client.protocol import TrainingState
 from agentloop.training.queue import GroupQueue, Lease
@@ -141,20 +140,6 @@ async def test_a_rollout_of_several_conversations_counts_once(tmp_path: Path) ->
         lease = await run.lease(1, [0.5, 0.5, -0.5, None], of_each=2)
         assert (await run.steps().learn(lease)).num_learned == 2
         assert run.learner.num_samples == [3]
-
-
-async def test_a_group_of_an_earlier_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    async with opened(tmp_path) as run:
-        lease = await run.lease(1, [0.5, -0.5])
-        (group,) = lease.groups
-        assert group.path is not None
-        rows = run.folder.read_group(group.path)
-        for row in rows:
-            del row["credit"]
-        run.folder.add_group(group.number, rows)
-        with pytest.raises(RunFolderError, match=r"earlier version .* --resume RUN --from STEP"):
-            await run.steps().learn(lease)
-        assert run.learner.ops == []
 
 
 @pytest.mark.parametrize(

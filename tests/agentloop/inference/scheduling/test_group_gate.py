@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.inference.scheduling.admission import Admission, AdmissionSettings, Forecast
+from agentloop.inference.scheduling.admission import Admission, AdmissionLimits, Forecast
 from agentloop.inference.scheduling.group_gate import GroupGate
 
 pytestmark = pytest.mark.anyio
@@ -20,7 +20,7 @@ def gate_of(capacity: list[int], *, target: float = 1.0) -> GroupGate:
     """Return a gate where each rollout is expected to reach about 200 tokens."""
     forecast = Forecast(longest=LONGEST, prior=200)
     return GroupGate(
-        Admission(AdmissionSettings(target=target), forecast),
+        Admission(AdmissionLimits(target=target), forecast),
         capacity=lambda: capacity[0],
         clock=lambda: 0.0,
     )

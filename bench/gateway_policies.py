@@ -1,4 +1,4 @@
-"""Pure: the placement policies of gateways, for comparison with `kv_policy.py`.
+"""Pure: the placement policies of gateways, for comparison with the runtime's (`kv_policy.py`).
 
 They count requests, not tokens, and never wait: a turn is sent at once, and queues on its server.
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from agentloop.inference.ranks import DataParallelRank
 from agentloop.inference.scheduling.kv_ledger import KVLedger
+from agentloop.inference.scheduling.kv_policy import Costs, KVPolicy
 from agentloop.inference.scheduling.kv_pool import KVPool
 from agentloop.inference.scheduling.placement import (
     Candidate,
@@ -17,7 +18,7 @@ from agentloop.inference.scheduling.placement import (
     PlacementRequest,
 )
 
-__all__ = ["GATEWAY_POLICIES"]
+__all__ = ["GATEWAY_POLICIES", "POLICIES", "make_policy"]
 
 
 class _GatewayPolicy(PlacementPolicy):
@@ -141,3 +142,21 @@ GATEWAY_POLICIES: dict[str, type[PlacementPolicy]] = {
     policy.name: policy
     for policy in (_Static, _RoundRobin, _LeastRequests, _PowerOfTwo, _StickyLeastLoaded)
 }
+POLICIES = (*GATEWAY_POLICIES, KVPolicy.name)
+
+
+def make_policy(
+    name: str,
+    ledger: KVLedger,
+    *,
+    costs: Costs | None = None,
+    starvation_threshold_s: float = 10.0,
+    seed: int = 0,
+) -> PlacementPolicy:
+    """Create one of `POLICIES`; `costs` and `starvation_threshold_s` are those of `kv`, `seed`
+    breaks ties."""
+    if name == KVPolicy.name:
+        return KVPolicy(
+            ledger, costs=costs, starvation_threshold_s=starvation_threshold_s, seed=seed
+        )
+    return GATEWAY_POLICIES[name](ledger, seed=seed)
