@@ -18,13 +18,16 @@ from agentloop.environments.endpoint import Endpoint
 from agentloop.environments.player import Player, PlayerHost, ResolveTools
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.sandbox import EnvironmentSandbox
-from agentloop.errors import InfrastructureFailed, RequestError, ServerError
+from agentloop.errors import AgentLoopError, InfrastructureFailed, RequestError, ServerError
 from agentloop.events import Emit, Event, RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.sandbox import Pool
 from agentloop.trajectory import Message, StopReason, Trajectory
 
 __all__ = ["Agent", "Grade", "Host", "SessionOpener", "Siblings", "UserReply"]
+
+# What an ended agent's conversation takes to be refused: a loop that ignores errors stays slow.
+_REFUSAL_S = 1.0
 
 Grade = Callable[[Trajectory], Awaitable[Reward]]
 """Returns the reward of a conversation, by the setting `reward`."""
@@ -80,6 +83,10 @@ class Host(Protocol):
         on_event: Emit,
         with_text: bool,
     ) -> Trajectory: ...
+
+
+class _TooSlow(AgentLoopError, TimeoutError):
+    """The environment has used up the time of a conversation."""
 
 
 class Siblings:
@@ -219,6 +226,8 @@ class Agent:
         Args:
             stop_reason: how those at `url` ended; None: as their last turns did.
         """
+        if self._is_closed:
+            return
         self._is_closed = True
         for number, scope in self._running.items():
             scope.cancel()
@@ -231,6 +240,11 @@ class Agent:
             other.close(stop_reason)
 
     @property
+    def is_closed(self) -> bool:
+        """True after `close`."""
+        return self._is_closed
+
+    @property
     def _listener(self) -> SessionOpener:
         listener = self._host.session_listener
         if listener is None:
@@ -240,6 +254,7 @@ class Agent:
     @property
     def _opened_session(self) -> ModelSession:
         if self._session is None:
+            self._refuse_if_closed()
             self._session = self._listener.sessions.open(
                 f"{self.id}+api",
                 sampling=self._sampling.of_group("api"),
@@ -288,6 +303,9 @@ class Agent:
             raise ValueError(f"{self.id} is another agent itself: ask the rollout's own agent")
         if not name.isidentifier():
             raise ValueError(f"{name!r} is not a name such as checker or player_2")
+        if name == "api":
+            raise ValueError("'api' is the name of the conversations at `agent.url`")
+        self._refuse_if_closed()
         if name not in self._others:
             self._others[name] = Agent(
                 self._host if player is None else self._host_of(player),
@@ -337,7 +355,8 @@ class Agent:
             RequestError: a message or a tool is invalid.
         """
         if self._is_closed:
-            raise RequestError(f"{self.id} has ended: its environment has returned")
+            await anyio.sleep(_REFUSAL_S)
+            self._refuse_if_closed()
         number, self._num_begun = self._num_begun, self._num_begun + 1
         asked = _conversation(messages, system)
         group = ""
@@ -346,7 +365,7 @@ class Agent:
         clock = _ReplyClock(reply) if reply is not None else None
         budget = self._lowered(max_turns, max_tokens)
         if budget.timeout_s <= 0:
-            raise TimeoutError("its environment has left no time for this conversation")
+            raise _TooSlow("its environment has left no time for this conversation")
 
         def observe(event: Event) -> None:
             if isinstance(event, RolloutStarted):
@@ -378,7 +397,7 @@ class Agent:
             (self._main or self)._conversing_s += anyio.current_time() - begun_s
         if scope.cancel_called:  # by `close`
             self._stopped(number)
-            raise RequestError(f"{self.id} has ended: its environment has returned")
+            self._refuse_if_closed()
         self._found[number] = trajectory
         if trajectory.stop_reason in (StopReason.INFRASTRUCTURE, StopReason.CANCELLED):
             raise self._failed(trajectory.error or str(trajectory.stop_reason))
@@ -397,8 +416,12 @@ class Agent:
             why = "its environment spent most of the time outside of conversations"
         if why:
             trajectory.stop_reason = StopReason.ENVIRONMENT
-            raise TimeoutError(why)
+            raise _TooSlow(why)
         raise self._failed("it ran out of time, mostly waiting for servers and sandbox")
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise RequestError(f"{self.id} has ended: its environment has returned")
 
     def _stopped(self, number: int) -> None:
         """Record that the environment has stopped a conversation."""

@@ -36,7 +36,7 @@ from agentloop.environments.rewards.reward import Reward, finite_number, plain_r
 from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.environments.tasks.task import line_of
-from agentloop.errors import SettingsError
+from agentloop.errors import AgentLoopError, SettingsError, leaves
 from agentloop.trajectory import Trajectory
 
 __all__ = [
@@ -109,13 +109,45 @@ class Environment:
         return getattr(self.function, "__name__", repr(self.function))
 
     def reward_of_error(self, error: BaseException) -> float | None:
-        """Return the reward of a rollout that ended with an error; None: it has none."""
-        rewards = (self.agent_errors[kind] for kind in self.agent_errors if isinstance(error, kind))
-        return next(rewards, None)
+        """Return the reward of a rollout that ended with an error; None: it has none.
+
+        It is that of the first class that is declared. Errors of agentloop's own are the agent's
+        doing only if a class of them is declared, and several errors at once if each of them is;
+        the least reward then counts.
+        """
+        rewards = [self._reward_of_leaf(leaf) for leaf in leaves(error)]
+        known = [reward for reward in rewards if reward is not None]
+        return min(known) if len(known) == len(rewards) else None
+
+    def _reward_of_leaf(self, error: BaseException) -> float | None:
+        is_ours = isinstance(error, AgentLoopError)
+        for kind, reward in self.agent_errors.items():
+            if isinstance(error, kind) and (issubclass(kind, AgentLoopError) or not is_ours):
+                return reward
+        return None
 
     async def __call__(self, task: Any, agent: Any) -> Any:
         own = deepcopy(task)  # what a rollout changes in its task is its own
         return await self.function(own, agent, **self.arguments)
+
+    def _types_of(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return the types of these parameters; those of task and agent may exist for mypy alone.
+
+        Raises:
+            SettingsError: an annotation has a name that is not defined.
+        """
+        written = inspect.get_annotations(self.function)
+        space = getattr(self.function, "__globals__", {})
+        try:
+            return {
+                name: eval(written[name], space)  # as inspect does it, of the user's own code
+                if isinstance(written[name], str)
+                else written[name]
+                for name in names
+                if name in written
+            }
+        except NameError as error:
+            raise SettingsError(f"env.name: {self.name}: an annotation: {error}") from error
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> Environment:
         """Return the environment with these arguments, converted to the types of its signature.
@@ -124,7 +156,7 @@ class Environment:
             SettingsError: an argument is missing, unknown or of another type.
         """
         parameters = list(inspect.signature(self.function).parameters.values())[2:]
-        hints = inspect.get_annotations(self.function, eval_str=True)
+        hints = self._types_of([one.name for one in parameters])
         fields: dict[str, Any] = {
             one.name: (
                 hints.get(one.name, Any),
@@ -213,10 +245,15 @@ def _made(
         raise TypeError(f"environment: {function!r} must be an `async def` function")
     if len(inspect.signature(function).parameters) < 2:
         raise TypeError(f"environment: {function.__name__} must take a task and an agent")
-    for kind, reward in agent_errors.items():
+    if not isinstance(agent_errors, Mapping):
+        raise TypeError("environment: agent_errors: expected a mapping such as {ValueError: 0.0}")
+    for kind in agent_errors:
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             raise TypeError(f"environment: agent_errors: {kind!r} is not a type of exception")
-        finite_number(reward, f"environment: agent_errors: {kind.__name__}")
+    agent_errors = {
+        kind: finite_number(reward, f"environment: agent_errors: {kind.__name__}")
+        for kind, reward in agent_errors.items()
+    }
     if callable(tasks):
         _check_task_function(tasks, function)
     elif tasks is not None:

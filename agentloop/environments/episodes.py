@@ -28,7 +28,6 @@ from typing import Any, Protocol
 import anyio
 
 from agentloop.agent.rollout import Budget
-from agentloop.aio import is_cancelled_from_outside
 from agentloop.environments.agent import Agent, Host, Siblings
 from agentloop.environments.environment import (
     Environment,
@@ -44,6 +43,7 @@ from agentloop.errors import (
     InfrastructureFailed,
     RewardError,
     ServerError,
+    leaves,
     place_of,
     sole,
 )
@@ -304,15 +304,20 @@ class EnvironmentGroups:
             for index in range(size)
         ]
         ends: dict[int, _End] = {}
+        episodes: dict[int, Episode] = {}
 
         async def play(index: int) -> None:
-            end = await self._played(task, agents[index], budget.timeout_s)
+            agent = agents[index]
+            end, episode = await self._played(task, agent, budget.timeout_s)
             if group is not None:
-                group.end(agents[index].id, isinstance(end, Trajectory) or end.cut is None)
-            if isinstance(end, Trajectory):  # not in the environment's time
-                end = _End(await agents[index].grade(end))
-            ends[index] = end
-            if enough and sum(one.reward.value is not None for one in ends.values()) == enough:
+                group.end(agent.id, end.cut is None)
+            if end.to_grade is not None:  # not in the environment's time
+                episode.reward = await agent.grade(end.to_grade)
+            ends[index], episodes[index] = end, episode
+            num_scored = sum(
+                one.reward is not None and one.reward.value is not None for one in episodes.values()
+            )
+            if enough and num_scored == enough:
                 playing.cancel_scope.cancel()
 
         async with anyio.create_task_group() as playing:
@@ -321,54 +326,65 @@ class EnvironmentGroups:
         failures = [one.reward.reason for one in ends.values() if one.cut is _ENVIRONMENT]
         if len(failures) == size:
             raise EnvironmentFailed(f"environment {self._environment.name}: {failures[0]}")
-        return [_episode(agent, ends.get(index, _STRAGGLER)) for index, agent in enumerate(agents)]
+        return [
+            episodes.get(index) or _episode(agent, _STRAGGLER) for index, agent in enumerate(agents)
+        ]
 
-    async def _played(self, task: Task, agent: Agent, timeout_s: float) -> _End | Trajectory:
-        """Run the environment; return how the rollout ended, or the conversation to grade.
+    async def _played(self, task: Task, agent: Agent, timeout_s: float) -> tuple[_End, Episode]:
+        """Run the environment; return how the rollout ended, and its record at that moment.
+
+        It runs in a task of its own: it can then be left behind, whatever it does with its
+        cancellation, and what it does wrong with cancel scopes stays its own.
 
         Raises:
             RewardError: the user's reward function failed.
         """
-        limit_s = _TIME_FACTOR * timeout_s
-        end: _End | Trajectory = _End.lost(
-            f"the environment ran out of time ({timeout_s:g} s)", _ENVIRONMENT
-        )
+        late = _End.lost(f"the environment ran out of time ({timeout_s:g} s)", _ENVIRONMENT)
+        running = asyncio.ensure_future(self._run_environment(task, agent, late))
         try:
-            # asyncio's timeout also ends a wait that is shielded from anyio's, as for a thread.
-            async with asyncio.timeout(limit_s + _GRACE_S) as left_behind:
-                with anyio.move_on_after(limit_s) as scope:
-                    try:
-                        value = await self._environment(task, agent)
-                    except BaseException:
-                        agent.close(_ENVIRONMENT)
-                        raise
-                    agent.close()
-                    if anyio.current_time() < scope.deadline:
-                        end = self._valued(value, agent)
-        except (InfrastructureFailed, ServerError) as error:
-            end = _End.lost(str(error), _INFRASTRUCTURE)
-        except (Exception, asyncio.CancelledError, SystemExit) as error:  # the user's code
-            if isinstance(error, asyncio.CancelledError) and is_cancelled_from_outside():
-                raise
-            if not left_behind.expired():
-                end = self._failed(sole(error), task)
-        if agent.failure is not None:
-            return _End.lost(agent.failure, _INFRASTRUCTURE)
-        return end
+            await asyncio.wait([running], timeout=_TIME_FACTOR * timeout_s)
+        finally:
+            if not running.done():
+                agent.close(_ENVIRONMENT)
+                running.cancel()
+                with anyio.CancelScope(shield=True):
+                    await asyncio.wait([running], timeout=_GRACE_S)
+        if running.done() and not running.cancelled():
+            return running.result()
+        return late, _episode(agent, late)
 
-    def _valued(self, value: Any, agent: Agent) -> _End | Trajectory:
-        """Return the end of a rollout of which the environment has returned a value.
+    async def _run_environment(self, task: Task, agent: Agent, late: _End) -> tuple[_End, Episode]:
+        """Run the environment; what happens after it has returned does not count.
 
-        Raises:
-            ValueError: the value, or a turn's reward, is none that an environment may give.
+        Args:
+            late: the end, if the agent has been closed meanwhile.
         """
-        for one in (agent, *agent.others.values()):
-            check_turn_rewards(one.trajectories)
-            if one.reward is not None:
-                one.reward = finite_number(one.reward, f"reward of {one.id}")
-        if isinstance(value, Trajectory):
-            return value
-        return _End(reward_of(value, self._environment.weights))
+        try:
+            value = await self._environment(task, agent)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever it is: the environment is the user's code
+            end = late if agent.is_closed else self._failed(error, task)
+            agent.close(_ENVIRONMENT)
+        else:
+            end = late if agent.is_closed else self._valued(value, agent)
+            agent.close()
+        if agent.failure is not None:
+            end = _End.lost(agent.failure, _INFRASTRUCTURE)
+        return end, _episode(agent, end)
+
+    def _valued(self, value: Any, agent: Agent) -> _End:
+        """Return the end of a rollout of which the environment has returned a value."""
+        try:
+            for one in (agent, *agent.others.values()):
+                check_turn_rewards(one.trajectories)
+                if one.reward is not None:
+                    one.reward = finite_number(one.reward, f"reward of {one.id}")
+            if isinstance(value, Trajectory):
+                return _End(_UNGRADED, to_grade=value)
+            return _End(reward_of(value, self._environment.weights))
+        except Exception as error:  # a value may be anything
+            return _End.lost(f"the environment gave a bad value: {error}", _ENVIRONMENT)
 
     def _failed(self, error: BaseException, task: Task) -> _End:
         """Return the end of a rollout in which the environment raised an error.
@@ -376,10 +392,14 @@ class EnvironmentGroups:
         Raises:
             RewardError: the user's reward function failed.
         """
-        if isinstance(error, RewardError):  # a function of the settings
-            raise error from None
-        what = f"{type(error).__name__}: {error}".removesuffix(": ")
-        what += f" ({place})" if (place := place_of(error)) else ""
+        for leaf in leaves(error):
+            if isinstance(leaf, RewardError):  # a function of the settings
+                raise leaf from None
+            if isinstance(leaf, InfrastructureFailed | ServerError):
+                return _End.lost(str(leaf), _INFRASTRUCTURE)
+        cause = sole(error)
+        what = f"{type(cause).__name__}: {cause}".removesuffix(": ")
+        what += f" ({place})" if (place := place_of(cause)) else ""
         reward = self._environment.reward_of_error(error)
         if reward is not None:
             return _End(Reward(reward, None, f"the agent caused {what}"), StopReason.ANSWERED)
@@ -393,10 +413,12 @@ class _End:
 
     Attributes:
         cut: how conversations that were cut off by it ended; None: the environment ended them.
+        to_grade: the conversation whose answer is to be checked, for the reward.
     """
 
     reward: Reward
     cut: StopReason | None = None
+    to_grade: Trajectory | None = None
 
     @classmethod
     def lost(cls, why: str, cut: StopReason) -> _End:
@@ -404,6 +426,7 @@ class _End:
         return cls(Reward(None, None, f"{_PREFIXES.get(cut, '')}{why}"), cut)
 
 
+_UNGRADED = Reward(None, None, "not graded yet")
 _PREFIXES = {_INFRASTRUCTURE: "infrastructure: "}
 _STRAGGLER = _End.lost("stopped: enough rollouts of its group had ended", StopReason.STRAGGLER)
 
@@ -416,12 +439,13 @@ def _is_lost(trajectory: Trajectory) -> bool:
 
 
 def _episode(agent: Agent, end: _End) -> Episode:
+    """Return the record of a rollout as it is now."""
     others = {
-        name: OtherAgent(one.trajectories, one.reward, one.is_trained)
+        name: OtherAgent(_copies(one), one.reward, one.is_trained)
         for name, one in agent.others.items()
     }
     lost_to = end.cut if end.cut in (_ENVIRONMENT, _INFRASTRUCTURE) else None
-    episode = Episode(agent.id, agent.trajectories, end.reward, others, lost_to)
+    episode = Episode(agent.id, _copies(agent), end.reward, others, lost_to)
     if not episode.all_trajectories:  # a record, so that the reason is not lost
         why = end.reward.reason if end.cut is not None else None
         empty = Trajectory(agent.id, [], [], end.cut or _ENVIRONMENT, why)
@@ -434,3 +458,11 @@ def _episode(agent: Agent, end: _End) -> Episode:
             if one.stop_reason is _ENVIRONMENT:  # cut off by what ended the rollout
                 one.stop_reason = end.cut
     return episode
+
+
+def _copies(agent: Agent) -> list[Trajectory]:
+    """Return an agent's conversations with turns that nobody else changes."""
+    return [
+        replace(one, turns=[replace(turn, token_rewards=[*turn.token_rewards]) for turn in one])
+        for one in agent.trajectories
+    ]

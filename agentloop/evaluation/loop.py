@@ -24,7 +24,7 @@ import pydantic
 
 from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import DataError, RequestError
+from agentloop.errors import DataError, EnvironmentFailed, RequestError
 from agentloop.evaluation.estimate import avg_at_k
 from agentloop.events import Emit, GroupFinished, GroupStarted, Measured, RolloutScored, ignore
 from agentloop.training.credit.roc import DropReason
@@ -272,8 +272,16 @@ class Evaluation:
             missing = [i for i, rows in enumerate(samples) if not rows or rows[0]["reward"] is None]
             if not missing:
                 break
-            found = await self._sample_group(sampler, grader, outcome, missing, attempt, on_queued)
-            on_queued = _nothing
+            try:
+                found = await self._sample_group(
+                    sampler, grader, outcome, missing, attempt, on_queued
+                )
+            except EnvironmentFailed:  # on each of those that are repeated
+                if len(missing) == len(samples):
+                    raise
+                continue
+            finally:
+                on_queued = _nothing
             for index, rows in zip(missing, found, strict=True):
                 samples[index] = rows
         whole = [row for rows in samples for row in rows]

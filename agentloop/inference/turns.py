@@ -146,7 +146,9 @@ class TurnStream:
         turn = self._turn
         self._ledger.grow(self._rest.rid, len(chunk.ids))
         turn.received.extend(chunk.ids)
-        self._gate.reached(turn.generation.key, self._num_before + len(turn.received))
+        generation = turn.generation
+        num_tokens = self._num_before + len(turn.received)
+        self._gate.reached(generation.key, num_tokens, generation.num_shared)
         if chunk.num_retractions:
             self._replica.num_retracted[self._rank] += chunk.num_retractions
         if chunk.end is None:

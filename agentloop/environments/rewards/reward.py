@@ -29,6 +29,7 @@ from agentloop.environments.rewards.math_check import same_number
 from agentloop.environments.rewards.process_pool import CallFailed, CallTimedOut, ProcessPool
 from agentloop.environments.rewards.puzzles import is_solved
 from agentloop.environments.tasks.sources import Task
+from agentloop.environments.tasks.task import shown
 from agentloop.errors import RewardError, SettingsError
 from agentloop.sandbox import Pool
 from agentloop.trajectory import StopReason, Trajectory
@@ -52,12 +53,14 @@ def finite_number(value: object, what: str) -> float:
             is finite in float32 as well, and so are sums of squares in float64.
     """
     try:
-        number = float(value) if isinstance(value, SupportsFloat) else math.nan
+        number = math.nan
+        if isinstance(value, SupportsFloat) and not isinstance(value, str | complex):
+            number = float(value)
     except (TypeError, ValueError, OverflowError):  # an array, sNaN, a huge integer
         number = math.nan
     if not abs(number) <= _LARGEST:
         expected = f"expected a finite number, at most {_LARGEST:g} in magnitude"
-        raise ValueError(f"{what}: {expected}, got {value!r:.100}")
+        raise ValueError(f"{what}: {expected}, got {shown(value)}")
     return number
 
 

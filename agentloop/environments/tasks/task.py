@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import traceback
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +76,12 @@ def task_of(fields: Any, where: str) -> Task:
         if name in fields:
             raise DataError(f"{where}: field {name!r}: agentloop sets it: choose another name")
     rest = plain_fields(fields, where)
-    id = task_digest(_canonical(rest))
+    for name, value in fields.items():
+        try:
+            _check_unchanged(value)
+        except ValueError as error:
+            raise DataError(f"{where}: field {name!r}: {error}") from error
+    id = _digest(_canonical(rest))
     prompt, answer = rest.pop("prompt", ""), rest.pop("answer", None)
     source, level = str(rest.pop("source", "environment")), level_of(rest.pop("level", None), where)
     return Task(id, prompt, "" if answer is None else str(answer), source, level, rest)
@@ -96,6 +102,19 @@ def plain_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"{where}: field {name!r}: {error}: use text, numbers, lists and dicts"
             ) from error
     return plain
+
+
+def _check_unchanged(value: Any) -> None:
+    """Raise ValueError if JSON would lose a part of plain data."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is not a finite number")
+    if isinstance(value, Mapping):
+        if len({str(key) for key in value}) < len(value):
+            raise ValueError("two keys are the same as text")
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            _check_unchanged(each)
 
 
 def problem_text(prompt: str | Sequence[Message]) -> str:
@@ -135,12 +154,20 @@ def line_of(function: Callable[..., Any], error: Exception | None = None) -> str
 def task_digest(text: str) -> str:
     """Return 32 hexadecimal digits that do not depend on the whitespace of the text."""
     plain = " ".join(unicodedata.normalize("NFC", text).split())
-    return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return _digest(plain)
 
 
 def row_digest(problem: Any, others: Any) -> str:
-    """Return 32 hexadecimal digits for a row of a file; the first half are the problem's."""
-    return "".join(task_digest(_canonical(each))[:NUM_PROBLEM_DIGITS] for each in (problem, others))
+    """Return 32 hexadecimal digits for a row of a file; the first half are the problem's.
+
+    They do not depend on the problem's whitespace.
+    """
+    halves = task_digest(_canonical(problem)), _digest(_canonical(others))
+    return "".join(half[:NUM_PROBLEM_DIGITS] for half in halves)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _canonical(plain: Any) -> str:

@@ -76,6 +76,9 @@ class GroupGate:
         self._num_tokens: dict[str, int] = {}  # by rollout, without the group's prompt
         # Of rollouts of several conversations, by conversation; of others None.
         self._conversations: dict[str, dict[str, int] | None] = {}
+        self._num_shared = (
+            0  # tokens of a prompt that siblings of several conversations shared last
+        )
 
     async def wait_for_capacity(self, size: int) -> None:
         """Wait until another group of `size` rollouts may start, judged without its prompt.
@@ -109,14 +112,15 @@ class GroupGate:
         finally:
             self._names.discard(name)
 
-    def reached(self, key: str, num_tokens: int) -> None:
-        """Record that a conversation holds `num_tokens` besides its group's prompt; ignored if
-        unknown."""
+    def reached(self, key: str, num_tokens: int, num_shared: int = 0) -> None:
+        """Record that a conversation holds `num_tokens` besides its group's prompt of `num_shared`;
+        ignored if unknown."""
         rollout = rollout_of(key)
         before = self._num_tokens.get(rollout)
         if before is None:
             return
         if (conversations := self._conversations[rollout]) is not None:
+            self._num_shared = num_shared or self._num_shared
             conversations[key] = num_tokens
             num_tokens = sum(conversations.values())
         if num_tokens > before:
@@ -142,7 +146,8 @@ class GroupGate:
         """Admit waiting groups that fit, in order; call it when capacity may have increased."""
         while self._waiting:
             first = self._waiting[0]
-            if not self._admission.may_start(self._capacity(), first.size, first.num_prompt):
+            num_prompt = first.num_prompt if first.is_single else self._num_shared
+            if not self._admission.may_start(self._capacity(), first.size, num_prompt):
                 return
             self._waiting.popleft()
             if first.keys:

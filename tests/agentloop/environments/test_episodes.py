@@ -8,15 +8,17 @@ import re
 import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 import agentloop
@@ -360,7 +362,7 @@ async def test_a_bad_number_costs_only_its_own_rollout_the_reward(kind: str, bad
         "turn": "turn 1 of 1-t.1: reward",
         "token": "turn 1 of 1-t.1: token_rewards",
     }
-    assert f"ValueError: {where[kind]}: expected a finite number" in lost.reward.reason
+    assert f"bad value: {where[kind]}: expected a finite number" in lost.reward.reason
     assert lost.reward.reason.endswith(f"got {bad!r}")
 
 
@@ -399,7 +401,7 @@ async def test_a_rollout_that_its_environment_failed_has_no_reward() -> None:
     assert good.reward is not None
     assert bad.reward is not None
     assert (good.reward.value, bad.reward.value) == (1.0, None)
-    assert bad.reward.reason.startswith("the environment raised ValueError")
+    assert bad.reward.reason.startswith("the environment gave a bad value: the reward: ")
 
 
 @pytest.mark.parametrize("hides", [False, True])
@@ -572,6 +574,138 @@ async def test_an_environment_that_leaves_no_time_for_its_agent_has_failed() -> 
     assert late.reward is not None
     assert "left no time" in late.reward.reason
     assert late.lost_to is StopReason.ENVIRONMENT
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+async def test_an_environment_that_ignores_its_cancellation_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, in_group: bool
+) -> None:
+    monkeypatch.setattr("agentloop.environments.episodes._GRACE_S", 0.1)
+    may_end = anyio.Event()
+
+    async def persists() -> None:
+        while not may_end.is_set():
+            with suppress(BaseException):
+                await may_end.wait()
+
+    @agentloop.environment
+    async def ignores(task: Any, agent: Agent) -> float:
+        await agent.run("?")
+        if agent.id.endswith("0"):
+            return 1.0
+        if in_group:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(persists)
+        await persists()
+        return 2.0
+
+    done, left = await run(ignores, timeout_s=0.2)
+    may_end.set()
+    assert done.reward is not None
+    assert done.reward.value == 1.0
+    assert left.reward == Reward(None, None, "the environment ran out of time (0.2 s)")
+
+
+async def test_what_a_leaked_task_does_after_the_return_does_not_count() -> None:
+    refused: list[str] = []
+    has_returned = anyio.Event()
+
+    @agentloop.environment
+    async def leaks(task: Any, agent: Agent) -> float:
+        found = await agent.run("?")
+        other = agent.other("black")
+        await other.run("?")
+
+        async def acts_later() -> None:
+            await has_returned.wait()
+            other.reward, found.turns[0].reward = float("nan"), 1e200
+            found.turns[0].token_rewards.append(1e200)
+            for act in (lambda: agent.other("white"), lambda: agent.url):
+                with pytest.raises(RequestError, match="its environment has returned"):
+                    act()
+                refused.append("")
+
+        if agent.id.endswith("0"):
+            leaked.append(asyncio.ensure_future(acts_later()))
+            return 1.0
+        has_returned.set()
+        await asyncio.wait(leaked)
+        return 0.0
+
+    leaked: list[asyncio.Future[None]] = []
+    model = Model()
+    model.session_listener = SimpleNamespace(url_of=str)
+    early, _ = await run(leaks, model)
+    await asyncio.gather(*leaked)
+    assert len(refused) == 2
+    assert early.others["black"].reward is None
+    assert [(turn.reward, turn.token_rewards) for turn in early.trajectories[0]] == [(None, [])]
+
+
+async def test_an_outage_inside_a_task_group_is_the_infrastructures() -> None:
+    @agentloop.environment
+    async def judges(task: Any, agent: Agent) -> float:
+        await agent.run("?")
+
+        async def ask(fails: bool) -> None:
+            if fails:
+                raise InfrastructureFailed("the judge is down")
+            raise KeyError("a victim")
+
+        if agent.id.endswith("0"):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask, True)
+                tasks.start_soon(ask, False)
+        return 1.0
+
+    lost, _ = await run(judges)
+    assert lost.reward == Reward(None, None, "infrastructure: the judge is down")
+    assert lost.lost_to is StopReason.INFRASTRUCTURE
+
+
+async def test_only_what_the_function_raises_is_an_error_of_the_agent() -> None:
+    errors = {ValueError: np.float32(0.5), TimeoutError: -1.0, Exception: -2.0}
+
+    @agentloop.environment(agent_errors=errors)  # type: ignore[arg-type]
+    async def plays(task: Any, agent: Agent) -> Any:
+        await agent.run("?")
+        match agent.id[-1]:
+            case "0":
+                return float("nan")  # a mistake of the environment's
+            case "1":
+                raise ExceptionGroup("two", [ValueError("a"), ValueError("b")])
+            case "2":
+                raise RequestError("an unknown tool")
+        return 1.0
+
+    bad, parsed, unknown, _ = await run(plays, size=4)
+    assert (bad.lost_to, unknown.lost_to) == (StopReason.ENVIRONMENT, StopReason.ENVIRONMENT)
+    assert parsed.reward is not None
+    assert (parsed.reward.value, type(parsed.reward.value)) == (0.5, float)
+
+
+async def test_an_environment_that_cancels_itself_has_failed() -> None:
+    @agentloop.environment
+    async def cancels(task: Any, agent: Agent) -> float:
+        await agent.run("?")
+        if agent.id.endswith("0"):
+            running = asyncio.current_task()
+            assert running is not None
+            running.cancel()
+            await anyio.sleep(1)
+        return 1.0
+
+    failed, done = await run(cancels)
+    assert failed.lost_to is StopReason.ENVIRONMENT
+    assert done.reward is not None
+    assert done.reward.value == 1.0
+
+
+def test_types_of_task_and_agent_may_exist_for_a_type_checker_alone() -> None:
+    async def game(task: Missing, agent: Missing, top: int = 3) -> None:  # type: ignore[name-defined]  # noqa: F821
+        pass
+
+    assert agentloop.environment(game).with_arguments({"top": "7"}).arguments == {"top": 7}
 
 
 async def test_stragglers_are_stopped_when_enough_have_ended() -> None:
