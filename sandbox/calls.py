@@ -27,7 +27,7 @@ from anyio.abc import TaskGroup
 from agentloop.sandbox.errors import ProtocolError
 from agentloop.sandbox.link import Pending, next_id
 from agentloop.sandbox.results import CallError, CallResult, CallStatus
-from agentloop.sandbox.settings import PoolSettings
+from agentloop.sandbox.settings import MAX_CODE_BYTES, PoolSettings
 from agentloop.sandbox.slots import PoolWorker, SlotQueue
 
 NOT_OPEN = "the pool is not open: use it within `async with Pool() as pool`"
@@ -108,9 +108,8 @@ class Calls:
     def _refuse(self, message: dict[str, Any], only: PoolWorker | None) -> CallResult | None:
         """Return the result of a call that is refused without a run, or None."""
         size = len(message["code"]) + len(message["stdin"])
-        if size > self.settings.max_code_bytes:
-            most = self.settings.max_code_bytes
-            why = f"code and stdin have {size} characters; the maximum is {most}"
+        if size > MAX_CODE_BYTES:
+            why = f"code and stdin have {size} characters; the maximum is {MAX_CODE_BYTES}"
             return CallResult.failed(next_id(), CallStatus.SANDBOX_ERROR, why)
         full = len(self.queue.waiting) >= self.settings.max_waiting
         if full and self.queue.slot_for(only) is None:

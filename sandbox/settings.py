@@ -17,6 +17,7 @@ def default_workers() -> int:
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
+MAX_CODE_BYTES = 8 << 20  # of a call's code and standard input together
 MAX_KEPT_BYTES = 4 << 20  # per stream; as JSON, both must fit into a frame (protocol.py)
 
 
@@ -126,9 +127,6 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
         default=64 * 1024,
         description="Bytes to return of each output stream, half from its start and half from its "
         "end.",
-    )
-    max_code_bytes: Annotated[int, Field(ge=1024, le=32 << 20)] = Field(
-        default=8 << 20, description="Maximum size of a call's code and standard input together."
     )
     max_waiting: Annotated[int, Field(ge=0)] = Field(
         default=100_000,

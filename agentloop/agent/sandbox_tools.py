@@ -24,6 +24,7 @@ from agentloop.agent.tool_formats import (
 from agentloop.agent.tools import Reopen, RunTool, Schema, ToolOutput
 from agentloop.sandbox import CallResult, LostBy, Pool, SandboxError, Session, SessionLost
 from agentloop.sandbox import CallStatus as SandboxStatus
+from agentloop.sandbox.settings import MAX_CODE_BYTES
 from agentloop.trajectory import ToolCallStatus
 
 __all__ = ["JupyterCode", "PaperPythonCode", "PythonCode"]
@@ -51,7 +52,6 @@ class PythonCode:
         self._pool = pool
         self._timeout_s = timeout_s
         self._format: ToolFormat = tool_format
-        self._max_code = pool.settings.max_code_bytes
 
     def _schema(self, tool_format: ToolFormat) -> Schema:
         return python_code_schema(self.name, tool_format=tool_format)
@@ -61,7 +61,7 @@ class PythonCode:
         yield self._run
 
     async def _run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
-        if problems := _problems(arguments, self._max_code, required="code", optional="input"):
+        if problems := _problems(arguments, required="code", optional="input"):
             return _bad_arguments(problems, self._format)
         result = await self._pool.run(
             arguments["code"], stdin=arguments.get("input", ""), timeout_s=self._timeout_s
@@ -104,8 +104,7 @@ class JupyterCode:
             except SandboxError as error:
                 yield _unavailable_notebook(str(error))
             else:
-                max_code = self._pool.settings.max_code_bytes
-                yield _Notebook(session, self._timeout_s, max_code, self._format).run
+                yield _Notebook(session, self._timeout_s, self._format).run
 
 
 def _unavailable_notebook(why: str) -> RunTool:
@@ -118,18 +117,15 @@ def _unavailable_notebook(why: str) -> RunTool:
 class _Notebook:
     """A sandbox session whose cells run one at a time, in the order of the calls."""
 
-    def __init__(
-        self, session: Session, timeout_s: float, max_code: int, tool_format: ToolFormat
-    ) -> None:
+    def __init__(self, session: Session, timeout_s: float, tool_format: ToolFormat) -> None:
         self._session = session
         self._format: ToolFormat = tool_format
-        self._max_code = max_code
         self._timeout_s = timeout_s
         self._lock = anyio.Lock()
         self._ended = False
 
     async def run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
-        if problems := _problems(arguments, self._max_code, required="code"):
+        if problems := _problems(arguments, required="code"):
             return _bad_arguments(problems, self._format)
         async with self._lock:  # no deadline: each earlier call has one
             if self._ended:
@@ -166,9 +162,7 @@ def _bad_arguments(problems: str, tool_format: ToolFormat) -> ToolOutput:
     return ToolOutput(ToolCallStatus.BAD_ARGUMENTS, text)
 
 
-def _problems(
-    arguments: Mapping[str, Any], max_code: int, *, required: str, optional: str = ""
-) -> str:
+def _problems(arguments: Mapping[str, Any], *, required: str, optional: str = "") -> str:
     """Return what is wrong with the arguments, for the model to read; "" if nothing is."""
     problems = [f"{required}: missing"] if required not in arguments else []
     for name, value in arguments.items():
@@ -177,7 +171,8 @@ def _problems(
         elif not isinstance(value, str):
             problems.append(f"{name}: a string is expected")
     if not problems:
-        if sum(len(value.encode(errors="replace")) for value in arguments.values()) <= max_code:
+        size = sum(len(value.encode(errors="replace")) for value in arguments.values())
+        if size <= MAX_CODE_BYTES:
             return ""
-        problems.append(f"{required}: longer than {max_code} bytes")
+        problems.append(f"{required}: longer than {MAX_CODE_BYTES} bytes")
     return "; ".join(problems)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -115,8 +114,6 @@ RESPONSES = {
 
 class Programs:
     """A sandbox with these results, in turn."""
-
-    settings = SimpleNamespace(max_code_bytes=1 << 20)
 
     def __init__(self) -> None:
         error = CallError("ZeroDivisionError", "division by zero", 1, TRACEBACK)

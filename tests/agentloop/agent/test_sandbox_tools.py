@@ -18,10 +18,10 @@ from agentloop.sandbox import (
     LostBy,
     Overloaded,
     Pool,
-    PoolSettings,
     SessionLost,
 )
 from agentloop.sandbox import CallStatus as SandboxStatus
+from agentloop.sandbox.settings import MAX_CODE_BYTES
 from agentloop.trajectory import ToolCallStatus
 
 pytestmark = pytest.mark.anyio
@@ -33,8 +33,6 @@ def result(status: SandboxStatus = SandboxStatus.OK, **fields: Any) -> CallResul
 
 class FakePool:
     """Returns the given results in order; a cell with the text `hang` never ends."""
-
-    settings = PoolSettings(max_code_bytes=1024)
 
     def __init__(self, *results: CallResult | Exception, full: bool = False) -> None:
         self.results = list(results)
@@ -94,7 +92,10 @@ async def test_a_program_gets_its_input_and_its_deadline() -> None:
         ({"code": 3}, "code: a string is expected"),
         ({"code": "", "input": None}, "input: a string is expected"),
         ({"code": "", "cmd": ""}, "cmd: unknown"),
-        ({"code": "\u00e9" * 600}, "code: longer than 1024 bytes"),
+        (
+            {"code": "\u00e9" * (MAX_CODE_BYTES // 2 + 1)},
+            f"code: longer than {MAX_CODE_BYTES} bytes",
+        ),
     ],
 )
 async def test_bad_arguments_never_reach_the_sandbox(arguments: dict[str, Any], said: str) -> None:

@@ -7,7 +7,6 @@ import tomllib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
@@ -121,8 +120,6 @@ class Engine:
 
 class Programs:
     """A sandbox in which every program prints 42."""
-
-    settings = SimpleNamespace(max_code_bytes=1 << 20)
 
     async def run(self, code: str, stdin: str = "", timeout_s: float | None = None) -> CallResult:
         return CallResult(0, CallStatus.OK, stdout=f"42\n{timeout_s:g}\n")
