@@ -339,39 +339,41 @@ class EnvironmentGroups:
         Raises:
             RewardError: the user's reward function failed.
         """
-        late = _End.lost(f"the environment ran out of time ({timeout_s:g} s)", _ENVIRONMENT)
-        running = asyncio.ensure_future(self._run_environment(task, agent, late))
+        is_late = False
+
+        def end_of(value: Any, error: BaseException | None) -> tuple[_End, Episode]:
+            agent.close(None if error is None and not is_late else _ENVIRONMENT)
+            if agent.failure is not None:
+                end = _End.lost(agent.failure, _INFRASTRUCTURE)
+            elif is_late:
+                why = f"the environment ran out of time ({timeout_s:g} s)"
+                end = _End.lost(why, _ENVIRONMENT)
+            else:
+                end = self._valued(value, agent) if error is None else self._failed(error, task)
+            return end, _episode(agent, end)
+
+        async def run() -> tuple[_End, Episode]:
+            try:
+                value = await self._environment(task, agent)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # whatever it is: the environment is the user's code
+                return end_of(None, error)
+            return end_of(value, None)  # in the same step: what happens later does not count
+
+        running = asyncio.ensure_future(run())
         try:
             await asyncio.wait([running], timeout=_TIME_FACTOR * timeout_s)
         finally:
-            if not running.done():
+            is_late = not running.done()
+            if is_late:
                 agent.close(_ENVIRONMENT)
                 running.cancel()
-                with anyio.CancelScope(shield=True):
-                    await asyncio.wait([running], timeout=_GRACE_S)
+                with anyio.move_on_after(_GRACE_S, shield=True):
+                    await asyncio.wait([running])
         if running.done() and not running.cancelled():
             return running.result()
-        return late, _episode(agent, late)
-
-    async def _run_environment(self, task: Task, agent: Agent, late: _End) -> tuple[_End, Episode]:
-        """Run the environment; what happens after it has returned does not count.
-
-        Args:
-            late: the end, if the agent has been closed meanwhile.
-        """
-        try:
-            value = await self._environment(task, agent)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # whatever it is: the environment is the user's code
-            end = late if agent.is_closed else self._failed(error, task)
-            agent.close(_ENVIRONMENT)
-        else:
-            end = late if agent.is_closed else self._valued(value, agent)
-            agent.close()
-        if agent.failure is not None:
-            end = _End.lost(agent.failure, _INFRASTRUCTURE)
-        return end, _episode(agent, end)
+        return end_of(None, None)
 
     def _valued(self, value: Any, agent: Agent) -> _End:
         """Return the end of a rollout of which the environment has returned a value."""
