@@ -44,9 +44,10 @@ def inspect_ai(pytestconfig: pytest.Config) -> Path:
         # With our own pip, and without compiling a hundred packages of which few are imported.
         pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python"]
         install = [*pip, "install", "--quiet", "--no-compile", *wanted]
+        usual = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
         done = subprocess.run(
-            install, capture_output=True, text=True, timeout=patient(600), check=False
-        )
+            install, env=usual, capture_output=True, text=True, timeout=patient(600), check=False
+        )  # without the pins of this environment, which has another client
         if done.returncode != 0:
             need(f"Inspect AI, which pip does not get: {done.stderr.strip()[-500:]}")
         is_whole.touch()
