@@ -22,10 +22,19 @@ from agentloop.analysis.run_list import RunState, summarize
 from agentloop.cli.runs.export import find
 from agentloop.cli.train import TrainSettings
 from agentloop.config import to_toml
-from agentloop.environments.episodes import PromptGroups
+from agentloop.environments.episodes import Episode, PromptGroups
 from agentloop.environments.rewards.reward import Grader, RewardFunction, RewardSettings
+from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
-from agentloop.errors import ModelError, RequestError, RunFolderError, ServerError, leaves, sole
+from agentloop.errors import (
+    EnvironmentFailed,
+    ModelError,
+    RequestError,
+    RunFolderError,
+    ServerError,
+    leaves,
+    sole,
+)
 from agentloop.events import Emit, Event, GroupFinished, GroupStarted, ignore
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import SGLangServer
@@ -559,6 +568,28 @@ async def test_tasks_that_all_cannot_be_asked_end_the_run(tmp_path: Path) -> Non
     with pytest.raises(ExceptionGroup) as caught:  # by the router around it
         await played(tmp_path, tasks=tasks, run_group=run_group, steps=1, evaluate_every=0)
     assert "9000 tokens (3 tasks in a row refused)" in str(sole(caught.value))
+
+
+async def test_of_several_environments_one_that_always_fails_ends_the_run_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.PromptGroups", lambda run_group: run_group)
+    sources = {name: TaskSource.open(ARITHMETIC) for name in ("good", "bad")}
+    tasks = MixedTasks(sources, {"good": 1, "bad": 1})
+
+    class OneFails(Played):
+        async def __call__(self, task: Any, **options: Any) -> Any:
+            if task.env == "bad":
+                raise EnvironmentFailed("environment bad: the judge's key has expired")
+            options.pop("enough", None)
+            found = await super().__call__(task.prompt, **options)
+            return [Episode(one.id, [one]) for one in found]
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await played(
+            tmp_path, tasks=tasks, run_group=OneFails(sources["good"]), steps=9, evaluate_every=0
+        )
+    assert "key has expired (3 tasks of bad in a row refused)" in str(sole(caught.value))
 
 
 async def test_a_group_is_of_the_weights_that_are_live_when_it_starts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -13,7 +13,13 @@ from agentloop.agent.rollout import Budget
 from agentloop.environments.episodes import Episode, OtherAgent, PromptGroups
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import RequestError, ServerError, ServerRefused, ServerUnavailable
+from agentloop.errors import (
+    EnvironmentFailed,
+    RequestError,
+    ServerError,
+    ServerRefused,
+    ServerUnavailable,
+)
 from agentloop.events import Event, GroupFinished, GroupStarted
 from agentloop.training.credit.grpo import group_advantages
 from agentloop.training.credit.roc import RocSettings
@@ -301,6 +307,26 @@ async def test_tasks_come_back_in_order_without_those_that_are_refused(refused: 
         assert [task.id for task, _ in found] == [key for key in "abc" if key not in refused]
     assert set(told) == refused
     assert sorted(rollouts.begun) == ["name-0", "name-1", "name-2"]
+
+
+async def test_an_evaluation_goes_on_where_the_environment_fails_on_every_task() -> None:
+    class Failing(ByTask):
+        async def group(self, task: Task, name: str, **options: Any) -> Any:
+            options["on_queued"]()
+            raise EnvironmentFailed(f"environment game: {task.id}")
+
+    failed: list[str] = []
+    found = await in_order(
+        cast(Any, Failing(set())),
+        [Task(key, "?", "") for key in "ab"],
+        "name",
+        size=1,
+        budget=BUDGET,
+        oldest=0,
+        on_done=lambda num: None,
+        on_refused=lambda task, error: failed.append(task.id),
+    )
+    assert (found, sorted(failed)) == ([], ["a", "b"])
 
 
 # --- credit ---------------------------------------------------------------------------------------

@@ -85,6 +85,41 @@ async def test_rollouts_that_end_free_capacity_before_their_group_does() -> None
         end.set()
 
 
+async def test_a_rollout_of_several_conversations_holds_what_they_hold_together() -> None:
+    forecast = Forecast(longest=LONGEST, prior=200)
+    gate = GroupGate(
+        Admission(AdmissionLimits(), forecast), capacity=lambda: 2000, clock=lambda: 0.0
+    )
+    alone = Forecast(longest=LONGEST, prior=200)
+    alone.start("g.0")
+    async with gate.group("g", 1, 0, is_single=False) as group:
+        gate.reached("g.0", 100)
+        gate.reached("g.0+black", 50)
+        alone.grow("g.0", 150)
+        assert forecast.peak() == alone.peak()
+        gate.ended("g.0", whole=True)  # its first conversation: the rollout goes on
+        gate.reached("g.0+1", 120)
+        alone.grow("g.0", 20)
+        assert forecast.peak() == alone.peak()
+        assert len(forecast) == 1
+        group.end("g.0", True)
+        assert len(forecast) == 0
+        gate.reached("g.0+1", 300)  # a late one is not counted
+        assert forecast.peak() == 0
+
+
+async def test_groups_of_conversations_are_admitted_by_the_prompt_that_siblings_shared() -> None:
+    gate = gate_of([1400])
+    async with gate.group("a", 1, 0, is_single=False):
+        gate.reached("a.0", 10, num_shared=1000)
+        with anyio.move_on_after(0.01) as waiting:
+            async with gate.group("b", 1, 0, is_single=False):
+                raise AssertionError("two prompts of 1,000 tokens do not fit")
+        assert waiting.cancelled_caught
+    async with gate.group("b", 1, 0, is_single=False):
+        pass
+
+
 async def test_a_source_is_asked_only_when_there_is_capacity() -> None:
     gate, asked = gate_of([600]), list[int]()
     end = anyio.Event()
