@@ -578,7 +578,7 @@ async def test_of_several_environments_one_that_always_fails_ends_the_run_with_i
     tasks = MixedTasks(sources, {"good": 1, "bad": 1})
 
     class OneFails(Played):
-        async def __call__(self, task: Any, **options: Any) -> Any:
+        async def __call__(self, task: Any, **options: Any) -> Any:  # type: ignore[override]
             if task.env == "bad":
                 raise EnvironmentFailed("environment bad: the judge's key has expired")
             options.pop("enough", None)
