@@ -19,5 +19,5 @@ def test_every_pinned_environment_has_its_constraints() -> None:
 
 
 def test_pins_are_versions_without_builds_and_folders() -> None:
-    frozen = "torch==2.11.0+cpu\n-e /work/main\nanyio==4.16.0\nagentloop-rl==0.1.0\npip==26.3\n"
+    frozen = "torch==2.11.0+cpu\n-e /me/project\nanyio==4.16.0\nagentloop-rl==0.1.0\npip==26.3\n"
     assert pins(frozen) == "anyio==4.16.0\ntorch==2.11.0\n"
