@@ -23,7 +23,6 @@ from agentloop.cli import console as commands
 from agentloop.cli.chat_url import RunningService
 from agentloop.config import load_known, load_settings
 from agentloop.environments.environment import EnvSettings, load, open_tasks
-from agentloop.environments.episodes import group_runner
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import SettingsError
@@ -41,6 +40,8 @@ from agentloop.events import (
     TurnStarted,
     ignore,
 )
+from agentloop.rollouts.player import environment_player
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.run_folder import RunFolder, config_of
 from agentloop.training.run_status import count_of
@@ -273,17 +274,18 @@ async def play(runtime: Runtime, settings: AskSettings, task: Task, out: Console
     """
     conversations = Conversations(out, runtime.chat)
     async with Grader(settings.reward, pool=runtime.pool) as grader:
-        run_group = group_runner(
-            settings.env, runtime, settings.sampling, conversations, grader, with_text=True
+        player = environment_player(
+            settings.env,
+            runtime,
+            sampling=settings.sampling,
+            emit=conversations,
+            grader=grader,
+            with_text=True,
         )
-        (episode,) = await run_group(
-            task, size=1, name="chat", budget=settings.budget, on_queued=lambda: None
-        )
-    assert episode.reward is not None  # the environment's
-    out.print(
-        reward_in_words(episode.reward), style="bold", markup=False, highlight=False, soft_wrap=True
-    )
-    return episode.reward
+        group = await GroupRunner(player, grader).run(task, "chat", size=1, budget=settings.budget)
+    (reward,) = group.rewards
+    out.print(reward_in_words(reward), style="bold", markup=False, highlight=False, soft_wrap=True)
+    return reward
 
 
 def main(arguments: list[str]) -> int:

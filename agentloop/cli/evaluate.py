@@ -29,16 +29,14 @@ from agentloop.environments.mixture import (
     Envs,
     RunEnvironment,
     environments_of,
-    mixed_runner,
 )
 from agentloop.environments.program import AgentProgram, ProgramSettings
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.mixed import of_environment
 from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import SettingsError
-from agentloop.evaluation.agent import AgentSampler
 from agentloop.evaluation.endpoint import EndpointSampler
-from agentloop.evaluation.loop import Evaluation, EvaluationSettings, Sampler
+from agentloop.evaluation.loop import Evaluation, EvaluationSettings
 from agentloop.evaluation.results import figures_of, markdown, notes, results, table, text
 from agentloop.events import (
     Event,
@@ -51,9 +49,11 @@ from agentloop.inference.openai_client import EndpointSettings
 from agentloop.inference.processes.supervise import require_device
 from agentloop.models import SMALL
 from agentloop.observe.stalls import NO_PROGRESS_S
+from agentloop.rollouts.metrics import mean
+from agentloop.rollouts.player import player_of
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import Pool
-from agentloop.training.group_metrics import mean
 from agentloop.training.run_folder import RunFolder, RunSettings, config_of
 from agentloop.training.run_status import RunStatus, count_of
 
@@ -145,12 +145,12 @@ async def _evaluate_in(
             async with (
                 elsewhere,
                 dashboard.serve_page(settings.serve) if settings.page else nullcontext(),
-                _open_sampler(settings, tasks, dashboard, progress) as (sampler, grader, settings),
+                _open_groups(settings, tasks, dashboard, progress) as (groups, settings),
             ):
                 folder.tell(to_toml(settings))
                 progress.say(f"If stopped, continue with: agentloop evaluate --resume {path}")
                 async with report.of(evaluation):
-                    await evaluation.run(sampler, grader)
+                    await evaluation.run(groups, settings.budget)
     else:
         folder.tell(to_toml(settings))
     environments = [one.env for one in settings.environments]
@@ -247,19 +247,16 @@ def _open_folder(
 
 
 @asynccontextmanager
-async def _open_sampler(
+async def _open_groups(
     settings: EvaluateSettings,
     tasks: Sequence[Task],
     dashboard: RunDashboard,
     progress: console.ProgressLine,
-) -> AsyncIterator[tuple[Sampler, Grader, EvaluateSettings]]:
-    """Start the sampler and the scorer; yield them and the settings with the model's name."""
+) -> AsyncIterator[tuple[GroupRunner, EvaluateSettings]]:
+    """Start what samples and scores; yield it and the settings with the model's name."""
     s = settings
     if s.endpoint.url:
-        most = s.budget.max_response_tokens
-        opened = EndpointSampler.open(
-            s.endpoint, s.sampling, max_response_tokens=most, emit=dashboard.emit
-        )
+        opened = EndpointSampler.open(s.endpoint, s.sampling, emit=dashboard.emit)
         async with AsyncExitStack() as stack:
             endpoint = await stack.enter_async_context(opened)
             pool = None
@@ -268,7 +265,8 @@ async def _open_sampler(
                 pool = await stack.enter_async_context(made)
             grader = await stack.enter_async_context(Grader(s.reward, pool=pool))
             named = s.endpoint.model_copy(update={"model": endpoint.model})
-            yield endpoint, grader, s.model_copy(update={"endpoint": named})
+            groups = GroupRunner(endpoint, grader, emit=dashboard.emit)
+            yield groups, s.model_copy(update={"endpoint": named})
         return
     most = max(one.budget_of(s.budget).max_response_tokens for one in s.environments)
     update = {
@@ -280,11 +278,13 @@ async def _open_sampler(
         dashboard.runtime = runtime
         async with Grader(s.reward, pool=runtime.pool) as grader, anyio.create_task_group() as tg:
             tg.start_soon(dashboard.stalls.watch, NO_PROGRESS_S)
-            run_group = mixed_runner(s.environments, runtime, s.sampling, dashboard.emit, grader)
+            player = player_of(
+                s.environments, runtime, sampling=s.sampling, emit=dashboard.emit, grader=grader
+            )
             model = s.model or (runtime.router.model_path if s.servers else None)
-            agent = AgentSampler(run_group, s.budget, runtime.router.wait_for_capacity)
+            groups = GroupRunner(player, grader, emit=dashboard.emit)
             try:
-                yield agent, grader, s.model_copy(update={"model": model})
+                yield groups, s.model_copy(update={"model": model})
             finally:
                 dashboard.detach()
             tg.cancel_scope.cancel()

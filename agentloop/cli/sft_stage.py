@@ -38,10 +38,10 @@ from agentloop.cli.sft import (
 )
 from agentloop.environments.environment import Environment
 from agentloop.environments.mixture import RunEnvironment, open_mixture
-from agentloop.environments.scripted import taught
 from agentloop.errors import SettingsError
 from agentloop.models import SMALL
 from agentloop.plain_json import dumps
+from agentloop.rollouts.scripted import taught
 from agentloop.runtime import Settings
 from agentloop.sandbox import Pool
 from agentloop.training.learner_client.launch import RanksSettings

@@ -24,7 +24,15 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.sandbox import Pool
 from agentloop.trajectory import Message, StopReason, Trajectory
 
-__all__ = ["Agent", "Grade", "Host", "SessionOpener", "Siblings", "UserReply"]
+__all__ = [
+    "Agent",
+    "Grade",
+    "Host",
+    "SessionOpener",
+    "Siblings",
+    "UserReply",
+    "conversation_of",
+]
 
 # What an ended agent's conversation takes to be refused: a loop that ignores errors stays slow.
 _REFUSAL_S = 1.0
@@ -79,6 +87,7 @@ class Host(Protocol):
         budget: Budget,
         reply: Reply | None,
         group: str,
+        prompt_ids: list[int] | None,
         id: str,
         on_event: Emit,
         with_text: bool,
@@ -90,11 +99,16 @@ class _TooSlow(AgentLoopError, TimeoutError):
 
 
 class Siblings:
-    """Tells which rollouts of a group begin with the same prompt, and so share KV cache."""
+    """Tells which rollouts of a group begin with the same prompt, and so share KV cache.
 
-    def __init__(self, group: str) -> None:
+    Attributes:
+        prompt_ids: the token ids of the first conversation's prompt, if they are known.
+    """
+
+    def __init__(self, group: str, prompt_ids: list[int] | None = None) -> None:
         self._group = group
         self._first: object = None
+        self.prompt_ids = prompt_ids
 
     def group_of(
         self, messages: Sequence[Message], tools: Sequence[Tool | ToolFunction | str]
@@ -358,10 +372,11 @@ class Agent:
             await anyio.sleep(_REFUSAL_S)
             self._refuse_if_closed()
         number, self._num_begun = self._num_begun, self._num_begun + 1
-        asked = _conversation(messages, system)
-        group = ""
+        asked = conversation_of(messages, system)
+        group, prompt_ids = "", None
         if self._siblings is not None and number == 0:
             group = self._siblings.group_of(asked, tools)
+            prompt_ids = self._siblings.prompt_ids
         clock = _ReplyClock(reply) if reply is not None else None
         budget = self._lowered(max_turns, max_tokens)
         if budget.timeout_s <= 0:
@@ -383,6 +398,7 @@ class Agent:
                     budget=budget,
                     reply=clock,
                     group=group,
+                    prompt_ids=prompt_ids,
                     id=f"{self.id}+{number}" if number else self.id,
                     on_event=observe,
                     with_text=self._with_text,
@@ -515,7 +531,8 @@ class _ReplyClock:
         return text
 
 
-def _conversation(messages: str | Sequence[Message], system: str | None) -> list[Message]:
+def conversation_of(messages: str | Sequence[Message], system: str | None = None) -> list[Message]:
+    """Return the messages of a question or a conversation, after those of the system."""
     found: list[Message] = [*messages] if not isinstance(messages, str) else []
     if isinstance(messages, str):
         found.append({"role": "user", "content": messages})

@@ -11,29 +11,28 @@ reward; scored samples are never repeated.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 import anyio.to_thread
 import pydantic
 
-from agentloop.environments.rewards.reward import Grader, Reward
+from agentloop.agent.rollout import Budget
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import DataError, EnvironmentFailed, RequestError
 from agentloop.evaluation.estimate import avg_at_k
-from agentloop.events import Emit, GroupFinished, GroupStarted, Measured, RolloutScored, ignore
-from agentloop.training.credit.roc import DropReason
-from agentloop.training.group_metrics import about, about_each, of_rollout
-from agentloop.training.group_stream import finished_groups
+from agentloop.events import Emit, Measured, ignore
+from agentloop.rollouts.metrics import about, about_each, of_rollout
+from agentloop.rollouts.record import RolloutGroup, RolloutRecord
+from agentloop.rollouts.runner import GroupRunner
+from agentloop.rollouts.stream import finished_groups
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import Trajectory
 
-__all__ = ["EvaluatedSample", "Evaluation", "EvaluationSettings", "Outcome", "Sampler"]
+__all__ = ["Evaluation", "EvaluationSettings", "Outcome"]
 
 _OUTCOMES = "outcomes.jsonl"
 Row = dict[str, Any]
@@ -82,56 +81,13 @@ class EvaluationSettings(pydantic.BaseModel):
         return sorted({*(self.pass_at or [*powers, self.num_samples])})
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluatedSample:
-    """A rollout, or an answer of an endpoint.
-
-    Attributes:
-        trajectories: One, or several if an environment held several conversations with its agent.
-        num_tokens: Number of sampled tokens; None: those of the trajectories.
-        reward: The environment's reward; None: the answer is to be checked.
-        others: Conversations of an environment's other agents, whose turns and tokens do not count.
-    """
-
-    trajectories: Sequence[Trajectory]
-    num_tokens: int | None = None
-    reward: Reward | None = None
-    others: Sequence[Trajectory] = ()
-
-    @property
-    def all_trajectories(self) -> list[Trajectory]:
-        return [*self.trajectories, *self.others]
-
-
-class Sampler(Protocol):
-    """A source of samples: our own agent loop or an endpoint."""
-
-    async def wait_for_capacity(self, size: int) -> None:
-        """Wait until a task may be sampled `size` times."""
-        ...
-
-    async def group(
-        self, task: Task, *, name: str, size: int, on_queued: Callable[[], None]
-    ) -> Sequence[EvaluatedSample]:
-        """Return `size` samples of a task, including failed ones.
-
-        Args:
-            name: Unique within the run; prefix of the samples' ids.
-            on_queued: Called once the samples are queued, so that the next task may be queued.
-
-        Raises:
-            RequestError: The task cannot be sampled.
-        """
-        ...
-
-
 @dataclass(slots=True)
 class Outcome:
     """The samples of a task.
 
     Attributes:
         number: Number of its file, or 0 if it has none.
-        rollouts: Metrics of each sample: see `agentloop.training.group_metrics.of_rollout`.
+        rollouts: Metrics of each sample: see `agentloop.rollouts.metrics.of_rollout`.
         refused: The error if the task could not be sampled.
     """
 
@@ -163,7 +119,7 @@ class Evaluation:
         Args:
             on_progress: Called with the number of finished tasks after each task.
             on_refused: Called for each task that could not be sampled.
-            emit: Receives events of groups, rewards and metrics.
+            emit: Receives events of metrics.
         """
         self._settings = settings
         self._folder = folder
@@ -193,24 +149,27 @@ class Evaluation:
         """
         await anyio.to_thread.run_sync(self._load_results)
 
-    async def run(self, sampler: Sampler, grader: Grader) -> None:
+    async def run(self, groups: GroupRunner, budget: Budget) -> None:
         """Sample and score the tasks that are not done.
+
+        Args:
+            budget: limits of each sample.
 
         Raises:
             RequestError: No task could be sampled.
             RunFolderError: The run's folder cannot be written.
-            SettingsError: The sampler is misconfigured.
+            SettingsError: The endpoint or the environment is misconfigured.
             RewardError: A reward function failed.
         """
         todo = self.todo
         self._assign_numbers(todo)
-        wait_for_capacity = partial(sampler.wait_for_capacity, self._settings.num_samples)
-        sample = partial(self._sample, sampler, grader)
+        wait_for_capacity = partial(groups.wait_for_capacity, self._settings.num_samples)
+        sample = partial(self._sample, groups, budget)
         num_done = len(self._outcomes) - len(todo)
         async with finished_groups(
             todo, sample, wait_for_capacity, max_open=self._settings.max_open
-        ) as groups:
-            async for group in groups:  # no deadline: each sample has one
+        ) as finished:
+            async for group in finished:  # no deadline: each sample has one
                 num_done += 1
                 if group.error is None:
                     await self._report(group.task)
@@ -260,7 +219,7 @@ class Evaluation:
                     outcome.number = number
 
     async def _sample(
-        self, sampler: Sampler, grader: Grader, outcome: Outcome, on_queued: Callable[[], None]
+        self, groups: GroupRunner, budget: Budget, outcome: Outcome, on_queued: Callable[[], None]
     ) -> Sequence[Trajectory]:
         samples: list[list[Row]] = []
         if outcome.rollouts:
@@ -272,9 +231,12 @@ class Evaluation:
             missing = [i for i, rows in enumerate(samples) if not rows or rows[0]["reward"] is None]
             if not missing:
                 break
+            name = f"{outcome.number}-{outcome.task.id}"
+            if attempt:  # a name of its own, so that the seeds of all samples differ
+                name = f"{outcome.number}-again-{attempt}-{outcome.task.id}"
             try:
-                found = await self._sample_group(
-                    sampler, grader, outcome, missing, attempt, on_queued
+                group = await groups.run(
+                    outcome.task, name, size=len(missing), budget=budget, on_queued=on_queued
                 )
             except EnvironmentFailed:  # on each of those that are repeated
                 if len(missing) == len(samples):
@@ -282,63 +244,14 @@ class Evaluation:
                 continue
             finally:
                 on_queued = _nothing
-            for index, rows in zip(missing, found, strict=True):
+            common = {"group": outcome.number, "version": None, "attempt": attempt}
+            rows_of = partial(_rows, group, missing, name, common)
+            for index, rows in zip(missing, await anyio.to_thread.run_sync(rows_of), strict=True):
                 samples[index] = rows
         whole = [row for rows in samples for row in rows]
         await anyio.to_thread.run_sync(self._folder.add_group, outcome.number, whole)
         outcome.rollouts = [rows[0]["figures"] for rows in samples]
         return ()
-
-    async def _sample_group(
-        self,
-        sampler: Sampler,
-        grader: Grader,
-        outcome: Outcome,
-        indexes: Sequence[int],
-        attempt: int,
-        on_queued: Callable[[], None],
-    ) -> list[list[Row]]:
-        """Sample and score the given samples of a task; return the rows of each."""
-        task, number = outcome.task, outcome.number
-        # A name of its own, so that the seeds of all samples differ.
-        name = f"{number}-again-{attempt}-{task.id}" if attempt else f"{number}-{task.id}"
-        fields = (name, task.id, task.prompt, task.answer, len(indexes))
-        self._emit(GroupStarted(*fields, is_chosen=False))
-        rewards: Sequence[Reward] = ()
-        try:
-            samples = await sampler.group(task, name=name, size=len(indexes), on_queued=on_queued)
-            rewards = await self._score(grader, samples, task)
-        finally:
-            values = [one.value for one in rewards if one.value is not None]
-            mean = statistics.fmean(values) if values else None
-            self._emit(GroupFinished(name, mean_reward=mean, is_chosen=False))
-        for position, (index, sample) in enumerate(zip(indexes, samples, strict=True)):
-            for trajectory in sample.all_trajectories:
-                later = trajectory.id.removeprefix(f"{name}.{position}")  # "" or "+..."
-                trajectory.id = f"{number}-{task.id}.{index}{later}"
-        common = {"group": number, "version": None, "attempt": attempt, "task": task.id}
-        return await anyio.to_thread.run_sync(
-            _rows, {**common, "truth": task.answer}, indexes, samples, rewards
-        )
-
-    async def _score(
-        self, grader: Grader, samples: Sequence[EvaluatedSample], task: Task
-    ) -> list[Reward]:
-        rewards: dict[int, Reward] = {}
-
-        async def score(index: int) -> None:
-            begun_s = time.monotonic()
-            sample = samples[index]
-            one = sample.reward or await grader.score(sample.trajectories[0], task)
-            rewards[index] = one
-            fields = (one.value, one.answer, one.reason, time.monotonic() - begun_s)
-            for trajectory in sample.all_trajectories:
-                self._emit(RolloutScored(trajectory.id, *fields))
-
-        async with anyio.create_task_group() as scoring:
-            for index in range(len(samples)):
-                scoring.start_soon(score, index)
-        return [rewards[index] for index in range(len(samples))]
 
     async def _report(self, outcome: Outcome) -> None:
         self._num_reported += 1
@@ -371,39 +284,31 @@ def _by_sample(rows: Sequence[Row]) -> list[list[Row]]:
     return list(found.values())
 
 
-def _rows(
-    common: Row,
-    indexes: Sequence[int],
-    samples: Sequence[EvaluatedSample],
-    rewards: Sequence[Reward],
-) -> list[list[Row]]:
-    """Return rows like those of a training run (agentloop/training/rollouts.py), by sample."""
-    return [
-        [
-            {
-                **common,
-                "rollout": index,
-                "reward": reward.value,
-                "parts": dict(reward.parts),
-                "answer": reward.answer,
-                "reason": reward.reason,
-                "advantage": None,
-                "dropped": DropReason.INFRASTRUCTURE if reward.value is None else None,
-                "figures": _sample_metrics(sample, reward),
-                "trajectory": trajectory.to_dict(),
-            }
-            for trajectory in sample.all_trajectories
-        ]
-        for index, sample, reward in zip(indexes, samples, rewards, strict=True)
-    ]
+def _rows(group: RolloutGroup, indexes: Sequence[int], name: str, common: Row) -> list[list[Row]]:
+    """Return the rows of each sample.
+
+    Args:
+        indexes: the numbers of the samples among all of their task.
+        name: the name of the group; in the rows, the ids of all samples are alike.
+    """
+    samples: list[list[Row]] = [[] for _ in group.rollouts]
+    figures = [_sample_figures(rollout) for rollout in group.rollouts]
+    for row in group.rows():
+        position = row["rollout"]
+        row |= {**common, "rollout": indexes[position], "figures": figures[position]}
+        if row["reward"] is None:
+            row["dropped"] = "infrastructure"
+        later = row["trajectory"]["id"].removeprefix(f"{name}.{position}")  # "" or "+..."
+        row["trajectory"]["id"] = f"{common['group']}-{row['task']}.{indexes[position]}{later}"
+        samples[position].append(row)
+    return samples
 
 
-def _sample_metrics(sample: EvaluatedSample, reward: Reward) -> Row:
-    turns = [turn for trajectory in sample.all_trajectories for turn in trajectory]
-    figures = of_rollout(sample.trajectories, reward.value) | {"parts": dict(reward.parts)}
+def _sample_figures(rollout: RolloutRecord) -> Row:
+    assert rollout.reward is not None
+    turns = [turn for trajectory in rollout.all_trajectories for turn in trajectory]
+    figures = of_rollout(rollout)
     figures["versions"] = sorted({span.version for turn in turns for span in turn.versions})
-    if sample.num_tokens is not None:
-        figures["num_tokens"] = sample.num_tokens
-    if reward.value is None:
-        figures["missing"] = reward.reason
+    if rollout.reward.value is None:
+        figures["missing"] = rollout.reward.reason
     return figures

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentloop.evaluation.estimate import Estimate, avg_at_k, pass_at_k, sampling_error
 from agentloop.evaluation.loop import EvaluationSettings, Outcome
-from agentloop.training.group_metrics import about, mean, mean_parts, percent
+from agentloop.rollouts.metrics import about, mean, mean_parts, percent
 
 __all__ = ["Figures", "figures_of", "markdown", "notes", "results", "table", "text"]
 

@@ -11,6 +11,7 @@ import time
 import anyio
 
 from agentloop.agent.rollout import Budget
+from agentloop.rollouts.metrics import mean, percent, rewards_of_each
 from agentloop.training.collapse import (
     Collapse,
     CollapseSettings,
@@ -21,7 +22,6 @@ from agentloop.training.collapse import (
 )
 from agentloop.training.curriculum import Curriculum
 from agentloop.training.group_buffer import GroupBuffer
-from agentloop.training.group_metrics import mean, percent, rewards_of_each
 from agentloop.training.held_out import HeldOutEval
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.pace import Pace

@@ -11,7 +11,7 @@ import anyio.to_thread
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.tasks.sources import Task, TaskSource
-from agentloop.training.group_metrics import about, about_each, mean, percent, rewards_of_each
+from agentloop.rollouts.metrics import about, about_each, mean, percent, rewards_of_each
 from agentloop.training.pace import Pace
 from agentloop.training.rollouts import RolledOut, RollsOut, in_order
 from agentloop.training.run_control import RunControl

@@ -9,7 +9,7 @@ from typing import Any
 import anyio.to_thread
 
 from agentloop.events import Emit, Measured
-from agentloop.training.group_metrics import RolloutMetrics, about, about_each
+from agentloop.rollouts.metrics import RolloutMetrics, about, about_each
 from agentloop.training.queue import Lease
 from agentloop.training.run_folder import RunFolder
 

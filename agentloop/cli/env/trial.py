@@ -28,7 +28,6 @@ from agentloop.cli.evaluate import tasks_of
 from agentloop.config import load_settings
 from agentloop.distribution import is_installed
 from agentloop.environments.environment import EnvSettings
-from agentloop.environments.episodes import group_runner
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task, TasksSettings
@@ -36,8 +35,10 @@ from agentloop.errors import RequestError, SettingsError
 from agentloop.events import Event, RolloutStarted
 from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.observe.watchdog import Heartbeat, WatchdogSettings, watch_lag
+from agentloop.rollouts.metrics import mean
+from agentloop.rollouts.player import environment_player
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings
-from agentloop.training.group_metrics import mean
 from agentloop.training.run_status import count_of
 from agentloop.trajectory import Trajectory
 
@@ -81,15 +82,20 @@ class _Trial:
 
     async def run(self, runtime: Runtime, grader: Grader, settings: TrySettings, name: str) -> None:
         """Run the rollout; a failure becomes the reason of a missing reward."""
-        run_group = group_runner(
-            settings.env, runtime, settings.sampling, self.on_event, grader, with_text=True
+        player = environment_player(
+            settings.env,
+            runtime,
+            sampling=settings.sampling,
+            emit=self.on_event,
+            grader=grader,
+            with_text=True,
         )
         self.started_s = time.monotonic()
         try:
-            (episode,) = await run_group(
-                self.task, size=1, name=name, budget=settings.budget, on_queued=lambda: None
+            group = await GroupRunner(player, grader).run(
+                self.task, name, size=1, budget=settings.budget
             )
-            self.reward = episode.reward or self.reward
+            (self.reward,) = group.rewards
         except RequestError as error:
             self.reward = Reward(None, None, str(error))
         finally:

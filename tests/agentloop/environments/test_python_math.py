@@ -20,7 +20,6 @@ from agentloop.agent.rollout import Budget
 from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
 from agentloop.environments.environment import EnvSettings, load, open_tasks
-from agentloop.environments.episodes import group_runner
 from agentloop.environments.python_math import python_math
 from agentloop.environments.registry import registered
 from agentloop.environments.rewards.reward import Grader, RewardSettings
@@ -30,6 +29,8 @@ from agentloop.events import ignore
 from agentloop.inference.router import Router
 from agentloop.inference.scheduling.group_gate import AdmittedGroup
 from agentloop.inference.turns import Generation
+from agentloop.rollouts.player import environment_player
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings, _Model, _Parts
 from agentloop.sandbox import CallResult, CallStatus, Pool
 from agentloop.training.rollouts import Rollouts
@@ -144,13 +145,11 @@ async def rolled_out(
     runtime = PlayedRuntime(Settings(**common), engine)
     task = open_tasks(recipe.tasks, load(recipe.env)).held_out()[0]
     async with Grader(recipe.reward) as grader:
+        player = environment_player(
+            recipe.env, runtime, sampling=recipe.sampling, emit=ignore, grader=grader
+        )
         rollouts = Rollouts(
-            group_runner(recipe.env, runtime, recipe.sampling, ignore, grader),
-            lambda size: anyio.lowlevel.checkpoint(),
-            grader,
-            recipe.roc,
-            recipe.credit,
-            seed=recipe.loop.seed,
+            GroupRunner(player, grader), recipe.roc, recipe.credit, seed=recipe.loop.seed
         )
         group = await rollouts.group(task, "1", size=len(kinds), budget=budget, oldest=3)
     return engine, [stable(row) for row in group.rows()]

@@ -22,7 +22,6 @@ from agentloop.analysis.run_list import RunState, summarize
 from agentloop.cli.runs.export import find
 from agentloop.cli.train import TrainSettings
 from agentloop.config import to_toml
-from agentloop.environments.episodes import Episode, PromptGroups
 from agentloop.environments.rewards.reward import Grader, RewardFunction, RewardSettings
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
@@ -40,6 +39,7 @@ from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.observe.stalls import Stalls
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.collapse import CollapseSettings, RunCollapsed
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
@@ -69,6 +69,7 @@ from agentloop.trajectory import (
 )
 from tests.agentloop.training.fake_learner import FakeLearner
 from tests.patience import patient
+from tests.rollouts import GroupPlayer
 from tests.support import FakeSGLang, eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
@@ -217,13 +218,12 @@ async def played(
                     **{"prompts_per_step": 3, "group_size": 8, "evaluate_tasks": 4} | settings
                 ),
                 rollouts=Rollouts(
-                    PromptGroups(run_group),
-                    router.wait_for_capacity,
-                    grader,
+                    GroupRunner(
+                        GroupPlayer(run_group, router.wait_for_capacity), grader, emit=emit
+                    ),
                     roc or RocSettings(down_sample_to_n=4),
                     credit,
                     seed=0,
-                    emit=emit,
                 ),
                 serving=Served(router),
                 learner=cast(Learner, learner),
@@ -571,19 +571,16 @@ async def test_tasks_that_all_cannot_be_asked_end_the_run(tmp_path: Path) -> Non
 
 
 async def test_of_several_environments_one_that_always_fails_ends_the_run_with_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(f"{__name__}.PromptGroups", lambda run_group: run_group)
     sources = {name: TaskSource.open(ARITHMETIC) for name in ("good", "bad")}
     tasks = MixedTasks(sources, {"good": 1, "bad": 1})
 
     class OneFails(Played):
-        async def __call__(self, task: Any, **options: Any) -> Any:  # type: ignore[override]
-            if task.env == "bad":
+        async def __call__(self, prompt: object, *, name: str, **options: Any) -> Any:
+            if "-bad-" in name:
                 raise EnvironmentFailed("environment bad: the judge's key has expired")
-            options.pop("enough", None)
-            found = await super().__call__(task.prompt, **options)
-            return [Episode(one.id, [one]) for one in found]
+            return await super().__call__(prompt, name=name, **options)
 
     with pytest.raises(ExceptionGroup) as caught:
         await played(

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
-from agentloop.training.group_metrics import about_each, of_rollout, rewards_of_each
+from agentloop.rollouts.metrics import about_each, of_rollout, rewards_of_each
+from agentloop.rollouts.record import RolloutRecord
 from agentloop.training.loop_settings import StageSettings
 from agentloop.training.queue import GroupQueue
 from agentloop.trajectory import Trajectory
@@ -75,7 +77,7 @@ def test_the_parts_of_a_reward_are_metrics() -> None:
         return {"rejected": None, "rollouts": rollouts}
 
     def figures_of(parts: dict[str, float]) -> dict[str, Any]:
-        return of_rollout([], 1.0) | {"parts": parts}
+        return of_rollout(RolloutRecord("r", [], Reward(1.0, None, "", parts)))
 
     alone = about_each([("", group({"found": 1.0}, {"found": 0.0, "quick": 0.5}))])
     assert alone == {"part/found": 0.5, "part/quick": 0.5}

@@ -5,16 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from agentloop.environments.episodes import Episode
-from agentloop.environments.rewards.reward import Reward
-from agentloop.training.credit.roc import Selection
+from agentloop.rollouts.record import RolloutGroup, RolloutRecord
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 
 __all__ = [
     "RolloutMetrics",
-    "ScoredGroup",
     "about",
     "about_each",
     "figures",
@@ -29,33 +26,27 @@ __all__ = [
 _TRUNCATED = (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET)
 
 
-class ScoredGroup(Protocol):
-    """The rollouts of a task with their rewards, and the selection of those to train on."""
+def figures(group: RolloutGroup, rejected: str | None = None) -> dict[str, Any]:
+    """Return the figures of a group as plain data, the input of `about`.
 
-    episodes: Sequence[Episode]
-    rewards: list[Reward]
-    choice: Selection
-
-
-def figures(group: ScoredGroup) -> dict[str, Any]:
-    """Return the figures of a group as plain data, the input of `about`."""
-    rejected = group.choice.rejected
-    return {
-        "rejected": None if rejected is None else str(rejected),
-        "rollouts": [
-            of_rollout(episode.trajectories, reward.value) | {"parts": dict(reward.parts)}
-            for episode, reward in zip(group.episodes, group.rewards, strict=True)
-        ],
-    }
+    Args:
+        rejected: why no rollout of the group was selected; None: some were, or there was no
+            selection.
+    """
+    return {"rejected": rejected, "rollouts": [of_rollout(one) for one in group.rollouts]}
 
 
-def of_rollout(trajectories: Sequence[Trajectory], reward: float | None) -> dict[str, Any]:
-    """Return the figures of one rollout, which may have several trajectories, as plain data."""
+def of_rollout(rollout: RolloutRecord) -> dict[str, Any]:
+    """Return the figures of one scored rollout as plain data."""
+    trajectories, reward = rollout.trajectories, rollout.reward
+    assert reward is not None
     versions = {v for one in trajectories for v in one.versions if v is not None}
+    num_tokens = sum(one.num_sampled_tokens for one in trajectories)
     return {
-        "reward": reward,
+        "reward": reward.value,
+        "parts": dict(reward.parts),
         "tool_errors": _tool_error_ratio(trajectories),
-        "num_tokens": sum(one.num_sampled_tokens for one in trajectories),
+        "num_tokens": num_tokens if rollout.num_tokens is None else rollout.num_tokens,
         "num_turns": sum(len(one.turns) for one in trajectories),
         "truncated": any(one.stop_reason in _TRUNCATED for one in trajectories),
         "num_versions": len(versions),
