@@ -94,7 +94,7 @@ class GroupOutcome:
 
     @classmethod
     def of(cls, figures: Mapping[str, Any]) -> GroupOutcome | None:
-        """Return the outcome of a group with these `rollouts.metrics.figures`; None without rewards.
+        """Return the outcome of a group with these figures; None without rewards.
 
         A rollout that the infrastructure failed has no reward and does not count.
         """

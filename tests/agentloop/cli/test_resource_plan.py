@@ -202,7 +202,7 @@ def test_tokens_and_disk() -> None:
     assert made.disk.weights == 2 * 14_768_307_200
     assert made.disk.checkpoint == 14 * 14_768_307_200
     assert made.disk.checkpoints == 4 * made.disk.checkpoint  # three kept, one being written
-    assert made.disk.trajectories_per_step == 512 * 32 * 8192 * 64
+    assert made.disk.trajectories_per_step == 512 * 32 * 8192 * 30
     assert made.disk.trajectories == 300 * made.disk.trajectories_per_step
     sharded = planned("loop.steps=300", "learner.zero_stage=3").disk
     assert sharded.checkpoint == 12 * 853_376
@@ -269,7 +269,7 @@ def test_gpus_are_shared_by_servers_and_ranks() -> None:
             [f"model='{QWEN3_14B}'", "ranks.nproc_per_node=64"],
             "of host memory; this machine has 2.0 TiB",
         ),
-        (["loop.steps=200000"], r"up to [\d,.]+ TiB will be written to runs, .* only 100 TiB"),
+        (["loop.steps=400000"], r"up to [\d,.]+ TiB will be written to runs, .* only 100 TiB"),
     ],
 )  # fmt: skip
 def test_warnings(overrides: list[str], said: str) -> None:

@@ -26,7 +26,7 @@ from agentloop.events import Event, RolloutStarted, TurnPlaced
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.observe.board import Board
 from agentloop.observe.exporters.metrics import Metrics
-from agentloop.observe.record import RecordReader, trajectory_of
+from agentloop.observe.record import RecordReader
 from agentloop.observe.stalls import Stalls
 from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.rollouts.runner import GroupRunner
@@ -388,8 +388,8 @@ async def test_only_the_agents_own_conversations_are_trained_on(tmp_path: Path) 
     ] * 2
     records = [one.record for one in events if isinstance(one, RolloutStarted)]
     opponents = [row["trajectory"] for row in rows if row["agent"]]
-    assert [trajectory_of(one) for one in opponents] == records
-    assert not any(any(one["mask"]) for one in opponents)
+    assert [Trajectory.from_dict(one) for one in opponents] == records
+    assert not any(record.num_sampled_tokens for record in records)
     # A rollout counts once, though it has a row for each conversation.
     left = filter_solved([tmp_path / "tasks.jsonl"], [tmp_path / "run"], solved=2, rollouts=2)
     assert (len(left.tasks), left.num_too_few) == (1, 0)

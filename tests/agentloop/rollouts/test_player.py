@@ -41,7 +41,6 @@ from agentloop.errors import (
     RewardError,
     ServerUnavailable,
     SettingsError,
-    leaves,
 )
 from agentloop.events import RolloutStarted
 from agentloop.inference.scheduling.group_gate import AdmittedGroup
@@ -132,6 +131,7 @@ async def test_a_conversation_that_is_returned_is_graded() -> None:
     for episode in await graded(asks, answered):
         assert episode.reward == Reward(2.0, "2", "as 42")
         assert len(episode.trajectories) == 2
+
 
 async def test_grading_does_not_take_the_environments_time() -> None:
     @agentloop.environment

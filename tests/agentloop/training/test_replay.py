@@ -29,6 +29,7 @@ from agentloop.training.steps import Steps
 from agentloop.training.token_difference import TokenDifferences
 from agentloop.training.weight_sync.disk import FolderPublisher
 from agentloop.training.weight_sync.settings import WeightsSettings
+from agentloop.trajectory import Trajectory, Turn, VersionSpan
 from tests.agentloop.training.fake_learner import FakeLearner
 
 pytestmark = pytest.mark.anyio
@@ -119,13 +120,17 @@ async def lease(queue: GroupQueue, folder: RunFolder, step: int) -> Any:
     rows = [
         {
             "credit": {"advantages": advantage, "weights": 1.0},
-            "trajectory": {
-                "id": f"{step}.{index}",
-                "ids": [step, 2, 3],
-                "mask": [0, 1, 1],
-                "logprobs": [0.0, -0.5, -0.25],
-                "versions": [None, "0", str(step - 1)],
-            },
+            "trajectory": Trajectory(
+                f"{step}.{index}",
+                [step],
+                [
+                    Turn(
+                        [2, 3],
+                        [-0.5, -0.25],
+                        [VersionSpan("0", 0, 1), VersionSpan(str(step - 1), 1, 2)],
+                    )
+                ],
+            ).to_dict(),
             "rollout": index,
         }
         for index, advantage in enumerate([0.5, -0.5])

@@ -18,6 +18,7 @@ from agentloop.training.queue import GroupQueue, Lease
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.step_metrics import Learned
 from agentloop.training.steps import Steps
+from agentloop.trajectory import Trajectory, Turn
 from tests.agentloop.training.fake_learner import FakeLearner
 
 pytestmark = pytest.mark.anyio
@@ -100,7 +101,7 @@ class Run:
             of_each: number of conversations of each rollout.
         """
         group = await self.queue.admit(Task("t", "?", "1"), version=0, cursor={})
-        trajectory = {"ids": [1, 2], "mask": [0, 1], "logprobs": [0.0, -0.5]}
+        trajectory = Trajectory("t", [1], [Turn([2], [-0.5])]).to_dict()
         path, num_bytes = self.folder.add_group(
             group.number,
             [
