@@ -333,7 +333,7 @@ class _ProgressReport:
         if told.avg_at_k is not None:
             one = told.avg_at_k
             self._values[name] = f"{one.value:.3f} [{one.low:.3f}, {one.high:.3f}]"
-        missing = sum(one["reward"] is None for each in outcomes for one in each.rollouts)
+        missing = sum(one.reward is None for each in outcomes for one in each.rollouts)
         self._values["missing"] = str(missing)
         if _LINES * num_done // len(outcomes) > self._num_lines:
             self._num_lines = _LINES * num_done // len(outcomes)

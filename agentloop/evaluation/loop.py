@@ -11,7 +11,7 @@ reward; scored samples are never repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -25,8 +25,8 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import DataError, EnvironmentFailed, RequestError
 from agentloop.evaluation.estimate import avg_at_k
 from agentloop.events import Emit, Measured, ignore
-from agentloop.rollouts.metrics import about, about_each, of_rollout
-from agentloop.rollouts.record import RolloutGroup, RolloutRecord
+from agentloop.rollouts.metrics import GroupFigures, RolloutFigures, about, about_each
+from agentloop.rollouts.record import RolloutGroup
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.rollouts.stream import finished_groups
 from agentloop.training.run_folder import RunFolder
@@ -87,19 +87,19 @@ class Outcome:
 
     Attributes:
         number: Number of its file, or 0 if it has none.
-        rollouts: Metrics of each sample: see `agentloop.rollouts.metrics.of_rollout`.
+        rollouts: Figures of each sample.
         refused: The error if the task could not be sampled.
     """
 
     task: Task
     number: int = 0
-    rollouts: Sequence[Mapping[str, Any]] = ()
+    rollouts: Sequence[RolloutFigures] = ()
     refused: str = ""
 
     @property
     def rewards(self) -> list[float]:
         """Rewards of the samples that have one."""
-        return [one["reward"] for one in self.rollouts if one["reward"] is not None]
+        return [one.reward for one in self.rollouts if one.reward is not None]
 
 
 class Evaluation:
@@ -205,7 +205,8 @@ class Evaluation:
                 figures = [sample[0]["figures"] for sample in _by_sample(rows)]
                 row = {"task": rows[0]["task"], "rollouts": figures}
             if (outcome := self._outcomes.get(row["task"])) is not None:
-                outcome.number, outcome.rollouts = number, row["rollouts"]
+                outcome.number = number
+                outcome.rollouts = GroupFigures.from_dict(row).rollouts
         self._taken = set(files)
         self._num_reported = len(folder.metrics())
 
@@ -250,7 +251,7 @@ class Evaluation:
                 samples[index] = rows
         whole = [row for rows in samples for row in rows]
         await anyio.to_thread.run_sync(self._folder.add_group, outcome.number, whole)
-        outcome.rollouts = [rows[0]["figures"] for rows in samples]
+        outcome.rollouts = [RolloutFigures(**rows[0]["figures"]) for rows in samples]
         return ()
 
     async def _report(self, outcome: Outcome) -> None:
@@ -262,11 +263,12 @@ class Evaluation:
             "group": outcome.number,
             "task": task.id,
             "source": task.source,
-            **asdict(about([{"rejected": None, "rollouts": outcome.rollouts}])),
-            **about_each([("", {"rollouts": outcome.rollouts})]),
+            **asdict(about([GroupFigures(outcome.rollouts)])),
+            **about_each([("", GroupFigures(outcome.rollouts))]),
             "avg_at_k": None if so_far is None else so_far.value,
         }
-        rollouts = {"group": outcome.number, "task": task.id, "rollouts": outcome.rollouts}
+        figures = asdict(GroupFigures(outcome.rollouts))
+        rollouts = {"group": outcome.number, "task": task.id, **figures}
         await anyio.to_thread.run_sync(self._folder.append, _OUTCOMES, rollouts)
         await anyio.to_thread.run_sync(self._folder.add_metrics, row)
         self._emit(Measured(row))
@@ -292,7 +294,7 @@ def _rows(group: RolloutGroup, indexes: Sequence[int], name: str, common: Row) -
         name: the name of the group; in the rows, the ids of all samples are alike.
     """
     samples: list[list[Row]] = [[] for _ in group.rollouts]
-    figures = [_sample_figures(rollout) for rollout in group.rollouts]
+    figures = [asdict(RolloutFigures.of(rollout)) for rollout in group.rollouts]
     for row in group.rows():
         position = row["rollout"]
         row |= {**common, "rollout": indexes[position], "figures": figures[position]}
@@ -302,13 +304,3 @@ def _rows(group: RolloutGroup, indexes: Sequence[int], name: str, common: Row) -
         row["trajectory"]["id"] = f"{common['group']}-{row['task']}.{indexes[position]}{later}"
         samples[position].append(row)
     return samples
-
-
-def _sample_figures(rollout: RolloutRecord) -> Row:
-    assert rollout.reward is not None
-    turns = [turn for trajectory in rollout.all_trajectories for turn in trajectory]
-    figures = of_rollout(rollout)
-    figures["versions"] = sorted({span.version for turn in turns for span in turn.versions})
-    if rollout.reward.value is None:
-        figures["missing"] = rollout.reward.reason
-    return figures

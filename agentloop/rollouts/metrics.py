@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from agentloop.rollouts.record import RolloutGroup, RolloutRecord
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 
 __all__ = [
+    "GroupFigures",
+    "RolloutFigures",
     "RolloutMetrics",
     "about",
     "about_each",
-    "figures",
     "mean",
     "mean_parts",
-    "of_rollout",
     "percent",
     "rewards_of_each",
 ]
@@ -26,31 +26,69 @@ __all__ = [
 _TRUNCATED = (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET)
 
 
-def figures(group: RolloutGroup, rejected: str | None = None) -> dict[str, Any]:
-    """Return the figures of a group as plain data, the input of `about`.
+@dataclass(frozen=True, slots=True)
+class RolloutFigures:
+    """The figures of one scored rollout.
 
-    Args:
+    Attributes:
+        reward: its reward; None: it has none.
+        missing: why it has no reward.
+        parts: the named parts of its reward.
+        tool_errors: the share of its calls that failed; None: it made none.
+        num_tokens: number of sampled tokens.
+        truncated: whether it ran out of its budget of tokens or turns.
+        versions: versions of the weights that sampled it.
+    """
+
+    reward: float | None
+    missing: str | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    tool_errors: float | None = None
+    num_tokens: int = 0
+    num_turns: int = 0
+    truncated: bool = False
+    versions: Sequence[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, rollout: RolloutRecord) -> RolloutFigures:
+        """Compute the figures of a rollout, from the conversations of its own agent."""
+        trajectories, reward = rollout.trajectories, rollout.reward
+        assert reward is not None
+        num_tokens = sum(one.num_sampled_tokens for one in trajectories)
+        spans = (span for one in trajectories for turn in one for span in turn.versions)
+        return cls(
+            reward.value,
+            reward.reason if reward.value is None else None,
+            dict(reward.parts),
+            _tool_error_ratio(trajectories),
+            num_tokens if rollout.num_tokens is None else rollout.num_tokens,
+            sum(len(one.turns) for one in trajectories),
+            any(one.stop_reason in _TRUNCATED for one in trajectories),
+            sorted({span.version for span in spans}),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFigures:
+    """The figures of a group, as the journal keeps them.
+
+    Attributes:
         rejected: why no rollout of the group was selected; None: some were, or there was no
             selection.
     """
-    return {"rejected": rejected, "rollouts": [of_rollout(one) for one in group.rollouts]}
 
+    rollouts: Sequence[RolloutFigures] = field(default_factory=list)
+    rejected: str | None = None
 
-def of_rollout(rollout: RolloutRecord) -> dict[str, Any]:
-    """Return the figures of one scored rollout as plain data."""
-    trajectories, reward = rollout.trajectories, rollout.reward
-    assert reward is not None
-    versions = {v for one in trajectories for v in one.versions if v is not None}
-    num_tokens = sum(one.num_sampled_tokens for one in trajectories)
-    return {
-        "reward": reward.value,
-        "parts": dict(reward.parts),
-        "tool_errors": _tool_error_ratio(trajectories),
-        "num_tokens": num_tokens if rollout.num_tokens is None else rollout.num_tokens,
-        "num_turns": sum(len(one.turns) for one in trajectories),
-        "truncated": any(one.stop_reason in _TRUNCATED for one in trajectories),
-        "num_versions": len(versions),
-    }
+    @classmethod
+    def of(cls, group: RolloutGroup, rejected: str | None = None) -> GroupFigures:
+        return cls([RolloutFigures.of(rollout) for rollout in group.rollouts], rejected)
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> GroupFigures:
+        """Rebuild figures from the output of `asdict`; without any, those of an empty group."""
+        rollouts = [RolloutFigures(**rollout) for rollout in row.get("rollouts", ())]
+        return cls(rollouts, row.get("rejected"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,61 +120,62 @@ class RolloutMetrics:
     pass_at_k: float
 
 
-def about(groups: Sequence[Mapping[str, Any]]) -> RolloutMetrics:
-    """Compute metrics from the `figures` of groups."""
-    rollouts = [rollout for group in groups for rollout in group["rollouts"]]
-    scored = [rollout for rollout in rollouts if rollout["reward"] is not None]
+def about(groups: Sequence[GroupFigures]) -> RolloutMetrics:
+    """Compute metrics from the figures of groups."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scored = [(rollout, rollout.reward) for rollout in rollouts if rollout.reward is not None]
     ratios = [
-        rollout["tool_errors"]
-        for rollout in scored
-        if rollout["reward"] > 0 and rollout["tool_errors"] is not None
+        rollout.tool_errors
+        for rollout, reward in scored
+        if reward > 0 and rollout.tool_errors is not None
     ]
-    lengths = [rollout["num_tokens"] for rollout in scored]
+    lengths = [rollout.num_tokens for rollout, _ in scored]
     return RolloutMetrics(
-        reward=statistics.fmean(one["reward"] for one in scored) if scored else None,
+        reward=statistics.fmean(reward for _, reward in scored) if scored else None,
         tool_errors_in_correct=statistics.fmean(ratios) if ratios else None,
         num_rollouts=len(rollouts),
         num_without_reward=len(rollouts) - len(scored),
-        num_groups_rejected=sum(group["rejected"] is not None for group in groups),
+        num_groups_rejected=sum(group.rejected is not None for group in groups),
         num_sampled_tokens=sum(lengths),
         length_mean=_fmean(lengths),
-        turns_mean=_fmean([one["num_turns"] for one in scored]),
-        versions_mean=_fmean([one["num_versions"] for one in scored]),
-        truncated=_fmean([one["truncated"] for one in scored]),
+        turns_mean=_fmean([rollout.num_turns for rollout, _ in scored]),
+        versions_mean=_fmean([len(rollout.versions) for rollout, _ in scored]),
+        truncated=_fmean([rollout.truncated for rollout, _ in scored]),
         pass_at_k=_fmean(
-            [any((one["reward"] or 0) > 0 for one in group["rollouts"]) for group in groups]
+            [any((rollout.reward or 0) > 0 for rollout in group.rollouts) for group in groups]
         ),
     )
 
 
-def about_each(groups: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+def about_each(groups: Iterable[tuple[str, GroupFigures]]) -> dict[str, Any]:
     """Compute the metrics of each environment, by names such as `env/guess/reward`.
 
     The means of the parts of a reward are `env/guess/part/found`.
 
     Args:
-        groups: the name of each group's environment, and its `figures`. Groups without a name, of a
+        groups: the name of each group's environment, and its figures. Groups without a name, of a
             run with a single environment, have only the parts: `part/found`.
     """
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for name, one in groups:
-        found.setdefault(name, []).append(one)
+    groups_of: dict[str, list[GroupFigures]] = {}
+    for name, group in groups:
+        groups_of.setdefault(name, []).append(group)
     metrics: dict[str, Any] = {}
-    for name in sorted(found):
+    for name in sorted(groups_of):
         prefix = f"env/{name}/" if name else ""
         if name:
-            of_all = asdict(about(found[name]))
+            of_all = asdict(about(groups_of[name]))
             metrics |= {f"{prefix}{metric}": value for metric, value in of_all.items()}
-        metrics |= {f"{prefix}part/{part}": m for part, m in mean_parts(found[name]).items()}
+        parts = mean_parts(groups_of[name])
+        metrics |= {f"{prefix}part/{part}": mean for part, mean in parts.items()}
     return metrics
 
 
-def mean_parts(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def mean_parts(groups: Sequence[GroupFigures]) -> dict[str, float]:
     """Return the mean of each named part of the reward, over the rollouts that have it."""
     values: dict[str, list[float]] = {}
     for group in groups:
-        for rollout in group.get("rollouts", ()):
-            for part, value in rollout.get("parts", {}).items():
+        for rollout in group.rollouts:
+            for part, value in rollout.parts.items():
                 values.setdefault(part, []).append(value)
     return {part: statistics.fmean(values[part]) for part in sorted(values)}
 

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from agentloop.environments.tasks.sources import Task
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.queue import GroupQueue, Lease, QueuedGroup
 from agentloop.training.run_control import RunControl
 from agentloop.training.stage_tasks import StageTasks
@@ -157,16 +158,14 @@ class GroupBuffer:
         *,
         path: str | None,
         num_bytes: int,
-        figures: Mapping[str, Any],
+        figures: GroupFigures,
     ) -> None:
         """Mark a group as finished, with its rollouts in the file at `path`, if it has any."""
         await self._queue.finish(group.number, path=path, num_bytes=num_bytes, figures=figures)
         self._slots.finish(group.number)
         self._control.notify()
 
-    async def discard(
-        self, group: QueuedGroup, *, path: str | None, figures: Mapping[str, Any]
-    ) -> None:
+    async def discard(self, group: QueuedGroup, *, path: str | None, figures: GroupFigures) -> None:
         """Mark a group as one that will not be trained on, so that another one replaces it."""
         await self._queue.discard(group.number, path=path, figures=figures)
         self._slots.discard(group.number)

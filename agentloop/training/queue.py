@@ -21,7 +21,7 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ import anyio
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
 from agentloop.plain_json import dumps, loads
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.curriculum import GroupOutcome
 
 __all__ = ["GroupQueue", "Lease", "QueuedGroup", "copy_journal"]
@@ -80,7 +81,7 @@ class QueuedGroup:
         number: Order of admission over the whole run, starting at 1.
         version: Version of the weights that were live at admission.
         path: File of its rollouts, relative to the run folder; None while the group is open.
-        figures: Metrics of the group, as passed to `finish`.
+        figures: Figures of the group, as passed to `finish`.
     """
 
     number: int
@@ -88,7 +89,7 @@ class QueuedGroup:
     version: int
     path: str | None = None
     num_bytes: int = 0
-    figures: Mapping[str, Any] | None = None
+    figures: GroupFigures = field(default_factory=GroupFigures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class GroupQueue:
         return await self._transaction(work)
 
     async def finish(
-        self, number: int, *, path: str | None, num_bytes: int, figures: Mapping[str, Any]
+        self, number: int, *, path: str | None, num_bytes: int, figures: GroupFigures
     ) -> None:
         """Mark a group as finished, with its rollouts in the file at `path`.
 
@@ -166,20 +167,20 @@ class GroupQueue:
         Raises:
             ValueError: The group is not open.
         """
-        row = (path, num_bytes, _json(figures), number)
+        row = (path, num_bytes, _json(asdict(figures)), number)
         set_ = "state = 'finished', path = ?, num_bytes = ?, figures = ?"
         await self._transaction(
             partial(_update_group, f"{set_} WHERE state = 'open' AND number = ?", row)
         )
         self._num_bytes += num_bytes
 
-    async def discard(self, number: int, *, path: str | None, figures: Mapping[str, Any]) -> None:
+    async def discard(self, number: int, *, path: str | None, figures: GroupFigures) -> None:
         """Mark a group as one that will not be trained on.
 
         Raises:
             ValueError: The group is not open.
         """
-        row = (path, _json(figures), number)
+        row = (path, _json(asdict(figures)), number)
         set_ = "state = 'given back', path = ?, figures = ?"
         await self._transaction(
             partial(_update_group, f"{set_} WHERE state = 'open' AND number = ?", row)
@@ -216,7 +217,7 @@ class GroupQueue:
             outcomes = [
                 (rate_key(group.task), outcome)
                 for group in (*lease.groups, *lease.replaced)
-                if (outcome := GroupOutcome.of(group.figures or {})) is not None
+                if (outcome := GroupOutcome.of(group.figures)) is not None
             ]
             _add_outcomes(db, step, outcomes)
             return replace(lease, outcomes=outcomes)
@@ -495,7 +496,14 @@ def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[Queu
     columns = "number, task, version, path, num_bytes, figures"
     found = db.execute(f"SELECT {columns} FROM groups WHERE {where}", row).fetchall()
     return [
-        QueuedGroup(number, Task(**loads(task)), version, path, num_bytes, loads(figures))
+        QueuedGroup(
+            number,
+            Task(**loads(task)),
+            version,
+            path,
+            num_bytes,
+            GroupFigures.from_dict(loads(figures)),
+        )
         for number, task, version, path, num_bytes, figures in found
     ]
 

@@ -18,7 +18,7 @@ from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import EnvironmentFailed, RequestError, ServerError, ServerRefused
 from agentloop.events import GroupFinished
-from agentloop.rollouts.metrics import figures
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.rollouts.record import RolloutGroup, RolloutRecord
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.rollouts.stream import finished_groups
@@ -49,8 +49,8 @@ class RolledOut(Protocol):
     """A group that was rolled out and scored, with the selection of rollouts to train on."""
 
     @property
-    def figures(self) -> Mapping[str, Any]:
-        """The figures that `agentloop.rollouts.metrics.about` takes."""
+    def figures(self) -> GroupFigures:
+        """The figures of the group."""
         ...
 
     @property
@@ -173,9 +173,9 @@ class TrainingGroup:
     credit: Mapping[str, TokenCredit]
 
     @property
-    def figures(self) -> Mapping[str, Any]:
+    def figures(self) -> GroupFigures:
         rejected = self.choice.rejected
-        return figures(self.group, None if rejected is None else str(rejected))
+        return GroupFigures.of(self.group, None if rejected is None else str(rejected))
 
     @property
     def has_signal(self) -> bool:

@@ -15,7 +15,6 @@ of its beginning.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from anyio.abc import TaskStatus
 from agentloop.agent.rollout import Budget
 from agentloop.environments.tasks.sources import Task, TaskSource
 from agentloop.errors import RequestError
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.batch_trainer import BatchTrainer
 from agentloop.training.curriculum import FILTER_ROLLOUTS, NOT_SOLVED, Curriculum, GroupOutcome
 from agentloop.training.group_buffer import GroupBuffer
@@ -234,7 +234,7 @@ class StageRunner:
                 task_status.started()
 
         path, num_bytes = None, 0
-        figures: Mapping[str, Any] = {"rejected": None, "rollouts": []}
+        figures = GroupFigures()
         try:
             rolled = await self._rollouts.group(
                 group.task,

@@ -13,6 +13,7 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop
 
 from agentloop.environments.tasks.sources import Task
 from agentloop.models import SMALL
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
@@ -63,7 +64,7 @@ async def admit_all(queue: GroupQueue, folder: RunFolder, num_steps: int) -> Non
             rows.append({"trajectory": trajectory, "credit": credit, "rollout": index})
         group = await queue.admit(Task(str(step), "?", "1"), version=0, cursor={})
         path, num_bytes = folder.add_group(group.number, rows)
-        await queue.finish(group.number, path=path, num_bytes=num_bytes, figures={})
+        await queue.finish(group.number, path=path, num_bytes=num_bytes, figures=GroupFigures())
         notes = {"version": step - 1, "resets": step == 4, "stage": 1, "learns": True}
         await queue.lease(step, [group.number], notes)
 

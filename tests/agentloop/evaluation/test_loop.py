@@ -127,8 +127,8 @@ async def test_other_agents_are_written_down_and_not_counted(tmp_path: Path) -> 
             return replace(sample, others={"opponent": AgentRecord([made])})
 
     (outcome,) = await run(tmp_path / "run", TwoAgents(), settings(num_samples=2), TASKS[:1])
-    assert [one["num_turns"] for one in outcome.rollouts] == [1, 1]
-    assert [one["num_tokens"] for one in outcome.rollouts] == [3, 3]
+    assert [one.num_turns for one in outcome.rollouts] == [1, 1]
+    assert [one.num_tokens for one in outcome.rollouts] == [3, 3]
     found = rows(tmp_path / "run", 1)
     assert [row["trajectory"]["id"] for row in found] == [
         "1-task-0.0",
@@ -157,8 +157,8 @@ async def test_persistent_failures_are_missing_not_wrong(tmp_path: Path) -> None
     assert len(player.asked) == 8
     for outcome in outcomes:
         assert outcome.rewards == [1, 1, 1]
-        assert outcome.rollouts[0]["reward"] is None
-        assert outcome.rollouts[0]["missing"] == "infrastructure: a server died"
+        assert outcome.rollouts[0].reward is None
+        assert outcome.rollouts[0].missing == "infrastructure: a server died"
     assert rows(tmp_path / "run", 1)[0]["dropped"] == "infrastructure"
 
 

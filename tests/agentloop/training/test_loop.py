@@ -39,6 +39,7 @@ from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.observe.stalls import Stalls
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.collapse import CollapseSettings, RunCollapsed
 from agentloop.training.credit.roc import RocSettings
@@ -1328,8 +1329,7 @@ async def test_what_was_kept_for_a_larger_batch_does_not_keep_a_smaller_one_wait
     async with GroupQueue.open(tmp_path / "run" / "queue.sqlite") as queue:
         for task in itertools.islice(tasks, 4):  # of version 0: all are due in the next batch
             group = await queue.admit(task, version=0, cursor={"tasks": tasks.cursor()})
-            figures: dict[str, Any] = {"rejected": None, "rollouts": []}
-            await queue.finish(group.number, path=None, num_bytes=0, figures=figures)
+            await queue.finish(group.number, path=None, num_bytes=0, figures=GroupFigures())
     with anyio.fail_after(patient(50)):
         _, run_group, run = await played(
             tmp_path, tasks=tasks, restored={"step": 1, "version": 1}, steps=2,

@@ -10,13 +10,14 @@ from contextlib import asynccontextmanager, closing
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import anyio
 import pytest
 
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
+from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 from agentloop.training.curriculum import GroupOutcome
 from agentloop.training.queue import GroupQueue, QueuedGroup
 
@@ -29,6 +30,10 @@ async def opened(folder: Path) -> AsyncIterator[GroupQueue]:
         yield queue
 
 
+def figures(*rewards: float | None) -> GroupFigures:
+    return GroupFigures([RolloutFigures(reward) for reward in rewards])
+
+
 async def admitted(queue: GroupQueue, count: int, *, version: int = 0) -> list[int]:
     tasks = [Task(f"t{index}", "What is 1 plus 1?", "2") for index in range(count)]
     found = [await queue.admit(task, version=version, cursor=CURSOR) for task in tasks]
@@ -38,7 +43,7 @@ async def admitted(queue: GroupQueue, count: int, *, version: int = 0) -> list[i
 async def finished(queue: GroupQueue, count: int) -> list[int]:
     numbers = await admitted(queue, count)
     for number in numbers:
-        await queue.finish(number, path=f"{number}.jsonl", num_bytes=10, figures={"n": number})
+        await queue.finish(number, path=f"{number}.jsonl", num_bytes=10, figures=figures(number))
     return numbers
 
 
@@ -48,16 +53,16 @@ async def test_committed_data_survives_a_restart(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         one = await queue.admit(task, version=4, cursor={"position": 7})
         two, three, four = await admitted(queue, 3)
-        await queue.finish(two, path="2.jsonl", num_bytes=10, figures={"reward": 0.5})
-        await queue.finish(three, path="3.jsonl", num_bytes=5, figures={})
-        await queue.discard(four, path="4.jsonl", figures={})
+        await queue.finish(two, path="2.jsonl", num_bytes=10, figures=figures(0.5))
+        await queue.finish(three, path="3.jsonl", num_bytes=5, figures=GroupFigures())
+        await queue.discard(four, path="4.jsonl", figures=GroupFigures())
         await queue.lease(1, [three], {"version": 0})
         await queue.begin_stage(1, step=0, tasks=None, cursor=CURSOR)
         assert queue.num_bytes == 10
     async with opened(tmp_path) as queue:
-        assert await queue.open_groups() == [QueuedGroup(one.number, task, 4, None, 0, {})]
+        assert await queue.open_groups() == [QueuedGroup(one.number, task, 4, None, 0)]
         (left,) = await queue.finished_groups()
-        assert (left.number, left.path, left.figures) == (two, "2.jsonl", {"reward": 0.5})
+        assert (left.number, left.path, left.figures) == (two, "2.jsonl", figures(0.5))
         assert queue.num_bytes == 10
         assert await queue.noted("cursor") == CURSOR
         assert (await queue.noted("stage 1"))["begun"] == 0
@@ -81,7 +86,9 @@ async def test_figures_that_are_not_plain_data_are_refused_and_never_become_text
     async with opened(tmp_path) as queue:
         (number,) = await admitted(queue, 1)
         with pytest.raises(TypeError):
-            await queue.finish(number, path="1", num_bytes=1, figures={"reward": Decimal("0.5")})
+            await queue.finish(
+                number, path="1", num_bytes=1, figures=figures(cast(float, Decimal("0.5")))
+            )
         assert [group.number for group in await queue.open_groups()] == [number]
 
 
@@ -147,12 +154,12 @@ async def test_groups_given_back_belong_to_the_next_step(tmp_path: Path) -> None
     async with opened(tmp_path) as queue:
         one, two = await finished(queue, 2)
         lost, later = await admitted(queue, 2)
-        await queue.discard(lost, path=None, figures={"n": 9})
+        await queue.discard(lost, path=None, figures=figures(9))
     async with opened(tmp_path) as queue:
         lease = await queue.lease(1, [one], {})
         assert [group.number for group in lease.groups] == [one]
-        assert [(group.number, group.figures) for group in lease.replaced] == [(lost, {"n": 9})]
-        await queue.discard(later, path=None, figures={})
+        assert [(group.number, group.figures) for group in lease.replaced] == [(lost, figures(9))]
+        await queue.discard(later, path=None, figures=GroupFigures())
         await queue.lease(2, [two], {})
         again = await queue.rewind(0)
     assert [[group.number for group in lease.replaced] for lease in again] == [[lost], [later]]
@@ -164,14 +171,14 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: 
         await queue.begin_stage(1, step=0, tasks=None, cursor={"position": 0})
         one, two, three, four = await finished(queue, 4)
         (given_back,) = await admitted(queue, 1)
-        await queue.discard(given_back, path="5.jsonl", figures={})
+        await queue.discard(given_back, path="5.jsonl", figures=GroupFigures())
         await queue.lease(1, [one], {})
         await queue.lease(2, [two], {})
         (still_open,) = await admitted(queue, 1)
         stage = await queue.begin_stage(2, step=2, tasks=[], cursor={"position": 9})
         assert (stage["last"], stage["before"]) == (still_open, CURSOR)
         (later,) = await admitted(queue, 1)
-        await queue.discard(later, path="7.jsonl", figures={})
+        await queue.discard(later, path="7.jsonl", figures=GroupFigures())
         await queue.note("cursor", {"position": 10})
         await queue.acknowledge(2)
 
@@ -195,9 +202,6 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: 
 
 @pytest.mark.anyio
 async def test_outcomes_are_recorded_with_the_step_and_undone_with_it(tmp_path: Path) -> None:
-    def figures(*rewards: float | None) -> dict[str, Any]:
-        return {"rollouts": [{"reward": reward} for reward in rewards]}
-
     solved, mixed = GroupOutcome(2, 2, is_equal=True), GroupOutcome(1, 2, is_equal=False)
     async with opened(tmp_path) as queue:
         one, two, three, lost = await admitted(queue, 4)
@@ -231,7 +235,7 @@ async def test_reopened_groups_have_no_results(tmp_path: Path) -> None:
             (one, 3, None),
             (two, 3, None),
         ]
-        await queue.finish(one, path="again", num_bytes=1, figures={})
+        await queue.finish(one, path="again", num_bytes=1, figures=GroupFigures())
         await queue.lease(1, [one], {})
         with pytest.raises(ValueError, match="leased"):
             await queue.reopen([one], version=3)
@@ -242,9 +246,9 @@ async def test_a_group_finishes_once(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         (one,) = await finished(queue, 1)
         with pytest.raises(ValueError, match="finished"):
-            await queue.finish(one, path="", num_bytes=0, figures={})
+            await queue.finish(one, path="", num_bytes=0, figures=GroupFigures())
         with pytest.raises(ValueError, match="finished"):
-            await queue.discard(one, path="", figures={})
+            await queue.discard(one, path="", figures=GroupFigures())
 
 
 CHILD = """
@@ -252,6 +256,7 @@ import sys, anyio
 from pathlib import Path
 from agentloop.training.queue import GroupQueue
 from agentloop.environments.tasks.sources import Task
+from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 
 async def main():
     async with GroupQueue.open(Path(sys.argv[1])) as queue:
@@ -263,7 +268,7 @@ async def main():
                 position = ((await queue.noted("cursor")) or {"position": 0})["position"] + 1
                 task = Task(str(position), "?", "")
                 group = await queue.admit(task, version=0, cursor={"position": position})
-                figures = {"rollouts": [{"reward": 1.0}, {"reward": 0.0}]}
+                figures = GroupFigures([RolloutFigures(1.0), RolloutFigures(0.0)])
                 await queue.finish(group.number, path="p", num_bytes=1, figures=figures)
                 found.append(group.number)
             await queue.lease(step, found, {})

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.learner_client.client import Learner, LearnerLost
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import ReadyReply
@@ -136,7 +137,7 @@ async def lease(queue: GroupQueue, folder: RunFolder, step: int) -> Any:
         for index, advantage in enumerate([0.5, -0.5])
     ]
     path, num_bytes = folder.add_group(group.number, rows)
-    await queue.finish(group.number, path=path, num_bytes=num_bytes, figures={})
+    await queue.finish(group.number, path=path, num_bytes=num_bytes, figures=GroupFigures())
     notes = {"version": step - 1, "resets": False, "stage": 1, "learns": True}
     return await queue.lease(step, [group.number], notes)
 

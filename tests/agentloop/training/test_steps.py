@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from agentloop.environments.tasks.sources import Task
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.learner_client.client import Learner, LearnerLost
 from agentloop.training.learner_client.protocol import TrainingState
 from agentloop.training.queue import GroupQueue, Lease
@@ -114,7 +115,9 @@ class Run:
                 for index, one in enumerate(advantages)
             ],
         )
-        await self.queue.finish(group.number, path=path, num_bytes=num_bytes, figures={})
+        await self.queue.finish(
+            group.number, path=path, num_bytes=num_bytes, figures=GroupFigures()
+        )
         return await self.queue.lease(step, [group.number], NOTES | notes)
 
 

@@ -19,6 +19,7 @@ from agentloop.agent.rollout import Budget
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.sources import Task, TaskSource
 from agentloop.errors import PromptTooLong, RequestError, ServerError, ServerStartError, sole
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.cluster import runtimes as runtimes_module
 from agentloop.training.cluster.rollout_host import RolloutActor, packed, unpacked
@@ -101,7 +102,7 @@ async def test_groups_are_rolled_out_by_all_runtimes_and_come_back_whole(folder:
         assert "one: 0 groups running, on the newest weights" in runtimes.describe()
     assert told(found) == whole(*names)
     assert found["0"].has_signal
-    assert found["0"].figures == {"rejected": None, "rollouts": []}
+    assert found["0"].figures == GroupFigures()
     assert found["0"].rows()[0]["max_turns"] == 7
     assert sorted(one.asked + two.asked) == sorted(names)
     assert one.asked
