@@ -11,7 +11,7 @@ import anyio.lowlevel
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.tasks.sources import Task
-from agentloop.rollouts.record import RolloutRecord
+from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.rollouts.runner import Player, play_siblings
 from agentloop.trajectory import StopReason, Trajectory
 
@@ -73,5 +73,5 @@ class GroupPlayer:
 def record_of(trajectory: Trajectory) -> RolloutRecord:
     """Return the record of a rollout whose answer is to be checked."""
     is_lost = trajectory.stop_reason is StopReason.INFRASTRUCTURE
-    lost_to = StopReason.INFRASTRUCTURE if is_lost else None
-    return RolloutRecord(trajectory.id, [trajectory], lost_to=lost_to, to_grade=trajectory)
+    no_reward = NoReward.INFRASTRUCTURE if is_lost else None
+    return RolloutRecord(trajectory.id, [trajectory], no_reward=no_reward, to_grade=trajectory)

@@ -20,7 +20,7 @@ from agentloop.errors import ServerRefused, ServerUnavailable
 from agentloop.events import Emit, RolloutAbandoned, RolloutFinished, RolloutStarted, ignore
 from agentloop.inference.openai_client import EndpointSettings, OpenAIClient
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.rollouts.record import RolloutRecord
+from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn, TurnEnd
 
 __all__ = ["EndpointSampler"]
@@ -174,6 +174,8 @@ class _Sample:
         num_tokens = await self.sampler.sample(self.trajectory, self.group, self.body)
         record = self.cut_off()
         record.num_tokens = num_tokens
+        if self.trajectory.stop_reason.is_unscorable:
+            record.no_reward = NoReward.INFRASTRUCTURE
         return record
 
     def cut_off(self) -> RolloutRecord:

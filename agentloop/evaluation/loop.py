@@ -263,7 +263,7 @@ class Evaluation:
             "group": outcome.number,
             "task": task.id,
             "source": task.source,
-            **asdict(about([GroupFigures(outcome.rollouts)])),
+            **about([GroupFigures(outcome.rollouts)]).row(),
             **about_each([("", GroupFigures(outcome.rollouts))]),
             "avg_at_k": None if so_far is None else so_far.value,
         }

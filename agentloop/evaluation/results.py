@@ -80,7 +80,7 @@ def results(
     for outcome in outcomes:
         sets.setdefault(outcome.task.env or outcome.task.source or "tasks", []).append(outcome)
     reasons = Counter(
-        str(rollout.missing)
+        rollout.reason
         for outcome in outcomes
         for rollout in outcome.rollouts
         if rollout.reward is None

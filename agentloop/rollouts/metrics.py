@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -32,7 +33,8 @@ class RolloutFigures:
 
     Attributes:
         reward: its reward; None: it has none.
-        missing: why it has no reward.
+        no_reward: why it has none (`NoReward`).
+        reason: the same in words, or how it got its reward.
         parts: the named parts of its reward.
         tool_errors: the share of its calls that failed; None: it made none.
         num_tokens: number of sampled tokens.
@@ -41,7 +43,8 @@ class RolloutFigures:
     """
 
     reward: float | None
-    missing: str | None = None
+    no_reward: str | None = None
+    reason: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
     tool_errors: float | None = None
     num_tokens: int = 0
@@ -58,7 +61,8 @@ class RolloutFigures:
         spans = (span for one in trajectories for turn in one for span in turn.versions)
         return cls(
             reward.value,
-            reward.reason if reward.value is None else None,
+            rollout.no_reward,
+            reward.reason,
             dict(reward.parts),
             _tool_error_ratio(trajectories),
             num_tokens if rollout.num_tokens is None else rollout.num_tokens,
@@ -99,6 +103,7 @@ class RolloutMetrics:
         reward: mean reward; None: no rollout has one.
         tool_errors_in_correct: mean share of failed calls in rollouts with a positive reward that
             make calls; None: there are none.
+        without_reward: number of rollouts without one, by the reason (`NoReward`).
         num_groups_rejected: number of groups that were not selected for training.
         num_sampled_tokens: number of sampled tokens of rollouts with a reward.
         length_mean: mean number of sampled tokens.
@@ -111,6 +116,7 @@ class RolloutMetrics:
     tool_errors_in_correct: float | None
     num_rollouts: int
     num_without_reward: int
+    without_reward: Mapping[str, int]
     num_groups_rejected: int
     num_sampled_tokens: int
     length_mean: float
@@ -118,6 +124,12 @@ class RolloutMetrics:
     versions_mean: float
     truncated: float
     pass_at_k: float
+
+    def row(self) -> dict[str, Any]:
+        """Return the metrics as plain data, those by reason as `without_reward/REASON`."""
+        row = asdict(self)
+        by_reason = row.pop("without_reward")
+        return row | {f"without_reward/{reason}": num for reason, num in by_reason.items()}
 
 
 def about(groups: Sequence[GroupFigures]) -> RolloutMetrics:
@@ -135,6 +147,7 @@ def about(groups: Sequence[GroupFigures]) -> RolloutMetrics:
         tool_errors_in_correct=statistics.fmean(ratios) if ratios else None,
         num_rollouts=len(rollouts),
         num_without_reward=len(rollouts) - len(scored),
+        without_reward=dict(Counter(str(one.no_reward) for one in rollouts if one.reward is None)),
         num_groups_rejected=sum(group.rejected is not None for group in groups),
         num_sampled_tokens=sum(lengths),
         length_mean=_fmean(lengths),
@@ -163,7 +176,7 @@ def about_each(groups: Iterable[tuple[str, GroupFigures]]) -> dict[str, Any]:
     for name in sorted(groups_of):
         prefix = f"env/{name}/" if name else ""
         if name:
-            of_all = asdict(about(groups_of[name]))
+            of_all = about(groups_of[name]).row()
             metrics |= {f"{prefix}{metric}": value for metric, value in of_all.items()}
         parts = mean_parts(groups_of[name])
         metrics |= {f"{prefix}part/{part}": mean for part, mean in parts.items()}

@@ -52,7 +52,7 @@ from agentloop.errors import (
 from agentloop.events import Emit, Event, RolloutStarted, ignore
 from agentloop.inference.scheduling.group_gate import AdmittedGroup
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.rollouts.record import AgentRecord, RolloutRecord
+from agentloop.rollouts.record import AgentRecord, NoReward, RolloutRecord
 from agentloop.rollouts.runner import Player, Sibling
 from agentloop.trajectory import Message, StopReason, Trajectory
 
@@ -412,6 +412,12 @@ class _End:
         return cls(Reward(None, None, f"{_PREFIXES.get(cut, '')}{why}"), cut)
 
 
+_NO_REWARD = {
+    _INFRASTRUCTURE: NoReward.INFRASTRUCTURE,
+    _ENVIRONMENT: NoReward.ENVIRONMENT,
+    StopReason.STRAGGLER: NoReward.STOPPED,
+    StopReason.CANCELLED: NoReward.CANCELLED,
+}
 _PREFIXES = {_INFRASTRUCTURE: "infrastructure: "}
 _STRAGGLER = _End.lost("stopped: enough rollouts of its group had ended", StopReason.STRAGGLER)
 
@@ -422,8 +428,8 @@ def _record(agent: Agent, end: _End) -> RolloutRecord:
         name: AgentRecord(_copies(other), other.reward, other.is_trained)
         for name, other in agent.others.items()
     }
-    lost_to = end.cut if end.cut in (_ENVIRONMENT, _INFRASTRUCTURE) else None
-    record = RolloutRecord(agent.id, _copies(agent), end.reward, others, lost_to, end.to_grade)
+    no_reward = None if end.cut is None else _NO_REWARD.get(end.cut)
+    record = RolloutRecord(agent.id, _copies(agent), end.reward, others, no_reward, end.to_grade)
     if not record.all_trajectories:  # a record, so that the reason is not lost
         reason = end.reward.reason if end.reward is not None and end.cut is not None else None
         empty = Trajectory(agent.id, [], [], end.cut or _ENVIRONMENT, reason)
@@ -431,6 +437,7 @@ def _record(agent: Agent, end: _End) -> RolloutRecord:
         record.trajectories = [empty]
         if record.may_count:
             record.reward = Reward(None, None, "its agent did not run: nothing was sampled")
+            record.no_reward = NoReward.NOT_SAMPLED
     if end.cut is not None:
         for trajectory in record.all_trajectories:
             if trajectory.stop_reason is _ENVIRONMENT:  # cut off by what ended the rollout

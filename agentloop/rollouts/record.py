@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.trajectory import StopReason, Trajectory
 
-__all__ = ["AgentRecord", "RolloutGroup", "RolloutRecord"]
+__all__ = ["AgentRecord", "NoReward", "RolloutGroup", "RolloutRecord"]
+
+
+class NoReward(StrEnum):
+    """Why a rollout has no reward."""
+
+    INFRASTRUCTURE = "infrastructure"  # it failed
+    ENVIRONMENT = "environment"  # it failed, or ran out of time
+    STOPPED = "stopped"  # enough of its siblings had ended
+    CANCELLED = "cancelled"  # by a person
+    NOT_SAMPLED = "not_sampled"  # the model said nothing
+    OTHER_WEIGHTS = "other_weights"  # than those that the group is of
+    TEACHER = "teacher"  # it refuses the rollout
+    NOT_GIVEN = "not_given"  # neither by the environment nor by the check of the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +55,7 @@ class RolloutRecord:
         trajectories: conversations of its agent with the model; of the built-in agent one.
         reward: its reward, once it is scored; before that, what its environment says of it.
         others: the other agents of its environment, by name.
-        lost_to: INFRASTRUCTURE or ENVIRONMENT, if that failed, so that there is no reward.
+        no_reward: why there is no reward, once that is known.
         to_grade: the conversation whose answer is to be checked, for the reward.
         num_tokens: sampled tokens, as an endpoint has counted them; None: those of the record.
     """
@@ -50,7 +64,7 @@ class RolloutRecord:
     trajectories: Sequence[Trajectory]
     reward: Reward | None = None
     others: Mapping[str, AgentRecord] = field(default_factory=dict)
-    lost_to: StopReason | None = None
+    no_reward: NoReward | None = None
     to_grade: Trajectory | None = None
     num_tokens: int | None = None
 
@@ -102,7 +116,7 @@ class RolloutGroup:
     @property
     def outage(self) -> str | None:
         """The failure of the infrastructure to which all rollouts were lost, if they were."""
-        if all(one.lost_to is StopReason.INFRASTRUCTURE for one in self.rollouts):
+        if all(one.no_reward is NoReward.INFRASTRUCTURE for one in self.rollouts):
             return self.rewards[0].reason
         return None
 
@@ -131,6 +145,7 @@ class RolloutGroup:
                 "parts": dict(reward.parts),
                 "answer": reward.answer,
                 "reason": reward.reason,
+                "no_reward": self.rollouts[index].no_reward,
                 "advantage": None,
                 "credit": None,
                 "dropped": None,

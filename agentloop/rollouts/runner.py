@@ -24,12 +24,12 @@ from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError, culprit
 from agentloop.events import Emit, GroupFinished, GroupStarted, RolloutScored, ignore
-from agentloop.rollouts.record import RolloutGroup, RolloutRecord
+from agentloop.rollouts.record import NoReward, RolloutGroup, RolloutRecord
 
 __all__ = ["FlawOf", "GroupRunner", "Judge", "Player", "Select", "Sibling", "play_siblings"]
 
-FlawOf = Callable[[RolloutRecord], "str | None"]
-"""Returns why a rollout must not be scored, such as other weights, or None."""
+FlawOf = Callable[[RolloutRecord], "tuple[NoReward, str] | None"]
+"""Returns why a rollout must not be scored, such as other weights, also in words; or None."""
 
 Judge = Callable[[RolloutRecord], Awaitable[None]]
 """Judges a rollout that has a reward; may replace the reward by none."""
@@ -176,6 +176,8 @@ class GroupRunner:
             if judge is not None and rollout.reward.value is not None:
                 await judge(rollout)
             reward = rollout.reward
+            if reward.value is None and rollout.no_reward is None:
+                rollout.no_reward = NoReward.NOT_GIVEN
             scored = reward.value, reward.answer, reward.reason, time.monotonic() - begun
             for trajectory in rollout.all_trajectories:
                 self._emit(RolloutScored(trajectory.id, *scored))
@@ -203,7 +205,8 @@ class GroupRunner:
         if rollout.reward is not None and rollout.reward.value is None:
             return rollout.reward
         if (flaw := flaw_of(rollout)) is not None:
-            return Reward(None, None, flaw)
+            rollout.no_reward, reason = flaw
+            return Reward(None, None, reason)
         if rollout.to_grade is not None:
             return await self._grader.score(rollout.to_grade, task)
         assert rollout.reward is not None

@@ -19,13 +19,13 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import EnvironmentFailed, RequestError, ServerError, ServerRefused
 from agentloop.events import GroupFinished
 from agentloop.rollouts.metrics import GroupFigures
-from agentloop.rollouts.record import RolloutGroup, RolloutRecord
+from agentloop.rollouts.record import NoReward, RolloutGroup, RolloutRecord
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.rollouts.stream import finished_groups
 from agentloop.training.credit.roc import Rejected, RocSettings, Selection, Trace, resample
 from agentloop.training.credit.rule import RewardedRollout, TokenCredit
 from agentloop.training.credit.settings import CreditSettings, assign
-from agentloop.trajectory import StopReason, Trajectory
+from agentloop.trajectory import Trajectory
 
 __all__ = ["Purpose", "RolledOut", "Rollouts", "RollsOut", "TrainingGroup", "in_order"]
 
@@ -313,15 +313,15 @@ class Rollouts:
         )
         return trained[0]
 
-    def _flaw_of(self, rollout: RolloutRecord, *, oldest: int) -> str | None:
-        """Return why a rollout cannot be trained on, whatever its reward."""
+    def _flaw_of(self, rollout: RolloutRecord, *, oldest: int) -> tuple[NoReward, str] | None:
+        """Return why a rollout cannot be trained on, whatever its reward (`FlawOf`)."""
         if not rollout.num_sampled_tokens:
-            return "nothing was sampled"
+            return NoReward.NOT_SAMPLED, "nothing was sampled"
         for trajectory in rollout.all_trajectories:
             if other := _other_version(trajectory, oldest):
-                return f"sampled with other weights: {other}"
+                return NoReward.OTHER_WEIGHTS, f"sampled with other weights: {other}"
             if self._is_tainted(trajectory):
-                return "sampled by a server with wrong weights"
+                return NoReward.OTHER_WEIGHTS, "sampled by a server with wrong weights"
         return None
 
     async def _judge(self, logprobs: dict[str, Sequence[float]], rollout: RolloutRecord) -> None:
@@ -336,8 +336,7 @@ class Rollouts:
                 logprobs[trajectory.id] = await self._teacher(trajectory)
         except ServerError as error:
             is_refused = isinstance(error, ServerRefused) and error.is_about_request
-            if not is_refused:
-                rollout.lost_to = StopReason.INFRASTRUCTURE
+            rollout.no_reward = NoReward.TEACHER if is_refused else NoReward.INFRASTRUCTURE
             what = "the teacher refuses it" if is_refused else "infrastructure"
             rollout.reward = Reward(None, rollout.reward.answer, f"{what}: {error}")
 

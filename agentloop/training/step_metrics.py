@@ -129,7 +129,7 @@ class StepMetrics:
             "step": self.step,
             "stage": self.stage,
             "version": self.version,
-            **asdict(self.rollouts),
+            **self.rollouts.row(),
             **self.environments,
             "num_groups_replaced": self.num_groups_replaced,
             "staleness_mean": self.staleness_mean,

@@ -158,7 +158,7 @@ async def test_persistent_failures_are_missing_not_wrong(tmp_path: Path) -> None
     for outcome in outcomes:
         assert outcome.rewards == [1, 1, 1]
         assert outcome.rollouts[0].reward is None
-        assert outcome.rollouts[0].missing == "infrastructure: a server died"
+        assert outcome.rollouts[0].reason == "infrastructure: a server died"
     assert rows(tmp_path / "run", 1)[0]["dropped"] == "infrastructure"
 
 

@@ -23,8 +23,8 @@ ABOUT = {
 
 
 def rollout(reward: float | None, **more: Any) -> RolloutFigures:
-    missing = "infrastructure: it died" if reward is None else None
-    usual = {"missing": missing, "num_tokens": 10, "num_turns": 2, "versions": ["0"]}
+    reason = "infrastructure: it died" if reward is None else ""
+    usual: dict[str, Any] = {"reason": reason, "num_tokens": 10, "num_turns": 2, "versions": ["0"]}
     return RolloutFigures(reward, **usual | more)
 
 

@@ -47,7 +47,7 @@ from agentloop.inference.scheduling.group_gate import AdmittedGroup
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import dumps, loads
 from agentloop.rollouts.player import EnvironmentPlayer
-from agentloop.rollouts.record import RolloutRecord
+from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.rollouts.runner import GroupRunner, play_siblings
 from agentloop.sandbox import CallResult, CallStatus, LostBy, SandboxUnavailable, SessionLost
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
@@ -470,7 +470,7 @@ async def test_an_environment_that_waits_for_a_thread_is_left_behind(
     assert done.reward is not None
     assert done.reward.value == 1.0
     assert late.reward == Reward(None, None, "the environment ran out of time (0.2 s)")
-    assert late.lost_to is StopReason.ENVIRONMENT
+    assert late.no_reward is NoReward.ENVIRONMENT
 
 
 async def test_a_late_reward_does_not_count() -> None:
@@ -559,7 +559,7 @@ async def test_an_error_that_the_agent_causes_has_the_declared_reward() -> None:
     assert [one.stop_reason for one in parsed.trained] == [StopReason.ANSWERED]
     assert done.reward is not None
     assert done.reward.value == 1.0
-    assert broken.lost_to is StopReason.ENVIRONMENT
+    assert broken.no_reward is NoReward.ENVIRONMENT
 
 
 async def test_an_environment_that_leaves_no_time_for_its_agent_has_failed() -> None:
@@ -574,7 +574,7 @@ async def test_an_environment_that_leaves_no_time_for_its_agent_has_failed() -> 
     late, _ = await run(dawdles, timeout_s=0.1)
     assert late.reward is not None
     assert "left no time" in late.reward.reason
-    assert late.lost_to is StopReason.ENVIRONMENT
+    assert late.no_reward is NoReward.ENVIRONMENT
 
 
 @pytest.mark.parametrize("in_group", [False, True])
@@ -661,7 +661,7 @@ async def test_an_outage_inside_a_task_group_is_the_infrastructures() -> None:
 
     lost, _ = await run(judges)
     assert lost.reward == Reward(None, None, "infrastructure: the judge is down")
-    assert lost.lost_to is StopReason.INFRASTRUCTURE
+    assert lost.no_reward is NoReward.INFRASTRUCTURE
 
 
 async def test_only_what_the_function_raises_is_an_error_of_the_agent() -> None:
@@ -680,7 +680,7 @@ async def test_only_what_the_function_raises_is_an_error_of_the_agent() -> None:
         return 1.0
 
     bad, parsed, unknown, _ = await run(plays, size=4)
-    assert (bad.lost_to, unknown.lost_to) == (StopReason.ENVIRONMENT, StopReason.ENVIRONMENT)
+    assert (bad.no_reward, unknown.no_reward) == (NoReward.ENVIRONMENT, NoReward.ENVIRONMENT)
     assert parsed.reward is not None
     assert (parsed.reward.value, type(parsed.reward.value)) == (0.5, float)
 
@@ -697,7 +697,7 @@ async def test_an_environment_that_cancels_itself_has_failed() -> None:
         return 1.0
 
     failed, done = await run(cancels)
-    assert failed.lost_to is StopReason.ENVIRONMENT
+    assert failed.no_reward is NoReward.ENVIRONMENT
     assert done.reward is not None
     assert done.reward.value == 1.0
 

@@ -19,6 +19,7 @@ from agentloop.errors import (
     ServerUnavailable,
 )
 from agentloop.events import Event, GroupFinished, GroupStarted
+from agentloop.rollouts.metrics import about
 from agentloop.rollouts.record import AgentRecord, RolloutRecord
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.credit.grpo import group_advantages
@@ -111,6 +112,17 @@ async def test_a_rollout_that_failed_for_other_reasons_has_no_reward() -> None:
     }
     assert {key for key, row in rows.items() if row["advantage"] is not None} == {"right", "wrong"}
     assert rows["old"]["reason"] == "sampled with other weights: 2"
+    assert {key: row["no_reward"] for key, row in rows.items()} == {
+        "right": None,
+        "wrong": None,
+        "straggler": "not_given",  # by the grader; a player says that it was stopped
+        "silent": "not_sampled",
+        **dict.fromkeys(["old", "foreign", "tainted"], "other_weights"),
+        "broken": "infrastructure",
+    }
+    metrics = about([found.figures]).row()
+    assert metrics["num_without_reward"] == 6
+    assert metrics["without_reward/other_weights"] == 3
     assert found.has_signal
 
 
