@@ -298,7 +298,7 @@ class Runtime:
             self.resolve_tools(tools),
             sampling=sampling or self.settings.sampling,
             emit=on_event,
-            with_text=with_text,
+            with_text=with_text and on_event is not ignore,
             has_names=name is not None,
         )
         name = name or uuid.uuid4().hex
