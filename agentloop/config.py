@@ -28,7 +28,7 @@ import pydantic
 import pydantic_settings
 from pydantic_settings import EnvSettingsSource
 
-from agentloop.errors import SettingsError
+from agentloop.errors import SettingsError, summary_of
 
 __all__ = [
     "describe_settings",
@@ -418,9 +418,7 @@ def import_named(name: str, setting: str) -> Any:
             "as a file in the current folder or an installed package"
         ) from error
     except Exception as error:
-        raise SettingsError(
-            f"{setting}: importing {module} raised {type(error).__name__}: {error}"
-        ) from error
+        raise SettingsError(f"{setting}: importing {module} raised {summary_of(error)}") from error
     try:
         return attrgetter(attribute)(imported)
     except AttributeError as error:

@@ -35,7 +35,7 @@ from agentloop.environments.registry import find
 from agentloop.environments.rewards.reward import Reward, finite_number, plain_reward
 from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
-from agentloop.environments.tasks.task import line_of
+from agentloop.environments.tasks.task import line_of, shown
 from agentloop.errors import AgentLoopError, SettingsError, leaves
 from agentloop.trajectory import Trajectory
 
@@ -94,7 +94,8 @@ class Environment:
         teacher: plays the dialogues that a model may start from (`sft.data.teacher`).
         agent_errors: exceptions that the agent causes, such as an answer that is no number, with
             the reward of a rollout that ends with one. Others are failures of the environment.
-        arguments: keyword arguments of the function, besides the task and the agent.
+        arguments: keyword arguments of the function, besides the task and the agent. Each rollout
+            gets copies of lists, dicts and sets; other objects are shared.
     """
 
     function: EnvironmentFunction
@@ -127,8 +128,8 @@ class Environment:
         return None
 
     async def __call__(self, task: Any, agent: Any) -> Any:
-        own = deepcopy(task)  # what a rollout changes in its task is its own
-        return await self.function(own, agent, **self.arguments)
+        # What a rollout changes in its task or its arguments reaches no other rollout.
+        return await self.function(deepcopy(task), agent, **_copy(self.arguments))
 
     def _types_of(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the types of these parameters; those of task and agent may exist for mypy alone.
@@ -221,15 +222,17 @@ def environment(
             one could escape a bad reward.
 
     Raises:
-        TypeError: the function is not async or does not take a task and an agent, or `tasks` is
-            neither a list nor a function of random numbers and of the environment's arguments.
+        TypeError: the function is not async or does not take a task and an agent, `tasks` is
+            neither a list nor a function of random numbers and of the environment's arguments, or
+            another argument is of another type.
+        ValueError: a weight, or a reward of `agent_errors`, is no finite number.
     """
     make = partial(
         _made,
         tasks=tasks,
-        weights=weights or {},
+        weights={} if weights is None else weights,
         teacher=teacher,
-        agent_errors=agent_errors or {},
+        agent_errors={} if agent_errors is None else agent_errors,
     )
     return make if function is None else make(function)
 
@@ -238,15 +241,25 @@ def _made(
     function: EnvironmentFunction,
     *,
     tasks: TaskFunction | Iterable[Mapping[str, Any]] | None,
+    weights: Mapping[str, float],
+    teacher: Teacher | None,
     agent_errors: Mapping[type[Exception], float],
-    **options: Any,
 ) -> Environment:
     if not inspect.iscoroutinefunction(function):
         raise TypeError(f"environment: {function!r} must be an `async def` function")
     if len(inspect.signature(function).parameters) < 2:
         raise TypeError(f"environment: {function.__name__} must take a task and an agent")
+    if not isinstance(weights, Mapping):
+        raise _unexpected("weights", "a mapping such as {'quick': 0.2}", weights)
+    weights = {
+        name: finite_number(weight, f"environment: weights: {name!r}")
+        for name, weight in weights.items()
+    }
+    if teacher is not None and (not callable(teacher) or inspect.iscoroutinefunction(teacher)):
+        expected = "a function of a task and of random numbers that returns a script"
+        raise _unexpected("teacher", expected, teacher)
     if not isinstance(agent_errors, Mapping):
-        raise TypeError("environment: agent_errors: expected a mapping such as {ValueError: 0.0}")
+        raise _unexpected("agent_errors", "a mapping such as {ValueError: 0.0}", agent_errors)
     for kind in agent_errors:
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             raise TypeError(f"environment: agent_errors: {kind!r} is not a type of exception")
@@ -257,12 +270,21 @@ def _made(
     if callable(tasks):
         _check_task_function(tasks, function)
     elif tasks is not None:
+        if isinstance(tasks, str | Mapping) or not isinstance(tasks, Iterable):
+            expected = "a function of random numbers, or a list of the fields of tasks"
+            raise _unexpected("tasks", expected, tasks)
         tasks = list(tasks)
-    return Environment(function, tasks, agent_errors=agent_errors, **options)
+    return Environment(function, tasks, weights, teacher, agent_errors)
+
+
+def _unexpected(argument: str, expected: str, value: Any) -> TypeError:
+    return TypeError(f"environment: {argument}: expected {expected}, not {shown(value)}")
 
 
 def _check_task_function(tasks: TaskFunction, function: EnvironmentFunction) -> None:
-    """Raise TypeError if the task function needs arguments that the environment does not have."""
+    """Raise TypeError if it is async, or needs arguments that the environment does not have."""
+    if inspect.iscoroutinefunction(tasks):
+        raise TypeError(f"environment: tasks: {line_of(tasks)}: it must not be async")
     needed = [
         one
         for one in inspect.signature(tasks).parameters.values()
@@ -283,6 +305,15 @@ def _with_arguments(tasks: TaskFunction, values: Mapping[str, Any]) -> TaskFunct
     taken = list(inspect.signature(tasks).parameters)[1:]
     given = {name: values[name] for name in taken if name in values}
     return partial(tasks, **given) if given else tasks
+
+
+def _copy(value: Any) -> Any:
+    """Copy lists, dicts and sets, at any depth in each other."""
+    if isinstance(value, dict):
+        return {key: _copy(part) for key, part in value.items()}
+    if isinstance(value, list | set):
+        return type(value)(map(_copy, value))
+    return value
 
 
 def load(settings: EnvSettings) -> Environment | None:

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import anyio
 
+from agentloop.aio import in_run_thread
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
 from agentloop.plain_json import dumps, loads
@@ -133,7 +134,7 @@ class GroupQueue:
             RunFolderError: The file cannot be read or written, or was written by another
                 version of agentloop.
         """
-        connection = await anyio.to_thread.run_sync(_connect, path)
+        connection = await in_run_thread(_connect, path)
         with closing(connection):
             queue = cls(connection, path)
             queue._num_bytes = await queue._transaction(_finished_bytes)
@@ -404,7 +405,7 @@ class GroupQueue:
 
         async with self._lock:  # no deadline: each transaction has one, _BUSY_S
             try:  # takes milliseconds, at most _BUSY_S; cancellation waits for it
-                return await anyio.to_thread.run_sync(transact)
+                return await in_run_thread(transact)
             except (sqlite3.Error, json.JSONDecodeError) as error:
                 raise RunFolderError(f"run.folder: {self._path}: {error}") from error
 

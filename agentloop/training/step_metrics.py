@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import anyio.to_thread
-
+from agentloop.aio import in_run_thread
 from agentloop.events import Emit, Measured
 from agentloop.rollouts.metrics import RolloutMetrics, about, about_each
 from agentloop.training.queue import Lease
@@ -150,12 +149,12 @@ class MetricsLog:
 
     async def add(self, row: Mapping[str, Any]) -> None:
         """Add a row. Raises RunFolderError."""
-        await anyio.to_thread.run_sync(self._folder.add_metrics, row)
+        await in_run_thread(self._folder.add_metrics, row)
         self._emit(Measured(row))
 
     async def rows(self) -> list[dict[str, Any]]:
         """Return all rows of the run, including those from before a restart."""
-        return await anyio.to_thread.run_sync(lambda: list(self._folder.metrics()))
+        return await in_run_thread(lambda: list(self._folder.metrics()))
 
     async def has(self, step: int, name: str) -> bool:
         """Return whether a row of `step` has the metric `name`, perhaps from before a restart."""

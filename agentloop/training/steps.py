@@ -18,9 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
-import anyio.to_thread
-
+from agentloop.aio import in_run_thread
 from agentloop.training.credit.rule import TokenCredit
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import KeptLearner, Learner
@@ -163,7 +161,7 @@ class Steps:
         path = self._folder.path / "batches" / f"step-{lease.step:05}.safetensors"
         num_learned = 0
         if learns:
-            num_learned = await anyio.to_thread.run_sync(self._write_batch, path, lease)
+            num_learned = await in_run_thread(self._write_batch, path, lease)
         metrics: Mapping[str, Any] = {}
         if num_learned:
             rescue = self._learner.checkpoint_folder(f"step-{lease.step:05}-rescue")
@@ -210,7 +208,7 @@ class Steps:
             LearnerError: as in `learn`.
         """
         weights = self._folder.path / "weights"
-        await anyio.to_thread.run_sync(partial(shutil.rmtree, weights, ignore_errors=True))
+        await in_run_thread(partial(shutil.rmtree, weights, ignore_errors=True))
 
         async def load() -> None:
             loaded = await self._learner.ask_once(LoadRequest(folder=checkpoint))
@@ -234,7 +232,7 @@ class Steps:
                 version = str(self.version)
                 request = PublishRequest(folder=folder, version=version)
                 await self._note_weights((await self._learner.ask(request)).sha256)
-        await anyio.to_thread.run_sync(_remove_others, folder)
+        await in_run_thread(_remove_others, folder)
 
     async def _note_weights(self, sha256: Mapping[str, str]) -> None:
         """Record a digest of the weights after the last step, unless the checksums are unknown."""

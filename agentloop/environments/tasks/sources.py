@@ -35,7 +35,7 @@ from agentloop.environments.tasks.task import (
     task_digest,
     task_of,
 )
-from agentloop.errors import AgentLoopError, DataError, SettingsError
+from agentloop.errors import AgentLoopError, DataError, SettingsError, summary_of
 from agentloop.plain_json import is_encodable
 from agentloop.trajectory import Message
 
@@ -318,9 +318,7 @@ class _Made(_Generated):
             raise
         except Exception as error:  # the user's code
             where = line_of(self._function, error)
-            raise DataError(
-                f"the tasks of {self._env}: {where}: {type(error).__name__}: {error}"
-            ) from error
+            raise DataError(f"the tasks of {self._env}: {where}: {summary_of(error)}") from error
         task = task_of(fields, f"the tasks of {self._env}: {line_of(self._function)}")
         return replace(task, id=f"{self._settings.kind}-{index}"), task.id
 
@@ -456,7 +454,7 @@ def _read_huggingface(settings: TasksSettings) -> Iterable[Any]:
         else:
             rows = datasets.load_dataset(name, settings.config or None, split=settings.split)
     except Exception as error:  # the hub, files, format or split may raise anything
-        raise DataError(f"{name}: {type(error).__name__}: {error}") from error
+        raise DataError(f"{name}: {summary_of(error)}") from error
     return rows
 
 

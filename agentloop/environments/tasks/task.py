@@ -76,9 +76,11 @@ def task_of(fields: Any, where: str) -> Task:
         if name in fields:
             raise DataError(f"{where}: field {name!r}: agentloop sets it: choose another name")
     rest = plain_fields(fields, where)
+    if len(rest) < len(fields):
+        raise DataError(f"{where}: two names of fields are the same as text")
     for name, value in fields.items():
         try:
-            _check_unchanged(value)
+            _check_unchanged(value, rest[str(name)])
         except ValueError as error:
             raise DataError(f"{where}: field {name!r}: {error}") from error
     id = _digest(_canonical(rest))
@@ -104,17 +106,17 @@ def plain_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     return plain
 
 
-def _check_unchanged(value: Any) -> None:
-    """Raise ValueError if JSON would lose a part of plain data."""
+def _check_unchanged(value: Any, plain: Any) -> None:
+    """Raise ValueError if `plain`, which JSON gives back for plain data, lacks a part of it."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not a finite number")
     if isinstance(value, Mapping):
-        if len({str(key) for key in value}) < len(value):
+        if len(plain) < len(value):
             raise ValueError("two keys are the same as text")
-        value = list(value.values())
+        value, plain = [*value.values()], plain.values()
     if isinstance(value, list | tuple):
-        for each in value:
-            _check_unchanged(each)
+        for part, plain_part in zip(value, plain, strict=True):
+            _check_unchanged(part, plain_part)
 
 
 def problem_text(prompt: str | Sequence[Message]) -> str:

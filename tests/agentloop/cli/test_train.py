@@ -36,6 +36,7 @@ from agentloop.training.run_status import RunStatus
 from examples.guess_number import guess
 from tests.agentloop.training.fake_learner import REPLIES
 from tests.agentloop.training.learner_client.test_client import RANK
+from tests.patience import patient
 from tests.support import FakeSGLang, eventually
 
 
@@ -263,6 +264,35 @@ async def test_a_reward_that_is_not_there_is_missed_at_once(tmp_path: Path) -> N
     with pytest.raises(SettingsError, match=r"reward\.function: .*no_such_module"):
         await train(load_settings(TrainSettings, overrides=overrides), cast(Any, Said()))
     assert not (tmp_path / "runs").exists()
+
+
+SLOW_TO_IMPORT = """
+import os, signal, threading
+
+thread, may_end = threading.current_thread(), threading.Event()
+os.kill(os.getpid(), signal.SIGTERM)
+may_end.wait(60)
+has_ended = True
+"""
+
+
+def test_a_signal_ends_a_run_whose_environment_is_slow_to_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_to_import.py").write_text(SLOW_TO_IMPORT)
+    monkeypatch.syspath_prepend(tmp_path)
+    overrides = ["reward.function=exact", "env=slow_to_import:game", f"run.folder='{tmp_path}'"]
+
+    async def run() -> int:
+        await train(load_settings(TrainSettings, overrides=overrides), cast(Any, Said()))
+        return 0
+
+    assert console.run(run) == 143
+    module = sys.modules["slow_to_import"]
+    assert not hasattr(module, "has_ended")
+    assert module.thread.daemon  # the process does not wait for it either
+    module.may_end.set()
+    module.thread.join(patient(10))
 
 
 @pytest.mark.anyio

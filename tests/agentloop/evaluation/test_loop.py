@@ -17,7 +17,7 @@ import pytest
 from agentloop.agent.rollout import Budget
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import RequestError, RunFolderError
+from agentloop.errors import EnvironmentFailed, RequestError, RunFolderError
 from agentloop.evaluation.loop import Evaluation, EvaluationSettings, Outcome
 from agentloop.rollouts.record import AgentRecord, RolloutRecord
 from agentloop.rollouts.runner import GroupRunner
@@ -160,6 +160,28 @@ async def test_persistent_failures_are_missing_not_wrong(tmp_path: Path) -> None
         assert outcome.rollouts[0].reward is None
         assert outcome.rollouts[0].reason == "infrastructure: a server died"
     assert rows(tmp_path / "run", 1)[0]["dropped"] == "infrastructure"
+
+
+async def test_good_samples_are_kept_if_the_environment_fails_on_each_repetition(
+    tmp_path: Path,
+) -> None:
+    class FailsAgain(Player):
+        @asynccontextmanager
+        async def group(
+            self, task: Task, *, name: str, **options: Any
+        ) -> AsyncIterator[list[Finished]]:
+            async with super().group(task, name=name, **options) as samples:
+                yield samples
+            if "again" in name:
+                raise EnvironmentFailed("environment game: it raised KeyError: 'board'")
+
+    player = FailsAgain(right=9, broken=1)
+    outcomes = await run(tmp_path / "run", player, settings(retries=1))
+    assert len(player.asked) == 8
+    for outcome in outcomes:
+        assert outcome.rewards == [1, 1, 1]
+        assert (outcome.rollouts[0].reward, outcome.refused) == (None, "")
+    assert [row["reward"] for row in rows(tmp_path / "run", 1)] == [None, 1, 1, 1]
 
 
 async def test_a_resumed_run_samples_only_what_is_missing(tmp_path: Path) -> None:

@@ -813,6 +813,10 @@ def test_a_task_is_plain_data_before_and_after_it_was_in_the_journal() -> None:
         ({"env": "maze"}, "field 'env': agentloop sets it"),
         ({"extra": {}}, "field 'extra': agentloop sets it"),
         ({"level": "hard"}, "field 'level': expected a number, got 'hard'"),
+        ({"odds": {"win": [0.5, math.nan]}}, "field 'odds': nan is not a finite number"),
+        ({"prices": {1: "a", "1": "b"}}, "field 'prices': two keys are the same as text"),
+        ({"rules": [{True: 1, "true": 2}]}, "field 'rules': two keys are the same as text"),
+        ({1: "a", "1": "b"}, "two names of fields are the same as text"),
         (["prompt"], "expected the fields of a task, a dict, not ['prompt']"),
     ],
 )
@@ -825,6 +829,15 @@ def test_fields_that_are_refused_are_named_with_their_environment(
     for tasks, where in cases:
         with pytest.raises(DataError, match=f"the tasks of maze: {where}: {re.escape(problem)}"):
             a_task(tasks)
+
+
+def test_tasks_that_differ_only_in_whitespace_are_different_tasks() -> None:
+    boards = ["#  #", "# #", "#  #\n"]
+    game = replace(maze, tasks=[{"prompt": "Out?", "board": board} for board in boards])
+    source = open_tasks(TasksSettings(), game)
+    assert source.distinct is not None
+    assert [task.board for task in source.distinct] == boards
+    assert len({task.id for task in source.distinct}) == 3
 
 
 def test_an_error_in_a_task_function_names_its_line() -> None:
@@ -863,8 +876,30 @@ def test_a_task_function_is_refused_if_it_takes_what_the_environment_has_not() -
         line = rf"{__file__}:{tasks.__code__.co_firstlineno}"
         with pytest.raises(TypeError, match=rf"tasks: {line}: it must take random .*{lacks}$"):
             agentloop.environment(tasks=tasks)(game)
-    with pytest.raises(TypeError, match="not iterable"):
-        agentloop.environment(tasks=5)(game)  # type: ignore[call-overload]
+
+    async def slow(rng: Random) -> dict[str, Any]:
+        return {}
+
+    with pytest.raises(TypeError, match=rf"tasks: {__file__}:\d+: it must not be async"):
+        agentloop.environment(tasks=slow)(game)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"tasks": 5}, "tasks: expected a function of random numbers, or a list of .*, not 5"),
+        ({"tasks": {"answer": 1}}, "tasks: expected a function .* a list of .*, not dict"),
+        ({"weights": 0.5}, "weights: expected a mapping such as {'quick': 0.2}, not 0.5"),
+        ({"weights": {"quick": "much"}}, "weights: 'quick': expected a finite number.*'much'"),
+        ({"teacher": "expert"}, "teacher: expected a function of a task .*, not 'expert'"),
+        ({"agent_errors": ValueError}, "agent_errors: expected a mapping such as .*, not type"),
+    ],
+)
+def test_an_argument_of_the_decorator_that_cannot_be_right_is_named(
+    options: Any, problem: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^environment: {problem}"):
+        agentloop.environment(**options)(maze.function)
 
 
 def test_tasks_may_be_a_list_of_their_fields() -> None:
@@ -888,6 +923,19 @@ async def test_what_a_rollout_changes_in_its_task_reaches_no_other() -> None:
     for _ in range(2):
         episodes = await run(deck, size=3, task=task)
         assert [one.reward and one.reward.value for one in episodes] == [3, 3, 3]
+
+
+async def test_what_a_rollout_changes_in_its_arguments_reaches_no_other() -> None:
+    @agentloop.environment
+    async def deck(task: Any, agent: Agent, *, cards: list[int], names: dict[str, Any]) -> float:
+        await agent.run("Draw.")
+        names["first"].append(agent.id)
+        return float(cards.pop() + len(names["first"]))
+
+    dealt = deck.with_arguments({"cards": [1, 2, 3], "names": {"first": []}})
+    for _ in range(2):
+        episodes = await run(dealt, size=3)
+        assert [one.reward and one.reward.value for one in episodes] == [4, 4, 4]
 
 
 def test_an_environments_tasks_replace_those_of_a_generator_and_of_nothing_else(
@@ -1114,6 +1162,44 @@ async def test_other_agents_are_recorded_under_their_names() -> None:
     assert (judge.reward, judge.is_trained) == (None, False)
     seeds = {options["sampling"].seed for _, options in model.asked}
     assert len(seeds) == 4
+
+
+async def test_only_other_agents_have_a_reward_that_can_be_set() -> None:
+    @agentloop.environment
+    async def sets(task: Any, agent: Agent) -> float:
+        await agent.run("?")
+        with pytest.raises(AttributeError, match=r"agent\.reward: return the reward from the env"):
+            agent.reward = 1.0
+        return 0.5
+
+    (episode,) = await run(sets, size=1)
+    assert episode.reward is not None
+    assert episode.reward.value == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"tools": "guess"}, "tools: expected a list of functions or names, got 'guess'"),
+        ({"tools": len}, "tools: expected a list of functions or names, got <built-in"),
+        ({"messages": None}, "messages: expected text or a list of messages, got None"),
+        ({"messages": {"role": "user"}}, "messages: expected text or a list of messages, got {"),
+        ({"max_turns": 0}, "max_turns: expected a number of at least 1, got 0"),
+        ({"max_tokens": "9"}, "max_tokens: expected a number of at least 1, got '9'"),
+    ],
+)
+async def test_an_invalid_argument_of_a_conversation_is_named(options: Any, problem: str) -> None:
+    @agentloop.environment
+    async def asks(task: Any, agent: Agent) -> float:
+        with pytest.raises(RequestError, match=f"^{problem}"):
+            await agent.run(**{"messages": "?", **options})
+        await agent.run("?")
+        return 1.0
+
+    (episode,) = await run(asks, size=1)
+    assert episode.reward is not None
+    assert episode.reward.value == 1.0
+    assert [one.id for one in episode.trajectories] == ["1-t.0"]
 
 
 async def test_another_agent_takes_the_same_arguments_each_time() -> None:

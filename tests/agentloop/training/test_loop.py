@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import anyio.to_thread
 import pytest
 from aiohttp import web
 
@@ -868,6 +869,27 @@ async def test_a_stage_with_nothing_left_to_learn_is_passed_over(tmp_path: Path)
 async def test_without_learning_rollouts_are_written_down_alone(tmp_path: Path) -> None:
     learner, _, run = await played(tmp_path, steps=2, learn=False, evaluate_every=0)
     assert [op for op, _ in learner.asked] == ["publish"]
+    assert len(groups(run, [4, 5, 6])) == 24
+
+
+class HoldsThreads(Played):
+    """Occupies all of anyio's default threads, as environments may that block in them."""
+
+    async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+        limiter = anyio.to_thread.current_default_thread_limiter()
+        with suppress(anyio.WouldBlock):
+            while True:
+                limiter.acquire_on_behalf_of_nowait(object())
+        return await super().__call__(prompt, **options)
+
+
+async def test_a_run_goes_on_while_environments_hold_all_threads(tmp_path: Path) -> None:
+    run_group = HoldsThreads(TaskSource.open(ARITHMETIC))
+    with anyio.fail_after(patient(20)):
+        _, _, run = await played(
+            tmp_path, run_group=run_group, steps=2, learn=False, evaluate_every=0
+        )
+    assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [1, 2]
     assert len(groups(run, [4, 5, 6])) == 24
 
 
