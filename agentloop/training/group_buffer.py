@@ -13,12 +13,11 @@ free while a restart would bring its group back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from agentloop.environments.tasks.sources import Task
 from agentloop.rollouts.metrics import GroupFigures
-from agentloop.training.queue import GroupQueue, Lease, QueuedGroup
+from agentloop.training.queue import GroupQueue, Lease, QueuedGroup, StepNotes
 from agentloop.training.run_control import RunControl
 from agentloop.training.stage_tasks import StageTasks
 from agentloop.training.staleness import Slots
@@ -179,11 +178,11 @@ class GroupBuffer:
         """True if a batch is complete and leaves behind no group that would become too stale."""
         return self._slots.has_batch
 
-    async def lease(self, step: int, notes: Mapping[str, Any]) -> Lease:
+    async def lease(self, step: int, notes: StepNotes) -> Lease:
         """Take the next batch, oldest groups first, for the training step `step`.
 
         Args:
-            notes: data needed to repeat the step.
+            notes: what is needed to repeat the step.
 
         Raises:
             ValueError: there is no batch (`has_batch`).

@@ -94,11 +94,28 @@ class QueuedGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class StepNotes:
+    """What is needed to repeat a step, besides its groups.
+
+    Attributes:
+        version: version of the weights that the step starts from.
+        stage: number of the stage.
+        resets: whether the optimizer is reset before the step.
+        learns: whether the step is trained on.
+    """
+
+    version: int
+    stage: int = 1
+    resets: bool = False
+    learns: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """The batch of a step, in order.
 
     Attributes:
-        notes: Data needed to repeat the step.
+        notes: What is needed to repeat the step.
         result: Result of the step, or None if it is unknown.
         replaced: Groups that were given back since the previous step.
         outcomes: Outcomes of both, with the keys of their tasks' solve rates.
@@ -106,7 +123,7 @@ class Lease:
 
     step: int
     groups: Sequence[QueuedGroup]
-    notes: Mapping[str, Any]
+    notes: StepNotes
     result: Mapping[str, Any] | None
     replaced: Sequence[QueuedGroup] = ()
     outcomes: Sequence[tuple[str, GroupOutcome]] = ()
@@ -191,7 +208,7 @@ class GroupQueue:
         self,
         step: int,
         numbers: Sequence[int],
-        notes: Mapping[str, Any],
+        notes: StepNotes,
         *,
         rate_key: Callable[[Task], str] = lambda task: task.id,
     ) -> Lease:
@@ -209,7 +226,7 @@ class GroupQueue:
             for place, number in enumerate(numbers):
                 _update_group(taken, (step, place, number), db)
             try:
-                db.execute("INSERT INTO steps VALUES (?, ?, NULL)", (step, _json(notes)))
+                db.execute("INSERT INTO steps VALUES (?, ?, NULL)", (step, _json(asdict(notes))))
             except sqlite3.IntegrityError:
                 raise ValueError(f"step {step} already has a batch") from None
             since = "state = 'given back' AND step IS NULL"
@@ -259,7 +276,9 @@ class GroupQueue:
             db.execute(f"UPDATE groups SET state = 'leased' WHERE {where}", (step,))
             steps = "SELECT step, notes, result FROM steps WHERE step > ? ORDER BY step"
             return [
-                _lease(db, number, loads(notes), None if result is None else loads(result))
+                _lease(
+                    db, number, StepNotes(**loads(notes)), None if result is None else loads(result)
+                )
                 for number, notes, result in db.execute(steps, (step,)).fetchall()
             ]
 
@@ -510,7 +529,7 @@ def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[Queu
 
 
 def _lease(
-    db: sqlite3.Connection, step: int, notes: Mapping[str, Any], result: Mapping[str, Any] | None
+    db: sqlite3.Connection, step: int, notes: StepNotes, result: Mapping[str, Any] | None
 ) -> Lease:
     batch = _groups(db, "step = ? AND state != 'given back' ORDER BY place", (step,))
     replaced = _groups(db, "step = ? AND state = 'given back' ORDER BY number", (step,))

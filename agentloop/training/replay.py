@@ -253,7 +253,7 @@ class Replay:
             if step not in self._leases:
                 raise RunFolderError(f"--replay: {self._run}: the journal lacks step {step}")
             lease = self._leases[step]
-            if not lease.notes["learns"]:
+            if not lease.notes.learns:
                 raise RunFolderError(
                     f"--replay: {self._run}: loop.learn is off: it has not learned"
                 )

@@ -96,12 +96,12 @@ class StepMetrics:
     @classmethod
     def of(cls, lease: Lease, learned: Learned) -> StepMetrics:
         """Compute the metrics of a step from its batch."""
-        version = lease.notes["version"]
+        version = lease.notes.version
         ages = [version - group.version for group in lease.groups]
         groups = [*lease.groups, *lease.replaced]
         return cls(
             lease.step,
-            lease.notes["stage"],
+            lease.notes.stage,
             version,
             about([group.figures for group in groups]),
             about_each((group.task.env, group.figures) for group in groups),

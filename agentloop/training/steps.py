@@ -155,8 +155,8 @@ class Steps:
 
     async def _learn(self, lease: Lease) -> Learned:
         begun = time.monotonic()
-        learns = lease.notes["learns"]
-        if learns and lease.notes["resets"]:
+        learns = lease.notes.learns
+        if learns and lease.notes.resets:
             await self._learner.ask_once(ResetOptimizerRequest())
         path = self._folder.path / "batches" / f"step-{lease.step:05}.safetensors"
         num_learned = 0

@@ -17,7 +17,7 @@ from agentloop.errors import RunFolderError
 from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 from agentloop.training.curriculum import Curriculum, DrawPolicy
 from agentloop.training.group_buffer import GroupBuffer
-from agentloop.training.queue import GroupQueue, QueuedGroup
+from agentloop.training.queue import GroupQueue, QueuedGroup, StepNotes
 from agentloop.training.run_control import RunControl
 from agentloop.training.stage_tasks import StageTasks
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 BATCH = 2
 FIGURES = GroupFigures()
-NOTES = {"version": 0, "resets": False, "stage": 1, "learns": True}
+NOTES = StepNotes(version=0)
 
 
 @asynccontextmanager

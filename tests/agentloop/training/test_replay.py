@@ -22,7 +22,7 @@ from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import ReadyReply
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.learner_record import LearnerRecord, learner_records, record_learner
-from agentloop.training.queue import GroupQueue
+from agentloop.training.queue import GroupQueue, StepNotes
 from agentloop.training.replay import Replay, ReplayedStep, Replayer, segments
 from agentloop.training.resume import load_newest
 from agentloop.training.run_folder import RunFolder
@@ -138,7 +138,7 @@ async def lease(queue: GroupQueue, folder: RunFolder, step: int) -> Any:
     ]
     path, num_bytes = folder.add_group(group.number, rows)
     await queue.finish(group.number, path=path, num_bytes=num_bytes, figures=GroupFigures())
-    notes = {"version": step - 1, "resets": False, "stage": 1, "learns": True}
+    notes = StepNotes(version=step - 1)
     return await queue.lease(step, [group.number], notes)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.learner_client.client import Learner, LearnerLost
 from agentloop.training.learner_client.protocol import TrainingState
-from agentloop.training.queue import GroupQueue, Lease
+from agentloop.training.queue import GroupQueue, Lease, StepNotes
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.step_metrics import Learned
 from agentloop.training.steps import Steps
@@ -24,7 +25,7 @@ from tests.agentloop.training.fake_learner import FakeLearner
 
 pytestmark = pytest.mark.anyio
 
-NOTES = {"version": 0, "resets": False, "stage": 1, "learns": True}
+NOTES = StepNotes(version=0)
 
 
 class Recorder(FakeLearner):
@@ -118,7 +119,7 @@ class Run:
         await self.queue.finish(
             group.number, path=path, num_bytes=num_bytes, figures=GroupFigures()
         )
-        return await self.queue.lease(step, [group.number], NOTES | notes)
+        return await self.queue.lease(step, [group.number], replace(NOTES, **notes))
 
 
 @asynccontextmanager
