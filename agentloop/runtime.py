@@ -285,7 +285,7 @@ class Runtime:
             name: the trajectories' ids are `name.0`, `name.1`, ...; with `sampling.seed`, each
                 rollout's seed is derived from the name and its index.
             enough: stop the remaining rollouts, the slowest ones, when this many have ended by
-                themselves.
+                themselves; what they have sampled is kept.
             on_queued: called when the prompt is encoded and the group begins to wait for capacity.
 
         Raises:
