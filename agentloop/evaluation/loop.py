@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import anyio
-import anyio.to_thread
 import pydantic
 
 from agentloop.agent.rollout import Budget
+from agentloop.aio import in_run_thread
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import DataError, EnvironmentFailed, RequestError
 from agentloop.evaluation.estimate import avg_at_k
@@ -147,7 +146,7 @@ class Evaluation:
         Raises:
             RunFolderError: The files are damaged.
         """
-        await anyio.to_thread.run_sync(self._load_results)
+        await in_run_thread(self._load_results)
 
     async def run(self, groups: GroupRunner, budget: Budget) -> None:
         """Sample and score the tasks that are not done.
@@ -225,7 +224,7 @@ class Evaluation:
         samples: list[list[Row]] = []
         if outcome.rollouts:
             path = f"trajectories/group-{outcome.number:07}.jsonl"
-            samples = _by_sample(await anyio.to_thread.run_sync(self._folder.read_group, path))
+            samples = _by_sample(await in_run_thread(self._folder.read_group, path))
         tried = max((rows[0]["attempt"] + 1 for rows in samples), default=0)
         samples += [[] for _ in range(self._settings.num_samples - len(samples))]
         for attempt in range(tried, tried + self._settings.retries + 1):
@@ -247,10 +246,10 @@ class Evaluation:
                 on_queued = _nothing
             common = {"group": outcome.number, "version": None, "attempt": attempt}
             rows_of = partial(_rows, group, missing, name, common)
-            for index, rows in zip(missing, await anyio.to_thread.run_sync(rows_of), strict=True):
+            for index, rows in zip(missing, await in_run_thread(rows_of), strict=True):
                 samples[index] = rows
         whole = [row for rows in samples for row in rows]
-        await anyio.to_thread.run_sync(self._folder.add_group, outcome.number, whole)
+        await in_run_thread(self._folder.add_group, outcome.number, whole)
         outcome.rollouts = [RolloutFigures(**rows[0]["figures"]) for rows in samples]
         return ()
 
@@ -269,8 +268,8 @@ class Evaluation:
         }
         figures = asdict(GroupFigures(outcome.rollouts))
         rollouts = {"group": outcome.number, "task": task.id, **figures}
-        await anyio.to_thread.run_sync(self._folder.append, _OUTCOMES, rollouts)
-        await anyio.to_thread.run_sync(self._folder.add_metrics, row)
+        await in_run_thread(self._folder.append, _OUTCOMES, rollouts)
+        await in_run_thread(self._folder.add_metrics, row)
         self._emit(Measured(row))
 
 

@@ -48,6 +48,7 @@ from agentloop.errors import (
     leaves,
     place_of,
     sole,
+    summary_of,
 )
 from agentloop.events import Emit, Event, RolloutStarted, ignore
 from agentloop.inference.scheduling.group_gate import AdmittedGroup
@@ -384,7 +385,7 @@ class EnvironmentSibling:
         cause = sole(error)
         if isinstance(self.environment, _BuiltIn):
             raise cause
-        what = f"{type(cause).__name__}: {cause}".removesuffix(": ")
+        what = summary_of(cause)
         what += f" ({place})" if (place := place_of(cause)) else ""
         reward = self.environment.reward_of_error(error)
         if reward is not None:
