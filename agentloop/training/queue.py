@@ -95,7 +95,7 @@ class QueuedGroup:
 
 @dataclass(frozen=True, slots=True)
 class StepNotes:
-    """What is needed to repeat a step, besides its groups.
+    """Notes that are needed to repeat a step, besides its groups.
 
     Attributes:
         version: version of the weights that the step starts from.
