@@ -53,7 +53,7 @@ def evaluated(
     The model that ships with agentloop solves none of them, but it takes part.
     """
     settings = [
-        f"env=examples.{environment}",
+        f"env=agentloop.environments.examples.{environment}",
         f'servers=["{sglang_url}"]',
         f"run.folder={tmp_path}",
         "run.name=run",
@@ -96,7 +96,9 @@ def test_two_agents_are_evaluated(tmp_path: Path, docker_engine: None, sglang_ur
 
 
 def test_an_mcp_server_is_used(tmp_path: Path, docker_engine: None, sglang_url: str) -> None:
-    server = 'mcp.warehouse.command=["python", "-m", "examples.warehouse_server"]'
+    server = (
+        'mcp.warehouse.command=["python", "-m", "agentloop.environments.examples.warehouse_server"]'
+    )
     rows = evaluated(tmp_path, "warehouse:find", sglang_url, server)
     assert {row["reward"] for row in rows} <= {0.0, 1.0}
 
@@ -106,7 +108,8 @@ def test_several_environments_are_evaluated(
 ) -> None:
     recipe = tmp_path / "envs.toml"
     recipe.write_text(
-        '[[envs]]\nname = "examples.guess_number:guess"\nbudget = {max_turns = 2}\n'
+        '[[envs]]\nname = "agentloop.environments.examples.guess_number:guess"\n'
+        "budget = {max_turns = 2}\n"
         "[[envs]]\nweight = 3\ntasks = {levels = [2], held_out = 2}\n"
         "[budget]\nmax_response_tokens = 200\n"
         "[evaluate]\nnum_samples = 2\nnum_tasks = 2\n"
