@@ -23,20 +23,22 @@ import pydantic
 from agentloop.aio import task_group
 from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
+from agentloop.cli.without_servers import open_endpoint
 from agentloop.config import load_known, load_settings, to_toml
-from agentloop.environments.environment import EnvSettings, open_tasks
+from agentloop.environments.environment import EnvSettings, open_tasks, set_up
 from agentloop.environments.mixture import (
     Envs,
     RunEnvironment,
     environments_of,
     mixed_runner,
+    player_runner,
 )
 from agentloop.environments.program import AgentProgram, ProgramSettings
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.mixed import of_environment
 from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import SettingsError
-from agentloop.evaluation.agent import AgentSampler
+from agentloop.evaluation.agent import AgentSampler, EndpointAgentSampler
 from agentloop.evaluation.endpoint import EndpointSampler
 from agentloop.evaluation.loop import Evaluation, EvaluationSettings, Sampler
 from agentloop.evaluation.results import figures_of, markdown, notes, results, table, text
@@ -145,6 +147,7 @@ async def _evaluate_in(
             async with (
                 elsewhere,
                 dashboard.serve_page(settings.serve) if settings.page else nullcontext(),
+                set_up(one.load() for one in settings.environments),
                 _open_sampler(settings, tasks, dashboard, progress) as (sampler, grader, settings),
             ):
                 folder.tell(to_toml(settings))
@@ -178,9 +181,9 @@ def chosen_tasks(settings: EvaluateSettings) -> list[Task]:
 def tasks_of(environment: RunEnvironment, num_tasks: int) -> list[Task]:
     """Return the tasks to evaluate an environment on.
 
-    These are the held-out tasks if `tasks.held_out` is set; otherwise the distinct tasks of the
-    files, in order, or the first tasks of a generator. If `num_tasks` is smaller, and not
-    0, that many are drawn at random with `tasks.seed`.
+    These are the held-out tasks, if the environment or `tasks.held_out` says which; otherwise the
+    distinct tasks of files or of a list, in order, or the first tasks of a generator. If
+    `num_tasks` is smaller, and not 0, that many are drawn at random with `tasks.seed`.
 
     Raises:
         DataError: a task is invalid; the message names the file, the line or row, and the field.
@@ -188,7 +191,7 @@ def tasks_of(environment: RunEnvironment, num_tasks: int) -> list[Task]:
     """
     s, wanted = environment.tasks, num_tasks
     source = open_tasks(s, environment.load())
-    if s.held_out:
+    if s.held_out or source.has_split:
         tasks = source.held_out()
     elif source.distinct is not None:
         tasks = source.distinct
@@ -210,8 +213,8 @@ def _check(settings: EvaluateSettings) -> None:
         raise SettingsError("endpoint.model: needs endpoint.url as well")
     if settings.endpoint.url and settings.agent.command:
         raise SettingsError("agent: a program needs agentloop's own servers: omit endpoint.url")
-    if settings.endpoint.url and (settings.env.name or settings.envs):
-        raise SettingsError("env: an environment needs agentloop's own servers: omit endpoint.url")
+    if settings.endpoint.url and any(not one.name for one in settings.envs):
+        raise SettingsError("envs: with endpoint.url, each must name an environment")
     if settings.endpoint.url and settings.servers:
         raise SettingsError("servers: not used with endpoint.url: omit one of the two")
 
@@ -255,6 +258,19 @@ async def _open_sampler(
 ) -> AsyncIterator[tuple[Sampler, Grader, EvaluateSettings]]:
     """Start the sampler and the scorer; yield them and the settings with the model's name."""
     s = settings
+    if s.endpoint.url and (s.env.name or s.envs):
+        logs = dashboard.folder.path / "logs"
+        async with (
+            open_endpoint(s, s.endpoint, log_dir=logs, progress=progress) as (host, named),
+            Grader(s.reward, pool=host.pool) as grader,
+        ):
+            played = partial(
+                player_runner, s.environments, host, sampling=s.sampling, grader=grader
+            )
+            most = max(1, named.max_concurrent // s.evaluate.num_samples)
+            agents = EndpointAgentSampler(played, s.budget, max_groups=most, emit=dashboard.emit)
+            yield agents, grader, s.model_copy(update={"endpoint": named})
+        return
     if s.endpoint.url:
         most = s.budget.max_response_tokens
         opened = EndpointSampler.open(

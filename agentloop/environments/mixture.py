@@ -18,7 +18,14 @@ import pydantic
 from agentloop.agent.rollout import Budget
 from agentloop.config import with_values
 from agentloop.environments.environment import Environment, EnvSettings, load, open_tasks
-from agentloop.environments.episodes import Episode, RunGroup, Runner, group_runner
+from agentloop.environments.episodes import (
+    EnvironmentGroups,
+    Episode,
+    RunGroup,
+    Runner,
+    group_runner,
+)
+from agentloop.environments.player import PlayerHost
 from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
@@ -34,6 +41,7 @@ __all__ = [
     "environments_of",
     "mixed_runner",
     "open_mixture",
+    "player_runner",
 ]
 
 M = TypeVar("M", bound=pydantic.BaseModel)
@@ -174,6 +182,24 @@ def mixed_runner(
         SettingsError: as `group_runner`.
     """
     each = {one.name: group_runner(one.env, runner, sampling, emit, grader) for one in environments}
+    return each[""] if "" in each else MixedGroups(environments, each)
+
+
+def player_runner(
+    environments: Sequence[RunEnvironment], host: PlayerHost, emit: Emit, **options: Any
+) -> RunGroup:
+    """Return what runs each group in its task's environment, with a player in the model's place.
+
+    Takes the options of `EnvironmentGroups`. The groups start at once.
+
+    Raises:
+        SettingsError: an environment cannot be loaded.
+    """
+    each: dict[str, RunGroup] = {}
+    for one in environments:
+        environment = one.load()
+        assert environment is not None, "a player has no tools of its own"
+        each[one.name] = EnvironmentGroups(environment, host, emit=emit, **options)
     return each[""] if "" in each else MixedGroups(environments, each)
 
 

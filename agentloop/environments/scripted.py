@@ -79,7 +79,7 @@ async def play(
     Raises:
         RequestError: the environment failed.
     """
-    host = PlayerHost(script, pool, partial(_named, tools or {}, pool))
+    host = PlayerHost(script, pool, partial(_named, tools or {}, pool), [])
     return await _play(environment, _task_of(task), host, budget or Budget())
 
 
@@ -103,7 +103,7 @@ async def taught(
         RequestError: the environment, its teacher or a tool's infrastructure failed.
     """
     assert environment.teacher is not None
-    host = PlayerHost(environment.teacher(task, random), pool, resolve)
+    host = PlayerHost(environment.teacher(task, random), pool, resolve, [])
     played = await _play(environment, task, host, budget)
     for one in played.episode.all_trajectories:
         if one.error is not None:
@@ -114,12 +114,13 @@ async def taught(
 async def _play(
     environment: Environment, task: Task, host: PlayerHost, budget: Budget
 ) -> PlayedRollout:
-    async with Grader(pool=host.pool) as grader:
-        groups = EnvironmentGroups(environment, host, sampling=Sampling(), grader=grader)
+    async with environment.opened() as opened, Grader(pool=host.pool) as grader:
+        groups = EnvironmentGroups(opened, host, sampling=Sampling(), grader=grader)
         (episode,) = await groups(
             task, size=1, name="played", budget=budget, on_queued=lambda: None
         )
     assert episode.reward is not None
+    assert host.dialogues is not None
     return PlayedRollout(episode.reward, host.dialogues, episode)
 
 
