@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -147,9 +148,22 @@ def test_several_environments_are_evaluated(
     assert max(turns["guess"]) <= 2
 
 
+def test_the_readme_lists_every_example_and_recipe() -> None:
+    text = (EXAMPLES / "README.md").read_text()
+    assert [path.name for path in EXAMPLES.glob("[!_]*.py") if f"({path.name})" not in text] == []
+    recipes = (EXAMPLES.parent / "docs/recipes").glob("*.toml")
+    ours = {path.stem for path in recipes if "environments.examples" in path.read_text()}
+    assert set(re.findall(r"`agentloop train ([\w-]+)`", text)) == ours
+
+
 def test_every_example_is_run() -> None:
     run_here = {"own_tool.py", "watch.py", "groups.py", "guess_number.py", "solver_and_checker.py"}
     run_here |= {"warehouse.py", "warehouse_server.py"}
     run_by_others = {"my_reward.py", "stateful_tool.py", "teachers.py"}
-    run_by_others |= {"calculator.py", "calculator_agent.py", "command_line_agent.py"}
+    run_by_others |= {
+        "calculator.py",
+        "calculator_agent.py",
+        "command_line_agent.py",
+        "python_math.py",
+    }
     assert {path.name for path in EXAMPLES.glob("[!_]*.py")} == run_here | run_by_others

@@ -313,7 +313,7 @@ def test_invalid_settings_are_refused_by_name(
 def test_what_an_environment_returns_is_graded_as_the_settings_say(
     portal: BlockingPortal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = "agentloop.environments.python_math:python_math"
+    name = "agentloop.environments.examples.python_math:python_math"
     file = write(tmp_path / "set.jsonl", "1", "2")
     with portal.wrap_async_context_manager(played.server().serving()) as server:
         arguments = [
