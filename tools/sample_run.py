@@ -1,7 +1,7 @@
 """Make the run that ships with the package, for `agentloop runs view --sample`, from a real one.
 
-    agentloop train docs/recipes/laptop.toml      # stop it after the fine-tuning
-    agentloop train docs/recipes/laptop-rl.toml model=runs/latest/sft/model loop.steps=8 \
+    agentloop train laptop      # stop it after the fine-tuning
+    agentloop train laptop-rl model=runs/latest/sft/model loop.steps=8 \
         loop.prompts_per_step=4 loop.group_size=8 roc.down_sample_to_n=4 loop.evaluate_every=4 \
         server.device=cpu
     python -m tools.sample_run runs/latest

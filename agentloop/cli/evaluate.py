@@ -23,8 +23,9 @@ import pydantic
 from agentloop.aio import task_group
 from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
+from agentloop.cli.without_servers import open_endpoint
 from agentloop.config import load_known, load_settings, to_toml
-from agentloop.environments.environment import EnvSettings, open_tasks
+from agentloop.environments.environment import EnvSettings, open_tasks, set_up
 from agentloop.environments.mixture import (
     Envs,
     RunEnvironment,
@@ -50,7 +51,7 @@ from agentloop.inference.processes.supervise import require_device
 from agentloop.models import SMALL
 from agentloop.observe.stalls import NO_PROGRESS_S
 from agentloop.rollouts.metrics import mean
-from agentloop.rollouts.player import player_of
+from agentloop.rollouts.player import endpoint_player_of, player_of
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import Pool
@@ -145,6 +146,7 @@ async def _evaluate_in(
             async with (
                 elsewhere,
                 dashboard.serve_page(settings.serve) if settings.page else nullcontext(),
+                set_up(one.load() for one in settings.environments),
                 _open_groups(settings, tasks, dashboard, progress) as (groups, settings),
             ):
                 folder.tell(to_toml(settings))
@@ -178,9 +180,9 @@ def chosen_tasks(settings: EvaluateSettings) -> list[Task]:
 def tasks_of(environment: RunEnvironment, num_tasks: int) -> list[Task]:
     """Return the tasks to evaluate an environment on.
 
-    These are the held-out tasks if `tasks.held_out` is set; otherwise the distinct tasks of the
-    files, in order, or the first tasks of a generator. If `num_tasks` is smaller, and not
-    0, that many are drawn at random with `tasks.seed`.
+    These are the held-out tasks, if the environment or `tasks.held_out` says which; otherwise the
+    distinct tasks of files or of a list, in order, or the first tasks of a generator. If
+    `num_tasks` is smaller, and not 0, that many are drawn at random with `tasks.seed`.
 
     Raises:
         DataError: a task is invalid; the message names the file, the line or row, and the field.
@@ -188,7 +190,7 @@ def tasks_of(environment: RunEnvironment, num_tasks: int) -> list[Task]:
     """
     s, wanted = environment.tasks, num_tasks
     source = open_tasks(s, environment.load())
-    if s.held_out:
+    if s.held_out or source.has_split:
         tasks = source.held_out()
     elif source.distinct is not None:
         tasks = source.distinct
@@ -210,8 +212,8 @@ def _check(settings: EvaluateSettings) -> None:
         raise SettingsError("endpoint.model: needs endpoint.url as well")
     if settings.endpoint.url and settings.agent.command:
         raise SettingsError("agent: a program needs agentloop's own servers: omit endpoint.url")
-    if settings.endpoint.url and (settings.env.name or settings.envs):
-        raise SettingsError("env: an environment needs agentloop's own servers: omit endpoint.url")
+    if settings.endpoint.url and any(not one.name for one in settings.envs):
+        raise SettingsError("envs: with endpoint.url, each must name an environment")
     if settings.endpoint.url and settings.servers:
         raise SettingsError("servers: not used with endpoint.url: omit one of the two")
 
@@ -255,6 +257,23 @@ async def _open_groups(
 ) -> AsyncIterator[tuple[GroupRunner, EvaluateSettings]]:
     """Start what samples and scores; yield it and the settings with the model's name."""
     s = settings
+    if s.endpoint.url and (s.env.name or s.envs):
+        logs = dashboard.folder.path / "logs"
+        async with (
+            open_endpoint(s, s.endpoint, log_dir=logs, progress=progress) as (host, named),
+            Grader(s.reward, pool=host.pool) as grader,
+        ):
+            player = endpoint_player_of(
+                s.environments,
+                host,
+                max_groups=max(1, named.max_concurrent // s.evaluate.num_samples),
+                sampling=s.sampling,
+                emit=dashboard.emit,
+                grader=grader,
+            )
+            groups = GroupRunner(player, grader, emit=dashboard.emit)
+            yield groups, s.model_copy(update={"endpoint": named})
+        return
     if s.endpoint.url:
         opened = EndpointSampler.open(s.endpoint, s.sampling, emit=dashboard.emit)
         async with AsyncExitStack() as stack:

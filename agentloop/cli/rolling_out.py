@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentloop.cli.train_settings import TrainSettings
+from agentloop.environments.environment import set_up
 from agentloop.environments.rewards.reward import Grader
 from agentloop.events import Emit
 from agentloop.models import SMALL
@@ -39,6 +40,7 @@ async def rollouts_of(
     """
     s = settings
     async with (
+        set_up(one.load() for one in s.environments),
         Grader(s.reward, pool=runtime.pool) as grader,
         open_teacher(s.credit, runtime.chat.tokenizer) as teacher,
     ):

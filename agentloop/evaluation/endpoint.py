@@ -18,14 +18,17 @@ from agentloop.environments.agent import conversation_of
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import ServerRefused, ServerUnavailable
 from agentloop.events import Emit, RolloutAbandoned, RolloutFinished, RolloutStarted, ignore
-from agentloop.inference.openai_client import EndpointSettings, OpenAIClient
+from agentloop.inference.openai_client import (
+    EndpointSettings,
+    OpenAIClient,
+    sampling_fields,
+    seed_of,
+)
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn, TurnEnd
 
 __all__ = ["EndpointSampler"]
-
-_SEEDS = 1 << 31  # some endpoints accept no larger seeds
 
 
 class EndpointSampler:
@@ -145,19 +148,13 @@ class EndpointSampler:
     def _body(
         self, messages: Sequence[Message], sampling: Sampling, budget: Budget
     ) -> dict[str, Any]:
-        """Return a request, without sampling settings that have their default.
-
-        Not every endpoint supports all of them.
-        """
         body = {
             "model": self.model,
             "messages": list(messages),
-            "temperature": sampling.temperature,
-            self._settings.token_limit: budget.max_response_tokens,
-            **sampling.model_dump(exclude_defaults=True, exclude_none=True),
+            **sampling_fields(sampling, self._settings, budget.max_response_tokens),
         }
-        if sampling.seed is not None:
-            body["seed"] = sampling.seed % _SEEDS
+        if (seed := seed_of(sampling)) is not None:
+            body["seed"] = seed
         return body
 
 

@@ -29,6 +29,7 @@ import anyio
 
 from agentloop.agent.rollout import Budget
 from agentloop.agent.tools import Tool
+from agentloop.aio import Slot
 from agentloop.environments.agent import Agent, Host, Siblings, conversation_of
 from agentloop.environments.environment import (
     Environment,
@@ -38,6 +39,7 @@ from agentloop.environments.environment import (
     reward_of,
 )
 from agentloop.environments.mixture import RunEnvironment
+from agentloop.environments.player import PlayerHost
 from agentloop.environments.rewards.reward import Grader, Reward, finite_number
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import (
@@ -50,7 +52,7 @@ from agentloop.errors import (
     sole,
     summary_of,
 )
-from agentloop.events import Emit, Event, RolloutStarted, ignore
+from agentloop.events import Emit, Event, RolloutFinished, RolloutStarted, ignore
 from agentloop.inference.scheduling.group_gate import AdmittedGroup
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.record import AgentRecord, NoReward, RolloutRecord
@@ -61,6 +63,7 @@ __all__ = [
     "AgentPlayer",
     "EnvironmentPlayer",
     "EnvironmentSibling",
+    "endpoint_player_of",
     "environment_player",
     "player_of",
 ]
@@ -131,6 +134,46 @@ def player_of(environments: Sequence[RunEnvironment], runner: Runner, **options:
     """
     players = {one.name: environment_player(one.env, runner, **options) for one in environments}
     return players[""] if "" in players else _MixedPlayer(environments, players)
+
+
+def endpoint_player_of(
+    environments: Sequence[RunEnvironment], host: PlayerHost, *, max_groups: int, **options: Any
+) -> Player:
+    """Return the same, with an endpoint in place of the model.
+
+    Takes the options of `EnvironmentPlayer`.
+
+    Args:
+        max_groups: maximum number of groups in flight.
+
+    Raises:
+        SettingsError: an environment cannot be loaded.
+    """
+    gate = _SlotGate(max_groups)
+    players: dict[str, Player] = {}
+    for one in environments:
+        environment = one.load()
+        assert environment is not None, "an endpoint has no tools of its own"
+        players[one.name] = EnvironmentPlayer(environment, host, gate=gate, **options)
+    return players[""] if "" in players else _MixedPlayer(environments, players)
+
+
+class _SlotGate:
+    """Admits a number of groups at a time, where there are no servers of ours (`Gate`)."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._slots = anyio.CapacityLimiter(num_slots)
+
+    async def wait_for_capacity(self, size: int) -> None:
+        async with self._slots:  # no deadline: groups in flight have theirs
+            return
+
+    @asynccontextmanager
+    async def group(
+        self, name: str, size: int, num_prompt: int, *, is_single: bool
+    ) -> AsyncIterator[AdmittedGroup]:
+        async with Slot(self._slots):
+            yield AdmittedGroup(name, ())
 
 
 class _MixedPlayer:
@@ -233,11 +276,14 @@ class EnvironmentPlayer:
         await self._host.listen_for_sessions()
         sampling = self._sampling.of_group(name) if self._has_names else self._sampling
         siblings = Siblings(name, prompt_ids)
+        counts: dict[str, int] = {}
 
         def emit_labelled(event: Event) -> None:
             # A conversation that shares no prompt with its siblings is one of the group, too.
             if isinstance(event, RolloutStarted):
                 event = replace(event, group=name)
+            elif isinstance(event, RolloutFinished) and event.num_tokens is not None:
+                counts[event.rollout_id] = event.num_tokens
             self._emit(event)
 
         return [
@@ -256,6 +302,7 @@ class EnvironmentPlayer:
                 ),
                 budget.timeout_s,
                 on_end,
+                counts,
             )
             for index in range(size)
         ]
@@ -287,6 +334,7 @@ class EnvironmentSibling:
     """A rollout in an environment (`Sibling`).
 
     Attributes:
+        counts: sampled tokens of conversations, where an endpoint has counted them.
         failure: what the environment failed with, once it has.
     """
 
@@ -295,6 +343,7 @@ class EnvironmentSibling:
     agent: Agent
     timeout_s: float
     on_end: OnEnd
+    counts: Mapping[str, int]
     failure: str | None = None
 
     async def play(self) -> RolloutRecord:
@@ -303,6 +352,8 @@ class EnvironmentSibling:
         self.on_end(self.agent.id, end.cut is None)
         if end.cut is _ENVIRONMENT and end.reward is not None:
             self.failure = end.reward.reason
+        counted = [self.counts[one.id] for one in record.trajectories if one.id in self.counts]
+        record.num_tokens = sum(counted) if counted else None
         return record
 
     def cut_off(self) -> RolloutRecord:

@@ -81,7 +81,7 @@ async def play(
     Raises:
         RequestError: the environment failed.
     """
-    host = PlayerHost(script, pool, partial(_named, tools or {}, pool))
+    host = PlayerHost(script, pool, partial(_named, tools or {}, pool), [])
     return await _play(environment, _task_of(task), host, budget or Budget())
 
 
@@ -105,7 +105,7 @@ async def taught(
         RequestError: the environment, its teacher or a tool's infrastructure failed.
     """
     assert environment.teacher is not None
-    host = PlayerHost(environment.teacher(task, random), pool, resolve)
+    host = PlayerHost(environment.teacher(task, random), pool, resolve, [])
     played = await _play(environment, task, host, budget)
     for one in played.record.all_trajectories:
         if one.error is not None:
@@ -116,9 +116,10 @@ async def taught(
 async def _play(
     environment: Environment, task: Task, host: PlayerHost, budget: Budget
 ) -> PlayedRollout:
-    async with Grader(pool=host.pool) as grader:
-        player = EnvironmentPlayer(environment, host, sampling=Sampling(), grader=grader)
+    async with environment.opened() as opened, Grader(pool=host.pool) as grader:
+        player = EnvironmentPlayer(opened, host, sampling=Sampling(), grader=grader)
         group = await GroupRunner(player, grader).run(task, "played", size=1, budget=budget)
+    assert host.dialogues is not None
     return PlayedRollout(group.rewards[0], host.dialogues, group.rollouts[0])
 
 

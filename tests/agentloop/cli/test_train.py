@@ -24,6 +24,7 @@ from agentloop.cli.train_checks import checked
 from agentloop.cli.train_settings import learner_settings
 from agentloop.config import load_settings, to_toml
 from agentloop.distribution import install_hint
+from agentloop.environments.examples.guess_number import guess
 from agentloop.environments.mixture import open_mixture
 from agentloop.environments.tasks.sources import TaskSource
 from agentloop.errors import AgentLoopError, RunFolderError, SettingsError
@@ -33,7 +34,6 @@ from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.queue import GroupQueue
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
-from examples.guess_number import guess
 from tests.agentloop.training.fake_learner import REPLIES
 from tests.agentloop.training.learner_client.test_client import RANK
 from tests.patience import patient
@@ -56,7 +56,7 @@ from tests.support import FakeSGLang, eventually
         ("credit=sft", "credit.name: .*'grpo', 'gspo', 'cispo'"),
         ("credit.args.discount=0.9", r"credit.args: discount: Extra .*arguments of grpo: aggreg"),
         ("learner.loss.clip_low=5", "learner.loss.clip_low: 5 must be at most 1"),
-        ("loop.group_size=8", "loop.group_size: 8 .* roc.down_sample_to_n .16."),
+        ("loop.group_size=4", "loop.group_size: 4 .* roc.down_sample_to_n .8."),
         ("budget.max_response_tokens=20000", "learner.micro_batch_tokens"),
         ("loop.steps=0", "tasks.held_out"),
         ("sft.data.teacher=0", "sft: .*data.paths: name at least one file"),
@@ -66,7 +66,7 @@ from tests.support import FakeSGLang, eventually
         ("stages.one=3", "'stages.one' is a section"),
         ("servers=['http://127.0.0.1:1']", "model: set the folder of the model"),
         ("model=/no/such/folder", "model: /no/such/folder"),
-        ("loop.early_stop_at=99", "loop.early_stop_at: 99 must be at most loop.group_size .32."),
+        ("loop.early_stop_at=99", "loop.early_stop_at: 99 must be at most loop.group_size .16."),
         ("watchdog.give_up_s=60", r"watchdog.give_up_s: 60 .* loop.step_timeout_s .3600."),
         ("cluster.runtimes=1", "cluster.runtimes: .*set cluster.address"),
         ("envs=[{nmae='a:b'}]", r"unknown setting 'envs\.0\.nmae' .did you mean 'envs\.0\.name'"),
@@ -526,7 +526,9 @@ async def test_a_run_of_two_environments(tmp_path: Path, played_rank: Path) -> N
 
 def test_env_and_envs_exclude_each_other() -> None:
     checked(load_settings(TrainSettings, overrides=[ENVS]))
-    both = load_settings(TrainSettings, overrides=[ENVS, "env=examples.guess_number:guess"])
+    both = load_settings(
+        TrainSettings, overrides=[ENVS, "env=agentloop.environments.examples.guess_number:guess"]
+    )
     with pytest.raises(SettingsError, match="env, envs: both are set"):
         checked(both)
 

@@ -407,7 +407,7 @@ async def test_a_players_conversation_is_observed_like_any_other(tmp_path: Path)
     assert stalls.waits() == []
     assert board.num_in_flight == 0
     rows = [(row.state, row.stop, row.turn, row.calls, row.tokens) for row in board.rows.values()]
-    assert rows == [("done", "answered", 3, 1, 0)] * 2
+    assert rows == [("done", "answered", 3, 1, 21)] * 2  # by its own count
     assert {what for what, _, _ in timeline.spans} >= {Activity.MODEL, Activity.TOOLS}
     seen = metrics.render().decode().splitlines()
     assert "agentloop_rollouts_in_flight 0.0" in seen

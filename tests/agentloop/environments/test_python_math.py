@@ -20,7 +20,7 @@ from agentloop.agent.rollout import Budget
 from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
 from agentloop.environments.environment import EnvSettings, load, open_tasks
-from agentloop.environments.python_math import python_math
+from agentloop.environments.examples.python_math import python_math
 from agentloop.environments.registry import registered
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.sources import Task
@@ -188,6 +188,18 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainSettings, Tr
         "reward": RewardSettings(function="math"),
     }
     return paper.model_copy(update={"env": env}), paper.model_copy(update=built_in)
+
+
+def test_a_copy_of_its_file_is_an_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = ROOT / "examples/python_math.py"
+    (tmp_path / "my_math.py").write_text(source.read_text().replace("You must put", "Please put"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    copied = load(EnvSettings(name="my_math:python_math", args={"tools": ["jupyter_code"]}))
+    assert copied is not None
+    assert copied.arguments["template"].startswith("Please put your answer")
+    assert copied.arguments["tools"] == ["jupyter_code"]
 
 
 @given(
