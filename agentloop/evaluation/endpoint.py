@@ -87,10 +87,10 @@ class EndpointSampler:
         budget: Budget,
         on_queued: Callable[[], None],
     ) -> AsyncIterator[list[_Sample]]:
-        """Implement `Player`. A sample's `play` raises what the endpoint refuses:
+        """Implement `Player`.
 
-        SettingsError: all requests.
-        RequestError: the task.
+        The samples raise SettingsError if the endpoint refuses all requests, and RequestError if it
+        refuses the task.
         """
         sampling = self._sampling.of_group(name)
         messages = conversation_of(task.prompt)

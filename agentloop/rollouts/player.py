@@ -273,7 +273,8 @@ class EnvironmentPlayer:
         prompt_ids: list[int] | None,
         on_end: OnEnd,
     ) -> list[EnvironmentSibling]:
-        await self._host.listen_for_sessions()
+        if prompt_ids is None:  # an environment may have clients, the built-in agent has none
+            await self._host.listen_for_sessions()
         sampling = self._sampling.of_group(name) if self._has_names else self._sampling
         siblings = Siblings(name, prompt_ids)
         counts: dict[str, int] = {}

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import anyio
 import pydantic
@@ -172,34 +171,36 @@ async def _opened(
     With an endpoint in place of the model, there is no chat format.
     """
     s = settings
-
     if s.endpoint.url:
         async with (
             set_up([environment.load()]),
             open_endpoint(s, s.endpoint, progress=progress) as (host, _),
             Grader(s.reward, pool=host.pool) as grader,
         ):
-            options: dict[str, Any] = {"sampling": s.sampling, "grader": grader}
-            options["max_groups"] = s.num_rollouts
-            yield (
-                lambda emit: GroupRunner(
-                    endpoint_player_of([environment], host, emit=emit, **options), grader
-                ),
-                None,
+            play = partial(
+                endpoint_player_of,
+                [environment],
+                host,
+                max_groups=1,  # each rollout has a player of its own
+                sampling=s.sampling,
+                grader=grader,
             )
+            yield lambda emit: GroupRunner(play(emit=emit), grader), None
         return
     async with (
         set_up([environment.load()]),
         Runtime(s, progress=progress) as runtime,
         Grader(s.reward, pool=runtime.pool) as grader,
     ):
-        options = {"sampling": s.sampling, "grader": grader, "with_text": True}
-        yield (
-            lambda emit: GroupRunner(
-                environment_player(s.env, runtime, emit=emit, **options), grader
-            ),
-            runtime.chat,
+        play_ours = partial(
+            environment_player,
+            s.env,
+            runtime,
+            sampling=s.sampling,
+            grader=grader,
+            with_text=True,
         )
+        yield lambda emit: GroupRunner(play_ours(emit=emit), grader), runtime.chat
 
 
 def _print_trial(trial: _Trial, title: str, chat: ChatFormat | None, out: Console) -> None:

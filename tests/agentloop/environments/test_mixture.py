@@ -100,7 +100,7 @@ class Model:
     session_listener: Any = None
 
     async def listen_for_sessions(self) -> None:
-        """Do nothing: no test here has a client."""
+        self.num_listens += 1
 
     pool: Any = None
     resolve_tools: Any = None
@@ -112,6 +112,7 @@ class Model:
 
     def __init__(self) -> None:
         self.budgets: list[tuple[str, Budget]] = []
+        self.num_listens = 0
 
     async def rollout(self, messages: Any, *, id: str, budget: Budget, **_: Any) -> Trajectory:
         self.budgets.append((id, budget))
@@ -150,3 +151,14 @@ async def test_a_single_environment_is_run_as_it_is() -> None:
     (episode,) = await records_of(player, Task("t", "", ""))
     assert episode.reward is not None
     assert episode.reward.value == 1.0
+
+
+@pytest.mark.parametrize(("name", "num_listens"), [(f"{HERE}:game", 1), ("", 0)])
+async def test_a_port_for_clients_is_opened_for_environments_only(
+    name: str, num_listens: int
+) -> None:
+    model = Model()
+    environments = resolved(env=EnvSettings(name=name))
+    player = player_of(environments, model, sampling=Sampling(), emit=ignore, grader=Grader())
+    await records_of(player, Task("t", "Hm?", ""))
+    assert model.num_listens == num_listens
