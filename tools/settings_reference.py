@@ -21,7 +21,7 @@ PATH = Path(__file__).parents[1] / "docs" / "settings.md"
 _COMMANDS: dict[str, tuple[type[pydantic.BaseModel], str]] = {
     "agentloop serve": (
         Settings,
-        "Also those of `agentloop.Runtime`, and of `agentloop chat` and `agentloop env try`, which "
+        "Also those of `agentloop.Runtime`, `agentloop chat` and `agentloop env try`. The commands "
         "take `env`, `tasks` and `reward` of `agentloop evaluate` besides. `agentloop env try` "
         "also takes its `endpoint`, and `num_rollouts` (default: 10).",
     ),

@@ -72,6 +72,7 @@ from agentloop.api.schemas import (
     UsageChunk,
 )
 from agentloop.distribution import version
+from agentloop.environments.served import ServedAgent
 from agentloop.errors import RequestError, ServerError, UnknownModel
 from agentloop.events import Emit
 from agentloop.inference.replicas import ServerView
@@ -143,11 +144,16 @@ class AgentService:
     """The HTTP handlers of a runtime; they also map its errors to HTTP responses."""
 
     def __init__(
-        self, runtime: Runtime, settings: Settings, record: GroupFolder | None = None
+        self,
+        runtime: Runtime,
+        settings: Settings,
+        record: GroupFolder | None = None,
+        agent: ServedAgent | None = None,
     ) -> None:
         """
         Args:
             record: where conversations are recorded.
+            agent: the agent that is served; None: the built-in one, with the tools of the settings.
         """
         self._runtime = runtime
         self._settings = settings
@@ -157,7 +163,9 @@ class AgentService:
         self._num_refused = 0
         self._store = ResponseStore()
         self._answers = IdempotentAnswers(is_shared=True, max_answers=1024, max_ids=1 << 22)
-        self._agent_name = f"{runtime.model_name}-agent"
+        kind = "agent" if agent is None else agent.environment.name
+        self._agent_name = f"{runtime.model_name}-{kind}"
+        self.rollout = runtime.rollout if agent is None else agent.rollout
         self.recorder = Recorder(
             record,
             runtime.chat.last_user_text,
@@ -274,7 +282,7 @@ class AgentService:
 
     async def _answer(self, question: str, emit: Emit) -> None:
         async with self._slots:  # no deadline: `asking` has one for its start
-            self.recorder.add(await self._runtime.rollout(question, on_event=emit))
+            self.recorder.add(await self.rollout(question, on_event=emit))
 
     def _check_open(self) -> None:
         """Raise ServerError if the service is paused."""
@@ -347,9 +355,7 @@ class AgentService:
             options = self._options(asked, index)
             on_event = EventFanout(self.on_event, emit)
             async with self._slots:  # no deadline: until another rollout ends, which has its own
-                ended[index] = await self._runtime.rollout(
-                    asked.messages, on_event=on_event, **options
-                )
+                ended[index] = await self.rollout(asked.messages, on_event=on_event, **options)
             return _scorable(ended[index])
 
         try:
@@ -390,7 +396,7 @@ class AgentService:
             try:
                 # no deadline: until another rollout ends, which has its own
                 async with self._slots:
-                    trajectory = await self._runtime.rollout(
+                    trajectory = await self.rollout(
                         asked.prompts[index],
                         tools=asked.tools,
                         sampling=sampling.of_sibling(sample),
@@ -446,7 +452,7 @@ class AgentService:
     async def _answer_to(self, question: str) -> str:
         self._check_open()
         async with self._slots:  # no deadline: until another rollout ends, which has its own
-            trajectory = await self._runtime.rollout(question, on_event=self.on_event)
+            trajectory = await self.rollout(question, on_event=self.on_event)
         self.recorder.add(trajectory)
         return _scorable(trajectory).answer
 

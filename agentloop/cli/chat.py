@@ -40,6 +40,7 @@ from agentloop.events import (
     TurnStarted,
     ignore,
 )
+from agentloop.observe.event_fanout import EventFanout
 from agentloop.rollouts.player import environment_player
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings
@@ -58,11 +59,13 @@ __all__ = [
     "AskSettings",
     "Conversations",
     "Transcript",
+    "add_task_argument",
     "ask",
     "main",
     "play",
     "reward_in_words",
     "settings_of",
+    "task_of",
 ]
 
 
@@ -266,16 +269,20 @@ def _source(call: ToolCall) -> str:
 
 
 async def ask(
-    runtime: Runtime, messages: list[Message], out: Console, *, also: Emit = ignore
+    rollout: Callable[..., Awaitable[Trajectory]],
+    chat: ChatFormat,
+    messages: list[Message],
+    out: Console,
+    *,
+    also: Emit = ignore,
 ) -> Trajectory:
-    """Run one rollout and print it as it happens; `also` is called with every event."""
-    transcript = Transcript(out, runtime.chat)
+    """Answer a conversation by `rollout`, such as `Runtime.rollout`, and print it as it happens.
 
-    async with runtime.stream(messages, on_event=also) as rollout:
-        async for event in rollout:  # no deadline: the rollout has one, and then ends this
-            transcript(event)
-    trajectory = rollout.trajectory
-    assert trajectory is not None
+    Args:
+        also: called with every event.
+    """
+    transcript = Transcript(out, chat)
+    trajectory = await rollout(messages, on_event=EventFanout(also, transcript))
     transcript.end(trajectory)
     return trajectory
 
@@ -327,14 +334,7 @@ def main(arguments: list[str]) -> int:
         help="talk to a service that is running, such as http://127.0.0.1:8000 of `agentloop "
         "serve`, instead of starting servers; serve.token is its token",
     )
-    parser.add_argument(
-        "--task",
-        type=int,
-        default=1,
-        metavar="N",
-        help="with env=NAME: play the N-th of its tasks; with tasks.held_out, of the held-out ones "
-        "(default: 1)",
-    )
+    add_task_argument(parser)
     commands.add_settings_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
     if options.list_settings:
@@ -347,8 +347,6 @@ def main(arguments: list[str]) -> int:
     question = questions[0] if questions else None
     if question is not None and not question.strip():
         parser.error("the question is empty")
-    if options.task < 1:
-        parser.error(f"--task: must be at least 1, not {options.task}")
     if options.url is not None:
         if options.run is not None:
             parser.error("--url and --run: the running service has a model of its own")
@@ -356,6 +354,23 @@ def main(arguments: list[str]) -> int:
     return commands.run(
         lambda: _chat(question, settings, options.run, options.task), explain=options.explain
     )
+
+
+def add_task_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--task",
+        type=_number_of_task,
+        default=1,
+        metavar="N",
+        help="with env=NAME: the N-th of its tasks; with tasks.held_out, of the held-out ones "
+        "(default: 1)",
+    )
+
+
+def _number_of_task(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return int(text)
 
 
 def _split_questions(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -402,7 +417,7 @@ async def _chat(question: str | None, arguments: list[str], run: Path | None, nu
             raise SettingsError(
                 "env: the environment asks the questions: omit yours, and choose a task with --task"
             )
-        task = await commands.in_thread(_task, settings, number)
+        task = await commands.in_thread(task_of, settings, number)
     if run is not None and settings.model is not None:
         print(f"Model: {settings.model}{_origin(Path(settings.model), run)}", file=sys.stderr)
     out = Console()
@@ -411,11 +426,12 @@ async def _chat(question: str | None, arguments: list[str], run: Path | None, nu
             reward = await play(runtime, settings, task, out)
             return 0 if reward.value is not None else 1
         if question is not None:
-            trajectory = await ask(runtime, [_from_user(question)], out)
+            asked = [_from_user(question)]
+            trajectory = await ask(runtime.rollout, runtime.chat, asked, out)
             return 0 if trajectory.stop_reason is StopReason.ANSWERED else 1
 
         async def answered(messages: list[Message]) -> list[Message]:
-            trajectory = await ask(runtime, messages, out)
+            trajectory = await ask(runtime.rollout, runtime.chat, messages, out)
             return runtime.chat.messages_of(trajectory.turns)
 
         await _converse(answered, out)
@@ -464,7 +480,7 @@ def _from_user(question: str) -> Message:
     return {"role": "user", "content": question}
 
 
-def _task(settings: AskSettings, number: int) -> Task:
+def task_of(settings: AskSettings, number: int) -> Task:
     """Return the task with this number, counted from 1.
 
     Raises:

@@ -15,10 +15,13 @@ import anyio
 import openai
 import pytest
 
+import agentloop
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.api.app import AgentService, listening
 from agentloop.api.guard import ServeSettings
 from agentloop.api.listen import bind
+from agentloop.environments.served import ServedAgent
+from agentloop.environments.tasks.task import Task
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.inference.replicas import ServerView
 from agentloop.inference.router import Router
@@ -113,11 +116,17 @@ async def service(
     *turns: Sequence[Step],
     chat: ChatFormat = CHAT,
     record: GroupFolder | None = None,
+    env: agentloop.Environment | None = None,
     **settings: Any,
 ) -> AsyncIterator[Service]:
     given = Settings.model_validate({"tools": [], "serve": {"port": 0}, **settings})
     router = PlayedRouter(*turns)
-    app = AgentService(PlayedRuntime(given, router, chat), given, record)
+    runtime = PlayedRuntime(given, router, chat)
+    agent: ServedAgent | None = None
+    if env is not None:
+        task = Task("t", "Play.", "42", extra={"top": 100})
+        agent = ServedAgent(env, runtime, task, given.sampling, given.budget)
+    app = AgentService(runtime, given, record, agent)
     with bind(given.serve) as bound:
         async with listening(app, bound) as url, http_session() as http:
             yield Service(url, router, http)

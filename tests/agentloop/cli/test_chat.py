@@ -52,7 +52,9 @@ def test_an_answer_that_is_interrupted_is_forgotten(
         def messages_of(self, turns: list[str]) -> list[Message]:
             return [{"role": "assistant", "content": turn} for turn in turns]
 
-    async def ask(runtime: object, messages: list[Message], out: object) -> SimpleNamespace:
+    async def ask(
+        rollout: object, chat: object, messages: list[Message], out: object
+    ) -> SimpleNamespace:
         seen.append([message["content"] for message in messages])
         if messages[-1]["content"] == "two":
             os.kill(os.getpid(), signal.SIGINT)
@@ -61,7 +63,7 @@ def test_an_answer_that_is_interrupted_is_forgotten(
 
     @asynccontextmanager
     async def started(settings: object) -> AsyncIterator[SimpleNamespace]:
-        yield SimpleNamespace(chat=PlayedChat())
+        yield SimpleNamespace(chat=PlayedChat(), rollout=None)
 
     monkeypatch.setattr("agentloop.cli.console.started", started)
     monkeypatch.setattr("agentloop.cli.chat.ask", ask)
