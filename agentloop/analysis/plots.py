@@ -242,10 +242,20 @@ def _panels(what: Sequence[str], runs: Sequence[Sequence[Row]]) -> list[Panel]:
 
 
 def _of_environments(metrics: Collection[str]) -> list[Panel]:
-    """Return a panel with the reward of each environment of runs that have several."""
+    """Return a panel for each metric of an environment.
+
+    These are its reward, if there are several environments, the parts of rewards and what
+    environments record.
+    """
     found = {name.removeprefix("held_out/") for name in metrics}
-    names = sorted(name for name in found if re.fullmatch("env/[^/]+/reward", name))
-    return [Panel(f"reward of {name.split('/')[1]}", name, held_out=True) for name in names]
+    panels = []
+    for name in sorted(found):
+        match = re.fullmatch("(?:env/([^/]+)/)?(reward|(?:part|recorded)/.+)", name)
+        if match and name != "reward":
+            environment, metric = match.groups()
+            of = f" of {environment}" if environment else ""
+            panels.append(Panel(metric.replace("/", " ", 1) + of, name, held_out=True))
+    return panels
 
 
 def _names(panel: Panel) -> set[str]:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import anyio
 
@@ -16,7 +16,7 @@ from agentloop.agent.tools import Tool, ToolFunction
 from agentloop.environments.conversation import Conversation
 from agentloop.environments.endpoint import Endpoint
 from agentloop.environments.player import Player, PlayerHost, ResolveTools
-from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.rewards.reward import Reward, finite_number
 from agentloop.environments.sandbox import EnvironmentSandbox
 from agentloop.errors import AgentLoopError, InfrastructureFailed, RequestError, ServerError
 from agentloop.events import Emit, Event, RolloutStarted
@@ -176,6 +176,7 @@ class Agent:
         self._found: dict[int, Trajectory] = {}
         self._others: dict[str, Agent] = {}
         self._given: dict[str, tuple[bool, Player | None]] = {}  # the arguments of `other`
+        self._recorded: dict[str, float] = {}
 
     @property
     def reward(self) -> float | None:
@@ -195,6 +196,25 @@ class Agent:
                 "(agent.other) have one that can be set"
             )
         self._reward = reward
+
+    def record(self, **values: SupportsFloat) -> None:
+        """Record measurements of the rollout, such as `agent.record(tries=3)`.
+
+        They have no effect on the reward. The mean of each over the rollouts with a reward is a
+        metric, such as `recorded/tries`. Of a name that is recorded again, the last value counts.
+
+        Raises:
+            RequestError: the rollout has ended.
+            ValueError: a value is no finite number of at most 1e30 in magnitude.
+        """
+        self._refuse_if_closed()
+        numbers = {name: finite_number(value, f"record: {name}") for name, value in values.items()}
+        (self._main or self)._recorded.update(numbers)
+
+    @property
+    def recorded(self) -> dict[str, float]:
+        """What has been recorded of the rollout so far, by name."""
+        return dict((self._main or self)._recorded)
 
     @property
     def failure(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ __all__ = [
     "about_each",
     "mean",
     "mean_parts",
+    "mean_recorded",
     "percent",
     "rewards_of_each",
 ]
@@ -36,6 +38,7 @@ class RolloutFigures:
         no_reward: why it has none (`NoReward`).
         reason: the same in words, or how it got its reward.
         parts: the named parts of its reward.
+        recorded: what its environment has measured, by name.
         tool_errors: the share of its calls that failed; None: it made none.
         num_tokens: number of sampled tokens.
         truncated: whether it ran out of its budget of tokens or turns.
@@ -46,6 +49,7 @@ class RolloutFigures:
     no_reward: str | None = None
     reason: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
+    recorded: Mapping[str, float] = field(default_factory=dict)
     tool_errors: float | None = None
     num_tokens: int = 0
     num_turns: int = 0
@@ -64,6 +68,7 @@ class RolloutFigures:
             rollout.no_reward,
             reward.reason,
             dict(reward.parts),
+            dict(rollout.recorded),
             _tool_error_ratio(trajectories),
             num_tokens if rollout.num_tokens is None else rollout.num_tokens,
             sum(len(one.turns) for one in trajectories),
@@ -163,11 +168,12 @@ def about(groups: Sequence[GroupFigures]) -> RolloutMetrics:
 def about_each(groups: Iterable[tuple[str, GroupFigures]]) -> dict[str, Any]:
     """Compute the metrics of each environment, by names such as `env/guess/reward`.
 
-    The means of the parts of a reward are `env/guess/part/found`.
+    The means of the parts of a reward are `env/guess/part/found`, those of what the environment
+    records `env/guess/recorded/tries`.
 
     Args:
         groups: the name of each group's environment, and its figures. Groups without a name, of a
-            run with a single environment, have only the parts: `part/found`.
+            run with a single environment, have only these means: `part/found`.
     """
     groups_of: dict[str, list[GroupFigures]] = {}
     for name, group in groups:
@@ -178,19 +184,29 @@ def about_each(groups: Iterable[tuple[str, GroupFigures]]) -> dict[str, Any]:
         if name:
             of_all = about(groups_of[name]).row()
             metrics |= {f"{prefix}{metric}": value for metric, value in of_all.items()}
-        parts = mean_parts(groups_of[name])
+        parts, recorded = mean_parts(groups_of[name]), mean_recorded(groups_of[name])
         metrics |= {f"{prefix}part/{part}": mean for part, mean in parts.items()}
+        metrics |= {f"{prefix}recorded/{key}": mean for key, mean in recorded.items()}
     return metrics
 
 
 def mean_parts(groups: Sequence[GroupFigures]) -> dict[str, float]:
     """Return the mean of each named part of the reward, over the rollouts that have it."""
+    return _mean_of_each(rollout.parts for group in groups for rollout in group.rollouts)
+
+
+def mean_recorded(groups: Sequence[GroupFigures]) -> dict[str, float]:
+    """Return the mean of each recorded value, over the rollouts with a reward that have it."""
+    rollouts = (rollout for group in groups for rollout in group.rollouts)
+    return _mean_of_each(one.recorded for one in rollouts if one.reward is not None)
+
+
+def _mean_of_each(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
-    for group in groups:
-        for rollout in group.rollouts:
-            for part, value in rollout.parts.items():
-                values.setdefault(part, []).append(value)
-    return {part: statistics.fmean(values[part]) for part in sorted(values)}
+    for row in rows:
+        for name, value in row.items():
+            values.setdefault(name, []).append(value)
+    return {name: statistics.fmean(values[name]) for name in sorted(values)}
 
 
 def rewards_of_each(metrics: Mapping[str, Any]) -> str:
@@ -198,7 +214,7 @@ def rewards_of_each(metrics: Mapping[str, Any]) -> str:
     told = [
         f"{name.split('/')[1]} {mean(value)}"
         for name, value in metrics.items()
-        if name.startswith("env/") and name.endswith("/reward") and "/part/" not in name
+        if re.fullmatch("env/[^/]+/reward", name)
     ]
     return f" ({', '.join(told)})" if told else ""
 

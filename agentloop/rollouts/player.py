@@ -482,7 +482,15 @@ def _record(agent: Agent, end: _End) -> RolloutRecord:
         for name, other in agent.others.items()
     }
     no_reward = None if end.cut is None else _NO_REWARD.get(end.cut)
-    record = RolloutRecord(agent.id, _copies(agent), end.reward, others, no_reward, end.to_grade)
+    record = RolloutRecord(
+        agent.id,
+        _copies(agent),
+        end.reward,
+        others,
+        no_reward,
+        end.to_grade,
+        recorded=agent.recorded,
+    )
     if not record.all_trajectories:  # a record, so that the reason is not lost
         reason = end.reward.reason if end.reward is not None and end.cut is not None else None
         empty = Trajectory(agent.id, [], [], end.cut or _ENVIRONMENT, reason)

@@ -58,6 +58,7 @@ class RolloutRecord:
         no_reward: why there is no reward, once that is known.
         to_grade: the conversation whose answer is to be checked, for the reward.
         num_tokens: sampled tokens, as an endpoint has counted them; None: those of the record.
+        recorded: what its environment has measured, by name (`Agent.record`).
     """
 
     id: str
@@ -67,6 +68,7 @@ class RolloutRecord:
     no_reward: NoReward | None = None
     to_grade: Trajectory | None = None
     num_tokens: int | None = None
+    recorded: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def all_trajectories(self) -> list[Trajectory]:
@@ -143,6 +145,7 @@ class RolloutGroup:
                 "agent": agent,
                 "reward": reward.value,
                 "parts": dict(reward.parts),
+                "recorded": dict(self.rollouts[index].recorded),
                 "answer": reward.answer,
                 "reason": reward.reason,
                 "no_reward": self.rollouts[index].no_reward,

@@ -10,7 +10,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,12 +69,18 @@ class _Trial:
     events: list[Event] = field(default_factory=list)
     timeline: Timeline = field(default_factory=Timeline)
     reward: Reward = field(default_factory=lambda: Reward(None, None, "it did not run"))
+    recorded: Mapping[str, float] = field(default_factory=dict)
     started_s: float = 0.0
     ended_s: float = 0.0
 
     def on_event(self, event: Event) -> None:
         self.timeline.on_event(event)
         self.events.append(event)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The parts of the reward, and what the environment has recorded besides."""
+        return {**self.reward.parts, **self.recorded}
 
     @property
     def records(self) -> list[Trajectory]:
@@ -101,6 +107,7 @@ class _Trial:
         try:
             group = await groups.run(self.task, name, size=1, budget=budget)
             (self.reward,) = group.rewards
+            self.recorded = group.rollouts[0].recorded
         except RequestError as error:
             self.reward = Reward(None, None, str(error))
         finally:
@@ -218,7 +225,7 @@ def _print_trial(trial: _Trial, title: str, chat: ChatFormat | None, out: Consol
 
 
 def _print_summary(trials: Sequence[_Trial]) -> None:
-    parts = list(dict.fromkeys(name for trial in trials for name in trial.reward.parts))
+    parts = list(dict.fromkeys(name for trial in trials for name in trial.figures))
     rows = []
     for number, trial in enumerate(trials, 1):
         records = trial.records
@@ -226,7 +233,7 @@ def _print_summary(trials: Sequence[_Trial]) -> None:
             (
                 str(number),
                 _value(trial.reward.value),
-                *(_value(trial.reward.parts.get(name)) for name in parts),
+                *(_value(trial.figures.get(name)) for name in parts),
                 str(sum(len(one.turns) for one in records)),
                 str(sum(len(one.calls) for one in records)),
                 str(trial.num_tokens),
@@ -239,7 +246,7 @@ def _print_summary(trials: Sequence[_Trial]) -> None:
     values = [trial.reward.value for trial in trials if trial.reward.value is not None]
     print(f"\nreward     {mean(statistics.fmean(values) if values else None)} on average")
     for name in parts:
-        found = [trial.reward.parts[name] for trial in trials if name in trial.reward.parts]
+        found = [trial.figures[name] for trial in trials if name in trial.figures]
         print(f"  {console.printable(name)}: {statistics.fmean(found):.3f}")
     reasons = Counter(trial.reward.reason for trial in trials if trial.reward.value is None)
     for reason, count in reasons.most_common():

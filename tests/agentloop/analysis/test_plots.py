@@ -94,6 +94,13 @@ def test_the_reward_of_each_environment_is_plotted(tmp_path: Path) -> None:
     assert "reward of guess" not in words(out)
 
 
+def test_what_an_environment_names_itself_is_plotted(tmp_path: Path) -> None:
+    more = {"part/found": 0.5, "held_out/recorded/tries": 3, "env/guess/recorded/tries": 4}
+    one, out = run(tmp_path / "one", steps(3, **more)), tmp_path / "plots.svg"
+    plot_runs([one], out)
+    assert {"part found", "recorded tries", "recorded tries of guess"} <= set(words(out))
+
+
 def test_the_requested_metrics_are_plotted(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", steps(3, **{"learner/grad_norm": 0.1}))
     out = tmp_path / "plots.svg"

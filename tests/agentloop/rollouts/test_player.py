@@ -46,8 +46,9 @@ from agentloop.events import RolloutStarted
 from agentloop.inference.scheduling.group_gate import AdmittedGroup
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import dumps, loads
+from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 from agentloop.rollouts.player import EnvironmentPlayer
-from agentloop.rollouts.record import NoReward, RolloutRecord
+from agentloop.rollouts.record import NoReward, RolloutGroup, RolloutRecord
 from agentloop.rollouts.runner import GroupRunner, play_siblings
 from agentloop.sandbox import CallResult, CallStatus, LostBy, SandboxUnavailable, SessionLost
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
@@ -164,6 +165,34 @@ async def test_an_environment_may_combine_a_grade_with_other_parts() -> None:
         assert episode.reward is not None
         assert episode.reward.parts == {"right": 1.0, "brief": 0.25}
         assert episode.others["checker"].reward == 2.0
+
+
+async def test_what_an_environment_records_is_beside_the_reward() -> None:
+    @agentloop.environment
+    async def measures(task: Any, agent: Agent) -> float:
+        agent.record(tries=1, depth=np.float32(2))
+        await agent.run("?")
+        agent.other("checker").record(tries=3)
+        return 1.0
+
+    for rollout in await run(measures):
+        assert rollout.recorded == {"tries": 3.0, "depth": 2.0}
+        assert rollout.reward is not None
+        assert (rollout.reward.value, rollout.reward.parts) == (1.0, {})
+        figures = RolloutFigures.of(rollout)
+        assert GroupFigures.from_dict(asdict(GroupFigures([figures]))).rollouts == [figures]
+    group = RolloutGroup(TASK, [rollout])
+    assert [row["recorded"] for row in group.rows()] == [{"tries": 3.0, "depth": 2.0}]
+
+
+async def test_a_recorded_value_must_be_a_number() -> None:
+    @agentloop.environment
+    async def measures(task: Any, agent: Agent) -> float:
+        agent.record(tries=math.nan)
+        return 1.0
+
+    with pytest.raises(RequestError, match="record: tries: expected a finite number"):
+        await run(measures)
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -41,9 +41,19 @@ def test_an_environment_is_shown_with_all_parts(
     assert out.count(SAID) == 6
     assert out.count("reward 1.25 (whole 1, half 0.25)") == 3
     (head,) = (line for line in out.splitlines() if line.startswith("  rollout") or "turns" in line)
-    for name in ("reward", "whole", "half", "turns", "calls", "tokens", "model s", "waiting s"):
+    for name in (
+        "reward",
+        "whole",
+        "half",
+        "talks",
+        "turns",
+        "calls",
+        "tokens",
+        "model s",
+        "waiting s",
+    ):
         assert name in head
-    assert "reward     1.250 on average\n  whole: 1.000\n  half: 0.250" in out
+    assert "reward     1.250 on average\n  whole: 1.000\n  half: 0.250\n  talks: 2.000" in out
     assert "failed" not in out
     assert "s in all rollouts: model " in out
 
