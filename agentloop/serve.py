@@ -17,6 +17,7 @@ from rich.console import Console
 from agentloop.api.app import AgentService, listening
 from agentloop.api.listen import bind
 from agentloop.cli import chat, console
+from agentloop.cli.playing import AskSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.environments.environment import load, set_up
 from agentloop.environments.served import ServedAgent
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     console.add_settings_arguments(parser)
     options = parser.parse_intermixed_args(sys.argv[1:] if arguments is None else arguments)
     if options.list_settings:
-        print(console.settings_text(chat.AskSettings))
+        print(console.settings_text(AskSettings))
         return 0
     work = partial(_serve, options.settings, options.ask, options.task)
     return console.run(work, explain=options.explain)
@@ -56,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 async def _serve(arguments: list[str], question: str | None, number: int) -> int:
     files, overrides = console.split_settings(arguments)
     overrides = [re.sub(r"^record=", "sessions.record=", override) for override in overrides]
-    settings = load_settings(chat.AskSettings, files, overrides)
+    settings = load_settings(AskSettings, files, overrides)
     task: Task | None = None
     if settings.env.name:
         task = await console.in_thread(chat.task_of, settings, number)

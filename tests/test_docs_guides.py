@@ -16,11 +16,10 @@ import pydantic
 import pytest
 
 import agentloop
-from agentloop import Settings
 from agentloop.agent.tools import Tools, as_tool
-from agentloop.cli.chat import AskSettings
 from agentloop.cli.env.trial import TrySettings
 from agentloop.cli.evaluate import EvaluateSettings
+from agentloop.cli.playing import AskSettings, PlaySettings
 from agentloop.cli.train import TrainSettings
 from agentloop.config import describe_settings, load_settings
 from agentloop.environments.environment import EnvSettings, load
@@ -59,8 +58,8 @@ def test_commands_name_settings_that_exist(path: Path) -> None:
     models: dict[str, type[pydantic.BaseModel]] = {
         "train": TrainSettings,
         "evaluate": EvaluateSettings,
-        "serve": Settings,
-        "chat": AskSettings,
+        "serve": AskSettings,
+        "chat": PlaySettings,
         "env try": TrySettings,
     }
     for text in blocks(path, "sh"):

@@ -22,8 +22,8 @@ _COMMANDS: dict[str, tuple[type[pydantic.BaseModel], str]] = {
     "agentloop serve": (
         Settings,
         "Also those of `agentloop.Runtime`, `agentloop chat` and `agentloop env try`. The commands "
-        "take `env`, `tasks` and `reward` of `agentloop evaluate` besides. `agentloop env try` "
-        "also takes its `endpoint`, and `num_rollouts` (default: 10).",
+        "take `env`, `tasks` and `reward` of `agentloop evaluate` besides; `agentloop chat` and "
+        "`agentloop env try` also its `endpoint`, and the latter `num_rollouts` (default: 10).",
     ),
     "agentloop train": (TrainSettings, "Besides those of `agentloop serve`."),
     "agentloop sft": (SftSettings, ""),

@@ -10,8 +10,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,35 +26,25 @@ from agentloop.cli import console
 from agentloop.cli.chat import Conversations, reward_in_words
 from agentloop.cli.env.timing import Activity, Timeline, seconds_by_activity
 from agentloop.cli.evaluate import tasks_of
-from agentloop.cli.without_servers import open_endpoint
+from agentloop.cli.playing import PlaySettings, check_player, playing
 from agentloop.config import load_settings
-from agentloop.distribution import is_installed
-from agentloop.environments.environment import EnvSettings, set_up
 from agentloop.environments.mixture import RunEnvironment
-from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
-from agentloop.environments.tasks.sources import Task, TasksSettings
-from agentloop.errors import RequestError, SettingsError
-from agentloop.events import Emit, Event, RolloutFinished, RolloutStarted
-from agentloop.inference.openai_client import EndpointSettings
-from agentloop.inference.processes.server_log import NOT_INSTALLED
+from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.tasks.sources import Task
+from agentloop.errors import RequestError
+from agentloop.events import Event, RolloutFinished, RolloutStarted
 from agentloop.observe.watchdog import Heartbeat, WatchdogSettings, watch_lag
 from agentloop.rollouts.metrics import mean
-from agentloop.rollouts.player import endpoint_player_of, environment_player
 from agentloop.rollouts.runner import GroupRunner
-from agentloop.runtime import Runtime, Settings
 from agentloop.training.run_status import count_of
 from agentloop.trajectory import Trajectory
 
 __all__ = ["TrySettings", "main"]
 
 
-class TrySettings(Settings):
+class TrySettings(PlaySettings):
     """The settings of `agentloop env try`, on top of those of a runtime."""
 
-    env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
-    tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
-    reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
-    endpoint: EndpointSettings = pydantic.Field(default_factory=lambda: EndpointSettings())
     num_rollouts: int = pydantic.Field(
         10, ge=1, le=1000, description="Number of rollouts, each of a different task."
     )
@@ -141,14 +130,10 @@ async def _try(name: str, arguments: list[str]) -> int:
     settings = load_settings(TrySettings, files, [*overrides, named])
     environment = RunEnvironment("", settings.env, settings.tasks)
     tasks = await console.in_thread(tasks_of, environment, settings.num_rollouts)
-    if settings.endpoint.url and settings.servers:
-        raise SettingsError("servers: not used with endpoint.url: omit one of the two")
-    is_ours = not settings.servers and not settings.endpoint.url
-    if is_ours and not is_installed("sglang"):  # before an image is pulled
-        raise SettingsError(NOT_INSTALLED)
+    check_player(settings)
     trials = [_Trial(task) for task in tasks]
     with console.ProgressLine("Starting the agent") as progress:
-        async with _opened(settings, environment, progress) as (groups_of, chat):
+        async with playing(settings, progress) as (groups_of, chat):
             progress(f"Running {count_of(len(trials), 'rollout')}")
 
             async def run(number: int, trial: _Trial) -> None:
@@ -167,47 +152,6 @@ async def _try(name: str, arguments: list[str]) -> int:
         _print_trial(trial, f"rollout {number} of {len(trials)}", chat, out)
     _print_summary(trials)
     return 1 if any(trial.reward.value is None for trial in trials) else 0
-
-
-@asynccontextmanager
-async def _opened(
-    settings: TrySettings, environment: RunEnvironment, progress: console.ProgressLine
-) -> AsyncIterator[tuple[Callable[[Emit], GroupRunner], ChatFormat | None]]:
-    """Start the agent; yield a function of a rollout's reader that returns what plays it.
-
-    With an endpoint in place of the model, there is no chat format.
-    """
-    s = settings
-    if s.endpoint.url:
-        async with (
-            set_up([environment.load()]),
-            open_endpoint(s, s.endpoint, progress=progress) as (host, _),
-            Grader(s.reward, pool=host.pool) as grader,
-        ):
-            play = partial(
-                endpoint_player_of,
-                [environment],
-                host,
-                max_groups=1,  # each rollout has a player of its own
-                sampling=s.sampling,
-                grader=grader,
-            )
-            yield lambda emit: GroupRunner(play(emit=emit), grader), None
-        return
-    async with (
-        set_up([environment.load()]),
-        Runtime(s, progress=progress) as runtime,
-        Grader(s.reward, pool=runtime.pool) as grader,
-    ):
-        play_ours = partial(
-            environment_player,
-            s.env,
-            runtime,
-            sampling=s.sampling,
-            grader=grader,
-            with_text=True,
-        )
-        yield lambda emit: GroupRunner(play_ours(emit=emit), grader), runtime.chat
 
 
 def _print_trial(trial: _Trial, title: str, chat: ChatFormat | None, out: Console) -> None:

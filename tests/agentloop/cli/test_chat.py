@@ -176,6 +176,10 @@ def test_a_rollout_without_a_reward_is_a_failure(
     [
         (["What is 1 + 1?"], "env: the environment asks the questions: omit yours"),
         (["--task", "9", "tasks.held_out=2"], "--task: 9: the environment has only 2 tasks"),
+        (
+            ["endpoint.url=http://127.0.0.1:9", "servers=['http://127.0.0.1:8']"],
+            "servers: not used",
+        ),
         (["env.args.x=1"], "env.args.x: Extra inputs are not permitted"),
     ],
 )
@@ -184,6 +188,11 @@ def test_mistakes_are_told_before_a_server_is_started(
 ) -> None:
     assert main(["chat", *arguments, f"env.name={HERE}:two_talks"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_endpoint_needs_an_environment_to_play(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "endpoint.url=http://127.0.0.1:9"]) == 2
+    assert "endpoint.url: an endpoint plays environments: name one" in capsys.readouterr().err
 
 
 def test_a_run_of_an_environment_plays_it_and_answers_questions(tmp_path: Path) -> None:
