@@ -219,7 +219,7 @@ async def with_taught(
 
     The file is kept, so that a resumed run reads the same dialogues.
     """
-    loaded = [one.load() for one in environments]
+    loaded = await console.in_thread(lambda: [one.load() for one in environments])
     if not data.teacher or _is_arithmetic(environments, loaded):
         return data
     file = anyio.Path(folder.path / "teacher.jsonl")
