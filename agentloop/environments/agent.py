@@ -15,7 +15,13 @@ from agentloop.agent.sessions import ModelSession, ModelSessions
 from agentloop.agent.tools import Tool, ToolFunction
 from agentloop.environments.conversation import Conversation
 from agentloop.environments.endpoint import Endpoint
-from agentloop.environments.player import Player, PlayerHost, ResolveTools
+from agentloop.environments.player import (
+    OtherModel,
+    OtherModelHost,
+    Player,
+    PlayerHost,
+    ResolveTools,
+)
 from agentloop.environments.rewards.reward import Reward, finite_number
 from agentloop.environments.sandbox import EnvironmentSandbox
 from agentloop.errors import AgentLoopError, InfrastructureFailed, RequestError, ServerError
@@ -341,13 +347,14 @@ class Agent:
 
         Args:
             is_trained: whether to train on its tokens.
-            player: what plays it instead of the model: an `Endpoint`, such as a stronger model or
-                an older checkpoint on another server, or a function of the messages so far, as in
-                `agentloop.play`. It is never trained on. Its budget is that of `agent`, without
-                the tokens: `max_tokens` limits each of an endpoint's messages.
+            player: what plays it instead of the model: an `Endpoint`, such as a stronger model; an
+                `agentloop.Runtime`, such as that of an older checkpoint; or a function of the
+                messages so far, as in `agentloop.play`. It is never trained on. Its budget is that
+                of `agent`, except that an endpoint and a function have no budget of tokens:
+                `max_tokens` limits each of an endpoint's messages.
 
         Raises:
-            TypeError: `player` is neither an endpoint nor a function.
+            TypeError: `player` is none of these.
             ValueError: the name is not an identifier, or this is another agent itself.
             RequestError: the arguments differ from those that the agent was made with.
         """
@@ -526,9 +533,12 @@ class Agent:
         return await self._grade(trajectory)
 
     def _host_of(self, player: Any) -> Host:
+        pool, resolve_tools = self._host.pool, self._host.resolve_tools
+        if isinstance(player, OtherModel):
+            return OtherModelHost(player, pool, resolve_tools)
         if not isinstance(player, Endpoint) and not callable(player):
-            raise TypeError(f"player: expected an endpoint or a function, not {player!r}")
-        return PlayerHost(player, self._host.pool, self._host.resolve_tools)
+            raise TypeError(f"player: expected an endpoint, a runtime or a function: {player!r}")
+        return PlayerHost(player, pool, resolve_tools)
 
     def _failed(self, why: str) -> InfrastructureFailed:
         """Record a failure of the infrastructure, and return it as an error."""
