@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import pytest
 
 from agentloop.environments.tasks.sources import Task
 from agentloop.rollouts.metrics import GroupFigures
-from agentloop.training.learner_client.client import Learner, LearnerLost
+from agentloop.training.learner_client.client import LearnerLost
 from agentloop.training.learner_client.protocol import TrainingState
 from agentloop.training.queue import GroupQueue, Lease, StepNotes
 from agentloop.training.run_folder import RunFolder
@@ -84,13 +84,12 @@ class Run:
 
     def steps(self, restored: TrainingState | None = None) -> Steps:
         return Steps(
-            cast(Learner, self.learner),
+            self.learner,
             self.queue,
             self.folder,
             restored=restored,
             timeout_s=5,
             say=self.said.append,
-            kept=cast(Any, self.learner),
             max_restarts=1,
         )
 
@@ -205,7 +204,7 @@ async def test_a_repeated_step_with_another_loss_is_reported(tmp_path: Path) -> 
             done.append((lease.step, learned.loss))
 
         steps = run.steps()
-        await steps.do_again(on_done)
+        await steps.repeat_since_checkpoint(on_done)
         assert done == [(1, 1.25)]
         assert (steps.step, steps.version) == (1, 1)
         assert run.said[-1] == "Step 1 had a loss of 1, but of 1.25 when it was repeated"

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import hypothesis
@@ -25,12 +25,13 @@ from agentloop.training.cluster import runtimes as runtimes_module
 from agentloop.training.cluster.rollout_host import RolloutActor, packed, unpacked
 from agentloop.training.cluster.runtimes import RemoteRuntimes
 from agentloop.training.credit.roc import RocSettings
-from agentloop.training.learner_client.client import Learner
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.queue import GroupQueue
 from agentloop.training.rollouts import RolledOut, Rollouts
+from agentloop.training.run_context import RunContext
 from agentloop.training.run_folder import RunFolder
+from agentloop.training.steps import Steps
 from agentloop.training.weight_sync.disk import PublishedFolder
 from agentloop.training.weight_sync.sync import SyncResult
 from tests import emitted
@@ -416,20 +417,20 @@ async def test_a_run_with_runtimes_learns_what_it_learns_by_itself(tmp_path: Pat
         GroupQueue.open(run.path / "queue.sqlite") as queue,
         rolling_out("one", "two") as (runtimes, players),
     ):
-        loop = TrainingLoop(
+        report = Told()
+        context = RunContext(
             LoopSettings(
                 steps=2, prompts_per_step=3, group_size=8, evaluate_tasks=4, evaluate_every=2
             ),
-            rollouts=runtimes,
-            serving=runtimes,
-            learner=cast(Learner, learner),
-            tasks=TaskSource.open(ARITHMETIC),
-            queue=queue,
-            folder=run,
-            report=Told(),
+            TaskSource.open(ARITHMETIC),
+            runtimes,
+            queue,
+            run,
+            report,
             budget=Budget(max_turns=10, max_response_tokens=100),
         )
-        await loop.run()
+        steps = Steps(learner, queue, run, restored=None, timeout_s=60, say=report.say)
+        await TrainingLoop(context, steps, runtimes).run()
         assert await queue.counts() == {"trained": 6}
     assert len(players[0].actors) > 1
     assert [op for op, _ in learner.asked] == [op for op, _ in alone.asked]
