@@ -301,10 +301,11 @@ def test_the_short_form(tmp_path: Path) -> None:
 
 
 def test_settings_of_other_sections_are_checked_against_the_rule() -> None:
-    CreditSettings().check(temperature=0.7, clip_low=0.2)
-    CreditSettings(name="cispo").check(temperature=1.0, clip_low=5.0)
-    with pytest.raises(SettingsError, match=r"learner.loss.clip_low: 5 must be at most 1"):
-        CreditSettings(name="gspo").check(temperature=1.0, clip_low=5.0)
+    assert [*CreditSettings().problems(temperature=0.7, clip_low=0.2)] == []
+    assert [*CreditSettings(name="cispo").problems(temperature=1.0, clip_low=5.0)] == []
+    (problem,) = CreditSettings(name="gspo").problems(temperature=1.0, clip_low=5.0)
+    assert "learner.loss.clip_low: 5 must be at most 1" in problem
     distill = CreditSettings(name="distill", args={"teacher": "http://127.0.0.1:1"})
-    with pytest.raises(SettingsError, match=r"sampling.temperature: 0.7 must be 1"):
-        distill.check(temperature=0.7, clip_low=0.2)
+    temperature, clip_low = distill.problems(temperature=0.7, clip_low=5.0)
+    assert "sampling.temperature: 0.7 must be 1" in temperature
+    assert "learner.loss.clip_low: 5" in clip_low
