@@ -224,7 +224,7 @@ class StageRunner:
             path, num_bytes = await in_run_thread(
                 self._run.folder.add_group,
                 group.number,
-                [{**header, **row} for row in rolled.rows()],
+                ({**header, **row.to_dict()} for row in rolled.rows()),  # encoded in the thread
             )
         if s.dynamic_sampling and not has_signal:
             await self._run.buffer.discard(group, path=path, figures=figures)

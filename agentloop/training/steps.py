@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentloop.aio import in_run_thread
-from agentloop.training.credit.rule import TokenCredit
+from agentloop.rollouts.record import TokenCredit
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import RestartableLearner
 from agentloop.training.learner_client.protocol import (
@@ -232,12 +232,9 @@ def leased_samples(folder: RunFolder, lease: Lease) -> Iterator[LeasedSample]:
         RunFolderError: the file of a group is missing or damaged.
     """
     for place, group in enumerate(lease.groups):
-        for row in [] if group.path is None else folder.read_group(group.path):
-            if row["credit"] is not None:
-                trajectory = Trajectory.from_dict(row["trajectory"])
-                if trajectory.num_sampled_tokens:
-                    credit = TokenCredit(**row["credit"])
-                    yield LeasedSample(place, row["rollout"], trajectory, credit)
+        for row in [] if group.path is None else folder.read_conversations(group.path):
+            if row.credit is not None and row.trajectory.num_sampled_tokens:
+                yield LeasedSample(place, row.rollout, row.trajectory, row.credit)
 
 
 def _remove_others(folder: Path) -> None:

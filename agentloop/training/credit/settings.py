@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import pydantic
 
 from agentloop.errors import SettingsError
+from agentloop.rollouts.record import TokenCredit
 from agentloop.training.credit import cispo, distill, grpo, gspo, per_turn
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.rule import (
@@ -16,7 +17,6 @@ from agentloop.training.credit.rule import (
     CreditArguments,
     CreditRule,
     RewardedRollout,
-    TokenCredit,
     token_weights,
 )
 

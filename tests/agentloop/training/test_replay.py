@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
 from agentloop.rollouts.metrics import GroupFigures
+from agentloop.rollouts.record import ConversationRow, TokenCredit
 from agentloop.training.learner_client.client import LearnerLost
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import ReadyReply
@@ -118,22 +119,13 @@ async def lease(queue: GroupQueue, folder: RunFolder, step: int) -> Any:
     if leased := [one for one in await queue.rewind(step - 1) if one.step == step]:
         return leased[0]
     group = await queue.admit(Task("t", "?", "1"), version=0, cursor={})
+    versions = [VersionSpan("0", 0, 1), VersionSpan(str(step - 1), 1, 2)]
     rows = [
-        {
-            "credit": {"advantages": advantage, "weights": 1.0},
-            "trajectory": Trajectory(
-                f"{step}.{index}",
-                [step],
-                [
-                    Turn(
-                        [2, 3],
-                        [-0.5, -0.25],
-                        [VersionSpan("0", 0, 1), VersionSpan(str(step - 1), 1, 2)],
-                    )
-                ],
-            ).to_dict(),
-            "rollout": index,
-        }
+        ConversationRow(
+            index,
+            Trajectory(f"{step}.{index}", [step], [Turn([2, 3], [-0.5, -0.25], versions)]),
+            credit=TokenCredit(advantage, 1.0),
+        ).to_dict()
         for index, advantage in enumerate([0.5, -0.5])
     ]
     path, num_bytes = folder.add_group(group.number, rows)

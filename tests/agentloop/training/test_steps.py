@@ -14,6 +14,7 @@ import pytest
 
 from agentloop.environments.tasks.sources import Task
 from agentloop.rollouts.metrics import GroupFigures
+from agentloop.rollouts.record import ConversationRow, TokenCredit
 from agentloop.training.learner_client.client import LearnerLost
 from agentloop.training.learner_client.protocol import TrainingState
 from agentloop.training.queue import GroupQueue, Lease, StepNotes
@@ -102,19 +103,16 @@ class Run:
             of_each: number of conversations of each rollout.
         """
         group = await self.queue.admit(Task("t", "?", "1"), version=0, cursor={})
-        trajectory = Trajectory("t", [1], [Turn([2], [-0.5])]).to_dict()
-        path, num_bytes = self.folder.add_group(
-            group.number,
-            [
-                {
-                    "advantage": one,
-                    "credit": None if one is None else {"advantages": one, "weights": 1.0},
-                    "trajectory": trajectory,
-                    "rollout": index // of_each,
-                }
-                for index, one in enumerate(advantages)
-            ],
-        )
+        trajectory = Trajectory("t", [1], [Turn([2], [-0.5])])
+        rows = [
+            ConversationRow(
+                index // of_each,
+                trajectory,
+                credit=None if advantage is None else TokenCredit(advantage, 1.0),
+            )
+            for index, advantage in enumerate(advantages)
+        ]
+        path, num_bytes = self.folder.add_group(group.number, [row.to_dict() for row in rows])
         await self.queue.finish(
             group.number, path=path, num_bytes=num_bytes, figures=GroupFigures()
         )

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from agentloop.config import load_settings
 from agentloop.errors import SettingsError
+from agentloop.rollouts.record import ConversationRow, TokenCredit
 from agentloop.training.credit.grpo import group_advantages
 from agentloop.training.credit.rule import (
     Aggregate,
     RewardedRollout,
-    TokenCredit,
     token_weights,
 )
 from agentloop.training.credit.settings import RULES, CreditSettings, assign
@@ -240,21 +240,22 @@ def test_credit_comes_back_from_the_journal_and_goes_into_the_batch(
     load = pytest.importorskip("safetensors.numpy").load
     folder = tmp_path_factory.mktemp("journal")
     run = RunFolder(folder / "run", "")
-    rows = []
-    for some in tokens:
-        made = Trajectory("", [1, 2], [turn(len(some), some[0], some)])
-        credit = TokenCredit.of(some, 0.25)
-        row = {"advantages": credit.advantages, "weights": credit.weights}
-        rows.append({"credit": row, "trajectory": made.to_dict_per_token()})
-    path, _ = run.add_group(1, rows)
-    back = run.read_group(path)
-    assert [one["trajectory"]["turns"][0]["reward"] for one in back] == [one[0] for one in tokens]
-    assert [one["trajectory"]["turns"][0]["token_rewards"] for one in back] == tokens
+    rows = [
+        ConversationRow(
+            index,
+            Trajectory("", [1, 2], [turn(len(rewards), rewards[0], rewards)]),
+            credit=TokenCredit.of(rewards, 0.25),
+        )
+        for index, rewards in enumerate(tokens)
+    ]
+    path, _ = run.add_group(1, [row.to_dict() for row in rows])
+    read = run.read_conversations(path)
+    assert read == rows
     samples = []
-    for one in back:
-        credit, made = TokenCredit(**one["credit"]), one["trajectory"]
-        parts = made["ids"], made["mask"], made["logprobs"]
-        samples.append(Sample(*parts, credit.advantages, 0, credit.weights))
+    for row in read:
+        assert row.credit is not None
+        parts = row.trajectory.ids, row.trajectory.mask, row.trajectory.logprobs
+        samples.append(Sample(*parts, row.credit.advantages, 0, row.credit.weights))
     write_batch(folder / "batch", samples)
     batch = load((folder / "batch").read_bytes())
     sampled = batch["mask"] == 1
