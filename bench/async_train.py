@@ -52,7 +52,6 @@ from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.inference.router import Router
 from agentloop.rollouts.runner import GroupRunner, play_siblings
 from agentloop.training.credit.roc import RocSettings
-from agentloop.training.learner_client.client import Learner
 from agentloop.training.learner_client.protocol import (
     PublishReply,
     PublishRequest,
@@ -67,8 +66,10 @@ from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.queue import GroupQueue
 from agentloop.training.rollouts import Rollouts
+from agentloop.training.run_context import RunContext
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
+from agentloop.training.steps import Steps
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served
 from agentloop.trajectory import Trajectory
@@ -199,6 +200,13 @@ class _SleepingLearner:
 
     async def ask(self, request: Request[R], *, timeout_s: float) -> R:
         return cast(R, await self._handle(request))
+
+    async def lost(self) -> str:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async def restart(self) -> None:
+        raise AssertionError("the learner is never lost")
 
     async def _handle(self, request: Request[Any]) -> Reply:
         match request:
@@ -377,19 +385,30 @@ async def _train(
         ):
             tasks.start_soon(servers.keep_told)
             with suppress(_Finished):
-                await TrainingLoop(
+                report = _Silent()
+                context = RunContext(
                     settings,
-                    rollouts=Rollouts(
+                    TaskSource.open(TasksSettings(kind="arithmetic", held_out=64)),
+                    Rollouts(
                         GroupRunner(servers, cast(Grader, _HalfCorrect()), enough=shape.enough),
                         RocSettings(down_sample_to_n=shape.group_size // 2),
                         seed=settings.seed,
                     ),
-                    serving=Served(cast(Router, servers)),
-                    learner=cast(Learner, learner),
-                    tasks=TaskSource.open(TasksSettings(kind="arithmetic", held_out=64)),
-                    queue=queue,
-                    folder=run,
-                    report=_Silent(),
+                    queue,
+                    run,
+                    report,
+                )
+                await TrainingLoop(
+                    context,
+                    Steps(
+                        learner,
+                        queue,
+                        run,
+                        restored=None,
+                        timeout_s=settings.step_timeout_s,
+                        say=report.say,
+                    ),
+                    Served(cast(Router, servers)),
                     weights=WeightsSettings(verify=False),  # there are no real weights
                 ).run()
             tasks.cancel_scope.cancel()

@@ -54,7 +54,7 @@ from agentloop.training.sft import (
     DialogueSource,
     DialoguesSettings,
     EpochsSettings,
-    FineTuning,
+    FineTuningPlan,
     SupervisedSettings,
 )
 
@@ -201,8 +201,8 @@ async def make_start_model(
             # The dialogues are read by one core, while the learner starts on others.
             async with learner_of(training, model, chat, part, progress).starting() as learner:
                 samples = await samples_of(training, model, chat, progress)
-                tuning = await anyio.to_thread.run_sync(FineTuning, training.loop, samples, part)
-                await imitate(training, learner, tuning, progress, dashboard.on_start_event)
+                plan = await anyio.to_thread.run_sync(FineTuningPlan, training.loop, samples, part)
+                await imitate(training, learner, plan, progress, dashboard.on_start_event)
     checkpoints = made.with_name("checkpoints")  # not needed any more
     await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
     return made

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -11,7 +12,14 @@ from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.trajectory import StopReason, Trajectory
 
-__all__ = ["AgentRecord", "NoReward", "RolloutGroup", "RolloutRecord"]
+__all__ = [
+    "AgentRecord",
+    "ConversationRow",
+    "NoReward",
+    "RolloutGroup",
+    "RolloutRecord",
+    "TokenCredit",
+]
 
 
 class NoReward(StrEnum):
@@ -99,6 +107,108 @@ class RolloutRecord:
         return self.reward is not None and self.reward.value is not None
 
 
+@dataclass(frozen=True, slots=True)
+class TokenCredit:
+    """The advantages and weights of a trajectory's sampled tokens.
+
+    Each is one number if it is the same for all of them, otherwise a list with one for each.
+    """
+
+    advantages: float | list[float]
+    weights: float | list[float]
+
+    @classmethod
+    def of(cls, advantages: Sequence[float], weight: float) -> TokenCredit:
+        """Build the credit of a trajectory. Raises ValueError if a number is not finite."""
+        if not all(map(math.isfinite, [*advantages, weight])):
+            raise ValueError("an advantage or a weight is not finite")
+        if len(set(advantages)) <= 1:
+            return cls(advantages[0] if advantages else 0.0, weight)
+        return cls(list(advantages), weight)
+
+    @property
+    def mean_advantage(self) -> float:
+        """The mean over the sampled tokens, for people."""
+        if isinstance(self.advantages, list):
+            return math.fsum(self.advantages) / len(self.advantages)
+        return self.advantages
+
+    @property
+    def has_signal(self) -> bool:
+        """True if the advantage of any token differs from 0."""
+        if isinstance(self.advantages, list):
+            return any(self.advantages)
+        return bool(self.advantages)
+
+
+@dataclass(slots=True)
+class ConversationRow:
+    """A conversation of a rollout with its reward and selection: a line of a group's file.
+
+    Attributes:
+        task, truth: id of the task, and its answer.
+        rollout: number of the rollout in its group.
+        agent: name of the agent; empty: the rollout's own.
+        reward, parts, answer, reason: the rollout's `Reward`.
+        recorded: values that the environment has recorded of the rollout (`agent.record`).
+        advantage: mean advantage of its tokens; None: it was not selected for training.
+        credit: advantages and weights of its tokens; None: as above.
+        dropped: why the rollout was not selected (`DropReason`).
+    """
+
+    rollout: int
+    trajectory: Trajectory
+    task: str = ""
+    truth: str | None = None
+    agent: str = ""
+    reward: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    recorded: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
+    reason: str = ""
+    no_reward: NoReward | None = None
+    credit: TokenCredit | None = None
+    dropped: str | None = None
+
+    @property
+    def advantage(self) -> float | None:
+        return None if self.credit is None else self.credit.mean_advantage
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain data for JSON."""
+        credit = None if self.credit is None else asdict(self.credit)
+        return {
+            "task": self.task,
+            "truth": self.truth,
+            "rollout": self.rollout,
+            "agent": self.agent,
+            "reward": self.reward,
+            "parts": dict(self.parts),
+            "recorded": dict(self.recorded),
+            "answer": self.answer,
+            "reason": self.reason,
+            "no_reward": self.no_reward,
+            "advantage": self.advantage,
+            "credit": credit,
+            "dropped": self.dropped,
+            "trajectory": self.trajectory.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> ConversationRow:
+        """Rebuild a row from the output of `to_dict`; other keys are ignored.
+
+        Raises:
+            KeyError, TypeError, ValueError: as in `Trajectory.from_dict`.
+        """
+        values = {each.name: row[each.name] for each in fields(cls)}
+        if (no_reward := row["no_reward"]) is not None:
+            values["no_reward"] = NoReward(no_reward)
+        if (credit := row["credit"]) is not None:
+            values["credit"] = TokenCredit(**credit)
+        return cls(**{**values, "trajectory": Trajectory.from_dict(row["trajectory"])})
+
+
 @dataclass(slots=True)
 class RolloutGroup:
     """The rollouts of a task, each with its reward."""
@@ -135,27 +245,24 @@ class RolloutGroup:
                 for trajectory in other.trajectories:
                     yield index, name, trajectory
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[ConversationRow]:
         """Return a line of the group's file for each conversation, as if none was selected."""
+        rewards = self.rewards
         return [
-            {
-                "task": self.task.id,
-                "truth": self.task.answer,
-                "rollout": index,
-                "agent": agent,
-                "reward": reward.value,
-                "parts": dict(reward.parts),
-                "recorded": dict(self.rollouts[index].recorded),
-                "answer": reward.answer,
-                "reason": reward.reason,
-                "no_reward": self.rollouts[index].no_reward,
-                "advantage": None,
-                "credit": None,
-                "dropped": None,
-                "trajectory": trajectory.to_dict(),
-            }
+            ConversationRow(
+                index,
+                trajectory,
+                task=self.task.id,
+                truth=self.task.answer,
+                agent=agent,
+                reward=rewards[index].value,
+                parts=rewards[index].parts,
+                recorded=self.rollouts[index].recorded,
+                answer=rewards[index].answer,
+                reason=rewards[index].reason,
+                no_reward=self.rollouts[index].no_reward,
+            )
             for index, agent, trajectory in self.conversations
-            for reward in [self.rewards[index]]
         ]
 
 

@@ -342,6 +342,14 @@ def test_a_group_is_given_up_before_the_ranks_give_each_other_up() -> None:
     checked(load_settings(TrainSettings, overrides=by_disk))
 
 
+def test_all_problems_of_the_settings_are_reported_at_once() -> None:
+    overrides = ["model=/no/such", "sampling.top_k=5", "loop.early_stop_at=99", "ranks.nodes=2"]
+    with pytest.raises(SettingsError) as raised:
+        checked(load_settings(TrainSettings, overrides=overrides))
+    named = [problem.partition(":")[0] for problem in str(raised.value).split("; ")]
+    assert named == ["model", "ranks.nodes", "sampling.top_k", "loop.early_stop_at"]
+
+
 def test_a_group_of_one_teaches_nothing() -> None:
     overrides = ["loop.group_size=1", "roc.down_sample_to_n=0"]
     with pytest.raises(SettingsError, match=r"loop\.group_size"):
