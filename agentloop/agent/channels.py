@@ -98,10 +98,10 @@ class Channels:
             yield from self._emit(self._held[start : match.start()])
             self._switch(match.group())
             start = match.end()
-        rest = self._held[start:]
-        cut = self._partial(rest)
-        self._held = rest[cut:]
-        yield from self._emit(rest[:cut])
+        unread = self._held[start:]
+        cut = self._partial(unread)
+        self._held = unread[cut:]
+        yield from self._emit(unread[:cut])
 
     def flush(self) -> Iterator[tuple[Channel, str]]:
         """Yield the text that was held back, now that the turn is over."""
@@ -194,8 +194,8 @@ class Speech:
 
     def interject(self, channel: Channel, text: str) -> Iterator[tuple[Channel, str]]:
         """Yield a passage that the model has not written, once the turn's text is complete."""
-        for found, piece in self._channels.flush():
-            yield from self._route(found, piece)
+        for channel_before, piece in self._channels.flush():
+            yield from self._route(channel_before, piece)
         yield from self._end_passage()
         if not self.stopped:
             yield channel, (_BETWEEN_PASSAGES if channel in self._channels_seen else "") + text
@@ -239,13 +239,13 @@ class Speech:
         if num_leading == len(text):
             self._partial_stop = text[-self._longest_stop :]
             return ""
-        found = [
+        matches = [
             (start + len(stop), start)
             for stop in self._stop
             if (start := text.find(stop, max(0, num_leading - len(stop) + 1))) >= 0
         ]
-        if found:
-            end, start = min(found)
+        if matches:
+            end, start = min(matches)
             self.stopped, self.matched, self._partial_stop = True, text[start:end], ""
             return text[:start]
         first = max(0, len(text) - self._longest_stop + 1)

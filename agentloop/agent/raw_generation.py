@@ -70,7 +70,7 @@ class GeneratedPiece:
     Attributes:
         offsets: Where the text of each token begins, in characters from the generation's start.
         prompt: Log-probabilities of the prompt, if requested; in the first piece.
-        end: Why the generation ended; set in its last piece.
+        end: The cause of the generation's end; set in its last piece.
     """
 
     text: str
@@ -132,7 +132,7 @@ class RawGeneration:
                     vocab_size=self._vocab_size,
                     on_chunk=self._take,
                     on_placed=lambda server, decision: None,
-                    on_moved=lambda server, why: None,
+                    on_moved=lambda server, reason: None,
                 )
             finally:
                 # Lengths of prompts that somebody else wrote say nothing about those of rollouts.
@@ -145,12 +145,12 @@ class RawGeneration:
         for token in chunk.ids:
             offsets.append(self._num_chars)
             if token not in self._generation.stop_ids:
-                final += self._found(self._text.feed([token]))
+                final += self._until_stop(self._text.feed([token]))
             if self._finder.found:
                 break
         end = chunk.end
         if end is not None and not self._finder.found:
-            final += self._found(self._text.flush()) + self._finder.flush()
+            final += self._until_stop(self._text.flush()) + self._finder.flush()
         if self._finder.found:
             end = TurnEnd.STOP
             self._cut.cancel()
@@ -170,9 +170,9 @@ class RawGeneration:
 
     def cut_off(self) -> None:
         """Report the last piece of a generation that was cancelled: the text that was held back."""
-        final = self._found(self._text.flush()) + self._finder.flush()
+        final = self._until_stop(self._text.flush()) + self._finder.flush()
         self._on_piece(GeneratedPiece(final, end=TurnEnd.LENGTH))
 
-    def _found(self, text: str) -> str:
+    def _until_stop(self, text: str) -> str:
         self._num_chars += len(text)
         return self._finder.feed(text)

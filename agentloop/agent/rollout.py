@@ -29,7 +29,7 @@ from agentloop.agent.constraints import Constraints
 from agentloop.agent.formats import Family
 from agentloop.agent.tool_formats import ToolFormat
 from agentloop.agent.tools import Schema, Tool, ToolFunction, Tools
-from agentloop.agent.truncation import truncated, without_middle
+from agentloop.agent.truncation import truncate, without_middle
 from agentloop.agent.turn_reader import TurnOptions, TurnReader
 from agentloop.errors import PromptTooLong, RequestError, ServerError, culprit
 from agentloop.events import (
@@ -70,7 +70,7 @@ __all__ = [
     "TurnOptions",
     "prompt_of",
     "too_long",
-    "truncated",
+    "truncate",
     "without_middle",
 ]
 
@@ -266,18 +266,18 @@ class Rollout:
             prompt_ids = await prompt_of(self.chat, self.messages, schemas, longest)
         self._trajectory = Trajectory(self.id, list(prompt_ids), created_unix_s=time.time())
         self.emit(RolloutStarted(self._trajectory, self.group, self.messages))
-        whole = False
+        is_complete = False
         try:
             if self._is_cancelled:  # before it started
                 self._trajectory.stop_reason = StopReason.CANCELLED
             else:
                 await self._run_within_timeout(self._trajectory)
-            whole = self._trajectory.stop_reason in _COMPLETE
+            is_complete = self._trajectory.stop_reason in _COMPLETE
         except BaseException:
             self.emit(RolloutAbandoned(self.id))
             raise
         finally:
-            self.engine.forget(self.id, whole=whole)
+            self.engine.forget(self.id, whole=is_complete)
             self._trajectory.elapsed_s = self._elapsed_s()
             self._trajectory.answer = self._answer
         self.emit(RolloutFinished(self.id, self._trajectory))
@@ -336,7 +336,7 @@ class Rollout:
         if self.options.single_message:
             return StopReason.ANSWERED
         text: str | None = None
-        if not turn.calls and (text := await self._replied()) is None:
+        if not turn.calls and (text := await self._get_reply()) is None:
             return StopReason.ANSWERED
         if self._trajectory.message_of(num_turns) >= self.budget.max_turns:
             return StopReason.TURN_BUDGET
@@ -353,7 +353,7 @@ class Rollout:
             split=self._split,
         )
 
-    async def _replied(self) -> str | None:
+    async def _get_reply(self) -> str | None:
         """Return the user's reply to the newest answer, if there is to be one."""
         if self.reply is None:
             return None
@@ -434,13 +434,13 @@ class Rollout:
             },
         )
 
-        def placed(server: str, decision: Explained) -> None:
+        def on_placed(server: str, decision: Explained) -> None:
             turn.servers.append(server)
             if turn.first_token_s is None:
                 turn.placed_s = self._elapsed_s()
             self.emit(TurnPlaced(self.id, index, server, decision))
 
-        def moved(server: str, reason: str) -> None:
+        def on_moved(server: str, reason: str) -> None:
             self.emit(TurnMoved(self.id, server, reason))
 
         try:
@@ -449,11 +449,11 @@ class Rollout:
                     generation,
                     vocab_size=self.chat.vocab_size,
                     on_chunk=reader.take,
-                    on_placed=placed,
-                    on_moved=moved,
+                    on_placed=on_placed,
+                    on_moved=on_moved,
                 )
         except RequestError as error:
-            raise self._constraints.explained(error, message) from error
+            raise self._constraints.explain(error, message) from error
         finally:
             turn.generated_s = self._elapsed_s()
             reader.flush()
@@ -481,7 +481,7 @@ class Rollout:
             return self.chat.user_message(reply, last_id=last_id)
         budget = self.budget
         contents = [
-            truncated(
+            truncate(
                 self.chat,
                 without_middle(result.content, budget.max_tool_response_chars),
                 budget.max_tool_response_tokens,

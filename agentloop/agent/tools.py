@@ -28,7 +28,7 @@ import anyio.lowlevel
 import pydantic
 
 from agentloop.agent.tokenizer import quiet_about_torch
-from agentloop.agent.tool_formats import ToolFormat, malformed, unknown_tool
+from agentloop.agent.tool_formats import ToolFormat, malformed_call, unknown_tool
 from agentloop.aio import is_cancelled_from_outside
 from agentloop.errors import InfrastructureFailed, RequestError
 from agentloop.plain_json import dumps, valid_text
@@ -268,8 +268,8 @@ class Tools:
         if isinstance(tool, CallerTool) or (tool is None and self._run_by_caller):
             return ToolOutput(ToolCallStatus.CALLER, "")  # the caller handles unknown names itself
         if tool is None:
-            known = ", ".join(self._tools) or "none"
-            text = unknown_tool(name, known, tool_format=self._format)
+            names = ", ".join(self._tools) or "none"
+            text = unknown_tool(name, names, tool_format=self._format)
             return ToolOutput(ToolCallStatus.UNKNOWN_TOOL, text)
         state = getattr(tool, "state", None)
         if state is None:
@@ -286,7 +286,7 @@ class Tools:
             begun_s: `time.monotonic()` at the start of the trajectory.
         """
         if call.error is not None:
-            text = malformed(call, tool_format=self._format)
+            text = malformed_call(call, tool_format=self._format)
             output = ToolOutput(ToolCallStatus.MALFORMED, text)
         else:
             output = await self.run(call.name, call.arguments)

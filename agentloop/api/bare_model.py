@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import prompt_of
-from agentloop.agent.sessions import Asked, ModelSession, ModelSessions
+from agentloop.agent.sessions import ModelSession, ModelSessions, TurnRequest
 from agentloop.agent.tools import CallerTool
 from agentloop.aio import Slot
 from agentloop.api.answering import Answering
@@ -182,7 +182,7 @@ class BareModel:
             if session is None:
                 self._sessions.close(own)
 
-    def _asked(self, asked: ChatRequest, index: int, session: ModelSession) -> Asked:
+    def _asked(self, asked: ChatRequest, index: int, session: ModelSession) -> TurnRequest:
         sampling, options = None, asked.turn_options()
         if session.is_rollout:
             options = replace(options, parameters={})
@@ -190,7 +190,7 @@ class BareModel:
             base = with_overrides(session.sampling, asked.sampling_overrides(), "sampling")
             sampling = base.of_sibling(index)
         tools = asked.tools if asked.tools and asked.tool_choice != "none" else []
-        return Asked(
+        return TurnRequest(
             asked.messages,
             tools=[CallerTool(tool) for tool in tools],
             sampling=sampling,

@@ -48,22 +48,22 @@ class _Calls:
                 calls += self._end(None, self._position + 1)
                 self._header, self._start = [], self._position
             elif self._text is None and token == self._message_id:
-                found = _RECIPIENT_RE.search(self._chat.decode(self._header))
-                self._name, self._text = found[1] if found else None, []
+                recipient = _RECIPIENT_RE.search(self._chat.decode(self._header))
+                self._name, self._text = recipient[1] if recipient else None, []
             elif self._text is None:
                 self._header.append(token)
             elif self._name is not None:
                 self._text.append(token)
                 if len(self._text) > _MAX_CALL_TOKENS:
-                    why = f"it exceeds {_MAX_CALL_TOKENS} tokens"
-                    calls += self._end(why, self._position + 1)
+                    reason = f"it exceeds {_MAX_CALL_TOKENS} tokens"
+                    calls += self._end(reason, self._position + 1)
             self._position += 1
         return calls
 
     def finish(self) -> list[ToolCall]:
         return self._end("the turn ended before it closed", self._position)
 
-    def _end(self, why: str | None, end: int) -> list[ToolCall]:
+    def _end(self, reason: str | None, end: int) -> list[ToolCall]:
         """End a message."""
         text, name = self._text, self._name
         self._text = self._name = None
@@ -72,8 +72,8 @@ class _Calls:
         raw = self._chat.decode(text)
         call_id = f"{self._id_prefix}_{self._count}"
         self._count += 1
-        if why is not None:
-            error: str | None = f"the tool call was not closed with <|call|>: {why}"
+        if reason is not None:
+            error: str | None = f"the tool call was not closed with <|call|>: {reason}"
             return [ToolCall(call_id, "", {}, raw, self._start, end, error)]
         arguments, error = decode_arguments(raw)
         return [ToolCall(call_id, name, arguments, raw, self._start, end, error)]
@@ -99,12 +99,12 @@ class HarmonyChannels:
             yield from self._emit(self._held[start : match.start()])
             self._switch(match.group())
             start = match.end()
-        rest = self._held[start:]
-        cut = rest.rfind("<")
-        if cut < 0 or not _begins_markup(rest[cut:]):
-            cut = len(rest)
-        self._held = rest[cut:]
-        yield from self._emit(rest[:cut])
+        unread = self._held[start:]
+        cut = unread.rfind("<")
+        if cut < 0 or not _begins_markup(unread[cut:]):
+            cut = len(unread)
+        self._held = unread[cut:]
+        yield from self._emit(unread[:cut])
 
     def flush(self) -> Iterator[tuple[Channel, str]]:
         """Yield the text that was held back, now that the turn is over."""
@@ -120,8 +120,8 @@ class HarmonyChannels:
     def _switch(self, markup: str) -> None:
         if markup == _MESSAGE and self._is_header:
             self._is_header = False
-            found = _CHANNEL_RE.search(self._header)
-            channel = found[1] if found else "final"
+            match = _CHANNEL_RE.search(self._header)
+            channel = match[1] if match else "final"
             if _RECIPIENT_RE.search(self._header):
                 self._channel = None
             else:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentloop.agent.constraints import OutputRules, check_rules, constraint_of
-from agentloop.agent.formats import FAMILIES, HERMES, named
+from agentloop.agent.formats import FAMILIES, HERMES, get_family
 from agentloop.errors import RequestError
 
 SCHEMA = {"type": "object", "properties": {"q": {"type": "string"}}}
@@ -75,7 +75,7 @@ def test_rules_that_cannot_be_kept_are_named(
     rules: OutputRules, tools: Any, family: str, said: str
 ) -> None:
     with pytest.raises(RequestError, match=said):
-        check_rules(rules, named(family), tools)
+        check_rules(rules, get_family(family), tools)
 
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one.call_form], ids=lambda f: f.name)

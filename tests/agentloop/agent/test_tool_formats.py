@@ -14,7 +14,7 @@ from agentloop.agent.tool_formats import (
     bad_arguments,
     describe,
     jupyter_code_schema,
-    malformed,
+    malformed_call,
     paper_schema,
     python_code_schema,
     unknown_tool,
@@ -121,7 +121,7 @@ def called(raw: str) -> ToolCall:
 def test_feedback_on_a_call_that_cannot_be_decoded(
     raw: str, error: str, tool_format: ToolFormat
 ) -> None:
-    text = malformed(called(raw), tool_format=tool_format)
+    text = malformed_call(called(raw), tool_format=tool_format)
     assert text.startswith(f"Failed to decode tool call: {error}")
 
 
@@ -129,8 +129,8 @@ def test_feedback_on_a_call_that_cannot_be_decoded(
 def test_every_malformed_call_gets_a_reason(raw: str) -> None:
     call = called(raw)
     if call.error is not None:
-        assert malformed(call) == f"[malformed tool call] {call.error}"
-        said = malformed(call, tool_format="release")
+        assert malformed_call(call) == f"[malformed tool call] {call.error}"
+        said = malformed_call(call, tool_format="release")
         assert said.removeprefix("Failed to decode tool call: ").strip()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from agentloop.agent.channels import Channel, answer_in
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.agent.formats import FAMILIES, detect, harmony, named, regions
+from agentloop.agent.formats import FAMILIES, detect, get_family, harmony, regions
 from agentloop.errors import ModelError
 from agentloop.trajectory import ToolCall
 from bench.call_forms import FORMS, Call
@@ -54,7 +54,7 @@ def chat_of(name: str, *, single_tokens: bool = True) -> ChatFormat:
     """A small tokenizer, with the control tokens of all families or with none of them."""
     tags = [tag for tag in spelled if tag not in ("<|im_start|>", END)]
     chat = ChatFormat(tokenizer(tags if single_tokens else ()), template(), end_token=END)
-    chat.family = named(name)
+    chat.family = get_family(name)
     return chat
 
 
@@ -208,4 +208,4 @@ def test_an_unknown_form_is_named() -> None:
     with pytest.raises(ModelError, match=r"shows no known form .* chat\.format .* hermes"):
         detect("{{ messages }}")
     with pytest.raises(ModelError, match=r"chat\.format: 'none' is not one of auto, .*hermes"):
-        named("none")
+        get_family("none")

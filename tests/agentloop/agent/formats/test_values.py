@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentloop.agent.formats import values
-from agentloop.agent.formats.values import decode_python_call, typed
+from agentloop.agent.formats.values import decode_python_call, decode_value
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_what_is_no_call_with_named_arguments_is_an_error(text: str) -> None:
 def test_plain_text_gets_a_type_that_the_schema_allows(
     text: str, types: list[str], value: object
 ) -> None:
-    assert typed(text, {"type": types}) == value
-    assert typed(text, {"anyOf": [{"type": one} for one in types]}) == value
+    assert decode_value(text, {"type": types}) == value
+    assert decode_value(text, {"anyOf": [{"type": one} for one in types]}) == value
 
 
 _NAMES = ("f", "g.h", "None", "f.not", "é", "f ")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import Budget
-from agentloop.agent.sessions import Asked, ModelSession
+from agentloop.agent.sessions import ModelSession, TurnRequest
 from agentloop.agent.sessions.history import keys_of
 from agentloop.agent.tools import CallerTool
 from agentloop.api.chat_completions import ChunkWriter, chunk_frame, completion
@@ -86,7 +86,7 @@ class Client:
 
     async def ask(self, *messages: Message, **asked: Any) -> Any:
         """Return the message that a client gets, as it would send it back."""
-        found = await self.session.complete(Asked(messages, **asked), as_message)
+        found = await self.session.complete(TurnRequest(messages, **asked), as_message)
         return copy.deepcopy(as_message(found))
 
     @property
@@ -184,9 +184,9 @@ async def test_whitespace_that_the_template_drops_is_no_edit() -> None:
     def message(found: Trajectory) -> Message:
         return {"role": "assistant", "content": found.turns[-1].text.removesuffix(END)}
 
-    await session.complete(Asked([user("a")]), message)
+    await session.complete(TurnRequest([user("a")]), message)
     history = [user("a"), {"role": "assistant", "content": "one"}, user("b")]
-    await session.complete(Asked(history), message)
+    await session.complete(TurnRequest(history), message)
     assert len(session.branches) == 1
 
 
@@ -214,10 +214,10 @@ async def test_a_message_with_calls_is_compared_as_the_template_writes_it() -> N
         return {"role": "assistant", "content": "I add.", "tool_calls": calls}
 
     tools = [TOOL]
-    found = await session.complete(Asked([user("a")], tools=tools), message)
+    found = await session.complete(TurnRequest([user("a")], tools=tools), message)
     sent = {**message(found), "content": "i add."}
     history = [user("a"), sent, tool(sent["tool_calls"][0], "x")]
-    await session.complete(Asked(history, tools=tools), message)
+    await session.complete(TurnRequest(history, tools=tools), message)
     assert len(session.branches) == 1
 
 
@@ -317,7 +317,7 @@ async def test_parallel_requests_from_one_turn_are_branches() -> None:
 async def test_a_delivery_that_failed_can_be_discarded() -> None:
     client = Client(said("one"), said("two"), said("three"))
     first = await client.ask(user("a"))
-    lost = await client.session.complete(Asked([user("a"), first, user("b")]), as_message)
+    lost = await client.session.complete(TurnRequest([user("a"), first, user("b")]), as_message)
     client.session.discard(lost)
     assert [len(one.turns) for one in client.branches] == [1]
     await client.ask(user("a"), first, user("b"))
@@ -455,7 +455,7 @@ async def test_what_a_client_has_read_before_a_failure_stays_in_a_branch(is_read
         said("one"), [*chunks(cut, end=None), ServerUnavailable("gone")], said("two"), said("3")
     )
     first = await client.ask(user("a"))
-    asked = Asked([user("a"), first, user("b")])
+    asked = TurnRequest([user("a"), first, user("b")])
     reader = [client.events.append] if is_read else []
     with pytest.raises(ServerError, match="gone"):
         await client.session.complete(asked, as_message, *reader)
@@ -474,7 +474,7 @@ async def test_what_a_client_has_read_before_a_failure_stays_in_a_branch(is_read
 async def test_a_first_message_that_was_cut_off_and_is_asked_again_says_so() -> None:
     client = Client([*chunks([5, 6], end=None), ServerUnavailable("gone")], said("one"))
     with pytest.raises(ServerError):
-        await client.session.complete(Asked([user("a")]), as_message, client.events.append)
+        await client.session.complete(TurnRequest([user("a")]), as_message, client.events.append)
     await client.ask(user("a"))
     assert client.reasons == ["", "the same history was asked again"]
 

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.agent.sessions import Asked
+from agentloop.agent.sessions import TurnRequest
 from agentloop.agent.sessions.history import context_key, keys_of
 from agentloop.errors import RequestError, ServerError, ServerUnavailable
 from agentloop.events import Feed
@@ -84,7 +84,7 @@ async def test_what_a_client_has_read_before_it_left_is_recorded(is_streamed: bo
     history = [user("a"), first, user("b")]
     feed: tuple[Any, ...] = (Feed(),) if is_streamed else ()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(client.session.complete, Asked(history), as_message, *feed)
+        tasks.start_soon(client.session.complete, TurnRequest(history), as_message, *feed)
         await started.wait()
         tasks.cancel_scope.cancel()
     await client.ask(*history)  # goes on where it was, since it may ask again
@@ -111,7 +111,7 @@ async def test_what_a_client_has_read_is_recorded_if_the_session_is_closed_meanw
 
         async def ask() -> None:
             with pytest.raises(RequestError, match="closed"):
-                await client.session.complete(Asked([user("a")]), as_message, Feed())
+                await client.session.complete(TurnRequest([user("a")]), as_message, Feed())
 
         tasks.start_soon(ask)
         await started.wait()
