@@ -32,7 +32,13 @@ from agentloop.agent.chat_settings import RESERVED_ARGUMENTS, ChatSettings
 from agentloop.agent.continuation import QUESTION, Continuation, Render
 from agentloop.agent.encoder import TokenEncoder
 from agentloop.agent.formats import HERMES, Family, detect, get_family
-from agentloop.agent.openai_messages import for_template, num_chars, with_ids
+from agentloop.agent.openai_messages import (
+    for_template,
+    function_call,
+    num_chars,
+    tool_message,
+    with_ids,
+)
 from agentloop.agent.placeholders import Placeholders
 from agentloop.agent.tokenizer import load_tokenizer
 from agentloop.errors import ModelError, RequestError
@@ -499,21 +505,13 @@ class ChatFormat:
             thought = self.opened_thought
             if turn.calls:
                 message["tool_calls"] = [
-                    {
-                        "id": self.family.call_id(call),
-                        "type": "function",
-                        "function": {"name": call.name, "arguments": call.arguments},
-                    }
+                    function_call(self.family.call_id(call), call.name, call.arguments)
                     for call in turn.calls
                 ]
             messages.append(message)
             ids = {call.id: self.family.call_id(call) for call in turn.calls}
             messages += [
-                {
-                    "role": "tool",
-                    "tool_call_id": ids.get(result.call_id, result.call_id),
-                    "content": result.content,
-                }
+                tool_message(ids.get(result.call_id, result.call_id), result.content)
                 for result in turn.results
             ]
         return messages

@@ -13,7 +13,7 @@ from typing import Any
 
 from agentloop.agent.encoder import TokenEncoder
 from agentloop.agent.formats import Family
-from agentloop.agent.openai_messages import for_template, with_ids
+from agentloop.agent.openai_messages import for_template, function_call, tool_message, with_ids
 from agentloop.agent.placeholders import Placeholders
 from agentloop.errors import ModelError, RequestError
 from agentloop.trajectory import Message, ToolCall
@@ -177,8 +177,7 @@ class Continuation:
             (f"call{index:05}", "tool") for index in range(len(responses))
         ]
         messages = [
-            {"role": "tool", "tool_call_id": id, "content": response}
-            for (id, _), response in zip(named, responses, strict=True)
+            tool_message(id, response) for (id, _), response in zip(named, responses, strict=True)
         ]
         return self._after(messages, named, mark)
 
@@ -197,10 +196,7 @@ class Continuation:
             arguments: Any = {"argument": argument}
             if self.text_arguments:
                 arguments = json.dumps(arguments)
-            tool_calls = [
-                {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-                for id, name in _with_names(names)
-            ]
+            tool_calls = [function_call(id, name, arguments) for id, name in _with_names(names)]
             reply["tool_calls"] = tool_calls[-1:] if self._one_call else tool_calls
         text = self._render([QUESTION, reply, *messages], add_generation_prompt=True)
         if names:

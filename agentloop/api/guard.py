@@ -94,5 +94,5 @@ def _with_bearer(headers: Mapping[str, str]) -> Mapping[str, str]:
     if "Authorization" in headers or "X-Api-Key" not in headers:
         return headers
     names = ("Host", "Origin")
-    given = {name: headers[name] for name in names if name in headers}
-    return {**given, "Authorization": f"Bearer {headers['X-Api-Key']}"}
+    kept = {name: headers[name] for name in names if name in headers}
+    return {**kept, "Authorization": f"Bearer {headers['X-Api-Key']}"}

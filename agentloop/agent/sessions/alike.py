@@ -6,6 +6,7 @@ from typing import Any
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.continuation import QUESTION
+from agentloop.agent.openai_messages import tool_message
 from agentloop.agent.sessions.history import has_more_fields, reasoning_of, text_of
 from agentloop.agent.sessions.tree import Alike
 from agentloop.errors import RequestError
@@ -30,7 +31,7 @@ def alike_by(chat: ChatFormat) -> Alike:
         if calls:
             ids = [f"call{index:05}" for index in range(len(calls))]
             plain["tool_calls"] = [{**call, "id": id} for call, id in zip(calls, ids, strict=True)]
-            answers += [{"role": "tool", "tool_call_id": id, "content": ""} for id in ids]
+            answers += [tool_message(id, "") for id in ids]
         return chat.prompt([QUESTION, plain, *answers])
 
     def alike(sampled: Message, from_client: Message) -> bool:
