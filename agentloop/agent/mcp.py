@@ -194,7 +194,7 @@ class McpServer:
         self.is_shared = True
         restarts = Restarts(_MAX_RESTARTS if self.settings.command else sys.maxsize)
         await self.stay_connected(task_status=task_status)
-        while (delay_s := restarts.died(time.monotonic())) is not None:
+        while (delay_s := restarts.record_death(time.monotonic())) is not None:
             log.error("%s: connecting again", self._why)
             await anyio.sleep(delay_s)
             try:

@@ -136,7 +136,7 @@ class RawGeneration:
                 )
             finally:
                 # Lengths of prompts that somebody else wrote say nothing about those of rollouts.
-                self._engine.forget(generation.key, whole=False)
+                self._engine.forget(generation.key, is_complete=False)
 
     def _take(self, chunk: Chunk) -> None:
         if self._cut.cancel_called or not (chunk.ids or chunk.end):

@@ -167,7 +167,7 @@ class Engine(Protocol):
         on_moved: Callable[[str, str], None],
     ) -> None: ...
 
-    def forget(self, key: str, *, whole: bool) -> None: ...
+    def forget(self, key: str, *, is_complete: bool) -> None: ...
 
 
 # Ends from which the length of rollouts can be estimated. The others were imposed from outside.
@@ -277,7 +277,7 @@ class Rollout:
             self.emit(RolloutAbandoned(self.id))
             raise
         finally:
-            self.engine.forget(self.id, whole=is_complete)
+            self.engine.forget(self.id, is_complete=is_complete)
             self._trajectory.elapsed_s = self._elapsed_s()
             self._trajectory.answer = self._answer
         self.emit(RolloutFinished(self.id, self._trajectory))

@@ -241,7 +241,7 @@ class ResumableLearner:
         while True:
             if self._kept is None:
                 raise error
-            delay_s = self._restarts.died(time.monotonic())
+            delay_s = self._restarts.record_death(time.monotonic())
             if delay_s is None:
                 raise LearnerError(
                     f"the learner was lost too often (ranks.max_restarts): {error}"

@@ -100,7 +100,7 @@ class _ParkedEngine:
     async def generate(self, generation: Generation, **options: Any) -> None:
         await self._engine.generate(generation, **options)
 
-    def forget(self, key: str, *, whole: bool) -> None:
+    def forget(self, key: str, *, is_complete: bool) -> None:
         """Do nothing: the session forgets its branches when it is closed."""
 
 
@@ -435,7 +435,7 @@ class ModelSession:
             self._emit(ClientAwaited(record.id))
         elif branch in self.branches:
             self.branches.remove(branch)
-            self._engine.forget(record.id, whole=False)
+            self._engine.forget(record.id, is_complete=False)
             self._emit(RolloutAbandoned(record.id))
 
     def _leave(self, branch: Branch, reason: str = _LEFT, *, keeps: bool = False) -> None:
@@ -536,7 +536,7 @@ class ModelSession:
                         branch.scope.cancel()
             for branch in self.branches:
                 record = branch.record
-                self._engine.forget(record.id, whole=stop_reason is None)
+                self._engine.forget(record.id, is_complete=stop_reason is None)
                 if stop_reason is not None:
                     record.stop_reason = stop_reason
                 self._emit(RolloutFinished(record.id, record))

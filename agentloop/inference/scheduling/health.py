@@ -81,17 +81,21 @@ class Health:
         if self.state is ServerState.RESTARTING:  # a request to the previous process
             return self.state
         self.num_request_failures += 1
-        return self._failed(reason, self.num_request_failures >= self._limits.max_request_failures)
+        return self._record_failure(
+            reason, self.num_request_failures >= self._limits.max_request_failures
+        )
 
     def request_succeeded(self) -> ServerState:
         """Record that a stream ended normally."""
         self.num_request_failures = 0
-        return self.state if self.num_probe_failures else self._answered()
+        return self.state if self.num_probe_failures else self._record_answer()
 
     def probe_failed(self, reason: str) -> ServerState:
         """Record that the server did not report ready in time; a starting server need not."""
         self.num_probe_failures += 1
-        return self._failed(reason, self.num_probe_failures >= self._limits.max_probe_failures)
+        return self._record_failure(
+            reason, self.num_probe_failures >= self._limits.max_probe_failures
+        )
 
     def probe_succeeded(self, *, has_weights: bool) -> ServerState:
         """Record that the server is ready; `has_weights` says whether its weights are current.
@@ -107,9 +111,9 @@ class Health:
         if not has_weights and self.state is not ServerState.RETIRED:
             self.state, self.reason = ServerState.STALE, "it has different weights"
             return self.state
-        return self._answered()
+        return self._record_answer()
 
-    def exited(self, reason: str) -> ServerState:
+    def mark_exited(self, reason: str) -> ServerState:
         """Record that the process ended, also while restarting: the server is dead at once."""
         if self.state is not ServerState.RETIRED:
             self.state, self.reason = ServerState.DEAD, reason
@@ -139,7 +143,7 @@ class Health:
         self.state, self.reason = ServerState.RETIRED, "retired"
         return self.state
 
-    def _failed(self, reason: str, too_often: bool) -> ServerState:
+    def _record_failure(self, reason: str, too_often: bool) -> ServerState:
         if self.state in (ServerState.RETIRED, ServerState.RESTARTING):
             return self.state
         if too_often:
@@ -148,7 +152,7 @@ class Health:
             self.state, self.reason = ServerState.SUSPECT, reason
         return self.state
 
-    def _answered(self) -> ServerState:
+    def _record_answer(self) -> ServerState:
         if self.state is ServerState.SUSPECT:
             self.state, self.reason = ServerState.HEALTHY, ""
         return self.state

@@ -73,7 +73,7 @@ class WaitQueue(Generic[T]):
         del self._priorities[bisect_left(self._priorities, waiting.priority)]
         return True
 
-    def place(self, now: float, try_to_place: Callable[[Waiting[T]], bool]) -> int:
+    def place(self, now_s: float, try_to_place: Callable[[Waiting[T]], bool]) -> int:
         """Try to place the requests in order; return how many were placed.
 
         `try_to_place` reserves capacity and returns True, or returns False.
@@ -89,11 +89,11 @@ class WaitQueue(Generic[T]):
             index += 1
             if (
                 num_stuck >= self._max_overtaken
-                or now - waiting.since_s >= self._starvation_threshold_s
+                or now_s - waiting.since_s >= self._starvation_threshold_s
             ):
                 break
         return num_placed
 
-    def longest_wait_s(self, now: float) -> float:
+    def longest_wait_s(self, now_s: float) -> float:
         """Return how long the next request has waited; 0 if the queue is empty."""
-        return now - self._waiting[self._priorities[0][3]].since_s if self._priorities else 0.0
+        return now_s - self._waiting[self._priorities[0][3]].since_s if self._priorities else 0.0

@@ -134,10 +134,10 @@ class SGLangServer(WeightUpdates):
             if stream.heard_s < limit:
                 stream.break_off(f"silent for {self._stall_timeout_s:g} s")
 
-    def break_streams(self, why: str) -> None:
+    def break_streams(self, reason: str) -> None:
         """Break all streams, because the server is dead or its results are not wanted."""
         for stream in self._streams:
-            stream.break_off(why)
+            stream.break_off(reason)
 
     async def loads(self) -> list[LoadReport]:
         """Return the current load of each rank, as the server reports it (SGLang: GET /v1/loads).
@@ -187,17 +187,20 @@ class SGLangServer(WeightUpdates):
         models = await self._control.get("/v1/models")
         try:
             (rank, *_) = info.get("internal_states") or [{}]
-            most = rank.get("effective_max_running_requests_per_dp")
-            found = ServerInfo(
+            max_running = rank.get("effective_max_running_requests_per_dp")
+            properties = ServerInfo(
                 model_path=info["model_path"],
                 context_length=int(models["data"][0]["max_model_len"]),
                 max_total_num_tokens=int(info["max_total_num_tokens"]),
                 version=info["version"],
                 dp_size=int(info.get("dp_size") or 1),
-                max_running_requests=None if most is None else int(most),
+                max_running_requests=None if max_running is None else int(max_running),
             )
-            if min(found.context_length, found.max_total_num_tokens, found.dp_size) < 1:
+            if (
+                min(properties.context_length, properties.max_total_num_tokens, properties.dp_size)
+                < 1
+            ):
                 raise ValueError("no capacity")
-            return found
+            return properties
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error

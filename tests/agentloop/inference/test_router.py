@@ -699,7 +699,7 @@ async def test_groups_wait_for_the_capacity_that_they_will_need() -> None:
             inside.append(group.name)
             await ends[name].wait()
             for key in group.keys:
-                router.forget(key, whole=True)
+                router.forget(key, is_complete=True)
 
     async with routed(fake) as router, anyio.create_task_group() as tasks:
         for name in "ab":

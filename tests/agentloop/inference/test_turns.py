@@ -22,7 +22,7 @@ def turn(*, max_new_tokens: int = 50) -> OngoingTurn:
 def test_the_rest_begins_where_the_last_stream_broke(streams: list[list[int]]) -> None:
     ongoing, names = turn(), set[str]()
     for number, ids in enumerate(streams):
-        rest = ongoing.rest()
+        rest = ongoing.remaining()
         names.add(rest.rid)
         assert rest.ids == [1, 2, 3, *ongoing.received]
         assert len(rest.ids) + rest.max_new_tokens == 3 + 50

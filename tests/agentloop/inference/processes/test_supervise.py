@@ -351,7 +351,7 @@ async def test_threads_of_servers_sleep_while_waiting_unless_configured_otherwis
     script = f"import os; print(*map(os.environ.get, {names}))"
     environment = {k: v for k, v in os.environ.items() if k not in names} | chosen
     log = tmp_path / "log"
-    process = await supervise.guarded(
+    process = await supervise.start_guarded(
         [sys.executable, "-c", script], environment, log, stop_timeout_s=0
     )
     async with process:
@@ -367,7 +367,7 @@ async def test_a_folder_of_a_process_is_removed_when_it_has_ended(
     folder.mkdir()
     (folder / "socket").touch()
     code = "import time; time.sleep(600)" if is_killed else "pass"
-    async with await supervise.guarded(
+    async with await supervise.start_guarded(
         [sys.executable, "-c", code], os.environ, tmp_path / "log", stop_timeout_s=0, folder=folder
     ) as process:
         assert process.stdin is not None

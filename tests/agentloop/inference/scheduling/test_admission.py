@@ -34,9 +34,9 @@ class Flight(RuleBasedStateMachine):
         if f"r{number}" in self.lengths:
             self.lengths[f"r{number}"] += tokens
 
-    @rule(number=st.integers(0, 20), whole=st.booleans())
+    @rule(number=st.integers(0, 20), is_complete=st.booleans())
     def end(self, number: int, whole: bool) -> None:
-        self.forecast.end(f"r{number}", whole=whole)
+        self.forecast.end(f"r{number}", is_complete=whole)
         self.lengths.pop(f"r{number}", None)
 
     @invariant()

@@ -20,7 +20,7 @@ EVENTS: dict[str, Event] = {
     "probe fails": lambda health: health.probe_failed("timeout"),
     "probe, current": lambda health: health.probe_succeeded(has_weights=True),
     "probe, others": lambda health: health.probe_succeeded(has_weights=False),
-    "exits": lambda health: health.exited("signal 9"),
+    "exits": lambda health: health.mark_exited("signal 9"),
     "restarting": lambda health: health.restarting(),
     "weights missed": lambda health: health.weights_missed(),
     "weights loaded": lambda health: health.weights_loaded(),

@@ -44,7 +44,7 @@ def ask(key: str = "new", tokens: int = 500, **options: object) -> PlacementRequ
 def choose(
     books: KVLedger, one: PlacementRequest, *, waited_s: float = 0.0, seed: int = 0
 ) -> Decision:
-    return KVPolicy(books, seed=seed).choose(one, RANKS, now=0.0, waited_s=waited_s)
+    return KVPolicy(books, seed=seed).choose(one, RANKS, now_s=0.0, waited_s=waited_s)
 
 
 def test_kv_goes_where_it_fits() -> None:
@@ -187,8 +187,8 @@ def test_costs_only_need_to_be_right_in_proportion() -> None:
     slow = Costs(**{name: 10 * cost for name, cost in dataclasses.asdict(Costs()).items()})
     for number in range(1, 12, 2):
         one = ask(f"ks{number}", 1000 + 500 * number + 200)
-        fast_choice = KVPolicy(books).choose(one, RANKS, now=0.0)
-        slow_choice = KVPolicy(books, costs=slow).choose(one, RANKS, now=0.0)
+        fast_choice = KVPolicy(books).choose(one, RANKS, now_s=0.0)
+        slow_choice = KVPolicy(books, costs=slow).choose(one, RANKS, now_s=0.0)
         assert fast_choice.rank == slow_choice.rank
 
 
@@ -201,10 +201,12 @@ def test_a_full_batch_accepts_no_request() -> None:
         ledger.reserve(f"r{number}", DataParallelRank("full"), 10, 10)
     placement = KVPolicy(ledger)
     decision = placement.choose(
-        PlacementRequest("k", 10, 10), [DataParallelRank("full"), DataParallelRank("free")], now=0.0
+        PlacementRequest("k", 10, 10),
+        [DataParallelRank("full"), DataParallelRank("free")],
+        now_s=0.0,
     )
     assert decision.rank == DataParallelRank("free")
     decision = placement.choose(
-        PlacementRequest("k", 10, 10), [DataParallelRank("full")], now=0.0, waited_s=1000.0
+        PlacementRequest("k", 10, 10), [DataParallelRank("full")], now_s=0.0, waited_s=1000.0
     )
     assert decision.rank is None
