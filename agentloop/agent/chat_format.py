@@ -68,6 +68,9 @@ class ChatFormat:
             tokenizer's end-of-text token, which differs in base models, and those that the model's
             generation_config.json names.
         generation_prompt: The template's text between the last message and the model's first token.
+        reads: `reads(kind, name)` returns whether the template may read a field of messages: it
+            names it, or writes it. `kind` is the role of the messages, or "call" or "function" for
+            those of calls in them.
     """
 
     end_id: int
@@ -105,7 +108,9 @@ class ChatFormat:
         self._configured_end = end_token
         self._eos = (eos_token, tuple(eos_ids))
         self._rendering = anyio.Lock(fast_acquire=True)
-        self._opened_in = functools.lru_cache(_MAX_OPENINGS)(self._tag_opened_in)
+        self._opening_tag_in = functools.lru_cache(_MAX_OPENINGS)(
+            lambda ids: _opening_tag(self.decode(ids))
+        )
         self._source = source
         self._use(render)
 
@@ -113,7 +118,7 @@ class ChatFormat:
         self._render = render
         self._prompts: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         self._variants: OrderedDict[str, ChatFormat] = OrderedDict()
-        self._read: OrderedDict[tuple[str, str], bool] = OrderedDict()
+        self.reads = functools.lru_cache(_MAX_READ_FIELDS)(self._reads)
         self._end_token = self._find_end_token()
         self._call_end = self.family.end_of_calls or self._end_token
         self._continuation = Continuation(
@@ -174,12 +179,8 @@ class ChatFormat:
             )
             return str(text)
 
-        named_templates = hf.chat_template
-        text = (
-            named_templates
-            if isinstance(named_templates, str)
-            else "\n".join(map(str, named_templates.values()))
-        )
+        templates = hf.chat_template  # one, or several by name
+        text = templates if isinstance(templates, str) else "\n".join(map(str, templates.values()))
         chat = cls(
             hf.backend_tokenizer,
             render,
@@ -224,30 +225,25 @@ class ChatFormat:
     @property
     def opened_thought(self) -> str:
         """The tag with which the generation prompt opens a reasoning block, or an empty string."""
-        match = _OPENED_RE.search(self.generation_prompt)
-        return match.group() if match else ""
+        return _opening_tag(self.generation_prompt)
 
     def begins_in_thought(self, trajectory: Trajectory, turn: int) -> bool:
         """Return whether the prompt of a turn ends with the tag that opens a reasoning block."""
-        return bool(self.thought_begun(trajectory, turn))
+        return bool(self.opening_tag(trajectory, turn))
 
-    def thought_begun(self, trajectory: Trajectory, turn: int) -> str:
+    def opening_tag(self, trajectory: Trajectory, turn: int) -> str:
         """Return the tag of reasoning with which the prompt of a turn ends, or an empty string.
 
         After tool responses, some templates open none.
         """
         turns = trajectory.turns
         before = turns[turn - 1].observation_ids if turn > 0 else trajectory.prompt_ids
-        return self._opened_in(tuple(before[-_MAX_OPENING_TOKENS:]))
-
-    def _tag_opened_in(self, ids: tuple[int, ...]) -> str:
-        match = _OPENED_RE.search(self.decode(ids))
-        return match.group() if match else ""
+        return self._opening_tag_in(tuple(before[-_MAX_OPENING_TOKENS:]))
 
     def end_of_thought(self, trajectory: Trajectory, turn: int) -> list[int]:
         """Return the ids that close the thought with which a turn was cut off."""
         thoughts = self.family.markup.thoughts
-        text = self.thought_begun(trajectory, turn) + trajectory.turns[turn].text
+        text = self.opening_tag(trajectory, turn) + trajectory.turns[turn].text
         _, closing = max(thoughts, key=lambda pair: text.rfind(pair[0]))
         return self._encoder.encode_marked(f"\n{closing}\n\n", Placeholders())
 
@@ -323,18 +319,8 @@ class ChatFormat:
                 self._prompts.popitem(last=False)
             return list(self._prompts[key])
 
-    def reads(self, kind: str, name: str) -> bool:
-        """Return whether the template may read a field of messages: it names it, or writes it.
-
-        Args:
-            kind: The role of the messages, or "call" or "function" for those of calls in them.
-        """
-        key = kind, name
-        if key not in self._read:
-            self._read[key] = name in self._source or self._writes(kind, name)
-            if len(self._read) > _MAX_READ_FIELDS:
-                self._read.popitem(last=False)
-        return self._read[key]
+    def _reads(self, kind: str, name: str) -> bool:
+        return name in self._source or self._writes(kind, name)
 
     def _writes(self, kind: str, name: str) -> bool:
         """Return whether the template writes the value of a field."""
@@ -554,6 +540,12 @@ class ChatFormat:
                 "that does"
             )
         return match.group()
+
+
+def _opening_tag(text: str) -> str:
+    """Return the tag of reasoning with which a text ends, or an empty string."""
+    match = _OPENED_RE.search(text)
+    return match.group() if match else ""
 
 
 def _eos_ids(folder: Path) -> list[int]:

@@ -87,8 +87,6 @@ class Constraints:
             message: The number of the turn's message (`Trajectory.message_of`).
             opened_thought: The tag with which its prompt opens a thought, or an empty string.
         """
-        if not self._rules.bind(message):
-            return {}
         return constraint_of(
             self._rules,
             self._chat.family,

@@ -34,11 +34,10 @@ from urllib.parse import urlsplit
 
 import anyio
 import anyio.abc
-import anyio.lowlevel
 import pydantic
 
 from agentloop.agent.tools import RunTool, Schema, Tool, ToolOutput
-from agentloop.aio import Signal, task_group
+from agentloop.aio import LimiterVar, Signal, limiter_in, task_group
 from agentloop.distribution import require, version
 from agentloop.errors import McpServerError, RequestError, leaves
 from agentloop.inference.processes.restarts import Restarts
@@ -65,6 +64,7 @@ _CLOSE_TIMEOUT_S = 10.0
 _TAIL_BYTES = 2000
 # The SDK's message for an HTTP error whose body is no JSON-RPC. The code is that of a failed tool.
 _HTTP_ERROR = "Server returned an error response"
+_starting = LimiterVar("_starting")  # of programs at a time, so that none of many takes too long
 
 
 def with_plain_names(values: dict[str, V]) -> dict[str, V]:
@@ -229,7 +229,7 @@ class McpServer:
         try:
             async with AsyncExitStack() as starting:
                 if self.settings.command:
-                    await starting.enter_async_context(_start_slots())
+                    await starting.enter_async_context(limiter_in(_starting, os.cpu_count() or 1))
                 with anyio.CancelScope(deadline=anyio.current_time() + start_s) as scope:
                     async with client:
                         self.tools = await self._list_tools(client)
@@ -541,19 +541,6 @@ def _text(block: Any) -> str:
             return f"[{block.name}: {block.uri}]"
         case kind:
             return f"[{kind}: {block.mime_type}]"
-
-
-_starting = anyio.lowlevel.RunVar[anyio.CapacityLimiter]("_starting")
-
-
-def _start_slots() -> anyio.CapacityLimiter:
-    """Return what limits concurrent starts of programs, so that none of many takes too long."""
-    try:
-        return _starting.get()
-    except LookupError:
-        limiter = anyio.CapacityLimiter(os.cpu_count() or 1)
-        _starting.set(limiter)
-        return limiter
 
 
 def _tail_of(file: TextIO) -> str:

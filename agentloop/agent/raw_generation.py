@@ -12,55 +12,14 @@ from dataclasses import dataclass, field
 
 import anyio
 
+from agentloop.agent.channels import StopFinder
 from agentloop.agent.rollout import Engine
 from agentloop.agent.text_stream import TextStream, TokenCodec
 from agentloop.inference.sglang.frames import Chunk, PromptLogprobs, TopLogprobs
 from agentloop.inference.turns import Generation
 from agentloop.trajectory import TurnEnd
 
-__all__ = ["GeneratedPiece", "RawGeneration", "StopFinder"]
-
-
-class StopFinder:
-    """Cuts text that arrives in pieces before the first stop sequence.
-
-    The first stop sequence to be completed wins; of several that end together, the longest.
-
-    Attributes:
-        found: Whether there was one. Nothing is returned after it.
-    """
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        """
-        Args:
-            stop: Stop sequences, none of them empty.
-        """
-        self.found = False
-        self._stop = stop
-        self._longest = max(map(len, stop), default=0)
-        self._held = ""  # the beginning of a possible stop sequence
-
-    def feed(self, text: str) -> str:
-        """Take the next text; return what no stop sequence can begin in any more."""
-        if self.found:
-            return ""
-        text = self._held + text
-        ends = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if ends:
-            self.found, self._held = True, ""
-            return text[: min(ends)[1]]
-        first = max(0, len(text) - self._longest + 1)
-        cut = next((at for at in range(first, len(text)) if self._may_begin(text[at:])), len(text))
-        self._held = text[cut:]
-        return text[:cut]
-
-    def flush(self) -> str:
-        """Return the text that was held back, now that no more comes."""
-        held, self._held = self._held, ""
-        return held
-
-    def _may_begin(self, text: str) -> bool:
-        return any(stop.startswith(text) for stop in self._stop)
+__all__ = ["GeneratedPiece", "RawGeneration"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +105,12 @@ class RawGeneration:
             offsets.append(self._num_chars)
             if token not in self._generation.stop_ids:
                 final += self._until_stop(self._text.feed([token]))
-            if self._finder.found:
+            if self._finder.matched is not None:
                 break
         end = chunk.end
-        if end is not None and not self._finder.found:
+        if end is not None and self._finder.matched is None:
             final += self._until_stop(self._text.flush()) + self._finder.flush()
-        if self._finder.found:
+        if self._finder.matched is not None:
             end = TurnEnd.STOP
             self._cut.cancel()
         num = len(offsets)

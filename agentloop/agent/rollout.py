@@ -62,17 +62,7 @@ from agentloop.trajectory import (
     TurnEnd,
 )
 
-__all__ = [
-    "Budget",
-    "Engine",
-    "Reply",
-    "Rollout",
-    "TurnOptions",
-    "prompt_of",
-    "too_long",
-    "truncate",
-    "without_middle",
-]
+__all__ = ["Budget", "Engine", "Reply", "Rollout", "TurnOptions", "prompt_of", "too_long"]
 
 # Tokens per frame where nobody reads along. A call in mid-turn waits for one and a half tokens on
 # average; a server spends a fifth less CPU time, and the reader half (docs/benchmarks.md).
@@ -229,6 +219,7 @@ class Rollout:
     prompt_ids: list[int] | None = None  # the rendered prompt, if the caller already has it
     num_turns_before: int = 0  # of its conversation, if a session keeps it
     elapsed_before_s: float = 0.0  # since that conversation began
+    keeps_cache: bool = False  # since a session goes on from it
     started_s: float = 0.0  # time.monotonic() when it began; times are relative to it
     _tools: Tools = field(init=False)
     _split: Callable[[bool], Splitter] = field(init=False)
@@ -277,7 +268,8 @@ class Rollout:
             self.emit(RolloutAbandoned(self.id))
             raise
         finally:
-            self.engine.forget(self.id, is_complete=is_complete)
+            if not self.keeps_cache:
+                self.engine.forget(self.id, is_complete=is_complete)
             self._trajectory.elapsed_s = self._elapsed_s()
             self._trajectory.answer = self._answer
         self.emit(RolloutFinished(self.id, self._trajectory))
@@ -430,7 +422,7 @@ class Rollout:
             stream_interval=1 if self.with_text else _UNREAD_INTERVAL,
             parameters={
                 **self.options.parameters,
-                **self._constraints.of(message, self.chat.thought_begun(self._trajectory, index)),
+                **self._constraints.of(message, self.chat.opening_tag(self._trajectory, index)),
             },
         )
 

@@ -27,8 +27,6 @@ async def choices_of(writers: Sequence[ChunkWriter], run: RunChoice) -> list[Tra
     Raises:
         AgentLoopError: that of the first choice that failed; the others are cancelled.
     """
-    if len(writers) == 1:  # nearly always
-        return [await run(0, ignore)]
     trajectories: dict[int, Trajectory] = {}
 
     async def run_choice(index: int) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from agentloop.api.exchange import error_in_form_of
 from agentloop.api.http import error_body, error_of, json_response
@@ -16,8 +17,6 @@ from agentloop.sandbox.openapi import Route
 __all__ = ["ErrorResponses"]
 
 log = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ErrorResponses:

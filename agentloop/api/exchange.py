@@ -129,7 +129,7 @@ class MessagesExchange:
         return b""
 
     def fail(self, status: int, body: ErrorBody) -> bytes:
-        return named_event(*messages.error_event(status, body))
+        return named_event("error", messages.error_form(status, body))
 
     def whole(self, choices: Choices) -> Any:
         ((writer, trajectory),) = choices

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Self
 
 import pydantic
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from agentloop.api.exchange import error_in_form_of
 from agentloop.api.http import error_body
 from agentloop.sandbox.guard import OPEN_PATHS, Guard, is_loopback
 
 __all__ = ["ApiGuard", "ServeSettings"]
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ServeSettings(pydantic.BaseModel):

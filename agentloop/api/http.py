@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import anyio
@@ -128,11 +130,8 @@ async def send(
     Raises:
         ConnectionResetError: the client did not read in time.
     """
-    try:
-        with anyio.fail_after(timeout_s):
-            await response.write(data)
-    except TimeoutError:
-        raise _abort(request) from None
+    with _reading(request, timeout_s):
+        await response.write(data)
 
 
 def has_left(request: web.Request) -> bool:
@@ -146,16 +145,18 @@ async def send_whole(request: web.Request, response: web.Response, *, timeout_s:
     Raises:
         ConnectionResetError: the client has gone, or did not read in time.
     """
+    with _reading(request, timeout_s):
+        await response.prepare(request)
+        await response.write_eof()
+
+
+@contextmanager
+def _reading(request: web.Request, timeout_s: float) -> Iterator[None]:
+    """Close the connection, and raise ConnectionResetError, if the client does not read in time."""
     try:
         with anyio.fail_after(timeout_s):
-            await response.prepare(request)
-            await response.write_eof()
+            yield
     except TimeoutError:
-        raise _abort(request) from None
-
-
-def _abort(request: web.Request) -> ConnectionResetError:
-    """Close the connection of a client that does not read, and return the error to raise."""
-    if request.transport is not None:
-        request.transport.abort()  # close() would wait for the client
-    return ConnectionResetError("the client does not read the response")
+        if request.transport is not None:
+            request.transport.abort()  # close() would wait for the client
+        raise ConnectionResetError("the client does not read the response") from None

@@ -185,19 +185,6 @@ class Router:
 
     # --- servers --------------------------------------------------------------------------------
 
-    async def add(self, server: SGLangServer) -> None:
-        """Add a server; see `Replicas.add`."""
-        await self.replicas.add(server)
-
-    def retire(self, url: str) -> None:
-        """Retire a server; see `Replicas.retire`."""
-        self.replicas.retire(url)
-
-    @property
-    def servers(self) -> list[SGLangServer]:
-        """Servers that can be given weights."""
-        return self.replicas.servers
-
     @property
     def context_length(self) -> int:
         """Prompt and response tokens that every server can hold.
@@ -206,11 +193,6 @@ class Router:
             ServerUnavailable: All servers have been retired.
         """
         return self.replicas.context_length
-
-    @property
-    def model_path(self) -> str:
-        """The model that the servers report."""
-        return self.replicas.model_path
 
     def view(self) -> list[ServerView]:
         """Return the state of every server."""

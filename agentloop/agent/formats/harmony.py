@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from agentloop.agent.channels import Channel, Markup
+from agentloop.agent.channels import Channel, Channels, Markup
 from agentloop.agent.formats.family import CallForm, Family
 from agentloop.agent.formats.values import Schemas, decode_arguments
 from agentloop.agent.text_stream import TokenCodec
@@ -22,7 +22,6 @@ _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _RECIPIENT_RE = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 _CHANNEL_RE = re.compile(r"<\|channel\|>\s*(\w+)")
-_MARKUP_RE = re.compile(r"<\|(?:start|channel|constrain|message|end|call|return)\|>")
 _TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
 _MAX_CALL_TOKENS = 65_536
 
@@ -79,63 +78,36 @@ class _Calls:
         return [ToolCall(call_id, name, arguments, raw, self._start, end, error)]
 
 
-class HarmonyChannels:
+class HarmonyChannels(Channels):
     """Splits a turn's text by the channels that its headers name."""
 
     def __init__(self) -> None:
-        self._held = ""
-        self._header = ""
-        self._channel: Channel | None = None  # None: a call or an unknown channel, not shown
-        self._is_header = True
+        super().__init__(reasoning=False, markup=Markup(thoughts=(), calls=(), others=()))
+        self._header: str | None = ""  # None: in a message's text
 
     @property
     def channel(self) -> Channel | None:
-        return None if self._is_header else self._channel
-
-    def feed(self, text: str) -> Iterator[tuple[Channel, str]]:
-        self._held += text
-        start = 0
-        for match in _MARKUP_RE.finditer(self._held):
-            yield from self._emit(self._held[start : match.start()])
-            self._switch(match.group())
-            start = match.end()
-        unread = self._held[start:]
-        cut = unread.rfind("<")
-        if cut < 0 or not _begins_markup(unread[cut:]):
-            cut = len(unread)
-        self._held = unread[cut:]
-        yield from self._emit(unread[:cut])
-
-    def flush(self) -> Iterator[tuple[Channel, str]]:
-        """Yield the text that was held back, now that the turn is over."""
-        held, self._held = self._held, ""
-        yield from self._emit(held)
+        return super().channel if self._header is None else None
 
     def _emit(self, text: str) -> Iterator[tuple[Channel, str]]:
-        if self._is_header:
+        if self._header is None:
+            yield from super()._emit(text)
+        else:
             self._header += text
-        elif text and self._channel is not None:
-            yield self._channel, text
 
-    def _switch(self, markup: str) -> None:
-        if markup == _MESSAGE and self._is_header:
-            self._is_header = False
+    def _switch(self, tag: str) -> None:
+        if tag in _ENDS:
+            self._header = ""
+        elif self._header is None:
+            return
+        elif tag != _MESSAGE:
+            self._header += tag
+        else:
             match = _CHANNEL_RE.search(self._header)
-            channel = match[1] if match else "final"
-            if _RECIPIENT_RE.search(self._header):
-                self._channel = None
-            else:
-                is_thought = channel == "analysis"
-                self._channel = Channel.REASONING if is_thought else Channel.CONTENT
-        elif markup in _ENDS:
-            self._is_header, self._header = True, ""
-        elif self._is_header:
-            self._header += markup
-
-
-def _begins_markup(text: str) -> bool:
-    names = ("start", "channel", "constrain", "message", "end", "call", "return")
-    return any(f"<|{name}|>".startswith(text) for name in names)
+            is_thought = match is not None and match[1] == "analysis"
+            self._channel = Channel.REASONING if is_thought else Channel.CONTENT
+            self._in_call = _RECIPIENT_RE.search(self._header) is not None
+            self._header = None
 
 
 HARMONY = Family(

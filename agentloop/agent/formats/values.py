@@ -59,11 +59,6 @@ def decode_call(raw: str) -> Parsed:
         value = decode_json(raw)
     except ValueError as error:
         return "", {}, f"the tool call is not valid JSON: {error}"
-    return call_of(value)
-
-
-def call_of(value: Any) -> Parsed:
-    """Return the call that a JSON value states."""
     if not isinstance(value, dict):
         return "", {}, 'the tool call must be a JSON object {"name": ..., "arguments": {...}}'
     name = value.get("name")

@@ -47,11 +47,9 @@ _CALL_FIELDS = frozenset(("id", "type", "function"))
 _FUNCTION_FIELDS = frozenset(("name", "arguments"))
 
 
-def _none(kind: str, name: str) -> bool:
-    return False
-
-
-def keys_of(messages: Sequence[Message], reads: Reads = _none, begin: int = 0) -> list[bytes]:
+def keys_of(
+    messages: Sequence[Message], reads: Reads = lambda kind, name: False, begin: int = 0
+) -> list[bytes]:
     """Return a key for each message; the position of a response's call belongs to its key.
 
     Args:

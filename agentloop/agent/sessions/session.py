@@ -47,7 +47,6 @@ from agentloop.events import (
     ignore,
 )
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.inference.turns import Generation
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn, TurnEnd
 
 __all__ = ["ModelSession", "TurnRequest"]
@@ -85,23 +84,6 @@ class TurnRequest:
     max_thought_tokens: int | None = None
     options: TurnOptions = field(default_factory=TurnOptions)
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
-class _ParkedEngine:
-    """Generates turns and keeps their KV cache, since the next request goes on from it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    @property
-    def context_length(self) -> int:
-        return self._engine.context_length
-
-    async def generate(self, generation: Generation, **options: Any) -> None:
-        await self._engine.generate(generation, **options)
-
-    def forget(self, key: str, *, is_complete: bool) -> None:
-        """Do nothing: the session forgets its branches when it is closed."""
 
 
 class ModelSession:
@@ -356,7 +338,7 @@ class ModelSession:
             again = f" {branch.num_left}" if branch.num_left else ""
             sampling = sampling.of_group(f"{record.id} {base}{again}")
         rollout = Rollout(
-            engine=_ParkedEngine(self._engine),
+            engine=self._engine,
             chat=chat,
             messages=request.messages,
             tools=request.tools,
@@ -366,6 +348,7 @@ class ModelSession:
             id=record.id,
             prompt_ids=prompt.ids,
             with_text=self._with_text or on_event is not ignore,
+            keeps_cache=True,
             num_turns_before=base,
             elapsed_before_s=time.time() - record.created_unix_s if base else 0.0,
         )

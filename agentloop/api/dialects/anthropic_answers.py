@@ -33,7 +33,6 @@ __all__ = [
     "MessageAnswer",
     "MessagesStream",
     "TokenCount",
-    "error_event",
     "error_form",
     "whole",
 ]
@@ -285,8 +284,3 @@ def error_form(status: int, body: ErrorBody, request_id: str | None = None) -> A
             "unsupported": ["thread"],
         }
     return {"type": "error", "error": error, "request_id": request_id}
-
-
-def error_event(status: int, body: ErrorBody, request_id: str | None = None) -> MessageEvent:
-    """Return the event that ends a stream with an error."""
-    return "error", {**error_form(status, body, request_id)}

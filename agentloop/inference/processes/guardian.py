@@ -120,10 +120,10 @@ class Guardian:
 
     def _killed_all(self) -> bool:
         if sys.platform != "linux":  # without /proc only the session can be signalled
-            _signal_group(self._server, signal.SIGKILL)
+            _kill(os.killpg, self._server)
         running = list(_descendants(os.getpid()))
         for pid in running:
-            _signal(pid, signal.SIGKILL)
+            _kill(os.kill, pid)
         return not self._reap() and not running
 
     def _clean_up(self) -> None:
@@ -234,14 +234,9 @@ def _descendants(ancestor: int) -> Iterator[int]:
             yield pid
 
 
-def _signal(pid: int, number: int) -> None:
+def _kill(kill: Callable[[int, int], None], pid: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
-
-
-def _signal_group(group: int, number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
+        kill(pid, signal.SIGKILL)
 
 
 def main() -> int:

@@ -16,10 +16,11 @@ restarted it with its initial weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Health", "HealthLimits", "ServerState"]
+__all__ = ["Health", "ServerState"]
+
+_MAX_FAILURES = 3  # consecutive ones of a kind, after which a server is considered dead
 
 
 class ServerState(StrEnum):
@@ -50,18 +51,6 @@ class ServerState(StrEnum):
         return self in (ServerState.HEALTHY, ServerState.SUSPECT, ServerState.STALE)
 
 
-@dataclass(frozen=True, slots=True)
-class HealthLimits:
-    """Limits after which a failing server is considered dead.
-
-    Attributes:
-        max_request_failures, max_probe_failures: consecutive failures.
-    """
-
-    max_request_failures: int = 3
-    max_probe_failures: int = 3
-
-
 class Health:
     """State machine of one server.
 
@@ -69,8 +58,7 @@ class Health:
     weights have no versions (there is no training), every server counts as having the current ones.
     """
 
-    def __init__(self, limits: HealthLimits | None = None) -> None:
-        self._limits = limits or HealthLimits()
+    def __init__(self) -> None:
         self.state = ServerState.HEALTHY
         self.num_request_failures = 0
         self.num_probe_failures = 0
@@ -81,9 +69,7 @@ class Health:
         if self.state is ServerState.RESTARTING:  # a request to the previous process
             return self.state
         self.num_request_failures += 1
-        return self._record_failure(
-            reason, self.num_request_failures >= self._limits.max_request_failures
-        )
+        return self._record_failure(reason, self.num_request_failures >= _MAX_FAILURES)
 
     def request_succeeded(self) -> ServerState:
         """Record that a stream ended normally."""
@@ -93,9 +79,7 @@ class Health:
     def probe_failed(self, reason: str) -> ServerState:
         """Record that the server did not report ready in time; a starting server need not."""
         self.num_probe_failures += 1
-        return self._record_failure(
-            reason, self.num_probe_failures >= self._limits.max_probe_failures
-        )
+        return self._record_failure(reason, self.num_probe_failures >= _MAX_FAILURES)
 
     def probe_succeeded(self, *, has_weights: bool) -> ServerState:
         """Record that the server is ready; `has_weights` says whether its weights are current.

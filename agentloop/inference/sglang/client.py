@@ -1,10 +1,10 @@
 """Client of one SGLang server, over SGLang's own protocol (0.5.23).
 
     SGLangServer ──generate──> http_stream.py ──bytes──> frames.py ──> chunks
-         ├── abort, loads, info, weight_version ──> control.py
+         ├── loads, info, weight_version ──> control.py
          └── weight_updates.py ──> control.py
 
-Source of the protocol: SGLang's `/generate`, `/abort_request`, `/v1/models`, `/server_info`,
+Source of the protocol: SGLang's `/generate`, `/v1/models`, `/server_info`,
 `/model_info` and `/v1/loads`. Token ids are sent and received.
 """
 
@@ -157,10 +157,6 @@ class SGLangServer(WeightUpdates):
             ]
         except (KeyError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url}/v1/loads: unexpected answer", status=200) from error
-
-    async def abort(self, rid: str) -> None:
-        """Ask the server to abort a request, without guarantee; takes ten seconds at most."""
-        await self._control.post("/abort_request", {"rid": rid})
 
     async def weight_version(self) -> str:
         """Return the version of the server's weights; also serves as a probe that does not

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.agent.raw_generation import GeneratedPiece, RawGeneration, StopFinder
+from agentloop.agent.channels import StopFinder
+from agentloop.agent.raw_generation import GeneratedPiece, RawGeneration
 from agentloop.inference.sglang.frames import Chunk, PromptLogprobs
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
@@ -54,7 +55,7 @@ def test_text_is_cut_before_the_stop_sequence_that_is_complete_first(
     finder, whole = StopFinder(stop), "".join(pieces)
     found = "".join([*map(finder.feed, pieces), finder.flush()])
     ends = [(at + len(one), at) for one in stop if (at := whole.find(one)) >= 0]
-    assert finder.found == bool(ends)
+    assert (finder.matched is not None) == bool(ends)
     assert found == (whole[: min(ends)[1]] if ends else whole)
 
 

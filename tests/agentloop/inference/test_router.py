@@ -484,7 +484,7 @@ async def test_requests_are_json_that_sglang_reads() -> None:
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
         await read(router, generation())
-        assert router.model_path == "fake"
+        assert router.replicas.model_path == "fake"
     assert json.loads(json.dumps(fake.requests[0]))["input_ids"] == PROMPT
 
 
@@ -520,9 +520,9 @@ async def test_a_server_can_be_added() -> None:
     dead, late = FakeSGLang(ANSWER), FakeSGLang(ANSWER)
     async with late.serving(), http_session() as session, routed(dead) as router:
         server = SGLangServer(late.url, session)
-        await router.add(server)
+        await router.replicas.add(server)
         with pytest.raises(ValueError, match="was already added"):
-            await router.add(server)
+            await router.replicas.add(server)
         dead.ready = False
         await eventually(lambda: not router.view()[0].healthy)
         assert (await read(router, generation())).placed == [late.url]
@@ -539,15 +539,15 @@ async def test_a_retired_server_finishes_its_turns_and_is_removed() -> None:
             await eventually(lambda: old.num_streaming == 1)
             new.ready = True
             await eventually(lambda: router.view()[1].healthy)
-            router.retire(old.url)
+            router.replicas.retire(old.url)
             assert (await read(router, generation("b"))).placed == [new.url]
             gate.set()
         check_unbroken(seen)
         assert seen.placed == [old.url]
         await eventually(lambda: [view.url for view in router.view()] == [new.url])
         with pytest.raises(KeyError):
-            router.retire(old.url)
-        router.retire(new.url)
+            router.replicas.retire(old.url)
+        router.replicas.retire(new.url)
         await eventually(lambda: router.view() == [])
         with pytest.raises(ServerUnavailable, match="all have been retired"):
             await read(router, generation("c"))
@@ -802,7 +802,7 @@ async def test_adding_a_server_admits_groups() -> None:
             for name in "ab":
                 tasks.start_soon(hold, name)
             await eventually(lambda: len(router.waits()) == 1)
-            await router.add(SGLangServer(large.url, session))
+            await router.replicas.add(SGLangServer(large.url, session))
             await eventually(lambda: inside == ["a", "b"])
             tasks.cancel_scope.cancel()
 
@@ -910,7 +910,7 @@ async def test_a_turn_that_moves_asks_for_no_more_than_its_new_server_can_hold(
         seen = Read()
         tasks.start_soon(read, router, generation(max_new_tokens=500), seen)
         await eventually(lambda: large.num_streaming == 1)
-        await router.add(SGLangServer(small.url, session))
+        await router.replicas.add(SGLangServer(small.url, session))
         router.replicas.mark_exited(large.url, "was killed by SIGKILL")
     assert seen.placed == [large.url, small.url]
     if context_length > 10:
@@ -931,7 +931,7 @@ async def test_a_turn_is_not_sent_to_a_server_whose_context_is_too_small() -> No
         seen = Read()
         tasks.start_soon(read, router, generation(max_new_tokens=500), seen)
         await eventually(lambda: len(seen.ids) == 5)
-        await router.add(SGLangServer(small.url, session))
+        await router.replicas.add(SGLangServer(small.url, session))
         large.ready = False
         router.replicas.mark_exited(large.url, "was killed by SIGKILL")
         await eventually(lambda: router.num_waiting == 1)
@@ -975,7 +975,7 @@ async def test_waiting_turns_fail_when_the_last_server_is_retired() -> None:
         await eventually(lambda: fake.num_streaming == 1)
         tasks.start_soon(too_late)
         await eventually(lambda: router.num_waiting == 1)
-        router.retire(f"{fake.url}/")  # the same URL as for `add`
+        router.replicas.retire(f"{fake.url}/")  # the same URL as for `add`
         await eventually(lambda: router.num_waiting == 0)
         gate.set()
     check_unbroken(first)
@@ -991,7 +991,7 @@ async def test_a_retired_server_that_dies_loses_its_turns_at_once() -> None:
             tasks.start_soon(read, router, generation(), seen)
             await eventually(lambda: len(seen.ids) == 4)
             other.ready = True
-            router.retire(silent.url)
+            router.replicas.retire(silent.url)
             router.replicas.mark_exited(silent.url, "ended with exit status 1")
         await eventually(lambda: [view.url for view in router.view()] == [other.url])
     check_unbroken(seen)

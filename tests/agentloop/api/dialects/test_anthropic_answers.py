@@ -17,7 +17,6 @@ from agentloop.api.chat_completions import ChunkWriter, chunk_frame, completion
 from agentloop.api.dialects.anthropic import MessagesRequest
 from agentloop.api.dialects.anthropic_answers import (
     MessagesStream,
-    error_event,
     error_form,
     whole,
 )
@@ -293,7 +292,7 @@ def test_the_client_knows_an_error_in_a_stream() -> None:
     status, body = error_of(ServerError("down"))
     answered = Trajectory("t", [1], stop_reason=StopReason.ANSWERED)
     begun = events(chunks_with_usage(answered))[:1]
-    frames = b"".join(starmap(named_event, [*begun, error_event(status, body)]))
+    frames = b"".join(starmap(named_event, [*begun, ("error", error_form(status, body))]))
     with pytest.raises(anthropic.APIStatusError) as caught:
         read(frames, beta=False)
     assert caught.value.body["error"] == {"type": "overloaded_error", "message": "down"}

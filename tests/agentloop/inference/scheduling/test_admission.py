@@ -35,8 +35,8 @@ class Flight(RuleBasedStateMachine):
             self.lengths[f"r{number}"] += tokens
 
     @rule(number=st.integers(0, 20), is_complete=st.booleans())
-    def end(self, number: int, whole: bool) -> None:
-        self.forecast.end(f"r{number}", is_complete=whole)
+    def end(self, number: int, is_complete: bool) -> None:
+        self.forecast.end(f"r{number}", is_complete=is_complete)
         self.lengths.pop(f"r{number}", None)
 
     @invariant()

@@ -97,9 +97,8 @@ async def test_a_rollout_of_several_conversations_holds_what_they_hold_together(
         gate.record_length("g.0+black", 50)
         alone.grow("g.0", 150)
         assert forecast.peak() == alone.peak()
-        gate.end_conversation(
-            "g.0", is_complete=True
-        )  # its first conversation: the rollout goes on
+        # The rollout goes on after its first conversation.
+        gate.end_conversation("g.0", is_complete=True)
         gate.record_length("g.0+1", 120)
         alone.grow("g.0", 20)
         assert forecast.peak() == alone.peak()

@@ -87,14 +87,12 @@ async def test_requests_use_sglangs_parameters() -> None:
     fake = FakeSGLang(ANSWER, end="length")
     async with client(fake) as server:
         assert (await stream(server, max_new_tokens=4))[-1].end is TurnEnd.LENGTH
-        await server.abort("r-1")
-    asked, aborted = fake.requests
+    (asked,) = fake.requests
     assert asked["input_ids"] == PROMPT
     assert (asked["stream"], asked["return_logprob"], asked["rid"]) == (True, True, "r-1")
     params = asked["sampling_params"]
     assert (params["max_new_tokens"], params["stop_token_ids"]) == (4, [99])
     assert "sampling_seed" not in params
-    assert aborted == {"rid": "r-1"}
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
@@ -273,8 +271,7 @@ async def test_the_key_is_in_every_request() -> None:
         server = SGLangServer(fake.url, session)
         await server.info()
         await stream(server)
-        await server.abort("r-1")
-    assert len(fake.keys) >= 3
+    assert len(fake.keys) >= 2
     assert set(fake.keys) == {"Bearer open-sesame"}
 
 
