@@ -148,7 +148,7 @@ def _harmony() -> tuple[ChatFormat, Callable[[int], Token], Callable[[Messages],
     encoder = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
     today = datetime.date.today().isoformat()
     system = harmony.SystemContent.new().with_conversation_start_date(today)
-    tools = [harmony.ToolDescription.new(**_described(tool)) for tool in TOOLS]
+    tools = [harmony.ToolDescription.new(**_describe(tool)) for tool in TOOLS]
     developer = harmony.DeveloperContent.new().with_function_tools(tools)
 
     def message_of(message: dict[str, Any]) -> Any:
@@ -176,7 +176,7 @@ def _harmony() -> tuple[ChatFormat, Callable[[int], Token], Callable[[Messages],
     return chat, lambda id: encoder.decode([id]) if id >= len(ranks) - 1 else id, encode
 
 
-def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool["function"]
     return {key: function[key] for key in ("name", "description", "parameters")}
 

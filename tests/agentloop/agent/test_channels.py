@@ -15,7 +15,7 @@ MARKUP = [*TAGS, "<tool_call>", "</tool_call>", "<", "</", "<|", "|>", f"<|{'a' 
 texts = st.lists(st.one_of(st.sampled_from(MARKUP), st.text(max_size=5)), max_size=10).map("".join)
 
 
-def told(text: str, cuts: list[int], *, reasoning: bool = False) -> dict[Channel, str]:
+def split_text(text: str, cuts: list[int], *, reasoning: bool = False) -> dict[Channel, str]:
     channels = Channels(reasoning=reasoning)
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     said = dict.fromkeys(Channel, "")
@@ -31,7 +31,7 @@ def told(text: str, cuts: list[int], *, reasoning: bool = False) -> dict[Channel
 @given(texts, st.lists(st.integers(0, 60), max_size=6), st.booleans())
 @example(f"<|{'a' * 30}|>", list(range(40)), False)
 def test_channels_do_not_depend_on_chunking(text: str, cuts: list[int], reasoning: bool) -> None:
-    assert told(text, cuts, reasoning=reasoning) == told(text, [], reasoning=reasoning)
+    assert split_text(text, cuts, reasoning=reasoning) == split_text(text, [], reasoning=reasoning)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_channels_do_not_depend_on_chunking(text: str, cuts: list[int], reasonin
 def test_text_is_split_into_reasoning_and_content(
     text: str, reasoning: bool, thought: str, answer: str
 ) -> None:
-    said = told(text, [], reasoning=reasoning)
+    said = split_text(text, [], reasoning=reasoning)
     assert (said[Channel.REASONING], said[Channel.CONTENT]) == (thought, answer)
 
 
@@ -68,7 +68,7 @@ Said = list[tuple[Channel, str]]
 THOUGHT, CONTENT = Channel.REASONING, Channel.CONTENT
 
 
-def heard(turns: list[str], cuts: list[int], *, reasoning: bool, stop: list[str]) -> Said:
+def speak(turns: list[str], cuts: list[int], *, reasoning: bool, stop: list[str]) -> Said:
     """Return the output of a `Speech` for these turns, each cut at the same places."""
     said: Said = []
     speech = Speech(reasoning=reasoning, stop=stop)
@@ -80,7 +80,7 @@ def heard(turns: list[str], cuts: list[int], *, reasoning: bool, stop: list[str]
     return said
 
 
-def joined(said: Said, channel: Channel) -> str:
+def join_channel(said: Said, channel: Channel) -> str:
     return "".join(piece for of, piece in said if of is channel)
 
 
@@ -101,11 +101,11 @@ passages = st.lists(
 def test_speech_does_not_depend_on_chunking(
     turns: list[str], cuts: list[int], reasoning: bool, stop: list[str]
 ) -> None:
-    whole = heard(turns, [], reasoning=reasoning, stop=stop)
-    cut = heard(turns, cuts, reasoning=reasoning, stop=stop)
+    whole = speak(turns, [], reasoning=reasoning, stop=stop)
+    cut = speak(turns, cuts, reasoning=reasoning, stop=stop)
     for channel in Channel:
-        text = joined(whole, channel)
-        assert joined(cut, channel) == text
+        text = join_channel(whole, channel)
+        assert join_channel(cut, channel) == text
         assert text == text.strip()
     seen: set[Channel] = set()
     for channel, piece in cut:
@@ -128,8 +128,8 @@ def test_content_ends_before_the_first_stop_sequence_that_is_complete(
         if text[:end].endswith(one)
     ]
     expected = text[: min(ends)[1]] if ends else text
-    said = heard([text], cuts, reasoning=False, stop=stop)
-    assert joined(said, CONTENT) == expected.strip()
+    said = speak([text], cuts, reasoning=False, stop=stop)
+    assert join_channel(said, CONTENT) == expected.strip()
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_content_ends_before_the_first_stop_sequence_that_is_complete(
 def test_passages_have_no_whitespace_around_them(
     turns: list[str], reasoning: bool, thought: str, content: str
 ) -> None:
-    said = heard(turns, list(range(40)), reasoning=reasoning, stop=[])
-    assert (joined(said, THOUGHT), joined(said, CONTENT)) == (thought, content)
+    said = speak(turns, list(range(40)), reasoning=reasoning, stop=[])
+    assert (join_channel(said, THOUGHT), join_channel(said, CONTENT)) == (thought, content)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,9 @@ def test_passages_have_no_whitespace_around_them(
 def test_stop_sequences_are_searched_only_in_content(
     text: str, stop: list[str], content: str
 ) -> None:
-    assert joined(heard([text], list(range(40)), reasoning=True, stop=stop), CONTENT) == content
+    assert (
+        join_channel(speak([text], list(range(40)), reasoning=True, stop=stop), CONTENT) == content
+    )
     assert answer_in(text, reasoning=True, stop=stop) == content
 
 

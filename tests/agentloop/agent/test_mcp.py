@@ -50,12 +50,12 @@ CHAT = chat_format()
 @pytest.fixture(scope="module")
 async def healthy() -> AsyncIterator[McpServer]:
     """A server that no test breaks."""
-    async with shared(SDK, env={"COLOUR": "${HOME}/blue"}) as server:
+    async with shared_server(SDK, env={"COLOUR": "${HOME}/blue"}) as server:
         yield server
 
 
 @asynccontextmanager
-async def shared(command: Sequence[str] = RAW, **settings: Any) -> AsyncIterator[McpServer]:
+async def shared_server(command: Sequence[str] = RAW, **settings: Any) -> AsyncIterator[McpServer]:
     given = McpServerSettings(command=tuple(command), **settings)
     async with mcp_servers({"calculator": given}) as servers:
         yield servers["calculator"]
@@ -79,7 +79,7 @@ def says(text: str) -> list[Step]:
     return list(chunks(ids, range(1, len(ids))))
 
 
-async def test_its_tools_are_found_and_called(healthy: McpServer) -> None:
+async def test_tools_are_listed_and_called(healthy: McpServer) -> None:
     tools = healthy.tools
     names = ["add", "fail", "wait", "variable", "end", "meet", "watch", "adjourn"]
     assert [tool.name for tool in tools] == names
@@ -95,7 +95,7 @@ async def test_its_tools_are_found_and_called(healthy: McpServer) -> None:
     assert ours.content == "(unset)"
 
 
-async def test_what_goes_wrong_in_a_tool_is_for_the_model_to_read(
+async def test_the_model_reads_errors_of_a_tool(
     healthy: McpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection, tools = healthy._client, healthy.tools
@@ -116,7 +116,7 @@ async def test_what_goes_wrong_in_a_tool_is_for_the_model_to_read(
 
 
 async def test_calls_run_concurrently_as_many_as_are_allowed() -> None:
-    async with shared(SDK, max_concurrent=2) as server, anyio.create_task_group() as tasks:
+    async with shared_server(SDK, max_concurrent=2) as server, anyio.create_task_group() as tasks:
         ended: list[str] = []
 
         async def one(name: str, /, **arguments: Any) -> None:
@@ -132,7 +132,7 @@ async def test_calls_run_concurrently_as_many_as_are_allowed() -> None:
 
 
 async def test_a_call_that_a_dead_server_takes_with_it_is_an_infrastructure_failure() -> None:
-    async with shared() as server:
+    async with shared_server() as server:
         lost = await call(server.tools, "end")
         assert lost.status is ToolCallStatus.INFRASTRUCTURE
         # It is restarted, and the next call waits for it.
@@ -141,7 +141,7 @@ async def test_a_call_that_a_dead_server_takes_with_it_is_an_infrastructure_fail
 
 
 async def test_a_server_that_dies_between_calls_is_restarted_before_the_next() -> None:
-    async with shared() as server:
+    async with shared_server() as server:
         pid = int((await call(server.tools, "processes")).content.split()[0])
         os.kill(pid, signal.SIGKILL)
         await eventually(lambda: server._client is None)
@@ -153,7 +153,7 @@ async def test_a_hung_server_is_an_infrastructure_failure_and_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agentloop.agent.mcp._PROBE_TIMEOUT_S", 0.2)
-    async with shared(timeout_s=10) as server:
+    async with shared_server(timeout_s=10) as server:
         server.settings = server.settings.model_copy(update={"timeout_s": 0.5})
         hung = await call(server.tools, "freeze")
         assert hung.status is ToolCallStatus.INFRASTRUCTURE
@@ -168,7 +168,7 @@ async def test_a_server_that_dies_too_often_ends_its_users(
     monkeypatch.setattr("agentloop.agent.mcp._MAX_RESTARTS", 1)
 
     async def use() -> None:
-        async with shared() as server:
+        async with shared_server() as server:
             for _ in range(2):
                 lost = await call(server.tools, "end")
                 assert lost.status is ToolCallStatus.INFRASTRUCTURE
@@ -178,7 +178,7 @@ async def test_a_server_that_dies_too_often_ends_its_users(
         await use()
 
 
-async def test_its_stderr_is_in_the_log_and_in_the_message(tmp_path: Path) -> None:
+async def test_stderr_is_in_the_log_and_in_the_message(tmp_path: Path) -> None:
     given = McpServerSettings(command=tuple(RAW))
     async with mcp_servers({"calculator": given}, log_dir=tmp_path / "logs") as servers:
         server = servers["calculator"]
@@ -243,7 +243,7 @@ async def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> No
     assert not file.exists() or not alive(int(file.read_text()))
 
 
-async def test_nothing_of_a_server_is_left_when_its_block_is_left() -> None:
+async def test_leaving_the_block_ends_all_processes_of_a_server() -> None:
     async with mcp_server([*RAW, "stubborn"]) as tools:
         pids = [int(pid) for pid in (await call(tools, "processes")).content.split()]
         assert len(pids) == 2
@@ -252,7 +252,7 @@ async def test_nothing_of_a_server_is_left_when_its_block_is_left() -> None:
 
 
 @pytest.mark.full
-async def test_nothing_of_a_server_is_left_when_we_are_killed() -> None:
+async def test_killing_the_runtime_ends_all_processes_of_a_server() -> None:
     program = f"""
 import anyio
 from agentloop import mcp_server
@@ -304,7 +304,7 @@ async def test_calls_of_a_rollouts_own_server_take_turns() -> None:
 async def test_calls_that_only_read_and_calls_of_a_shared_server_run_together() -> None:
     async with mcp_server(SDK, timeout_s=20) as found, Tools(found) as tools:
         assert await called_twice(tools, "watch") == ["together", "together"]
-    async with shared(SDK, timeout_s=20) as server, Tools(server.tools) as tools:
+    async with shared_server(SDK, timeout_s=20) as server, Tools(server.tools) as tools:
         assert await called_twice(tools, "meet") == ["together", "together"]
 
 
@@ -332,7 +332,7 @@ async def test_a_rollout_calls_it_in_mid_stream(healthy: McpServer) -> None:
 
 
 async def test_a_rollout_whose_call_was_lost_is_not_scored() -> None:
-    async with shared() as server:
+    async with shared_server() as server:
         engine = ScriptedEngine(says(call_text("end", {})))
         trajectory = await Rollout(
             engine=engine,

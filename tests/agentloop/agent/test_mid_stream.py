@@ -17,7 +17,7 @@ from agentloop.agent.sandbox_tools import JupyterCode, PaperPythonCode, PythonCo
 from agentloop.events import CallFinished, Event
 from agentloop.sandbox import Pool
 from agentloop.trajectory import StopReason, ToolCallStatus
-from tests.agentloop.agent.test_mcp import RAW, SDK, shared
+from tests.agentloop.agent.test_mcp import RAW, SDK, shared_server
 from tests.agentloop.agent.test_tools import Stateful
 from tests.patience import patient
 from tests.sandbox.conftest import BARE
@@ -62,7 +62,7 @@ async def later() -> str:
 
 @asynccontextmanager
 async def of_a_shared_server() -> AsyncIterator[Any]:
-    async with shared(SDK) as server:
+    async with shared_server(SDK) as server:
         yield server.tools
 
 

@@ -152,7 +152,7 @@ def test_a_prompt_has_the_ids_of_the_whole_rendered_text(name: str) -> None:
 def test_contents_add_no_control_token(name: str) -> None:
     chat, spelled = chat_of(name), control_tokens(template_of(name))
 
-    def written(asked: str, notes: Sequence[str], said: Sequence[str]) -> list[list[int]]:
+    def render_parts(asked: str, notes: Sequence[str], said: Sequence[str]) -> list[list[int]]:
         calls = [ToolCall(call_id(name, i), "multiply", {}, "", 0, 0) for i in range(len(said))]
         messages = [user(asked), calls_tool(name, *notes), *responds(name, *said)]
         parts = (
@@ -164,18 +164,18 @@ def test_contents_add_no_control_token(name: str) -> None:
 
     @functools.cache
     def without(many: int) -> list[list[int]]:
-        return written("ab", ["ab"] * many, ["ab"] * many)
+        return render_parts("ab", ["ab"] * many, ["ab"] * many)
 
     for example, dice in conversations(f"controls {name}", num_conversations(name)):
         many = num_calls(name, dice)
         asked, *others = (f"a{some_text(dice, spelled)}b" for _ in range(1 + 2 * many))
-        assert written(asked, others[:many], others[many:]) == without(many), example
+        assert render_parts(asked, others[:many], others[many:]) == without(many), example
 
 
 @seeded
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in CANNOT_BE_IMITATED])
 @pytest.mark.full
-def test_what_follows_a_turn_is_what_the_template_writes(name: str) -> None:
+def test_continuations_equal_the_templates_text(name: str) -> None:
     chat = chat_of(name)
     thought = {"reasoning_content": "Hm."} if name in NEEDS_THOUGHT else {}
     for example, dice in conversations(f"follows {name}", num_conversations(name)):
@@ -212,7 +212,7 @@ def test_ids_of_a_client_become_those_of_the_template(name: str, first: str, sec
     chat = chat_of(name)
     ids = ("call_oda7c1_1", "call_oda7c1_2")
 
-    def called(id: str) -> list[dict[str, Any]]:
+    def call_and_response(id: str) -> list[dict[str, Any]]:
         function = {"name": "multiply", "arguments": {"a": 37}}
         made = {"id": id, "type": "function", "function": function}
         return [
@@ -220,7 +220,9 @@ def test_ids_of_a_client_become_those_of_the_template(name: str, first: str, sec
             {"role": "tool", "tool_call_id": id, "content": "1776"},
         ]
 
-    text = chat.decode(chat.prompt([user("hi"), *called(ids[0]), *called(ids[1])], TOOLS))
+    text = chat.decode(
+        chat.prompt([user("hi"), *call_and_response(ids[0]), *call_and_response(ids[1])], TOOLS)
+    )
     assert text.count(first) == text.count(second) == 2
     assert not any(id in text for id in ids)
 

@@ -592,7 +592,7 @@ async def test_a_turn_records_the_likeliest_tokens() -> None:
     assert trajectory.turns[0].cached_tokens == 7
 
 
-async def test_one_turn_is_bounded() -> None:
+async def test_the_length_of_a_turn_is_bounded() -> None:
     engine = ScriptedEngine(says("abc", end=TurnEnd.LENGTH))
     trajectory = await rollout(engine, budget=Budget(max_turn_tokens=3)).run()
     assert engine.asked[0].max_new_tokens == 3

@@ -123,7 +123,9 @@ async def test_bad_arguments_never_reach_the_sandbox(arguments: dict[str, Any], 
         (result(SandboxStatus.KILLED, signal=9), ToolCallStatus.KILLED, "[killed] by signal 9"),
     ],
 )  # fmt: skip
-async def test_what_the_model_reads(given: CallResult, status: ToolCallStatus, text: str) -> None:
+async def test_results_of_programs_as_the_model_reads_them(
+    given: CallResult, status: ToolCallStatus, text: str
+) -> None:
     assert describe(given) == text
     async with Tools([PythonCode(pool(FakePool(given)))]) as tools:
         output = await tools.run(PythonCode.name, {"code": ""})

@@ -103,7 +103,7 @@ def test_a_traceback_that_was_cut_is_kept_as_it_is() -> None:
     assert "stderr: ...efined\n" in describe(cut, CODE, tool_format="release")
 
 
-def called(raw: str) -> ToolCall:
+def parse_call(raw: str) -> ToolCall:
     name, arguments, error = decode_call(raw)
     return ToolCall("call_0", name, arguments, raw, 0, 1, error)
 
@@ -121,13 +121,13 @@ def called(raw: str) -> ToolCall:
 def test_feedback_on_a_call_that_cannot_be_decoded(
     raw: str, error: str, tool_format: ToolFormat
 ) -> None:
-    text = malformed_call(called(raw), tool_format=tool_format)
+    text = malformed_call(parse_call(raw), tool_format=tool_format)
     assert text.startswith(f"Failed to decode tool call: {error}")
 
 
 @given(st.text(max_size=20))
 def test_every_malformed_call_gets_a_reason(raw: str) -> None:
-    call = called(raw)
+    call = parse_call(raw)
     if call.error is not None:
         assert malformed_call(call) == f"[malformed tool call] {call.error}"
         said = malformed_call(call, tool_format="release")

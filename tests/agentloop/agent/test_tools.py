@@ -75,16 +75,16 @@ def test_a_google_docstring_describes_the_arguments() -> None:
     assert properties["loud"]["type"] == "boolean"
 
 
-def undocumented(a: int) -> int:
+def without_docstring(a: int) -> int:
     return a
 
 
-def untyped(a) -> int:  # type: ignore[no-untyped-def]
+def without_types(a) -> int:  # type: ignore[no-untyped-def]
     """Take anything."""
     return 0
 
 
-def unresolved(a: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: F821
+def with_unknown_type(a: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: F821
     """Take what does not exist."""
     return 0
 
@@ -97,9 +97,9 @@ def splat(*args: int) -> int:
 @pytest.mark.parametrize(
     "function",
     [
-        undocumented,
-        untyped,
-        unresolved,
+        without_docstring,
+        without_types,
+        with_unknown_type,
         splat,
         functools.partial(multiply, 3),
         lambda: 0,
@@ -369,7 +369,7 @@ async def test_cancellation_at_any_point_leaves_nothing_behind(point: str) -> No
 
 
 @pytest.mark.parametrize("point", ["open", "run"])
-async def test_one_call_is_cancelled_and_the_next_can_run(point: str) -> None:
+async def test_after_a_cancelled_call_the_next_can_run(point: str) -> None:
     tool = Stateful(hang_at=point)
     async with Tools([tool]) as tools:
         async with anyio.create_task_group() as tasks:
@@ -425,10 +425,12 @@ async def test_whatever_a_tool_does_is_an_error_that_the_model_reads(
 
 async def test_an_async_function_in_a_plain_wrapper_is_awaited() -> None:
     @functools.wraps(greet)
-    def wrapped(name: str, *, loud: bool = False) -> Any:
+    def greet_wrapper(name: str, *, loud: bool = False) -> Any:
         return greet(name, loud=loud)
 
-    assert (await call(wrapped, name="you")).content == (await call(greet, name="you")).content
+    assert (await call(greet_wrapper, name="you")).content == (
+        await call(greet, name="you")
+    ).content
 
 
 def yields() -> Any:

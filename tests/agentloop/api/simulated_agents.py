@@ -198,14 +198,16 @@ def message_of(protocol: Protocol, data: bytes, *, stream: bool) -> Message:
     whole = {} if stream else json.loads(data)
     match protocol:
         case "chat/completions":
-            return _chat_message(events) if stream else _kept(whole["choices"][0]["message"])
+            return (
+                _chat_message(events) if stream else _without_extras(whole["choices"][0]["message"])
+            )
         case "responses":
             return _of_items((events[-1]["response"] if stream else whole)["output"])
         case "messages":
-            return _of_blocks(_joined(events) if stream else whole["content"])
+            return _of_blocks(_join_blocks(events) if stream else whole["content"])
 
 
-def _kept(message: Message) -> Message:
+def _without_extras(message: Message) -> Message:
     names = ("role", "content", "reasoning_content", "tool_calls")
     return {name: message[name] for name in names if name in message}
 
@@ -228,7 +230,7 @@ def _chat_message(events: Sequence[Any]) -> Message:
     return message
 
 
-def _made(text: str, thought: str, calls: Sequence[tuple[str, str, str]]) -> Message:
+def _assistant_message(text: str, thought: str, calls: Sequence[tuple[str, str, str]]) -> Message:
     message: Message = {"role": "assistant", "content": text or None}
     if thought:
         message["reasoning_content"] = thought
@@ -246,14 +248,14 @@ def _of_items(items: Sequence[Any]) -> Message:
         return "".join(part["text"] for part in parts)
 
     calls = [item for item in items if item["type"] == "function_call"]
-    return _made(
+    return _assistant_message(
         text_of("message"),
         text_of("reasoning"),
         [(one["call_id"], one["name"], one["arguments"]) for one in calls],
     )
 
 
-def _joined(events: Sequence[Any]) -> list[dict[str, Any]]:
+def _join_blocks(events: Sequence[Any]) -> list[dict[str, Any]]:
     assert events[-1]["type"] == "message_stop"
     blocks: list[dict[str, Any]] = []
     for event in events:
@@ -270,7 +272,7 @@ def _joined(events: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _of_blocks(blocks: Sequence[Any]) -> Message:
     calls = [one for one in blocks if one["type"] == "tool_use"]
-    return _made(
+    return _assistant_message(
         "".join(one["text"] for one in blocks if one["type"] == "text"),
         "".join(one["thinking"] for one in blocks if one["type"] == "thinking"),
         [(one["id"], one["name"], json.dumps(one["input"])) for one in calls],
@@ -354,7 +356,7 @@ class SimulatedAgent:
         for _ in range(num_steps):
             history = histories[-1]
             if not self.is_plain:
-                history = self._changed(self.random.choice(histories))
+                history = self._change_history(self.random.choice(histories))
                 if self.random.random() < 0.2:  # two at once, from the same history
                     async with anyio.create_task_group() as tasks:
                         tasks.start_soon(self._step, copy.deepcopy(history), histories)
@@ -394,7 +396,7 @@ class SimulatedAgent:
             answer.pop("reasoning_content", None)
         return answer
 
-    def _changed(self, history: Sequence[Message]) -> list[Message]:
+    def _change_history(self, history: Sequence[Message]) -> list[Message]:
         changed = copy.deepcopy(list(history))
         match self.random.randrange(8):
             case 0:

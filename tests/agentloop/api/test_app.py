@@ -205,7 +205,7 @@ async def test_bad_input_has_a_clear_answer(body: Any, status: int, said: str) -
     assert at.router.asked == []
 
 
-async def test_what_is_not_there_is_told_in_json_with_what_is() -> None:
+async def test_an_unknown_path_gets_a_json_error_that_lists_the_routes() -> None:
     async with service() as at:
         async with at.post("/v1/embeddings", {"input": "hello"}) as response:
             assert (response.status, response.content_type) == (404, "application/json")
@@ -256,7 +256,7 @@ async def test_every_answer_has_a_request_id() -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/healthz", "/v1/models", "/openapi.json"])
-async def test_what_can_be_got_can_be_asked_for_its_head(path: str) -> None:
+async def test_get_routes_accept_head(path: str) -> None:
     async with service() as at, at.http.head(at.url + path) as response:
         assert response.status == 200
 
@@ -379,7 +379,7 @@ async def test_a_constrained_stream_equals_a_free_one(n: int) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_choice_that_fails_fails_the_request(stream: bool) -> None:
+async def test_a_choice_that_fails_fails_the_request(stream: bool) -> None:
     async with service(says("It"), [ServerUnavailable("gone")], says("It")) as at:
         body = {"messages": HELLO, "stream": stream, "n": 3}
         async with at.post("/v1/chat/completions", body) as response:
@@ -531,7 +531,9 @@ async def test_a_token_is_asked_for_where_one_is_set() -> None:
     ("field", "value"),
     [("top_k", 1 << 31), ("seed", 1 << 63), ("repetition_penalty", 1.3), ("ignore_eos", 1)],
 )
-async def test_what_would_harm_a_server_or_be_ignored_is_refused(field: str, value: Any) -> None:
+async def test_values_that_would_harm_a_server_or_be_ignored_are_refused(
+    field: str, value: Any
+) -> None:
     async with service() as at:
         body = {"messages": HELLO, field: value}
         async with at.post("/v1/chat/completions", body) as response:
@@ -603,7 +605,7 @@ NO_GZIP = "Host: localhost\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\
         f"POST /api/ask HTTP/1.1\r\n{NO_GZIP}".encode(),
     ],
 )
-async def test_what_is_no_http_has_its_answer_and_is_not_logged(
+async def test_a_malformed_http_request_gets_status_400_and_is_not_logged(
     sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with service() as at:
@@ -634,7 +636,7 @@ async def test_a_client_that_reads_nothing_is_not_waited_for(
     assert not caplog.records
 
 
-async def test_who_waits_is_told() -> None:
+async def test_waits_are_listed() -> None:
     async with service(says("It is 1776.")) as at:
         async with at.http.get(f"{at.url}/v1/waits") as response:
             told = await response.json()
@@ -693,7 +695,7 @@ async def test_rollouts_that_cannot_be_are_refused_by_the_field(body: Any, said:
     assert error["param"] == said.partition(":")[0]
 
 
-async def test_what_a_server_refuses_names_no_field() -> None:
+async def test_the_error_of_a_refusing_server_names_no_field() -> None:
     refused = RequestError("http://fake:1: it is too much")
     async with service([refused]) as at:
         async with at.post("/v1/chat/completions", {"messages": HELLO}) as response:

@@ -21,7 +21,7 @@ SECRET: dict[str, Any] = {"serve": {"port": 0, "token": "secret"}}
 
 
 @asynccontextmanager
-async def opened(at: Service, **body: Any) -> AsyncIterator[dict[str, Any]]:
+async def open_session(at: Service, **body: Any) -> AsyncIterator[dict[str, Any]]:
     """Open a session for the duration of the context; yield what the service says of it."""
     async with at.post("/v1/sessions", body) as response:
         assert response.status == 201
@@ -40,7 +40,7 @@ async def trajectories(at: Service, session: dict[str, Any]) -> list[dict[str, A
 
 async def test_openais_client_converses_in_a_session() -> None:
     call = call_text("theirs", {"n": 1})
-    async with service(says(call), says("done")) as at, opened(at) as session:
+    async with service(says(call), says("done")) as at, open_session(at) as session:
         asks = openai.AsyncOpenAI(base_url=session["base_url"], api_key="x", max_retries=0)
         async with asks:
             first = await asks.chat.completions.create(
@@ -63,7 +63,7 @@ async def test_openais_client_converses_in_a_session() -> None:
 
 
 async def test_the_clients_of_three_protocols_share_one_record() -> None:
-    async with service(says("one"), says("two"), says("three")) as at, opened(at) as session:
+    async with service(says("one"), says("two"), says("three")) as at, open_session(at) as session:
         chat = {"messages": [{"role": "user", "content": "a"}]}
         async with at.http.post(f"{session['base_url']}/chat/completions", json=chat) as answer:
             assert (await answer.json())["choices"][0]["message"]["content"] == "one"
@@ -86,7 +86,11 @@ async def test_the_clients_of_three_protocols_share_one_record() -> None:
 
 
 async def test_a_response_is_continued_by_its_id_in_its_own_session_only() -> None:
-    async with service(says("one"), says("two")) as at, opened(at) as mine, opened(at) as other:
+    async with (
+        service(says("one"), says("two")) as at,
+        open_session(at) as mine,
+        open_session(at) as other,
+    ):
         async with at.http.post(f"{mine['base_url']}/responses", json={"input": "a"}) as answer:
             first = await answer.json()
         more = {"input": "b", "previous_response_id": first["id"]}
@@ -165,7 +169,7 @@ async def test_a_sessions_key_replaces_the_token_and_nothing_else_does() -> None
 
 async def test_a_closed_session_is_gone() -> None:
     async with service(says("hi")) as at:
-        async with opened(at) as session:
+        async with open_session(at) as session:
             pass
         async with at.http.post(
             f"{session['base_url']}/chat/completions", json={"messages": HELLO}
@@ -175,7 +179,7 @@ async def test_a_closed_session_is_gone() -> None:
 
 
 async def test_open_sessions_are_bounded() -> None:
-    async with service(sessions={"max_open": 1}) as at, opened(at):
+    async with service(sessions={"max_open": 1}) as at, open_session(at):
         async with at.post("/v1/sessions", {}) as answer:
             assert answer.status == 503
             assert "sessions.max_open" in (await answer.json())["error"]["message"]
@@ -190,7 +194,7 @@ async def test_tokens_are_counted_without_a_server() -> None:
 
 async def test_a_session_that_a_page_ends_has_a_stop_reason() -> None:
     async with service(says("hi")) as at:
-        async with opened(at) as session:
+        async with open_session(at) as session:
             url = f"{session['base_url']}/chat/completions"
             async with at.http.post(url, json={"messages": HELLO}) as answer:
                 assert answer.status == 200

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 HELLO = written(CHAT, "hello world")
 
 
-def scored(prompt: Sequence[int], text: str, *, num_top: int = 0) -> list[Step]:
+def prompt_script(prompt: Sequence[int], text: str, *, num_top: int = 0) -> list[Step]:
     """Return a script: the prompt's log-probabilities, and the first token of `text`."""
     (token, *_) = written(CHAT, text)
     top = [[(-0.25 * (1 + rank), rank) for rank in range(num_top)] for _ in prompt]
@@ -34,14 +34,14 @@ def continues(text: str) -> list[Step]:
     return list(chunks(ids, range(1, len(ids)), end=TurnEnd.LENGTH))
 
 
-async def asked(at: Service, **body: Any) -> Any:
+async def complete(at: Service, **body: Any) -> Any:
     async with at.post("/v1/completions", body) as response:
         answer = await response.json()
         assert response.status == 200, answer
     return answer
 
 
-async def streamed(at: Service, **body: Any) -> list[Any]:
+async def stream_chunks(at: Service, **body: Any) -> list[Any]:
     async with at.post("/v1/completions", {**body, "stream": True}) as response:
         assert response.status == 200
         lines = (await response.text()).split("\n\n")
@@ -49,14 +49,14 @@ async def streamed(at: Service, **body: Any) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
-async def refused(at: Service, status: int = 400, **body: Any) -> dict[str, Any]:
+async def complete_refused(at: Service, status: int = 400, **body: Any) -> dict[str, Any]:
     async with at.post("/v1/completions", body) as response:
         error: dict[str, Any] = (await response.json())["error"]
         assert response.status == status, error
     return error
 
 
-def parsed(**body: Any) -> CompletionRequest:
+def parse(**body: Any) -> CompletionRequest:
     return CompletionRequest.parse(json.dumps({"prompt": "x", **body}).encode())
 
 
@@ -98,7 +98,7 @@ async def test_openais_client_gets_its_text_streamed_and_whole() -> None:
 )
 async def test_prompts_are_texts_or_ids(prompt: Any, ids: list[list[int]]) -> None:
     async with service(*[says("x")] * 4) as at:
-        answer = await asked(at, prompt=prompt, n=2, seed=3)
+        answer = await complete(at, prompt=prompt, n=2, seed=3)
         assert [choice["index"] for choice in answer["choices"]] == [*range(2 * len(ids))]
         assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
         generations = at.router.asked
@@ -112,7 +112,7 @@ async def test_prompts_are_texts_or_ids(prompt: Any, ids: list[list[int]]) -> No
 
 async def test_parameters_are_passed_on() -> None:
     async with service(says("x")) as at:
-        await asked(
+        await complete(
             at,
             prompt=[5],
             temperature=0,
@@ -137,7 +137,7 @@ async def test_parameters_are_passed_on() -> None:
 
 async def test_no_token_ends_it_if_ends_are_ignored() -> None:
     async with service(continues(f"x{END}y")) as at:
-        answer = await asked(at, prompt=[5], ignore_eos=True)
+        answer = await complete(at, prompt=[5], ignore_eos=True)
         assert at.router.asked[0].stop_ids == ()
     assert answer["choices"][0]["text"] == f"x{END}y"
 
@@ -147,9 +147,9 @@ async def test_text_ends_before_a_stop_sequence(stream: bool) -> None:
     async with service(continues("the answer is 1776.")) as at:
         body = {"prompt": "x", "stop": ["r i", "s 1"], "logprobs": 0}
         if stream:
-            choices = [event["choices"][0] for event in await streamed(at, **body)]
+            choices = [event["choices"][0] for event in await stream_chunks(at, **body)]
         else:
-            choices = (await asked(at, **body))["choices"]
+            choices = (await complete(at, **body))["choices"]
     assert "".join(choice["text"] for choice in choices) == "the answe"
     assert choices[-1]["finish_reason"] == "stop"
     tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
@@ -158,8 +158,10 @@ async def test_text_ends_before_a_stop_sequence(stream: bool) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 async def test_a_harness_gets_log_probabilities_of_a_prompt_in_one_request(max_tokens: int) -> None:
-    async with service(scored(HELLO, "x", num_top=1)) as at:
-        answer = await asked(at, prompt=HELLO, echo=True, max_tokens=max_tokens, logprobs=1, seed=1)
+    async with service(prompt_script(HELLO, "x", num_top=1)) as at:
+        answer = await complete(
+            at, prompt=HELLO, echo=True, max_tokens=max_tokens, logprobs=1, seed=1
+        )
         (generation,) = at.router.asked
     assert (generation.prompt_logprobs, generation.max_new_tokens) == (True, 1)
     (choice,) = answer["choices"]
@@ -182,8 +184,8 @@ async def test_a_harness_gets_log_probabilities_of_a_prompt_in_one_request(max_t
 
 
 async def test_choices_share_the_log_probabilities_of_their_prompt() -> None:
-    async with service(scored(HELLO, "x"), continues("one"), continues("two")) as at:
-        answer = await asked(at, prompt=HELLO, echo=True, max_tokens=9, logprobs=0, n=2)
+    async with service(prompt_script(HELLO, "x"), continues("one"), continues("two")) as at:
+        answer = await complete(at, prompt=HELLO, echo=True, max_tokens=9, logprobs=0, n=2)
         first, *others = at.router.asked
     assert (first.prompt_logprobs, first.max_new_tokens) == (True, 1)
     assert [(one.prompt_logprobs, one.max_new_tokens) for one in others] == [(False, 9)] * 2
@@ -198,14 +200,14 @@ async def test_choices_share_the_log_probabilities_of_their_prompt() -> None:
 
 
 async def test_a_limit_of_tokens_does_not_constrain_the_scoring() -> None:
-    async with service(scored(HELLO, "x"), continues("one two")) as at:
-        await asked(at, prompt=HELLO, echo=True, max_tokens=9, logprobs=0, min_tokens=5)
+    async with service(prompt_script(HELLO, "x"), continues("one two")) as at:
+        await complete(at, prompt=HELLO, echo=True, max_tokens=9, logprobs=0, min_tokens=5)
         assert [one.parameters for one in at.router.asked] == [{}, {"min_new_tokens": 5}]
 
 
 async def test_an_echo_without_log_probabilities_needs_no_server() -> None:
     async with service() as at:
-        answer = await asked(at, prompt="hello world", echo=True, max_tokens=0)
+        answer = await complete(at, prompt="hello world", echo=True, max_tokens=0)
         assert at.router.asked == []
     assert answer["choices"] == [
         {"index": 0, "text": "hello world", "logprobs": None, "finish_reason": "length"}
@@ -226,11 +228,11 @@ async def test_an_echo_without_log_probabilities_needs_no_server() -> None:
 async def test_a_stream_equals_the_whole(body: dict[str, Any]) -> None:
     script: list[list[Step]] = [continues("one é is one")] * 2
     if "echo" in body and "logprobs" in body:
-        script = [scored(HELLO, "one é is one", num_top=1), *script]
+        script = [prompt_script(HELLO, "one é is one", num_top=1), *script]
     async with service(*script) as at:
-        whole = await asked(at, **body)
+        whole = await complete(at, **body)
     async with service(*script) as at:
-        events = await streamed(at, **body, stream_options={"include_usage": True})
+        events = await stream_chunks(at, **body, stream_options={"include_usage": True})
     *events, last = events
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
     for choice in whole["choices"]:
@@ -271,26 +273,26 @@ async def test_a_stream_equals_the_whole(body: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_bad_request_names_the_field(body: dict[str, Any], said: str, stream: bool) -> None:
     async with service() as at:
-        error = await refused(at, **body, stream=stream)
+        error = await complete_refused(at, **body, stream=stream)
     assert said in error["message"]
 
 
 async def test_another_model_is_not_served() -> None:
     async with service() as at:
-        error = await refused(at, 404, prompt="x", model="other")
+        error = await complete_refused(at, 404, prompt="x", model="other")
     assert error["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize("name", NOT_FOR_COMPLETIONS)
 def test_parameters_without_effect_are_accepted(name: str) -> None:
     for value in NOT_FOR_COMPLETIONS[name].values:
-        assert parsed(**{name: value}) == parsed()
+        assert parse(**{name: value}) == parse()
     with pytest.raises(Unsupported, match=f"^{name}: "):
-        parsed(**{name: "something else"})
+        parse(**{name: "something else"})
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_generation_that_fails_fails_the_request(stream: bool) -> None:
+async def test_a_generation_that_fails_fails_the_request(stream: bool) -> None:
     async with service(says("It"), [ServerUnavailable("gone")], says("It")) as at:
         body = {"prompt": "x", "n": 3, "stream": stream}
         async with at.post("/v1/completions", body) as response:
@@ -302,14 +304,14 @@ async def test_one_generation_that_fails_fails_the_request(stream: bool) -> None
 
 async def test_a_refusal_of_the_server_sets_the_status_of_a_stream() -> None:
     async with service([RequestError("http://fake: min_new_tokens must be less")]) as at:
-        error = await refused(at, prompt="x", stream=True)
+        error = await complete_refused(at, prompt="x", stream=True)
     assert "min_new_tokens" in error["message"]
 
 
 async def test_missing_log_probabilities_are_the_infrastructures_failure() -> None:
     async with service(continues("x"), continues("x")) as at:
         for max_tokens in (1, 2):
-            error = await refused(
+            error = await complete_refused(
                 at, 503, prompt=HELLO, echo=True, logprobs=1, max_tokens=max_tokens
             )
             assert "did not report log-probabilities" in error["message"]
@@ -321,10 +323,10 @@ async def test_a_generation_that_takes_too_long_is_cut_off() -> None:
 
     script: list[Step] = [*chunks(written(CHAT, "the answer"), end=None), hang]
     async with service(script, [hang], budget={"timeout_s": 0.05}) as at:
-        answer = await asked(at, prompt="x", stop="answer is")
+        answer = await complete(at, prompt="x", stop="answer is")
         (choice,) = answer["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("the answer", "length")
-        error = await refused(at, 503, prompt="x")
+        error = await complete_refused(at, 503, prompt="x")
         assert "no token was sampled" in error["message"]
         assert at.router.num_open == 0
 
@@ -349,11 +351,11 @@ async def test_the_bare_model_takes_these_parameters_in_chat_completions_too() -
 
 async def test_the_agent_has_no_completions() -> None:
     async with service() as at:
-        error = await refused(at, prompt="x", model="fake-agent")
+        error = await complete_refused(at, prompt="x", model="fake-agent")
     assert error["message"] == "model: only 'fake' has completions"
 
 
 async def test_the_settings_limit_tokens_as_well() -> None:
     async with service(says("x"), budget={"max_response_tokens": 5}) as at:
-        await asked(at, prompt="x", max_tokens=100)
+        await complete(at, prompt="x", max_tokens=100)
         assert at.router.asked[0].max_new_tokens == 5

@@ -11,7 +11,7 @@ import pytest
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import Trajectory
 from tests.agentloop.api.test_app import HELLO, THEIRS, client, says, service
-from tests.agentloop.api.test_bare_model import opened, trajectories
+from tests.agentloop.api.test_bare_model import open_session, trajectories
 from tests.support import call_text
 
 pytestmark = pytest.mark.anyio
@@ -25,7 +25,7 @@ def groups(folder: RunFolder) -> list[list[dict[str, Any]]]:
 async def test_a_session_is_recorded_when_it_is_closed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "")
     async with service(says("one"), says("two"), record=folder) as at:
-        async with opened(at) as session:
+        async with open_session(at) as session:
             for _ in range(2):
                 async with at.http.post(
                     f"{session['base_url']}/chat/completions", json={"messages": HELLO}
@@ -59,7 +59,7 @@ async def test_a_branch_after_a_tool_response_keeps_its_question(tmp_path: Path)
     folder = RunFolder(tmp_path, "")
     call = call_text("theirs", {"n": 1})
     async with service(says(call), says("x"), says("y"), record=folder) as at:
-        async with opened(at) as session:
+        async with open_session(at) as session:
 
             async def ask(*messages: Any) -> Any:
                 async with at.http.post(

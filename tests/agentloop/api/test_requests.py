@@ -22,7 +22,7 @@ def body(**fields: Any) -> bytes:
     return json.dumps({"messages": HELLO, **fields}).encode()
 
 
-def said(**fields: Any) -> bytes:
+def message_body(**fields: Any) -> bytes:
     return json.dumps({"messages": [{"role": "user", **fields}]}).encode()
 
 
@@ -299,11 +299,14 @@ def test_every_parameter_is_documented() -> None:
         (b'{"messages": "hi"}', "messages: "),
         (b'{"messages": ["hi"]}', r"messages\[0\]: "),
         (b'{"messages": [{}]}', r"messages\[0\]\.role: "),
-        (said(content=5), r"messages\[0\]\.content: "),
-        (said(content=[{"type": "text"}]), r"messages\[0\]\.content\[0\]\.text: Field required"),
-        (said(content=[{"type": "image_url"}]), r"messages\[0\]\.content\[0\]\.t"),
+        (message_body(content=5), r"messages\[0\]\.content: "),
         (
-            said(tool_calls=[{"function": {"name": "f"}}]),
+            message_body(content=[{"type": "text"}]),
+            r"messages\[0\]\.content\[0\]\.text: Field required",
+        ),
+        (message_body(content=[{"type": "image_url"}]), r"messages\[0\]\.content\[0\]\.t"),
+        (
+            message_body(tool_calls=[{"function": {"name": "f"}}]),
             r"\.tool_calls\[0\]\.function\.arguments: ",
         ),
         (

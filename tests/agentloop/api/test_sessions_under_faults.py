@@ -67,12 +67,12 @@ async def rig(random: Random) -> AsyncIterator[Rig]:
 @pytest.mark.full
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(NUM_BATCHES))
-async def test_what_is_recorded_equals_the_servers_log(seed: int) -> None:
+async def test_records_equal_the_servers_log(seed: int) -> None:
     assert await converse(BATCH, seed) > 0
 
 
 @pytest.mark.timeout(60)
-async def test_what_a_few_sessions_record_equals_the_servers_log() -> None:
+async def test_records_of_a_few_sessions_equal_the_servers_log() -> None:
     await converse(18, NUM_BATCHES)
 
 

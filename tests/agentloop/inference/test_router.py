@@ -75,7 +75,7 @@ async def read(
 
 
 @asynccontextmanager
-async def routed(
+async def router_of(
     *fakes: FakeSGLang, stall_timeout_s: float = 60.0, **options: Any
 ) -> AsyncIterator[Router]:
     given = {"probe_interval_s": 0.01, "stall_timeout_s": stall_timeout_s, **options}
@@ -123,7 +123,7 @@ async def test_a_turn_goes_on_elsewhere_from_its_exact_ids(fault: Fault, after: 
     fault = Fault(fault.how, after, fault.status, fault.body)
     faults = deque([fault])  # for whichever server is asked first
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
-    async with routed(*fakes) as router:
+    async with router_of(*fakes) as router:
         seen = await read(router, generation())
         assert idle(router)
     check_unbroken(seen)
@@ -145,7 +145,7 @@ async def test_versions_of_a_moved_turn_count_from_its_first_token() -> None:
     faults = deque([Fault("cut", after=4)])
     old = FakeSGLang(ANSWER, faults=faults, version="v1")
     new = FakeSGLang(ANSWER, faults=faults, version="v1")
-    async with routed(old, new) as router:
+    async with router_of(old, new) as router:
         seen = await read(router, generation())
     (span,) = seen.chunks[-1].versions
     assert (span.start, span.end) == (4, len(ANSWER))
@@ -159,7 +159,7 @@ async def test_a_constrained_turn_moves_only_as_a_whole(after: int) -> None:
     faults = deque([Fault("cut", after=after)])
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
     seen = Read()
-    async with routed(*fakes) as router:
+    async with router_of(*fakes) as router:
         if after in (0, len(ANSWER)):
             await read(router, generation(parameters=constraint), seen)
             check_unbroken(seen)
@@ -188,7 +188,7 @@ async def test_a_turn_moves_unless_its_parameters_depend_on_what_was_sampled(
 ) -> None:
     faults = deque([Fault("cut", after=4)])
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
-    async with routed(*fakes) as router:
+    async with router_of(*fakes) as router:
         if moves:
             check_unbroken(await read(router, generation(parameters=parameters)))
         else:
@@ -203,7 +203,7 @@ async def test_a_turn_moves_unless_its_parameters_depend_on_what_was_sampled(
 @pytest.mark.parametrize("interval", [1, 4])
 async def test_a_server_is_asked_for_frames_of_several_tokens(interval: int) -> None:
     fake = FakeSGLang(ANSWER)
-    async with routed(fake) as router:
+    async with router_of(fake) as router:
         check_unbroken(await read(router, generation(stream_interval=interval)))
     (request,) = fake.requests
     assert request["sampling_params"].get("stream_interval", 1) == interval
@@ -213,7 +213,7 @@ async def test_a_server_is_asked_for_frames_of_several_tokens(interval: int) -> 
 async def test_log_probabilities_of_the_prompt_come_with_the_first_chunk(after: int | None) -> None:
     faults = deque([] if after is None else [Fault("cut", after=after)])
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
-    async with routed(*fakes) as router:
+    async with router_of(*fakes) as router:
         seen = await read(router, generation(prompt_logprobs=True, num_top_logprobs=1))
     check_unbroken(seen)
     first, *others = seen.chunks
@@ -236,7 +236,7 @@ async def test_ids_outside_of_the_vocabulary_are_never_sent(
     options: dict[str, Any], said: str
 ) -> None:
     fake = FakeSGLang(ANSWER)
-    async with routed(fake) as router:
+    async with router_of(fake) as router:
         with pytest.raises(RequestError, match=said):
             await read(router, generation(**options))
     assert fake.requests == []
@@ -245,7 +245,7 @@ async def test_ids_outside_of_the_vocabulary_are_never_sent(
 async def test_silence_moves_a_turn() -> None:
     faults = deque([Fault("silence", after=3)])
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
-    async with routed(*fakes, stall_timeout_s=0.5) as router:
+    async with router_of(*fakes, stall_timeout_s=0.5) as router:
         seen = await read(router, generation())
         assert idle(router)
     check_unbroken(seen)
@@ -264,7 +264,7 @@ async def test_silence_moves_a_turn() -> None:
 async def test_a_bad_request_is_raised_and_does_not_affect_the_servers(fault: Fault) -> None:
     fake, other = FakeSGLang(ANSWER, faults=deque([fault])), FakeSGLang(ANSWER)
     other.faults = fake.faults
-    async with routed(fake, other) as router:
+    async with router_of(fake, other) as router:
         with pytest.raises(RequestError):
             await read(router, generation())
         assert idle(router)
@@ -275,7 +275,9 @@ async def test_a_bad_request_is_raised_and_does_not_affect_the_servers(fault: Fa
 async def test_a_turn_fails_after_max_moves() -> None:
     faults = deque(Fault("cut", after=1) for _ in range(10))
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
-    async with routed(*fakes, max_migrations=3) as router:  # probes keep making them healthy again
+    async with router_of(
+        *fakes, max_migrations=3
+    ) as router:  # probes keep making them healthy again
         with pytest.raises(ServerUnavailable, match="gave up after 4 servers"):
             await read(router, generation())
         assert idle(router)
@@ -286,7 +288,7 @@ async def test_with_every_server_dead_a_turn_fails_in_time() -> None:
     fakes = [FakeSGLang(ANSWER, ready=False) for _ in range(2)]
     for fake in fakes:
         fake.faults.append(Fault("refuse", status=500))
-    async with routed(*fakes, wait_timeout_s=0.5) as router:
+    async with router_of(*fakes, wait_timeout_s=0.5) as router:
         with pytest.raises(
             ServerUnavailable, match=r"no server had free KV capacity within 0\.5 s"
         ):
@@ -306,7 +308,7 @@ async def test_an_id_out_of_the_vocabulary_never_reaches_a_server(
     ids: list[int], said: str
 ) -> None:
     fake = FakeSGLang(ANSWER)
-    async with routed(fake) as router:
+    async with router_of(fake) as router:
         with pytest.raises(RequestError, match=said):
             await read(router, generation(ids=ids))
     assert fake.requests == []
@@ -314,7 +316,7 @@ async def test_an_id_out_of_the_vocabulary_never_reaches_a_server(
 
 async def test_a_prompt_that_no_server_can_hold_is_refused_at_once() -> None:
     small = FakeSGLang(ANSWER, context_length=1000, max_total_num_tokens=50)
-    async with routed(FakeSGLang(ANSWER), small) as router:
+    async with router_of(FakeSGLang(ANSWER), small) as router:
         assert router.context_length == 49
         with pytest.raises(PromptTooLong):
             await read(router, generation(ids=[1] * 49))
@@ -350,7 +352,7 @@ async def test_the_longest_waiting_turn_goes_first() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
-    async with routed(fake, reserve_tokens=20) as router:
+    async with router_of(fake, reserve_tokens=20) as router:
         async with crowd(router, ["a", "b", "c", "d"], reads=reads):
             assert router.num_waiting == 3
             gate.set()
@@ -364,7 +366,7 @@ async def test_a_cancelled_turn_leaves_the_queue() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
-    async with routed(fake, reserve_tokens=20) as router:
+    async with router_of(fake, reserve_tokens=20) as router:
         async with crowd(router, ["a", "b", "c"], reads=reads) as scope:
             scope("b").cancel()
             await eventually(lambda: router.num_waiting == 1)
@@ -379,7 +381,7 @@ async def test_a_cancelled_turn_leaves_the_queue() -> None:
 
 async def test_a_turn_cancelled_just_before_it_is_placed_holds_nothing() -> None:
     fake = FakeSGLang(ANSWER)
-    async with routed(fake) as router:
+    async with router_of(fake) as router:
         with anyio.CancelScope() as scope:
             scope.cancel()
             await read(router, generation())
@@ -391,7 +393,7 @@ async def test_a_turn_cancelled_just_after_it_is_placed_holds_nothing() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
-    async with routed(fake, reserve_tokens=20) as router:
+    async with router_of(fake, reserve_tokens=20) as router:
         async with crowd(router, ["a", "b", "c"], reads=reads) as scope:
             scope("a").cancel()
             while router.num_waiting == 2:
@@ -407,7 +409,7 @@ async def test_the_wait_queue_is_bounded_in_number(monkeypatch: pytest.MonkeyPat
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
-    async with routed(fake, reserve_tokens=20) as router:
+    async with router_of(fake, reserve_tokens=20) as router:
         async with crowd(router, ["a", "b"], reads=reads):
             with pytest.raises(ServerUnavailable, match="1 requests are already waiting"):
                 await read(router, generation("c", max_new_tokens=20))
@@ -421,7 +423,7 @@ async def test_the_wait_queue_is_bounded_in_time() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
-    async with routed(fake, reserve_tokens=20, wait_timeout_s=0.2) as router:
+    async with router_of(fake, reserve_tokens=20, wait_timeout_s=0.2) as router:
         async with crowd(router, ["a"], reads=reads):
             with pytest.raises(ServerUnavailable, match="no server had free KV capacity"):
                 await read(router, generation("b", max_new_tokens=20))
@@ -432,7 +434,7 @@ async def test_the_wait_queue_is_bounded_in_time() -> None:
 
 async def test_a_trajectory_stays_where_its_cache_is() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
-    async with routed(*fakes) as router:
+    async with router_of(*fakes) as router:
         for key in ("a", "b", "a", "b", "a"):
             await read(router, generation(key))
         places = [await read(router, generation("a")) for _ in range(3)]
@@ -444,7 +446,7 @@ async def test_load_is_spread_over_the_servers() -> None:
     gate = anyio.Event()
     fakes = [FakeSGLang(ANSWER, gate=gate), FakeSGLang(ANSWER, gate=gate)]
     reads: dict[str, Read] = {}
-    async with routed(*fakes) as router:
+    async with router_of(*fakes) as router:
         async with crowd(router, list("abcdef"), reads=reads):
             assert [view.num_running for view in router.view()] == [3, 3]
             gate.set()
@@ -452,7 +454,7 @@ async def test_load_is_spread_over_the_servers() -> None:
 
 async def test_the_ledger_follows_the_stream() -> None:
     fake = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
-    async with routed(fake) as router, anyio.create_task_group() as tasks:
+    async with router_of(fake) as router, anyio.create_task_group() as tasks:
         tasks.start_soon(read, router, generation())
         await eventually(lambda: router.view()[0].num_held_tokens == len(PROMPT) + 4)
         tasks.cancel_scope.cancel()
@@ -475,14 +477,14 @@ async def test_the_reader_sees_one_stream_whatever_breaks(
     options: Any = {
         "faults": faults, "incremental": incremental, "tokens_a_frame": tokens_a_frame
     }  # fmt: skip
-    async with routed(FakeSGLang(ANSWER, **options), FakeSGLang(ANSWER, **options)) as router:
+    async with router_of(FakeSGLang(ANSWER, **options), FakeSGLang(ANSWER, **options)) as router:
         check_unbroken(await read(router, generation()))
         assert idle(router)
 
 
 async def test_requests_are_json_that_sglang_reads() -> None:
     fake = FakeSGLang(ANSWER)
-    async with routed(fake) as router:
+    async with router_of(fake) as router:
         await read(router, generation())
         assert router.replicas.model_path == "fake"
     assert json.loads(json.dumps(fake.requests[0]))["input_ids"] == PROMPT
@@ -490,7 +492,7 @@ async def test_requests_are_json_that_sglang_reads() -> None:
 
 async def test_a_trajectory_comes_back_to_its_server() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
-    async with routed(*fakes) as router:
+    async with router_of(*fakes) as router:
         first = await read(router, generation("t"))
         for n in range(5):
             await read(router, generation(f"other{n}"))
@@ -502,7 +504,7 @@ async def test_a_server_that_stops_answering_loses_its_streams() -> None:
     """Three failed probes show that a server is dead, long before its streams time out."""
     silent = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
     well = FakeSGLang(ANSWER, ready=False)  # so that the first server is chosen
-    async with routed(silent, well) as router:
+    async with router_of(silent, well) as router:
         await eventually(lambda: not router.view()[1].healthy)
         seen = Read()
         async with anyio.create_task_group() as tasks:
@@ -518,7 +520,7 @@ async def test_a_server_that_stops_answering_loses_its_streams() -> None:
 
 async def test_a_server_can_be_added() -> None:
     dead, late = FakeSGLang(ANSWER), FakeSGLang(ANSWER)
-    async with late.serving(), http_session() as session, routed(dead) as router:
+    async with late.serving(), http_session() as session, router_of(dead) as router:
         server = SGLangServer(late.url, session)
         await router.replicas.add(server)
         with pytest.raises(ValueError, match="was already added"):
@@ -531,7 +533,7 @@ async def test_a_server_can_be_added() -> None:
 async def test_a_retired_server_finishes_its_turns_and_is_removed() -> None:
     gate = anyio.Event()
     old, new = FakeSGLang(ANSWER, gate=gate), FakeSGLang(ANSWER, ready=False)
-    async with routed(old, new) as router:
+    async with router_of(old, new) as router:
         await eventually(lambda: not router.view()[1].healthy)
         seen = Read()
         async with anyio.create_task_group() as tasks:
@@ -557,7 +559,7 @@ async def test_waiting_turns_are_listed_with_the_reason() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
-    async with routed(fake, reserve_tokens=20) as router:
+    async with router_of(fake, reserve_tokens=20) as router:
         async with crowd(router, ["a", "b"], reads=reads):
             ((key, waited_s, why),) = router.waits()
             assert (key, why) == ("b", "no server has free KV capacity for it")
@@ -570,7 +572,7 @@ async def test_capacity_held_by_others_is_not_used() -> None:
     """The KV cache is full of others' requests: ours wait until the server reports that they are
     gone."""
     fake = FakeSGLang(ANSWER, load={"num_used_tokens": 1990, "num_running_reqs": 5})
-    async with routed(fake) as router, anyio.create_task_group() as tasks:
+    async with router_of(fake) as router, anyio.create_task_group() as tasks:
         await eventually(lambda: router.view()[0].num_others_tokens >= 1900)
         seen = Read()
         tasks.start_soon(read, router, generation(), seen)
@@ -584,7 +586,7 @@ async def test_siblings_share_a_server_and_the_capacity_of_their_prompt() -> Non
     gate = anyio.Event()
     prompt = [5] * 400
     fakes = [FakeSGLang(ANSWER, gate=gate, num_prompt=400, max_total_num_tokens=600) for _ in "ab"]
-    async with routed(*fakes, reserve_tokens=10) as router, anyio.create_task_group() as tasks:
+    async with router_of(*fakes, reserve_tokens=10) as router, anyio.create_task_group() as tasks:
         for n in range(3):
             asked = generation(f"t{n}", ids=prompt, group="g", num_shared=400, max_new_tokens=20)
             tasks.start_soon(read, router, asked)
@@ -599,7 +601,7 @@ async def test_each_rank_of_a_server_has_a_cache_of_its_own() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, dp_size=2, gate=gate, load={}, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     reads: dict[str, Read] = {}
-    async with routed(fake, reserve_tokens=20) as router:
+    async with router_of(fake, reserve_tokens=20) as router:
         assert router.view()[0].capacity_tokens == 80
         async with crowd(router, ["a", "b", "c"], reads=reads):
             assert router.num_waiting == 1
@@ -616,14 +618,14 @@ async def test_each_rank_of_a_server_has_a_cache_of_its_own() -> None:
 
 async def test_requests_to_a_server_of_one_rank_name_no_rank() -> None:
     fake = FakeSGLang(ANSWER)
-    async with routed(fake) as router:
+    async with router_of(fake) as router:
         await read(router, generation())
     assert "routed_dp_rank" not in fake.requests[0]
 
 
 async def test_only_servers_with_the_required_weights_serve() -> None:
     old, new = FakeSGLang(ANSWER, version="7"), FakeSGLang(ANSWER, version="8")
-    async with routed(old, new) as router:
+    async with router_of(old, new) as router:
         router.replicas.require_weights("8")
         await eventually(lambda: [v.state for v in router.view()] == ["stale", "healthy"])
         for n in range(4):
@@ -639,7 +641,7 @@ async def test_only_servers_with_the_required_weights_serve() -> None:
 
 async def test_new_weights_flush_the_ledger() -> None:
     fake = FakeSGLang(ANSWER, version="7")
-    async with routed(fake) as router:
+    async with router_of(fake) as router:
         await eventually(lambda: router.replicas[fake.url].weight_version == "7")
         await read(router, generation())
         assert router.view()[0].num_parked_tokens == len(PROMPT) + len(ANSWER)
@@ -650,7 +652,7 @@ async def test_new_weights_flush_the_ledger() -> None:
 async def test_a_restarted_server_is_treated_as_a_new_one() -> None:
     """When its process ends, turns move at once. The new process may have another size."""
     fake, other = FakeSGLang(ANSWER), FakeSGLang(ANSWER)
-    async with routed(fake, other) as router:
+    async with router_of(fake, other) as router:
         await read(router, generation("a"))
         fake.ready = other.ready = False
         for view in router.view():
@@ -675,7 +677,7 @@ async def test_a_process_that_ends_sends_its_turns_elsewhere_at_once() -> None:
     """The streams may stay open, as those of a machine that has vanished do."""
     silent = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
     other = FakeSGLang(ANSWER, ready=False)
-    async with routed(silent, other) as router:
+    async with router_of(silent, other) as router:
         await eventually(lambda: not router.view()[1].healthy)
         seen = Read()
         async with anyio.create_task_group() as tasks:
@@ -701,7 +703,7 @@ async def test_groups_wait_for_the_capacity_that_they_will_need() -> None:
             for key in group.keys:
                 router.forget(key, is_complete=True)
 
-    async with routed(fake) as router, anyio.create_task_group() as tasks:
+    async with router_of(fake) as router, anyio.create_task_group() as tasks:
         for name in "ab":
             tasks.start_soon(hold, name)
             await anyio.wait_all_tasks_blocked()
@@ -716,7 +718,7 @@ async def test_groups_wait_for_the_capacity_that_they_will_need() -> None:
 async def test_a_decision_lists_its_candidates() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     said: list[str] = []
-    async with routed(*fakes) as router:
+    async with router_of(*fakes) as router:
         await router.generate(
             generation(),
             vocab_size=200,
@@ -732,7 +734,7 @@ async def test_a_decision_lists_its_candidates() -> None:
 async def test_explain_logs_each_decision(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "agentloop.explain")
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
-    async with routed(*fakes) as router:
+    async with router_of(*fakes) as router:
         (seen,) = [await read(router, generation("t7"))]
     (record,) = caplog.records
     text = record.getMessage()
@@ -745,7 +747,7 @@ async def test_a_caller_whose_callback_raises_holds_nothing() -> None:
     def refuse(url: str, decision: object) -> None:
         raise KeyError("ours")
 
-    async with routed(FakeSGLang(ANSWER)) as router:
+    async with router_of(FakeSGLang(ANSWER)) as router:
         with pytest.raises(KeyError, match="ours"):
             await router.generate(
                 generation(),
@@ -773,7 +775,7 @@ async def test_missing_reports_do_not_block_turns_or_groups() -> None:
             inside.append(name)
             await anyio.sleep_forever()
 
-    async with routed(fake) as router, anyio.create_task_group() as tasks:
+    async with router_of(fake) as router, anyio.create_task_group() as tasks:
         fake.ready = False
         router.replicas.mark_exited(fake.url, "was killed by SIGKILL")
         seen = Read()
@@ -797,7 +799,7 @@ async def test_adding_a_server_admits_groups() -> None:
             inside.append(name)
             await anyio.sleep_forever()
 
-    async with large.serving(), http_session() as session, routed(small) as router:
+    async with large.serving(), http_session() as session, router_of(small) as router:
         async with anyio.create_task_group() as tasks:
             for name in "ab":
                 tasks.start_soon(hold, name)
@@ -819,7 +821,7 @@ async def test_an_answer_from_before_a_servers_end_is_ignored() -> None:
         return web.json_response({"weight_version": "v0"}, status=200 if num_asked == 1 else 503)
 
     fake._model_info = slow  # type: ignore[method-assign]
-    async with routed(fake) as router:
+    async with router_of(fake) as router:
         await eventually(lambda: num_asked == 1)
         router.replicas.mark_exited(fake.url, "was killed by SIGKILL")
         answer.set()
@@ -844,7 +846,7 @@ async def test_an_answer_from_before_a_weight_sync_is_ignored() -> None:
         return web.json_response({"weight_version": version})
 
     fake._model_info = slow  # type: ignore[method-assign]
-    async with routed(fake) as router:
+    async with router_of(fake) as router:
         router.replicas.require_weights("7")
         await asked.wait()
         router.replicas.require_weights("8")
@@ -862,7 +864,7 @@ async def test_an_answer_from_before_a_weight_sync_is_ignored() -> None:
 
 async def test_a_restarting_server_is_dead_until_it_answers() -> None:
     fake = FakeSGLang(ANSWER)
-    async with routed(fake) as router:
+    async with router_of(fake) as router:
         fake.ready = False
         router.replicas.mark_exited(fake.url, "was killed by SIGKILL")
         router.replicas.mark_restarting(fake.url)
@@ -875,7 +877,7 @@ async def test_a_restarting_server_is_dead_until_it_answers() -> None:
 async def test_a_group_that_is_refused_leaves_its_namesake_alone(in_flight: bool) -> None:
     """Admitting it later, next to the other, would raise in whichever task frees capacity."""
     fake = FakeSGLang(ANSWER, load={}, max_total_num_tokens=200, context_length=100)
-    async with routed(fake) as router, anyio.create_task_group() as tasks:
+    async with router_of(fake) as router, anyio.create_task_group() as tasks:
 
         async def hold(name: str) -> None:
             async with router.group(name, 4, 3):
@@ -905,7 +907,7 @@ async def test_a_turn_that_moves_asks_for_no_more_than_its_new_server_can_hold(
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(small.serving())
         session = await stack.enter_async_context(http_session())
-        router = await stack.enter_async_context(routed(large, probe_interval_s=1000))
+        router = await stack.enter_async_context(router_of(large, probe_interval_s=1000))
         tasks = await stack.enter_async_context(anyio.create_task_group())
         seen = Read()
         tasks.start_soon(read, router, generation(max_new_tokens=500), seen)
@@ -926,7 +928,7 @@ async def test_a_turn_is_not_sent_to_a_server_whose_context_is_too_small() -> No
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(small.serving())
         session = await stack.enter_async_context(http_session())
-        router = await stack.enter_async_context(routed(large))
+        router = await stack.enter_async_context(router_of(large))
         tasks = await stack.enter_async_context(anyio.create_task_group())
         seen = Read()
         tasks.start_soon(read, router, generation(max_new_tokens=500), seen)
@@ -944,13 +946,13 @@ async def test_a_turn_that_no_server_can_hold_any_more_fails_at_once() -> None:
     """The server came back with less capacity; the turns behind it go on."""
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, num_prompt=100, gate=gate)
-    async with routed(fake) as router, anyio.create_task_group() as tasks:
+    async with router_of(fake) as router, anyio.create_task_group() as tasks:
 
-        async def lost() -> None:
+        async def read_in_vain() -> None:
             with pytest.raises(ServerUnavailable, match="can hold 100 tokens"):
                 await read(router, generation("a", ids=[5] * 100))
 
-        tasks.start_soon(lost)
+        tasks.start_soon(read_in_vain)
         await eventually(lambda: fake.num_streaming == 1)
         fake.max_total_num_tokens, fake.num_prompt = 60, 3
         router.replicas.mark_exited(fake.url, "was killed by SIGKILL")
@@ -965,7 +967,7 @@ async def test_waiting_turns_fail_when_the_last_server_is_retired() -> None:
     gate = anyio.Event()
     fake = FakeSGLang(ANSWER, gate=gate, **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
     first = Read()
-    async with routed(fake, reserve_tokens=20) as router, anyio.create_task_group() as tasks:
+    async with router_of(fake, reserve_tokens=20) as router, anyio.create_task_group() as tasks:
 
         async def too_late() -> None:
             with pytest.raises(ServerUnavailable, match="no remaining server"):
@@ -984,7 +986,7 @@ async def test_waiting_turns_fail_when_the_last_server_is_retired() -> None:
 async def test_a_retired_server_that_dies_loses_its_turns_at_once() -> None:
     silent = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
     other = FakeSGLang(ANSWER, ready=False)
-    async with routed(silent, other, stall_timeout_s=60) as router:
+    async with router_of(silent, other, stall_timeout_s=60) as router:
         await eventually(lambda: not router.view()[1].healthy)
         seen = Read()
         async with anyio.create_task_group() as tasks:
@@ -1010,7 +1012,7 @@ async def test_closing_fails_all_turns_and_blames_no_server(
 
     with anyio.fail_after(patient(15)):
         async with anyio.create_task_group() as tasks:
-            async with routed(fake, reserve_tokens=20) as router:
+            async with router_of(fake, reserve_tokens=20) as router:
                 tasks.start_soon(ask, "runs")
                 await eventually(lambda: fake.num_streaming == 1)
                 tasks.start_soon(ask, "waits")

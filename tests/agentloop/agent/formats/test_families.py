@@ -19,7 +19,7 @@ from tests.agentloop.agent.random_conversations import (
     EXAMPLES,
     chunks_of,
     conversations,
-    damaged,
+    damage,
     some_calls,
 )
 from tests.agentloop.agent.real_models import TEMPLATES, control_tokens, template_of
@@ -58,14 +58,14 @@ def chat_of(name: str, *, single_tokens: bool = True) -> ChatFormat:
     return chat
 
 
-def streamed(chat: ChatFormat, ids: Sequence[int], edges: Sequence[int]) -> list[ToolCall]:
+def stream_calls(chat: ChatFormat, ids: Sequence[int], edges: Sequence[int]) -> list[ToolCall]:
     stream = chat.family.calls(chat, TOOLS)
     found = [call for a, b in itertools.pairwise(edges) for call in stream.feed(ids[a:b])]
     return found + stream.finish()
 
 
 def found_in(chat: ChatFormat, ids: Sequence[int]) -> list[ToolCall]:
-    return streamed(chat, ids, [0, len(ids)])
+    return stream_calls(chat, ids, [0, len(ids)])
 
 
 def split(chat: ChatFormat, text: str, edges: Sequence[int]) -> dict[Channel, str]:
@@ -96,9 +96,9 @@ def test_calls_are_found_as_they_were_written_however_they_arrive(name: str) -> 
         is_damaged = dice.random() < 0.4
         text = f"{form.before}{form.text(made)}{END}"
         if is_damaged:
-            text = damaged(dice, text, spelled)
+            text = damage(dice, text, spelled)
         ids = written(chat, text)
-        found = streamed(chat, ids, chunks_of(dice, len(ids)))
+        found = stream_calls(chat, ids, chunks_of(dice, len(ids)))
         assert found == found_in(chat, ids), example
         said = [(call.name, call.arguments, call.error) for call in found]
         if not is_damaged:
@@ -147,7 +147,7 @@ def test_a_turn_goes_on_after_a_call_that_is_too_long(
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))
-def test_neither_calls_nor_markup_are_shown(name: str) -> None:
+def test_calls_and_markup_are_not_shown(name: str) -> None:
     form, chat = FORMS[name], chat_of(name)
     text = form.before + form.text([("search", {"text": "secret"})])
     splitter = chat.family.channels(False)

@@ -58,11 +58,11 @@ def test_calls_do_not_depend_on_chunking(tags: bool, text: str, cuts: list[int])
 @FAST
 @given(turns)
 def test_scanning_ids_and_text_finds_the_same_calls(text: str) -> None:
-    def told(tags: bool) -> list[Any]:
+    def read_calls(tags: bool) -> list[Any]:
         chat = chat_format(tags=tags)
         return [(c.name, c.arguments, c.error) for c in feed(chat, written(chat, text))]
 
-    assert told(True) == told(False)
+    assert read_calls(True) == read_calls(False)
 
 
 @FAST

@@ -17,19 +17,19 @@ F = {"type": "function", "name": "f", "parameters": SCHEMA}
 G = {"type": "custom", "name": "g", "description": "Edits files."}
 
 
-def parsed(**fields: Any) -> ResponsesRequest:
+def parse(**fields: Any) -> ResponsesRequest:
     return ResponsesRequest.parse(json.dumps({"input": "hello", **fields}).encode())
 
 
 def chat(**fields: Any) -> ChatRequest:
-    return parsed(**fields).to_chat()
+    return parse(**fields).to_chat()
 
 
 def call(id: str, name: str = "f", arguments: str = "{}") -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def said(text: str, role: str = "user") -> dict[str, Any]:
+def message(text: str, role: str = "user") -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
@@ -57,7 +57,7 @@ def test_supported_parameters_are_translated() -> None:
         reasoning={"effort": "low", "summary": "auto"},
         chat_template_kwargs={"a": 1},
     )
-    assert asked.messages == [said("Be brief.", "system"), said("hello")]
+    assert asked.messages == [message("Be brief.", "system"), message("hello")]
     assert (asked.model, asked.stream, asked.token_limit) == ("m", True, 10)
     assert asked.sampling_overrides() == {
         "temperature": 0,
@@ -83,7 +83,7 @@ def test_parameters_of_the_bare_model_are_left_to_the_service() -> None:
 
 def test_null_equals_a_missing_parameter() -> None:
     names = {*ResponsesRequest.model_fields, *UNSUPPORTED_RESPONSES} - {"input"}
-    assert parsed(**dict.fromkeys(names)) == parsed()
+    assert parse(**dict.fromkeys(names)) == parse()
     assert chat(**dict.fromkeys(names)) == chat()
 
 
@@ -143,11 +143,11 @@ def test_parameters_without_effect_are_accepted(field: str, value: Any) -> None:
         ),
     ],
 )
-def test_what_would_change_the_answer_is_refused_by_name(
+def test_fields_that_would_change_the_answer_are_refused_by_name(
     field: str, value: Any, named: str
 ) -> None:
     with pytest.raises(Unsupported, match=f"^{named}"):
-        parsed(**{field: value})
+        parse(**{field: value})
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_what_would_change_the_answer_is_refused_by_name(
 )
 def test_errors_name_the_field(field: str, value: Any, named: str) -> None:
     with pytest.raises(RequestError, match=f"^{named}"):
-        parsed(**{field: value})
+        parse(**{field: value})
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": NaN}'])
@@ -212,63 +212,63 @@ def test_items_of_one_turn_become_one_message() -> None:
         {"role": "user", "content": "bye"},
     ]
     assert chat(input=items, tools=[F, G]).messages == [
-        said("Be brief.", "developer"),
-        said("hello"),
+        message("Be brief.", "developer"),
+        message("hello"),
         {
-            **said("I compute.", "assistant"),
+            **message("I compute.", "assistant"),
             "reasoning_content": "first\n\nsecond",
             "tool_calls": [call("c1"), call("c2", "g", '{"input": "a \\"b\\""}')],
         },
         {"role": "tool", "tool_call_id": "c1", "content": "1"},
         {"role": "tool", "tool_call_id": "c2", "content": "2"},
-        {**said("No.", "assistant"), "reasoning_content": "aha"},
-        said("Really not.", "assistant"),
-        said("bye"),
+        {**message("No.", "assistant"), "reasoning_content": "aha"},
+        message("Really not.", "assistant"),
+        message("bye"),
     ]
 
 
 def test_calls_that_the_agent_has_run_are_part_of_the_history() -> None:
-    def executed(id: str) -> dict[str, Any]:
+    def executed_call(id: str) -> dict[str, Any]:
         names = {"name": "f", "arguments": "{}", "server_label": "agentloop"}
         return {"type": "mcp_call", "id": id, "output": f"out {id}", "error": None, **names}
 
     items = [
-        said("hello"),
-        said("I compute.", "assistant"),
-        executed("a"),
-        executed("b"),
-        said("3", "assistant"),
-        said("Why?"),
+        message("hello"),
+        message("I compute.", "assistant"),
+        executed_call("a"),
+        executed_call("b"),
+        message("3", "assistant"),
+        message("Why?"),
     ]
     assert chat(input=items).messages == [
-        said("hello"),
-        {**said("I compute.", "assistant"), "tool_calls": [call("a"), call("b")]},
+        message("hello"),
+        {**message("I compute.", "assistant"), "tool_calls": [call("a"), call("b")]},
         {"role": "tool", "tool_call_id": "a", "content": "out a"},
         {"role": "tool", "tool_call_id": "b", "content": "out b"},
-        said("3", "assistant"),
-        said("Why?"),
+        message("3", "assistant"),
+        message("Why?"),
     ]
 
 
 def test_a_request_continues_a_conversation_with_its_own_instructions() -> None:
-    first = parsed(instructions="Be brief.")
-    kept = [*first.conversation(), said("hi", "assistant")]
-    second = parsed(input="bye", instructions="Be long.", previous_response_id="resp_1")
+    first = parse(instructions="Be brief.")
+    kept = [*first.conversation(), message("hi", "assistant")]
+    second = parse(input="bye", instructions="Be long.", previous_response_id="resp_1")
     assert second.to_chat(kept).messages == [
-        said("Be long.", "system"),
-        said("hello"),
-        said("hi", "assistant"),
-        said("bye"),
+        message("Be long.", "system"),
+        message("hello"),
+        message("hi", "assistant"),
+        message("bye"),
     ]
-    assert second.conversation(kept) == [*kept, said("bye")]
+    assert second.conversation(kept) == [*kept, message("bye")]
 
 
 def test_the_tools_of_a_namespace_are_offered_under_both_names() -> None:
     group = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [F, G]}
-    asked = parsed(
+    asked = parse(
         tools=[F, group],
         input=[
-            said("hello"),
+            message("hello"),
             {
                 "type": "function_call",
                 "call_id": "c1",
@@ -286,12 +286,12 @@ def test_the_tools_of_a_namespace_are_offered_under_both_names() -> None:
     assert asked.to_chat().messages[1]["tool_calls"] == [call("c1", "crm__f")]
     searches = {**group, "tools": [{"type": "web_search"}]}
     with pytest.raises(Unsupported, match=r"tools\[0\]\.tools\[0\]\.type"):
-        parsed(tools=[searches])
+        parse(tools=[searches])
 
 
 def test_a_custom_tool_becomes_a_function_of_one_text() -> None:
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
-    asked = parsed(
+    asked = parse(
         tools=[{**G, "format": grammar}, {"type": "custom", "name": "h"}],
         tool_choice={"type": "custom", "name": "g"},
     )
@@ -319,7 +319,7 @@ def test_a_search_beside_other_tools_is_not_offered() -> None:
     assert [tool["function"]["name"] for tool in asked.tools or ()] == ["f"]
 
 
-def test_what_codex_sends() -> None:
+def test_a_request_of_codex_is_accepted() -> None:
     """The fields are those of `ResponsesApiRequest` and `ResponseItem` in its sources."""
     asked = chat(
         model="m",
@@ -355,8 +355,8 @@ def test_what_codex_sends() -> None:
         prompt_cache_key="k",
     )
     assert asked.messages == [
-        said("You are a coding agent.", "system"),
-        said("List the files."),
+        message("You are a coding agent.", "system"),
+        message("List the files."),
         {
             "role": "assistant",
             "content": None,

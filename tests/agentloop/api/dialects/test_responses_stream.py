@@ -69,7 +69,7 @@ def call(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
-def executed(id: str, output: str = "out", status: str = "ok") -> dict[str, Any]:
+def executed_call(id: str, output: str = "out", status: str = "ok") -> dict[str, Any]:
     return {**call(id, "py", {"code": "1"}), "status": status, "output": output, "duration_s": 0.1}
 
 
@@ -82,7 +82,7 @@ def usage() -> ChatCompletionChunk:
     return cast(ChatCompletionChunk, {**chunk(), "choices": [], "usage": USAGE})
 
 
-def streamed(
+def stream_events(
     asked: ResponsesRequest, chunks: Iterable[ChatCompletionChunk]
 ) -> tuple[list[StreamEvent], dict[str, Any]]:
     """Return the events, and the response in the last one."""
@@ -181,7 +181,9 @@ def test_a_turn_comes_back_as_it_was_sampled(
     asked = request(tools=TOOLS, reasoning={"summary": summary})
     finish = "tool_calls" if turn.calls else "stop"
     chunks = chunks_of(*turn.deltas(), finish=finish)
-    events, response = streamed(asked, chunks_of(*data.draw(splits(turn.deltas())), finish=finish))
+    events, response = stream_events(
+        asked, chunks_of(*data.draw(splits(turn.deltas())), finish=finish)
+    )
     check(events)
     assert response["status"] == "completed"
     assert response == whole(asked, chunks)
@@ -204,12 +206,12 @@ def test_calls_that_the_agent_ran_come_back_as_its_history(
     first: SampledTurn, results: list[str], last: SampledTurn, data: st.DataObject
 ) -> None:
     ran = [
-        {"executed_tools": [{"index": at, **executed(f"c{at}", one)}]}
+        {"executed_tools": [{"index": at, **executed_call(f"c{at}", one)}]}
         for at, one in enumerate(results)
     ]
     asked = request()
     deltas = [*first.deltas(), *ran, *last.deltas("\n\n")]
-    events, response = streamed(asked, chunks_of(*data.draw(splits(deltas))))
+    events, response = stream_events(asked, chunks_of(*data.draw(splits(deltas))))
     check(events)
     assert response == whole(asked, chunks_of(*deltas))
     history = messages_of(whole(asked, chunks_of(*deltas)))
@@ -229,7 +231,7 @@ def test_calls_that_the_agent_ran_come_back_as_its_history(
 
 def test_the_events_of_an_answer() -> None:
     deltas = [{"reasoning_content": "hm"}, {"content": "1"}, {"content": "2"}]
-    events, response = streamed(request(), chunks_of(*deltas))
+    events, response = stream_events(request(), chunks_of(*deltas))
     assert [name.removeprefix("response.") for name, _ in events] == [
         *("created", "in_progress"),
         *("output_item.added", "content_part.added", "reasoning_text.delta"),
@@ -250,7 +252,9 @@ def test_the_events_of_an_answer() -> None:
 
 def test_a_summary_is_sent_to_those_who_ask_for_one() -> None:
     asked = request(reasoning={"summary": "auto"})
-    events, response = streamed(asked, chunks_of({"reasoning_content": "hm"}, {"content": "1"}))
+    events, response = stream_events(
+        asked, chunks_of({"reasoning_content": "hm"}, {"content": "1"})
+    )
     deltas = [data for name, data in events if name == "response.reasoning_summary_text.delta"]
     assert [data["delta"] for data in deltas] == ["hm"]
     assert "content" not in response["output"][0]
@@ -260,11 +264,11 @@ def test_a_summary_is_sent_to_those_who_ask_for_one() -> None:
 def test_executed_calls_have_their_output() -> None:
     deltas: list[dict[str, Any]] = [
         {"content": "I compute."},
-        {"executed_tools": [{"index": 0, **executed("c0", "1")}]},
-        {"executed_tools": [{"index": 1, **executed("c1", "boom", "error")}]},
+        {"executed_tools": [{"index": 0, **executed_call("c0", "1")}]},
+        {"executed_tools": [{"index": 1, **executed_call("c1", "boom", "error")}]},
         {"content": "\n\n1"},
     ]
-    events, response = streamed(request(), chunks_of(*deltas))
+    events, response = stream_events(request(), chunks_of(*deltas))
     check(events)
     kinds = [item["type"] for item in response["output"]]
     assert kinds == ["message", "mcp_call", "mcp_call", "message"]
@@ -280,7 +284,7 @@ def test_executed_calls_have_their_output() -> None:
 def test_a_custom_call_has_text(arguments: dict[str, Any]) -> None:
     one = {"index": 0, **call("c", "g", arguments)}
     asked = request(tools=TOOLS)
-    events, response = streamed(asked, chunks_of({"tool_calls": [one]}, finish="tool_calls"))
+    events, response = stream_events(asked, chunks_of({"tool_calls": [one]}, finish="tool_calls"))
     check(events)
     item = response["output"][0]
     assert item["type"] == "custom_tool_call"
@@ -291,7 +295,7 @@ def test_a_call_names_the_namespace_of_its_tool() -> None:
     asked = request(tools=[{"type": "namespace", "name": "crm", "tools": TOOLS}, *TOOLS])
     names = ("crm__f", "crm__g", "f")
     calls = [{"index": i, **call(f"c{i}", name, {})} for i, name in enumerate(names)]
-    events, response = streamed(asked, chunks_of({"tool_calls": calls}, finish="tool_calls"))
+    events, response = stream_events(asked, chunks_of({"tool_calls": calls}, finish="tool_calls"))
     check(events)
     assert [(item["type"], item["name"], item.get("namespace")) for item in response["output"]] == [
         ("function_call", "f", "crm"),
@@ -301,7 +305,7 @@ def test_a_call_names_the_namespace_of_its_tool() -> None:
 
 
 def test_an_answer_that_was_cut_off_is_incomplete() -> None:
-    events, response = streamed(request(), chunks_of({"content": "1"}, finish="length"))
+    events, response = stream_events(request(), chunks_of({"content": "1"}, finish="length"))
     check(events)
     assert (response["status"], response["incomplete_details"]) == (
         "incomplete",
@@ -351,7 +355,7 @@ def test_logprobs_of_all_tokens_are_at_the_last_message() -> None:
         chunk("stop"),
         usage(),
     ]
-    events, response = streamed(asked, chunks)
+    events, response = stream_events(asked, chunks)
     for name, data in events:
         EVENTS[name].model_validate(data)
     sent = [data["logprobs"] for name, data in events if name == "response.output_text.delta"]
@@ -410,7 +414,7 @@ def test_openais_client_reads_the_stream() -> None:
         {"tool_calls": [{"index": 0, **call("c", "f", {"a": 1})}]},
     ]
     asked = request(tools=TOOLS)
-    events, response = streamed(asked, chunks_of(*deltas, finish="tool_calls"))
+    events, response = stream_events(asked, chunks_of(*deltas, finish="tool_calls"))
     body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
 
     def answer(request: httpx.Request) -> httpx.Response:

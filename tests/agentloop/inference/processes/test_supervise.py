@@ -301,7 +301,9 @@ anyio.run(main, backend_options={{"use_uvloop": {uvloop}}})
 @pytest.mark.parametrize("uvloop", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.full
-async def test_nothing_outlives_us(tmp_path: Path, number: signal.Signals, uvloop: bool) -> None:
+async def test_ending_the_runtime_ends_all_processes_of_its_servers(
+    tmp_path: Path, number: signal.Signals, uvloop: bool
+) -> None:
     stub = Stub(tmp_path)
     script = RUNTIME.format(
         here=str(Path(__file__).parent), folder=str(tmp_path), stop_timeout_s=0.0, uvloop=uvloop

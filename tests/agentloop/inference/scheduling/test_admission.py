@@ -79,7 +79,7 @@ def test_running_rollouts_prevent_a_bias_towards_short_ones() -> None:
 def test_old_observations_count_little() -> None:
     """Rollouts have become shorter during a long run."""
 
-    def expected(window: int) -> float:
+    def predict_peak(window: int) -> float:
         forecast = Forecast(longest=3200, weight=1.0, window=window)
         for number, length in enumerate([2999] * 1000 + [999] * 500):
             forecast.start(f"r{number}")
@@ -87,8 +87,8 @@ def test_old_observations_count_little() -> None:
             forecast.end(f"r{number}")
         return forecast.peak(10)
 
-    assert expected(50) == pytest.approx(10_000, rel=0.1)
-    assert expected(10_000) > 15_000
+    assert predict_peak(50) == pytest.approx(10_000, rel=0.1)
+    assert predict_peak(10_000) > 15_000
 
 
 def test_a_rollout_starts_once() -> None:
@@ -135,7 +135,7 @@ def test_a_retraction_cuts_the_target_which_then_grows_back(
     assert made.target == 1.0
 
 
-def test_nothing_grows_when_reports_stop() -> None:
+def test_the_target_does_not_grow_when_reports_stop() -> None:
     made = admission()
     made.observe(0.0, 1, 0.0)
     assert made.observe(14.0, 0, 0.0) == "grow"

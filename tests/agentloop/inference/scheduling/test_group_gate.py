@@ -54,7 +54,7 @@ async def test_more_groups_than_fit_wait_in_order() -> None:
     assert gate.waits() == []
 
 
-async def test_one_group_always_may_start() -> None:
+async def test_a_group_may_always_start_if_none_is_in_flight() -> None:
     gate, inside = gate_of([10]), list[str]()
     ends = [anyio.Event(), anyio.Event()]
     async with anyio.create_task_group() as tasks:

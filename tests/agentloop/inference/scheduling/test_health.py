@@ -52,7 +52,7 @@ TABLE: dict[str, list[ServerState]] = {
 }
 
 
-def reached(state: ServerState) -> Health:
+def health_in(state: ServerState) -> Health:
     health = Health()
     for event in REACHED[state]:
         EVENTS[event](health)
@@ -63,7 +63,7 @@ def reached(state: ServerState) -> Health:
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("state", ServerState)
 def test_transitions(state: ServerState, event: str) -> None:
-    health = reached(state)
+    health = health_in(state)
     after = TABLE[event][list(ServerState).index(state)]
     assert EVENTS[event](health) is after
     assert health.state is after
@@ -117,7 +117,7 @@ def test_a_request_that_succeeds_does_not_excuse_probes_that_fail() -> None:
 
 
 def test_streams_of_the_previous_process_do_not_count() -> None:
-    health = reached(RESTARTING)
+    health = health_in(RESTARTING)
     for _ in range(5):
         health.request_failed("the connection was closed")
     health.probe_succeeded(has_weights=True)
@@ -125,7 +125,7 @@ def test_streams_of_the_previous_process_do_not_count() -> None:
 
 
 def test_a_server_that_came_back_says_why_it_is_stale() -> None:
-    health = reached(DEAD)
+    health = health_in(DEAD)
     health.probe_succeeded(has_weights=False)
     assert (health.state, health.reason) == (STALE, "it came back with different weights")
     health.weights_loaded()

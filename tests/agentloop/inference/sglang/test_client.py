@@ -47,7 +47,7 @@ async def stream(
     return given
 
 
-def joined(chunks: list[Chunk]) -> tuple[list[int], list[float]]:
+def join(chunks: list[Chunk]) -> tuple[list[int], list[float]]:
     ids = [token for chunk in chunks for token in chunk.ids]
     return ids, [value for chunk in chunks for value in chunk.logprobs]
 
@@ -60,7 +60,7 @@ async def test_increments_and_cumulative_frames_give_the_same(
     fake = FakeSGLang(ANSWER, incremental=incremental, tokens_a_frame=tokens_a_frame)
     async with client(fake) as server:
         chunks = await stream(server)
-    assert joined(chunks) == (ANSWER, [logprob(i) for i in range(len(ANSWER))])
+    assert join(chunks) == (ANSWER, [logprob(i) for i in range(len(ANSWER))])
     last = chunks[-1]
     assert (last.end, last.cached_tokens) == (TurnEnd.STOP, 2)
     assert last.versions == (VersionSpan("v0", 0, len(ANSWER)),)
@@ -160,7 +160,7 @@ async def test_an_abort_with_a_callers_status_is_a_refusal(
         if refused is None:
             chunks = await stream(server)
             assert chunks[-1].end is TurnEnd.ABORT
-            assert joined(chunks)[0] == ANSWER[:3]
+            assert join(chunks)[0] == ANSWER[:3]
         else:
             with pytest.raises(ServerRefused, match="Aborted") as caught:
                 await stream(server)
