@@ -274,18 +274,18 @@ anyio.run(main)
 
 
 async def test_two_rollouts_have_a_server_each() -> None:
-    async with mcp_server(RAW) as one, mcp_server(RAW) as other:
-        assert (await call(one, "count")).content == "1"
-        assert (await call(one, "count")).content == "2"
-        assert (await call(other, "count")).content == "1"
+    async with mcp_server(RAW) as first, mcp_server(RAW) as second:
+        assert (await call(first, "count")).content == "1"
+        assert (await call(first, "count")).content == "2"
+        assert (await call(second, "count")).content == "1"
 
 
 async def called_twice(tools: Tools, name: str, *, adjourned: bool = False) -> list[str]:
     """Call a tool twice at the same time, and then perhaps `adjourn`; return both outputs."""
-    said: list[str] = []
+    outputs: list[str] = []
 
     async def one() -> None:
-        said.append((await tools.run(name, {})).content)
+        outputs.append((await tools.run(name, {})).content)
 
     async with anyio.create_task_group() as calls:
         for _ in range(2):
@@ -293,16 +293,16 @@ async def called_twice(tools: Tools, name: str, *, adjourned: bool = False) -> l
         await anyio.wait_all_tasks_blocked()
         if adjourned:
             await tools.run("adjourn", {})
-    return said
+    return outputs
 
 
 async def test_calls_of_a_rollouts_own_server_take_turns() -> None:
-    async with mcp_server(SDK) as found, Tools(found) as tools:
+    async with mcp_server(SDK) as server_tools, Tools(server_tools) as tools:
         assert await called_twice(tools, "meet", adjourned=True) == ["alone", "alone"]
 
 
 async def test_calls_that_only_read_and_calls_of_a_shared_server_run_together() -> None:
-    async with mcp_server(SDK, timeout_s=20) as found, Tools(found) as tools:
+    async with mcp_server(SDK, timeout_s=20) as server_tools, Tools(server_tools) as tools:
         assert await called_twice(tools, "watch") == ["together", "together"]
     async with shared_server(SDK, timeout_s=20) as server, Tools(server.tools) as tools:
         assert await called_twice(tools, "meet") == ["together", "together"]
@@ -457,12 +457,12 @@ async def test_a_server_by_http_that_is_restarted_is_connected_to_again() -> Non
             tools = servers["far"].tools
             assert (await call(tools, "end", status=3)).status is ToolCallStatus.INFRASTRUCTURE
             async with over_http(port):
-                found: list[ToolCallStatus] = []
-                while ToolCallStatus.OK not in found:
-                    found.append((await call(tools, "add", a=1, b=2)).status)
+                statuses: list[ToolCallStatus] = []
+                while ToolCallStatus.OK not in statuses:
+                    statuses.append((await call(tools, "add", a=1, b=2)).status)
                 # A call may meet the old session, which the new server does not know.
-                assert set(found[:-1]) <= {ToolCallStatus.INFRASTRUCTURE}
-                assert len(found) <= 2
+                assert set(statuses[:-1]) <= {ToolCallStatus.INFRASTRUCTURE}
+                assert len(statuses) <= 2
 
 
 async def test_a_server_that_cannot_be_reached_says_so() -> None:
@@ -475,10 +475,10 @@ async def test_an_http_error_is_an_infrastructure_failure_and_headers_are_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MCP_TEST_TOKEN", "s3cret")
-    seen: list[str | None] = []
+    authorizations: list[str | None] = []
 
     async def answer(request: web.Request) -> web.Response:
-        seen.append(request.headers.get("Authorization"))
+        authorizations.append(request.headers.get("Authorization"))
         message = await request.json()
         if "id" not in message:
             return web.Response(status=202)
@@ -509,6 +509,6 @@ async def test_an_http_error_is_an_infrastructure_failure_and_headers_are_sent(
         async with mcp_server(url=url, headers=headers) as tools:
             lost = await call(tools, "look")
         assert lost.status is ToolCallStatus.INFRASTRUCTURE
-        assert set(seen) == {"Bearer s3cret"}
+        assert set(authorizations) == {"Bearer s3cret"}
     finally:
         await runner.cleanup()

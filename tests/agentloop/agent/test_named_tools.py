@@ -64,7 +64,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_each_name_leads_to_its_tools(module: str) -> None:
     functions = imported_tools([PythonCode.name, "mcp:far", f"{module}:convert"])
-    found = resolve(
+    tools = resolve(
         "mcp:far/fetch",
         PythonCode.name,
         f"{module}:convert",
@@ -72,11 +72,11 @@ def test_each_name_leads_to_its_tools(module: str) -> None:
         lambda_like,
         functions=functions,
     )
-    assert [tool.name for tool in found] == [
+    assert [tool.name for tool in tools] == [
         "fetch", PythonCode.name, "convert", "theirs", "lambda_like"
     ]  # fmt: skip
-    assert isinstance(found[1], PythonCode)
-    assert isinstance(found[3], CallerTool)
+    assert isinstance(tools[1], PythonCode)
+    assert isinstance(tools[3], CallerTool)
     assert [tool.name for tool in resolve("mcp:far")] == ["find", "fetch"]
 
 

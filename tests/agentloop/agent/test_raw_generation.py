@@ -52,11 +52,11 @@ def ids_of(pieces: list[GeneratedPiece]) -> list[int]:
 def test_text_is_cut_before_the_stop_sequence_that_is_complete_first(
     pieces: list[str], stop: list[str]
 ) -> None:
-    finder, whole = StopFinder(stop), "".join(pieces)
-    found = "".join([*map(finder.feed, pieces), finder.flush()])
-    ends = [(at + len(one), at) for one in stop if (at := whole.find(one)) >= 0]
+    finder, text = StopFinder(stop), "".join(pieces)
+    returned = "".join([*map(finder.feed, pieces), finder.flush()])
+    ends = [(at + len(sequence), at) for sequence in stop if (at := text.find(sequence)) >= 0]
     assert (finder.matched is not None) == bool(ends)
-    assert found == (whole[: min(ends)[1]] if ends else whole)
+    assert returned == (text[: min(ends)[1]] if ends else text)
 
 
 def test_text_is_held_back_no_longer_than_needed() -> None:

@@ -79,14 +79,14 @@ RELEASE = [
 ]
 
 
-@pytest.mark.parametrize(("given", "text"), PAPER)
-def test_a_response_in_the_papers_form(given: CallResult, text: str) -> None:
-    assert describe(given, CODE, tool_format="paper") == text
+@pytest.mark.parametrize(("call_result", "text"), PAPER)
+def test_a_response_in_the_papers_form(call_result: CallResult, text: str) -> None:
+    assert describe(call_result, CODE, tool_format="paper") == text
 
 
-@pytest.mark.parametrize(("given", "text"), RELEASE)
-def test_a_response_in_the_releases_form(given: CallResult, text: str) -> None:
-    assert describe(given, CODE, tool_format="release") == text
+@pytest.mark.parametrize(("call_result", "text"), RELEASE)
+def test_a_response_in_the_releases_form(call_result: CallResult, text: str) -> None:
+    assert describe(call_result, CODE, tool_format="release") == text
 
 
 @pytest.mark.parametrize("line", [None, 0, 9])
@@ -130,8 +130,8 @@ def test_every_malformed_call_gets_a_reason(raw: str) -> None:
     call = parse_call(raw)
     if call.error is not None:
         assert malformed_call(call) == f"[malformed tool call] {call.error}"
-        said = malformed_call(call, tool_format="release")
-        assert said.removeprefix("Failed to decode tool call: ").strip()
+        feedback = malformed_call(call, tool_format="release")
+        assert feedback.removeprefix("Failed to decode tool call: ").strip()
 
 
 def test_feedback_on_calls_that_cannot_run() -> None:
@@ -163,12 +163,12 @@ def test_schemas_by_wording() -> None:
 
 @given(st.text(max_size=40), st.integers(2, 30))
 def test_the_middle_of_a_long_text_is_cut_out(content: str, limit: int) -> None:
-    found = without_middle(content, limit)
+    shortened = without_middle(content, limit)
     if len(content) <= limit:
-        assert found == content
+        assert shortened == content
         return
     half = limit // 2
-    assert found[half:-half] == "...(truncated)..."
-    assert content.startswith(found[:half])
-    assert content.endswith(found[-half:])
+    assert shortened[half:-half] == "...(truncated)..."
+    assert content.startswith(shortened[:half])
+    assert content.endswith(shortened[-half:])
     assert without_middle(content, None) == content

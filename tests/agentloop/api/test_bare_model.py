@@ -55,7 +55,9 @@ async def test_openais_client_converses_in_a_session() -> None:
             second = await asks.chat.completions.create(
                 model="any-name", messages=history, tools=[THEIRS], stream=True
             )
-            pieces = [one.choices[0].delta.content or "" async for one in second if one.choices]
+            pieces = [
+                chunk.choices[0].delta.content or "" async for chunk in second if chunk.choices
+            ]
             assert "".join(pieces) == "done"
         (record,) = await trajectories(at, session)
         assert len(record["turns"]) == 2
@@ -67,8 +69,8 @@ async def test_the_clients_of_three_protocols_share_one_record() -> None:
         chat = {"messages": [{"role": "user", "content": "a"}]}
         async with at.http.post(f"{session['base_url']}/chat/completions", json=chat) as answer:
             assert (await answer.json())["choices"][0]["message"]["content"] == "one"
-        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "one"}]
-        body: Any = {"max_tokens": 9, "messages": [*said, {"role": "user", "content": "b"}]}
+        history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "one"}]
+        body: Any = {"max_tokens": 9, "messages": [*history, {"role": "user", "content": "b"}]}
         url = f"{session['anthropic_base_url']}/v1/messages"
         async with at.http.post(url, json={"model": "m", **body}) as answer:
             assert (await answer.json())["content"] == [{"type": "text", "text": "two"}]
@@ -89,12 +91,12 @@ async def test_a_response_is_continued_by_its_id_in_its_own_session_only() -> No
     async with (
         service(says("one"), says("two")) as at,
         open_session(at) as mine,
-        open_session(at) as other,
+        open_session(at) as second,
     ):
         async with at.http.post(f"{mine['base_url']}/responses", json={"input": "a"}) as answer:
             first = await answer.json()
         more = {"input": "b", "previous_response_id": first["id"]}
-        async with at.http.post(f"{other['base_url']}/responses", json=more) as answer:
+        async with at.http.post(f"{second['base_url']}/responses", json=more) as answer:
             assert answer.status == 400
             assert "previous_response_id" in (await answer.json())["error"]["message"]
         async with at.http.post(f"{mine['base_url']}/responses", json=more) as answer:
@@ -129,12 +131,14 @@ async def test_a_malformed_call_of_the_bare_model_is_text() -> None:
         service(says(f"I try. {broken}"), says(f"I try. {broken}")) as at,
         client(at) as asks,
     ):
-        whole = await asks.chat.completions.create(model="fake", messages=HELLO)
-        assert whole.choices[0].message.content == "I try.\n{oops\n"
-        assert whole.choices[0].finish_reason == "stop"
+        completion = await asks.chat.completions.create(model="fake", messages=HELLO)
+        assert completion.choices[0].message.content == "I try.\n{oops\n"
+        assert completion.choices[0].finish_reason == "stop"
         stream = await asks.chat.completions.create(model="fake", messages=HELLO, stream=True)
-        text = "".join([one.choices[0].delta.content or "" async for one in stream if one.choices])
-        assert text == whole.choices[0].message.content
+        text = "".join(
+            [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+        )
+        assert text == completion.choices[0].message.content
 
 
 async def test_anthropics_protocol_gets_its_errors_and_its_key() -> None:

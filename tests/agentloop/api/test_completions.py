@@ -62,13 +62,13 @@ def parse(**body: Any) -> CompletionRequest:
 
 async def test_openais_client_gets_its_text_streamed_and_whole() -> None:
     async with service(says("It is 1776."), says("It is 1776.")) as at, client(at) as asks:
-        whole = await asks.completions.create(model="fake", prompt="hello world", max_tokens=9)
-        (choice,) = whole.choices
+        completion = await asks.completions.create(model="fake", prompt="hello world", max_tokens=9)
+        (choice,) = completion.choices
         assert (choice.text, choice.finish_reason, choice.logprobs) == ("It is 1776.", "stop", None)
         num_sampled = len(written(CHAT, "It is 1776." + END))
-        assert whole.usage is not None
-        assert whole.usage.prompt_tokens == len(HELLO)
-        assert whole.usage.completion_tokens == num_sampled
+        assert completion.usage is not None
+        assert completion.usage.prompt_tokens == len(HELLO)
+        assert completion.usage.completion_tokens == num_sampled
         stream = await asks.completions.create(
             model="fake", prompt="hello world", stream=True, stream_options={"include_usage": True}
         )
@@ -102,12 +102,14 @@ async def test_prompts_are_texts_or_ids(prompt: Any, ids: list[list[int]]) -> No
         assert [choice["index"] for choice in answer["choices"]] == [*range(2 * len(ids))]
         assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
         generations = at.router.asked
-        assert [one.ids for one in generations] == [one for one in ids for _ in range(2)]
-        assert [one.sampling.seed for one in generations] == [3, 4] * len(ids)
-        groups = [one.group for one in generations[::2]]
-        assert [one.group for one in generations[1::2]] == groups
+        assert [generation.ids for generation in generations] == [
+            prompt for prompt in ids for _ in range(2)
+        ]
+        assert [generation.sampling.seed for generation in generations] == [3, 4] * len(ids)
+        groups = [generation.group for generation in generations[::2]]
+        assert [generation.group for generation in generations[1::2]] == groups
         assert at.router.forgotten_groups == groups
-        assert len({one.key for one in generations}) == len(generations)
+        assert len({generation.key for generation in generations}) == len(generations)
 
 
 async def test_parameters_are_passed_on() -> None:
@@ -167,17 +169,17 @@ async def test_a_harness_gets_log_probabilities_of_a_prompt_in_one_request(max_t
     (choice,) = answer["choices"]
     assert choice["text"] == "hello world" + "x" * max_tokens
     assert choice["finish_reason"] == "length"
-    told = choice["logprobs"]
+    logprobs = choice["logprobs"]
     after = [logprob(0)] * max_tokens
-    assert told["token_logprobs"] == [None, *map(logprob, range(1, len(HELLO))), *after]
+    assert logprobs["token_logprobs"] == [None, *map(logprob, range(1, len(HELLO))), *after]
     texts = [CHAT.decode([token]) for token in HELLO]
-    assert told["tokens"] == texts + ["x"] * max_tokens
-    assert told["text_offset"] == [
+    assert logprobs["tokens"] == texts + ["x"] * max_tokens
+    assert logprobs["text_offset"] == [
         len("".join(texts[:at])) for at in range(len(texts) + max_tokens)
     ]
-    assert told["top_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
     for text, value, likely in zip(
-        texts[1:], told["token_logprobs"][1:], told["top_logprobs"][1:], strict=False
+        texts[1:], logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:], strict=False
     ):
         assert likely == {text: value, CHAT.decode([0]): -0.25}
     assert answer["usage"]["completion_tokens"] == max_tokens
@@ -186,23 +188,31 @@ async def test_a_harness_gets_log_probabilities_of_a_prompt_in_one_request(max_t
 async def test_choices_share_the_log_probabilities_of_their_prompt() -> None:
     async with service(prompt_script(HELLO, "x"), continues("one"), continues("two")) as at:
         answer = await complete(at, prompt=HELLO, echo=True, max_tokens=9, logprobs=0, n=2)
-        first, *others = at.router.asked
+        first, *later = at.router.asked
     assert (first.prompt_logprobs, first.max_new_tokens) == (True, 1)
-    assert [(one.prompt_logprobs, one.max_new_tokens) for one in others] == [(False, 9)] * 2
+    assert [(generation.prompt_logprobs, generation.max_new_tokens) for generation in later] == [
+        (False, 9)
+    ] * 2
     assert {choice["text"] for choice in answer["choices"]} == {"hello worldone", "hello worldtwo"}
     for choice in answer["choices"]:
-        told = choice["logprobs"]
-        assert told["token_logprobs"][: len(HELLO)] == [None, *map(logprob, range(1, len(HELLO)))]
-        assert "".join(told["tokens"]) == choice["text"]
-        assert all(len(entries) == len(told["tokens"]) for entries in told.values())
-        for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+        logprobs = choice["logprobs"]
+        assert logprobs["token_logprobs"][: len(HELLO)] == [
+            None,
+            *map(logprob, range(1, len(HELLO))),
+        ]
+        assert "".join(logprobs["tokens"]) == choice["text"]
+        assert all(len(entries) == len(logprobs["tokens"]) for entries in logprobs.values())
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
             assert choice["text"][offset:].startswith(token)
 
 
 async def test_a_limit_of_tokens_does_not_constrain_the_scoring() -> None:
     async with service(prompt_script(HELLO, "x"), continues("one two")) as at:
         await complete(at, prompt=HELLO, echo=True, max_tokens=9, logprobs=0, min_tokens=5)
-        assert [one.parameters for one in at.router.asked] == [{}, {"min_new_tokens": 5}]
+        assert [generation.parameters for generation in at.router.asked] == [
+            {},
+            {"min_new_tokens": 5},
+        ]
 
 
 async def test_an_echo_without_log_probabilities_needs_no_server() -> None:
@@ -230,12 +240,12 @@ async def test_a_stream_equals_the_whole(body: dict[str, Any]) -> None:
     if "echo" in body and "logprobs" in body:
         script = [prompt_script(HELLO, "one é is one", num_top=1), *script]
     async with service(*script) as at:
-        whole = await complete(at, **body)
+        completion = await complete(at, **body)
     async with service(*script) as at:
         events = await stream_chunks(at, **body, stream_options={"include_usage": True})
     *events, last = events
-    assert (last["choices"], last["usage"]) == ([], whole["usage"])
-    for choice in whole["choices"]:
+    assert (last["choices"], last["usage"]) == ([], completion["usage"])
+    for choice in completion["choices"]:
         pieces = [
             piece for one in events for piece in one["choices"] if piece["index"] == choice["index"]
         ]
@@ -247,7 +257,7 @@ async def test_a_stream_equals_the_whole(body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({"prompt": []}, "prompt: "),
         ({"prompt": ""}, "prompt: "),
@@ -271,10 +281,12 @@ async def test_a_stream_equals_the_whole(body: dict[str, Any]) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_bad_request_names_the_field(body: dict[str, Any], said: str, stream: bool) -> None:
+async def test_a_bad_request_names_the_field(
+    body: dict[str, Any], message: str, stream: bool
+) -> None:
     async with service() as at:
         error = await complete_refused(at, **body, stream=stream)
-    assert said in error["message"]
+    assert message in error["message"]
 
 
 async def test_another_model_is_not_served() -> None:

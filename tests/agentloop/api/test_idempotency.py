@@ -55,8 +55,8 @@ def events(text: str) -> list[Any]:
 def without_times(value: Any) -> Any:
     """Return an answer without what may differ when it is written again."""
     if isinstance(value, dict):
-        return {k: without_times(one) for k, one in value.items() if k != "completed_at"}
-    return [without_times(one) for one in value] if isinstance(value, list) else value
+        return {k: without_times(part) for k, part in value.items() if k != "completed_at"}
+    return [without_times(part) for part in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize("protocol", BODIES)
@@ -66,8 +66,8 @@ async def test_a_retry_gets_the_same_answer(protocol: str) -> None:
         first = await answer(at, url, BODIES[protocol])
         again = await answer(at, url, BODIES[protocol])
         assert without_times(json.loads(again)) == without_times(json.loads(first))
-        other = await answer(at, url, BODIES[protocol], key="another")
-        assert json.loads(other)["id"] != json.loads(first)["id"]
+        new = await answer(at, url, BODIES[protocol], key="another")
+        assert json.loads(new)["id"] != json.loads(first)["id"]
         assert len(at.router.asked) == 2
 
 
@@ -121,12 +121,12 @@ async def test_an_invalid_key_is_refused(key: str) -> None:
 
 async def test_a_retry_waits_for_the_attempt_in_flight() -> None:
     gate = anyio.Event()
-    found: list[Any] = []
+    answers: list[Any] = []
     async with service([gate.wait, *says("one")]) as at, open_session(at) as session:
         url = f"{session['base_url']}/chat/completions"
 
         async def ask() -> None:
-            found.append(json.loads(await answer(at, url, {"messages": HELLO})))
+            answers.append(json.loads(await answer(at, url, {"messages": HELLO})))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
@@ -134,7 +134,7 @@ async def test_a_retry_waits_for_the_attempt_in_flight() -> None:
             tasks.start_soon(ask)
             await anyio.wait_all_tasks_blocked()
             gate.set()
-        assert found[0] == found[1]
+        assert answers[0] == answers[1]
         assert len(at.router.asked) == 1
 
 
@@ -149,11 +149,11 @@ async def test_an_answer_that_was_cut_off_is_sampled_anew() -> None:
             response.close()
         text = await answer(at, url, body)
         assert "two" in "".join(
-            one["choices"][0]["delta"].get("content", "") for one in events(text)
+            chunk["choices"][0]["delta"].get("content", "") for chunk in events(text)
         )
-        cut, whole = await trajectories(at, session)
+        cut, complete = await trajectories(at, session)
         assert [turn["output_ids"] for turn in cut["turns"]] == [[1, 2]]  # its client has read it
-        assert len(whole["turns"]) == 1
+        assert len(complete["turns"]) == 1
 
 
 async def test_an_error_is_not_remembered() -> None:
@@ -190,9 +190,9 @@ async def test_sessions_do_not_share_keys() -> None:
     async with (
         service(says("one"), says("two")) as at,
         open_session(at) as mine,
-        open_session(at) as other,
+        open_session(at) as second,
     ):
-        for session, text in ((mine, "one"), (other, "two")):
+        for session, text in ((mine, "one"), (second, "two")):
             url = f"{session['base_url']}/chat/completions"
             assert text in await answer(at, url, {"messages": HELLO})
 

@@ -22,23 +22,27 @@ def make_document(has_token: bool = False) -> dict[str, Any]:
     )
 
 
-def statuses(whole: dict[str, Any], path: str, method: str = "get") -> set[str]:
-    return set(whole["paths"][path][method]["responses"])
+def statuses(document: dict[str, Any], path: str, method: str = "get") -> set[str]:
+    return set(document["paths"][path][method]["responses"])
 
 
 def test_every_reference_resolves() -> None:
-    whole = make_document()
-    text = json.dumps(whole)
+    document = make_document()
+    text = json.dumps(document)
     named = set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', text))
     assert named
-    assert named == set(whole["components"]["schemas"])
+    assert named == set(document["components"]["schemas"])
     assert text.count('"$ref"') == text.count('"$ref": "#/components/schemas/')
 
 
 def test_operation_ids_are_unique() -> None:
-    whole = make_document()
-    names = [one["operationId"] for methods in whole["paths"].values() for one in methods.values()]
-    assert len(set(names)) == len(names) == len([one for one in ROUTES if one.responses])
+    document = make_document()
+    names = [
+        operation["operationId"]
+        for methods in document["paths"].values()
+        for operation in methods.values()
+    ]
+    assert len(set(names)) == len(names) == len([route for route in ROUTES if route.responses])
     assert all(name.isidentifier() for name in names)
 
 
@@ -63,7 +67,10 @@ def test_streams_are_described() -> None:
         "schema": {"$ref": "#/components/schemas/ChatCompletion"}
     }
     data = answers["text/event-stream"]["schema"]["properties"]["data"]
-    events = [one["$ref"].rpartition("/")[2] for one in data["anyOf"][0]["contentSchema"]["anyOf"]]
+    events = [
+        reference["$ref"].rpartition("/")[2]
+        for reference in data["anyOf"][0]["contentSchema"]["anyOf"]
+    ]
     assert events == ["ChatCompletionChunk", "UsageChunk", "ErrorBody"]
     assert data["anyOf"][1] == {"const": "[DONE]"}
     lines = make_document()["paths"]["/v1/rollouts"]["post"]["responses"]["200"]["content"]

@@ -71,8 +71,8 @@ async def run_and_convert(
             delta: Any = chunk["choices"][0]["delta"]
             for key in message:
                 message[key] += delta.get(key) or ""
-    whole: Any = completion([(writer(name, stop), trajectory)])["choices"][0]["message"]
-    assert message == {key: whole.get(key) or "" for key in message}
+    expected: Any = completion([(writer(name, stop), trajectory)])["choices"][0]["message"]
+    assert message == {key: expected.get(key) or "" for key in message}
     return trajectory, message
 
 
@@ -96,7 +96,9 @@ async def test_calls_of_a_turn_are_told_one_by_one_and_its_text_once(name: str) 
         trajectory, message = await run_and_convert(
             name, [calling, calling, answer(name, "The answer.")], dice
         )
-        assert [one.status for one in trajectory.results] == [ToolCallStatus.OK] * 2 * len(calls)
+        assert [result.status for result in trajectory.results] == [ToolCallStatus.OK] * 2 * len(
+            calls
+        )
         before = [form.before.strip()] * 2 if form.before else []
         assert message["content"] == "\n\n".join([*before, "The answer."])
         assert headings(message["reasoning_content"]) == reasoning_of(name, calls, 2)

@@ -44,19 +44,19 @@ def _all_pins() -> dict[str, str]:
 def test_pins_agree_with_the_project() -> None:
     project = tomllib.loads(PYPROJECT.read_text())
     lines = [*project["project"]["dependencies"], *project["dependency-groups"]["test"]]
-    asked = {r.name: r.specifier for r in map(Requirement, lines)}
+    required = {r.name: r.specifier for r in map(Requirement, lines)}
     pinned = {name: pin for name, pin in _all_pins().items() if pin != UNPINNED}
-    both = asked.keys() & pinned.keys()
-    assert {"transformers", "tokenizers", "openai"} <= both
-    assert [name for name in both if not asked[name].contains(pinned[name])] == []
+    shared = required.keys() & pinned.keys()
+    assert {"transformers", "tokenizers", "openai"} <= shared
+    assert [name for name in shared if not required[name].contains(pinned[name])] == []
 
 
 def test_install_does_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_versions(monkeypatch, _all_pins() | {"torch": "2.13.0+cpu"})
     monkeypatch.setattr(install, "_run", lambda *_: pytest.fail("nothing is missing"))
-    said: list[str] = []
-    install.install(said.append)
-    assert said == ["SGLang for the CPU is already installed."]
+    progress: list[str] = []
+    install.install(progress.append)
+    assert progress == ["SGLang for the CPU is already installed."]
 
 
 def test_install_runs_only_the_steps_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,11 +96,11 @@ def test_install_says_why_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_versions(monkeypatch, {})
     script = "print('Collecting torch'); print('ERROR: No matching distribution'); exit(1)"
     monkeypatch.setattr(install, "_installer", lambda: [sys.executable, "-c", script])
-    said: list[str] = []
+    progress: list[str] = []
     with pytest.raises(ServerStartError, match=r"tested with Python 3\.11") as caught:
-        install.install(said.append)
+        install.install(progress.append)
     assert "ERROR: No matching distribution" in str(caught.value)
-    assert "Collecting torch" in said
+    assert "Collecting torch" in progress
 
 
 def test_install_needs_an_installer(

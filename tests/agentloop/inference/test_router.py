@@ -39,8 +39,8 @@ def generation(
     key: str = "t", *, ids: list[int] | None = None, rid: str = "", **options: Any
 ) -> Generation:
     given: dict[str, Any] = {"max_new_tokens": 50, "stop_ids": (STOP,), **options}
-    asked = PROMPT if ids is None else ids
-    return Generation(rid or f"{key}-0", key, asked, Sampling(), **given)
+    prompt = PROMPT if ids is None else ids
+    return Generation(rid or f"{key}-0", key, prompt, Sampling(), **given)
 
 
 @dataclass
@@ -61,17 +61,17 @@ class Read:
 
 
 async def read(
-    router: Router, asked: Generation, seen: Read | None = None, *, vocab_size: int = 200
+    router: Router, request: Generation, output: Read | None = None, *, vocab_size: int = 200
 ) -> Read:
-    seen = seen or Read()
+    output = output or Read()
     await router.generate(
-        asked,
+        request,
         vocab_size=vocab_size,
-        on_chunk=seen.chunks.append,
-        on_placed=lambda url, _: seen.placed.append(url),
-        on_moved=lambda url, why: seen.moved.append((url, why)),
+        on_chunk=output.chunks.append,
+        on_placed=lambda url, _: output.placed.append(url),
+        on_moved=lambda url, why: output.moved.append((url, why)),
     )
-    return seen
+    return output
 
 
 @asynccontextmanager
@@ -97,12 +97,12 @@ def idle(router: Router) -> bool:
     )
 
 
-def check_unbroken(seen: Read) -> None:
+def check_unbroken(output: Read) -> None:
     """Check that the reader saw one uninterrupted stream."""
-    assert seen.ids == ANSWER
-    assert seen.logprobs == [logprob(i) for i in range(len(ANSWER))]
-    assert [chunk.end for chunk in seen.chunks if chunk.end] == [TurnEnd.STOP]
-    assert seen.chunks[-1].end is TurnEnd.STOP
+    assert output.ids == ANSWER
+    assert output.logprobs == [logprob(i) for i in range(len(ANSWER))]
+    assert [chunk.end for chunk in output.chunks if chunk.end] == [TurnEnd.STOP]
+    assert output.chunks[-1].end is TurnEnd.STOP
 
 
 FAULTS = {
@@ -124,10 +124,10 @@ async def test_a_turn_goes_on_elsewhere_from_its_exact_ids(fault: Fault, after: 
     faults = deque([fault])  # for whichever server is asked first
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
     async with router_of(*fakes) as router:
-        seen = await read(router, generation())
+        output = await read(router, generation())
         assert idle(router)
-    check_unbroken(seen)
-    assert len(seen.moved) == 1
+    check_unbroken(output)
+    assert len(output.moved) == 1
     requests = [request for fake in fakes for request in fake.requests]
     assert sorted(len(request["input_ids"]) for request in requests)[0] == len(PROMPT)
     for request in requests:
@@ -135,7 +135,7 @@ async def test_a_turn_goes_on_elsewhere_from_its_exact_ids(fault: Fault, after: 
         assert ids == (PROMPT + ANSWER)[: len(ids)]
         assert request["sampling_params"]["max_new_tokens"] == 50 - (len(ids) - len(PROMPT))
     if len(requests) == 2:
-        assert len(set(seen.placed)) == 2
+        assert len(set(output.placed)) == 2
         assert requests[0]["rid"] != requests[1]["rid"]
     else:  # all tokens had been received: nothing was left to request
         assert after == len(ANSWER)
@@ -146,10 +146,10 @@ async def test_versions_of_a_moved_turn_count_from_its_first_token() -> None:
     old = FakeSGLang(ANSWER, faults=faults, version="v1")
     new = FakeSGLang(ANSWER, faults=faults, version="v1")
     async with router_of(old, new) as router:
-        seen = await read(router, generation())
-    (span,) = seen.chunks[-1].versions
+        output = await read(router, generation())
+    (span,) = output.chunks[-1].versions
     assert (span.start, span.end) == (4, len(ANSWER))
-    assert not spans_cover(seen.chunks[-1].versions, len(ANSWER))
+    assert not spans_cover(output.chunks[-1].versions, len(ANSWER))
 
 
 @pytest.mark.parametrize("after", [0, 1, 7, len(ANSWER)])
@@ -158,21 +158,21 @@ async def test_a_constrained_turn_moves_only_as_a_whole(after: int) -> None:
     constraint = {"structural_tag": "{}"}
     faults = deque([Fault("cut", after=after)])
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
-    seen = Read()
+    output = Read()
     async with router_of(*fakes) as router:
         if after in (0, len(ANSWER)):
-            await read(router, generation(parameters=constraint), seen)
-            check_unbroken(seen)
+            await read(router, generation(parameters=constraint), output)
+            check_unbroken(output)
         else:
             with pytest.raises(
                 ServerUnavailable, match="with structural_tag cannot go on elsewhere"
             ):
-                await read(router, generation(parameters=constraint), seen)
+                await read(router, generation(parameters=constraint), output)
         assert idle(router)
     requests = [request for fake in fakes for request in fake.requests]
     assert {request["sampling_params"]["structural_tag"] for request in requests} == {"{}"}
     assert [request["input_ids"] for request in requests] == [PROMPT] * (2 if after == 0 else 1)
-    assert len(seen.moved) == 1
+    assert len(output.moved) == 1
 
 
 @pytest.mark.parametrize(
@@ -214,17 +214,17 @@ async def test_log_probabilities_of_the_prompt_come_with_the_first_chunk(after: 
     faults = deque([] if after is None else [Fault("cut", after=after)])
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
     async with router_of(*fakes) as router:
-        seen = await read(router, generation(prompt_logprobs=True, num_top_logprobs=1))
-    check_unbroken(seen)
-    first, *others = seen.chunks
+        output = await read(router, generation(prompt_logprobs=True, num_top_logprobs=1))
+    check_unbroken(output)
+    first, *later = output.chunks
     assert first.prompt is not None
     assert first.prompt.logprobs == [None, logprob(0), logprob(1)]
     assert first.prompt.top == [[], [(logprob(0), 2)], [(logprob(1), 3)]]
-    assert [chunk.prompt for chunk in others] == [None] * len(others)
+    assert [chunk.prompt for chunk in later] == [None] * len(later)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "error"),
     [
         ({"stop_ids": (STOP, 200)}, "stop_token_ids: 200 is outside"),
         ({"parameters": {"logit_bias": {"5": 1.0, "200": 1.0}}}, "logit_bias: 200 is outside"),
@@ -233,11 +233,11 @@ async def test_log_probabilities_of_the_prompt_come_with_the_first_chunk(after: 
     ],
 )
 async def test_ids_outside_of_the_vocabulary_are_never_sent(
-    options: dict[str, Any], said: str
+    options: dict[str, Any], error: str
 ) -> None:
     fake = FakeSGLang(ANSWER)
     async with router_of(fake) as router:
-        with pytest.raises(RequestError, match=said):
+        with pytest.raises(RequestError, match=error):
             await read(router, generation(**options))
     assert fake.requests == []
 
@@ -246,10 +246,10 @@ async def test_silence_moves_a_turn() -> None:
     faults = deque([Fault("silence", after=3)])
     fakes = [FakeSGLang(ANSWER, faults=faults), FakeSGLang(ANSWER, faults=faults)]
     async with router_of(*fakes, stall_timeout_s=0.5) as router:
-        seen = await read(router, generation())
+        output = await read(router, generation())
         assert idle(router)
-    check_unbroken(seen)
-    assert "silent" in seen.moved[0][1]
+    check_unbroken(output)
+    assert "silent" in output.moved[0][1]
 
 
 @pytest.mark.parametrize(
@@ -262,14 +262,14 @@ async def test_silence_moves_a_turn() -> None:
     ],
 )
 async def test_a_bad_request_is_raised_and_does_not_affect_the_servers(fault: Fault) -> None:
-    fake, other = FakeSGLang(ANSWER, faults=deque([fault])), FakeSGLang(ANSWER)
-    other.faults = fake.faults
-    async with router_of(fake, other) as router:
+    fake, second = FakeSGLang(ANSWER, faults=deque([fault])), FakeSGLang(ANSWER)
+    second.faults = fake.faults
+    async with router_of(fake, second) as router:
         with pytest.raises(RequestError):
             await read(router, generation())
         assert idle(router)
         assert all(view.healthy for view in router.view())
-    assert len(fake.requests) + len(other.requests) == 1
+    assert len(fake.requests) + len(second.requests) == 1
 
 
 async def test_a_turn_fails_after_max_moves() -> None:
@@ -302,14 +302,14 @@ async def test_with_every_server_dead_a_turn_fails_in_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "said"), [([], "empty"), ([1, 200], "200 is outside"), ([-1, 3], "-1 is outside")]
+    ("ids", "error"), [([], "empty"), ([1, 200], "200 is outside"), ([-1, 3], "-1 is outside")]
 )
 async def test_an_id_out_of_the_vocabulary_never_reaches_a_server(
-    ids: list[int], said: str
+    ids: list[int], error: str
 ) -> None:
     fake = FakeSGLang(ANSWER)
     async with router_of(fake) as router:
-        with pytest.raises(RequestError, match=said):
+        with pytest.raises(RequestError, match=error):
             await read(router, generation(ids=ids))
     assert fake.requests == []
 
@@ -357,8 +357,8 @@ async def test_the_longest_waiting_turn_goes_first() -> None:
             assert router.num_waiting == 3
             gate.set()
         assert idle(router)
-    for seen in reads.values():
-        check_unbroken(seen)
+    for output in reads.values():
+        check_unbroken(output)
     assert len(fake.requests) == 4
 
 
@@ -415,8 +415,8 @@ async def test_the_wait_queue_is_bounded_in_number(monkeypatch: pytest.MonkeyPat
                 await read(router, generation("c", max_new_tokens=20))
             gate.set()
         assert idle(router)
-    for seen in reads.values():
-        check_unbroken(seen)
+    for output in reads.values():
+        check_unbroken(output)
 
 
 async def test_the_wait_queue_is_bounded_in_time() -> None:
@@ -506,16 +506,16 @@ async def test_a_server_that_stops_answering_loses_its_streams() -> None:
     well = FakeSGLang(ANSWER, ready=False)  # so that the first server is chosen
     async with router_of(silent, well) as router:
         await eventually(lambda: not router.view()[1].healthy)
-        seen = Read()
+        output = Read()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(read, router, generation(), seen)
-            await eventually(lambda: len(seen.ids) == 4)
+            tasks.start_soon(read, router, generation(), output)
+            await eventually(lambda: len(output.ids) == 4)
             well.ready = True
             silent.ready = False
         assert router.view()[0].state is ServerState.DEAD
-    check_unbroken(seen)
-    assert seen.placed == [silent.url, well.url]
-    assert [url for url, _ in seen.moved] == [silent.url]
+    check_unbroken(output)
+    assert output.placed == [silent.url, well.url]
+    assert [url for url, _ in output.moved] == [silent.url]
 
 
 async def test_a_server_can_be_added() -> None:
@@ -535,17 +535,17 @@ async def test_a_retired_server_finishes_its_turns_and_is_removed() -> None:
     old, new = FakeSGLang(ANSWER, gate=gate), FakeSGLang(ANSWER, ready=False)
     async with router_of(old, new) as router:
         await eventually(lambda: not router.view()[1].healthy)
-        seen = Read()
+        output = Read()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(read, router, generation("a"), seen)
+            tasks.start_soon(read, router, generation("a"), output)
             await eventually(lambda: old.num_streaming == 1)
             new.ready = True
             await eventually(lambda: router.view()[1].healthy)
             router.replicas.retire(old.url)
             assert (await read(router, generation("b"))).placed == [new.url]
             gate.set()
-        check_unbroken(seen)
-        assert seen.placed == [old.url]
+        check_unbroken(output)
+        assert output.placed == [old.url]
         await eventually(lambda: [view.url for view in router.view()] == [new.url])
         with pytest.raises(KeyError):
             router.replicas.retire(old.url)
@@ -561,8 +561,8 @@ async def test_waiting_turns_are_listed_with_the_reason() -> None:
     reads: dict[str, Read] = {}
     async with router_of(fake, reserve_tokens=20) as router:
         async with crowd(router, ["a", "b"], reads=reads):
-            ((key, waited_s, why),) = router.waits()
-            assert (key, why) == ("b", "no server has free KV capacity for it")
+            ((key, waited_s, reason),) = router.waits()
+            assert (key, reason) == ("b", "no server has free KV capacity for it")
             assert 0 <= waited_s < 20
             gate.set()
         assert router.waits() == []
@@ -574,12 +574,12 @@ async def test_capacity_held_by_others_is_not_used() -> None:
     fake = FakeSGLang(ANSWER, load={"num_used_tokens": 1990, "num_running_reqs": 5})
     async with router_of(fake) as router, anyio.create_task_group() as tasks:
         await eventually(lambda: router.view()[0].num_others_tokens >= 1900)
-        seen = Read()
-        tasks.start_soon(read, router, generation(), seen)
+        output = Read()
+        tasks.start_soon(read, router, generation(), output)
         await eventually(lambda: router.num_waiting == 1)
         assert not fake.requests
         fake.load = {}
-        await eventually(lambda: seen.ids == ANSWER)
+        await eventually(lambda: output.ids == ANSWER)
 
 
 async def test_siblings_share_a_server_and_the_capacity_of_their_prompt() -> None:
@@ -588,8 +588,8 @@ async def test_siblings_share_a_server_and_the_capacity_of_their_prompt() -> Non
     fakes = [FakeSGLang(ANSWER, gate=gate, num_prompt=400, max_total_num_tokens=600) for _ in "ab"]
     async with router_of(*fakes, reserve_tokens=10) as router, anyio.create_task_group() as tasks:
         for n in range(3):
-            asked = generation(f"t{n}", ids=prompt, group="g", num_shared=400, max_new_tokens=20)
-            tasks.start_soon(read, router, asked)
+            request = generation(f"t{n}", ids=prompt, group="g", num_shared=400, max_new_tokens=20)
+            tasks.start_soon(read, router, request)
         await eventually(lambda: sum(view.num_running for view in router.view()) == 3)
         held = sorted(view.num_held_tokens for view in router.view())
         assert held == [0, 400]
@@ -606,7 +606,7 @@ async def test_each_rank_of_a_server_has_a_cache_of_its_own() -> None:
         async with crowd(router, ["a", "b", "c"], reads=reads):
             assert router.num_waiting == 1
             await eventually(lambda: len(fake.requests) == 2)
-            assert sorted(asked["routed_dp_rank"] for asked in fake.requests) == [0, 1]
+            assert sorted(request["routed_dp_rank"] for request in fake.requests) == [0, 1]
             first = {len(fake.requests): 0}
             gate.set()
         assert len(fake.requests) == first.popitem()[0] + 1
@@ -651,10 +651,10 @@ async def test_new_weights_flush_the_ledger() -> None:
 
 async def test_a_restarted_server_is_treated_as_a_new_one() -> None:
     """When its process ends, turns move at once. The new process may have another size."""
-    fake, other = FakeSGLang(ANSWER), FakeSGLang(ANSWER)
-    async with router_of(fake, other) as router:
+    fake, second = FakeSGLang(ANSWER), FakeSGLang(ANSWER)
+    async with router_of(fake, second) as router:
         await read(router, generation("a"))
-        fake.ready = other.ready = False
+        fake.ready = second.ready = False
         for view in router.view():
             router.replicas.mark_exited(view.url, "was killed by SIGKILL")
         assert [(v.state, v.reason) for v in router.view()] == [
@@ -676,19 +676,19 @@ async def test_a_restarted_server_is_treated_as_a_new_one() -> None:
 async def test_a_process_that_ends_sends_its_turns_elsewhere_at_once() -> None:
     """The streams may stay open, as those of a machine that has vanished do."""
     silent = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
-    other = FakeSGLang(ANSWER, ready=False)
-    async with router_of(silent, other) as router:
+    second = FakeSGLang(ANSWER, ready=False)
+    async with router_of(silent, second) as router:
         await eventually(lambda: not router.view()[1].healthy)
-        seen = Read()
+        output = Read()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(read, router, generation(), seen)
-            await eventually(lambda: len(seen.ids) == 4)
-            other.ready = True
+            tasks.start_soon(read, router, generation(), output)
+            await eventually(lambda: len(output.ids) == 4)
+            second.ready = True
             router.replicas.mark_exited(silent.url, "ended with exit status 1")
-        assert seen.moved == [
+        assert output.moved == [
             (silent.url, f"{silent.url}: ended with exit status 1, after 4 tokens")
         ]
-    check_unbroken(seen)
+    check_unbroken(output)
 
 
 async def test_groups_wait_for_the_capacity_that_they_will_need() -> None:
@@ -708,8 +708,8 @@ async def test_groups_wait_for_the_capacity_that_they_will_need() -> None:
             tasks.start_soon(hold, name)
             await anyio.wait_all_tasks_blocked()
         assert inside == ["a"]
-        ((name, _, why),) = router.waits()
-        assert (name, why) == ("b", "the 1 groups in flight will need all KV capacity")
+        ((name, _, reason),) = router.waits()
+        assert (name, reason) == ("b", "the 1 groups in flight will need all KV capacity")
         ends["a"].set()
         await eventually(lambda: inside == ["a", "b"])
         ends["b"].set()
@@ -717,16 +717,16 @@ async def test_groups_wait_for_the_capacity_that_they_will_need() -> None:
 
 async def test_a_decision_lists_its_candidates() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
-    said: list[str] = []
+    explanations: list[str] = []
     async with router_of(*fakes) as router:
         await router.generate(
             generation(),
             vocab_size=200,
             on_chunk=lambda chunk: None,
-            on_placed=lambda url, decision: said.append(decision.explain()),
+            on_placed=lambda url, decision: explanations.append(decision.explain()),
             on_moved=lambda url, reason: None,
         )
-    (text,) = said
+    (text,) = explanations
     assert all(fake.url in text for fake in fakes)
     assert "-> http://" in text
 
@@ -735,11 +735,11 @@ async def test_explain_logs_each_decision(caplog: pytest.LogCaptureFixture) -> N
     caplog.set_level("INFO", "agentloop.explain")
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with router_of(*fakes) as router:
-        (seen,) = [await read(router, generation("t7"))]
+        (output,) = [await read(router, generation("t7"))]
     (record,) = caplog.records
     text = record.getMessage()
     assert re.match(r"t7 \(3 tokens, waited \d+\.\d\d s\) kv: lowest cost", text)
-    assert f"-> {seen.placed[0]}#0 " in text
+    assert f"-> {output.placed[0]}#0 " in text
     assert all(fake.url in text for fake in fakes)
 
 
@@ -778,14 +778,14 @@ async def test_missing_reports_do_not_block_turns_or_groups() -> None:
     async with router_of(fake) as router, anyio.create_task_group() as tasks:
         fake.ready = False
         router.replicas.mark_exited(fake.url, "was killed by SIGKILL")
-        seen = Read()
-        tasks.start_soon(read, router, generation(), seen)
+        output = Read()
+        tasks.start_soon(read, router, generation(), output)
         for name in "ab":
             tasks.start_soon(hold, name)
         await eventually(lambda: router.num_waiting == 1 and bool(inside))
         assert inside == ["a"]
         fake.ready, fake.max_total_num_tokens = True, 20_000
-        await eventually(lambda: seen.ids == ANSWER and inside == ["a", "b"])
+        await eventually(lambda: output.ids == ANSWER and inside == ["a", "b"])
         tasks.cancel_scope.cancel()
 
 
@@ -832,7 +832,7 @@ async def test_an_answer_from_before_a_servers_end_is_ignored() -> None:
 async def test_an_answer_from_before_a_weight_sync_is_ignored() -> None:
     """The server was healthy when it was probed, and is healthy again when the answer arrives."""
     fake = FakeSGLang(ANSWER, version="7")
-    asked, answer = anyio.Event(), anyio.Event()
+    is_asked, answer = anyio.Event(), anyio.Event()
     states: list[ServerState] = []
     num_asked = 0
 
@@ -841,21 +841,21 @@ async def test_an_answer_from_before_a_weight_sync_is_ignored() -> None:
         num_asked += 1
         version = fake.version
         if version == "7" and num_asked > 1:
-            asked.set()
+            is_asked.set()
             await answer.wait()
         return web.json_response({"weight_version": version})
 
     fake._model_info = slow  # type: ignore[method-assign]
     async with router_of(fake) as router:
         router.replicas.require_weights("7")
-        await asked.wait()
+        await is_asked.wait()
         router.replicas.require_weights("8")
         fake.version = "8"
         router.replicas.weights_loaded(fake.url, "8")
         assert router.view()[0].healthy
-        seen = num_asked
+        num_before = num_asked
         answer.set()
-        while num_asked < seen + 2:
+        while num_asked < num_before + 2:
             states.append(router.view()[0].state)
             await anyio.lowlevel.checkpoint()
         assert set(states) == {ServerState.HEALTHY}
@@ -909,17 +909,17 @@ async def test_a_turn_that_moves_asks_for_no_more_than_its_new_server_can_hold(
         session = await stack.enter_async_context(http_session())
         router = await stack.enter_async_context(router_of(large, probe_interval_s=1000))
         tasks = await stack.enter_async_context(anyio.create_task_group())
-        seen = Read()
-        tasks.start_soon(read, router, generation(max_new_tokens=500), seen)
+        output = Read()
+        tasks.start_soon(read, router, generation(max_new_tokens=500), output)
         await eventually(lambda: large.num_streaming == 1)
         await router.replicas.add(SGLangServer(small.url, session))
         router.replicas.mark_exited(large.url, "was killed by SIGKILL")
-    assert seen.placed == [large.url, small.url]
+    assert output.placed == [large.url, small.url]
     if context_length > 10:
-        check_unbroken(seen)
+        check_unbroken(output)
     else:
-        assert seen.ids == ANSWER[: 10 - len(PROMPT)]
-        assert seen.chunks[-1].end is TurnEnd.LENGTH
+        assert output.ids == ANSWER[: 10 - len(PROMPT)]
+        assert output.chunks[-1].end is TurnEnd.LENGTH
 
 
 async def test_a_turn_is_not_sent_to_a_server_whose_context_is_too_small() -> None:
@@ -930,16 +930,16 @@ async def test_a_turn_is_not_sent_to_a_server_whose_context_is_too_small() -> No
         session = await stack.enter_async_context(http_session())
         router = await stack.enter_async_context(router_of(large))
         tasks = await stack.enter_async_context(anyio.create_task_group())
-        seen = Read()
-        tasks.start_soon(read, router, generation(max_new_tokens=500), seen)
-        await eventually(lambda: len(seen.ids) == 5)
+        output = Read()
+        tasks.start_soon(read, router, generation(max_new_tokens=500), output)
+        await eventually(lambda: len(output.ids) == 5)
         await router.replicas.add(SGLangServer(small.url, session))
         large.ready = False
         router.replicas.mark_exited(large.url, "was killed by SIGKILL")
         await eventually(lambda: router.num_waiting == 1)
         large.ready = True
-    check_unbroken(seen)
-    assert seen.placed == [large.url, large.url]
+    check_unbroken(output)
+    assert output.placed == [large.url, large.url]
 
 
 async def test_a_turn_that_no_server_can_hold_any_more_fails_at_once() -> None:
@@ -957,9 +957,9 @@ async def test_a_turn_that_no_server_can_hold_any_more_fails_at_once() -> None:
         fake.max_total_num_tokens, fake.num_prompt = 60, 3
         router.replicas.mark_exited(fake.url, "was killed by SIGKILL")
         gate.set()
-        seen = Read()
-        tasks.start_soon(read, router, generation("b"), seen)
-        await eventually(lambda: seen.ids == ANSWER)
+        output = Read()
+        tasks.start_soon(read, router, generation("b"), output)
+        await eventually(lambda: output.ids == ANSWER)
     assert idle(router)
 
 
@@ -985,30 +985,30 @@ async def test_waiting_turns_fail_when_the_last_server_is_retired() -> None:
 
 async def test_a_retired_server_that_dies_loses_its_turns_at_once() -> None:
     silent = FakeSGLang(ANSWER, faults=deque([Fault("silence", after=4)]))
-    other = FakeSGLang(ANSWER, ready=False)
-    async with router_of(silent, other, stall_timeout_s=60) as router:
+    second = FakeSGLang(ANSWER, ready=False)
+    async with router_of(silent, second, stall_timeout_s=60) as router:
         await eventually(lambda: not router.view()[1].healthy)
-        seen = Read()
+        output = Read()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(read, router, generation(), seen)
-            await eventually(lambda: len(seen.ids) == 4)
-            other.ready = True
+            tasks.start_soon(read, router, generation(), output)
+            await eventually(lambda: len(output.ids) == 4)
+            second.ready = True
             router.replicas.retire(silent.url)
             router.replicas.mark_exited(silent.url, "ended with exit status 1")
-        await eventually(lambda: [view.url for view in router.view()] == [other.url])
-    check_unbroken(seen)
+        await eventually(lambda: [view.url for view in router.view()] == [second.url])
+    check_unbroken(output)
 
 
 async def test_closing_fails_all_turns_and_blames_no_server(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fake = FakeSGLang(ANSWER, gate=anyio.Event(), **CAPACITY_FOR_ONE)  # type: ignore[arg-type]
-    told: list[str] = []
+    failed: list[str] = []
 
     async def ask(key: str) -> None:
         with pytest.raises(ServerUnavailable, match="shutting down"):
             await read(router, generation(key, max_new_tokens=20))
-        told.append(key)
+        failed.append(key)
 
     with anyio.fail_after(patient(15)):
         async with anyio.create_task_group() as tasks:
@@ -1018,5 +1018,5 @@ async def test_closing_fails_all_turns_and_blames_no_server(
                 tasks.start_soon(ask, "waits")
                 await eventually(lambda: router.num_waiting == 1)
             await ask("comes later")
-    assert sorted(told) == ["comes later", "runs", "waits"]
+    assert sorted(failed) == ["comes later", "runs", "waits"]
     assert not caplog.records

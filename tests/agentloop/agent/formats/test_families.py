@@ -60,8 +60,8 @@ def chat_of(name: str, *, single_tokens: bool = True) -> ChatFormat:
 
 def stream_calls(chat: ChatFormat, ids: Sequence[int], edges: Sequence[int]) -> list[ToolCall]:
     stream = chat.family.calls(chat, TOOLS)
-    found = [call for a, b in itertools.pairwise(edges) for call in stream.feed(ids[a:b])]
-    return found + stream.finish()
+    calls = [call for a, b in itertools.pairwise(edges) for call in stream.feed(ids[a:b])]
+    return calls + stream.finish()
 
 
 def found_in(chat: ChatFormat, ids: Sequence[int]) -> list[ToolCall]:
@@ -70,14 +70,14 @@ def found_in(chat: ChatFormat, ids: Sequence[int]) -> list[ToolCall]:
 
 def split(chat: ChatFormat, text: str, edges: Sequence[int]) -> dict[Channel, str]:
     splitter = chat.family.channels(False)
-    said = dict.fromkeys(Channel, "")
+    texts = dict.fromkeys(Channel, "")
     for a, b in itertools.pairwise(edges):
         for channel, piece in splitter.feed(text[a:b]):
-            said[channel] += piece
+            texts[channel] += piece
     for channel, piece in splitter.flush():
-        said[channel] += piece
+        texts[channel] += piece
     assert not [*splitter.flush()]  # as after a second call that a client is told of
-    return said
+    return texts
 
 
 def test_each_family_has_a_form() -> None:
@@ -98,12 +98,12 @@ def test_calls_are_found_as_they_were_written_however_they_arrive(name: str) -> 
         if is_damaged:
             text = damage(dice, text, spelled)
         ids = written(chat, text)
-        found = stream_calls(chat, ids, chunks_of(dice, len(ids)))
-        assert found == found_in(chat, ids), example
-        said = [(call.name, call.arguments, call.error) for call in found]
+        calls = stream_calls(chat, ids, chunks_of(dice, len(ids)))
+        assert calls == found_in(chat, ids), example
+        parsed = [(call.name, call.arguments, call.error) for call in calls]
         if not is_damaged:
-            assert said == [(name, arguments, None) for name, arguments in made], example
-        for call in found:
+            assert parsed == [(name, arguments, None) for name, arguments in made], example
+        for call in calls:
             assert 0 <= call.start < call.end <= len(ids), example
             assert call.error is not None or call.name, example
             json.dumps([call.arguments, call.raw])  # it can be kept
@@ -114,8 +114,8 @@ def test_calls_are_found_as_they_were_written_however_they_arrive(name: str) -> 
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_a_call_runs_before_the_turn_ends(name: str) -> None:
     form, chat = FORMS[name], chat_of(name)
-    both: list[Call] = [("search", {"text": "x"}), ("python_code", {"number": 7})]
-    made = both[: 1 if form.one_call else 2]
+    calls: list[Call] = [("search", {"text": "x"}), ("python_code", {"number": 7})]
+    made = calls[: 1 if form.one_call else 2]
     ids = written(chat, f"{form.before}{form.text(made)}")
     stream = chat.family.calls(chat, TOOLS)
     closed = [number for number, token in enumerate(ids) for _ in stream.feed([token])]
@@ -141,9 +141,9 @@ def test_a_turn_goes_on_after_a_call_that_is_too_long(
     monkeypatch.setattr(harmony, "_MAX_CALL_TOKENS", 20)
     form, chat = FORMS[name], chat_of(name)
     text = form.text([("search", {"text": "a very long text " * 20})])
-    call, *others = found_in(chat, written(chat, f"{form.before}{text} And so on.{END}"))
+    call, *more_calls = found_in(chat, written(chat, f"{form.before}{text} And so on.{END}"))
     assert call.error is not None
-    assert not others
+    assert not more_calls
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))
@@ -152,8 +152,8 @@ def test_calls_and_markup_are_not_shown(name: str) -> None:
     text = form.before + form.text([("search", {"text": "secret"})])
     splitter = chat.family.channels(False)
     # A client is told of a call that has run before the turn is over: both flush.
-    said = [*splitter.feed(text), *splitter.flush(), *splitter.flush()]
-    shown = "".join(piece for channel, piece in said if channel is Channel.CONTENT)
+    pieces = [*splitter.feed(text), *splitter.flush(), *splitter.flush()]
+    shown = "".join(piece for channel, piece in pieces if channel is Channel.CONTENT)
     assert shown.strip() == form.before.strip()
 
 

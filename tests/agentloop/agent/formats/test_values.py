@@ -84,7 +84,7 @@ def test_plain_text_gets_a_type_that_the_schema_allows(
     text: str, types: list[str], value: object
 ) -> None:
     assert decode_value(text, {"type": types}) == value
-    assert decode_value(text, {"anyOf": [{"type": one} for one in types]}) == value
+    assert decode_value(text, {"anyOf": [{"type": name} for name in types]}) == value
 
 
 _NAMES = ("f", "g.h", "None", "f.not", "é", "f ")

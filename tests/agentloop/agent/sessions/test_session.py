@@ -63,11 +63,11 @@ def reply(text: str) -> list[Chunk]:
     return chunks(written(CHAT, text + END))
 
 
-def as_message(found: Trajectory) -> Message:
+def as_message(trajectory: Trajectory) -> Message:
     writer = ChunkWriter(
         chunk_frame("c", "m"), 0, chat=CHAT, has_caller_tools=True, shows_malformed=True
     )
-    return completion([(writer, found)])["choices"][0]["message"]
+    return completion([(writer, trajectory)])["choices"][0]["message"]
 
 
 class Client:
@@ -84,10 +84,10 @@ class Client:
             emit=self.events.append,
         )
 
-    async def ask(self, *messages: Message, **asked: Any) -> Any:
+    async def ask(self, *messages: Message, **options: Any) -> Any:
         """Return the message that a client gets, as it would send it back."""
-        found = await self.session.complete(TurnRequest(messages, **asked), as_message)
-        return copy.deepcopy(as_message(found))
+        trajectory = await self.session.complete(TurnRequest(messages, **options), as_message)
+        return copy.deepcopy(as_message(trajectory))
 
     @property
     def branches(self) -> list[Trajectory]:
@@ -95,24 +95,24 @@ class Client:
 
     @property
     def reasons(self) -> list[str]:
-        return [one.reason for one in self.session.branches]
+        return [branch.reason for branch in self.session.branches]
 
 
 async def test_a_conversation_is_one_branch_of_exact_ids() -> None:
     client = Client(reply("one"), reply("two"), reply("three"))
-    asked = [user("a")]
+    history = [user("a")]
     for text in ("b", "c", "d"):
-        asked.append(await client.ask(*asked))
-        asked.append(user(text))
+        history.append(await client.ask(*history))
+        history.append(user(text))
     (record,) = client.branches
     assert [len(turn.output_ids) for turn in record.turns] == [
         len(reply(t)[0].ids) for t in ("one", "two", "three")
     ]
-    assert record.ids == CHAT.prompt(asked[:-1])[: len(record.ids)]
+    assert record.ids == CHAT.prompt(history[:-1])[: len(record.ids)]
     # Each prompt is the previous one, the sampled ids and what is new.
     for before, after in zip(client.engine.asked, client.engine.asked[1:], strict=False):
         assert after.ids[: len(before.ids)] == before.ids
-    assert [one.key for one in client.engine.asked] == ["s"] * 3
+    assert [generation.key for generation in client.engine.asked] == ["s"] * 3
     assert record.mask.count(1) == record.num_sampled_tokens
 
 
@@ -139,7 +139,7 @@ async def test_an_edited_answer_begins_a_branch_that_goes_on_from_the_turn_befor
     edited = {**second, "content": "something else"}
     await client.ask(user("a"), first, user("b"), edited, user("c"))
     main, branch = client.branches
-    assert [len(one.turns) for one in client.branches] == [2, 1]
+    assert [len(branch.turns) for branch in client.branches] == [2, 1]
     assert branch.prompt_ids[: len(main.prompt_ids)] == main.prompt_ids
     assert "something else" in CHAT.decode(branch.prompt_ids)
     assert branch.prompt_ids[len(main.prompt_ids) :][: len(main.turns[0].output_ids)] == (
@@ -168,12 +168,12 @@ async def test_the_client_goes_on_from_the_sibling_whose_calls_it_answers() -> N
         reply("from the first"),
         reply("from the second"),
     )
-    one = await client.ask(user("a"), tools=[TOOL])
-    two = await client.ask(user("a"), tools=[TOOL])
-    assert one["tool_calls"][0]["id"] != two["tool_calls"][0]["id"]
-    await client.ask(user("a"), one, tool(one["tool_calls"][0], "x"), tools=[TOOL])
-    await client.ask(user("a"), two, tool(two["tool_calls"][0], "x"), tools=[TOOL])
-    assert [CHAT.decode(one.turns[-1].output_ids) for one in client.branches] == [
+    first = await client.ask(user("a"), tools=[TOOL])
+    second = await client.ask(user("a"), tools=[TOOL])
+    assert first["tool_calls"][0]["id"] != second["tool_calls"][0]["id"]
+    await client.ask(user("a"), first, tool(first["tool_calls"][0], "x"), tools=[TOOL])
+    await client.ask(user("a"), second, tool(second["tool_calls"][0], "x"), tools=[TOOL])
+    assert [CHAT.decode(first.turns[-1].output_ids) for first in client.branches] == [
         f"from the first{END}",
         f"from the second{END}",
     ]
@@ -186,8 +186,8 @@ async def test_whitespace_that_the_template_drops_is_no_edit() -> None:
     )
     session = ModelSession("s", engine, trimmed, sampling=Sampling(), budget=Budget())
 
-    def message(found: Trajectory) -> Message:
-        return {"role": "assistant", "content": found.turns[-1].text.removesuffix(END)}
+    def message(trajectory: Trajectory) -> Message:
+        return {"role": "assistant", "content": trajectory.turns[-1].text.removesuffix(END)}
 
     await session.complete(TurnRequest([user("a")]), message)
     history = [user("a"), {"role": "assistant", "content": "one"}, user("b")]
@@ -214,13 +214,13 @@ async def test_a_message_with_calls_is_compared_as_the_template_writes_it() -> N
     session = ModelSession("s", engine, lowercase, sampling=Sampling(), budget=Budget())
     function = {"name": "add", "arguments": '{"a": 1}'}
 
-    def message(found: Trajectory) -> Message:
-        calls = [{"id": one.id, "function": function} for one in found.turns[-1].calls]
+    def message(trajectory: Trajectory) -> Message:
+        calls = [{"id": call.id, "function": function} for call in trajectory.turns[-1].calls]
         return {"role": "assistant", "content": "I add.", "tool_calls": calls}
 
     tools = [TOOL]
-    found = await session.complete(TurnRequest([user("a")], tools=tools), message)
-    sent = {**message(found), "content": "i add."}
+    trajectory = await session.complete(TurnRequest([user("a")], tools=tools), message)
+    sent = {**message(trajectory), "content": "i add."}
     history = [user("a"), sent, tool(sent["tool_calls"][0], "x")]
     await session.complete(TurnRequest(history, tools=tools), message)
     assert len(session.branches) == 1
@@ -267,10 +267,10 @@ async def test_a_failed_turn_is_taken_back_and_can_be_asked_again() -> None:
     first = await client.ask(user("a"))
     with pytest.raises(ServerError, match="gone"):
         await client.ask(user("a"), first, user("b"))
-    assert [len(one.turns) for one in client.branches] == [1]
+    assert [len(branch.turns) for branch in client.branches] == [1]
     assert client.branches[0].turns[0].observation_ids == []
     await client.ask(user("a"), first, user("b"))
-    assert [len(one.turns) for one in client.branches] == [2]
+    assert [len(branch.turns) for branch in client.branches] == [2]
     assert client.session.num_cut == 1
 
 
@@ -282,7 +282,9 @@ async def test_a_first_turn_that_fails_leaves_no_branch() -> None:
     await client.ask(user("a"))
     assert len(client.branches) == 1
     kinds = [
-        type(one) for one in client.events if isinstance(one, RolloutStarted | RolloutAbandoned)
+        type(event)
+        for event in client.events
+        if isinstance(event, RolloutStarted | RolloutAbandoned)
     ]
     assert kinds == [RolloutStarted, RolloutAbandoned, RolloutStarted]
 
@@ -300,9 +302,9 @@ async def test_a_client_that_leaves_takes_its_turn_with_it() -> None:
         tasks.start_soon(client.ask, user("a"), first, user("b"))
         await started.wait()
         tasks.cancel_scope.cancel()
-    assert [len(one.turns) for one in client.branches] == [1]
+    assert [len(branch.turns) for branch in client.branches] == [1]
     await client.ask(user("a"), first, user("b"))
-    assert [len(one.turns) for one in client.branches] == [2]
+    assert [len(branch.turns) for branch in client.branches] == [2]
 
 
 async def test_parallel_requests_from_one_turn_are_branches() -> None:
@@ -319,8 +321,8 @@ async def test_parallel_requests_from_one_turn_are_branches() -> None:
         await anyio.wait_all_tasks_blocked()
         for gate in reversed(gates):
             gate.set()
-    assert sorted(len(one.turns) for one in client.branches) == [1, 2]
-    assert sum(one.num_sampled_tokens for one in client.branches) == sum(
+    assert sorted(len(branch.turns) for branch in client.branches) == [1, 2]
+    assert sum(branch.num_sampled_tokens for branch in client.branches) == sum(
         len(reply(text)[0].ids) for text in ("one", "x", "y")
     )
 
@@ -330,9 +332,9 @@ async def test_a_delivery_that_failed_can_be_discarded() -> None:
     first = await client.ask(user("a"))
     lost = await client.session.complete(TurnRequest([user("a"), first, user("b")]), as_message)
     client.session.discard(lost)
-    assert [len(one.turns) for one in client.branches] == [1]
+    assert [len(branch.turns) for branch in client.branches] == [1]
     await client.ask(user("a"), first, user("b"))
-    assert [len(one.turns) for one in client.branches] == [2]
+    assert [len(branch.turns) for branch in client.branches] == [2]
 
 
 async def test_closing_ends_its_branches_and_frees_their_cache() -> None:
@@ -363,7 +365,7 @@ async def test_turns_and_branches_have_seeds_of_their_own_unless_the_client_sets
     await client.ask(user("a"))
     await client.ask(user("a"))
     await client.ask(user("a"), sampling=Sampling(seed=7), has_seed=True)
-    seeds = [one.sampling.seed for one in client.engine.asked]
+    seeds = [generation.sampling.seed for generation in client.engine.asked]
     assert len({1, *seeds}) == 4
     assert seeds[2] == 7
 
@@ -437,8 +439,8 @@ async def _play(actions: list[tuple[str, str, bool]], random: Any) -> None:
 async def test_only_a_request_that_is_alone_counts_as_waiting_for_a_server(
     monkeypatch: pytest.MonkeyPatch, num_requests: int, waited_s: float
 ) -> None:
-    now = 100.0
-    clock = SimpleNamespace(monotonic=lambda: now, time=lambda: now)
+    now_s = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now_s, time=lambda: now_s)
     monkeypatch.setattr("agentloop.agent.sessions.session.time", clock)
     sampling = anyio.Event()
     turn: list[Step] = [sampling.wait, *reply("one")]
@@ -455,11 +457,11 @@ async def test_only_a_request_that_is_alone_counts_as_waiting_for_a_server(
             group.start_soon(client.ask, user("a"))
         await anyio.wait_all_tasks_blocked()
         assert client.session.queued_s == 0.0
-        now += 5.0
+        now_s += 5.0
         assert client.session.queued_s == waited_s
         free.set()
         await anyio.wait_all_tasks_blocked()
-        now += 50.0  # the model samples: that is the rollout's own time
+        now_s += 50.0  # the model samples: that is the rollout's own time
         sampling.set()
     assert client.session.queued_s == waited_s
 
@@ -474,19 +476,21 @@ async def test_tokens_read_before_a_failure_stay_in_a_branch(is_read: bool) -> N
         reply("3"),
     )
     first = await client.ask(user("a"))
-    asked = TurnRequest([user("a"), first, user("b")])
+    request = TurnRequest([user("a"), first, user("b")])
     reader = [client.events.append] if is_read else []
     with pytest.raises(ServerError, match="gone"):
-        await client.session.complete(asked, as_message, *reader)
-    second = await client.ask(*asked.messages)
-    await client.ask(*asked.messages, second, user("c"))
-    main, *others = client.branches
+        await client.session.complete(request, as_message, *reader)
+    second = await client.ask(*request.messages)
+    await client.ask(*request.messages, second, user("c"))
+    main, *side_branches = client.branches
     assert [len(turn.output_ids) for turn in main.turns] == [
         len(reply(text)[0].ids) for text in ("one", "two", "3")
     ]
-    assert [[turn.output_ids for turn in one.turns] for one in others] == [[cut]] * is_read
+    assert [[turn.output_ids for turn in branch.turns] for branch in side_branches] == [
+        [cut]
+    ] * is_read
     if is_read:
-        assert others[0].prompt_ids == client.engine.asked[1].ids
+        assert side_branches[0].prompt_ids == client.engine.asked[1].ids
         assert client.reasons[1] == "the infrastructure failed before the end of the message"
 
 
@@ -592,8 +596,10 @@ async def test_a_branch_waits_for_its_client_after_each_message_and_each_failure
         await client.ask(*history)
     await client.ask(*history)
     kinds = (TurnStarted, TurnFinished, ClientAwaited)
-    told = [type(event) for event in client.events if isinstance(event, kinds)]
-    assert told == 3 * [TurnStarted, TurnFinished, ClientAwaited]
+    event_types = [type(event) for event in client.events if isinstance(event, kinds)]
+    assert event_types == 3 * [TurnStarted, TurnFinished, ClientAwaited]
     (record,) = client.branches
-    one, two = record.turns
-    assert one.started_s <= one.ended_s <= two.started_s <= two.ended_s <= record.elapsed_s
+    first, second = record.turns
+    assert (
+        first.started_s <= first.ended_s <= second.started_s <= second.ended_s <= record.elapsed_s
+    )

@@ -16,8 +16,8 @@ from agentloop.trajectory import Message, StopReason
 from tests.agentloop.agent.sessions.test_session import (
     TOOL,
     Client,
-    reply,
     as_message,
+    reply,
     user,
 )
 from tests.support import END, TEMPLATE, call_text, chunks, template, tokenizer
@@ -30,7 +30,9 @@ async def test_changed_reasoning_of_a_message_that_was_not_sampled_is_an_edit() 
         return {"role": "assistant", "content": "4", "reasoning_content": thought}
 
     client = Client(reply("one"), reply("two"))
-    before, after = ([user("2+2"), example(one), user("a")] for one in ("I add.", "I guess."))
+    before, after = (
+        [user("2+2"), example(thought), user("a")] for thought in ("I add.", "I guess.")
+    )
     first = await client.ask(*before)
     await client.ask(*after, first, user("b"))
     assert client.reasons == ["", "messages[1] differs from what came there before"]
@@ -95,13 +97,13 @@ async def test_tokens_read_before_a_client_left_are_recorded(is_streamed: bool) 
         tasks.cancel_scope.cancel()
     await client.ask(*history)  # goes on where it was, since it may ask again
     assert len(client.branches[0].turns) == 2
-    outputs = [turn.output_ids for one in client.branches for turn in one.turns]
+    outputs = [turn.output_ids for branch in client.branches for turn in branch.turns]
     assert outputs.count([1, 2]) == int(is_streamed)
     if is_streamed:
-        left = client.branches[1]
-        assert left.prompt_ids == client.engine.asked[1].ids
-        assert len(left.turns[0].logprobs) == 2
-        assert sum(span.end - span.start for span in left.turns[0].versions) == 2
+        partial = client.branches[1]
+        assert partial.prompt_ids == client.engine.asked[1].ids
+        assert len(partial.turns[0].logprobs) == 2
+        assert sum(span.end - span.start for span in partial.turns[0].versions) == 2
         assert client.reasons[1] == "its client left before the end of the message"
 
 

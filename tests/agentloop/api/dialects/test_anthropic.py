@@ -21,8 +21,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 THEIRS = {"name": "theirs", "input_schema": {"type": "object"}}
 
 
-def text(said: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "text", "text": said, **fields}
+def text(content: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "text", "text": content, **fields}
 
 
 def body(**fields: Any) -> bytes:
@@ -33,9 +33,9 @@ def chat(**fields: Any) -> ChatRequest:
     return MessagesRequest.parse(body(**fields)).to_chat()
 
 
-def messages(*given: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+def messages(*turns: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
     """Return the messages for chat completions, without the last one."""
-    made = chat(messages=[*given, {"role": "user", "content": "now"}], **fields).messages
+    made = chat(messages=[*turns, {"role": "user", "content": "now"}], **fields).messages
     assert made[-1] == {"role": "user", "content": "now"}
     return [dict(message) for message in made[:-1]]
 
@@ -57,7 +57,7 @@ def call(id: str = "c_0_0", arguments: str = "{}") -> dict[str, Any]:
 
 
 def test_parameters_become_those_of_chat_completions() -> None:
-    asked = chat(
+    request = chat(
         temperature=0.5,
         top_p=0.9,
         top_k=20,
@@ -71,7 +71,7 @@ def test_parameters_become_those_of_chat_completions() -> None:
         chat_template_kwargs={"lang": "en"},
     )
     function = {"name": "theirs", "description": "d", "parameters": {"type": "object"}}
-    assert asked == ChatRequest.parse(
+    assert request == ChatRequest.parse(
         json.dumps(
             {
                 "model": "m",
@@ -103,21 +103,21 @@ def test_parameters_become_those_of_chat_completions() -> None:
     ("theirs", "ours"), [("auto", "auto"), ("any", "required"), ("none", "none")]
 )
 def test_the_choice_of_a_tool(theirs: str, ours: str) -> None:
-    asked = chat(tools=[THEIRS], tool_choice={"type": theirs})
-    assert (asked.tool_choice, asked.parallel_tool_calls) == (ours, None)
+    request = chat(tools=[THEIRS], tool_choice={"type": theirs})
+    assert (request.tool_choice, request.parallel_tool_calls) == (ours, None)
 
 
 def test_thinking_is_switched_by_the_templates_variables() -> None:
     off = {"enable_thinking": False, "thinking": False}
     assert chat(thinking={"type": "disabled"}).template_arguments == off
     assert chat(thinking={"type": "adaptive", "display": "omitted"}).template_arguments == {}
-    asked = chat(thinking={"type": "disabled"}, chat_template_kwargs={"thinking": True})
-    assert asked.template_arguments == {"enable_thinking": False, "thinking": True}
+    request = chat(thinking={"type": "disabled"}, chat_template_kwargs={"thinking": True})
+    assert request.template_arguments == {"enable_thinking": False, "thinking": True}
 
 
 def test_a_format_may_also_be_given_by_its_older_name() -> None:
-    asked = chat(output_format={"type": "json_schema", "schema": {"type": "object"}})
-    assert asked.turn_options().rules.schema == {"type": "object"}
+    request = chat(output_format={"type": "json_schema", "schema": {"type": "object"}})
+    assert request.turn_options().rules.schema == {"type": "object"}
 
 
 def test_null_equals_a_missing_parameter() -> None:
@@ -144,9 +144,9 @@ def test_fields_that_do_not_change_the_answer_are_ignored() -> None:
         "mcp_servers": [],
         "n": 1,
     }
-    said = [text("hello", cache_control={"type": "ephemeral"}, citations=None)]
-    asked = chat(tools=[tool], messages=[{"role": "user", "content": said}], **ignored)
-    assert asked == chat(tools=[THEIRS])
+    content = [text("hello", cache_control={"type": "ephemeral"}, citations=None)]
+    request = chat(tools=[tool], messages=[{"role": "user", "content": content}], **ignored)
+    assert request == chat(tools=[THEIRS])
 
 
 @pytest.mark.parametrize(
@@ -233,11 +233,11 @@ json_values = st.recursive(
 def test_any_body_is_parsed_or_refused(fields: dict[str, Any]) -> None:
     for model in (MessagesRequest, TokenCountRequest):
         try:
-            asked = model.parse(json.dumps(fields).encode())
+            request = model.parse(json.dumps(fields).encode())
         except RequestError as error:
             assert ": " in str(error)  # noqa: PT017
         else:
-            assert asked.to_chat().messages
+            assert request.to_chat().messages
 
 
 def test_the_system_prompt_is_the_first_message() -> None:
@@ -261,7 +261,7 @@ def test_an_answer_is_one_message() -> None:
 
 
 def test_results_come_before_what_the_user_says() -> None:
-    said = {
+    user_message = {
         "role": "user",
         "content": [
             text("one"),
@@ -273,8 +273,8 @@ def test_results_come_before_what_the_user_says() -> None:
         ],
     }
     answer = assistant(*(use(id) for id in "abcd"))
-    asked = chat(messages=[*HELLO, answer, said])
-    assert asked.messages[2:] == [
+    request = chat(messages=[*HELLO, answer, user_message])
+    assert request.messages[2:] == [
         {"role": "tool", "tool_call_id": "a", "content": "x\ny"},
         {"role": "tool", "tool_call_id": "b", "content": "[error] no"},
         {"role": "tool", "tool_call_id": "c", "content": "[error] no"},

@@ -38,7 +38,7 @@ def text(text: str, kind: str = "input_text") -> dict[str, Any]:
 
 
 def test_supported_parameters_are_translated() -> None:
-    asked = chat(
+    request = chat(
         model="m",
         instructions="Be brief.",
         temperature=0,
@@ -57,28 +57,28 @@ def test_supported_parameters_are_translated() -> None:
         reasoning={"effort": "low", "summary": "auto"},
         chat_template_kwargs={"a": 1},
     )
-    assert asked.messages == [message("Be brief.", "system"), message("hello")]
-    assert (asked.model, asked.stream, asked.token_limit) == ("m", True, 10)
-    assert asked.sampling_overrides() == {
+    assert request.messages == [message("Be brief.", "system"), message("hello")]
+    assert (request.model, request.stream, request.token_limit) == ("m", True, 10)
+    assert request.sampling_overrides() == {
         "temperature": 0,
         "top_p": 0.9,
         "top_k": 5,
         "min_p": 0.1,
         "seed": 3,
     }
-    options = asked.turn_options()
+    options = request.turn_options()
     assert (options.stop, options.single_call, options.num_top_logprobs) == (("a",), True, 2)
     assert options.rules == OutputRules("required")
-    assert asked.tools == [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
-    assert asked.template_arguments == {"reasoning_effort": "low", "a": 1}
-    assert asked.logprobs
+    assert request.tools == [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    assert request.template_arguments == {"reasoning_effort": "low", "a": 1}
+    assert request.logprobs
 
 
 def test_parameters_of_the_bare_model_are_left_to_the_service() -> None:
-    asked = chat(frequency_penalty=0.5, stop_token_ids=[3])
-    assert asked.server_parameters() == {"frequency_penalty": 0.5}
+    request = chat(frequency_penalty=0.5, stop_token_ids=[3])
+    assert request.server_parameters() == {"frequency_penalty": 0.5}
     with pytest.raises(Unsupported, match=r"^frequency_penalty: "):
-        asked.refuse_for_agent()
+        request.refuse_for_agent()
 
 
 def test_null_equals_a_missing_parameter() -> None:
@@ -265,7 +265,7 @@ def test_a_request_continues_a_conversation_with_its_own_instructions() -> None:
 
 def test_the_tools_of_a_namespace_are_offered_under_both_names() -> None:
     group = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [F, G]}
-    asked = parse(
+    request = parse(
         tools=[F, group],
         input=[
             message("hello"),
@@ -279,11 +279,11 @@ def test_the_tools_of_a_namespace_are_offered_under_both_names() -> None:
             {"type": "function_call_output", "call_id": "c1", "output": "1"},
         ],
     )
-    functions = [tool["function"] for tool in asked.to_chat().tools or ()]
-    assert [one["name"] for one in functions] == ["f", "crm__f", "crm__g"]
+    functions = [tool["function"] for tool in request.to_chat().tools or ()]
+    assert [function["name"] for function in functions] == ["f", "crm__f", "crm__g"]
     assert functions[2].get("description") == "Customers.\n\nEdits files."
-    assert asked.custom_tools == {"crm__g"}
-    assert asked.to_chat().messages[1]["tool_calls"] == [call("c1", "crm__f")]
+    assert request.custom_tools == {"crm__g"}
+    assert request.to_chat().messages[1]["tool_calls"] == [call("c1", "crm__f")]
     searches = {**group, "tools": [{"type": "web_search"}]}
     with pytest.raises(Unsupported, match=r"tools\[0\]\.tools\[0\]\.type"):
         parse(tools=[searches])
@@ -291,37 +291,37 @@ def test_the_tools_of_a_namespace_are_offered_under_both_names() -> None:
 
 def test_a_custom_tool_becomes_a_function_of_one_text() -> None:
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
-    asked = parse(
+    request = parse(
         tools=[{**G, "format": grammar}, {"type": "custom", "name": "h"}],
         tool_choice={"type": "custom", "name": "g"},
     )
-    first, second = asked.to_chat().tools or []
+    first, second = request.to_chat().tools or []
     assert first["function"]["name"] == "g"
     assert first["function"].get("description") == (
         "Edits files.\n\nThe input must match this Lark grammar:\n\nstart: /a+/"
     )
     assert (second["function"].get("parameters") or {})["required"] == ["input"]
     assert "description" not in second["function"]
-    assert asked.to_chat().turn_options().rules == OutputRules("g")
-    assert asked.custom_tools == {"g", "h"}
+    assert request.to_chat().turn_options().rules == OutputRules("g")
+    assert request.custom_tools == {"g", "h"}
 
 
 def test_allowed_tools_are_the_ones_that_are_offered() -> None:
     allowed = {"type": "allowed_tools", "tools": [{"type": "custom", "name": "g"}]}
-    asked = chat(tools=[F, G], tool_choice={**allowed, "mode": "required"})
-    assert [tool["function"]["name"] for tool in asked.tools or ()] == ["g"]
-    assert asked.tool_choice == "required"
+    request = chat(tools=[F, G], tool_choice={**allowed, "mode": "required"})
+    assert [tool["function"]["name"] for tool in request.tools or ()] == ["g"]
+    assert request.tool_choice == "required"
 
 
 def test_a_search_beside_other_tools_is_not_offered() -> None:
     search = {"type": "web_search", "external_web_access": False}
-    asked = chat(tools=[search, F])
-    assert [tool["function"]["name"] for tool in asked.tools or ()] == ["f"]
+    request = chat(tools=[search, F])
+    assert [tool["function"]["name"] for tool in request.tools or ()] == ["f"]
 
 
 def test_a_request_of_codex_is_accepted() -> None:
     """The fields are those of `ResponsesApiRequest` and `ResponseItem` in its sources."""
-    asked = chat(
+    request = chat(
         model="m",
         instructions="You are a coding agent.",
         input=[
@@ -354,7 +354,7 @@ def test_a_request_of_codex_is_accepted() -> None:
         include=["reasoning.encrypted_content"],
         prompt_cache_key="k",
     )
-    assert asked.messages == [
+    assert request.messages == [
         message("You are a coding agent.", "system"),
         message("List the files."),
         {
@@ -373,7 +373,7 @@ def test_the_schema_describes_each_parameter(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "rules"),
+    ("answer_format", "rules"),
     [
         ({"type": "json_object"}, OutputRules(schema={"type": "object"})),
         (
@@ -382,5 +382,5 @@ def test_the_schema_describes_each_parameter(name: str) -> None:
         ),
     ],
 )
-def test_the_form_of_the_answer(asked: Any, rules: OutputRules) -> None:
-    assert chat(text={"format": asked}).turn_options().rules == rules
+def test_the_form_of_the_answer(answer_format: Any, rules: OutputRules) -> None:
+    assert chat(text={"format": answer_format}).turn_options().rules == rules

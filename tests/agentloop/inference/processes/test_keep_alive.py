@@ -34,8 +34,8 @@ class Process:
         self._how = ""
         self._dead = anyio.Event()
 
-    def die(self, how: str) -> None:
-        self.alive, self._how = False, how
+    def die(self, ending: str) -> None:
+        self.alive, self._how = False, ending
         self._dead.set()
 
     async def wait_dead(self) -> str:

@@ -44,8 +44,8 @@ class Flight(RuleBasedStateMachine):
         buckets = [min(31, length // 10) for length in self.lengths.values()]
         assert self.forecast._present == [buckets.count(bucket) for bucket in range(32)]
         assert len(self.forecast) == len(self.lengths)
-        now = sum(10 * (bucket + 0.5) for bucket in buckets)
-        assert now - 1e-6 <= self.forecast.peak() <= 320 * len(buckets) + 1e-6
+        present = sum(10 * (bucket + 0.5) for bucket in buckets)
+        assert present - 1e-6 <= self.forecast.peak() <= 320 * len(buckets) + 1e-6
         assert self.forecast.peak(3) >= self.forecast.peak()
 
 

@@ -122,22 +122,22 @@ async def test_groups_of_conversations_are_admitted_by_the_prompt_that_siblings_
 
 
 async def test_a_source_is_asked_only_when_there_is_capacity() -> None:
-    gate, asked = gate_of([600]), list[int]()
+    gate, requests = gate_of([600]), list[int]()
     end = anyio.Event()
 
     async def source() -> None:
         for index in range(3):
             await gate.wait_for_capacity(4)
-            asked.append(index)
+            requests.append(index)
             tasks.start_soon(hold, gate, f"g{index}", [], end)
             await anyio.wait_all_tasks_blocked()
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(source)
         await anyio.wait_all_tasks_blocked()
-        assert asked == [0]
+        assert requests == [0]
         end.set()
-    assert asked == [0, 1, 2]
+    assert requests == [0, 1, 2]
 
 
 async def test_new_capacity_admits_groups_at_the_next_report() -> None:
@@ -209,17 +209,17 @@ async def test_no_state_is_left_and_no_group_is_lost(
             await hold(gate, f"g{index}", inside, ends[index])
 
     async with anyio.create_task_group() as tasks:
-        for number, (what, index) in enumerate(script):
-            if what == "start" and index not in scopes:
+        for number, (action, index) in enumerate(script):
+            if action == "start" and index not in scopes:
                 tasks.start_soon(one, index)
                 await anyio.lowlevel.checkpoint()
-            elif what == "cancel" and index in scopes:
+            elif action == "cancel" and index in scopes:
                 scopes[index].cancel()
-            elif what == "end":
+            elif action == "end":
                 ends[index].set()
-            elif what == "grow":
+            elif action == "grow":
                 gate.record_length(f"g{index}.{number % 4}", number * 10)
-            elif what == "finish":
+            elif action == "finish":
                 gate.end_conversation(f"g{index}.{number % 4}", is_complete=True)
             if number % 3 == 0:
                 await anyio.lowlevel.checkpoint()

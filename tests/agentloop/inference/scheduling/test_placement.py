@@ -42,9 +42,9 @@ def ask(key: str = "new", tokens: int = 500, **options: object) -> PlacementRequ
 
 
 def choose(
-    books: KVLedger, one: PlacementRequest, *, waited_s: float = 0.0, seed: int = 0
+    books: KVLedger, request: PlacementRequest, *, waited_s: float = 0.0, seed: int = 0
 ) -> Decision:
-    return KVPolicy(books, seed=seed).choose(one, RANKS, now_s=0.0, waited_s=waited_s)
+    return KVPolicy(books, seed=seed).choose(request, RANKS, now_s=0.0, waited_s=waited_s)
 
 
 def test_kv_goes_where_it_fits() -> None:
@@ -127,8 +127,8 @@ def test_kv_keeps_capacity_for_returning_trajectories_unless_a_request_waited_fo
 def test_kv_counts_requests_of_others_as_reported() -> None:
     books = ledger()
     for rank in RANKS[:3]:
-        for now in range(2):
-            books.report(rank, LoadReport(9000, 40, 0), float(now))
+        for second in range(2):
+            books.report(rank, LoadReport(9000, 40, 0), float(second))
     assert {choose(books, ask(), seed=seed).rank for seed in range(9)} == {RANKS[3]}
 
 
@@ -143,12 +143,12 @@ def test_kv_never_admits_what_does_not_fit(held: list[tuple[int, int]], seed: in
                 books.park(f"s{number}", 0.0)
     growth = books.predictor.remaining("")  # learned from the turns that have been parked
     decision = choose(books, ask(tokens=2000), seed=seed)
-    for one in decision.candidates:
-        pool = books.pools[one.rank]
-        if one.rank == decision.rank and pool.num_sequences:
+    for candidate in decision.candidates:
+        pool = books.pools[candidate.rank]
+        if candidate.rank == decision.rank and pool.num_sequences:
             assert pool.num_free - pool.num_kept >= 2000 + growth
     if decision.rank is None:
-        assert all(not one.fits for one in decision.candidates)
+        assert all(not candidate.fits for candidate in decision.candidates)
 
 
 def test_a_decision_explains_its_candidates() -> None:
@@ -156,11 +156,11 @@ def test_a_decision_explains_its_candidates() -> None:
     place(books, RANKS[0], "s", 1000)
     books.park("s", 0.0)
     decision = choose(books, ask("ks", 1200))
-    assert [one.rank for one in decision.candidates] == RANKS
-    own = decision.candidates[0]
-    assert (own.num_cached, own.need, own.fits) == (1001, 1200, True)
-    assert own.prefill_s == pytest.approx(199 * Costs().prefill_s_per_token)
-    assert own.cost_s == min(one.cost_s for one in decision.candidates)
+    assert [candidate.rank for candidate in decision.candidates] == RANKS
+    cached = decision.candidates[0]
+    assert (cached.num_cached, cached.need, cached.fits) == (1001, 1200, True)
+    assert cached.prefill_s == pytest.approx(199 * Costs().prefill_s_per_token)
+    assert cached.cost_s == min(candidate.cost_s for candidate in decision.candidates)
     lines = decision.explain().splitlines()
     assert lines[0] == "kv: its own server caches its context"
     assert [line[:4] for line in lines[1:]] == ["-> a", "   b", "   c", "   d"]
@@ -172,7 +172,7 @@ def test_a_rank_without_capacity_is_shown_as_such() -> None:
     for rank in RANKS[:3]:
         place(books, rank, rank.server, 700)
     decision = choose(books, ask(tokens=400))
-    assert [one.fits for one in decision.candidates] == [False] * 3 + [True]
+    assert [candidate.fits for candidate in decision.candidates] == [False] * 3 + [True]
     lines = decision.explain().splitlines()
     assert lines[1].startswith("   a#0 does not fit; needs 500 of 299 tokens")
     assert "decode" in lines[4]
@@ -186,9 +186,9 @@ def test_costs_only_need_to_be_right_in_proportion() -> None:
             books.park(f"s{number}", 0.0)
     slow = Costs(**{name: 10 * cost for name, cost in dataclasses.asdict(Costs()).items()})
     for number in range(1, 12, 2):
-        one = ask(f"ks{number}", 1000 + 500 * number + 200)
-        fast_choice = KVPolicy(books).choose(one, RANKS, now_s=0.0)
-        slow_choice = KVPolicy(books, costs=slow).choose(one, RANKS, now_s=0.0)
+        request = ask(f"ks{number}", 1000 + 500 * number + 200)
+        fast_choice = KVPolicy(books).choose(request, RANKS, now_s=0.0)
+        slow_choice = KVPolicy(books, costs=slow).choose(request, RANKS, now_s=0.0)
         assert fast_choice.rank == slow_choice.rank
 
 

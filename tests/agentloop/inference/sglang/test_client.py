@@ -87,18 +87,18 @@ async def test_requests_use_sglangs_parameters() -> None:
     fake = FakeSGLang(ANSWER, end="length")
     async with client(fake) as server:
         assert (await stream(server, max_new_tokens=4))[-1].end is TurnEnd.LENGTH
-    (asked,) = fake.requests
-    assert asked["input_ids"] == PROMPT
-    assert (asked["stream"], asked["return_logprob"], asked["rid"]) == (True, True, "r-1")
-    params = asked["sampling_params"]
+    (request,) = fake.requests
+    assert request["input_ids"] == PROMPT
+    assert (request["stream"], request["return_logprob"], request["rid"]) == (True, True, "r-1")
+    params = request["sampling_params"]
     assert (params["max_new_tokens"], params["stop_token_ids"]) == (4, [99])
     assert "sampling_seed" not in params
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
-@pytest.mark.parametrize("how", ["cut", "done"])
-async def test_a_stream_that_breaks_is_unavailable(how: Any, after: int) -> None:
-    fake = FakeSGLang(ANSWER, faults=deque([Fault(how, after)]))
+@pytest.mark.parametrize("kind", ["cut", "done"])
+async def test_a_stream_that_breaks_is_unavailable(kind: Any, after: int) -> None:
+    fake = FakeSGLang(ANSWER, faults=deque([Fault(kind, after)]))
     received: list[int] = []
     async with client(fake) as server:
         with pytest.raises(ServerUnavailable):
@@ -168,7 +168,7 @@ async def test_an_abort_with_a_callers_status_is_a_refusal(
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "said"),
+    ("status", "body", "error"),
     [
         (400, b'{"error": {"message": "temperature must be"}}', "400: temperature must be"),
         (422, b'{"detail": "no"}', "422: .*detail"),
@@ -178,10 +178,10 @@ async def test_an_abort_with_a_callers_status_is_a_refusal(
         (502, b"x" * 5_000_000, "502: x{20}"),
     ],
 )
-async def test_a_refusal_says_why_whatever_its_body(status: int, body: bytes, said: str) -> None:
+async def test_a_refusal_says_why_whatever_its_body(status: int, body: bytes, error: str) -> None:
     fake = FakeSGLang(ANSWER, faults=deque([Fault("refuse", status=status, body=body)]))
     async with client(fake) as server:
-        with pytest.raises(ServerRefused, match=said) as caught:
+        with pytest.raises(ServerRefused, match=error) as caught:
             await stream(server)
     assert caught.value.status == status
     assert len(str(caught.value)) < 1000
