@@ -63,7 +63,7 @@ class _Static(_StickyPolicy):
         self._num_assigned = 0
 
     def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now: float, waited_s: float
+        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
     ) -> Decision:
         name, why = request.group or request.key, "its group is assigned to this server"
         pool = self._remembered(name, pools)
@@ -85,7 +85,7 @@ class _RoundRobin(_GatewayPolicy):
         self._num_chosen = 0
 
     def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now: float, waited_s: float
+        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
     ) -> Decision:
         pool = pools[self._num_chosen % len(pools)]
         self._num_chosen += 1
@@ -96,7 +96,7 @@ class _LeastRequests(_GatewayPolicy):
     name = "least_requests"
 
     def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now: float, waited_s: float
+        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
     ) -> Decision:
         pool = self._least_busy(pools)
         return self._decide(request, pool, pools, f"fewest requests ({pool.num_sequences})")
@@ -106,7 +106,7 @@ class _PowerOfTwo(_GatewayPolicy):
     name = "power_of_two"
 
     def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now: float, waited_s: float
+        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
     ) -> Decision:
         drawn = self._random.sample(pools, min(2, len(pools)))
         pool = min(drawn, key=lambda pool: pool.num_sequences)
@@ -120,7 +120,7 @@ class _StickyLeastLoaded(_StickyPolicy):
     name = "sticky_least_loaded"
 
     def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now: float, waited_s: float
+        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
     ) -> Decision:
         pool = self._remembered(request.key, pools)
         if pool is not None:

@@ -220,7 +220,7 @@ class PlayedRuntime:
         except ServerUnavailable as error:
             return Trajectory(key, prompt, [turn], StopReason.INFRASTRUCTURE, str(error))
         finally:
-            self.router.forget(key, whole=True)
+            self.router.forget(key, is_complete=True)
         is_easy = prompt[1] % 7 == 3  # all of such a group are correct: it has no signal
         right, broken, failed = turn.output_ids[0] % 2, turn.output_ids[1], turn.output_ids[2]
         answer = _answer(question) if is_easy or right else "wrong"

@@ -364,7 +364,7 @@ class Bench:
                 return router.group(group, len(scripts), scripts[0].num_shared)
 
             def forget(key: str, whole: bool) -> None:
-                router.forget(key, whole=whole)
+                router.forget(key, is_complete=whole)
 
             play = Play(self.scripts, send, budget=self.budget)
             figures = await play.run(

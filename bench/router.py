@@ -375,7 +375,7 @@ class Simulation:
             pools = self.ledger.pools.values()
             chosen = self.cache_aware.choose(request, [pool.num_sequences for pool in pools])
         else:
-            decision = self.placement.choose(request, self.ranks, now=self.now, waited_s=waited_s)
+            decision = self.placement.choose(request, self.ranks, now_s=self.now, waited_s=waited_s)
             chosen = -1 if decision.rank is None else self._index[decision.rank]
         self._choose_s.append(time.perf_counter() - started)
         if self.options.has_queue and self.policy != "kv" and chosen >= 0:
@@ -483,7 +483,7 @@ class Simulation:
     def _forecast_ends(self) -> None:
         """Report ends with the delay of tokens, or short rollouts would seem frequent."""
         for key, whole in self._over:
-            self.admission.forecast.end(key, whole=whole)
+            self.admission.forecast.end(key, is_complete=whole)
         self._over.clear()
 
     def _reported(self, reports: Sequence[LoadReport]) -> None:

@@ -102,7 +102,7 @@ class _PlayedEngine:
         self.took_s.setdefault(name, []).append(time.perf_counter() - asked_s)
         on_chunk(self._chunk)
 
-    def forget(self, key: str, *, whole: bool) -> None:
+    def forget(self, key: str, *, is_complete: bool) -> None:
         """Do nothing: there is no cache."""
 
 

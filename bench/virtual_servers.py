@@ -265,7 +265,7 @@ class Servers:
             await anyio.sleep(_TICK_S)
             for server in self.servers:
                 for key, num_tokens in server.in_flight():
-                    self._gate.reached(key, num_tokens)
+                    self._gate.record_length(key, num_tokens)
             before, num_retracted = num_retracted, sum(one.num_retracted for one in self.servers)
             self._gate.observe(_now(), num_retracted - before, _now())
 
@@ -278,7 +278,7 @@ class Servers:
             for server in at:
                 server.num_rollouts -= 1
         self.num_ended += 1
-        self._gate.ended(key, whole=True)
+        self._gate.end_conversation(key, is_complete=True)
         return trajectory
 
     async def _turns(self, key: str, group: str, spec: RolloutSpec, at: list[Server]) -> Trajectory:
@@ -297,7 +297,7 @@ class Servers:
             spans = await self._place(at).generate(job)
             num_own += turn.num_output + turn.num_tool
             left -= turn.num_output + turn.num_tool
-            self._gate.reached(key, num_own)
+            self._gate.record_length(key, num_own)
             is_last = turn is spec.turns[-1]
             record.turns.append(_as_turn(spans, 0 if is_last else turn.num_tool))
             if not is_last:

@@ -187,7 +187,7 @@ class ScriptedEngine:
         finally:
             self.num_open -= 1
 
-    def forget(self, key: str, *, whole: bool) -> None:
+    def forget(self, key: str, *, is_complete: bool) -> None:
         self.forgotten.append(key)
 
 

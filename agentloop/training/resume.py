@@ -233,7 +233,7 @@ class ResumableTraining(ABC):
         while True:
             if not self._max_restarts:
                 raise error
-            delay_s = self._restarts.died(time.monotonic())
+            delay_s = self._restarts.record_death(time.monotonic())
             if delay_s is None:
                 raise LearnerError(
                     f"the learner was lost too often (ranks.max_restarts): {error}"

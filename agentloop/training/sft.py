@@ -30,7 +30,7 @@ import pydantic
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.tools import Schema
-from agentloop.agent.truncation import truncated
+from agentloop.agent.truncation import truncate
 from agentloop.environments.tasks.sources import read_jsonl
 from agentloop.environments.tasks.teacher import lessons
 from agentloop.errors import DataError, RequestError, RunFolderError
@@ -256,7 +256,7 @@ def _add_turns(
         num_calls, num_results = len(turn.calls), len(contents)
         if goes_on and num_calls == num_results > 0:
             limit = max_tool_response_tokens
-            cut = [truncated(chat, content, limit) for content in contents]
+            cut = [truncate(chat, content, limit) for content in contents]
             turn.observation_ids = chat.observation(cut, turn.calls)
         elif goes_on or num_results or (num_calls and index < len(messages)):
             raise RequestError(

@@ -182,7 +182,7 @@ class RemoteRuntimes:
                 if not was_ready:
                     raise
                 how = str(error)
-            delay_s = restarts.died(time.monotonic())
+            delay_s = restarts.record_death(time.monotonic())
             if delay_s is None:
                 self._num_left -= 1
                 if not self._num_left:

@@ -33,7 +33,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from agentloop.aio import task_group
 from agentloop.errors import AgentLoopError
-from agentloop.inference.processes.supervise import guarded
+from agentloop.inference.processes.supervise import start_guarded
 from agentloop.training.learner_client.launch import (
     RanksSettings,
     Start,
@@ -221,7 +221,7 @@ async def spawn_here(start: Start, log_path: Path) -> anyio.abc.Process:
     """Start a process on this machine, under a guardian. Shielded, so that none is left alone."""
     environment = {**os.environ, **start.environment}
     with anyio.CancelScope(shield=True):  # no deadline: a fork takes milliseconds
-        process = await guarded(
+        process = await start_guarded(
             start.command, environment, log_path, stop_timeout_s=0, folder=start.folder
         )
     return process  # noqa: RET504

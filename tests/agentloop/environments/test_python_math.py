@@ -115,7 +115,7 @@ class Engine:
             on_chunk(chunk)
             await anyio.lowlevel.checkpoint()
 
-    def forget(self, key: str, *, whole: bool) -> None:
+    def forget(self, key: str, *, is_complete: bool) -> None:
         pass
 
 

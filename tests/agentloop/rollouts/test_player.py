@@ -182,7 +182,7 @@ async def test_what_an_environment_records_is_beside_the_reward() -> None:
         figures = RolloutFigures.of(rollout)
         assert GroupFigures.from_dict(asdict(GroupFigures([figures]))).rollouts == [figures]
     group = RolloutGroup(TASK, [rollout])
-    assert [row["recorded"] for row in group.rows()] == [{"tries": 3.0, "depth": 2.0}]
+    assert [row.recorded for row in group.rows()] == [{"tries": 3.0, "depth": 2.0}]
 
 
 async def test_a_recorded_value_must_be_a_number() -> None:
