@@ -18,12 +18,12 @@ import anyio
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import NotThere
-from agentloop.observe.bottleneck import Part, ServedOn, Spent, split_tool_time, union_s
+from agentloop.observe.bottleneck import Part, ServedOn, Spent, split_tool_time
 from agentloop.observe.latency import Duration, of_turn, summary_of
 from agentloop.observe.record import RecordReader
 from agentloop.observe.runs import curves, read_metrics, runs_beside, start_metrics
 from agentloop.plain_json import dumps, loads
-from agentloop.trajectory import ToolCallStatus, Trajectory, rollout_of
+from agentloop.trajectory import ToolCallStatus, Trajectory, rollout_of, union_s
 
 __all__ = ["Archive", "read_group", "read_rollout"]
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from agentloop.trajectory import union_s
+
 __all__ = [
     "CallTimes",
     "Part",
@@ -24,7 +26,6 @@ __all__ = [
     "Spent",
     "served_on",
     "split_tool_time",
-    "union_s",
 ]
 
 _MIN_SHARE = 0.05  # of the window; a smaller part is no bottleneck
@@ -189,15 +190,6 @@ def _of(seconds: float, total: float) -> str:
         return f"{1000 * seconds:.0f} of {1000 * total:.0f} ms"
     digits = 1 if total < 100 else 0
     return f"{seconds:.{digits}f} of {total:.{digits}f} s"
-
-
-def union_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that at least one span covers."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
 
 
 def split_tool_time(

@@ -15,7 +15,7 @@ from agentloop.analysis.entropy import (
     TokenPosition,
     analyze,
     k3,
-    marked,
+    mark_highest,
     nearest_version,
 )
 
@@ -40,7 +40,7 @@ rollouts = st.lists(st.lists(turns(), max_size=4), max_size=4)
 def test_the_highest_are_marked_and_no_more_than_the_share(
     found: list[float], share: float
 ) -> None:
-    marks = marked(found, share)
+    marks = mark_highest(found, share)
     above = [entropy for entropy, mark in zip(found, marks, strict=True) if mark]
     below = [entropy for entropy, mark in zip(found, marks, strict=True) if not mark]
     assert not above or not below or min(above) >= max(below)
@@ -51,13 +51,13 @@ def test_the_highest_are_marked_and_no_more_than_the_share(
 @given(entropies)
 def test_of_equal_ones_the_first_are_marked(found: list[float]) -> None:
     flat = [1.0] * len(found)
-    marks = marked(flat, 0.2)
+    marks = mark_highest(flat, 0.2)
     assert marks == sorted(marks, reverse=True)
 
 
 def test_a_share_of_a_round_number_is_round() -> None:
     """0.1 * 30 is 3.0000000000000004."""
-    assert [sum(marked([1.0] * num, 0.1)) for num in (0, 1, 10, 11, 30)] == [0, 1, 1, 2, 3]
+    assert [sum(mark_highest([1.0] * num, 0.1)) for num in (0, 1, 10, 11, 30)] == [0, 1, 1, 2, 3]
 
 
 @given(rollouts, shares)
@@ -72,7 +72,7 @@ def test_every_token_is_counted_once(found: list[list[Sampled]], share: float) -
     assert analysis.num == len(sampled)
     sizes = [sum(len(turn.ids) for turn in one) for one in found]
     assert analysis.num_rollouts == sum(size > 0 for size in sizes)
-    assert analysis.num_marked == sum(sum(marked([0.0] * size, share)) for size in sizes)
+    assert analysis.num_marked == sum(sum(mark_highest([0.0] * size, share)) for size in sizes)
     for kind, figures in analysis.kinds.items():
         mine = [(id, entropy) for one, id, entropy in sampled if one is kind]
         ids = Counter(id for id, _ in mine)

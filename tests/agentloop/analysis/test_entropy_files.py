@@ -170,10 +170,10 @@ def test_what_is_kept_is_found_again(tmp_path: Path, rollouts: list[RecordedRoll
     """The file has the form that the page reads: a line for each rollout, by its id."""
     folder = EntropyFolder(tmp_path)
     found = GroupScores([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25)
-    assert folder.kept(1, rollouts, ORIGIN) is None
-    folder.keep(1, rollouts, ORIGIN, found)
-    folder.keep(2, rollouts, ORIGIN, found)
-    assert folder.kept(1, rollouts, ORIGIN) == found
+    assert folder.load(1, rollouts, ORIGIN) is None
+    folder.save(1, rollouts, ORIGIN, found)
+    folder.save(2, rollouts, ORIGIN, found)
+    assert folder.load(1, rollouts, ORIGIN) == found
     lines = (tmp_path / "entropy" / "group-0000001.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {"id": "1.0", "entropies": [[0.1, 0.2, 0.3], [0.4], []]},
@@ -185,12 +185,12 @@ def test_entropies_of_other_weights_or_rollouts_are_not_used(
     tmp_path: Path, rollouts: list[RecordedRollout]
 ) -> None:
     folder = EntropyFolder(tmp_path)
-    folder.keep(1, rollouts, ORIGIN, GroupScores([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25))
+    folder.save(1, rollouts, ORIGIN, GroupScores([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25))
     other = Origin("/weights/2", "other weights there", "2", 1.0)
-    assert folder.kept(1, rollouts, other) is None
-    assert folder.kept(2, rollouts, ORIGIN) is None
-    assert folder.kept(1, rollouts[::-1], ORIGIN) is None
-    assert folder.kept(1, rollouts[:1], ORIGIN) is None
+    assert folder.load(1, rollouts, other) is None
+    assert folder.load(2, rollouts, ORIGIN) is None
+    assert folder.load(1, rollouts[::-1], ORIGIN) is None
+    assert folder.load(1, rollouts[:1], ORIGIN) is None
 
 
 @pytest.mark.parametrize("name", ["group-0000001.jsonl", "about.json"])
@@ -200,11 +200,11 @@ def test_damaged_entropies_are_computed_again(
 ) -> None:
     folder = EntropyFolder(tmp_path)
     found = GroupScores([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25)
-    folder.keep(1, rollouts, ORIGIN, found)
+    folder.save(1, rollouts, ORIGIN, found)
     (tmp_path / "entropy" / name).write_bytes(damage)
-    assert folder.kept(1, rollouts, ORIGIN) is None
-    folder.keep(1, rollouts, ORIGIN, found)
-    assert folder.kept(1, rollouts, ORIGIN) == found
+    assert folder.load(1, rollouts, ORIGIN) is None
+    folder.save(1, rollouts, ORIGIN, found)
+    assert folder.load(1, rollouts, ORIGIN) == found
 
 
 def test_a_place_that_cannot_be_written_is_named(
@@ -212,7 +212,7 @@ def test_a_place_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "entropy").touch()
     with pytest.raises(RunFolderError, match="entropy"):
-        EntropyFolder(tmp_path).keep(1, rollouts, ORIGIN, GroupScores([[], []], 0.0))
+        EntropyFolder(tmp_path).save(1, rollouts, ORIGIN, GroupScores([[], []], 0.0))
 
 
 def test_other_weights_in_the_same_place_are_others(tmp_path: Path) -> None:

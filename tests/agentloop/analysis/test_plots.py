@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.analysis.plots import PANELS, labels_of, plot_runs, smoothed
+from agentloop.analysis.plots import PANELS, labels_of, moving_average, plot_runs
 from agentloop.errors import RunFolderError, SettingsError
 
 
@@ -188,7 +188,7 @@ def test_labels_are_as_long_as_they_must_be(tmp_path: Path) -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6)), st.integers(0, 10))
 def test_smoothing_is_a_mean_of_neighbours(values: list[float], window: int) -> None:
-    found = smoothed(values, window)
+    found = moving_average(values, window)
     assert len(found) == len(values)
     for index, one in enumerate(found):
         near = values[max(0, index - window) : index + window + 1]

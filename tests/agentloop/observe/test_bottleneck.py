@@ -13,8 +13,8 @@ from agentloop.observe.bottleneck import (
     Spent,
     served_on,
     split_tool_time,
-    union_s,
 )
+from agentloop.trajectory import union_s
 
 SECONDS = st.floats(0.0, 100.0, allow_nan=False)
 

@@ -21,7 +21,7 @@ from agentloop.environments.examples.warehouse import find
 from agentloop.environments.examples.warehouse_server import locate
 from agentloop.environments.tasks.sources import Task
 from agentloop.models import SMALL
-from agentloop.rollouts.scripted import taught
+from agentloop.rollouts.scripted import teacher_dialogues
 from agentloop.sandbox import Pool
 from agentloop.training.sft import DialoguesSettings, read_dialogues, trajectories_of
 
@@ -108,7 +108,7 @@ async def test_an_examples_teacher_is_understood_and_wins_sometimes(
 async def test_a_taught_rollout_that_its_budget_cuts_short_is_left_out() -> None:
     task = task_of(TASK)
     taught_by = partial(
-        taught,
+        teacher_dialogues,
         replace(guess, teacher=lambda task, rng: halves),
         task,
         Random(0),
