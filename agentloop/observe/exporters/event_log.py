@@ -20,13 +20,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import anyio
 import anyio.to_thread
 import pydantic
 
 from agentloop.aio import task_group
+from agentloop.config import as_limits
 from agentloop.events import (
     CallFinished,
     Event,
@@ -81,17 +82,12 @@ class EventLogLimits(EventLogSettings):
         65_536, ge=1, description="Maximum number of queued lines; more are dropped and counted."
     )
 
-    @classmethod
-    def of(cls, settings: EventLogSettings) -> Self:
-        """Return `settings` with the usual limits, unless it has limits of its own."""
-        return settings if isinstance(settings, cls) else cls(**settings.model_dump())
-
 
 class EventLog:
     """The event log of a run; pass every event to `on_event`. Create it with `EventLog.open`."""
 
     def __init__(self, folder: Path, settings: EventLogSettings | None = None) -> None:
-        self._settings = EventLogLimits.of(settings or EventLogSettings())
+        self._settings = as_limits(EventLogLimits, settings or EventLogSettings())
         self._file = _File(folder, self._settings.max_mib * 2**20 // 2)
         self._waiting: list[Line] = []
         self._num_unrecorded = 0  # dropped lines that the file does not mention yet
@@ -141,9 +137,9 @@ class EventLog:
             return
         self._waiting.append({"t": time.time(), "event": name, **line})
 
-    def _drop(self, num: int, why: str) -> None:
+    def _drop(self, num: int, reason: str) -> None:
         self._num_unrecorded += num
-        self._dropped.add(num, why)
+        self._dropped.add(num, reason)
 
     async def _keep_writing(self) -> None:
         while True:
@@ -313,7 +309,7 @@ def _group_finished(event: GroupFinished) -> Line:
     }
 
 
-def _measured(event: Measured) -> Line:
+def _metrics_row(event: Measured) -> Line:
     return {"row": dict(event.row)}
 
 
@@ -340,7 +336,7 @@ _LINES = cast(
         RolloutScored: ("rollout_scored", _rollout_scored),
         GroupStarted: ("group_started", _group_started),
         GroupFinished: ("group_finished", _group_finished),
-        Measured: ("measured", _measured),
+        Measured: ("measured", _metrics_row),
         WeightsLoaded: ("weights_loaded", _weights_loaded),
     },
 )

@@ -20,6 +20,7 @@ import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 __all__ = ["EventFile"]
 
@@ -27,22 +28,22 @@ _FIXED64, _BYTES, _FIXED32 = 1, 2, 5  # wire types; 0 is a varint
 
 
 class EventFile:
-    """An event file in `folder`, which is created if necessary.
+    """An event file in a folder (`Sink`); `tensorboard --logdir RUNS` shows all runs in it.
 
-    Files of other processes in the same folder belong to the same run.
-
-    Raises:
-        OSError: The file cannot be written.
+    Files of other processes in the same folder belong to the same run. Methods raise OSError if the
+    file cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+
+    def start(self, run_name: str, config: Mapping[str, Any]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (folder / name).open("ab")
+        self._file = (self._folder / name).open("ab")
         self._write(_field(3, b"brain.Event:2"))
 
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the values of a step to the file."""
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         summary = b"".join(
             _field(1, _field(1, tag.encode()) + _key(2, _FIXED32) + _float32(value))
             for tag, value in values.items()

@@ -97,7 +97,7 @@ def test_a_union_is_at_most_the_sum(spans: list[tuple[float, float]]) -> None:
 
 
 def test_two_rollouts_share_the_time_of_the_clock() -> None:
-    recent = RecentTime(begun=0.0)
+    recent = RecentTime(start=0.0)
     recent.enter("a", Part.KV, 0.0, ())
     recent.enter("b", Part.KV, 0.0, ())
     recent.enter("a", Part.DECODE, 2.0, ())
@@ -110,7 +110,7 @@ def test_two_rollouts_share_the_time_of_the_clock() -> None:
 
 
 def test_what_has_not_ended_counts_already() -> None:
-    recent = RecentTime(begun=0.0)
+    recent = RecentTime(start=0.0)
     recent.enter("a", Part.TOOL, 1.0, ())
     found = recent.spent(5.0, queued_share=0.75)
     assert found.busy_s == 4.0
@@ -118,7 +118,7 @@ def test_what_has_not_ended_counts_already() -> None:
 
 
 def test_only_the_last_minute_counts() -> None:
-    recent = RecentTime(begun=0.0)
+    recent = RecentTime(start=0.0)
     recent.enter("a", Part.DECODE, 0.0, ())
     recent.enter("a", None, 100.0, ())
     recent.add(Part.LEARNER, 100.0, 130.0)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from agentloop.errors import SettingsError
 from agentloop.events import Measured, RolloutAbandoned
-from agentloop.observe.exporters.sinks import Sink, Sinks, SinksLimits, SinksSettings, masked
+from agentloop.observe.exporters.sinks import Sink, Sinks, SinksLimits, SinksSettings, mask_secrets
 from tests.agentloop.observe import story
 from tests.patience import patient
 from tests.support import eventually
@@ -225,7 +225,7 @@ def test_an_unknown_sink_is_rejected() -> None:
     ],
 )
 def test_secrets_are_masked(config: Any, expected: Any) -> None:
-    assert masked(config) == expected
+    assert mask_secrets(config) == expected
 
 
 plain = st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from(["x", "http://a/b", ""])
@@ -238,7 +238,7 @@ nested = st.recursive(
 
 @given(nested)
 def test_values_that_are_not_secret_stay(config: Any) -> None:
-    assert masked(config) == config
+    assert mask_secrets(config) == config
 
 
 @given(nested, st.sampled_from(["token", "api_key", "hf_token", "Authorization", "db_password"]))
@@ -246,7 +246,7 @@ def test_no_secret_gets_through(config: Any, key: str) -> None:
     def hidden(inside: Any) -> Any:
         return {"outer": [{"a": inside}, {key: "hunter2"}, f"http://me:hunter2@{key}/"]}
 
-    assert "hunter2" not in str(masked(hidden(config)))
+    assert "hunter2" not in str(mask_secrets(hidden(config)))
 
 
 # --- TensorBoard ----------------------------------------------------------------------------------
