@@ -113,7 +113,7 @@ async def _latency(options: argparse.Namespace) -> dict[str, Any]:
             budget = Budget(max_turns=options.turns)
             tool = PythonCode(pool)
 
-            async def one() -> None:
+            async def play_rollout() -> None:
                 await anyio.sleep(random.random() * 2)  # spread the starts of the rollouts
                 _rids.set([])
                 messages = [{"role": "user", "content": "x"}]
@@ -126,7 +126,7 @@ async def _latency(options: argparse.Namespace) -> dict[str, Any]:
 
             async with anyio.create_task_group() as tasks:
                 for _ in range(options.rollouts):
-                    tasks.start_soon(one)
+                    tasks.start_soon(play_rollout)
         sent_s = httpx.get(urls[0] + "/sent", trust_env=False).json()
     finally:
         load.stdin.close()
@@ -140,11 +140,11 @@ async def _latency(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _spread(earlier: dict[str, float], later: dict[str, float]) -> dict[str, float]:
-    took = sorted((moment - earlier[rid]) * 1000 for rid, moment in later.items())
+    latencies_ms = sorted((moment - earlier[rid]) * 1000 for rid, moment in later.items())
     return {
-        "p50_ms": round(statistics.median(took), 3),
-        "p95_ms": round(took[int(len(took) * 0.95)], 3),
-        "p99_ms": round(took[int(len(took) * 0.99)], 3),
+        "p50_ms": round(statistics.median(latencies_ms), 3),
+        "p95_ms": round(latencies_ms[int(len(latencies_ms) * 0.95)], 3),
+        "p99_ms": round(latencies_ms[int(len(latencies_ms) * 0.99)], 3),
     }
 
 
@@ -217,7 +217,7 @@ async def _saving(options: argparse.Namespace) -> dict[str, Any]:
                             first.ended_s - first.started_s
                         )
                         ids.setdefault(question, set()).add(tuple(trajectory.ids))
-    assert all(len(found) == 1 for found in ids.values()), "the trajectories differ"
+    assert all(len(distinct) == 1 for distinct in ids.values()), "the trajectories differ"
     medians = {key: statistics.median(values) * 1000 for key, values in walls.items()}
     return {
         name: {

@@ -52,7 +52,7 @@ _ROW = {"step": 1, "step_s": 1.0, **{f"learner/{number}": 0.5 for number in rang
 _TICK_S = 0.005
 
 
-def played(num_rollouts: int, draw: random.Random) -> Iterator[Event]:
+def rollout_events(num_rollouts: int, draw: random.Random) -> Iterator[Event]:
     """Yield the events of groups of 16, one rollout after the other."""
     for number in range(num_rollouts):
         group = f"group-{number // 16}"
@@ -106,17 +106,21 @@ async def costs(
     clock = time.perf_counter_ns
     with tempfile.TemporaryDirectory() as folder:
         cpu_s = time.process_time()
-        async with reader(name, Path(folder), collector) as seen:
+        async with reader(name, Path(folder), collector) as read:
             loop_s = time.thread_time()
             for number, event in enumerate(events):
-                begun = clock()
-                seen(event)
-                by_kind[type(event).__name__].append(clock() - begun)
+                started = clock()
+                read(event)
+                by_kind[type(event).__name__].append(clock() - started)
                 if number % 1000 == 0:
                     await anyio.lowlevel.checkpoint()
             loop_s = time.thread_time() - loop_s
         cpu_s = time.process_time() - cpu_s
-    return {kind: statistics.median(took) for kind, took in by_kind.items()}, loop_s, cpu_s
+    return (
+        {kind: statistics.median(durations) for kind, durations in by_kind.items()},
+        loop_s,
+        cpu_s,
+    )
 
 
 async def lag_ms(names: Sequence[str], collector: str, rate: float, seconds: float) -> list[float]:
@@ -133,12 +137,12 @@ async def lag_ms(names: Sequence[str], collector: str, rate: float, seconds: flo
     with tempfile.TemporaryDirectory() as folder:
         async with _all(names, Path(folder), collector) as emit, anyio.create_task_group() as tasks:
             tasks.start_soon(tick)
-            begun = time.monotonic()
+            started = time.monotonic()
             num_played = 0
-            while (now := time.monotonic() - begun) < seconds:
-                for event in played(max(0, round(now * rate) - num_played), draw):
+            while (elapsed_s := time.monotonic() - started) < seconds:
+                for event in rollout_events(max(0, round(elapsed_s * rate) - num_played), draw):
                     emit(event)
-                num_played = round(now * rate)
+                num_played = round(elapsed_s * rate)
                 await anyio.sleep(0.001)
             tasks.cancel_scope.cancel()
     late.sort()
@@ -150,9 +154,9 @@ async def _all(names: Sequence[str], folder: Path, collector: str) -> AsyncItera
     if not names:
         yield ignore
         return
-    async with reader(names[0], folder, collector) as one:
-        async with _all(names[1:], folder, collector) as rest:
-            yield EventFanout(one, rest)
+    async with reader(names[0], folder, collector) as first:
+        async with _all(names[1:], folder, collector) as others_read:
+            yield EventFanout(first, others_read)
 
 
 # --- the collector: another process ---------------------------------------------------------------
@@ -205,7 +209,7 @@ def _run(function: Any, *arguments: Any) -> Any:
 
 
 def _costs(options: argparse.Namespace, names: Sequence[str], url: str) -> None:
-    events = list(played(options.rollouts, random.Random(0)))
+    events = list(rollout_events(options.rollouts, random.Random(0)))
     kinds = sorted({type(event).__name__ for event in events})
     rounds: dict[str, list[tuple[dict[str, float], float, float]]] = defaultdict(list)
     for _ in range(options.rounds):
@@ -219,17 +223,17 @@ def _costs(options: argparse.Namespace, names: Sequence[str], url: str) -> None:
     print("|---|" + "---|" * len(names))
 
     def of_kind(name: str, kind: str) -> float:
-        return statistics.median(found[0][kind] for found in rounds[name])
+        return statistics.median(figures[0][kind] for figures in rounds[name])
 
     def over_all(name: str, which: int) -> float:
-        return statistics.median(float(found[which]) for found in rounds[name])  # type: ignore[arg-type]
+        return statistics.median(float(figures[which]) for figures in rounds[name])  # type: ignore[arg-type]
 
     for kind in kinds:
-        took = [(of_kind(name, kind) - of_kind("nothing", kind)) / 1000 for name in names]
-        print(f"| {kind} | " + " | ".join(f"{max(0.0, us):.2f}" for us in took) + " |")
+        added_us = [(of_kind(name, kind) - of_kind("nothing", kind)) / 1000 for name in names]
+        print(f"| {kind} | " + " | ".join(f"{max(0.0, us):.2f}" for us in added_us) + " |")
     for which, title in ((1, "a rollout, the loop's thread"), (2, "a rollout, all threads")):
-        took = [over_all(name, which) - over_all("nothing", which) for name in names]
-        per_rollout = (f"{max(0.0, 1e6 * s / options.rollouts):.0f}" for s in took)
+        added_us = [over_all(name, which) - over_all("nothing", which) for name in names]
+        per_rollout = (f"{max(0.0, 1e6 * s / options.rollouts):.0f}" for s in added_us)
         print(f"| {title} | " + " | ".join(per_rollout) + " |")
 
 

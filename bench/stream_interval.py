@@ -75,12 +75,12 @@ async def measure(options: argparse.Namespace) -> dict[int, _Row]:
             server = SGLangServer(processes[0].url, session)
             await _round(server, pid, 1, options)
             for number in range(options.rounds):
-                for interval, found in rows.items():
-                    found.append(await _round(server, pid, interval, options))
-                    say(f"round {number + 1}, interval {interval}: {found[-1]}")
+                for interval, figures in rows.items():
+                    figures.append(await _round(server, pid, interval, options))
+                    say(f"round {number + 1}, interval {interval}: {figures[-1]}")
     return {
-        interval: {name: statistics.median(row[name] for row in found) for name in found[0]}
-        for interval, found in rows.items()
+        interval: {name: statistics.median(row[name] for row in figures) for name in figures[0]}
+        for interval, figures in rows.items()
     }
 
 

@@ -259,7 +259,7 @@ async def _read_agentloop(urls: list[str], num_streams: int, num_tokens: int) ->
     budget = Budget(max_response_tokens=num_tokens, max_turns=1)
     num_read = 0
 
-    async def one(group: int) -> None:
+    async def read_stream(group: int) -> None:
         nonlocal num_read
         messages = [{"role": "user", "content": f"{group} " + "x" * (_PROMPT_TOKENS // 2)}]
         rollout = Rollout(router, chat, messages, budget=budget, with_text=False)
@@ -271,7 +271,7 @@ async def _read_agentloop(urls: list[str], num_streams: int, num_tokens: int) ->
         async with Router.open(servers, RouterSettings()) as router:
             async with anyio.create_task_group() as tasks:
                 for index in range(num_streams):
-                    tasks.start_soon(one, index // 32)  # groups of 32, as in training
+                    tasks.start_soon(read_stream, index // 32)  # groups of 32, as in training
     return num_read
 
 
@@ -342,7 +342,7 @@ async def _read_httpx(urls: list[str], num_streams: int, num_tokens: int) -> int
 
     num_read = 0
 
-    async def one(url: str) -> None:
+    async def read_stream(url: str) -> None:
         nonlocal num_read
         body = {
             "input_ids": list(range(_PROMPT_TOKENS)),
@@ -359,7 +359,7 @@ async def _read_httpx(urls: list[str], num_streams: int, num_tokens: int) -> int
     async with httpx.AsyncClient(limits=limits, timeout=600, trust_env=False) as client:
         async with anyio.create_task_group() as tasks:
             for index in range(num_streams):
-                tasks.start_soon(one, urls[index % len(urls)])
+                tasks.start_soon(read_stream, urls[index % len(urls)])
     return num_read
 
 
@@ -370,7 +370,7 @@ async def _read_openai(urls: list[str], num_streams: int, num_tokens: int) -> in
 
     num_read = 0
 
-    async def one(client: AsyncOpenAI) -> None:
+    async def read_stream(client: AsyncOpenAI) -> None:
         nonlocal num_read
         stream = await client.chat.completions.create(
             model="small",
@@ -387,7 +387,7 @@ async def _read_openai(urls: list[str], num_streams: int, num_tokens: int) -> in
         clients = [AsyncOpenAI(base_url=url + "/v1", api_key="-", http_client=http) for url in urls]
         async with anyio.create_task_group() as tasks:
             for index in range(num_streams):
-                tasks.start_soon(one, clients[index % len(clients)])
+                tasks.start_soon(read_stream, clients[index % len(clients)])
     return num_read
 
 

@@ -125,9 +125,9 @@ async def lag(seconds: float) -> list[float]:
     """Return the delays of many timers, in milliseconds."""
     late = []
     end = time.monotonic() + seconds
-    while (now := time.monotonic()) < end:
+    while (before := time.monotonic()) < end:
         await anyio.sleep(TICK_S)
-        late.append(1000 * (time.monotonic() - now - TICK_S))
+        late.append(1000 * (time.monotonic() - before - TICK_S))
     return late
 
 
@@ -152,8 +152,8 @@ async def run(rollouts: int, readers: int, seconds: float, events_per_s: int) ->
             played = Played(rollouts, events_per_s)
             played.begin()
             tasks.start_soon(played.run)
-            seen = EventFanout(stalls.on_event, board.on_event)
-            for name, emit in (("no board", ignore), ("a board without readers", seen)):
+            fanout = EventFanout(stalls.on_event, board.on_event)
+            for name, emit in (("no board", ignore), ("a board without readers", fanout)):
                 played.emit = emit
                 if emit is not ignore:  # the board needs all events from the start
                     played = Played(rollouts, events_per_s)
@@ -183,9 +183,9 @@ async def run(rollouts: int, readers: int, seconds: float, events_per_s: int) ->
 async def read(url: str, readers: int) -> None:
     """Run readers that read everything, and one that reads nothing."""
     sizes = [0] * readers
-    begun = time.monotonic()
+    started = time.monotonic()
 
-    async def one(index: int) -> None:
+    async def read_stream(index: int) -> None:
         async with httpx.AsyncClient(timeout=None) as http:
             async with http.stream("GET", f"{url}/api/stream") as answer:
                 async for data in answer.aiter_raw():
@@ -199,12 +199,12 @@ async def read(url: str, readers: int) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM) as signals:
         async with anyio.create_task_group() as tasks:
             for index in range(readers):
-                tasks.start_soon(one, index)
+                tasks.start_soon(read_stream, index)
             tasks.start_soon(sleeper)
             async for _ in signals:
                 tasks.cancel_scope.cancel()
                 break
-    rate = sum(sizes) / len(sizes) / (time.monotonic() - begun)
+    rate = sum(sizes) / len(sizes) / (time.monotonic() - started)
     print(f"each reader received {rate / 1e6:.2f} MB/s", flush=True)
 
 
@@ -218,10 +218,10 @@ def first(url: str, times: int) -> None:
         for _ in range(times):
             context = browser.new_context()  # with an empty cache
             page = context.new_page()
-            begun = time.monotonic()
+            started = time.monotonic()
             page.goto(url)
             page.get_by_text("tokens/s").first.wait_for()
-            shown.append(1000 * (time.monotonic() - begun))
+            shown.append(1000 * (time.monotonic() - started))
             context.close()
         browser.close()
     print(

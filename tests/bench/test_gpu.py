@@ -16,9 +16,9 @@ from agentloop.cli.train_checks import checked
 from agentloop.cli.train_settings import TrainSettings
 from agentloop.config import load_settings
 from bench import gpu, gpu_servers, handover
-from bench.gpu_model import FULL, TINY, Here
+from bench.gpu_model import FULL, TINY, Setup
 
-ON_GPU, ON_CPU = Here("cuda", FULL, Path("/tmp")), Here("cpu", TINY, Path("/tmp"))
+ON_GPU, ON_CPU = Setup("cuda", FULL, Path("/tmp")), Setup("cpu", TINY, Path("/tmp"))
 DONE = 'print("hello"); write({"state": "done", "rows": [{"case": "x", "tokens/s": 1234.5}]})'
 WRITE = """
 import json, pathlib, sys
@@ -113,7 +113,7 @@ def test_the_list_has_a_command_for_each_part(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("here", [ON_GPU, ON_CPU], ids=["gpu", "cpu"])
-def test_the_runs_settings_are_valid(here: Here, tmp_path: Path) -> None:
+def test_the_runs_settings_are_valid(here: Setup, tmp_path: Path) -> None:
     handover.make_model(tmp_path / "model", 8, 1024)
     command, recipe, *overrides = gpu_servers.train_arguments(here, tmp_path / "model", 10)
     settings = checked(load_settings(TrainSettings, [Path(recipe)], overrides))
@@ -125,7 +125,7 @@ def test_the_runs_settings_are_valid(here: Here, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("here", [ON_GPU, ON_CPU], ids=["gpu", "cpu"])
-def test_the_options_of_a_handover_are_those_of_its_command(here: Here) -> None:
+def test_the_options_of_a_handover_are_those_of_its_command(here: Setup) -> None:
     usual = vars(handover.parser().parse_args(["stream"]))
     assert usual.keys() - vars(gpu_servers.handover_options(here)).keys() == {"what", "repeats"}
 

@@ -1,4 +1,4 @@
-"""The parts that need no server: the played rollouts, their evaluation, and paced steps."""
+"""The parts that need no server: the played rollouts, their evaluation, and with_pace steps."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from bench.live_router import (
     Figures,
     Play,
     Script,
-    fitted,
+    fit_factors,
     modelled_gpu,
-    scaled,
+    scale_trace,
     scripts_of,
     shuffled_rounds,
     table,
 )
-from bench.pace import Pace, paced
+from bench.pace import Pace, with_pace
 from bench.router import RolloutSpec, TurnSpec, make_trace
 from bench.server_model import ServerParams
 
@@ -44,7 +44,7 @@ TRACE = [
 
 
 def test_ids_have_the_traces_lengths_and_encode_them() -> None:
-    trace = scaled(make_trace(3, num_groups=4, group_size=3), 16)
+    trace = scale_trace(make_trace(3, num_groups=4, group_size=3), 16)
     scripts = scripts_of(trace, 1)
     for spec, script in zip(trace, scripts, strict=True):
         assert len(script.prompt) == spec.num_prompt
@@ -185,12 +185,12 @@ def test_ratios_are_to_kv_of_the_same_round() -> None:
 def test_a_linear_relation_is_recovered() -> None:
     rows = [(1.0, n, n * n) for n in (1.0, 2.0, 5.0, 9.0)]
     values = [0.5 + 2.0 * n + 0.1 * n * n for _, n, _ in rows]
-    assert fitted(rows, values) == pytest.approx([0.5, 2.0, 0.1])
+    assert fit_factors(rows, values) == pytest.approx([0.5, 2.0, 0.1])
 
 
 def test_no_factor_is_negative() -> None:
     rows = [(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)]
-    assert min(fitted(rows, [3.0, 2.0, 1.0])) == 0.0
+    assert min(fit_factors(rows, [3.0, 2.0, 1.0])) == 0.0
 
 
 def test_a_full_pool_takes_as_long_as_it_does_unscaled() -> None:
@@ -246,7 +246,7 @@ def test_a_step_lasts_at_least_as_long_as_modelled(
 
     monkeypatch.setattr(bench.pace, "time", Time)
     pace = Pace(1.0, 0.1, 2.0, 0.1, 0.01)
-    assert paced(forward, pace, tmp_path)(None, _Batch(mode)) == "result"
+    assert with_pace(forward, pace, tmp_path)(None, _Batch(mode)) == "result"
     assert clock - 100.0 == pytest.approx(due_s, abs=0.01)  # part of the host's work is hidden
     told = json.loads((tmp_path / f"{os.getpid()}.json").read_text())
     assert told["steps"] == 1
