@@ -31,7 +31,6 @@ devices do not have that loss; the table does not cover them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -73,6 +72,7 @@ from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served
 from agentloop.trajectory import Trajectory
 from bench import virtual_time
+from bench.command import numbers, parser_for, words
 from bench.router import RolloutSpec, make_trace
 from bench.server_model import ServerParams
 from bench.virtual_servers import TOKENS_PER_ID, Server, Servers
@@ -542,17 +542,15 @@ def real_table(runs: dict[int, list[dict[str, Any]]], warm_up: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for("async_train", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     model = commands.add_parser("model", help="models of servers, in virtual time")
     usual = Shape()
     add = model.add_argument
-    add("--regimes", type=_words, default=list(REGIMES), help=f"a list of {', '.join(REGIMES)}")
+    add("--regimes", type=words, default=list(REGIMES), help=f"a list of {', '.join(REGIMES)}")
     add(
         "--seeds",
-        type=_numbers,
+        type=numbers,
         default=[1, 2, 3],
         help="seeds of the lengths, separated by commas",
     )
@@ -588,7 +586,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     real.add_argument("overrides", nargs="*", metavar="name=value", help="other settings")
     for command in (model, real):
         command.add_argument(
-            "--staleness", type=_numbers, default=[0, 1, 2, 4], help="separated by commas"
+            "--staleness", type=numbers, default=[0, 1, 2, 4], help="separated by commas"
         )
         command.add_argument(
             "--warm-up", type=int, default=usual.warm_up, help="steps that do not count"
@@ -643,14 +641,6 @@ def run_all(
                 results.append(result)
                 print(f"{regime}, {age}, seed {seed}: {result.step_s:.0f} s", file=sys.stderr)
     return results
-
-
-def _words(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ from typing import Any
 
 import anyio
 
+from bench.command import parser_for, words
+
 __all__ = ["PARTS", "Part", "main", "missing", "table"]
 
 _MAX_LIMIT_S = 480.0
@@ -230,18 +232,14 @@ def _cell(value: Any) -> str:
 
 
 def _only(text: str) -> list[str]:
-    names = text.split(",")
+    names = words(text)
     if unknown := sorted(set(names) - set(PARTS)):
         raise argparse.ArgumentTypeError(f"no part {', '.join(unknown)}: {', '.join(PARTS)}")
     return names
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_for("gpu", __doc__)
     parser.add_argument("--only", type=_only, default=list(PARTS), metavar="NAME,...")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", choices=("full", "tiny"), default="full")

@@ -37,6 +37,7 @@ from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served
 from agentloop.trajectory import Trajectory
 from bench import countdown_model, handover
+from bench.command import say
 from bench.gpu_model import PartFailed, Row, Setup
 from bench.learner import agentic_batch
 
@@ -113,7 +114,7 @@ async def _countdown_server(setup: Setup, *extra_args: str) -> AsyncIterator[_Se
     model = countdown_model.save(setup.folder / "countdown")
     settings = server_settings(setup, "--skip-tokenizer-init", *extra_args)
     async with (
-        sglang_servers(model, settings, log_dir=setup.folder, on_progress=_say) as (process,),
+        sglang_servers(model, settings, log_dir=setup.folder, on_progress=say) as (process,),
         http_session() as session,
         Router.open([SGLangServer(process.url, session)], RouterSettings()) as router,
     ):
@@ -324,7 +325,7 @@ async def train(setup: Setup) -> list[Row]:
     seconds = time.perf_counter() - started
     if done.returncode:
         output = (setup.folder / "train.log").read_text(errors="replace").strip()
-        _say(output)
+        say(output)
         raise PartFailed(f"the run ended with {done.returncode}: {output.splitlines()[-1:]}")
     (metrics,) = (setup.folder / "runs").glob("*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -354,7 +355,3 @@ def random_model(setup: Setup) -> Path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return folder
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

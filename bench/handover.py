@@ -52,6 +52,7 @@ from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served, publisher
 from agentloop.training.weight_sync.transport import Publisher
+from bench.command import parser_for
 
 TIMEOUT_S = 300.0
 AFTER = 5  # tokens of each stream after a weight sync that are still measured
@@ -305,11 +306,7 @@ def _ratio(values: Sequence[float]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.handover",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_for("handover", __doc__)
     parser.add_argument("what", choices=("load", "stream"))
     for name, value in (
         ("layers", 8), ("hidden", 1024), ("servers", 1), ("ranks", 2), ("zero", 3), ("rounds", 5),

@@ -50,6 +50,7 @@ from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import StepRequest
 from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
 from agentloop.training.sft import read_samples, step_plan
+from bench.command import numbers, parser_for, words
 from bench.sandbox import cpu_of_tree
 
 _LAPTOP = Path(__file__).parents[1] / "docs" / "recipes" / "laptop.toml"
@@ -386,22 +387,14 @@ def _cell(value: Any) -> str:
     return f"{value:,.{0 if value > 50 else 2}f}" if isinstance(value, float) else str(value)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.learner",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_for("learner", __doc__)
     parser.add_argument("what", choices=[*BENCHMARKS, "all"])
-    parser.add_argument("--sizes", type=lambda text: text.split(","), default=["4.5M"])
+    parser.add_argument("--sizes", type=words, default=["4.5M"])
     parser.add_argument(
-        "--threads", type=_numbers, default=[2], help="numbers of threads; 1,2 measures both"
+        "--threads", type=numbers, default=[2], help="numbers of threads; 1,2 measures both"
     )
-    parser.add_argument("--stages", type=_numbers, default=[1, 2, 3], help="stages of ZeRO")
+    parser.add_argument("--stages", type=numbers, default=[1, 2, 3], help="stages of ZeRO")
     parser.add_argument("--one-rank", action="store_true", help="measure one rank only")
     parser.add_argument("--tokens", type=int, default=16_384, help="tokens per step")
     parser.add_argument("--micro-batch", type=int, default=4096, help="tokens per forward pass")
@@ -409,9 +402,9 @@ def _parser() -> argparse.ArgumentParser:
         "--head-chunk", type=int, default=1024, help="tokens per chunk of the learner's head"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--vocab", type=_numbers, default=[512, 32_768, 151_936])
+    parser.add_argument("--vocab", type=numbers, default=[512, 32_768, 151_936])
     parser.add_argument(
-        "--chunks", type=_numbers, default=[1024, 256], help="chunk sizes of the head"
+        "--chunks", type=numbers, default=[1024, 256], help="chunk sizes of the head"
     )
     parser.add_argument("--json", type=Path, help="file for all figures")
     return parser

@@ -65,6 +65,7 @@ from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.frames import Chunk, OnChunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
+from bench.command import parser_for, quantile, say, words
 from bench.countdown_model import EOS, FILLER, LONGEST, VOCAB_SIZE, countdown, save
 from bench.gateway_policies import POLICIES, make_policy
 from bench.pace import Pace, environment
@@ -247,13 +248,13 @@ class Play:
             round=0,
             makespan_s=makespan_s,
             goodput=self._num_whole_tokens / makespan_s,
-            makespan_90_s=_quantile(self._ended_s, 0.9),
+            makespan_90_s=quantile(self._ended_s, 0.9),
             num_refused=self._num_refused,
             num_retractions=self._num_retractions,
             prefix_hits=self._num_cached / max(1, self._num_prompt),
-            ttft_p50_s=_quantile(self._ttft, 0.5),
-            ttft_p99_s=_quantile(self._ttft, 0.99),
-            turn_ttft_p99_s=_quantile(self._turn_ttft, 0.99),
+            ttft_p50_s=quantile(self._ttft, 0.5),
+            ttft_p99_s=quantile(self._ttft, 0.99),
+            turn_ttft_p99_s=quantile(self._turn_ttft, 0.99),
             errors=self._errors,
         )
 
@@ -533,10 +534,6 @@ def scaled_params(args: argparse.Namespace) -> ServerParams:
         decay_steps=scaled_down(params.decay_steps),
         retract_steps=scaled_down(params.retract_steps),
     )
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def late_steps(folder: Path) -> tuple[int, int]:
@@ -846,14 +843,8 @@ def plot(results: Sequence[Figures], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _quantile(values: Sequence[float], part: float) -> float:
-    return sorted(values)[int(part * (len(values) - 1))] if values else math.nan
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for("live_router", __doc__)
     parser.add_argument("what", nargs="?", choices=("compare", "check"), default="compare")
     parser.add_argument("--servers", type=int, default=2, metavar="N")
     parser.add_argument("--groups", type=int, default=8, help="per server")
@@ -861,7 +852,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=16.0, help="divisor of all lengths")
     parser.add_argument("--capacity", type=int, default=4096, help="KV tokens per server")
     parser.add_argument("--conservativeness", type=float, default=1.0, help="SGLang's option")
-    parser.add_argument("--arms", default=",".join([*OURS, *GATEWAYS]))
+    parser.add_argument("--arms", type=words, default=[*OURS, *GATEWAYS])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1, help="seed of rollouts, ids and order")
     parser.add_argument("--pace", action="store_true", help="servers as slow as a modelled GPU")
@@ -873,7 +864,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the figures of every run")
     parser.add_argument("--plot", type=Path, help="file for a plot of the goodput")
     args = parser.parse_args()
-    args.arms = args.arms.split(",")
     if unknown := set(args.arms) - {*OURS, *GATEWAYS}:
         parser.error(f"no arm {sorted(unknown)}")
     options: dict[str, Any] = {"use_uvloop": True}

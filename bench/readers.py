@@ -14,7 +14,6 @@ import argparse
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,11 +44,11 @@ from agentloop.observe.exporters.metrics import Metrics
 from agentloop.observe.exporters.otel import OtelLimits, Traces
 from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from agentloop.observe.stalls import Stalls
+from bench.command import Lag, helper_process, quantile, words
 from bench.watchers import rollout
 
 READERS = ("metrics", "stalls", "board", "event_log", "otel", "sinks")
 _ROW = {"step": 1, "step_s": 1.0, **{f"learner/{number}": 0.5 for number in range(40)}}
-_TICK_S = 0.005
 
 
 def rollout_events(num_rollouts: int, draw: random.Random) -> Iterator[Event]:
@@ -126,17 +125,11 @@ async def costs(
 async def lag_ms(names: Sequence[str], collector: str, rate: float, seconds: float) -> list[float]:
     """Return the lag of a timer while `rate` rollouts per second are played: p50, p99, maximum."""
     draw = random.Random(0)
-    late: list[float] = []
-
-    async def tick() -> None:
-        while True:
-            due = time.perf_counter() + _TICK_S
-            await anyio.sleep(_TICK_S)
-            late.append(time.perf_counter() - due)
+    lag = Lag()
 
     with tempfile.TemporaryDirectory() as folder:
         async with _all(names, Path(folder), collector) as emit, anyio.create_task_group() as tasks:
-            tasks.start_soon(tick)
+            tasks.start_soon(lag.measure)
             started = time.monotonic()
             num_played = 0
             while (elapsed_s := time.monotonic() - started) < seconds:
@@ -145,8 +138,7 @@ async def lag_ms(names: Sequence[str], collector: str, rate: float, seconds: flo
                 num_played = round(elapsed_s * rate)
                 await anyio.sleep(0.001)
             tasks.cancel_scope.cancel()
-    late.sort()
-    return [1000 * late[int(len(late) * share)] for share in (0.5, 0.99)] + [1000 * late[-1]]
+    return [1000 * quantile(lag.samples, share) for share in (0.5, 0.99, 1.0)]
 
 
 @asynccontextmanager
@@ -181,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rollouts", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--readers", default=",".join(READERS))
+    parser.add_argument("--readers", type=words, default=list(READERS))
     parser.add_argument("--lag", action="store_true")
     parser.add_argument("--rate", type=float, default=100.0, help="rollouts per second, for --lag")
     parser.add_argument(
@@ -192,16 +184,8 @@ def main() -> None:
     if options.collect:
         anyio.run(_collect)
         return
-    me = [sys.executable, "-m", "bench.readers", "--collect"]
-    collector = subprocess.Popen(me, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert collector.stdin is not None
-    assert collector.stdout is not None
-    try:
-        url = collector.stdout.readline().strip()
-        (_lags if options.lag else _costs)(options, options.readers.split(","), url)
-    finally:
-        collector.stdin.close()
-        collector.wait(10)
+    with helper_process("bench.readers", "--collect") as url:
+        (_lags if options.lag else _costs)(options, options.readers, url)
 
 
 def _run(function: Any, *arguments: Any) -> Any:

@@ -28,6 +28,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.command import parser_for
+
 RECIPE = Path(__file__).parents[1] / "docs" / "recipes" / "laptop-rl.toml"
 ARMS: Mapping[str, Sequence[str]] = {
     "grpo": ["roc.down_sample_to_n=0", "roc.min_zero_reward_trace_num=-1",
@@ -192,11 +194,7 @@ def _middle(values: Sequence[float | None]) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m bench.roc",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_for("roc", __doc__)
     parser.add_argument("--model", required=True, type=Path, help="the folder of a model")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["grpo", "roc"])
     parser.add_argument(

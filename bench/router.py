@@ -30,7 +30,6 @@ No scheduler can beat the bound, even if it knows all lengths: see `lower_bound_
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import json
@@ -51,6 +50,7 @@ from agentloop.inference.scheduling.kv_policy import Costs
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
 from agentloop.inference.scheduling.placement import PlacementRequest
 from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
+from bench.command import numbers, parser_for, quantile, words
 from bench.gateway_policies import POLICIES, make_policy
 from bench.server_model import Job, ServerModel, ServerParams
 
@@ -287,8 +287,8 @@ class Simulation:
         result.makespan_90_s = sorted(self._ended_s)[int(0.9 * (len(self._ended_s) - 1))]
         result.num_retractions = sum(server.num_retracted for server in self.servers)
         result.prefix_hits = self._num_hit / max(1, self._num_prompt)
-        result.ttft_p99_s = _p99(self._ttft)
-        result.turn_ttft_p99_s = _p99(self._turn_ttft)
+        result.ttft_p99_s = quantile(self._ttft, 0.99)
+        result.turn_ttft_p99_s = quantile(self._turn_ttft, 0.99)
         choices = sorted(self._choose_s)
         result.choose_us = 1e6 * choices[len(choices) // 2]
         result.choose_p90_us = 1e6 * choices[int(0.9 * (len(choices) - 1))]
@@ -542,10 +542,6 @@ def lower_bound_s(trace: Iterable[RolloutSpec], num_servers: int, params: Server
     return max(longest, seconds / num_servers)
 
 
-def _p99(values: list[float]) -> float:
-    return sorted(values)[int(0.99 * (len(values) - 1))] if values else 0.0
-
-
 def run_all(
     policies: Sequence[str],
     seeds: Sequence[int],
@@ -597,16 +593,12 @@ def table(results: Sequence[Result]) -> str:
 
 def main() -> None:
     defaults = Options()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for("router", __doc__)
     parser.add_argument("--servers", type=int, default=4, metavar="N")
     parser.add_argument("--groups", type=int, default=0, help="groups of rollouts (8 per server)")
     parser.add_argument("--group-size", type=int, default=32)
-    parser.add_argument("--policies", default=",".join([*POLICIES, *EMULATED]))
-    parser.add_argument(
-        "--seeds", default="1,2,3", help="seeds of traces and ties, separated by commas"
-    )
+    parser.add_argument("--policies", type=words, default=[*POLICIES, *EMULATED])
+    parser.add_argument("--seeds", type=numbers, default=[1, 2, 3], help="of traces and ties")
     parser.add_argument("--trace", type=Path, help="a JSONL file instead of generated rollouts")
     parser.add_argument(
         "--capacity", type=int, default=defaults.params.capacity, help="KV tokens per server"
@@ -640,8 +632,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="file for the figures of every run")
     args = parser.parse_args()
-    policies = args.policies.split(",")
-    if unknown := set(policies) - {*POLICIES, *EMULATED}:
+    if unknown := set(args.policies) - {*POLICIES, *EMULATED}:
         parser.error(f"no policy {sorted(unknown)}")
     options = Options(
         num_servers=args.servers,
@@ -663,7 +654,7 @@ def main() -> None:
             return read_trace(args.trace)
         return make_trace(seed, num_groups=num_groups, group_size=args.group_size)
 
-    results = run_all(policies, [int(seed) for seed in args.seeds.split(",")], options, trace_of)
+    results = run_all(args.policies, args.seeds, options, trace_of)
     print(table(results))
     if args.json:
         args.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")

@@ -50,8 +50,8 @@ from agentloop.observe.live import Live, Sources
 from agentloop.observe.page import Page
 from agentloop.observe.stalls import Stalls
 from agentloop.trajectory import StopReason, ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn
+from bench.command import Lag, quantile
 
-TICK_S = 0.005
 EVENTS_EVERY_S = 0.01
 
 
@@ -121,22 +121,15 @@ class Played:
                 self.num_events += 1
 
 
-async def lag(seconds: float) -> list[float]:
-    """Return the delays of many timers, in milliseconds."""
-    late = []
-    end = time.monotonic() + seconds
-    while (before := time.monotonic()) < end:
-        await anyio.sleep(TICK_S)
-        late.append(1000 * (time.monotonic() - before - TICK_S))
-    return late
-
-
-def describe(name: str, late: list[float], num_events: int, seconds: float) -> str:
-    ordered = sorted(late)
-    p99 = ordered[int(0.99 * (len(ordered) - 1))]
+async def describe(name: str, played: Played, seconds: float) -> str:
+    """Measure for some seconds; return the loop's lag and the rate of events, as a line."""
+    lag, before = Lag(), played.num_events
+    with anyio.move_on_after(seconds):
+        await lag.measure()
+    p50, p99, largest = (1000 * quantile(lag.samples, share) for share in (0.5, 0.99, 1.0))
     return (
-        f"{name:34} lag p50 {statistics.median(ordered):6.2f} ms, p99 {p99:6.2f} ms, "
-        f"max {ordered[-1]:6.2f} ms; {num_events / seconds:,.0f} events/s"
+        f"{name:34} lag p50 {p50:6.2f} ms, p99 {p99:6.2f} ms, max {largest:6.2f} ms; "
+        f"{(played.num_events - before) / seconds:,.0f} events/s"
     )
 
 
@@ -160,18 +153,14 @@ async def run(rollouts: int, readers: int, seconds: float, events_per_s: int) ->
                     played.emit = emit
                     played.begin()
                     tasks.start_soon(played.run)
-                before = played.num_events
-                late = await lag(seconds)
-                print(describe(name, late, played.num_events - before, seconds), flush=True)
+                print(await describe(name, played, seconds), flush=True)
             command = [sys.executable, "-m", "bench.watchers", "read", url, str(readers)]
             async with await anyio.open_process(command) as process:
                 with anyio.fail_after(30):
                     while live.num_readers <= readers:
                         await anyio.sleep(0.1)
-                before = played.num_events
-                late = await lag(seconds)
                 name = f"{readers} readers, and a sleeping one"
-                print(describe(name, late, played.num_events - before, seconds), flush=True)
+                print(await describe(name, played, seconds), flush=True)
                 process.terminate()
                 await process.wait()
                 if process.stdout is not None:
