@@ -38,6 +38,7 @@ __all__ = [
     "load_known",
     "load_settings",
     "path_of",
+    "section_of",
     "to_toml",
     "with_values",
 ]
@@ -239,7 +240,7 @@ def _check_keys(
         field = model.model_fields.get(key)
         if field is None:
             raise SettingsError(f"{source}: unknown setting {path!r}{_suggest(model, key, at)}")
-        section = _section(field.annotation)
+        section = section_of(field.annotation)
         if section is None:
             continue
         if _is_list(field.annotation):
@@ -271,7 +272,7 @@ def _expand_short_forms(
     expanded = dict(values)
     for key, value in values.items():
         field = model.model_fields.get(key)
-        short = getattr(_section(field.annotation), "SHORT_FORM", None) if field else None
+        short = getattr(section_of(field.annotation), "SHORT_FORM", None) if field else None
         if short is not None and isinstance(value, str):
             expanded[key] = {short: value}
         elif short is not None and isinstance(value, list):
@@ -296,7 +297,7 @@ def _replace_none_text(
     replaced = dict(values)
     for key, value in values.items():
         annotation = model.model_fields[key].annotation
-        section = _section(annotation)
+        section = section_of(annotation)
         if section is not None and _is_list(annotation):
             replaced[key] = [_replace_none_text(section, table) for table in value]
         elif section is not None and _has_names(annotation):
@@ -319,7 +320,8 @@ def _takes_text(annotation: Any) -> bool:
     return True
 
 
-def _section(annotation: Any) -> type[pydantic.BaseModel] | None:
+def section_of(annotation: Any) -> type[pydantic.BaseModel] | None:
+    """Return the class of the settings that a field holds, if it is a section."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, pydantic.BaseModel):
             return candidate
@@ -378,7 +380,7 @@ def describe_settings(
     """
     for name, field in model.model_fields.items():
         path = f"{at}.{name}" if at else name
-        section = _section(field.annotation)
+        section = section_of(field.annotation)
         is_one = _is_list(field.annotation) or field.json_schema_extra == {"is_one_setting": True}
         if section is not None and not is_one:
             names = _has_names(field.annotation)

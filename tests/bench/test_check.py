@@ -19,8 +19,8 @@ figures = st.dictionaries(
 @given(figures, st.data())
 def test_a_figure_falls_by_more_than_a_tenth(before: dict[str, float], data: st.DataObject) -> None:
     falls = {name: data.draw(st.booleans()) for name in before}
-    now = {name: value * (0.89 if falls[name] else 0.91) for name, value in before.items()}
-    assert fallen(before, now) == [name for name in before if falls[name]]
+    current = {name: value * (0.89 if falls[name] else 0.91) for name, value in before.items()}
+    assert fallen(before, current) == [name for name in before if falls[name]]
 
 
 def test_a_figure_that_is_missing_fell() -> None:
