@@ -88,9 +88,7 @@ def load_settings(
     sources: dict[str, str] = {}
     layers = _layers(model, files, overrides)
     for source, layer in itertools.chain([("the base", dict(base or {}))], layers):
-        values = _expand_short_forms(model, layer)
-        _check_keys(model, values, source)
-        _merge(merged, _replace_none_text(model, values), sources, source)
+        _merge(merged, _normalize(model, layer, source), sources, source)
     try:
         return model.model_validate(merged)
     except pydantic.ValidationError as error:
@@ -105,8 +103,7 @@ def with_values(settings: M, values: Mapping[str, Any], *, source: str) -> M:
     """
     if not values:
         return settings
-    values = _expand_short_forms(type(settings), values)
-    _check_keys(type(settings), values, source)
+    values = _normalize(type(settings), values, source)
     merged = {**settings.model_dump(exclude_unset=True), **values}
     try:
         return type(settings).model_validate(merged)
@@ -232,52 +229,52 @@ def _merge(
             sources[path] = source
 
 
-def _check_keys(
+def _normalize(
     model: type[pydantic.BaseModel], values: Mapping[str, Any], source: str, at: str = ""
-) -> None:
+) -> dict[str, Any]:
+    """Return the values of a source as `model` takes them.
+
+    The plain value of a section that has a `SHORT_FORM`, the name of a key, becomes that key's; in
+    a list of such sections, each may be a plain value. The text "none" becomes None in fields that
+    accept None but not that text.
+
+    Raises:
+        SettingsError: a key is unknown, or a section or list of sections is of another type.
+    """
+    normal: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{at}.{key}" if at else key
         field = model.model_fields.get(key)
         if field is None:
             raise SettingsError(f"{source}: unknown setting {path!r}{_suggest(model, key, at)}")
         section = section_of(field.annotation)
+        short = getattr(section, "SHORT_FORM", None)
         if section is None:
-            continue
-        if _is_list(field.annotation):
-            if not isinstance(value, list) or not all(
-                isinstance(table, Mapping) for table in value
-            ):
+            is_none = value == "none" and type(None) in get_args(field.annotation)
+            normal[key] = None if is_none and not _takes_text(field.annotation) else value
+        elif _is_list(field.annotation):
+            tables = value if isinstance(value, list) else [None]
+            if short is not None:
+                tables = [{short: table} if isinstance(table, str) else table for table in tables]
+            if not all(isinstance(table, Mapping) for table in tables):
                 raise SettingsError(f"{source}: {path!r} is a list of tables: write [[{path}]]")
-            for number, table in enumerate(value):
-                _check_keys(section, table, source, f"{path}.{number}")
-            continue
-        if not isinstance(value, Mapping):
+            normal[key] = [
+                _normalize(section, table, source, f"{path}.{number}")
+                for number, table in enumerate(tables)
+            ]
+        elif short is not None and isinstance(value, str):
+            normal[key] = _normalize(section, {short: value}, source, path)
+        elif not isinstance(value, Mapping):
             raise SettingsError(f"{source}: {path!r} is a section: set {path}.KEY")
-        if not _has_names(field.annotation):
-            _check_keys(section, value, source, path)
-            continue
-        for name, named in value.items():
-            if not isinstance(named, Mapping):
-                raise SettingsError(f"{source}: '{path}.{name}' is a section: set its keys")
-            _check_keys(section, named, source, f"{path}.{name}")
-
-
-def _expand_short_forms(
-    model: type[pydantic.BaseModel], values: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Replace the plain value of a section that has a `SHORT_FORM`, the name of a key, by that.
-
-    In a list of such sections, each item may be a plain value.
-    """
-    expanded = dict(values)
-    for key, value in values.items():
-        field = model.model_fields.get(key)
-        short = getattr(section_of(field.annotation), "SHORT_FORM", None) if field else None
-        if short is not None and isinstance(value, str):
-            expanded[key] = {short: value}
-        elif short is not None and isinstance(value, list):
-            expanded[key] = [{short: entry} if isinstance(entry, str) else entry for entry in value]
-    return expanded
+        elif not _has_names(field.annotation):
+            normal[key] = _normalize(section, value, source, path)
+        else:
+            normal[key] = {}
+            for name, table in value.items():
+                if not isinstance(table, Mapping):
+                    raise SettingsError(f"{source}: '{path}.{name}' is a section: set its keys")
+                normal[key][name] = _normalize(section, table, source, f"{path}.{name}")
+    return normal
 
 
 def _has_names(annotation: Any) -> bool:
@@ -288,27 +285,6 @@ def _has_names(annotation: Any) -> bool:
 def _is_list(annotation: Any) -> bool:
     """Return whether the field is a list, such as of sections: `[[envs]]`."""
     return get_origin(annotation) is list
-
-
-def _replace_none_text(
-    model: type[pydantic.BaseModel], values: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Replace the text "none" with None in fields that accept None but not that text."""
-    replaced = dict(values)
-    for key, value in values.items():
-        annotation = model.model_fields[key].annotation
-        section = section_of(annotation)
-        if section is not None and _is_list(annotation):
-            replaced[key] = [_replace_none_text(section, table) for table in value]
-        elif section is not None and _has_names(annotation):
-            replaced[key] = {
-                name: _replace_none_text(section, table) for name, table in value.items()
-            }
-        elif section is not None:
-            replaced[key] = _replace_none_text(section, value)
-        elif value == "none" and type(None) in get_args(annotation) and not _takes_text(annotation):
-            replaced[key] = None
-    return replaced
 
 
 def _takes_text(annotation: Any) -> bool:

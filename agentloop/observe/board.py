@@ -51,6 +51,12 @@ _PARTS: Mapping[Lane, Part] = {
     "decode": Part.DECODE,
     "tool": Part.TOOL,
 }
+# Fields that the page gets.
+_ROW_FIELDS = (
+    *("id", "group", "state", "stop", "turn", "tokens", "calls", "failed_calls", "server"),
+    *("reward", "start", "end", "lanes"),
+)
+_GROUP_FIELDS = ("id", "task", "size", "mean_reward", "kept", "has_signal", "start", "end")
 _MAX_LANES = 64  # per row, the newest
 _MAX_STEPS = 5_000  # rows of metrics
 _RATE_S = 5.0  # window for rates
@@ -84,24 +90,8 @@ class Row:
     open_calls: set[str] = field(default_factory=set)
 
     def to_row(self) -> dict[str, Any]:
-        row = {
-            "id": self.id,
-            "group": self.group,
-            "state": self.state,
-            "stop": self.stop,
-            "turn": self.turn,
-            "tokens": self.tokens,
-            "calls": self.calls,
-            "failed_calls": self.failed_calls,
-            "server": self.server,
-            "reward": self.reward,
-            "start": self.start,
-            "end": self.end,
-            "lanes": self.lanes,
-        }
-        if self.more:
-            row["more"] = True
-        return row
+        row = {name: getattr(self, name) for name in _ROW_FIELDS}
+        return row | {"more": True} if self.more else row
 
 
 @dataclass(slots=True)
@@ -123,18 +113,8 @@ class GroupRow:
     end: int | None = None
 
     def to_row(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "task": self.task,
-            "size": self.size,
-            "state": "live" if self.end is None else "done",
-            "num_done": len(self.ended),
-            "mean_reward": self.mean_reward,
-            "kept": self.kept,
-            "has_signal": self.has_signal,
-            "start": self.start,
-            "end": self.end,
-        }
+        row = {name: getattr(self, name) for name in _GROUP_FIELDS}
+        return row | {"state": "live" if self.end is None else "done", "num_done": len(self.ended)}
 
 
 class Board:

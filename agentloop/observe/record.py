@@ -13,15 +13,12 @@ from typing import Any
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.text_stream import TextStream
-from agentloop.trajectory import (
-    Message,
-    Trajectory,
-    Turn,
-)
+from agentloop.trajectory import Message, Trajectory, Turn
 
 __all__ = ["RecordReader"]
 
 _TAGS = re.compile("(</?(?:reason|think|answer)>)")  # each tag starts a new piece
+_COPIED = ("cached_tokens", "started_s", "placed_s", "first_token_s", "generated_s", "ended_s")
 
 Entropies = Sequence[Sequence[float]]
 """Entropy of each sampled token in nats, by turn."""
@@ -101,12 +98,7 @@ class RecordReader:
             "end": str(turn.end) if is_over else None,
             "versions": [asdict(span) for span in turn.versions],
             "servers": list(turn.servers),
-            "cached_tokens": turn.cached_tokens,
-            "started_s": turn.started_s,
-            "placed_s": turn.placed_s,
-            "first_token_s": turn.first_token_s,
-            "generated_s": turn.generated_s,
-            "ended_s": turn.ended_s,
+            **{name: getattr(turn, name) for name in _COPIED},
             "calls": calls,
             "results": [asdict(result) for result in turn.results],
             "observation": self._text(turn.observation_ids) or "".join(map(_in_words, heard)),
