@@ -13,6 +13,7 @@ import logging
 import math
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -26,7 +27,6 @@ from agentloop.config import as_limits
 from agentloop.distribution import require
 from agentloop.events import Event, Measured
 from agentloop.observe.exporters.drop_counter import DropCounter
-from agentloop.observe.exporters.tfevents import EventFile
 
 __all__ = ["Sink", "Sinks", "SinksLimits", "SinksSettings", "mask_secrets"]
 
@@ -274,15 +274,38 @@ def _may_be_secret(value: object) -> bool:
 
 
 def _make(name: SinkName, settings: SinksLimits, folder: Path) -> Sink:
+    require(name, {name: "sinks.report_to"})
     match name:
         case "tensorboard":
-            return EventFile(folder / "tensorboard")
+            return _TensorBoard(folder / "tensorboard")
         case "trackio":
-            require(name, {name: "sinks.report_to"})
             return _Trackio(settings.project)
         case "wandb":
-            require(name, {name: "sinks.report_to"})
             return _Wandb(settings.project, folder, 0.8 * settings.close_s)
+
+
+class _TensorBoard:
+    """Writes event files to the run's folder; `tensorboard --logdir RUNS` shows all runs in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def start(self, run_name: str, config: Mapping[str, Any]) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(self._folder))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event as TensorBoardEvent
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        summary = Summary(value=scalars)
+        self._writer.add_event(TensorBoardEvent(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class _Trackio:

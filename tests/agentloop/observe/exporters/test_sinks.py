@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,7 @@ async def test_without_sinks_nothing_is_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
+@pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
 async def test_a_package_that_is_missing_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,81 +247,3 @@ def test_no_secret_gets_through(config: Any, key: str) -> None:
         return {"outer": [{"a": inside}, {key: "hunter2"}, f"http://me:hunter2@{key}/"]}
 
     assert "hunter2" not in str(mask_secrets(hidden(config)))
-
-
-# --- TensorBoard ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def parse() -> Callable[[bytes], Any]:
-    """Parse TensorFlow's event.proto, scalars only, with the real Protocol Buffers."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-    file = descriptor_pb2.FileDescriptorProto(name="event.proto", syntax="proto3", package="t")
-    kinds = {"double": 1, "float": 2, "int64": 3, "string": 9}
-    messages: dict[str, list[tuple[str, int, str, bool]]] = {
-        "Event": [
-            ("wall_time", 1, "double", False),
-            ("step", 2, "int64", False),
-            ("file_version", 3, "string", False),
-            ("summary", 5, ".t.Summary", False),
-        ],
-        "Summary": [("value", 1, ".t.Value", True)],
-        "Value": [("tag", 1, "string", False), ("simple_value", 2, "float", False)],
-    }
-    for name, fields in messages.items():
-        message = file.message_type.add(name=name)
-        for field, number, kind, is_repeated in fields:
-            made = message.field.add(name=field, number=number, label=3 if is_repeated else 1)
-            made.type = kinds.get(kind, 11)
-            if kind not in kinds:
-                made.type_name = kind
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    event = message_factory.GetMessageClass(pool.FindMessageTypeByName("t.Event"))
-    return lambda data: event.FromString(data)
-
-
-def records(data: bytes) -> list[bytes]:
-    """Return the data of each record; TensorBoard checks the checksums in tests/integration."""
-    contents = []
-    while data:
-        size = int.from_bytes(data[:8], "little")
-        contents.append(data[12 : 12 + size])
-        data = data[16 + size :]
-    return contents
-
-
-@pytest.mark.anyio
-async def test_tensorboard_files_contain_the_values(
-    tmp_path: Path, parse: Callable[[bytes], Any]
-) -> None:
-    settings = SinksSettings(report_to=("tensorboard",))
-    async with Sinks.open(settings, folder=tmp_path, run_name="a-run", config={}) as sinks:
-        sinks.on_event(Measured({"step": 1, "reward": 0.5, "learner/loss": -1.5}))
-        sinks.on_event(Measured({"step": 2**40, "reward": 1e300, "ä": 3}))
-        sinks.on_event(Measured({"step": -1, "reward": 0.25}))
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    assert ".tfevents." in file.name
-    first, *events = map(parse, records(file.read_bytes()))
-    assert first.file_version == "brain.Event:2"
-    assert 1.7e9 < first.wall_time <= events[0].wall_time
-    values = [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in events]
-    assert values == [
-        (1, {"reward": 0.5, "learner/loss": -1.5}),
-        (2**40, {"reward": math.inf, "ä": 3.0}),
-        (-1, {"reward": 0.25}),
-    ]
-
-
-def test_the_checksum_matches_the_standard() -> None:
-    """CRC-32C of RFC 3720's B.4, unmasked."""
-    from agentloop.observe.exporters.tfevents import _checksum
-
-    def unmask(data: bytes) -> int:
-        masked = int.from_bytes(_checksum(data), "little") - 0xA282EAD8 & 0xFFFFFFFF
-        return (masked >> 17 | masked << 15) & 0xFFFFFFFF
-
-    assert unmask(b"123456789") == 0xE3069283
-    assert unmask(bytes(32)) == 0x8A9136AA
-    assert unmask(bytes(range(32))) == 0x46DD794E
