@@ -397,13 +397,13 @@ class Runtime:
         """
         feed = Feed()
 
-        def both(event: Event) -> None:
+        def forward(event: Event) -> None:
             on_event(event)
             feed(event)
 
         async def run() -> None:
             try:
-                await self.rollout(messages, on_event=both, **options)
+                await self.rollout(messages, on_event=forward, **options)
             except AgentLoopError as error:
                 feed.close(error)
             else:
@@ -470,7 +470,7 @@ class Runtime:
         """Return the tools themselves for functions, names and schemas.
 
         Args:
-            tools: as in `rollout`; None: those of the settings.
+            tools: see `rollout`; None: those of the settings.
 
         Raises:
             RequestError: a name is unknown, or a function cannot become a tool.

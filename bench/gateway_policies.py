@@ -25,10 +25,10 @@ class _GatewayPolicy(PlacementPolicy):
     """Shared parts: the decision, and the choice of the least busy rank."""
 
     def _decide(
-        self, request: PlacementRequest, chosen: KVPool, considered: Sequence[KVPool], why: str
+        self, request: PlacementRequest, chosen: KVPool, considered: Sequence[KVPool], reason: str
     ) -> Decision:
         candidates = [_candidate(request, pool) for pool in considered]
-        return Decision(chosen.rank, self.name, why, candidates)
+        return Decision(chosen.rank, self.name, reason, candidates)
 
     def _least_busy(self, pools: Sequence[KVPool]) -> KVPool:
         """Return a random one of those with the fewest requests: otherwise every start on idle
@@ -45,7 +45,7 @@ class _StickyPolicy(_GatewayPolicy):
         super().__init__(ledger, seed=seed)
         self._affinity: dict[str, DataParallelRank] = {}
 
-    def _remembered(self, name: str, pools: Sequence[KVPool]) -> KVPool | None:
+    def _recall(self, name: str, pools: Sequence[KVPool]) -> KVPool | None:
         rank = self._affinity.get(name)
         return next((pool for pool in pools if pool.rank == rank), None)
 
@@ -65,16 +65,16 @@ class _Static(_StickyPolicy):
     def _choose(
         self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
     ) -> Decision:
-        name, why = request.group or request.key, "its group is assigned to this server"
-        pool = self._remembered(name, pools)
+        name, reason = request.group or request.key, "its group is assigned to this server"
+        pool = self._recall(name, pools)
         if pool is None:
-            pool, why = (
+            pool, reason = (
                 pools[self._num_assigned % len(pools)],
                 "assigned permanently, in equal shares",
             )
             self._num_assigned += 1
             self._affinity[name] = pool.rank
-        return self._decide(request, pool, [pool], why)
+        return self._decide(request, pool, [pool], reason)
 
 
 class _RoundRobin(_GatewayPolicy):
@@ -110,8 +110,8 @@ class _PowerOfTwo(_GatewayPolicy):
     ) -> Decision:
         drawn = self._random.sample(pools, min(2, len(pools)))
         pool = min(drawn, key=lambda pool: pool.num_sequences)
-        why = "fewer requests of two servers drawn at random"
-        return self._decide(request, pool, drawn, why)
+        reason = "fewer requests of two servers drawn at random"
+        return self._decide(request, pool, drawn, reason)
 
 
 class _StickyLeastLoaded(_StickyPolicy):
@@ -122,7 +122,7 @@ class _StickyLeastLoaded(_StickyPolicy):
     def _choose(
         self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
     ) -> Decision:
-        pool = self._remembered(request.key, pools)
+        pool = self._recall(request.key, pools)
         if pool is not None:
             return self._decide(request, pool, [pool], "its last turn was on this server")
         pool = self._least_busy(pools)

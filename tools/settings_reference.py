@@ -71,13 +71,13 @@ def _sections(rows: Iterable[Row]) -> Iterator[str]:
     by_section: dict[str, list[Row]] = {"": []}  # first: those without a section
     for row in rows:
         by_section.setdefault(row[0].rpartition(".")[0], []).append(row)
-    for section, found in by_section.items():
-        if not found:
+    for section, section_rows in by_section.items():
+        if not section_rows:
             continue
         if section:
             yield from ("", f"### {section}")
         yield from ("", "| setting | default | meaning |", "|---|---|---|")
-        for name, default, description in found:
+        for name, default, description in section_rows:
             yield f"| `{name}` | {_cell(_default(name, default))} | {_cell(description)} |"
 
 

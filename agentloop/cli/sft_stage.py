@@ -40,7 +40,7 @@ from agentloop.environments.mixture import RunEnvironment, open_mixture
 from agentloop.errors import SettingsError
 from agentloop.models import SMALL
 from agentloop.plain_json import dumps
-from agentloop.rollouts.scripted import taught
+from agentloop.rollouts.scripted import teacher_dialogues
 from agentloop.runtime import Settings
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
@@ -244,7 +244,7 @@ async def with_taught(
                 assert made is not None
                 lines += map(
                     dumps,
-                    await taught(
+                    await teacher_dialogues(
                         made,
                         task,
                         Random(f"{data.seed} {number}"),

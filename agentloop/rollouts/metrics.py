@@ -34,12 +34,12 @@ class RolloutFigures:
     """The figures of one scored rollout.
 
     Attributes:
-        reward: its reward; None: it has none.
-        no_reward: why it has none (`NoReward`).
+        reward: reward; None: there is none.
+        no_reward: reason for that (`NoReward`).
         reason: the same in words, or how it got its reward.
         parts: the named parts of its reward.
         recorded: what its environment has measured, by name.
-        tool_errors: the share of its calls that failed; None: it made none.
+        tool_errors: share of its calls that failed; None: it made none.
         num_tokens: number of sampled tokens.
         truncated: whether it ran out of its budget of tokens or turns.
         versions: versions of the weights that sampled it.
@@ -61,8 +61,10 @@ class RolloutFigures:
         """Compute the figures of a rollout, from the conversations of its own agent."""
         trajectories, reward = rollout.trajectories, rollout.reward
         assert reward is not None
-        num_tokens = sum(one.num_sampled_tokens for one in trajectories)
-        spans = (span for one in trajectories for turn in one for span in turn.versions)
+        num_tokens = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
+        spans = (
+            span for trajectory in trajectories for turn in trajectory for span in turn.versions
+        )
         return cls(
             reward.value,
             rollout.no_reward,
@@ -71,8 +73,8 @@ class RolloutFigures:
             dict(rollout.recorded),
             _tool_error_ratio(trajectories),
             num_tokens if rollout.num_tokens is None else rollout.num_tokens,
-            sum(len(one.turns) for one in trajectories),
-            any(one.stop_reason in _TRUNCATED for one in trajectories),
+            sum(len(trajectory.turns) for trajectory in trajectories),
+            any(trajectory.stop_reason in _TRUNCATED for trajectory in trajectories),
             sorted({span.version for span in spans}),
         )
 
@@ -82,8 +84,7 @@ class GroupFigures:
     """The figures of a group, as the journal keeps them.
 
     Attributes:
-        rejected: why no rollout of the group was selected; None: some were, or there was no
-            selection.
+        rejected: reason why no rollout was selected; None: some were, or there was no selection.
     """
 
     rollouts: Sequence[RolloutFigures] = field(default_factory=list)
@@ -152,7 +153,9 @@ def about(groups: Sequence[GroupFigures]) -> RolloutMetrics:
         tool_errors_in_correct=statistics.fmean(ratios) if ratios else None,
         num_rollouts=len(rollouts),
         num_without_reward=len(rollouts) - len(scored),
-        without_reward=dict(Counter(str(one.no_reward) for one in rollouts if one.reward is None)),
+        without_reward=dict(
+            Counter(str(rollout.no_reward) for rollout in rollouts if rollout.reward is None)
+        ),
         num_groups_rejected=sum(group.rejected is not None for group in groups),
         num_sampled_tokens=sum(lengths),
         length_mean=_fmean(lengths),
@@ -211,12 +214,12 @@ def _mean_of_each(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def rewards_of_each(metrics: Mapping[str, Any]) -> str:
     """Return the rewards among the result of `about_each` in words; empty if there are none."""
-    told = [
+    rewards = [
         f"{name.split('/')[1]} {mean(value)}"
         for name, value in metrics.items()
         if re.fullmatch("env/[^/]+/reward", name)
     ]
-    return f" ({', '.join(told)})" if told else ""
+    return f" ({', '.join(rewards)})" if rewards else ""
 
 
 def _fmean(values: Sequence[float]) -> float:
@@ -226,7 +229,7 @@ def _fmean(values: Sequence[float]) -> float:
 def _tool_error_ratio(trajectories: Sequence[Trajectory]) -> float | None:
     """Return the share of a rollout's calls that failed, or None without calls."""
     ours = (ToolCallStatus.CANCELLED, ToolCallStatus.INFRASTRUCTURE)
-    results = [result for one in trajectories for result in one.results]
+    results = (result for trajectory in trajectories for result in trajectory.results)
     statuses = [result.status for result in results if result.status not in ours]
     return sum(status.failed for status in statuses) / len(statuses) if statuses else None
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 from agentloop.environments.rewards.reward import Reward
@@ -23,7 +24,7 @@ __all__ = [
 
 
 class NoReward(StrEnum):
-    """Why a rollout has no reward."""
+    """The reason why a rollout has no reward."""
 
     INFRASTRUCTURE = "infrastructure"  # it failed
     ENVIRONMENT = "environment"  # it failed, or ran out of time
@@ -40,7 +41,7 @@ class AgentRecord:
     """The record of another agent of a rollout.
 
     Attributes:
-        reward: its own reward; None: it gets that of the rollout.
+        reward: reward of this agent; None: it gets that of the rollout.
         is_trained: whether its tokens are trained on.
     """
 
@@ -51,7 +52,7 @@ class AgentRecord:
     @property
     def whole(self) -> list[Trajectory]:
         """The conversations that were not stopped by the environment."""
-        return _whole(self.trajectories)
+        return _uninterrupted(self.trajectories)
 
 
 @dataclass(slots=True)
@@ -59,11 +60,11 @@ class RolloutRecord:
     """The record of one rollout.
 
     Attributes:
-        id: its name.
+        id: name of the rollout.
         trajectories: conversations of its agent with the model; of the built-in agent one.
-        reward: its reward, once it is scored; before that, what its environment says of it.
+        reward: reward, once it is scored; before that, the one that its environment returned.
         others: the other agents of its environment, by name.
-        no_reward: why there is no reward, once that is known.
+        no_reward: reason why there is no reward, once that is known.
         to_grade: the conversation whose answer is to be checked, for the reward.
         num_tokens: sampled tokens, as an endpoint has counted them; None: those of the record.
         recorded: what its environment has measured, by name (`Agent.record`).
@@ -81,23 +82,23 @@ class RolloutRecord:
     @property
     def all_trajectories(self) -> list[Trajectory]:
         """The conversations of all agents, at least one."""
-        others = (one for other in self.others.values() for one in other.trajectories)
-        return [*self.trajectories, *others]
+        of_others = (agent.trajectories for agent in self.others.values())
+        return [*self.trajectories, *chain.from_iterable(of_others)]
 
     @property
     def whole(self) -> list[Trajectory]:
         """The conversations of its agent that were not stopped by the environment."""
-        return _whole(self.trajectories)
+        return _uninterrupted(self.trajectories)
 
     @property
     def trained(self) -> list[Trajectory]:
         """The conversations of all agents that may be trained on."""
-        others = (other.whole for other in self.others.values() if other.is_trained)
-        return [*self.whole, *(one for whole in others for one in whole)]
+        of_others = (agent.whole for agent in self.others.values() if agent.is_trained)
+        return [*self.whole, *chain.from_iterable(of_others)]
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(one.num_sampled_tokens for one in self.all_trajectories)
+        return sum(trajectory.num_sampled_tokens for trajectory in self.all_trajectories)
 
     @property
     def may_count(self) -> bool:
@@ -218,7 +219,7 @@ class RolloutGroup:
 
     @property
     def rewards(self) -> list[Reward]:
-        return [one.reward for one in self.rollouts if one.reward is not None]
+        return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
 
     @property
     def mean_reward(self) -> float | None:
@@ -228,7 +229,7 @@ class RolloutGroup:
     @property
     def outage(self) -> str | None:
         """The failure of the infrastructure to which all rollouts were lost, if they were."""
-        if all(one.no_reward is NoReward.INFRASTRUCTURE for one in self.rollouts):
+        if all(rollout.no_reward is NoReward.INFRASTRUCTURE for rollout in self.rollouts):
             return self.rewards[0].reason
         return None
 
@@ -241,8 +242,8 @@ class RolloutGroup:
         for index, rollout in enumerate(self.rollouts):
             for trajectory in rollout.trajectories:
                 yield index, "", trajectory
-            for name, other in rollout.others.items():
-                for trajectory in other.trajectories:
+            for name, agent in rollout.others.items():
+                for trajectory in agent.trajectories:
                     yield index, name, trajectory
 
     def rows(self) -> list[ConversationRow]:
@@ -266,5 +267,9 @@ class RolloutGroup:
         ]
 
 
-def _whole(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    return [one for one in trajectories if one.stop_reason is not StopReason.ENVIRONMENT]
+def _uninterrupted(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    return [
+        trajectory
+        for trajectory in trajectories
+        if trajectory.stop_reason is not StopReason.ENVIRONMENT
+    ]

@@ -39,8 +39,8 @@ def test_the_same_seed_decides_the_same(policy: str) -> None:
         chosen = []
         for number in range(60):
             key = f"k{number % 20}"
-            one = ask(key, group=f"g{number % 5}", num_shared=200)
-            rank = placement.choose(one, RANKS, now_s=float(number)).rank
+            request = ask(key, group=f"g{number % 5}", num_shared=200)
+            rank = placement.choose(request, RANKS, now_s=float(number)).rank
             chosen.append(rank)
             if rank is not None:
                 books.reserve(f"s{number}", rank, 500, 50, key=key)
