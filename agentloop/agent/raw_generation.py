@@ -1,4 +1,4 @@
-"""One generation from given token ids: without a chat template, tools or turns.
+"""Run one generation from given token ids: without a chat template, tools or turns.
 
     ids ──engine──> chunks ──> pieces: tokens, and the text that is final with them
 

@@ -1,4 +1,4 @@
-"""One trajectory: generate, dispatch, observe, repeat.
+"""Run one trajectory: generate, dispatch, observe, repeat.
 
     prompt ids ──> generate ──tokens──> tool stream ──call──> tool (a task of the turn) ──┐
          ▲                                                                               │

@@ -309,21 +309,10 @@ class AgentService:
         app.on_response_prepare.append(name_request)
         return app
 
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer_by_model(request, ChatExchange)
-
-    async def responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer_by_model(request, ResponsesExchange)
-
-    async def messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer_by_model(request, MessagesExchange)
-
     async def count_tokens(self, request: web.Request) -> web.Response:
         return await self.bare.count_tokens(request)
 
-    async def _answer_by_model(
-        self, request: web.Request, kind: type[Exchange]
-    ) -> web.StreamResponse:
+    async def answer(self, request: web.Request, kind: type[Exchange]) -> web.StreamResponse:
         """Answer by the model that a request names: the agent, or the bare model."""
         body = await self._body(request)
         exchange = kind.parse(body, self._store)
@@ -528,13 +517,13 @@ _HEALTH: Responses = {
     503: Response("No inference server is healthy.", {JSON: HealthStatus}),
 }
 ROUTES = [
-    Route("POST", "/v1/chat/completions", AgentService.chat_completions,
+    Route("POST", "/v1/chat/completions", partial(AgentService.answer, kind=ChatExchange),
           "Answer a conversation; the agent runs its own tools",
           {**COMPLETION, **UNKNOWN_MODEL, **BODY_ERRORS}, ChatRequest),
-    Route("POST", "/v1/responses", AgentService.responses,
+    Route("POST", "/v1/responses", partial(AgentService.answer, kind=ResponsesExchange),
           "Answer a conversation in the protocol of OpenAI's Responses",
           {**RESPONSE, **UNKNOWN_MODEL, **BODY_ERRORS}, ResponsesRequest),
-    Route("POST", "/v1/messages", AgentService.messages,
+    Route("POST", "/v1/messages", partial(AgentService.answer, kind=MessagesExchange),
           "Answer a conversation in Anthropic's protocol",
           {**MESSAGE, **in_anthropics_form({**UNKNOWN_MODEL, **BODY_ERRORS})}, MessagesRequest),
     Route("POST", "/v1/messages/count_tokens", AgentService.count_tokens,
