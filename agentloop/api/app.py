@@ -183,7 +183,7 @@ class AgentService:
             num_waiting=lambda: runtime.router.num_waiting,
             sandbox=lambda: runtime.pool.stats(),
             served_on=lambda: served_here(settings.servers, settings.server.device),
-            more=self._moment,
+            more=lambda: {"paused": self._is_paused, "refusals": self._num_refused},
         )
         self._dashboard = Dashboard(sources, num_refused=lambda: self._num_refused)
         self.on_event = self._dashboard.emit  # also for rollouts that others start, to count them
@@ -284,9 +284,6 @@ class AgentService:
             self._num_refused += 1
             raise ServerError("the service is paused by its operator; try again later")
 
-    def _moment(self) -> dict[str, Any]:
-        return {"paused": self._is_paused, "refusals": self._num_refused}
-
     def _servers_in_words(self) -> str:
         return "\n".join(
             f"  {view.url}: {view.state}, {view.num_running} running, "
@@ -369,7 +366,7 @@ class AgentService:
         await response.prepare(request)
         lines_in, lines = anyio.create_memory_object_stream[RolloutLine](0)
         jobs = product(range(len(body.prompts)), range(body.n))
-        name = uuid.uuid4().hex
+        name, timeout_s = uuid.uuid4().hex, self._settings.serve.io_timeout_s
         ended: dict[int, list[Trajectory]] = {}  # by prompt, until all of its samples are there
 
         async def work(out: MemoryObjectSendStream[RolloutLine]) -> None:
@@ -407,7 +404,7 @@ class AgentService:
                         tasks.start_soon(work, lines_in.clone())
                 async with lines:
                     async for line in lines:  # no deadline: the rollouts have theirs
-                        await self._write(request, response, dumps(line) + b"\n")
+                        await send(request, response, dumps(line) + b"\n", timeout_s=timeout_s)
         finally:
             for siblings in ended.values():
                 self.recorder.add(*siblings)
@@ -464,9 +461,6 @@ class AgentService:
 
     async def _body(self, request: web.Request) -> bytes:
         return await read_body(request, self._settings.serve.io_timeout_s)
-
-    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        await send(request, response, data, timeout_s=self._settings.serve.io_timeout_s)
 
     def _options(self, request: ChatRequest, index: int) -> dict[str, Any]:
         sampling = with_overrides(self._settings.sampling, request.sampling_overrides(), "sampling")

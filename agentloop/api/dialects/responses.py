@@ -49,13 +49,13 @@ _Search = Literal[
 ]
 
 
-def _in_these_terms(only: Only) -> Only:
-    return only._replace(advice=only.advice.replace("response_format", "text.format"))
-
-
 # Parameters that would change the answer, with the values that do not.
 UNSUPPORTED_RESPONSES: dict[str, Only] = {
-    **{name: _in_these_terms(only) for name, only in UNSUPPORTED.items() if name != "reasoning"},
+    **{
+        name: only._replace(advice=only.advice.replace("response_format", "text.format"))
+        for name, only in UNSUPPORTED.items()
+        if name != "reasoning"
+    },
     "background": Only((False,)),
     "best_of": Only((1,)),
     "context_management": Only(([],)),
