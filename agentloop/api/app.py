@@ -191,7 +191,7 @@ class AgentService:
             num_waiting=lambda: runtime.router.num_waiting,
             sandbox=lambda: runtime.pool.stats(),
             served_on=lambda: served_here(settings.servers, settings.server.device),
-            more=self._moment,
+            more=lambda: {"paused": self._is_paused, "refusals": self._num_refused},
         )
         self._dashboard = Dashboard(sources, num_refused=lambda: self._num_refused)
         self.on_event = self._dashboard.emit  # also for rollouts that others start, to count them
@@ -292,9 +292,6 @@ class AgentService:
             self._num_refused += 1
             raise ServerError("the service is paused by its operator; try again later")
 
-    def _moment(self) -> dict[str, Any]:
-        return {"paused": self._is_paused, "refusals": self._num_refused}
-
     def _servers_in_words(self) -> str:
         return "\n".join(
             f"  {view.url}: {view.state}, {view.num_running} running, "
@@ -317,21 +314,10 @@ class AgentService:
         app.on_response_prepare.append(name_request)
         return app
 
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer_by_model(request, ChatExchange)
-
-    async def responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer_by_model(request, ResponsesExchange)
-
-    async def messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer_by_model(request, MessagesExchange)
-
     async def count_tokens(self, request: web.Request) -> web.Response:
         return await self.bare.count_tokens(request)
 
-    async def _answer_by_model(
-        self, request: web.Request, kind: type[Exchange]
-    ) -> web.StreamResponse:
+    async def answer(self, request: web.Request, kind: type[Exchange]) -> web.StreamResponse:
         """Answer by the model that a request names: the agent, or the bare model."""
         body = await self._body(request)
         exchange = kind.parse(body, self._store)
@@ -388,7 +374,7 @@ class AgentService:
         await response.prepare(request)
         lines_in, lines = anyio.create_memory_object_stream[RolloutLine](0)
         jobs = product(range(len(body.prompts)), range(body.n))
-        name = uuid.uuid4().hex
+        name, timeout_s = uuid.uuid4().hex, self._settings.serve.io_timeout_s
         ended: dict[int, list[Trajectory]] = {}  # by prompt, until all of its samples are there
 
         async def work(out: MemoryObjectSendStream[RolloutLine]) -> None:
@@ -426,7 +412,7 @@ class AgentService:
                         tasks.start_soon(work, lines_in.clone())
                 async with lines:
                     async for line in lines:  # no deadline: the rollouts have theirs
-                        await self._write(request, response, dumps(line) + b"\n")
+                        await send(request, response, dumps(line) + b"\n", timeout_s=timeout_s)
         finally:
             for siblings in ended.values():
                 self.recorder.add(*siblings)
@@ -484,9 +470,6 @@ class AgentService:
     async def _body(self, request: web.Request) -> bytes:
         return await read_body(request, self._settings.serve.io_timeout_s)
 
-    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        await send(request, response, data, timeout_s=self._settings.serve.io_timeout_s)
-
     def _options(self, request: ChatRequest, index: int) -> dict[str, Any]:
         sampling = with_overrides(self._settings.sampling, request.sampling_overrides(), "sampling")
         budget = self._settings.budget
@@ -536,13 +519,13 @@ _HEALTH: Responses = {
     503: Response("No inference server is healthy.", {JSON: HealthStatus}),
 }
 ROUTES = [
-    Route("POST", "/v1/chat/completions", AgentService.chat_completions,
+    Route("POST", "/v1/chat/completions", partial(AgentService.answer, kind=ChatExchange),
           "Answer a conversation; the agent runs its own tools",
           {**COMPLETION, **UNKNOWN_MODEL, **BODY_ERRORS}, ChatRequest),
-    Route("POST", "/v1/responses", AgentService.responses,
+    Route("POST", "/v1/responses", partial(AgentService.answer, kind=ResponsesExchange),
           "Answer a conversation in the protocol of OpenAI's Responses",
           {**RESPONSE, **UNKNOWN_MODEL, **BODY_ERRORS}, ResponsesRequest),
-    Route("POST", "/v1/messages", AgentService.messages,
+    Route("POST", "/v1/messages", partial(AgentService.answer, kind=MessagesExchange),
           "Answer a conversation in Anthropic's protocol",
           {**MESSAGE, **in_anthropics_form({**UNKNOWN_MODEL, **BODY_ERRORS})}, MessagesRequest),
     Route("POST", "/v1/messages/count_tokens", AgentService.count_tokens,
