@@ -38,7 +38,7 @@ from agentloop.errors import RequestError, SettingsError
 from agentloop.events import Emit, Event, RolloutFinished, RolloutStarted
 from agentloop.inference.openai_client import EndpointSettings
 from agentloop.inference.processes.server_log import NOT_INSTALLED
-from agentloop.observe.watchdog import Heartbeat, WatchdogSettings, watch_lag
+from agentloop.observe.watchdog import Heartbeat, watch_lag
 from agentloop.rollouts.metrics import mean
 from agentloop.rollouts.player import endpoint_player_of, environment_player
 from agentloop.rollouts.runner import GroupRunner
@@ -150,7 +150,7 @@ async def _try(name: str, arguments: list[str]) -> int:
                 progress(f"{num_ended} of {count_of(len(trials), 'rollout')} ended")
 
             async with task_group() as watching:
-                watching.start_soon(watch_lag, Heartbeat(WatchdogSettings()))
+                watching.start_soon(watch_lag, Heartbeat())
                 async with anyio.create_task_group() as running:
                     for number, trial in enumerate(trials, 1):
                         running.start_soon(run, number, trial)
