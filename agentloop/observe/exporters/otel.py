@@ -255,7 +255,8 @@ class Traces:
         match event:
             case RolloutStarted():
                 caller = caller_span.get()
-                is_chosen = caller.is_sampled if caller else self._is_chosen(event.rollout_id)
+                share = zlib.crc32(event.rollout_id.encode()) / 2**32
+                is_chosen = caller.is_sampled if caller else share < self._settings.sampling_ratio
                 if self._settings.endpoint and is_chosen:
                     self._open[event.rollout_id] = event, caller
             case RolloutFinished(trajectory=trajectory):
@@ -276,9 +277,6 @@ class Traces:
                 ended = self._unscored.pop(event.rollout_id, None)
                 if ended is not None:
                     self._add(*ended, scored=event)
-
-    def _is_chosen(self, rollout_id: str) -> bool:
-        return zlib.crc32(rollout_id.encode()) < self._settings.sampling_ratio * 2**32
 
     def _add(
         self,
