@@ -615,10 +615,7 @@ def main() -> None:
     )
     parser.add_argument("--retract", choices=("half", "needed"), default="needed")
     parser.add_argument(
-        "--conservativeness",
-        type=float,
-        default=1.0,
-        help="SGLang's --schedule-conservativeness",
+        "--conservativeness", type=float, default=1.0, help="SGLang's --schedule-conservativeness"
     )
     parser.add_argument(
         "--costs-off",

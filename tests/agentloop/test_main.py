@@ -123,16 +123,16 @@ def test_a_question_is_found_wherever_it_stands(
         yield
 
     async def ask(runtime: object, messages: list[Message], out: object) -> Trajectory:
-        asked.extend(messages)
+        sent.extend(messages)
         return Trajectory("r", [], stop_reason=StopReason.ANSWERED)
 
-    asked: list[Message] = []
+    sent: list[Message] = []
     monkeypatch.chdir(tmp_path)
     Path("more.conf").touch()
     monkeypatch.setattr("agentloop.cli.console.started", started)
     monkeypatch.setattr("agentloop.cli.chat.ask", ask)
     assert main(["chat", *arguments]) == 0
-    assert asked == [{"role": "user", "content": "What is a = b?"}]
+    assert sent == [{"role": "user", "content": "What is a = b?"}]
 
 
 @pytest.mark.parametrize(
