@@ -39,7 +39,13 @@ from agentloop.training.weight_sync.sync import SyncResult
 from agentloop.trajectory import Trajectory
 from tests import emitted
 from tests.agentloop.training.cluster.player import Player, playing
-from tests.agentloop.training.test_loop import ARITHMETIC, Played, PlayedLearner, Told, played
+from tests.agentloop.training.loop_support import (
+    ARITHMETIC,
+    FakeRollouts,
+    RecordedReport,
+    RecordingLearner,
+    run_loop,
+)
 from tests.rollouts import GroupPlayer
 from tests.support import eventually
 
@@ -395,7 +401,7 @@ async def rolling_out(*names: str) -> AsyncIterator[tuple[RemoteRuntimes, list[P
         players = []
         for name in names:
             player = GroupPlayer(
-                Played(TaskSource.open(ARITHMETIC)), Player(name).wait_for_capacity
+                FakeRollouts(TaskSource.open(ARITHMETIC)), Player(name).wait_for_capacity
             )
             rollouts = Rollouts(
                 GroupRunner(player, grader), RocSettings(down_sample_to_n=4), seed=0
@@ -411,20 +417,20 @@ async def test_a_run_with_runtimes_learns_what_it_learns_by_itself(tmp_path: Pat
         "safetensors", reason="needs safetensors: pip install 'agentloop-rl[train]'"
     )
 
-    class Killing(PlayedLearner):
+    class Killing(RecordingLearner):
         async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
             if op == "step":
                 players[0].actors[-1].kill()
             return await super().handle(op, **arguments)
 
-    alone, _, _ = await played(tmp_path / "alone", steps=2, evaluate_every=2)
+    alone, _, _ = await run_loop(tmp_path / "alone", steps=2, evaluate_every=2)
     learner = Killing()
     run = RunFolder(tmp_path / "run")
     async with (
         GroupQueue.open(run.path / "queue.sqlite") as queue,
         rolling_out("one", "two") as (runtimes, players),
     ):
-        report = Told()
+        report = RecordedReport()
         context = RunContext(
             LoopSettings(
                 steps=2, prompts_per_step=3, group_size=8, evaluate_tasks=4, evaluate_every=2
@@ -440,7 +446,7 @@ async def test_a_run_with_runtimes_learns_what_it_learns_by_itself(tmp_path: Pat
         await TrainingLoop(context, steps, runtimes).run()
         assert await queue.counts() == {"trained": 6}
     assert len(players[0].actors) > 1
-    assert [op for op, _ in learner.asked] == [op for op, _ in alone.asked]
+    assert [op for op, _ in learner.requests] == [op for op, _ in alone.requests]
     for ours, theirs in zip(learner.batches, alone.batches, strict=True):
         assert {name: values.tolist() for name, values in ours.items()} == {
             name: values.tolist() for name, values in theirs.items()
