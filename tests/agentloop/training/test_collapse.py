@@ -117,7 +117,7 @@ def test_the_papers_collapse() -> None:
         assert checkpoint_before(verdict, range(50, 551, 50)) in (450, 500)
 
 
-def test_by_the_reward_alone() -> None:
+def test_a_fallen_reward_alone_is_a_collapse() -> None:
     rows = [{"step": one["step"], "reward": one["reward"]} for one in the_papers()]
     verdict = judged(rows)
     assert verdict is not None
@@ -169,7 +169,7 @@ def test_a_policy_that_loses_its_entropy() -> None:
     assert verdict.step < 130
 
 
-def test_one_that_has_solved_its_tasks_may() -> None:
+def test_low_entropy_is_allowed_once_the_tasks_are_solved() -> None:
     assert not judged(series(400, lambda step: row(step, 1.0, entropy=0.6 * math.exp(-step / 25))))
 
 
@@ -329,7 +329,7 @@ def test_rows_of_other_things_are_passed_over() -> None:
     assert not judged(one for pair in zip(rows, others, strict=True) for one in pair)
 
 
-def test_it_may_be_switched_off() -> None:
+def test_the_detector_can_be_switched_off() -> None:
     assert not judged(the_papers(), CollapseSettings(patience=0))
 
 

@@ -199,7 +199,7 @@ async def test_other_settings_are_used_from_where_the_run_used_them(tmp_path: Pa
     assert all(one.has_same_weights is not False for one in repeated.steps)
 
 
-async def test_one_step_from_the_checkpoint_before_it(tmp_path: Path) -> None:
+async def test_a_single_step_is_repeated_from_the_checkpoint_before_it(tmp_path: Path) -> None:
     await train(tmp_path, 1, 5)
     repeated = Repeated()
     assert await repeated.all_of(tmp_path, 4, 4)
@@ -212,7 +212,7 @@ async def test_one_step_from_the_checkpoint_before_it(tmp_path: Path) -> None:
     assert found.worst[0].before == (4,)
 
 
-async def test_what_is_missing_is_named(tmp_path: Path) -> None:
+async def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="no journal"):
         await Repeated().all_of(tmp_path)
     assert not await anyio.Path(tmp_path / "replay").exists()

@@ -224,7 +224,7 @@ async def test_the_rewards_of_all_agents_are_shuffled() -> None:
     assert rows["a"]["z"].reward == 2.0  # the record has the true ones
 
 
-async def test_an_environment_that_does_not_run_its_agent_is_told_so() -> None:
+async def test_a_rollout_without_conversations_has_no_rows() -> None:
     idle = RolloutRecord("a", [], Reward(1.0, None, ""))
     rows = await rows_of(idle, episode("b", 0.0), episode("c", 1.0))
     assert set(rows) == {"b", "c"}
@@ -338,7 +338,7 @@ class Rewarding(Group):
             one.turns[0].reward = reward
 
 
-async def test_turns_that_an_environment_rewards_are_told_apart() -> None:
+async def test_turns_that_an_environment_rewards_have_their_own_advantages() -> None:
     """The rollouts' own rewards are equal."""
     group = Rewarding([1.0, 0.0, None])
     found = await rolled_out(group, credit=CreditSettings(name="per_turn"))

@@ -106,7 +106,7 @@ def seen(path: Path) -> dict[str, Any]:
     return state
 
 
-async def test_what_came_after_is_put_aside(tmp_path: Path) -> None:
+async def test_files_of_later_steps_are_put_aside(tmp_path: Path) -> None:
     path = tmp_path / "run"
     await run_of_three_steps(path)
     async with opened(path) as (folder, queue):

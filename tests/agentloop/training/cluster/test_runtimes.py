@@ -177,7 +177,7 @@ async def test_a_group_that_a_runtime_cannot_do_goes_to_another(folder: Path) ->
     assert good.asked == ["1"]
 
 
-async def test_a_group_that_nobody_can_do_is_given_up(folder: Path) -> None:
+async def test_a_group_that_fails_on_every_runtime_is_given_up(folder: Path) -> None:
     player = Player("one")
     player.error = ServerError("no server answers")
     async with playing(player) as runtimes:
@@ -261,7 +261,7 @@ async def test_runtimes_are_given_up_one_by_one(folder: Path) -> None:
             await groups(runtimes, "2")
 
 
-async def test_at_the_end_runtimes_close_before_their_actors_are_killed(folder: Path) -> None:
+async def test_runtimes_close_before_their_actors_are_killed(folder: Path) -> None:
     player = Player("one")
     async with playing(player) as runtimes:
         await synced(runtimes, folder)
@@ -294,7 +294,7 @@ def test_a_runtime_is_on_a_loop_on_which_anyio_works_outside_of_tasks() -> None:
 # --- weights ------------------------------------------------------------------------------------
 
 
-async def test_weights_are_loaded_as_the_trainer_is_told(folder: Path) -> None:
+async def test_runtimes_load_weights_as_the_settings_say(folder: Path) -> None:
     player = Player("one")
     async with playing(player) as runtimes:
         await runtimes.sync(PublishedFolder("0", folder, "in_place"), timeout_s=30)
@@ -348,7 +348,7 @@ async def test_a_runtime_that_cannot_load_brings_what_it_has_rolled_out(folder: 
     assert two.asked == []
 
 
-async def test_what_was_sampled_with_weights_that_nobody_knows_goes_to_others(
+async def test_a_group_sampled_with_unknown_weights_goes_to_another_runtime(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtimes_module, "_ANSWER_S", 0.1)
@@ -411,7 +411,9 @@ async def rolling_out(*names: str) -> AsyncIterator[tuple[RemoteRuntimes, list[P
             yield runtimes, players
 
 
-async def test_a_run_with_runtimes_learns_what_it_learns_by_itself(tmp_path: Path) -> None:
+async def test_a_run_with_runtimes_trains_on_the_same_batches_as_one_without(
+    tmp_path: Path,
+) -> None:
     """This holds even if one of them is killed with each step."""
     pytest.importorskip(
         "safetensors", reason="needs safetensors: pip install 'agentloop-rl[train]'"
@@ -456,7 +458,7 @@ async def test_a_run_with_runtimes_learns_what_it_learns_by_itself(tmp_path: Pat
 @hypothesis.settings(deadline=None)
 @hypothesis.given(emitted.calls, emitted.plain_data)
 @pytest.mark.full
-def test_rollouts_survive_the_way_unchanged(raw: str, more: Any) -> None:
+def test_conversations_are_unchanged_by_packing(raw: str, more: Any) -> None:
     row = ConversationRow(0, Trajectory.from_dict(emitted.rollout(raw)), truth=more)
     (read,) = unpack(pack([row]))
     assert repr(loads(dumps(read.to_dict()))) == repr(loads(dumps(row.to_dict())))
