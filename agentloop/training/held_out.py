@@ -31,7 +31,7 @@ class TaskRunner:
         size: int,
         budget: Budget,
         version: int,
-        what: str,
+        activity: str,
         may_begin: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint,
     ) -> list[tuple[Task, RolledOut]]:
         """Roll out a group of `size` rollouts for each task; return them in the tasks' order.
@@ -41,7 +41,7 @@ class TaskRunner:
         Args:
             name: name that determines all random choices.
             version: version of the weights that are live.
-            what: description for the display.
+            activity: description for the display.
             may_begin: waits until the next group may start.
 
         Raises:
@@ -49,8 +49,8 @@ class TaskRunner:
         """
         total = len(tasks) * size
         pace = self._run.pace
-        pace.waits(f"the learner waits for {what}: 0 of {total}")
-        with self._run.control.watch.waiting("the learner", what):
+        pace.waits(f"the learner waits for {activity}: 0 of {total}")
+        with self._run.control.watch.waiting("the learner", activity):
             return await in_order(
                 self._run.rollouts,
                 tasks,
@@ -59,7 +59,7 @@ class TaskRunner:
                 budget=budget,
                 oldest=version,
                 on_done=lambda num: pace.waits(
-                    f"the learner waits for {what}: {num * size} of {total}"
+                    f"the learner waits for {activity}: {num * size} of {total}"
                 ),
                 on_refused=lambda task, error: pace.report.say(f"Skipped task {task.id}: {error}"),
                 may_begin=may_begin,
@@ -99,7 +99,7 @@ class HeldOutEval:
             size=1,
             budget=budget,
             version=version,
-            what="held-out tasks",
+            activity="held-out tasks",
         )
         values = about([group.figures for _, group in groups])
         each = about_each((task.env, group.figures) for task, group in groups)

@@ -162,7 +162,7 @@ class TrainingLoop:
         """
         while True:
             while not self._to_save:
-                await self._control.changed()  # no deadline: until there is a request
+                await self._control.wait_changed()  # no deadline: until there is a request
             requests, self._to_save = self._to_save, []
             is_started = await self._steps.checkpoint()
             for request in requests:
@@ -193,7 +193,7 @@ class TrainingLoop:
             await self._held_out.find_tasks()
         if self.step:
             run.report.say(f"Resuming from the checkpoint of step {self.step}")
-        cursor = await run.queue.noted("cursor") or {}
+        cursor = await run.queue.read_note("cursor") or {}
         outcomes = await run.queue.outcomes()
         run.curriculum.restore(outcomes, num_offered=cursor.get("num_offered", 0))
         await self._trainer.restore()

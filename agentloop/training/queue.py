@@ -115,7 +115,7 @@ class Lease:
     """The batch of a step, in order.
 
     Attributes:
-        notes: What is needed to repeat the step.
+        notes: Data needed to repeat the step.
         result: Result of the step, or None if it is unknown.
         replaced: Groups that were given back since the previous step.
         outcomes: Outcomes of both, with the keys of their tasks' solve rates.
@@ -167,10 +167,10 @@ class GroupQueue:
 
         def work(db: sqlite3.Connection) -> QueuedGroup:
             row = (dumps(asdict(task)).decode(), version)  # fields of data sets may be dates
-            found = db.execute("INSERT INTO groups (task, version) VALUES (?, ?)", row).lastrowid
+            number = db.execute("INSERT INTO groups (task, version) VALUES (?, ?)", row).lastrowid
             _note(db, "cursor", cursor)
-            assert found is not None
-            return QueuedGroup(found, task, version)
+            assert number is not None
+            return QueuedGroup(number, task, version)
 
         return await self._transaction(work)
 
@@ -244,7 +244,7 @@ class GroupQueue:
         self._num_bytes -= sum(group.num_bytes for group in lease.groups)
         return lease
 
-    async def done(self, step: int, result: Mapping[str, Any]) -> None:
+    async def record_result(self, step: int, result: Mapping[str, Any]) -> None:
         """Record the result of a step that is not in a checkpoint yet."""
 
         def work(db: sqlite3.Connection) -> None:
@@ -310,7 +310,7 @@ class GroupQueue:
 
         def work(db: sqlite3.Connection) -> dict[str, Any]:
             (last,) = db.execute("SELECT coalesce(max(number), 0) FROM groups").fetchone()
-            before = _noted(db, "cursor")
+            before = _read_note(db, "cursor")
             stage = {"begun": step, "tasks": tasks, "last": last, "before": before}
             _note(db, f"stage {number}", stage)
             _note(db, "cursor", cursor)
@@ -333,13 +333,13 @@ class GroupQueue:
         def work(db: sqlite3.Connection) -> None:
             since = "(state IN ('leased', 'trained', 'given back') AND coalesce(step > ?, TRUE))"
             undone_groups = f"state = 'finished' OR {since}"
-            found = db.execute(
+            paths = db.execute(
                 f"SELECT path FROM groups WHERE path NOT NULL AND ({undone_groups})", (step,)
             )
             undone = {
                 "step": step,
                 "name": f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
-                "files": [path for (path,) in found.fetchall()],
+                "files": [path for (path,) in paths.fetchall()],
             }
             reopened = "state = 'open', step = NULL, place = NULL, path = NULL, figures = '{}'"
             db.execute(
@@ -377,10 +377,10 @@ class GroupQueue:
         query = f"SELECT {columns} FROM outcomes ORDER BY number"
 
         def work(db: sqlite3.Connection) -> list[tuple[str, GroupOutcome]]:
-            found = db.execute(query).fetchall()
+            rows = db.execute(query).fetchall()
             return [
                 (key, GroupOutcome(solved, rollouts, bool(equal)))
-                for key, solved, rollouts, equal in found
+                for key, solved, rollouts, equal in rows
             ]
 
         return await self._transaction(work)
@@ -401,9 +401,9 @@ class GroupQueue:
         """Store `value` under `key`; None deletes the value."""
         await self._transaction(lambda db: _note(db, key, value))
 
-    async def noted(self, key: str) -> Any:
+    async def read_note(self, key: str) -> Any:
         """Return the value stored under `key`, such as `cursor`, or None."""
-        return await self._transaction(lambda db: _noted(db, key))
+        return await self._transaction(lambda db: _read_note(db, key))
 
     async def counts(self) -> dict[str, int]:
         """Return the number of groups in each state."""
@@ -478,8 +478,8 @@ def _update_group(update: str, row: Sequence[Any], db: sqlite3.Connection) -> No
         ValueError: The group is in another state.
     """
     if db.execute(f"UPDATE groups SET {update}", row).rowcount != 1:
-        found = db.execute("SELECT state FROM groups WHERE number = ?", row[-1:]).fetchone()
-        raise ValueError(f"group {row[-1]} is {found[0] if found else 'not there'}")
+        state = db.execute("SELECT state FROM groups WHERE number = ?", row[-1:]).fetchone()
+        raise ValueError(f"group {row[-1]} is {state[0] if state else 'not there'}")
 
 
 def _note(db: sqlite3.Connection, key: str, value: Any) -> None:
@@ -487,7 +487,7 @@ def _note(db: sqlite3.Connection, key: str, value: Any) -> None:
     db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", row)
 
 
-def _noted(db: sqlite3.Connection, key: str) -> Any:
+def _read_note(db: sqlite3.Connection, key: str) -> Any:
     row = db.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
     return None if row is None else loads(row[0])
 
@@ -496,7 +496,8 @@ def _add_outcomes(
     db: sqlite3.Connection, step: int, outcomes: Sequence[tuple[str, GroupOutcome]]
 ) -> None:
     rows = [
-        (step, key, one.num_solved, one.num_rollouts, int(one.is_equal)) for key, one in outcomes
+        (step, key, outcome.num_solved, outcome.num_rollouts, int(outcome.is_equal))
+        for key, outcome in outcomes
     ]
     columns = "step, key, num_solved, num_rollouts, is_equal"
     db.executemany(f"INSERT INTO outcomes ({columns}) VALUES (?, ?, ?, ?, ?)", rows)
@@ -514,7 +515,7 @@ def _json(value: Any) -> str:
 
 def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[QueuedGroup]:
     columns = "number, task, version, path, num_bytes, figures"
-    found = db.execute(f"SELECT {columns} FROM groups WHERE {where}", row).fetchall()
+    rows = db.execute(f"SELECT {columns} FROM groups WHERE {where}", row).fetchall()
     return [
         QueuedGroup(
             number,
@@ -524,7 +525,7 @@ def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[Queu
             num_bytes,
             GroupFigures.from_dict(loads(figures)),
         )
-        for number, task, version, path, num_bytes, figures in found
+        for number, task, version, path, num_bytes, figures in rows
     ]
 
 

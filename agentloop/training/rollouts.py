@@ -127,7 +127,7 @@ async def in_order(
     Raises:
         RequestError: all tasks were refused, and not because the environment failed.
     """
-    found: dict[int, tuple[Task, RolledOut]] = {}
+    rolled_out: dict[int, tuple[Task, RolledOut]] = {}
     refused: RequestError | None = None
 
     async def run(
@@ -143,7 +143,7 @@ async def in_order(
             purpose=Purpose.EVALUATE,
             on_queued=on_queued,
         )
-        found[number] = task, group
+        rolled_out[number] = task, group
         return ()
 
     async def source() -> AsyncGenerator[tuple[int, Task], None]:
@@ -160,10 +160,10 @@ async def in_order(
                 if not isinstance(group.error, EnvironmentFailed):  # the task is invalid
                     refused = group.error
             else:
-                on_done(len(found))
-    if refused is not None and not found:  # skipping all tasks would hide a mistake
+                on_done(len(rolled_out))
+    if refused is not None and not rolled_out:  # skipping all tasks would hide a mistake
         raise RequestError(f"{refused} (no valid task among {len(tasks)})") from refused
-    return [found[number] for number in sorted(found)]
+    return [rolled_out[number] for number in sorted(rolled_out)]
 
 
 @dataclass(slots=True)
@@ -171,7 +171,7 @@ class TrainingGroup:
     """A scored group, with the rollouts to train on.
 
     Attributes:
-        credit: of each trajectory to train on, by its id.
+        credit: the credit of each trajectory to train on, by its id.
     """
 
     group: RolloutGroup
@@ -322,8 +322,8 @@ class Rollouts:
         if not rollout.num_sampled_tokens:
             return NoReward.NOT_SAMPLED, "nothing was sampled"
         for trajectory in rollout.all_trajectories:
-            if other := _other_version(trajectory, oldest):
-                return NoReward.OTHER_WEIGHTS, f"sampled with other weights: {other}"
+            if version := _other_version(trajectory, oldest):
+                return NoReward.OTHER_WEIGHTS, f"sampled with other weights: {version}"
             if self._is_tainted(trajectory):
                 return NoReward.OTHER_WEIGHTS, "sampled by a server with wrong weights"
         return None
@@ -341,8 +341,8 @@ class Rollouts:
         except ServerError as error:
             is_refused = isinstance(error, ServerRefused) and error.is_about_request
             rollout.no_reward = NoReward.TEACHER if is_refused else NoReward.INFRASTRUCTURE
-            what = "the teacher refuses it" if is_refused else "infrastructure"
-            rollout.reward = Reward(None, rollout.reward.answer, f"{what}: {error}")
+            cause = "the teacher refuses it" if is_refused else "infrastructure"
+            rollout.reward = Reward(None, rollout.reward.answer, f"{cause}: {error}")
 
     def _select(
         self, group: RolloutGroup, name: str, logprobs: Mapping[str, Sequence[float]]
@@ -367,10 +367,10 @@ class Rollouts:
         for agent in sorted({agent for rollout in rollouts for agent in rollout.others}):
             members = {}
             for index in indexes:
-                other = rollouts[index].others.get(agent)
-                if other is not None and other.is_trained and values[index] is not None:
-                    reward = values[index] if other.reward is None else other.reward
-                    members[rollouts[index].id] = reward, other.whole
+                record = rollouts[index].others.get(agent)
+                if record is not None and record.is_trained and values[index] is not None:
+                    reward = values[index] if record.reward is None else record.reward
+                    members[rollouts[index].id] = reward, record.whole
             credit |= self._assign(members, logprobs, draw)
         trained = TrainingGroup(group, choice, credit)
         if self._roc.reject_equal_reward and not trained.has_signal:
@@ -386,7 +386,7 @@ class Rollouts:
         """Return the credit of one agent's trajectories by their ids.
 
         Args:
-            members: its reward and its trajectories, by the id of the rollout.
+            members: the agent's reward and trajectories, by the id of the rollout.
             logprobs: the teacher's log-probabilities, by the trajectory's id.
         """
         needs_teacher = self._credit.rule.needs_teacher  # in an evaluation there is none
@@ -419,7 +419,12 @@ class Rollouts:
 
 
 def _has_turn_rewards(rollouts: Sequence[RolloutRecord]) -> bool:
-    turns = (turn for rollout in rollouts for one in rollout.all_trajectories for turn in one)
+    turns = (
+        turn
+        for rollout in rollouts
+        for trajectory in rollout.all_trajectories
+        for turn in trajectory
+    )
     return any(turn.reward is not None or turn.token_rewards for turn in turns)
 
 
@@ -430,4 +435,7 @@ def _other_version(trajectory: Trajectory, oldest: int) -> str | None:
     probed.
     """
     versions = (span.version for turn in trajectory for span in turn.versions)
-    return next((one for one in versions if not (one.isdecimal() and int(one) >= oldest)), None)
+    return next(
+        (version for version in versions if not (version.isdecimal() and int(version) >= oldest)),
+        None,
+    )

@@ -65,9 +65,9 @@ class StageRunner:
         """
         run = self._run
         title = f"stage {number} of {len(run.stages)}: {name}" if name else "training"
-        note = await run.queue.noted(f"stage {number}")
+        note = await run.queue.read_note(f"stage {number}")
         done = 0 if note is None else min(self._trainer.step - note["begun"], stage.steps)
-        if done and await run.queue.noted(f"stage {number + 1}") is not None:
+        if done and await run.queue.read_note(f"stage {number + 1}") is not None:
             done = stage.steps  # the stage has ended, even if its setting was raised since then
             run.pace.enter(title, stage.steps, done)
             return
@@ -79,8 +79,8 @@ class StageRunner:
         if done == stage.steps:
             return
         if len(run.stages) > 1:
-            left = count_of(stage.steps - done, "step")
-            run.report.say(f"{title[0].upper()}{title[1:]}, {left}{' left' if done else ''}")
+            steps = count_of(stage.steps - done, "step")
+            run.report.say(f"{title[0].upper()}{title[1:]}, {steps}{' left' if done else ''}")
         tasks = StageTasks(run.tasks, number, run.curriculum)
         if note is None:
             try:
@@ -94,7 +94,7 @@ class StageRunner:
         ids = None
         if note["tasks"]:
             hard = [Task(**task) for task in note["tasks"]]
-            cursor = await run.queue.noted("cursor") or {}
+            cursor = await run.queue.read_note("cursor") or {}
             tasks.use(hard, seed=f"{run.settings.seed} {title}", cursor=cursor)
             ids = {task.id for task in hard}
         run.buffer.reset(self._trainer.version)
@@ -118,8 +118,8 @@ class StageRunner:
         hard: list[dict[str, Any]] | None = None
         outcomes: list[tuple[str, GroupOutcome]] = []
         if stage.filter_tasks:
-            left, outcomes = await self._filter(stage, tasks)
-            hard = [*map(asdict, left)]
+            unsolved, outcomes = await self._filter(stage, tasks)
+            hard = [*map(asdict, unsolved)]
         note = await self._run.queue.begin_stage(
             number,
             step=self._trainer.step,
@@ -145,7 +145,7 @@ class StageRunner:
             size=FILTER_ROLLOUTS,
             budget=self._budget,
             version=self._trainer.version,
-            what="the tasks to be filtered",
+            activity="the tasks to be filtered",
             may_begin=partial(self._run.control.wait_while_paused, "the filter"),
         )
         if not groups:
@@ -157,15 +157,15 @@ class StageRunner:
         ]
         measured = Curriculum(NOT_SOLVED)
         measured.restore(outcomes, num_offered=0)
-        left = [task for task, _ in groups if not measured.is_retired(task.id)]
+        unsolved = [task for task, _ in groups if not measured.is_retired(task.id)]
         if not await self._run.metrics.has(step, "filter/num_tasks"):
-            counts = {"filter/num_tasks": len(tasks), "filter/num_left": len(left)}
+            counts = {"filter/num_tasks": len(tasks), "filter/num_left": len(unsolved)}
             await self._run.metrics.add({"step": step, **counts})
         self._run.report.say(
-            f"Kept {len(left):,} of {count_of(len(tasks), 'task')}: the others were solved by all "
-            f"of their {FILTER_ROLLOUTS} rollouts"
+            f"Kept {len(unsolved):,} of {count_of(len(tasks), 'task')}: the others were solved by "
+            f"all of their {FILTER_ROLLOUTS} rollouts"
         )
-        return left, outcomes
+        return unsolved, outcomes
 
     # --- rollouts ---------------------------------------------------------------------------------
 

@@ -142,7 +142,7 @@ class Steps(ResumableTraining):
             metrics = reply.metrics()
         learned = Learned(num_learned, time.monotonic() - started_s, metrics)
         self._learner_state = TrainingState(step=lease.step, version=version)
-        await self._queue.done(lease.step, learned.row())
+        await self._queue.record_result(lease.step, learned.row())
         return learned
 
     def _write_batch(self, path: Path, lease: Lease) -> int:

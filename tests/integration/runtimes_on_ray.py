@@ -67,7 +67,7 @@ def host_of(raylet_of_home: int) -> int:
 
 
 async def main(address: str, raylet: int) -> None:
-    async with RayCluster.joined(ClusterSettings(address=address, wait_s=600)) as cluster:
+    async with RayCluster.join(ClusterSettings(address=address, wait_s=600)) as cluster:
         await cluster.nodes()
 
         def starting(name: str) -> Callable[[], Awaitable[RemoteActor]]:

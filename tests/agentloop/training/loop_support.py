@@ -292,7 +292,7 @@ class LostLearner(RecordingLearner):
         self._is_lost, self.learned = self._for_good, []
         self.num_starts += 1
 
-    async def lost(self) -> str:
+    async def wait_lost(self) -> str:
         await anyio.sleep_forever()
         return ""
 
@@ -321,7 +321,7 @@ async def undo_to(folder: Path, step: int) -> TaskSource:
     run = RunFolder(folder / "run")
     async with GroupQueue.open(run.path / "queue.sqlite") as queue:
         await undo(run, queue, step)
-        cursor = (await queue.noted("cursor"))["tasks"]
+        cursor = (await queue.read_note("cursor"))["tasks"]
     return TaskSource.open(ARITHMETIC, cursor)
 
 

@@ -78,7 +78,7 @@ def series(num: int, make: Callable[[int], Row]) -> list[Row]:
 def judged(rows: Iterable[Row], settings: CollapseSettings = SETTINGS) -> Verdict | None:
     """Return the first verdict."""
     collapse = Collapse(settings)
-    return next((found for one in rows if (found := collapse.seen(one))), None)
+    return next((found for one in rows if (found := collapse.observe(one))), None)
 
 
 def noisy(value: float, spread: float, draw: random.Random) -> float:
@@ -309,7 +309,7 @@ def test_a_resumed_run_reaches_the_same_verdict() -> None:
     assert verdict is not None
     for cut in (5, 300, verdict.step - 1):
         collapse = Collapse.replay(SETTINGS, rows[:cut], step=cut)
-        assert next(found for one in rows[cut:] if (found := collapse.seen(one))) == verdict
+        assert next(found for one in rows[cut:] if (found := collapse.observe(one))) == verdict
 
 
 def test_undone_steps_are_ignored() -> None:
@@ -318,9 +318,9 @@ def test_undone_steps_are_ignored() -> None:
     rows = the_papers()
     again = [row(step, 0.7) for step in range(501, 530)]
     collapse = Collapse.replay(SETTINGS, rows, step=500)
-    assert not [one for one in again if collapse.seen(one)]
+    assert not [one for one in again if collapse.observe(one)]
     collapse = Collapse.replay(SETTINGS, [*rows, *again], step=529)
-    assert not collapse.seen(row(530, 0.7))
+    assert not collapse.observe(row(530, 0.7))
 
 
 def test_rows_of_other_things_are_passed_over() -> None:

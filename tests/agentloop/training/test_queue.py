@@ -64,9 +64,9 @@ async def test_committed_data_survives_a_restart(tmp_path: Path) -> None:
         (left,) = await queue.finished_groups()
         assert (left.number, left.path, left.figures) == (two, "2.jsonl", figures(0.5))
         assert queue.num_bytes == 10
-        assert await queue.noted("cursor") == CURSOR
-        assert (await queue.noted("stage 1"))["begun"] == 0
-        assert await queue.noted("stage 2") is None
+        assert await queue.read_note("cursor") == CURSOR
+        assert (await queue.read_note("stage 1"))["begun"] == 0
+        assert await queue.read_note("stage 2") is None
         assert await queue.counts() == {"open": 1, "finished": 1, "leased": 1, "given back": 1}
 
 
@@ -117,7 +117,7 @@ async def test_steps_after_the_checkpoint_are_repeated_in_order(tmp_path: Path) 
         numbers = await finished(queue, 4)
         for step, number in enumerate(reversed(numbers), 1):
             await queue.lease(step, [number], StepNotes(step))
-            await queue.done(step, {"loss": step / 2})
+            await queue.record_result(step, {"loss": step / 2})
         await queue.acknowledge(2)
     async with opened(tmp_path) as queue:
         again = await queue.rewind(2)
@@ -189,10 +189,10 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: 
         assert [(one.number, one.path, one.num_bytes) for one in groups] == [
             (number, None, 0) for number in again
         ]
-        assert await queue.noted("stage 1") is not None
-        assert await queue.noted("stage 2") is None
-        assert await queue.noted("cursor") == CURSOR
-        undone = await queue.noted("undone")
+        assert await queue.read_note("stage 1") is not None
+        assert await queue.read_note("stage 2") is None
+        assert await queue.read_note("cursor") == CURSOR
+        undone = await queue.read_note("undone")
         assert undone["step"] == 1
         assert sorted(undone["files"]) == ["2.jsonl", "3.jsonl", "4.jsonl", "7.jsonl"]
         assert await queue.rewind(1) == []
@@ -265,14 +265,14 @@ async def main():
             step += 1
             found = []
             for _ in range(3):
-                position = ((await queue.noted("cursor")) or {"position": 0})["position"] + 1
+                position = ((await queue.read_note("cursor")) or {"position": 0})["position"] + 1
                 task = Task(str(position), "?", "")
                 group = await queue.admit(task, version=0, cursor={"position": position})
                 figures = GroupFigures([RolloutFigures(1.0), RolloutFigures(0.0)])
                 await queue.finish(group.number, path="p", num_bytes=1, figures=figures)
                 found.append(group.number)
             await queue.lease(step, found, StepNotes(0))
-            await queue.done(step, {})
+            await queue.record_result(step, {})
             if step % 4 == 0:
                 await queue.acknowledge(step - 2)
             print(step, flush=True)
@@ -301,7 +301,7 @@ def test_a_kill_at_any_moment_loses_and_duplicates_nothing(tmp_path: Path) -> No
 
 async def _check(folder: Path, told: int) -> None:
     async with opened(folder) as queue:
-        cursor = await queue.noted("cursor")
+        cursor = await queue.read_note("cursor")
         assert sum((await queue.counts()).values()) == cursor["position"]  # none skipped or twice
         leases = await queue.rewind(0)
         assert [lease.step for lease in leases] == list(range(1, len(leases) + 1))
@@ -344,4 +344,4 @@ async def test_a_damaged_note_is_reported_with_the_file(tmp_path: Path) -> None:
     connection.close()
     async with opened(tmp_path) as queue:
         with pytest.raises(RunFolderError, match=r"run\.folder: .*queue\.sqlite"):
-            await queue.noted("cursor")
+            await queue.read_note("cursor")

@@ -241,7 +241,7 @@ async def test_undone_steps_leave_no_digest(tmp_path: Path) -> None:
         for step in (1, 2, 10):
             await queue.note(f"weights {step}", "digest")
         await queue.undo(1)
-        noted = {step: await queue.noted(f"weights {step}") for step in (1, 2, 10)}
+        noted = {step: await queue.read_note(f"weights {step}") for step in (1, 2, 10)}
     assert noted == {1: "digest", 2: None, 10: None}
 
 

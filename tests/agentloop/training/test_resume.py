@@ -89,7 +89,7 @@ async def test_steps_since_the_checkpoint_are_repeated_after_a_restart(
     state = [request["state"] for op, request in died.requests if op == "save"][-1]
     assert state == {"step": 2, "version": 2}
     async with GroupQueue.open(tmp_path / "died" / "run" / "queue.sqlite") as queue:
-        tasks = TaskSource.open(ARITHMETIC, (await queue.noted("cursor"))["tasks"])
+        tasks = TaskSource.open(ARITHMETIC, (await queue.read_note("cursor"))["tasks"])
     again, _, run = await run_loop(
         tmp_path / "died", tasks=tasks, learner=RecordingLearner(), restored=state, **settings
     )
@@ -198,7 +198,7 @@ async def test_groups_that_finish_while_steps_are_repeated_belong_to_the_next_st
         """Lost after two steps, while the third one's rollouts run, which end while steps
         are repeated."""
 
-        async def lost(self) -> str:
+        async def wait_lost(self) -> str:
             await eventually(
                 lambda: len(self.batches) == 2 and len(run_group.names) >= 9, within_s=50
             )

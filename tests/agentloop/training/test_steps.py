@@ -69,7 +69,7 @@ class Recorder(FakeLearner):
     async def restart(self) -> None:
         self.num_updates = 0
 
-    async def lost(self) -> str:
+    async def wait_lost(self) -> str:
         await anyio.sleep_forever()
         return ""
 

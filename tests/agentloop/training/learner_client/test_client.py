@@ -25,7 +25,7 @@ from agentloop.training.learner_client.client import (
     LearnerLost,
     LearnerProcesses,
     LearnerRefused,
-    started,
+    start_learner,
 )
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import Reply, Request, SavedRequest
@@ -140,7 +140,7 @@ async def ranks(
     script = folder / "rank.py"
     script.write_text(RANK)
     monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, str(script)))
-    async with started(
+    async with start_learner(
         PlayedSettings.model_validate(settings),
         RanksSettings(nproc_per_node=count, start_timeout_s=50),
         log_dir=folder / "logs",
@@ -308,7 +308,7 @@ async def test_a_file_of_the_users_with_the_packages_name_is_not_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(learner_module.__file__).parents[3]))
     with pytest.raises(LearnerError, match=r"learner\.json: [\s\S]*no_such") as caught:
-        async with started(
+        async with start_learner(
             PlayedSettings.model_validate({"no_such": 1}),
             RanksSettings(),
             log_dir=tmp_path / "logs",
@@ -444,7 +444,7 @@ async def test_lost_returns_when_a_rank_dies_between_requests(
     async with kept(tmp_path, monkeypatch) as learner:
 
         async def listen() -> None:
-            told.append(await learner.lost())
+            told.append(await learner.wait_lost())
 
         with anyio.fail_after(patient(50)):
             async with anyio.create_task_group() as tasks:

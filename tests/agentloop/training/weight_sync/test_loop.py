@@ -88,7 +88,7 @@ async def test_a_learner_lost_while_sending_to_a_restarted_server_is_restarted(
     fake, tasks = FakeSGLang([5]), TaskSource.open(ARITHMETIC)
 
     class LostToo(LostLearner):
-        async def lost(self) -> str:
+        async def wait_lost(self) -> str:
             await eventually(lambda: self._is_lost, within_s=50)
             return "rank 1 ended with exit status 137."
 
