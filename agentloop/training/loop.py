@@ -34,7 +34,7 @@ import anyio
 from agentloop.aio import task_group
 from agentloop.training.batch_trainer import BatchTrainer
 from agentloop.training.collapse import CollapseSettings
-from agentloop.training.held_out import HeldOutEval, TaskRunner
+from agentloop.training.held_out import HeldOutEval
 from agentloop.training.learner_client.client import LearnerRefused
 from agentloop.training.run_context import RunContext
 from agentloop.training.stages import StageRunner
@@ -78,8 +78,7 @@ class TrainingLoop:
             serving,
             timeout_s=weights.timeout_s,
         )
-        runner = TaskRunner(run)
-        self._held_out = HeldOutEval(run, runner)
+        self._held_out = HeldOutEval(run)
         self._trainer = BatchTrainer(
             run,
             steps,
@@ -88,7 +87,7 @@ class TrainingLoop:
             collapse=collapse or CollapseSettings(),
             waits_for_weights=run.settings.max_staleness == 0 or weights.transport == "group",
         )
-        self._stages = StageRunner(run, self._trainer, runner)
+        self._stages = StageRunner(run, self._trainer)
 
     @property
     def step(self) -> int:

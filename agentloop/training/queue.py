@@ -37,14 +37,14 @@ from agentloop.training.curriculum import GroupOutcome
 
 __all__ = ["GroupQueue", "Lease", "QueuedGroup", "copy_journal"]
 
-_FORMAT = 2
+_FORMAT = 3
 _SCHEMA = f"""
 CREATE TABLE groups (
     number INTEGER PRIMARY KEY,
     task TEXT NOT NULL,
     version INTEGER NOT NULL,
     state TEXT NOT NULL DEFAULT 'open'
-        CHECK (state IN ('open', 'finished', 'given back', 'leased', 'trained')),
+        CHECK (state IN ('open', 'finished', 'discarded', 'leased', 'trained')),
     path TEXT,
     num_bytes INTEGER NOT NULL DEFAULT 0,
     figures TEXT NOT NULL DEFAULT '{{}}',
@@ -117,7 +117,7 @@ class Lease:
     Attributes:
         notes: Data needed to repeat the step.
         result: Result of the step, or None if it is unknown.
-        replaced: Groups that were given back since the previous step.
+        replaced: Groups that were discarded since the previous step.
         outcomes: Outcomes of both, with the keys of their tasks' solve rates.
     """
 
@@ -199,7 +199,7 @@ class GroupQueue:
             ValueError: The group is not open.
         """
         row = (path, _json(asdict(figures)), number)
-        set_ = "state = 'given back', path = ?, figures = ?"
+        set_ = "state = 'discarded', path = ?, figures = ?"
         await self._transaction(
             partial(_update_group, f"{set_} WHERE state = 'open' AND number = ?", row)
         )
@@ -229,7 +229,7 @@ class GroupQueue:
                 db.execute("INSERT INTO steps VALUES (?, ?, NULL)", (step, _json(asdict(notes))))
             except sqlite3.IntegrityError:
                 raise ValueError(f"step {step} already has a batch") from None
-            since = "state = 'given back' AND step IS NULL"
+            since = "state = 'discarded' AND step IS NULL"
             db.execute(f"UPDATE groups SET step = ? WHERE {since}", (step,))
             lease = _lease(db, step, notes, None)
             outcomes = [
@@ -322,7 +322,7 @@ class GroupQueue:
     async def undo(self, step: int) -> None:
         """Undo all steps after `step`: the weights that sampled their rollouts no longer exist.
 
-        Groups of stages that continue become open again, including those that were given back. A
+        Groups of stages that continue become open again, including discarded ones. A
         stage that began after `step` starts over: its groups and those of later stages are deleted,
         and the task source returns to its position at the beginning of the stage.
 
@@ -331,7 +331,7 @@ class GroupQueue:
         """
 
         def work(db: sqlite3.Connection) -> None:
-            since = "(state IN ('leased', 'trained', 'given back') AND coalesce(step > ?, TRUE))"
+            since = "(state IN ('leased', 'trained', 'discarded') AND coalesce(step > ?, TRUE))"
             undone_groups = f"state = 'finished' OR {since}"
             paths = db.execute(
                 f"SELECT path FROM groups WHERE path NOT NULL AND ({undone_groups})", (step,)
@@ -362,7 +362,7 @@ class GroupQueue:
         self._num_bytes = 0
 
     async def open_groups(self) -> list[QueuedGroup]:
-        """Return the groups to roll out after a restart: neither finished nor given back."""
+        """Return the groups to roll out after a restart: neither finished nor discarded."""
         return await self._transaction(lambda db: _groups(db, "state = 'open' ORDER BY number", ()))
 
     async def finished_groups(self) -> list[QueuedGroup]:
@@ -532,8 +532,8 @@ def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[Queu
 def _lease(
     db: sqlite3.Connection, step: int, notes: StepNotes, result: Mapping[str, Any] | None
 ) -> Lease:
-    batch = _groups(db, "step = ? AND state != 'given back' ORDER BY place", (step,))
-    replaced = _groups(db, "step = ? AND state = 'given back' ORDER BY number", (step,))
+    batch = _groups(db, "step = ? AND state != 'discarded' ORDER BY place", (step,))
+    replaced = _groups(db, "step = ? AND state = 'discarded' ORDER BY number", (step,))
     return Lease(step, batch, notes, result, replaced)
 
 

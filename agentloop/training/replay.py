@@ -34,7 +34,7 @@ from agentloop.training.learner_record import (
 from agentloop.training.queue import GroupQueue, Lease, copy_journal
 from agentloop.training.resume import load_newest
 from agentloop.training.run_folder import RunFolder, checkpoints_in, training_state
-from agentloop.training.steps import Steps, leased_samples
+from agentloop.training.steps import Steps, leased_conversations
 from agentloop.training.token_difference import (
     ScoredConversation,
     TokenDifferences,
@@ -274,8 +274,9 @@ class Replay:
     ) -> TokenDifferences:
         """Score a step's batch with the learner's weights before the step."""
         folder = self._folder.path / "batches"
-        leased = await anyio.to_thread.run_sync(lambda: list(leased_samples(self._folder, lease)))
-        trajectories = [sample.trajectory for sample in leased]
+        trajectories = await anyio.to_thread.run_sync(
+            lambda: [row.trajectory for _, row, _ in leased_conversations(self._folder, lease)]
+        )
         fitting = [
             trajectory for trajectory in trajectories if len(trajectory.ids) <= replayer.max_tokens
         ]

@@ -28,7 +28,7 @@ from agentloop.errors import RequestError
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.batch_trainer import BatchTrainer
 from agentloop.training.curriculum import FILTER_ROLLOUTS, NOT_SOLVED, Curriculum, GroupOutcome
-from agentloop.training.held_out import TaskRunner
+from agentloop.training.held_out import roll_out_all
 from agentloop.training.loop_settings import StageSettings
 from agentloop.training.queue import QueuedGroup
 from agentloop.training.run_context import RunContext
@@ -44,14 +44,9 @@ _MANY_REPLACED = 10  # log a warning after this many batches' worth of replaced 
 class StageRunner:
     """Runs the stages of a run, one after the other."""
 
-    def __init__(self, run: RunContext, trainer: BatchTrainer, runner: TaskRunner) -> None:
-        """
-        Args:
-            runner: rolls out the tasks that are filtered.
-        """
+    def __init__(self, run: RunContext, trainer: BatchTrainer) -> None:
         self._run = run
         self._trainer = trainer
-        self._runner = runner
         self._budget = run.budget
         self._num_replaced = 0  # groups in a row
         self._num_refused = Counter[str]()  # the same, by environment
@@ -139,7 +134,8 @@ class StageRunner:
         """
         step = self._trainer.step
         tasks = source.take(stage.filter_tasks)
-        groups = await self._runner.roll_out(
+        groups = await roll_out_all(
+            self._run,
             tasks,
             f"{step}-filter",
             size=FILTER_ROLLOUTS,
@@ -224,7 +220,7 @@ class StageRunner:
             path, num_bytes = await in_run_thread(
                 self._run.folder.add_group,
                 group.number,
-                ({**header, **row.to_dict()} for row in rolled.rows()),  # encoded in the thread
+                ({**header, **row.to_dict()} for row in rolled.rows),  # encoded in the thread
             )
         if s.dynamic_sampling and not has_signal:
             await self._run.buffer.discard(group, path=path, figures=figures)

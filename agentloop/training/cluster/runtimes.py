@@ -31,8 +31,6 @@ from agentloop.aio import Signal, task_group
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentLoopError, ServerError, ServerStartError
 from agentloop.inference.processes.restarts import Restarts
-from agentloop.rollouts.metrics import GroupFigures
-from agentloop.rollouts.record import ConversationRow
 from agentloop.training.cluster.ray_cluster import ActorLost
 from agentloop.training.cluster.rollout_host import (
     GroupRequest,
@@ -94,18 +92,6 @@ class _Member:
 
     async def do(self, method: str, *arguments: Any) -> Any:
         return await self.actor.call("do", method, *arguments)
-
-
-@dataclass(frozen=True, slots=True)
-class _RemoteGroup:
-    """A group that was rolled out by a runtime on the cluster."""
-
-    figures: GroupFigures
-    has_signal: bool
-    all_rows: Sequence[ConversationRow]
-
-    def rows(self) -> Sequence[ConversationRow]:
-        return self.all_rows
 
 
 class RemoteRuntimes:
@@ -316,7 +302,7 @@ class RemoteRuntimes:
             member.num_open -= 1
         return result
 
-    async def _unpack(self, member: _Member, result: GroupResult) -> _RemoteGroup:
+    async def _unpack(self, member: _Member, result: GroupResult) -> RolledOut:
         """Return the group of a result, or raise the error that it has.
 
         Raises:
@@ -332,7 +318,7 @@ class RemoteRuntimes:
             unknown = ", ".join(sorted(result.versions - member.verified))
             raise ServerError(f"its weights of version {unknown} were never confirmed")
         rows = await anyio.to_thread.run_sync(unpack, result.rows)
-        return _RemoteGroup(result.figures, result.has_signal, rows)
+        return RolledOut(result.figures, result.has_signal, rows)
 
     # --- weights ----------------------------------------------------------------------------------
 

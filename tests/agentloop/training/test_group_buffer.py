@@ -98,7 +98,7 @@ async def test_a_discarded_group_is_replaced(tmp_path: Path) -> None:
         assert buffer.num_left == 1
         assert can_admit(buffer)
         assert (await buffer.admit()).number == 2
-        assert await queue.counts() == {"given back": 1, "open": 1}
+        assert await queue.counts() == {"discarded": 1, "open": 1}
 
 
 async def test_without_a_batch_none_can_be_leased(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ async def test_committed_data_survives_a_restart(tmp_path: Path) -> None:
         assert await queue.read_note("cursor") == CURSOR
         assert (await queue.read_note("stage 1"))["begun"] == 0
         assert await queue.read_note("stage 2") is None
-        assert await queue.counts() == {"open": 1, "finished": 1, "leased": 1, "given back": 1}
+        assert await queue.counts() == {"open": 1, "finished": 1, "leased": 1, "discarded": 1}
 
 
 @pytest.mark.anyio
@@ -150,7 +150,7 @@ async def test_a_step_without_a_report_has_no_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_groups_given_back_belong_to_the_next_step(tmp_path: Path) -> None:
+async def test_discarded_groups_belong_to_the_next_step(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         one, two = await finished(queue, 2)
         lost, later = await admitted(queue, 2)
@@ -170,8 +170,8 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: 
     async with opened(tmp_path) as queue:
         await queue.begin_stage(1, step=0, tasks=None, cursor={"position": 0})
         one, two, three, four = await finished(queue, 4)
-        (given_back,) = await admitted(queue, 1)
-        await queue.discard(given_back, path="5.jsonl", figures=GroupFigures())
+        (discarded,) = await admitted(queue, 1)
+        await queue.discard(discarded, path="5.jsonl", figures=GroupFigures())
         await queue.lease(1, [one], StepNotes(0))
         await queue.lease(2, [two], StepNotes(0))
         (still_open,) = await admitted(queue, 1)
@@ -197,7 +197,7 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: 
         assert sorted(undone["files"]) == ["2.jsonl", "3.jsonl", "4.jsonl", "7.jsonl"]
         assert await queue.rewind(1) == []
         (lease,) = await queue.rewind(0)
-        assert [group.number for group in lease.replaced] == [given_back]  # before the first step
+        assert [group.number for group in lease.replaced] == [discarded]  # before the first step
 
 
 @pytest.mark.anyio
@@ -319,7 +319,7 @@ async def test_a_file_of_another_version_is_rejected(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "queue.sqlite")
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(RunFolderError, match=r"another version of agentloop \(format 99, not 2\)"):
+    with pytest.raises(RunFolderError, match=r"another version of agentloop \(format 99, not 3\)"):
         async with opened(tmp_path):
             pass
 

@@ -122,8 +122,10 @@ async def lease(queue: GroupQueue, folder: RunFolder, step: int) -> Any:
     versions = [VersionSpan("0", 0, 1), VersionSpan(str(step - 1), 1, 2)]
     rows = [
         ConversationRow(
-            index,
-            Trajectory(f"{step}.{index}", [step], [Turn([2, 3], [-0.5, -0.25], versions)]),
+            rollout=index,
+            trajectory=Trajectory(
+                f"{step}.{index}", [step], [Turn([2, 3], [-0.5, -0.25], versions)]
+            ),
             credit=TokenCredit(advantage, 1.0),
         ).to_dict()
         for index, advantage in enumerate([0.5, -0.5])

@@ -106,8 +106,8 @@ class Run:
         trajectory = Trajectory("t", [1], [Turn([2], [-0.5])])
         rows = [
             ConversationRow(
-                index // of_each,
-                trajectory,
+                rollout=index // of_each,
+                trajectory=trajectory,
                 credit=None if advantage is None else TokenCredit(advantage, 1.0),
             )
             for index, advantage in enumerate(advantages)

@@ -84,9 +84,7 @@ async def groups(runtimes: RemoteRuntimes, *names: str, oldest: int = 0) -> dict
 
 
 def told(found: dict[str, RolledOut]) -> dict[str, list[tuple[str, int]]]:
-    return {
-        name: [(row.task, row.rollout) for row in group.rows()] for name, group in found.items()
-    }
+    return {name: [(row.task, row.rollout) for row in group.rows] for name, group in found.items()}
 
 
 def whole(*names: str) -> dict[str, list[tuple[str, int]]]:
@@ -97,7 +95,7 @@ def by(found: dict[str, RolledOut]) -> set[tuple[str, str]]:
     return {
         (row.reason, row.trajectory.turns[0].versions[0].version)
         for group in found.values()
-        for row in group.rows()
+        for row in group.rows
     }
 
 
@@ -117,7 +115,7 @@ async def test_groups_are_rolled_out_by_all_runtimes_and_come_back_whole(folder:
     assert told(found) == whole(*names)
     assert found["0"].has_signal
     assert found["0"].figures == GroupFigures()
-    assert found["0"].rows()[0].parts == {"max_turns": 7}
+    assert found["0"].rows[0].parts == {"max_turns": 7}
     assert sorted(one.asked + two.asked) == sorted(names)
     assert one.asked
     assert two.asked
@@ -459,6 +457,8 @@ async def test_a_run_with_runtimes_trains_on_the_same_batches_as_one_without(
 @hypothesis.given(emitted.calls, emitted.plain_data)
 @pytest.mark.full
 def test_conversations_are_unchanged_by_packing(raw: str, more: Any) -> None:
-    row = ConversationRow(0, Trajectory.from_dict(emitted.rollout(raw)), truth=more)
+    row = ConversationRow(
+        rollout=0, trajectory=Trajectory.from_dict(emitted.rollout(raw)), truth=more
+    )
     (read,) = unpack(pack([row]))
     assert repr(loads(dumps(read.to_dict()))) == repr(loads(dumps(row.to_dict())))
