@@ -35,7 +35,7 @@ from agentloop.plain_json import dumps, loads
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.curriculum import GroupOutcome
 
-__all__ = ["GroupQueue", "Lease", "QueuedGroup", "copy_journal"]
+__all__ = ["GroupQueue", "Lease", "QueuedGroup", "StageNote", "copy_journal"]
 
 _FORMAT = 3
 _SCHEMA = f"""
@@ -127,6 +127,27 @@ class Lease:
     result: Mapping[str, Any] | None
     replaced: Sequence[QueuedGroup] = ()
     outcomes: Sequence[tuple[str, GroupOutcome]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StageNote:
+    """The beginning of a stage.
+
+    Attributes:
+        step: the last step before it.
+        tasks: the stage's own tasks; None: those of the source.
+        last_group, cursor: number of the last group and position of the source before it.
+    """
+
+    step: int
+    tasks: Sequence[Task] | None
+    last_group: int
+    cursor: Mapping[str, Any] | None
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> StageNote:
+        tasks = None if row["tasks"] is None else [Task(**task) for task in row["tasks"]]
+        return cls(row["step"], tasks, row["last_group"], row["cursor"])
 
 
 class GroupQueue:
@@ -289,11 +310,11 @@ class GroupQueue:
         number: int,
         *,
         step: int,
-        tasks: Sequence[Mapping[str, Any]] | None,
+        tasks: Sequence[Task] | None,
         cursor: Mapping[str, Any],
         outcomes: Sequence[tuple[str, GroupOutcome]] = (),
-    ) -> dict[str, Any]:
-        """Record that a stage begins after `step`.
+    ) -> StageNote:
+        """Record that a stage begins after `step`; return the note about it.
 
         Args:
             number: Number of the stage.
@@ -301,23 +322,22 @@ class GroupQueue:
             tasks: Tasks of the stage; None: those of the source.
             cursor: Position of the task source.
             outcomes: Outcomes of the groups that filtered the tasks, with their keys.
-
-        Returns:
-            The note stored as `stage NUMBER`: `begun` (the step), `tasks`, and for `undo` the
-                `last` group
-            number and the cursor `before` the stage.
         """
 
-        def work(db: sqlite3.Connection) -> dict[str, Any]:
+        def work(db: sqlite3.Connection) -> StageNote:
             (last,) = db.execute("SELECT coalesce(max(number), 0) FROM groups").fetchone()
-            before = _read_note(db, "cursor")
-            stage = {"begun": step, "tasks": tasks, "last": last, "before": before}
-            _note(db, f"stage {number}", stage)
+            stage = StageNote(step, tasks, last, _read_note(db, "cursor"))
+            _note(db, f"stage {number}", asdict(stage))
             _note(db, "cursor", cursor)
             _add_outcomes(db, step, outcomes)
             return stage
 
         return await self._transaction(work)
+
+    async def stage(self, number: int) -> StageNote | None:
+        """Return the note about the beginning of a stage, or None if it has not begun."""
+        row = await self.read_note(f"stage {number}")
+        return None if row is None else StageNote.from_dict(row)
 
     async def undo(self, step: int) -> None:
         """Undo all steps after `step`: the weights that sampled their rollouts no longer exist.
@@ -351,11 +371,11 @@ class GroupQueue:
             db.execute(f"DELETE FROM notes WHERE {digests}", (step,))
             stages = db.execute("SELECT key, value FROM notes WHERE key LIKE 'stage %'").fetchall()
             for key, value in sorted(stages, key=lambda row: _stage_number(row[0]), reverse=True):
-                stage = loads(value)
-                if stage["begun"] > step:
+                stage = StageNote.from_dict(loads(value))
+                if stage.step > step:
                     db.execute("DELETE FROM notes WHERE key = ?", (key,))
-                    db.execute("DELETE FROM groups WHERE number > ?", (stage["last"],))
-                    _note(db, "cursor", stage["before"])
+                    db.execute("DELETE FROM groups WHERE number > ?", (stage.last_group,))
+                    _note(db, "cursor", stage.cursor)
             _note(db, "undone", undone)
 
         await self._transaction(work)

@@ -15,9 +15,7 @@ of its beginning.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import anyio
 from anyio.abc import TaskStatus
@@ -30,7 +28,7 @@ from agentloop.training.batch_trainer import BatchTrainer
 from agentloop.training.curriculum import FILTER_ROLLOUTS, NOT_SOLVED, Curriculum, GroupOutcome
 from agentloop.training.held_out import roll_out_all
 from agentloop.training.loop_settings import StageSettings
-from agentloop.training.queue import QueuedGroup
+from agentloop.training.queue import QueuedGroup, StageNote
 from agentloop.training.run_context import RunContext
 from agentloop.training.run_control import Drained
 from agentloop.training.run_status import count_of
@@ -60,15 +58,15 @@ class StageRunner:
         """
         run = self._run
         title = f"stage {number} of {len(run.stages)}: {name}" if name else "training"
-        note = await run.queue.read_note(f"stage {number}")
-        done = 0 if note is None else min(self._trainer.step - note["begun"], stage.steps)
-        if done and await run.queue.read_note(f"stage {number + 1}") is not None:
+        note = await run.queue.stage(number)
+        done = 0 if note is None else min(self._trainer.step - note.step, stage.steps)
+        if done and await run.queue.stage(number + 1) is not None:
             done = stage.steps  # the stage has ended, even if its setting was raised since then
             run.pace.enter(title, stage.steps, done)
             return
         run.pace.enter(title, stage.steps, done)
         self._budget = stage.budget(run.budget)
-        if note is not None and note["tasks"] != [] and self._trainer.step == note["begun"] + done:
+        if note is not None and note.tasks != [] and self._trainer.step == note.step + done:
             # in case the process was killed before it
             await self._trainer.after_step(is_last=done == stage.steps, budget=self._budget)
         if done == stage.steps:
@@ -82,16 +80,15 @@ class StageRunner:
                 note = await self._begin(number, stage, tasks)
             except Drained:  # a resumed run filters all tasks again
                 return
-        if note["tasks"] == []:
+        if note.tasks == []:
             run.report.say("The stage is skipped: every rollout solves its tasks")
             run.pace.skip()
             return
         ids = None
-        if note["tasks"]:
-            hard = [Task(**task) for task in note["tasks"]]
+        if note.tasks:
             cursor = await run.queue.read_note("cursor") or {}
-            tasks.use(hard, seed=f"{run.settings.seed} {title}", cursor=cursor)
-            ids = {task.id for task in hard}
+            tasks.use(note.tasks, seed=f"{run.settings.seed} {title}", cursor=cursor)
+            ids = {task.id for task in note.tasks}
         run.buffer.reset(self._trainer.version)
         num_groups = (stage.steps - done) * run.settings.prompts_per_step
         await run.buffer.begin_stage(tasks, num_groups=num_groups, ids=ids)
@@ -108,17 +105,16 @@ class StageRunner:
 
     # --- tasks ------------------------------------------------------------------------------------
 
-    async def _begin(self, number: int, stage: StageSettings, tasks: StageTasks) -> dict[str, Any]:
+    async def _begin(self, number: int, stage: StageSettings, tasks: StageTasks) -> StageNote:
         """Filter the tasks if the stage does so and record its beginning. Raises Drained."""
-        hard: list[dict[str, Any]] | None = None
+        unsolved: list[Task] | None = None
         outcomes: list[tuple[str, GroupOutcome]] = []
         if stage.filter_tasks:
             unsolved, outcomes = await self._filter(stage, tasks)
-            hard = [*map(asdict, unsolved)]
         note = await self._run.queue.begin_stage(
             number,
             step=self._trainer.step,
-            tasks=hard,
+            tasks=unsolved,
             cursor=tasks.cursor(),
             outcomes=outcomes,
         )

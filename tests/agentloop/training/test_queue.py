@@ -19,7 +19,7 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
 from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 from agentloop.training.curriculum import GroupOutcome
-from agentloop.training.queue import GroupQueue, QueuedGroup, StepNotes
+from agentloop.training.queue import GroupQueue, QueuedGroup, StageNote, StepNotes
 
 CURSOR = {"position": 1}
 
@@ -65,8 +65,8 @@ async def test_committed_data_survives_a_restart(tmp_path: Path) -> None:
         assert (left.number, left.path, left.figures) == (two, "2.jsonl", figures(0.5))
         assert queue.num_bytes == 10
         assert await queue.read_note("cursor") == CURSOR
-        assert (await queue.read_note("stage 1"))["begun"] == 0
-        assert await queue.read_note("stage 2") is None
+        assert await queue.stage(1) == StageNote(0, None, 4, CURSOR)
+        assert await queue.stage(2) is None
         assert await queue.counts() == {"open": 1, "finished": 1, "leased": 1, "discarded": 1}
 
 
@@ -176,7 +176,7 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: 
         await queue.lease(2, [two], StepNotes(0))
         (still_open,) = await admitted(queue, 1)
         stage = await queue.begin_stage(2, step=2, tasks=[], cursor={"position": 9})
-        assert (stage["last"], stage["before"]) == (still_open, CURSOR)
+        assert (stage.last_group, stage.cursor) == (still_open, CURSOR)
         (later,) = await admitted(queue, 1)
         await queue.discard(later, path="7.jsonl", figures=GroupFigures())
         await queue.note("cursor", {"position": 10})
@@ -189,8 +189,8 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: 
         assert [(one.number, one.path, one.num_bytes) for one in groups] == [
             (number, None, 0) for number in again
         ]
-        assert await queue.read_note("stage 1") is not None
-        assert await queue.read_note("stage 2") is None
+        assert await queue.stage(1) is not None
+        assert await queue.stage(2) is None
         assert await queue.read_note("cursor") == CURSOR
         undone = await queue.read_note("undone")
         assert undone["step"] == 1
