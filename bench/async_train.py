@@ -201,7 +201,7 @@ class _SleepingLearner:
     async def ask(self, request: Request[R], *, timeout_s: float) -> R:
         return cast(R, await self._handle(request))
 
-    async def lost(self) -> str:
+    async def wait_lost(self) -> str:
         await anyio.sleep_forever()
         raise AssertionError
 

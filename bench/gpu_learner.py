@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 from safetensors.numpy import load_file
 
-from agentloop.training.learner_client.client import started
+from agentloop.training.learner_client.client import start_learner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import PublishRequest, StepRequest
 from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
@@ -250,7 +250,7 @@ async def _steps(
     setup: Setup, name: str, settings: LearnerSettings, batches: Sequence[Path]
 ) -> Row:
     """Measure a learner's steps on all batches but the first."""
-    async with started(
+    async with start_learner(
         settings,
         _RANKS,
         log_dir=setup.folder / name,
@@ -275,7 +275,7 @@ async def _one_step(
     folder: Path, settings: LearnerSettings, batch: Path
 ) -> tuple[Mapping[str, Any], Any]:
     """Return a step's metrics and how it changes the weights, end to end."""
-    async with started(settings, _RANKS, log_dir=folder, on_progress=lambda _: None) as (
+    async with start_learner(settings, _RANKS, log_dir=folder, on_progress=lambda _: None) as (
         learner,
         _,
     ):

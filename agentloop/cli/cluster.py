@@ -243,7 +243,7 @@ async def plan_on_cluster(
             nodes = nodes_from(shapes)
             home = nodes[0].name if nodes else ""
         else:
-            async with RayCluster.joined(settings.cluster) as cluster:
+            async with RayCluster.join(settings.cluster) as cluster:
                 nodes, home = await cluster.nodes(), cluster.home
         return await anyio.to_thread.run_sync(ClusterPlan, settings, nodes, home), ""
     except SettingsError as error:
@@ -393,7 +393,7 @@ async def on_cluster(
     if not settings.cluster.address:
         yield None
         return
-    async with RayCluster.joined(settings.cluster) as cluster:
+    async with RayCluster.join(settings.cluster) as cluster:
         say(f"Joined the Ray cluster at {settings.cluster.address}")
         nodes = await cluster.nodes()
         made = await anyio.to_thread.run_sync(ClusterPlan, settings, nodes, cluster.home)

@@ -97,9 +97,9 @@ def processes_of(
         server_bytes, rank_bytes: memory on the host of one server and of one rank; 0: unknown.
     """
     width = server.tp_size * server.dp_size
-    found = [RunProcess("trainer", ProcessKind.TRAINER, 1, block="learner node 1")]
+    processes = [RunProcess("trainer", ProcessKind.TRAINER, 1, block="learner node 1")]
     for number in range(ranks.nodes * ranks.nproc_per_node):
-        found.append(
+        processes.append(
             RunProcess(
                 f"rank {number}",
                 ProcessKind.RANK,
@@ -111,7 +111,7 @@ def processes_of(
         )
     cpus, gpus = width * (1 if on_gpus else server.threads), width if on_gpus else 0
     if cluster.runtimes:
-        return found + [
+        return processes + [
             RunProcess(
                 f"runtime {number + 1}",
                 ProcessKind.RUNTIME,
@@ -121,15 +121,15 @@ def processes_of(
             )
             for number, count in enumerate(shares(server.count, cluster.runtimes))
         ]
-    found += [
+    processes += [
         RunProcess(f"server {number + 1}", ProcessKind.SERVER, cpus, gpus, server_bytes)
         for number in range(server.count)
     ]
-    found += [
+    processes += [
         RunProcess(f"sandbox {number + 1}", ProcessKind.SANDBOX, num_sandbox_workers)
         for number in range(cluster.sandbox_hosts)
     ]
-    return found
+    return processes
 
 
 def shares(count: int, num: int) -> list[int]:
@@ -248,11 +248,11 @@ def _what_is_missing(
         at_home = any(process.kind is ProcessKind.TRAINER for process in block)
         where = f"on the trainer's node, {home}" if at_home else "on one node"
         lines.append(f"{names} (needs {', '.join(needs)} {where})")
-    left = "; ".join(
+    free_parts = "; ".join(
         f"{node.node.name}: {node.num_cpus:g} of {node.node.num_cpus:g} CPUs, "
         f"{max(map(node.num_gpus, (ProcessKind.SERVER, ProcessKind.RANK)))} of "
         f"{node.node.num_gpus} GPUs"
         + (f", {node.memory_bytes / _GIB:.1f} GiB" if node.node.memory_bytes else "")
         for node in free.values()
     )
-    return f"cluster: no place for {'; '.join(lines)}. Free: {left or 'no node'}"
+    return f"cluster: no place for {'; '.join(lines)}. Free: {free_parts or 'no node'}"

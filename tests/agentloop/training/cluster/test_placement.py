@@ -82,7 +82,7 @@ def check_named(processes: list[RunProcess]) -> None:
 
 
 @given(runs(), NODES, st.booleans())
-def test_what_is_placed_fits_and_is_placed_once(
+def test_each_process_is_placed_once_where_it_fits(
     processes: list[RunProcess], nodes: list[ClusterNode], colocated: bool
 ) -> None:
     try:
@@ -123,7 +123,7 @@ def test_the_servers_are_divided_among_the_runtimes(count: int, num: int, on_gpu
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 8), st.integers(1, 10))
-def test_on_equal_nodes_there_is_place_for_as_many_servers_as_there_can_be(
+def test_equal_nodes_hold_as_many_servers_as_possible(
     num_nodes: int, learner_nodes: int, num_local: int, width: int
 ) -> None:
     assume(learner_nodes <= num_nodes and width <= 8)
@@ -150,7 +150,7 @@ def test_on_equal_nodes_there_is_place_for_as_many_servers_as_there_can_be(
 
 
 @given(runs(), NODES, st.booleans(), st.integers(0, 7))
-def test_what_a_lost_node_had_goes_where_there_is_place(
+def test_processes_of_a_lost_node_are_placed_elsewhere(
     processes: list[RunProcess], nodes: list[ClusterNode], colocated: bool, lost: int
 ) -> None:
     # With nodes that have room for most runs, so that something is placed.
