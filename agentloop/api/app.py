@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -106,8 +106,6 @@ __all__ = ["AgentService", "listening"]
 
 log = logging.getLogger(__name__)
 
-M = TypeVar("M", bound=pydantic.BaseModel)
-
 
 class RolloutsRequest(pydantic.BaseModel):
     """The body of `POST /v1/rollouts`."""
@@ -165,8 +163,8 @@ class AgentService:
         self._num_refused = 0
         self._store = ResponseStore()
         self._answers = IdempotentAnswers(is_shared=True, max_answers=1024, max_ids=1 << 22)
-        kind = "agent" if agent is None else agent.environment.name
-        self._agent_name = f"{runtime.model_name}-{kind}"
+        name = "agent" if agent is None else agent.environment.name
+        self._agent_name = f"{runtime.model_name}-{name}"
         self.rollout = runtime.rollout if agent is None else agent.rollout
         self.recorder = Recorder(
             record,
@@ -282,9 +280,11 @@ class AgentService:
         self._check_open()
         return await self._asks(question)
 
-    async def _answer(self, question: str, emit: Emit) -> None:
-        async with self._slots:  # no deadline: `asking` has one for its start
-            self.recorder.add(await self.rollout(question, on_event=emit))
+    async def _answer(self, question: str, emit: Emit) -> Trajectory:
+        async with self._slots:  # no deadline: until another rollout ends, which has its own
+            trajectory = await self.rollout(question, on_event=emit)
+        self.recorder.add(trajectory)
+        return trajectory
 
     def _check_open(self) -> None:
         """Raise ServerError if the service is paused."""
@@ -368,8 +368,11 @@ class AgentService:
     async def rollouts(self, request: web.Request) -> web.StreamResponse:
         body = parse(RolloutsRequest, await self._body(request))
         self._check_open()
-        sampling = _with(self._settings.sampling, body.sampling)
-        budget = _with(self._settings.budget, body.budget)
+        overrides = body.model_dump(exclude_unset=True)
+        sampling = with_overrides(
+            self._settings.sampling, overrides.get("sampling", {}), "sampling"
+        )
+        budget = with_overrides(self._settings.budget, overrides.get("budget", {}), "budget")
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         lines_in, lines = anyio.create_memory_object_stream[RolloutLine](0)
@@ -443,10 +446,7 @@ class AgentService:
 
     async def _answer_to(self, question: str) -> str:
         self._check_open()
-        async with self._slots:  # no deadline: until another rollout ends, which has its own
-            trajectory = await self.rollout(question, on_event=self.on_event)
-        self.recorder.add(trajectory)
-        return _scorable(trajectory).answer
+        return _scorable(await self._answer(question, self.on_event)).answer
 
     async def waits(self, request: web.Request) -> web.Response:
         """List everything that waits, with reasons and durations, and the state of the servers."""
@@ -576,8 +576,3 @@ def _scorable(trajectory: Trajectory) -> Trajectory:
     if trajectory.stop_reason.is_unscorable:
         raise ServerError(f"the rollout failed: {trajectory.error}")
     return trajectory
-
-
-def _with(base: M, overrides: M) -> M:
-    """Return `base` with the fields that are set in `overrides`."""
-    return base.model_copy(update=overrides.model_dump(exclude_unset=True))
