@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,16 @@ from packaging.requirements import Requirement
 
 from agentloop.sandbox.backend import (
     TUNED,
+    directory_size,
     greeting,
-    lane_size,
-    machine_bytes,
-    num_lanes,
+    max_processes,
     own_uids,
+    random_uid,
     read_boot,
     read_profile,
-    uid_range,
-    worker_bytes,
+    start_bytes,
 )
+from agentloop.sandbox.cgroup import Cgroup, NoCgroup, new_cgroup
 from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
 from agentloop.sandbox.owner import make_dir, reap_dirs, remove_tree
@@ -47,6 +48,9 @@ class ProcessBackend:
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
         self._layers: dict[str, str] = {}
+        self._without_cgroup = _why_no_cgroup()
+        # Without a cgroup nothing tells what which call uses, so there is only one at a time.
+        self.max_running = 1 if self._without_cgroup else None
 
     @property
     def layers(self) -> Mapping[str, str]:
@@ -59,13 +63,23 @@ class ProcessBackend:
                 f"packages: calls in local processes use this Python, which lacks "
                 f"{', '.join(lacking)}: {sys.executable} -m pip install {' '.join(lacking)}"
             )
-        with uid_range(self._settings, own_uids()) as uid_base:
-            async with self._worker(worker_id, uid_base) as link:
+        with ExitStack() as stack:
+            cgroup = None
+            if not self._without_cgroup:
+                try:
+                    cgroup = stack.enter_context(new_cgroup(worker_id))
+                    cgroup.limit_memory(start_bytes(self._settings))
+                    cgroup.limit_processes(max_processes(self._settings))
+                    cgroup.limit_cpu(1)
+                except (NoCgroup, OSError) as error:
+                    raise SandboxUnavailable(f"a worker's cgroup failed: {error}") from error
+            async with self._worker(worker_id, cgroup) as link:
                 yield link
 
     @asynccontextmanager
-    async def _worker(self, worker_id: str, uid_base: int) -> AsyncIterator[Link]:
+    async def _worker(self, worker_id: str, cgroup: Cgroup | None) -> AsyncIterator[Link]:
         link = Link(worker_id)
+        uid = random_uid(own_uids())
         scratch = await anyio.to_thread.run_sync(make_scratch)
         protocol = SocketProtocol(link)
         process: anyio.abc.Process | None = None
@@ -73,7 +87,7 @@ class ProcessBackend:
             near, far = socket.socketpair()
             try:
                 with far:
-                    process = await self._start(far, scratch, uid_base)
+                    process = await self._start(far, scratch, uid, cgroup)
                 loop = asyncio.get_running_loop()
                 await loop.create_connection(lambda: protocol, sock=near)
             except BaseException:
@@ -81,14 +95,23 @@ class ProcessBackend:
                 raise
             # Not earlier: if a write fails while the connection is being made, uvloop closes the
             # file descriptor, and then the socket closes it again, when it may belong to others.
-            memory = worker_bytes(self._settings, machine_bytes(), self._settings.workers)
-            more = {"scratch": str(scratch), "uid_base": uid_base, "worker_bytes": memory}
-            link.write(greeting(self._settings, **more))
+            link.write(
+                greeting(
+                    self._settings,
+                    home=f"{scratch}/call",
+                    uid=uid,
+                    counters={},
+                    limits_processes=cgroup is not None,
+                )
+            )
             await wait_ready(link, self._settings.start_timeout_s)
-            self._layers = link.hello["layers"]
+            self._layers = link.hello["layers"] | self._cgroup_layers
             missing = missing_layers(self._layers)
             if missing and not self._settings.allow_weak_isolation:
                 raise SandboxUnavailable(refusal(missing))
+            if cgroup is not None:
+                link.set_memory = partial(_set_memory, cgroup)
+                await link.limit_memory(self._settings.memory_mib << 20)
             yield link
         except OSError as error:
             raise SandboxUnavailable(f"the worker process did not start: {error}") from error
@@ -102,15 +125,26 @@ class ProcessBackend:
                 protocol.abort()  # a frozen worker that was killed will not read any more
                 await anyio.to_thread.run_sync(remove_tree, scratch)
 
-    async def _start(self, far: socket.socket, scratch: Path, uid_base: int) -> anyio.abc.Process:
+    @property
+    def _cgroup_layers(self) -> dict[str, str]:
+        if not self._without_cgroup:
+            counted = "limited and counted by a cgroup"
+            return {"memory": counted, "process count": counted, "processor time": counted}
+        why = f"one call at a time, since no cgroup can be created ({self._without_cgroup})"
+        return {"memory": f"limit per process; {why}", "processor time": why}
+
+    async def _start(
+        self, far: socket.socket, scratch: Path, uid: int, cgroup: Cgroup | None
+    ) -> anyio.abc.Process:
         spec: dict[str, Any] = {
             "boot": read_boot(),
             "connect": f"fd:{far.fileno()}",
             "scratch": str(scratch),
-            "uid_base": uid_base,
-            "lanes": num_lanes(self._settings),
-            "lane_size": lane_size(self._settings),
+            "uid": uid,
+            "directory_size": directory_size(self._settings),
             "seccomp": json.loads(read_profile()),
+            "cgroup_entries": cgroup.entries if cgroup else [],
+            "counters": cgroup.counters if cgroup else {},
         }
         spec_fd = _memory_file(json.dumps(spec))
         try:
@@ -125,6 +159,22 @@ class ProcessBackend:
             )
         finally:
             os.close(spec_fd)
+
+
+async def _set_memory(cgroup: Cgroup, num_bytes: int) -> None:
+    try:
+        cgroup.limit_memory(num_bytes)
+    except OSError as error:
+        raise SandboxUnavailable(f"a worker's memory could not be limited: {error}") from error
+
+
+def _why_no_cgroup() -> str:
+    """Return why no cgroup can be created for a worker, or ""."""
+    try:
+        with new_cgroup("probe"):
+            return ""
+    except (NoCgroup, OSError) as error:
+        return str(error)
 
 
 def not_installed(packages: Iterable[str]) -> list[str]:
