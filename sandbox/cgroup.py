@@ -42,8 +42,15 @@ class Cgroup:
     is_v2: bool
 
     def limit_memory(self, num_bytes: int) -> None:
-        """Limit the memory of all processes together, without swap. Raises OSError."""
+        """Limit the memory of all processes together, without swap. Raises OSError.
+
+        A limit below what they hold already is not set: the next cell of a session may ask for
+        less than the ones before it have left, and then only what it allocates itself is refused.
+        """
         path = self.paths["memory"]
+        usage = path / ("memory.current" if self.is_v2 else "memory.usage_in_bytes")
+        if int(usage.read_text()) > num_bytes:
+            return
         if self.is_v2:
             _write(path / "memory.max", num_bytes)
             _write_optional(path / "memory.swap.max", 0)

@@ -332,10 +332,9 @@ def describe(
 
 
 def start(spec: dict[str, Any]) -> None:
-    for path in spec["cgroup_entries"]:
-        with open(path, "w") as f:
-            f.write("0")
-    counters = {name: os.open(path, os.O_RDONLY) for name, path in spec["counters"].items()}
+    for fd in spec["entries"]:  # of a cgroup
+        os.write(fd, b"0")
+        os.close(fd)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
         f.write(OOM_SCORE_ADJ)
     alive, owned = os.pipe()
@@ -343,9 +342,9 @@ def start(spec: dict[str, Any]) -> None:
     if spaces != "none" and (pid := os.fork()):
         wait_for(pid, owned)
     os.close(owned)
-    for fd in counters.values():
-        os.set_inheritable(fd, True)
-    told: dict[str, Any] = {"counters": counters}  # the worker's settings, as they have come to be
+    told: dict[str, Any] = {
+        "counters": spec["counters"]
+    }  # the worker's settings, as they have come to be
     rooted = "no: calls can read all files that the user can read"
     apart, counted = "no: calls have the user's uid and may signal the user's processes", False
     flags = MS_NOSUID | MS_NODEV | MS_NOEXEC

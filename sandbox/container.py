@@ -387,7 +387,11 @@ async def attached(container: DockerContainer) -> AsyncIterator[Stream]:
 
 
 async def set_memory(docker: aiodocker.Docker, container: DockerContainer, num_bytes: int) -> None:
-    """Change the memory limit of a container. Raises SandboxUnavailable if the engine fails."""
+    """Change the memory limit of a container, unless it holds more already (EBUSY of cgroup v1).
+
+    Raises:
+        SandboxUnavailable: the engine failed.
+    """
     limits = {"Memory": num_bytes, "MemorySwap": num_bytes}
     try:
         with anyio.fail_after(UPDATE_TIMEOUT_S):
@@ -396,6 +400,8 @@ async def set_memory(docker: aiodocker.Docker, container: DockerContainer, num_b
             )
     except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
         why = what_it_said(error) or "no answer in time"
+        if "device or resource busy" in why:
+            return
         raise SandboxUnavailable(f"the engine did not limit a worker's memory: {why}") from error
 
 

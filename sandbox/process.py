@@ -143,11 +143,18 @@ class ProcessBackend:
             "uid": uid,
             "directory_size": directory_size(self._settings),
             "seccomp": json.loads(read_profile()),
-            "cgroup_entries": cgroup.entries if cgroup else [],
-            "counters": cgroup.counters if cgroup else {},
+            "entries": [],
+            "counters": {},
         }
-        spec_fd = _memory_file(json.dumps(spec))
-        try:
+        with ExitStack() as stack:
+            if cgroup is not None:  # opened here: a worker may run as a user who could not
+                spec["entries"] = [_opened(stack, path, os.O_WRONLY) for path in cgroup.entries]
+                spec["counters"] = {
+                    name: _opened(stack, path, os.O_RDONLY)
+                    for name, path in cgroup.counters.items()
+                }
+            spec_fd = _memory_file(json.dumps(spec))
+            stack.callback(os.close, spec_fd)
             return await anyio.open_process(
                 [sys.executable, "-P", "-s", str(CONFINE), str(spec_fd)],
                 stdin=subprocess.DEVNULL,
@@ -155,10 +162,14 @@ class ProcessBackend:
                 stderr=None,
                 env=dict(entry.split("=", 1) for entry in TUNED),
                 start_new_session=True,
-                pass_fds=[far.fileno(), spec_fd],
+                pass_fds=[far.fileno(), spec_fd, *spec["entries"], *spec["counters"].values()],
             )
-        finally:
-            os.close(spec_fd)
+
+
+def _opened(stack: ExitStack, path: str, flags: int) -> int:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    stack.callback(os.close, fd)
+    return fd
 
 
 async def _set_memory(cgroup: Cgroup, num_bytes: int) -> None:

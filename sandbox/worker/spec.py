@@ -8,7 +8,7 @@ from typing import Any
 from agentloop.sandbox.worker import landlock
 from agentloop.sandbox.worker.kernel import count_own_processes
 
-UNHIDDEN = "no: calls can read the worker's (hiding them needs Landlock, Linux 5.19)"
+UNHIDDEN = "no: calls can read their names and arguments (hiding them needs Landlock, Linux 5.19)"
 
 
 class Spec:
@@ -35,7 +35,7 @@ class Spec:
         #: Calls are confined by landlock.py; not where each sees mounts of its own.
         self.uses_landlock: bool = "view" not in given and landlock.abi() >= landlock.LEAST_ABI
         hidden = self.own_proc or self.uses_landlock
-        self.layers["other processes"] = "hidden" if hidden else UNHIDDEN
+        self.layers["other calls' processes"] = "hidden" if hidden else UNHIDDEN
         #: How everything of a call is killed: by its "uid", with its "pidns", by a walk of its
         #: "tree".
         self.kill_by: str = given.get("kill_by", "auto")

@@ -161,7 +161,7 @@ async def test_a_full_disk_is_full_for_one_call_alone(pool: Pool) -> None:
 
 
 async def test_the_next_call_finds_nothing() -> None:
-    few = {"slots_per_worker": 1, "sessions_per_worker": 0, "preload": []}
+    few = {"workers": 1, "max_sessions": 0, "preload": []}
     async with Pool(SETTINGS.model_copy(update=few)) as pool:
         await check_that_the_next_finds_nothing(pool)
         assert pool.stats()["replaced"] == 0

@@ -409,12 +409,9 @@ os._exit(0)
 """
 
 MEMORY_FILES = """
-import ctypes, os, platform
-lib = ctypes.CDLL(None, use_errno=True)
-numbers = (319, 278) if platform.machine() == "x86_64" else (279, 75)  # memfd_create, vmsplice
-for number in numbers:
-    lib.syscall(number, 0, 0, 0, 0)
-    print(ctypes.get_errno(), end=" ")
+import os
+file = os.memfd_create("held")
+while True: os.write(file, b"x" * (1 << 20))
 """
 
 # Each process by itself has far less than a call may hold.
@@ -640,7 +637,7 @@ ATTACKS = [
     Attack("memory that is shared and not mapped", SHARED_MEMORY, (OOM,)),
     Attack("files and memory", FILES_AND_MEMORY, (OOM,), wall="spaces"),
     Attack("processes without their first thread", HEADLESS, (OOM,)),
-    Attack("memory in sockets", SOCKET_BUFFERS, (OOM,)),
+    Attack("memory in sockets", SOCKET_BUFFERS, (OOM, TIMEOUT), timeout_s=5),
     Attack(
         "memory shared by fork", SHARED_BY_FORK, (OK,), prints(str([(250_000_000 % 7) << 8] * 5))
     ),
@@ -747,7 +744,7 @@ ATTACKS = [
         (OK, FLOOD),
         lambda r: "parent" in r.stdout or r.truncated,
     ),
-    Attack("memory in files", MEMORY_FILES, (OK,), prints("38 38")),
+    Attack("memory in files", MEMORY_FILES, (OOM, ERROR, KILLED)),
     Attack(
         "zombies",
         "import os\nfor _ in range(20):\n  if os.fork() == 0: os._exit(0)\nprint(1)",
@@ -965,6 +962,6 @@ async def check_that_disks_are_apart(pool: Pool) -> None:
     """Check that a call can write when a session beside it has filled its disk."""
     async with pool.session() as session:
         assert (await session.run(FILL_DISK)).stdout == "No space left on device\n"
-        for _ in range(pool.settings.slots_per_worker):
+        for _ in range(pool.settings.workers):
             result = await pool.run("print(open('f', 'w').write('x' * 10_000))")
             assert result.stdout == "10000\n", result

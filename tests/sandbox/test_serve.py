@@ -326,7 +326,7 @@ async def test_too_many_requests_are_refused(pool: Pool) -> None:
     await wait_until(lambda: pool.stats()["busy"] == 0)
 
 
-ONE_SESSION = BARE.model_copy(update={"sessions_per_worker": 1})
+ONE_SESSION = BARE.model_copy(update={"max_sessions": 1})
 
 
 async def test_a_request_without_a_free_session_is_refused_at_once() -> None:
