@@ -336,7 +336,9 @@ async def test_a_request_without_a_free_session_is_refused_at_once() -> None:
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
             error = (await response.json())["error"]
         assert error["type"] == "overloaded"
-        assert error["message"].startswith("none of 1 sessions is free: close one, or allow more")
+        assert error["message"] == (
+            "1 sessions are open, and none more was free: close one, or allow more (max_sessions)"
+        )
 
 
 async def test_a_wait_for_a_session_is_bounded_and_in_nobodys_way() -> None:
