@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from agentloop.environments.environment import Environment, environment
     from agentloop.environments.judge import Judge
     from agentloop.environments.rewards.reward import Reward
-    from agentloop.environments.scripted import PlayedRollout, call, play
     from agentloop.environments.simulated_user import SimulatedUser
     from agentloop.environments.tasks.sources import Task
     from agentloop.errors import (
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
         SettingsError,
     )
     from agentloop.inference.sglang.sampling import Sampling
+    from agentloop.rollouts.scripted import PlayedRollout, call, play
     from agentloop.runtime import Runtime, Settings
     from agentloop.trajectory import (
         Message,
@@ -94,7 +94,7 @@ _MODULES = {
     "agentloop.environments.agent": ("Agent",),
     "agentloop.environments.conversation": ("Conversation",),
     "agentloop.environments.environment": ("Environment", "environment"),
-    "agentloop.environments.scripted": ("PlayedRollout", "call", "play"),
+    "agentloop.rollouts.scripted": ("PlayedRollout", "call", "play"),
     "agentloop.errors": (
         "AgentLoopError",
         "InfrastructureFailed",

@@ -1,17 +1,25 @@
-"""Additions to anyio: a task group that raises single errors, a slot of a limiter, a signal."""
+"""Additions to anyio: single errors of a task group, threads of a run, a slot, a signal."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
+import anyio.to_thread
 
 from agentloop.errors import leaves, sole
 
-__all__ = ["Signal", "Slot", "is_cancelled_from_outside", "task_group"]
+__all__ = ["Signal", "Slot", "in_run_thread", "is_cancelled_from_outside", "task_group"]
+
+Result = TypeVar("Result")
+
+_NUM_RUN_THREADS = 8
+_run_threads = anyio.lowlevel.RunVar[anyio.CapacityLimiter]("_run_threads")
 
 
 @asynccontextmanager
@@ -28,6 +36,24 @@ async def task_group(*, only_first: bool = False) -> AsyncIterator[anyio.abc.Tas
     except BaseExceptionGroup as group:
         error = next(leaves(group)) if only_first else sole(group)
         raise error from error.__cause__
+
+
+async def in_run_thread(
+    function: Callable[..., Result], *args: Any, abandon_on_cancel: bool = False
+) -> Result:
+    """Run a function in one of the threads that are kept for a run's journal and files.
+
+    Environments may occupy all threads that others get from `anyio.to_thread.run_sync`, which this
+    is otherwise like.
+    """
+    try:
+        limiter = _run_threads.get()
+    except LookupError:
+        limiter = anyio.CapacityLimiter(_NUM_RUN_THREADS)
+        _run_threads.set(limiter)
+    return await anyio.to_thread.run_sync(
+        function, *args, abandon_on_cancel=abandon_on_cancel, limiter=limiter
+    )
 
 
 def is_cancelled_from_outside() -> bool:

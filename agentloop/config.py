@@ -7,6 +7,7 @@ similar known one.
 TOML has no null: write "none" for an optional value that is to be None.
 A file may extend others: `extends = "base.toml"`, or a list of paths, relative to the file. Its own
 values win over theirs; a file that two files extend is read once, below both.
+A name without an ending, such as `small`, is that of a recipe that comes with agentloop.
 """
 
 from __future__ import annotations
@@ -28,19 +29,40 @@ import pydantic
 import pydantic_settings
 from pydantic_settings import EnvSettingsSource
 
-from agentloop.errors import SettingsError
+from agentloop.errors import SettingsError, summary_of
 
 __all__ = [
     "describe_settings",
     "import_named",
     "load_known",
     "load_settings",
+    "path_of",
     "to_toml",
     "with_values",
 ]
 
 _ENV_PREFIX = "AGENTLOOP_"
+_RECIPES = Path(__file__).with_name("cli") / "recipes"
 M = TypeVar("M", bound=pydantic.BaseModel)
+
+
+def path_of(name: Path | str, ending: str = ".toml", *, folder: Path | None = None) -> Path:
+    """Return the path of a file, relative to `folder`, or of the recipe that has this name.
+
+    Raises:
+        ValueError: there is no such recipe.
+    """
+    if not re.fullmatch(r"[\w-]+", str(name)):
+        return (folder or Path()) / Path(name).expanduser()
+    path = _RECIPES / f"{name}{ending}"
+    if not path.is_file():
+        known = sorted(one.stem for one in _RECIPES.glob(f"*{ending}"))
+        near = difflib.get_close_matches(str(name), known, n=1) or known
+        raise ValueError(
+            f"there is no recipe {str(name)!r} (did you mean {' or '.join(near)}?); the name of a "
+            f"file ends in {ending}"
+        )
+    return path
 
 
 def load_known(model: type[pydantic.BaseModel], file: Path) -> dict[str, Any]:
@@ -96,7 +118,7 @@ def _layers(
     yield "the environment", _environment(model)
     read: set[Path] = set()
     for file in files:
-        yield from _file_layers(Path(file), read)
+        yield from _file_layers(_settings_file(file), read)
     for override in overrides:
         yield f"override {override!r}", _parse_override(override)
 
@@ -137,7 +159,7 @@ def _file_layers(
     if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
         raise SettingsError(f"{file}: extends: expected a file name or a list of file names")
     for base in bases:
-        path = file.parent / Path(base).expanduser()
+        path = _settings_file(base, folder=file.parent, where=f"{file}: extends: ")
         # A base shared with an earlier file must not override that file.
         if path.resolve() not in read:
             yield from _file_layers(path, read, (*above, file))
@@ -145,11 +167,20 @@ def _file_layers(
     yield str(file), values
 
 
+def _settings_file(name: Path | str, *, folder: Path | None = None, where: str = "") -> Path:
+    try:
+        return path_of(name, folder=folder)
+    except ValueError as error:
+        raise SettingsError(f"{where}{error}") from error
+
+
 def _read_toml(file: Path, where: str = "") -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
-        raise SettingsError(f"{where}{file}: {error.strerror or error}") from error
+        is_recipe = (_RECIPES / file.name).is_file()
+        hint = f"; the recipe of that name is {file.stem}, without .toml" if is_recipe else ""
+        raise SettingsError(f"{where}{file}: {error.strerror or error}{hint}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{where}{file}: {error}") from error
 
@@ -418,9 +449,7 @@ def import_named(name: str, setting: str) -> Any:
             "as a file in the current folder or an installed package"
         ) from error
     except Exception as error:
-        raise SettingsError(
-            f"{setting}: importing {module} raised {type(error).__name__}: {error}"
-        ) from error
+        raise SettingsError(f"{setting}: importing {module} raised {summary_of(error)}") from error
     try:
         return attrgetter(attribute)(imported)
     except AttributeError as error:

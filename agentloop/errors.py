@@ -56,6 +56,7 @@ __all__ = [
     "leaves",
     "place_of",
     "sole",
+    "summary_of",
     "user_entries",
 ]
 
@@ -82,6 +83,15 @@ def sole(error: BaseException) -> BaseException:
     """Return the only error inside nested groups, or the group itself if it holds several."""
     found = list(leaves(error))
     return found[0] if len(found) == 1 else error
+
+
+def summary_of(error: BaseException) -> str:
+    """Return the type and the message of an error in one line, of whatever code it comes."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:  # its own __str__ may raise, too
+        message = ""
+    return f"{type(error).__name__}{': ' * bool(message)}{message}"
 
 
 def user_entries(error: BaseException) -> list[TracebackType]:

@@ -37,7 +37,9 @@ from agentloop.aio import task_group
 from agentloop.api.guard import ServeSettings
 from agentloop.api.session_listener import SessionListener, listening_for_sessions
 from agentloop.config import load_settings, with_values
-from agentloop.errors import AgentLoopError, RequestError, SettingsError, leaves
+from agentloop.environments.agent import conversation_of
+from agentloop.environments.tasks.task import Task
+from agentloop.errors import AgentLoopError, RequestError, SettingsError
 from agentloop.events import Emit, Event, Feed, RolloutStream, ignore
 from agentloop.inference.processes.keep_alive import keep_alive
 from agentloop.inference.processes.server_log import folder_kept_on_error
@@ -53,9 +55,11 @@ from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
 from agentloop.observe.exporters.otel import OtelSettings
+from agentloop.rollouts.player import AgentPlayer
+from agentloop.rollouts.runner import play_siblings
+from agentloop.rollouts.stream import FinishedGroup, finished_groups
 from agentloop.sandbox import Pool, PoolSettings
-from agentloop.training.group_stream import FinishedGroup, finished_groups
-from agentloop.trajectory import Message, StopReason, Trajectory
+from agentloop.trajectory import Message, Trajectory
 
 __all__ = ["Runtime", "Settings"]
 
@@ -63,7 +67,7 @@ log = logging.getLogger(__name__)
 
 _loading_threads = ThreadLimit("_loading_threads")
 
-Task = TypeVar("Task", bound=str | Sequence[Message])
+Question = TypeVar("Question", bound=str | Sequence[Message])
 """A question, or a conversation as OpenAI messages."""
 
 Progress = Callable[[str], None]
@@ -215,6 +219,7 @@ class Runtime:
         template_arguments: Mapping[str, Any] | None = None,
         reply: Reply | None = None,
         group: str = "",
+        prompt_ids: list[int] | None = None,
         id: str | None = None,
         on_event: Emit = ignore,
         with_text: bool = True,
@@ -229,6 +234,7 @@ class Runtime:
             reply: called with each answer; returns the user's next message, or None to end.
             group: a name shared by rollouts with the same messages and tools, which then share
                 KV cache.
+            prompt_ids: the token ids of `messages` with the tools, if they are known.
             id: id of the trajectory, which no other one in flight may have; None: a new one.
             on_event: called with each event as it happens; must not block.
             with_text: decode the tokens of `TokensSampled` events; without it they carry ids only,
@@ -241,7 +247,7 @@ class Runtime:
         rollout = Rollout(
             engine=model.router,
             chat=model.chat.with_arguments(template_arguments or {}),
-            messages=_conversation(messages),
+            messages=conversation_of(messages),
             tools=self.resolve_tools(tools),
             sampling=sampling or self.settings.sampling,
             budget=budget or self.settings.budget,
@@ -251,6 +257,7 @@ class Runtime:
             emit=on_event,
             with_text=with_text and on_event is not ignore,
             group=group,
+            prompt_ids=prompt_ids,
             id=id or uuid.uuid4().hex,
         )
         return await self._run(rollout)
@@ -278,7 +285,7 @@ class Runtime:
             name: the trajectories' ids are `name.0`, `name.1`, ...; with `sampling.seed`, each
                 rollout's seed is derived from the name and its index.
             enough: stop the remaining rollouts, the slowest ones, when this many have ended by
-                themselves.
+                themselves; what they have sampled is kept.
             on_queued: called when the prompt is encoded and the group begins to wait for capacity.
 
         Raises:
@@ -286,63 +293,34 @@ class Runtime:
         """
         if size < 1:
             raise RequestError(f"size: at least 1, not {size}")
-        model = self._parts.model
-        messages = _conversation(messages)
-        group_tools = self.resolve_tools(tools)
-        longest = model.router.context_length
-        schemas = Tools(group_tools).schemas
-        prompt_ids = await prompt_of(model.chat, messages, schemas, longest)
-        own = sampling or self.settings.sampling
-        if name is not None:
-            own = own.of_group(name)
-        trajectories: dict[str, Trajectory] = {}
-        num_ended = 0
-
-        async def run(key: str, group: str, index: int) -> None:
-            nonlocal num_ended
-            trajectories[key] = Trajectory(key, prompt_ids, stop_reason=StopReason.STRAGGLER)
-            rollout = Rollout(
-                engine=model.router,
-                chat=model.chat,
-                messages=messages,
-                tools=group_tools,
-                sampling=own.of_sibling(index),
-                budget=budget or self.settings.budget,
-                tool_format=self.settings.tool_format,
-                emit=on_event,
-                with_text=with_text and on_event is not ignore,
-                id=key,
-                group=group,
-                prompt_ids=prompt_ids,
-            )
-            trajectories[key] = await self._run(rollout)
-            num_ended += not trajectories[key].stop_reason.is_unscorable
-            if num_ended == enough:
-                tasks.cancel_scope.cancel()
-
+        player = AgentPlayer(
+            self,
+            self.resolve_tools(tools),
+            sampling=sampling or self.settings.sampling,
+            emit=on_event,
+            with_text=with_text and on_event is not ignore,
+            has_names=name is not None,
+        )
         name = name or uuid.uuid4().hex
-        on_queued()
-        try:
-            async with model.router.group(name, size, len(prompt_ids)) as group:
-                async with anyio.create_task_group() as tasks:
-                    for index, key in enumerate(group.keys):
-                        tasks.start_soon(run, key, group.name, index)
-        except ExceptionGroup as errors:
-            # A server refuses all siblings for the same reason: report it once.
-            if errors.split(RequestError)[1] is None:
-                raise next(leaves(errors)) from None
-            raise
-        return [trajectories[key] for key in group.keys]
+        async with player.group(
+            Task(name, conversation_of(messages), ""),
+            size=size,
+            name=name,
+            budget=budget or self.settings.budget,
+            on_queued=on_queued,
+        ) as siblings:
+            rollouts = await play_siblings(siblings, enough=enough or 0)
+        return [rollout.trajectories[0] for rollout in rollouts]
 
     @asynccontextmanager
     async def groups(
         self,
-        source: Iterable[Task] | AsyncIterable[Task],
+        source: Iterable[Question] | AsyncIterable[Question],
         *,
         size: int,
         max_open: int = 1024,
         **options: Any,
-    ) -> AsyncIterator[AsyncIterator[FinishedGroup[Task]]]:
+    ) -> AsyncIterator[AsyncIterator[FinishedGroup[Question]]]:
         """Run a group of `size` rollouts for each task of `source`, yielding groups as they finish.
 
             async with runtime.groups(questions, size=8) as groups:
@@ -363,6 +341,15 @@ class Runtime:
             max_open=max_open,
         ) as groups:
             yield groups
+
+    async def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        """Return the token ids of a conversation with tools, before the model's first turn.
+
+        Raises:
+            RequestError: the messages or the tools are invalid, or too long for the model.
+        """
+        chat, longest = self._parts.model.chat, self._parts.model.router.context_length
+        return await prompt_of(chat, messages, Tools(tools).schemas, longest)
 
     async def _run(self, rollout: Rollout) -> Trajectory:
         self._open[rollout.id] = rollout
@@ -473,6 +460,11 @@ class Runtime:
         if self._parts_or_none is None:
             raise RuntimeError("use `async with Runtime(...) as runtime` first")
         return self._parts_or_none
+
+    @property
+    def own_tools(self) -> list[Tool]:
+        """The tools of the settings."""
+        return self.resolve_tools(None)
 
     def resolve_tools(self, tools: Sequence[AnyTool] | None) -> list[Tool]:
         """Return the tools themselves for functions, names and schemas.
@@ -591,7 +583,3 @@ async def _keep(
     async with context as resource:
         task_status.started(resource)
         await closing.wait()  # no deadline: lives as long as the runtime
-
-
-def _conversation(messages: str | Sequence[Message]) -> Sequence[Message]:
-    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -335,11 +335,48 @@ class Trajectory:
         return between
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON: all fields, and `ids` with their per-token lists."""
-        return {
-            **asdict(self),
-            "ids": self.ids,
-            "mask": self.mask,
-            "logprobs": self.logprobs,
-            "versions": self.versions,
-        }
+        """Return all fields as plain data for JSON."""
+        return asdict(self)
+
+    def to_dict_per_token(self) -> dict[str, Any]:
+        """Return the same, and `ids` with lists as long: `mask`, `logprobs` and `versions`."""
+        lists = {"ids": self.ids, "mask": self.mask, "logprobs": self.logprobs}
+        return {**asdict(self), **lists, "versions": self.versions}
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Trajectory:
+        """Rebuild a trajectory from the output of `to_dict`.
+
+        Raises:
+            KeyError: a field is missing.
+            TypeError: a field has the wrong type.
+            ValueError: a value is invalid.
+        """
+        turns = [
+            Turn(
+                **{
+                    **{
+                        field.name: turn[field.name] for field in fields(Turn) if field.name in turn
+                    },
+                    "end": TurnEnd(turn["end"]),
+                    "versions": [VersionSpan(**span) for span in turn["versions"]],
+                    "calls": [ToolCall(**call) for call in turn["calls"]],
+                    "results": [
+                        ToolResult(**{**result, "status": ToolCallStatus(result["status"])})
+                        for result in turn["results"]
+                    ],
+                }
+            )
+            for turn in row["turns"]
+        ]
+        return cls(
+            row["id"],
+            row["prompt_ids"],
+            turns,
+            StopReason(row["stop_reason"]),
+            row["error"],
+            row["created_unix_s"],
+            row["elapsed_s"],
+            row["answer"],
+            row["messages"],
+        )

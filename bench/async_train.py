@@ -47,10 +47,10 @@ from typing import Any, TypeVar, cast
 
 import anyio
 
-from agentloop.environments.episodes import PromptGroups
 from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.inference.router import Router
+from agentloop.rollouts.runner import GroupRunner, play_siblings
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.learner_client.client import Learner
 from agentloop.training.learner_client.protocol import (
@@ -310,9 +310,14 @@ async def _tokens_per_s(shape: Shape, seed: int) -> float:
 
     async def run_group(number: int, *, task_status: Any) -> None:
         name, on_queued = f"{number}-x", task_status.started
-        await servers.run_group(
-            "", size=shape.group_size, name=name, budget=None, on_queued=on_queued
-        )
+        async with servers.group(
+            Task(name, "", ""),
+            size=shape.group_size,
+            name=name,
+            budget=None,
+            on_queued=on_queued,
+        ) as siblings:
+            await play_siblings(siblings)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch)
@@ -375,12 +380,9 @@ async def _train(
                 await TrainingLoop(
                     settings,
                     rollouts=Rollouts(
-                        PromptGroups(servers.run_group),
-                        servers.wait_for_capacity,
-                        cast(Grader, _HalfCorrect()),
+                        GroupRunner(servers, cast(Grader, _HalfCorrect()), enough=shape.enough),
                         RocSettings(down_sample_to_n=shape.group_size // 2),
                         seed=settings.seed,
-                        enough=shape.enough,
                     ),
                     serving=Served(cast(Router, servers)),
                     learner=cast(Learner, learner),

@@ -1,6 +1,6 @@
 """Training runs that are killed at random moments and resumed, compared with undisturbed ones.
 
-    python -m bench.kill --runs 90      simulated model and learner, real control loop: 20 a minute
+    python -m bench.kill --runs 100     simulated model and learner, real control loop: 20 a minute
     python -m bench.kill --real 10      all parts real: minutes each
 
 A run consists of several runtime processes ("lives"). In each of them something is killed by
@@ -77,6 +77,7 @@ _COMMON = [
     "router.probe_interval_s=0.02",
 ]
 _TWO_AGENTS = "env=bench.kill_environment:solve_and_check"
+_FAILING = "env=bench.kill_environment:fail_at_random"
 _STAGES = [
     "stages.short.steps=3",
     "stages.hard.steps=3",
@@ -96,6 +97,7 @@ VARIANTS = {
     "in step, two agents": ["loop.steps=8", _TWO_AGENTS],
     "staleness 2, two agents": ["loop.steps=8", "loop.max_staleness=2", _TWO_AGENTS],
     "in step, curriculum": ["loop.steps=8", "loop.curriculum=true", "tasks.levels=[1, 2, 3]"],
+    "staleness 2, failing": ["loop.steps=8", "loop.max_staleness=2", _FAILING],
 }  # fmt: skip
 
 _VICTIMS = {"runtime": 5, "learner": 3, "server": 2}  # relative frequency

@@ -120,8 +120,8 @@ def _versions(run: Path, group: Mapping[str, Any]) -> set[int]:
     return {
         int(version)
         for row in _learned_rows(run, group)
-        for version in row["trajectory"]["versions"]
-        if version is not None
+        for turn in row["trajectory"]["turns"]
+        for version in [span["version"] for span in turn["versions"]]
     }
 
 

@@ -1,10 +1,20 @@
-"""An environment with two agents, for bench/kill.py."""
+"""Environments for bench/kill.py: one with two agents, and one that fails."""
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
+from random import Random
+
+import anyio
+import anyio.to_thread
+
 import agentloop
 
-__all__ = ["solve_and_check"]
+__all__ = ["fail_at_random", "solve_and_check"]
+
+_left: list[asyncio.Future[agentloop.Trajectory]] = []
 
 
 @agentloop.environment
@@ -18,6 +28,29 @@ async def solve_and_check(task: agentloop.Task, agent: agentloop.Agent) -> float
     checker = agent.other("checker")
     checked = await checker.chat(f"{task.prompt} Is it {solved.answer[:200]}?")
     checker.reward = _coin(checked)
+    return _coin(solved.text)
+
+
+@agentloop.environment(agent_errors={ValueError: -1.0})
+async def fail_at_random(task: agentloop.Task, agent: agentloop.Agent) -> float | None:
+    """Let the agent solve the task, and in most rollouts do something that environments may not."""
+    solved = await agent.run(task.prompt)
+    match Random(agent.id).randrange(10):
+        case 0:
+            raise KeyError("board")
+        case 1:
+            raise ValueError("the answer is no number")
+        case 2:
+            return math.nan
+        case 3:
+            return None
+        case 4:
+            _left.append(asyncio.ensure_future(agent.run(task.prompt)))
+        case 5:
+            with anyio.move_on_after(0.001):
+                await agent.run(task.prompt)
+        case 6:
+            await anyio.to_thread.run_sync(time.sleep, 0.01)
     return _coin(solved.text)
 
 

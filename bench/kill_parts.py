@@ -1,8 +1,8 @@
 """Simulated parts for bench/kill.py, around the real `agentloop.cli.train`: servers, engine, fuse.
 
     train ──> TrainingLoop, GroupQueue, RunFolder, Rollouts, Router, weight sync      real
-                 ├─> PlayedRuntime.run_group ──> serve(): its tokens are a function of the prompt
-                 │                                and of the loaded weights
+                 ├─> PlayedRuntime.rollout ──> serve(): its tokens are a function of the prompt
+                 │                              and of the loaded weights
                  └─> Learner ──> guardian ──> bench.kill_learner
 
 The weights are a digest (kill_learner.py), so a rollout depends on all training before it and on
@@ -28,7 +28,6 @@ from typing import Any, Self
 import anyio
 from aiohttp import web
 
-from agentloop.agent.rollout import Budget
 from agentloop.cli import train as train_module
 from agentloop.config import load_settings
 from agentloop.errors import RequestError, ServerUnavailable
@@ -164,6 +163,7 @@ class PlayedRuntime:
     """The part of `agentloop.runtime.Runtime` that training uses: the real router, no model."""
 
     pool = None
+    own_tools: Sequence[Any] = ()
     chat = SimpleNamespace(tokenizer=None)
 
     def __init__(self, settings: Settings, **_: Any) -> None:
@@ -180,42 +180,24 @@ class PlayedRuntime:
     async def __aexit__(self, *exc_info: Any) -> bool | None:
         return await self._stack.__aexit__(*exc_info)
 
-    async def run_group(
-        self,
-        prompt: object,
-        *,
-        size: int,
-        name: str,
-        budget: Budget,
-        on_queued: Callable[[], None],
-        **_: Any,
-    ) -> list[Trajectory]:
-        """Run a group; `name` begins with its number and ends with the task's."""
-        number, task = _numbers(name)
-        found: dict[int, Trajectory] = {}
-
-        async def run(index: int, key: str) -> None:
-            found[index] = await self._rollout(str(prompt), key, name, [number, task, index])
-
-        on_queued()
-        async with self.router.group(name, size, _NUM_PROMPT) as group:
-            async with anyio.create_task_group() as tasks:
-                for index, key in enumerate(group.keys):
-                    tasks.start_soon(run, index, key)
-        return [found[index] for index in range(size)]
+    async def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+        """Return a prompt of the usual length."""
+        return [0] * _NUM_PROMPT
 
     session_listener: Any = None
 
     async def listen_for_sessions(self) -> None:
         """Do nothing: the environments have no clients."""
 
-    async def rollout(self, messages: Sequence[Message], *, id: str, **_: Any) -> Trajectory:
-        """Run one conversation of an environment; for its `id`, see `agentloop.Agent`."""
-        group, later = id.rsplit(".", 1)
+    async def rollout(
+        self, messages: Sequence[Message], *, id: str, group: str, **_: Any
+    ) -> Trajectory:
+        """Run one conversation; for its `id`, see `agentloop.Agent`."""
+        name, later = id.rsplit(".", 1)
         index, *agent = later.split("+")
-        number, task = _numbers(group)
+        number, task = _numbers(name)
         prompt = [number, task, 2 * int(index) + bool(agent)]
-        return await self._rollout(messages[-1]["content"], id, "", prompt)
+        return await self._rollout(messages[-1]["content"], id, group, prompt)
 
     async def _rollout(self, question: str, key: str, group: str, prompt: list[int]) -> Trajectory:
         turn = Turn(end=TurnEnd.STOP)

@@ -120,7 +120,9 @@ def play_real(
             break
         # If it is the only one, a dying server may end the runtime during a weight sync.
         if not played.fell or played.fell[-1].startswith(_OUTLIVED):
-            played.problems.append(f"life {played.num_lives} ended with exit status {status}")
+            log = run.with_name(f"{run.name}.{played.num_lives}.log")
+            how = f"exit status {status}: {tail(log)}"
+            played.problems.append(f"life {played.num_lives} ended with {how}")
         if not blows and played.num_lives > len(played.fell) + 1:
             played.problems.append(f"the run does not end: {played.num_lives} lives")
     if host is not None:

@@ -282,13 +282,14 @@ async def _read_environment(urls: list[str], num_streams: int, num_tokens: int) 
     from agentloop.agent.rollout import Budget, Rollout
     from agentloop.environments.agent import Agent
     from agentloop.environments.environment import environment
-    from agentloop.environments.episodes import EnvironmentGroups
     from agentloop.environments.tasks.sources import Task
     from agentloop.inference.router import Router, RouterSettings
     from agentloop.inference.sglang.client import SGLangServer
     from agentloop.inference.sglang.control import http_session
     from agentloop.inference.sglang.sampling import Sampling
     from agentloop.models import SMALL
+    from agentloop.rollouts.player import EnvironmentPlayer
+    from agentloop.rollouts.runner import play_siblings
     from agentloop.trajectory import Trajectory
 
     chat = ChatFormat.load(SMALL)
@@ -318,14 +319,13 @@ async def _read_environment(urls: list[str], num_streams: int, num_tokens: int) 
             return await rollout.run()
 
     async def group(number: int, size: int) -> None:
-        groups = EnvironmentGroups(ask, Host(), sampling=Sampling())
-        await groups(
+        async with EnvironmentPlayer(ask, Host(), sampling=Sampling()).group(
             Task(str(number), f"{number} " + "x" * (_PROMPT_TOKENS // 2), ""),
             size=size,
             name=str(number),
             budget=Budget(max_response_tokens=num_tokens, max_turns=1),
-            on_queued=lambda: None,
-        )
+        ) as siblings:
+            await play_siblings(siblings)
 
     async with http_session() as session:
         servers = [SGLangServer(url, session) for url in urls]

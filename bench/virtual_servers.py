@@ -1,11 +1,11 @@
 """Servers of the discrete-event model on asyncio's clock, and rollouts on them.
 
-    run_group ──gate──> rollouts ──turn──> a server's model ──> tools, asleep ──> the next turn
+    group ──gate──> rollouts ──turn──> a server's model ──> tools, asleep ──> the next turn
                                               ▲ new weights: all turns restart from their ids
 
-Provides the part of `Router`, `SGLangServer` and `Runtime` that the training loop needs, with the
-runtime's own admission of groups; for bench/async_train.py, in virtual time. There is no queue in
-front: a turn goes to its server at once and waits there. It stays with its cache unless another
+Provides the part of `Router` and `SGLangServer` that the training loop needs, and a `Player`, with
+the runtime's own admission of groups; for bench/async_train.py, in virtual time. There is no queue
+in front: a turn goes to its server at once and waits there. It stays with its cache unless another
 server has far fewer sequences.
 """
 
@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import anyio
 
+from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.tasks.sources import Task
 from agentloop.inference.replicas import ServerView
 from agentloop.inference.scheduling.admission import Admission, AdmissionLimits, Forecast
 from agentloop.inference.scheduling.group_gate import GroupGate
 from agentloop.inference.scheduling.health import ServerState
 from agentloop.inference.sglang.weight_updates import Checksum, Pause
+from agentloop.rollouts.record import RolloutRecord
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
 from bench.router import RolloutSpec
 from bench.server_model import Job, ServerModel, ServerParams
@@ -236,33 +238,25 @@ class Servers:
     async def wait_for_capacity(self, size: int) -> None:
         await self._gate.wait_for_capacity(size)
 
-    # --- as the runtime ---------------------------------------------------------------------------
+    # --- as the player ----------------------------------------------------------------------------
 
-    async def run_group(
+    @asynccontextmanager
+    async def group(
         self,
-        prompt: object,
+        task: Task,
         *,
         size: int,
         name: str,
         budget: object,
-        on_queued: Any,
-        enough: int = 0,
-    ) -> list[Trajectory]:
+        on_queued: Callable[[], None],
+    ) -> AsyncIterator[list[_Rollout]]:
+        """Implement `Player`."""
         specs = self._specs(int(name.partition("-")[0]))[:size]
-        found: dict[str, Trajectory] = {}
         on_queued()
         async with self._gate.group(name, size, specs[0].num_prompt) as group:
-            async with anyio.create_task_group() as tasks:
-
-                async def run(key: str, spec: RolloutSpec) -> None:
-                    await self._rollout(key, name, spec, found)
-                    if len(found) == enough:
-                        tasks.cancel_scope.cancel()
-
-                for key, spec in zip(group.keys, specs, strict=True):
-                    tasks.start_soon(run, key, spec)
-        stopped = partial(Trajectory, prompt_ids=[0], stop_reason=StopReason.STRAGGLER)
-        return [found.get(key) or stopped(key) for key in group.keys]
+            yield [
+                _Rollout(self, key, name, spec) for key, spec in zip(group.keys, specs, strict=True)
+            ]
 
     async def keep_told(self) -> None:
         """Update the gate on the rollouts' progress; the runtime does so with each token."""
@@ -275,17 +269,17 @@ class Servers:
             before, num_retracted = num_retracted, sum(one.num_retracted for one in self.servers)
             self._gate.observe(_now(), num_retracted - before, _now())
 
-    async def _rollout(
-        self, key: str, group: str, spec: RolloutSpec, found: dict[str, Trajectory]
-    ) -> None:
+    async def play(self, key: str, group: str, spec: RolloutSpec) -> Trajectory:
+        """Run a rollout to its end."""
         at: list[Server] = []  # its current server
         try:
-            found[key] = await self._turns(key, group, spec, at)
+            trajectory = await self._turns(key, group, spec, at)
         finally:
             for server in at:
                 server.num_rollouts -= 1
         self.num_ended += 1
         self._gate.ended(key, whole=True)
+        return trajectory
 
     async def _turns(self, key: str, group: str, spec: RolloutSpec, at: list[Server]) -> Trajectory:
         num_own, left = 0, self._longest
@@ -319,6 +313,24 @@ class Servers:
         least.num_rollouts += 1
         at[:] = [least]
         return least
+
+
+@dataclass(frozen=True, slots=True)
+class _Rollout:
+    """A rollout on the servers (`Sibling`)."""
+
+    servers: Servers
+    key: str
+    group: str
+    spec: RolloutSpec
+
+    async def play(self) -> RolloutRecord:
+        trajectory = await self.servers.play(self.key, self.group, self.spec)
+        return RolloutRecord(self.key, [trajectory], to_grade=trajectory)
+
+    def cut_off(self) -> RolloutRecord:
+        trajectory = Trajectory(self.key, [0], stop_reason=StopReason.STRAGGLER)
+        return RolloutRecord(self.key, [trajectory], Reward(None, None, "stopped"))
 
 
 def _as_turn(spans: Sequence[VersionSpan], num_tool: int) -> Turn:

@@ -1,10 +1,10 @@
-"""A program of the OpenAI Agents SDK: agentloop train docs/recipes/calculator.toml"""
+"""A program of the OpenAI Agents SDK: agentloop train calculator"""
 
 from agents import AgentsException
 from openai import AsyncOpenAI
 
 import agentloop
-from examples.calculator_agent import answer
+from agentloop.environments.examples.calculator_agent import answer
 
 CLIENT = AsyncOpenAI(base_url="http://127.0.0.1", api_key="that of the rollout", max_retries=0)
 

@@ -1,9 +1,9 @@
-"""A game as an environment: agentloop train docs/recipes/guess-number.toml"""
+"""A game as an environment: agentloop train guess-number"""
 
 import random
 
 import agentloop
-from examples.teachers import Guesser
+from agentloop.environments.examples.teachers import Guesser
 
 
 class Game:

@@ -1,10 +1,10 @@
-"""Two agents: agentloop train docs/recipes/solver-and-checker.toml"""
+"""Two agents: agentloop train solver-and-checker"""
 
 import random
 import re
 
 import agentloop
-from examples.teachers import Careless
+from agentloop.environments.examples.teachers import Careless
 
 
 def make_task(rng: random.Random) -> dict[str, object]:

@@ -1,11 +1,11 @@
-"""Tools of an MCP server: agentloop train docs/recipes/warehouse.toml"""
+"""Tools of an MCP server: agentloop train warehouse"""
 
 import random
 import re
 
 import agentloop
-from examples.teachers import Clerk
-from examples.warehouse_server import place_of
+from agentloop.environments.examples.teachers import Clerk
+from agentloop.environments.examples.warehouse_server import place_of
 
 
 def make_task(rng: random.Random) -> dict[str, object]:

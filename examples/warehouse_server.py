@@ -1,4 +1,4 @@
-"""An MCP server, for examples/warehouse.py: python -m examples.warehouse_server"""
+"""The MCP server of examples/warehouse.py."""
 
 import random
 

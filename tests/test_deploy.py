@@ -144,7 +144,7 @@ def test_the_schema_refuses_what_kuberay_would(path: str, wrong: Any) -> None:
 def test_all_processes_have_a_place_on_the_pods() -> None:
     _, first = entrypoints()
     recipe, *overrides = first[2:]
-    settings = load_settings(TrainSettings, [ROOT / recipe], [*overrides, f"model='{QWEN}'"])
+    settings = load_settings(TrainSettings, [recipe], [*overrides, f"model='{QWEN}'"])
     nodes = pods()
     assert settings.cluster.nodes == len(nodes)
     made = ClusterPlan(settings, nodes, nodes[0].name).placements
@@ -264,11 +264,7 @@ def test_the_script_trains_on_all_nodes(job: dict[str, str], workplace: Path) ->
     with started(job) as process:
         command = command_of(process)
     assert process.returncode == 0
-    assert command[2:] == [
-        "docs/recipes/paper-stage1.toml",
-        "cluster.address=auto",
-        "cluster.nodes=8",
-    ]
+    assert command[2:] == ["paper-stage1", "cluster.address=auto", "cluster.nodes=8"]
     ray = (workplace / "ray.txt").read_text().split()
     assert ray[:5] == ["symmetric-run", "--address", "node-1:6379", "--min-nodes", "8"]
     assert not (workplace / "requeued.txt").exists()
@@ -277,7 +273,7 @@ def test_the_script_trains_on_all_nodes(job: dict[str, str], workplace: Path) ->
 
 def test_a_script_that_finds_its_run_continues_it(job: dict[str, str], workplace: Path) -> None:
     stopped_run(workplace / "runs" / "release-8gpu")
-    with started(job, "docs/recipes/release-8gpu.toml", "loop.steps=250") as process:
+    with started(job, "release-8gpu", "loop.steps=250") as process:
         command = command_of(process)
     assert command[2:5] == ["--resume", "runs/release-8gpu", "loop.steps=250"]
     accepts(command, "1x128,8x80,1024")
@@ -286,7 +282,7 @@ def test_a_script_that_finds_its_run_continues_it(job: dict[str, str], workplace
 def test_a_signal_stops_the_trainer_and_queues_the_job_again(
     job: dict[str, str], workplace: Path
 ) -> None:
-    with started(job, "docs/recipes/paper-stage1.toml", "--until-signalled") as process:
+    with started(job, "paper-stage1", "--until-signalled") as process:
         command_of(process)
         process.send_signal(signal.SIGTERM)
         assert process.wait(patient(60)) == 143

@@ -155,8 +155,17 @@ MAY_IMPORT = {
         "agentloop.sandbox",
         *BOTTOM,
     },
+    "agentloop.rollouts": {
+        "agentloop.rollouts",
+        "agentloop.environments",
+        "agentloop.agent",
+        "agentloop.inference",
+        "agentloop.sandbox",
+        *BOTTOM,
+    },
     "agentloop.training": {
         "agentloop.training",
+        "agentloop.rollouts",
         "agentloop.environments",
         "agentloop.agent",
         "agentloop.inference",
@@ -174,7 +183,8 @@ MAY_IMPORT = {
         "agentloop.environments",
         "agentloop.agent",
         "agentloop.inference",
-        "agentloop.training",
+        "agentloop.rollouts",
+        "agentloop.training.run_folder",
         *BOTTOM,
     },
     "agentloop.observe": {

@@ -1,14 +1,13 @@
 """Make the run that ships with the package, for `agentloop runs view --sample`, from a real one.
 
-    agentloop train docs/recipes/laptop.toml      # stop it after the fine-tuning
-    agentloop train docs/recipes/laptop-rl.toml model=runs/latest/sft/model loop.steps=8 \
+    agentloop train laptop      # stop it after the fine-tuning
+    agentloop train laptop-rl model=runs/latest/sft/model loop.steps=8 \
         loop.prompts_per_step=4 loop.group_size=8 roc.down_sample_to_n=4 loop.evaluate_every=4 \
         server.device=cpu
     python -m tools.sample_run runs/latest
 
-The copy has what the page shows: settings, metrics and the newest rollouts. What is left out can be
-computed (the ids as one list), belongs to the machine (paths), or is large (weights, logs). Numbers
-are rounded.
+The copy has what the page shows: settings, metrics and the newest rollouts. What is left out
+belongs to the machine (paths), or is large (weights, logs). Numbers are rounded.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ __all__ = ["main"]
 
 _MAX_BYTES = 700_000
 _NUM_DIGITS = 3
-_COMPUTED = ("ids", "mask", "logprobs", "versions")  # from the turns
 _OF_MACHINE = ("folder", "name", "model", "host", "port", "token", "control_token")
 
 
@@ -58,10 +56,7 @@ def main(arguments: list[str]) -> int:
 
 def _lines(path: Path) -> Iterator[bytes]:
     for line in path.read_bytes().splitlines():
-        row = _rounded(loads(line))
-        for name in _COMPUTED if "trajectory" in row else ():
-            row["trajectory"].pop(name, None)
-        yield dumps(row) + b"\n"
+        yield dumps(_rounded(loads(line))) + b"\n"
 
 
 def _rounded(value: Any) -> Any:

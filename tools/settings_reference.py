@@ -23,7 +23,7 @@ _COMMANDS: dict[str, tuple[type[pydantic.BaseModel], str]] = {
         Settings,
         "Also those of `agentloop.Runtime`, and of `agentloop chat` and `agentloop env try`, which "
         "take `env`, `tasks` and `reward` of `agentloop evaluate` besides. `agentloop env try` "
-        "also takes `num_rollouts` (default: 10).",
+        "also takes its `endpoint`, and `num_rollouts` (default: 10).",
     ),
     "agentloop train": (TrainSettings, "Besides those of `agentloop serve`."),
     "agentloop sft": (SftSettings, ""),

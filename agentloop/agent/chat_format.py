@@ -403,7 +403,7 @@ class ChatFormat:
         if opened and not str(message.get("content") or "").startswith(opened):
             return (
                 f"{why}: begin the content with {opened}, or set chat.template to a template that "
-                "adds it, such as docs/recipes/paper.jinja"
+                "adds it, such as `paper`"
             )
         return f"{why}: set chat.template to a template that starts both in the same way"
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pydantic
+
+from agentloop.config import path_of
 
 __all__ = ["RESERVED_ARGUMENTS", "ChatSettings"]
 
@@ -47,7 +48,8 @@ class ChatSettings(pydantic.BaseModel):
     template: str | None = pydantic.Field(
         None,
         description="Jinja file, or the template's text, to use instead of the model's own chat "
-        "template. A model that is trained with it is published with it.",
+        "template; paper: that of the paper's recipes. A model that is trained with it is "
+        "published with it.",
     )
     end_token: str | None = pydantic.Field(
         None,
@@ -74,7 +76,7 @@ class ChatSettings(pydantic.BaseModel):
         if value is None or "{" in value:
             return value
         try:
-            text = Path(value).expanduser().read_text("utf-8")
+            text = path_of(value, ".jinja").read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ValueError(f"{value!r} cannot be read: {reason}") from error

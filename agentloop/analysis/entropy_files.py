@@ -32,6 +32,7 @@ from agentloop.errors import DataError, RunFolderError
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import Learner, LearnerError
 from agentloop.training.learner_client.protocol import ScoreRequest
+from agentloop.trajectory import Trajectory
 
 __all__ = [
     "EntropyFolder",
@@ -140,20 +141,18 @@ def read_rollouts(path: Path) -> list[RecordedRollout]:
 
 
 def _rollout(row: Mapping[str, Any]) -> RecordedRollout:
+    trajectory = Trajectory.from_dict(row)
     turns = []
-    answered = False
-    for turn in row["turns"]:
-        calls = tuple((call["start"], call["end"]) for call in turn["calls"])
-        turns.append(Sampled(turn["output_ids"], (), calls, answered))
-        answered = bool(turn["results"] and turn["observation_ids"])
-    versions = Counter(version for version in row["versions"] if version is not None)
-    made = RecordedRollout(
-        row["id"], row["ids"], row["mask"], row["logprobs"], tuple(turns), dict(versions)
-    )
-    num = sum(len(turn.ids) for turn in turns)
-    if not len(made.ids) == len(made.mask) == len(made.logprobs) or sum(made.mask) != num:
-        raise ValueError("ids, mask and logprobs differ in length")
-    return made
+    is_answered = False
+    for turn in trajectory:
+        if len(turn.output_ids) != len(turn.logprobs):
+            raise ValueError("output_ids and logprobs differ in length")
+        calls = tuple((call.start, call.end) for call in turn.calls)
+        turns.append(Sampled(turn.output_ids, (), calls, is_answered))
+        is_answered = bool(turn.results and turn.observation_ids)
+    versions = Counter(version for version in trajectory.versions if version is not None)
+    ids, mask, logprobs = trajectory.ids, trajectory.mask, trajectory.logprobs
+    return RecordedRollout(trajectory.id, ids, mask, logprobs, tuple(turns), dict(versions))
 
 
 class EntropyFolder:

@@ -401,7 +401,7 @@ class AgentService:
                 ended.setdefault(index, []).append(trajectory)
                 if len(ended[index]) == asked.n:
                     self.recorder.add(*ended.pop(index))
-                line["trajectory"] = trajectory.to_dict()
+                line["trajectory"] = trajectory.to_dict_per_token()
             except (RequestError, ServerError) as error:  # the status has been sent already
                 line["error"] = str(error)
             return line

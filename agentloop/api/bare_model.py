@@ -231,7 +231,7 @@ class BareModel:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         for one in found:
-            line = dumps({"trajectory": one.to_dict()}) + b"\n"
+            line = dumps({"trajectory": one.to_dict_per_token()}) + b"\n"
             await send(request, response, line, timeout_s=self._io_timeout_s)
         return response
 

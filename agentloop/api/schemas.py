@@ -282,7 +282,7 @@ class ModelList(_Answer):
 
 @dataclass
 class TrajectoryRecord(Trajectory):
-    """The output of `Trajectory.to_dict()`."""
+    """The output of `Trajectory.to_dict_per_token()`."""
 
     ids: list[int] = field(kw_only=True)
     mask: list[int] = field(kw_only=True)

@@ -17,13 +17,12 @@ import pydantic
 from rich.console import Console
 from rich.markup import escape
 
-from agentloop.agent.channels import Channel
+from agentloop.agent.channels import Channel, Channels, Splitter
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.cli import console as commands
 from agentloop.cli.chat_url import RunningService
 from agentloop.config import load_known, load_settings
-from agentloop.environments.environment import EnvSettings, load, open_tasks
-from agentloop.environments.episodes import group_runner
+from agentloop.environments.environment import EnvSettings, load, open_tasks, set_up
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import SettingsError
@@ -41,6 +40,8 @@ from agentloop.events import (
     TurnStarted,
     ignore,
 )
+from agentloop.rollouts.player import environment_player
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.run_folder import RunFolder, config_of
 from agentloop.training.run_status import count_of
@@ -86,12 +87,19 @@ _ENDINGS = {
 class Transcript:
     """Print a rollout as it happens: reasoning dimmed, calls framed, the answer in bold."""
 
-    def __init__(self, out: Console, chat: ChatFormat) -> None:
+    def __init__(self, out: Console, chat: ChatFormat | None) -> None:
+        """
+        Args:
+            chat: of the model that is asked; None: something else is, so there are no token ids.
+        """
         self._out = out
         self._chat = chat
         self._record: Trajectory | None = None
-        self._channels = chat.family.channels(False)
+        self._channels = self._opened(False)
         self._at_line_start = True
+
+    def _opened(self, thinks: bool) -> Splitter:
+        return self._chat.family.channels(thinks) if self._chat else Channels(reasoning=thinks)
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -99,11 +107,12 @@ class Transcript:
                 self._record = record
             case TurnStarted(turn=turn):
                 thinks = (
-                    self._record is not None
+                    self._chat is not None
+                    and self._record is not None
                     and not self._record.messages  # without token ids
                     and self._chat.begins_in_thought(self._record, turn)
                 )
-                self._channels = self._chat.family.channels(thinks)
+                self._channels = self._opened(thinks)
             case TokensSampled(text=text):
                 for channel, piece in self._channels.feed(text):
                     self._write(piece, "dim" if channel is Channel.REASONING else "bold")
@@ -125,8 +134,14 @@ class Transcript:
                     self._write(piece, "dim" if channel is Channel.REASONING else "bold")
                 self._end_line()
 
-    def end(self, trajectory: Trajectory) -> None:
-        """Print the last lines: why the rollout ended, and its turns, tokens and time."""
+    def end(self, trajectory: Trajectory, num_tokens: int | None = None) -> None:
+        """Print the last lines: why the rollout ended, and its turns, tokens and time.
+
+        Args:
+            num_tokens: as an endpoint has counted them; None: those of the trajectory.
+        """
+        if num_tokens is None:
+            num_tokens = trajectory.num_sampled_tokens
         self._end_line()
         if ending := _ENDINGS.get(trajectory.stop_reason):
             reason = f": {trajectory.error}" if trajectory.error else ""
@@ -134,7 +149,7 @@ class Transcript:
         self._line(
             f"[dim]{count_of(len(trajectory.turns), 'turn')}, "
             f"{count_of(len(trajectory.calls), 'call')}, "
-            f"{count_of(trajectory.num_sampled_tokens, 'token')} in "
+            f"{count_of(num_tokens, 'token')} in "
             f"{trajectory.elapsed_s:.1f} s[/dim]"
         )
 
@@ -165,7 +180,7 @@ class Conversations:
     A conversation that begins during another one is printed after it.
     """
 
-    def __init__(self, out: Console, chat: ChatFormat) -> None:
+    def __init__(self, out: Console, chat: ChatFormat | None) -> None:
         self._out = out
         self._chat = chat
         self._transcript = Transcript(out, chat)
@@ -197,8 +212,8 @@ class Conversations:
             case TurnStarted(turn=turn) if turn > 0:
                 self._print_messages(self._messages_before(turn))
                 self._transcript(event)
-            case RolloutFinished(trajectory=trajectory):
-                self._transcript.end(trajectory)
+            case RolloutFinished(trajectory=trajectory, num_tokens=num_tokens):
+                self._transcript.end(trajectory, num_tokens)
                 return True
             case RolloutAbandoned():
                 self._out.print("\n[red]the environment ended this conversation[/red]")
@@ -210,7 +225,7 @@ class Conversations:
     def _messages_before(self, turn: int) -> list[Message]:
         """Return what was said to the model since its last turn, without responses to calls."""
         record = self._record
-        if record.messages:  # without token ids
+        if record.messages or self._chat is None:  # without token ids
             between = record.messages_between
             said = between[turn] if turn < len(between) else []
             return [one for one in said if one.get("role") != "tool"]
@@ -272,18 +287,22 @@ async def play(runtime: Runtime, settings: AskSettings, task: Task, out: Console
         RequestError: the environment has failed.
     """
     conversations = Conversations(out, runtime.chat)
-    async with Grader(settings.reward, pool=runtime.pool) as grader:
-        run_group = group_runner(
-            settings.env, runtime, settings.sampling, conversations, grader, with_text=True
+    async with (
+        set_up([load(settings.env)]),
+        Grader(settings.reward, pool=runtime.pool) as grader,
+    ):
+        player = environment_player(
+            settings.env,
+            runtime,
+            sampling=settings.sampling,
+            emit=conversations,
+            grader=grader,
+            with_text=True,
         )
-        (episode,) = await run_group(
-            task, size=1, name="chat", budget=settings.budget, on_queued=lambda: None
-        )
-    assert episode.reward is not None  # the environment's
-    out.print(
-        reward_in_words(episode.reward), style="bold", markup=False, highlight=False, soft_wrap=True
-    )
-    return episode.reward
+        group = await GroupRunner(player, grader).run(task, "chat", size=1, budget=settings.budget)
+    (reward,) = group.rewards
+    out.print(reward_in_words(reward), style="bold", markup=False, highlight=False, soft_wrap=True)
+    return reward
 
 
 def main(arguments: list[str]) -> int:
@@ -453,7 +472,8 @@ def _task(settings: AskSettings, number: int) -> Task:
         SettingsError: there is no such task, or the environment cannot be imported.
     """
     source = open_tasks(settings.tasks, load(settings.env))
-    listed = source.held_out() if settings.tasks.held_out else source.distinct
+    is_held_out = settings.tasks.held_out or source.has_split
+    listed = source.held_out() if is_held_out else source.distinct
     if listed is None:
         return next(itertools.islice(source, number - 1, None))
     if number > len(listed):

@@ -21,6 +21,7 @@ __all__ = ["FILE", "candidates", "main"]
 
 FILE = Path(__file__).with_name("completions.json")
 _RUNS = "runs"  # the folder where commands put runs
+_RECIPES = FILE.with_name("recipes")
 _SCRIPTS = {
     "bash": r"""# In ~/.bashrc: eval "$(agentloop completion bash)"
 _agentloop() {
@@ -124,6 +125,8 @@ def _values_of_argument(
     found = _values(takes, word)
     if sections:
         found += _settings(sections, word) + ([] if takes == "run" else _paths(word, ".toml"))
+        if "run" in sections and takes != "run":
+            found += _beginning_with(word, ((one.stem, "") for one in _RECIPES.glob("*.toml")))
     return found
 
 

@@ -71,9 +71,9 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
         "settings",
         nargs="*",
         default=[],  # otherwise argparse reports it as required
-        metavar="FILE.toml | key=value",
-        help="settings files, of which later ones take precedence, and overrides such as "
-        "server.count=2",
+        metavar="RECIPE | FILE.toml | key=value",
+        help="recipes that come with agentloop, by name, such as small; settings files; overrides "
+        "such as server.count=2. Later ones take precedence",
     )
     parser.add_argument(
         "--list-settings",

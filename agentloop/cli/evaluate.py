@@ -23,22 +23,21 @@ import pydantic
 from agentloop.aio import task_group
 from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
+from agentloop.cli.without_servers import open_endpoint
 from agentloop.config import load_known, load_settings, to_toml
-from agentloop.environments.environment import EnvSettings, open_tasks
+from agentloop.environments.environment import EnvSettings, open_tasks, set_up
 from agentloop.environments.mixture import (
     Envs,
     RunEnvironment,
     environments_of,
-    mixed_runner,
 )
 from agentloop.environments.program import AgentProgram, ProgramSettings
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.mixed import of_environment
 from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import SettingsError
-from agentloop.evaluation.agent import AgentSampler
 from agentloop.evaluation.endpoint import EndpointSampler
-from agentloop.evaluation.loop import Evaluation, EvaluationSettings, Sampler
+from agentloop.evaluation.loop import Evaluation, EvaluationSettings
 from agentloop.evaluation.results import figures_of, markdown, notes, results, table, text
 from agentloop.events import (
     Event,
@@ -51,9 +50,11 @@ from agentloop.inference.openai_client import EndpointSettings
 from agentloop.inference.processes.supervise import require_device
 from agentloop.models import SMALL
 from agentloop.observe.stalls import NO_PROGRESS_S
+from agentloop.rollouts.metrics import mean
+from agentloop.rollouts.player import endpoint_player_of, player_of
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import Pool
-from agentloop.training.group_metrics import mean
 from agentloop.training.run_folder import RunFolder, RunSettings, config_of
 from agentloop.training.run_status import RunStatus, count_of
 
@@ -145,12 +146,13 @@ async def _evaluate_in(
             async with (
                 elsewhere,
                 dashboard.serve_page(settings.serve) if settings.page else nullcontext(),
-                _open_sampler(settings, tasks, dashboard, progress) as (sampler, grader, settings),
+                set_up(one.load() for one in settings.environments),
+                _open_groups(settings, tasks, dashboard, progress) as (groups, settings),
             ):
                 folder.tell(to_toml(settings))
                 progress.say(f"If stopped, continue with: agentloop evaluate --resume {path}")
                 async with report.of(evaluation):
-                    await evaluation.run(sampler, grader)
+                    await evaluation.run(groups, settings.budget)
     else:
         folder.tell(to_toml(settings))
     environments = [one.env for one in settings.environments]
@@ -178,9 +180,9 @@ def chosen_tasks(settings: EvaluateSettings) -> list[Task]:
 def tasks_of(environment: RunEnvironment, num_tasks: int) -> list[Task]:
     """Return the tasks to evaluate an environment on.
 
-    These are the held-out tasks if `tasks.held_out` is set; otherwise the distinct tasks of the
-    files, in order, or the first tasks of a generator. If `num_tasks` is smaller, and not
-    0, that many are drawn at random with `tasks.seed`.
+    These are the held-out tasks, if the environment or `tasks.held_out` says which; otherwise the
+    distinct tasks of files or of a list, in order, or the first tasks of a generator. If
+    `num_tasks` is smaller, and not 0, that many are drawn at random with `tasks.seed`.
 
     Raises:
         DataError: a task is invalid; the message names the file, the line or row, and the field.
@@ -188,7 +190,7 @@ def tasks_of(environment: RunEnvironment, num_tasks: int) -> list[Task]:
     """
     s, wanted = environment.tasks, num_tasks
     source = open_tasks(s, environment.load())
-    if s.held_out:
+    if s.held_out or source.has_split:
         tasks = source.held_out()
     elif source.distinct is not None:
         tasks = source.distinct
@@ -210,8 +212,8 @@ def _check(settings: EvaluateSettings) -> None:
         raise SettingsError("endpoint.model: needs endpoint.url as well")
     if settings.endpoint.url and settings.agent.command:
         raise SettingsError("agent: a program needs agentloop's own servers: omit endpoint.url")
-    if settings.endpoint.url and (settings.env.name or settings.envs):
-        raise SettingsError("env: an environment needs agentloop's own servers: omit endpoint.url")
+    if settings.endpoint.url and any(not one.name for one in settings.envs):
+        raise SettingsError("envs: with endpoint.url, each must name an environment")
     if settings.endpoint.url and settings.servers:
         raise SettingsError("servers: not used with endpoint.url: omit one of the two")
 
@@ -247,19 +249,33 @@ def _open_folder(
 
 
 @asynccontextmanager
-async def _open_sampler(
+async def _open_groups(
     settings: EvaluateSettings,
     tasks: Sequence[Task],
     dashboard: RunDashboard,
     progress: console.ProgressLine,
-) -> AsyncIterator[tuple[Sampler, Grader, EvaluateSettings]]:
-    """Start the sampler and the scorer; yield them and the settings with the model's name."""
+) -> AsyncIterator[tuple[GroupRunner, EvaluateSettings]]:
+    """Start what samples and scores; yield it and the settings with the model's name."""
     s = settings
+    if s.endpoint.url and (s.env.name or s.envs):
+        logs = dashboard.folder.path / "logs"
+        async with (
+            open_endpoint(s, s.endpoint, log_dir=logs, progress=progress) as (host, named),
+            Grader(s.reward, pool=host.pool) as grader,
+        ):
+            player = endpoint_player_of(
+                s.environments,
+                host,
+                max_groups=max(1, named.max_concurrent // s.evaluate.num_samples),
+                sampling=s.sampling,
+                emit=dashboard.emit,
+                grader=grader,
+            )
+            groups = GroupRunner(player, grader, emit=dashboard.emit)
+            yield groups, s.model_copy(update={"endpoint": named})
+        return
     if s.endpoint.url:
-        most = s.budget.max_response_tokens
-        opened = EndpointSampler.open(
-            s.endpoint, s.sampling, max_response_tokens=most, emit=dashboard.emit
-        )
+        opened = EndpointSampler.open(s.endpoint, s.sampling, emit=dashboard.emit)
         async with AsyncExitStack() as stack:
             endpoint = await stack.enter_async_context(opened)
             pool = None
@@ -268,7 +284,8 @@ async def _open_sampler(
                 pool = await stack.enter_async_context(made)
             grader = await stack.enter_async_context(Grader(s.reward, pool=pool))
             named = s.endpoint.model_copy(update={"model": endpoint.model})
-            yield endpoint, grader, s.model_copy(update={"endpoint": named})
+            groups = GroupRunner(endpoint, grader, emit=dashboard.emit)
+            yield groups, s.model_copy(update={"endpoint": named})
         return
     most = max(one.budget_of(s.budget).max_response_tokens for one in s.environments)
     update = {
@@ -280,11 +297,13 @@ async def _open_sampler(
         dashboard.runtime = runtime
         async with Grader(s.reward, pool=runtime.pool) as grader, anyio.create_task_group() as tg:
             tg.start_soon(dashboard.stalls.watch, NO_PROGRESS_S)
-            run_group = mixed_runner(s.environments, runtime, s.sampling, dashboard.emit, grader)
+            player = player_of(
+                s.environments, runtime, sampling=s.sampling, emit=dashboard.emit, grader=grader
+            )
             model = s.model or (runtime.router.model_path if s.servers else None)
-            agent = AgentSampler(run_group, s.budget, runtime.router.wait_for_capacity)
+            groups = GroupRunner(player, grader, emit=dashboard.emit)
             try:
-                yield agent, grader, s.model_copy(update={"model": model})
+                yield groups, s.model_copy(update={"model": model})
             finally:
                 dashboard.detach()
             tg.cancel_scope.cancel()
@@ -333,7 +352,7 @@ class _ProgressReport:
         if told.avg_at_k is not None:
             one = told.avg_at_k
             self._values[name] = f"{one.value:.3f} [{one.low:.3f}, {one.high:.3f}]"
-        missing = sum(one["reward"] is None for each in outcomes for one in each.rollouts)
+        missing = sum(one.reward is None for each in outcomes for one in each.rollouts)
         self._values["missing"] = str(missing)
         if _LINES * num_done // len(outcomes) > self._num_lines:
             self._num_lines = _LINES * num_done // len(outcomes)

@@ -19,8 +19,7 @@ import anyio.to_thread
 from agentloop.aio import task_group
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task, read_jsonl, task_digest
-from agentloop.errors import DataError
-from agentloop.observe.record import trajectory_of
+from agentloop.errors import DataError, summary_of
 from agentloop.plain_json import dumps
 from agentloop.trajectory import Trajectory
 
@@ -155,9 +154,9 @@ def _rows_of(path: Path) -> list[tuple[Row, Trajectory]]:
 
 def _trajectory(row: Mapping[str, Any], where: str) -> Trajectory:
     try:
-        return trajectory_of(row["trajectory"])
+        return Trajectory.from_dict(row["trajectory"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{where}: field 'trajectory': {type(error).__name__}: {error}") from error
+        raise DataError(f"{where}: field 'trajectory': {summary_of(error)}") from error
 
 
 def _replace(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

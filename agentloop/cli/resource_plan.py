@@ -73,7 +73,7 @@ __all__ = [
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
 _COUNTABLE = ("llama", "mistral", "qwen2", "qwen3")
-_BYTES_PER_TRAJECTORY_TOKEN = 64  # in trajectories/*.jsonl, which hold ids and log-probs twice
+_BYTES_PER_TRAJECTORY_TOKEN = 30  # in trajectories/*.jsonl
 
 
 class PlanSettings(Protocol):

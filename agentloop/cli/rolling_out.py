@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from agentloop.cli.train_settings import TrainSettings
-from agentloop.environments.mixture import mixed_runner
+from agentloop.environments.environment import set_up
 from agentloop.environments.rewards.reward import Grader
 from agentloop.events import Emit
 from agentloop.models import SMALL
 from agentloop.observe.exporters.otel import Traces
+from agentloop.rollouts.player import player_of
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.teacher_client import open_teacher
@@ -38,21 +40,19 @@ async def rollouts_of(
     """
     s = settings
     async with (
+        set_up(one.load() for one in s.environments),
         Grader(s.reward, pool=runtime.pool) as grader,
         open_teacher(s.credit, runtime.chat.tokenizer) as teacher,
     ):
         serving = Served(runtime.router)
+        player = player_of(s.environments, runtime, sampling=s.sampling, emit=emit, grader=grader)
         rollouts = Rollouts(
-            mixed_runner(s.environments, runtime, s.sampling, emit, grader),
-            runtime.router.wait_for_capacity,
-            grader,
+            GroupRunner(player, grader, enough=s.loop.early_stop_at, emit=emit),
             s.roc,
             s.credit,
             teacher,
             seed=s.loop.seed,
-            enough=s.loop.early_stop_at,
             is_tainted=serving.is_tainted,
-            emit=emit,
             **options,
         )
         yield rollouts, serving

@@ -23,8 +23,6 @@ import anyio
 import anyio.to_thread
 import pydantic
 
-from agentloop.agent.mcp import mcp_servers
-from agentloop.agent.named_tools import imported_tools, resolved_tools
 from agentloop.agent.rollout import Budget
 from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
@@ -36,14 +34,14 @@ from agentloop.cli.sft import (
     model_folder,
     samples_of,
 )
-from agentloop.environments.environment import Environment
+from agentloop.cli.without_servers import open_tools
+from agentloop.environments.environment import Environment, set_up
 from agentloop.environments.mixture import RunEnvironment, open_mixture
-from agentloop.environments.scripted import taught
 from agentloop.errors import SettingsError
 from agentloop.models import SMALL
 from agentloop.plain_json import dumps
+from agentloop.rollouts.scripted import taught
 from agentloop.runtime import Settings
-from agentloop.sandbox import Pool
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
     RlLearnerSettings,
@@ -226,18 +224,12 @@ async def with_taught(
         return data
     file = anyio.Path(folder.path / "teacher.jsonl")
     if not await file.is_file():
+        logs = folder.path / "logs"
         async with (
-            Pool(settings.sandbox, on_progress=progress) as pool,
-            mcp_servers(settings.mcp, log_dir=folder.path / "logs") as servers,
+            set_up(loaded),
+            open_tools(settings, log_dir=logs, progress=progress) as (pool, resolve),
         ):
-            resolve = partial(
-                resolved_tools,
-                pool=pool,
-                servers=servers,
-                functions=imported_tools(settings.tools),
-                timeout_s=settings.tool_timeout_s,
-                tool_format=settings.tool_format,
-            )
+            loaded = [one.load() for one in environments]  # with what they share
             seeded = [
                 replace(one, tasks=one.tasks.model_copy(update={"seed": data.seed}))
                 for one in environments

@@ -82,7 +82,7 @@ async def train(
     async with Grader(settings.reward) as grader:
         await grader.ready()  # report missing packages before the servers start
     environments = settings.environments
-    loaded = [one.load() for one in environments]
+    loaded = await console.in_thread(lambda: [one.load() for one in environments])
     if settings.sft is not None:
         check_teachers(settings.sft.data, environments, loaded)
     opened = partial(open_mixture, environments, loaded)
@@ -363,7 +363,7 @@ async def _plan(
         cluster = settings.cluster.model_copy(update={"address": "auto"})
         settings = settings.model_copy(update={"cluster": cluster})
     sft, stages = settings.sft, settings.stages
-    refused, missing = _refusal(settings), await _missing(settings)
+    refused, missing = await console.in_thread(_refusal, settings), await _missing(settings)
     changes = sft.learner.config if sft is not None else {}
     whole, machine, placed = settings.as_one_stage(), None, None
     if settings.cluster.address:

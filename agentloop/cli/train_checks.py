@@ -9,6 +9,7 @@ from agentloop.cli.cluster import check_cluster
 from agentloop.cli.sft import model_folder, require_learner
 from agentloop.cli.train_settings import TrainSettings
 from agentloop.distribution import is_installed
+from agentloop.environments.mixture import RunEnvironment
 from agentloop.errors import SettingsError
 from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.inference.processes.supervise import require_device
@@ -83,13 +84,19 @@ def checked(settings: TrainSettings) -> TrainSettings:
         )
     if s.stages and s.loop.steps != LoopSettings().steps:
         raise SettingsError("loop.steps: not used with stages, each of which has its own: omit it")
-    held_out = any(one.tasks.held_out for one in s.environments)
-    if not s.loop.steps and not s.stages and not held_out:
+    if not s.loop.steps and not s.stages and not any(map(_holds_out, s.environments)):
         raise SettingsError("tasks.held_out: set it: with loop.steps = 0 the run only evaluates")
     update: dict[str, object] = {"model": str(model)}
     if s.cluster.address:  # other nodes have other working directories
         update["run"] = s.run.model_copy(update={"folder": s.run.folder.absolute()})
     return s.model_copy(update=update)
+
+
+def _holds_out(environment: RunEnvironment) -> bool:
+    if environment.tasks.held_out:
+        return True
+    loaded = environment.load()
+    return loaded is not None and loaded.held_out_tasks is not None
 
 
 def require_machine(settings: TrainSettings) -> None:

@@ -24,7 +24,15 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.sandbox import Pool
 from agentloop.trajectory import Message, StopReason, Trajectory
 
-__all__ = ["Agent", "Grade", "Host", "SessionOpener", "Siblings", "UserReply"]
+__all__ = [
+    "Agent",
+    "Grade",
+    "Host",
+    "SessionOpener",
+    "Siblings",
+    "UserReply",
+    "conversation_of",
+]
 
 # What an ended agent's conversation takes to be refused: a loop that ignores errors stays slow.
 _REFUSAL_S = 1.0
@@ -79,6 +87,7 @@ class Host(Protocol):
         budget: Budget,
         reply: Reply | None,
         group: str,
+        prompt_ids: list[int] | None,
         id: str,
         on_event: Emit,
         with_text: bool,
@@ -90,11 +99,16 @@ class _TooSlow(AgentLoopError, TimeoutError):
 
 
 class Siblings:
-    """Tells which rollouts of a group begin with the same prompt, and so share KV cache."""
+    """Tells which rollouts of a group begin with the same prompt, and so share KV cache.
 
-    def __init__(self, group: str) -> None:
+    Attributes:
+        prompt_ids: the token ids of the first conversation's prompt, if they are known.
+    """
+
+    def __init__(self, group: str, prompt_ids: list[int] | None = None) -> None:
         self._group = group
         self._first: object = None
+        self.prompt_ids = prompt_ids
 
     def group_of(
         self, messages: Sequence[Message], tools: Sequence[Tool | ToolFunction | str]
@@ -112,7 +126,6 @@ class Agent:
     Attributes:
         id: the rollout's id; that of another agent has the agent's name after a plus sign.
         is_trained: whether its tokens are trained on.
-        reward: of another agent: its own reward, a number; None: the rollout's.
     """
 
     def __init__(
@@ -150,7 +163,7 @@ class Agent:
         self._emit = emit
         self.id = id
         self.is_trained = is_trained
-        self.reward: float | None = None
+        self._reward: float | None = None
         self._sampling = sampling
         self._budget = budget
         self._with_text = with_text
@@ -163,6 +176,25 @@ class Agent:
         self._found: dict[int, Trajectory] = {}
         self._others: dict[str, Agent] = {}
         self._given: dict[str, tuple[bool, Player | None]] = {}  # the arguments of `other`
+
+    @property
+    def reward(self) -> float | None:
+        """The own reward of another agent, a number, which may be set; None: the rollout's.
+
+        Raises:
+            AttributeError: it is set on the rollout's own agent, whose reward the environment
+                returns.
+        """
+        return self._reward
+
+    @reward.setter
+    def reward(self, reward: float | None) -> None:
+        if self._main is None:
+            raise AttributeError(
+                "agent.reward: return the reward from the environment: only other agents "
+                "(agent.other) have one that can be set"
+            )
+        self._reward = reward
 
     @property
     def failure(self) -> str | None:
@@ -352,18 +384,21 @@ class Agent:
 
         Raises:
             InfrastructureFailed: the infrastructure failed.
-            RequestError: a message or a tool is invalid.
+            RequestError: a message, a tool or a limit is invalid.
         """
         if self._is_closed:
             await anyio.sleep(_REFUSAL_S)
             self._refuse_if_closed()
+        asked = conversation_of(messages, system)
+        if isinstance(tools, str) or not isinstance(tools, Sequence):
+            raise RequestError(f"tools: expected a list of functions or names, got {tools!r:.50}")
+        budget = self._lowered(max_turns, max_tokens)
         number, self._num_begun = self._num_begun, self._num_begun + 1
-        asked = _conversation(messages, system)
-        group = ""
+        group, prompt_ids = "", None
         if self._siblings is not None and number == 0:
             group = self._siblings.group_of(asked, tools)
+            prompt_ids = self._siblings.prompt_ids
         clock = _ReplyClock(reply) if reply is not None else None
-        budget = self._lowered(max_turns, max_tokens)
         if budget.timeout_s <= 0:
             raise _TooSlow("its environment has left no time for this conversation")
 
@@ -383,6 +418,7 @@ class Agent:
                     budget=budget,
                     reply=clock,
                     group=group,
+                    prompt_ids=prompt_ids,
                     id=f"{self.id}+{number}" if number else self.id,
                     on_event=observe,
                     with_text=self._with_text,
@@ -481,7 +517,14 @@ class Agent:
         return InfrastructureFailed(why)
 
     def _lowered(self, max_turns: int | None, max_tokens: int | None) -> Budget:
-        """Return the budget, lowered to these limits and to the time that is left."""
+        """Return the budget, lowered to these limits and to the time that is left.
+
+        Raises:
+            RequestError: a limit is no whole number, or below 1.
+        """
+        for name, limit in (("max_turns", max_turns), ("max_tokens", max_tokens)):
+            if limit is not None and (not isinstance(limit, int) or limit < 1):
+                raise RequestError(f"{name}: expected a number of at least 1, got {limit!r:.50}")
         limits = {
             "max_turns": max_turns,
             "max_response_tokens": max_tokens,
@@ -515,8 +558,10 @@ class _ReplyClock:
         return text
 
 
-def _conversation(messages: str | Sequence[Message], system: str | None) -> list[Message]:
-    found: list[Message] = [*messages] if not isinstance(messages, str) else []
+def conversation_of(messages: str | Sequence[Message], system: str | None = None) -> list[Message]:
+    """Return the messages of a question or a conversation, after those of the system."""
     if isinstance(messages, str):
-        found.append({"role": "user", "content": messages})
-    return found if system is None else [{"role": "system", "content": system}, *found]
+        messages = [{"role": "user", "content": messages}]
+    elif not isinstance(messages, Sequence):
+        raise RequestError(f"messages: expected text or a list of messages, got {messages!r:.50}")
+    return [*messages] if system is None else [{"role": "system", "content": system}, *messages]

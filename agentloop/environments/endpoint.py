@@ -88,6 +88,7 @@ class Endpoint:
             raise SettingsError(f"Endpoint: {problem['loc'][0]}: {problem['msg']}") from error
         if not url:
             raise SettingsError("Endpoint: url: must not be empty")
+        self._named = ""  # what precedes the names of settings in messages
         self.num_requests = 0
         self.cost = 0.0
         self._model = model
@@ -98,6 +99,25 @@ class Endpoint:
         self._cache: AnswerCache[str] | None = AnswerCache(max_cached) if max_cached else None
         self._client: OpenAIClient | None = None
         self._num_users = 0
+
+    @classmethod
+    def of(cls, settings: EndpointSettings, options: Mapping[str, Any]) -> Endpoint:
+        """Return the endpoint of a command's settings, with further fields of each request."""
+        endpoint = cls(settings.url, model=settings.model, options=options)
+        endpoint._settings, endpoint._named = settings, "endpoint."
+        return endpoint
+
+    async def model_name(self) -> str:
+        """Return the name of the model.
+
+        Raises:
+            SettingsError: the endpoint refuses access, or has several models.
+            ServerUnavailable: the endpoint cannot be reached.
+        """
+        if not self._model:
+            async with self._connected() as client:
+                self._model = await client.only_model()
+        return self._model
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -120,12 +140,14 @@ class Endpoint:
         *,
         tools: Sequence[Schema] = (),
         max_tokens: int | None = None,
+        seed: int | None = None,
     ) -> EndpointCompletion:
         """Return the model's next message, with its reasoning and its tool calls.
 
         Args:
             tools: the schemas of the tools that it may call.
             max_tokens: token limit of the message; a lower one in `options` takes precedence.
+            seed: seed of the sampling, for endpoints that have one.
 
         Raises:
             InfrastructureFailed: there was no answer in time; the rollout gets no reward.
@@ -140,6 +162,8 @@ class Endpoint:
         if max_tokens is not None:
             name = _NEW_LIMIT if _NEW_LIMIT in fields else "max_tokens"
             fields[name] = min(max_tokens, fields.get(name, max_tokens))
+        if seed is not None:
+            fields["seed"] = seed
         try:
             with anyio.fail_after(timeout_s):
                 return await self._answer(fields)
@@ -153,11 +177,9 @@ class Endpoint:
     async def _answer(self, fields: Mapping[str, Any]) -> EndpointCompletion:
         url = self._settings.url
         async with self._connected() as client, client.slots:
-            self._model = self._model or await client.only_model()
+            model = await self.model_name()
             self._count()
-            found = await client.complete(
-                {"model": self._model, **fields}, id=f"{self.num_requests}"
-            )
+            found = await client.complete({"model": model, **fields}, id=f"{self.num_requests}")
         if self._max_cost is not None and None in (found.num_prompt_tokens, found.num_tokens):
             raise SettingsError(
                 f"{url}: the answer has no token counts: max_cost cannot be held; set max_requests"
@@ -180,7 +202,7 @@ class Endpoint:
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[OpenAIClient]:
         """Share the connections with all who ask at the same time; the last one closes them."""
-        client = self._client = self._client or OpenAIClient(self._settings, named="")
+        client = self._client = self._client or OpenAIClient(self._settings, named=self._named)
         self._num_users += 1
         try:
             yield client

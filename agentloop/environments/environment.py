@@ -19,7 +19,15 @@ It may return
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,35 +42,51 @@ from agentloop.environments.player import Script
 from agentloop.environments.registry import find
 from agentloop.environments.rewards.reward import Reward, finite_number, plain_reward
 from agentloop.environments.tasks.problems import GENERATORS
-from agentloop.environments.tasks.sources import TaskSource, TasksSettings
-from agentloop.environments.tasks.task import line_of
-from agentloop.errors import AgentLoopError, SettingsError, leaves
+from agentloop.environments.tasks.sources import TaskList, TaskSource, TasksSettings
+from agentloop.environments.tasks.task import line_of, shown
+from agentloop.errors import AgentLoopError, SettingsError, leaves, place_of, summary_of
 from agentloop.trajectory import Trajectory
 
 __all__ = [
     "EnvSettings",
     "Environment",
     "EnvironmentFunction",
+    "Setup",
     "TaskFunction",
+    "Tasks",
     "Teacher",
     "check_turn_rewards",
     "environment",
     "load",
     "open_tasks",
     "reward_of",
+    "set_up",
 ]
 
 EnvironmentFunction = Callable[..., Awaitable[Any]]
 """An async function of a task, an agent and, by name, the environment's arguments."""
 
-TaskFunction = Callable[..., Mapping[str, Any]]
-"""A function of a `random.Random` that returns the fields of a task.
+TaskFunction = Callable[..., "Mapping[str, Any] | Iterable[Mapping[str, Any]]"]
+"""A function of a `random.Random` that returns the fields of a task; or one without random numbers
+that returns those of all tasks, such as a generator.
 
 Further parameters are arguments of the environment, by their names.
 """
 
+Tasks = TaskFunction | Iterable[Mapping[str, Any]]
+"""A function that makes tasks, or the fields of all tasks: a list, an iterator or a data set."""
+
+Setup = Callable[..., AbstractAsyncContextManager[Any]]
+"""A function that returns an async context manager, such as one made by `asynccontextmanager`.
+
+Its parameters are arguments of the environment, by their names.
+"""
+
 Teacher = Callable[[Any, Random], Script]
 """A function of a task and a random number generator that returns the script of one rollout."""
+
+_SHARED = "shared"  # the parameter that gets what `setup` has opened
+_opened: dict[Any, Environment] = {}  # those of this process that have been set up
 
 
 class EnvSettings(pydantic.BaseModel):
@@ -88,21 +112,28 @@ class Environment:
     """An environment function with its arguments.
 
     Attributes:
-        tasks: makes the tasks, or lists their fields, if the settings name no others.
+        tasks: makes the tasks, or has their fields, if the settings name no others.
+        held_out_tasks: the same for tasks that are never trained on; None: some of `tasks` are not.
         weights: the weight of each named part of the reward; 1 for those that are not in it. A
             part that has a weight must be in each reward that has parts.
         teacher: plays the dialogues that a model may start from (`sft.data.teacher`).
         agent_errors: exceptions that the agent causes, such as an answer that is no number, with
             the reward of a rollout that ends with one. Others are failures of the environment.
-        arguments: keyword arguments of the function, besides the task and the agent.
+        setup: opens what all rollouts of a process share.
+        arguments: keyword arguments of the function, besides the task and the agent. Each rollout
+            gets copies of lists, dicts and sets; other objects are shared.
+        shared: what `setup` has opened, after `opened`.
     """
 
     function: EnvironmentFunction
-    tasks: TaskFunction | Sequence[Mapping[str, Any]] | None = None
+    tasks: Tasks | None = None
+    held_out_tasks: Tasks | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
     teacher: Teacher | None = None
     agent_errors: Mapping[type[Exception], float] = field(default_factory=dict)
+    setup: Setup | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    shared: Any = None
 
     @property
     def name(self) -> str:
@@ -127,8 +158,32 @@ class Environment:
         return None
 
     async def __call__(self, task: Any, agent: Any) -> Any:
-        own = deepcopy(task)  # what a rollout changes in its task is its own
-        return await self.function(own, agent, **self.arguments)
+        # What a rollout changes in its task or its arguments reaches no other rollout.
+        shared = {} if self.setup is None else {_SHARED: self.shared}
+        return await self.function(deepcopy(task), agent, **_copy(self.arguments), **shared)
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Environment]:
+        """Open what its rollouts share, and yield the environment with it.
+
+        Raises:
+            SettingsError: it cannot be opened.
+        """
+        if self.setup is None:
+            yield self
+            return
+        async with AsyncExitStack() as stack:
+            try:
+                arguments = self.with_arguments(self.arguments).arguments  # with the defaults
+                context = _partial(self.setup, 0, arguments)()
+                # No deadline: it may load a model or a data set, and Ctrl-C ends it.
+                shared = await stack.enter_async_context(context)
+            except Exception as error:  # the user's code
+                where = place_of(error) or line_of(self.setup)
+                what = f"setup of {self.name}: {where}: {summary_of(error)}"
+                raise SettingsError(what) from error
+            # To open it once more gives the same.
+            yield replace(self, setup=partial(nullcontext, shared), shared=shared)
 
     def _types_of(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the types of these parameters; those of task and agent may exist for mypy alone.
@@ -155,7 +210,7 @@ class Environment:
         Raises:
             SettingsError: an argument is missing, unknown or of another type.
         """
-        parameters = list(inspect.signature(self.function).parameters.values())[2:]
+        parameters = _parameters(self.function)
         hints = self._types_of([one.name for one in parameters])
         fields: dict[str, Any] = {
             one.name: (
@@ -177,8 +232,12 @@ class Environment:
             known = ", ".join(fields) or "none"
             raise SettingsError(f"{problems} (arguments of {self.name}: {known})") from error
         values = {name: getattr(found, name) for name in fields}
-        tasks = _with_arguments(self.tasks, values) if callable(self.tasks) else self.tasks
-        return replace(self, arguments=values, tasks=tasks)
+        return replace(
+            self,
+            arguments=values,
+            tasks=_with_arguments(self.tasks, values),
+            held_out_tasks=_with_arguments(self.held_out_tasks, values),
+        )
 
 
 @overload
@@ -188,10 +247,12 @@ def environment(function: EnvironmentFunction, /) -> Environment: ...
 @overload
 def environment(
     *,
-    tasks: TaskFunction | Iterable[Mapping[str, Any]] | None = None,
+    tasks: Tasks | None = None,
+    held_out_tasks: Tasks | None = None,
     weights: Mapping[str, float] | None = None,
     teacher: Teacher | None = None,
     agent_errors: Mapping[type[Exception], float] | None = None,
+    setup: Setup | None = None,
 ) -> Callable[[EnvironmentFunction], Environment]: ...
 
 
@@ -199,17 +260,24 @@ def environment(
     function: EnvironmentFunction | None = None,
     /,
     *,
-    tasks: TaskFunction | Iterable[Mapping[str, Any]] | None = None,
+    tasks: Tasks | None = None,
+    held_out_tasks: Tasks | None = None,
     weights: Mapping[str, float] | None = None,
     teacher: Teacher | None = None,
     agent_errors: Mapping[type[Exception], float] | None = None,
+    setup: Setup | None = None,
 ) -> Environment | Callable[[EnvironmentFunction], Environment]:
     """Make an environment of an async function of a task and an agent.
 
     Args:
         tasks: a function of a `random.Random` that returns the fields of a task, such as
-            `{"answer": rng.randint(1, 100), "top": 100}`. Further parameters are arguments
-            of the environment, by their names. Or a list of the fields of tasks.
+            `{"answer": rng.randint(1, 100), "top": 100}`. Or the fields of all tasks: a list, an
+            iterator that ends, a `datasets.Dataset`, or a function without random numbers that
+            returns one of these. Further parameters of either function are arguments of the
+            environment, by their names. Listed tasks are drawn in epochs; those with the same
+            field `id`, or without one with the same fields, are one task.
+        held_out_tasks: tasks that are never trained on, but evaluated on, in the same forms.
+            Without them, `tasks.held_out` takes some of the others.
         weights: weights of the named parts of the reward; 1 by default. A part that has a weight
             must be in each mapping that the function returns.
         teacher: a function of a task and a `random.Random` that returns a script, as
@@ -219,17 +287,25 @@ def environment(
             rollout then gets, such as `{ValueError: 0.0}` where the model's answer is parsed. A
             rollout that ends with any other exception has no reward, so a model that can provoke
             one could escape a bad reward.
+        setup: an async context manager function, entered once in each process before the first
+            rollout, and once before the teacher's; left after the last one. What it yields is the
+            function's parameter `shared`. Its own parameters are arguments of the environment, by
+            their names.
 
     Raises:
-        TypeError: the function is not async or does not take a task and an agent, or `tasks` is
-            neither a list nor a function of random numbers and of the environment's arguments.
+        TypeError: the function is not async or does not take a task and an agent, a function of
+            tasks needs an argument that the environment does not have, or another argument is of
+            another type.
+        ValueError: a weight, or a reward of `agent_errors`, is no finite number.
     """
     make = partial(
         _made,
         tasks=tasks,
-        weights=weights or {},
+        held_out_tasks=held_out_tasks,
+        weights={} if weights is None else weights,
         teacher=teacher,
-        agent_errors=agent_errors or {},
+        agent_errors={} if agent_errors is None else agent_errors,
+        setup=setup,
     )
     return make if function is None else make(function)
 
@@ -237,52 +313,114 @@ def environment(
 def _made(
     function: EnvironmentFunction,
     *,
-    tasks: TaskFunction | Iterable[Mapping[str, Any]] | None,
+    tasks: Tasks | None,
+    held_out_tasks: Tasks | None,
+    weights: Mapping[str, float],
+    teacher: Teacher | None,
+    setup: Setup | None,
     agent_errors: Mapping[type[Exception], float],
-    **options: Any,
 ) -> Environment:
     if not inspect.iscoroutinefunction(function):
         raise TypeError(f"environment: {function!r} must be an `async def` function")
     if len(inspect.signature(function).parameters) < 2:
         raise TypeError(f"environment: {function.__name__} must take a task and an agent")
+    if not isinstance(weights, Mapping):
+        raise _unexpected("weights", "a mapping such as {'quick': 0.2}", weights)
+    weights = {
+        name: finite_number(weight, f"environment: weights: {name!r}")
+        for name, weight in weights.items()
+    }
+    if teacher is not None and (not callable(teacher) or inspect.iscoroutinefunction(teacher)):
+        expected = "a function of a task and of random numbers that returns a script"
+        raise _unexpected("teacher", expected, teacher)
     if not isinstance(agent_errors, Mapping):
-        raise TypeError("environment: agent_errors: expected a mapping such as {ValueError: 0.0}")
+        raise _unexpected("agent_errors", "a mapping such as {ValueError: 0.0}", agent_errors)
     for kind in agent_errors:
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             raise TypeError(f"environment: agent_errors: {kind!r} is not a type of exception")
+    takes_shared = _SHARED in inspect.signature(function).parameters
+    if takes_shared != (setup is not None):
+        raise TypeError(f"environment: setup= and the parameter `{_SHARED}` belong together")
     agent_errors = {
         kind: finite_number(reward, f"environment: agent_errors: {kind.__name__}")
         for kind, reward in agent_errors.items()
     }
-    if callable(tasks):
-        _check_task_function(tasks, function)
-    elif tasks is not None:
-        tasks = list(tasks)
-    return Environment(function, tasks, agent_errors=agent_errors, **options)
+    return Environment(
+        function,
+        _checked_tasks(tasks, function),
+        _checked_tasks(held_out_tasks, function),
+        weights,
+        teacher,
+        agent_errors,
+        setup,
+    )
 
 
-def _check_task_function(tasks: TaskFunction, function: EnvironmentFunction) -> None:
-    """Raise TypeError if the task function needs arguments that the environment does not have."""
-    needed = [
-        one
-        for one in inspect.signature(tasks).parameters.values()
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+def _unexpected(argument: str, expected: str, value: Any) -> TypeError:
+    return TypeError(f"environment: {argument}: expected {expected}, not {shown(value)}")
+
+
+def _checked_tasks(tasks: Tasks | None, function: EnvironmentFunction) -> Tasks | None:
+    """Return tasks in a form that can be read again.
+
+    Raises:
+        TypeError: a function of tasks is async or needs arguments that the environment does not
+            have, or the tasks are neither a function nor a list.
+    """
+    if tasks is None:
+        return None
+    if not callable(tasks):
+        if isinstance(tasks, str | Mapping) or not isinstance(tasks, Iterable):
+            expected = "a function of random numbers, or a list of the fields of tasks"
+            raise _unexpected("tasks", expected, tasks)
+        return list(tasks) if iter(tasks) is tasks else tasks
+    if inspect.iscoroutinefunction(tasks):
+        raise TypeError(f"environment: tasks: {line_of(tasks)}: it must not be async")
+    known = [one.name for one in _parameters(function)]
+    parameters = list(inspect.signature(tasks).parameters.values())
+    is_list = not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY
+    is_list = is_list or parameters[0].name in known
+    missing = [
+        one.name
+        for one in parameters[0 if is_list else 1 :]
+        if one.default is one.empty
+        and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        and one.name not in known
     ]
-    known = list(inspect.signature(function).parameters)[2:]
-    missing = [one.name for one in needed[1:] if one.name not in known]
-    if not inspect.signature(tasks).parameters or missing:
-        lacks = f", of which {function.__name__} lacks {', '.join(missing)}" if missing else ""
+    if missing:
         raise TypeError(
-            f"environment: tasks: {line_of(tasks)}: it must take random numbers and, by name, "
-            f"arguments of the environment{lacks}"
+            f"environment: tasks: {line_of(tasks)}: it must take random numbers, or nothing, and "
+            f"arguments of the environment by name, of which {function.__name__} lacks "
+            f"{', '.join(missing)}"
         )
+    return TaskList(tasks) if is_list else tasks
 
 
-def _with_arguments(tasks: TaskFunction, values: Mapping[str, Any]) -> TaskFunction:
-    """Pass those of the environment's arguments to its task function that the function takes."""
-    taken = list(inspect.signature(tasks).parameters)[1:]
-    given = {name: values[name] for name in taken if name in values}
-    return partial(tasks, **given) if given else tasks
+def _parameters(function: EnvironmentFunction) -> list[inspect.Parameter]:
+    """Return the parameters of an environment's function that are settings."""
+    others = list(inspect.signature(function).parameters.values())[2:]
+    return [one for one in others if one.name != _SHARED]
+
+
+def _with_arguments(tasks: Tasks | None, values: Mapping[str, Any]) -> Tasks | None:
+    """Pass those of the environment's arguments to a function of tasks that it takes."""
+    if isinstance(tasks, TaskList):
+        return TaskList(_partial(tasks.function, 0, values))
+    return _partial(tasks, 1, values) if callable(tasks) else tasks
+
+
+def _partial(function: Callable[..., Any], num_own: int, values: Mapping[str, Any]) -> Any:
+    taken = list(inspect.signature(function).parameters)[num_own:]
+    return partial(function, **{name: values[name] for name in taken if name in values})
+
+
+def _copy(value: Any) -> Any:
+    """Copy lists, dicts and sets, at any depth in each other."""
+    if isinstance(value, dict):
+        return {key: _copy(part) for key, part in value.items()}
+    if isinstance(value, list | set):
+        return type(value)(map(_copy, value))
+    return value
 
 
 def load(settings: EnvSettings) -> Environment | None:
@@ -304,7 +442,27 @@ def load(settings: EnvSettings) -> Environment | None:
             f"env.name: {name} is not an environment: decorate it with @agentloop.environment"
         )
     import_schema_parser()  # now, when nothing else waits for the event loop
-    return found.with_arguments(settings.args)
+    made = found.with_arguments(settings.args)
+    return _opened.get(_key_of(made), made)
+
+
+@asynccontextmanager
+async def set_up(environments: Iterable[Environment | None]) -> AsyncIterator[None]:
+    """Open what the environments share; meanwhile, `load` returns them with it.
+
+    Raises:
+        SettingsError: it cannot be opened.
+    """
+    async with AsyncExitStack() as stack:
+        for one in environments:
+            if one is not None and one.setup is not None and (key := _key_of(one)) not in _opened:
+                _opened[key] = await stack.enter_async_context(one.opened())
+                stack.callback(_opened.pop, key)
+        yield
+
+
+def _key_of(environment: Environment) -> tuple[EnvironmentFunction, str]:
+    return environment.function, repr(sorted(environment.arguments.items()))
 
 
 def open_tasks(
@@ -321,7 +479,13 @@ def open_tasks(
         return TaskSource.open(settings, cursor)
     if environment.tasks is not None and settings.kind in GENERATORS:
         settings = settings.model_copy(update={"kind": "environment"})
-    return TaskSource.open(settings, cursor, function=environment.tasks, env=environment.name)
+    return TaskSource.open(
+        settings,
+        cursor,
+        function=environment.tasks,
+        held_out=environment.held_out_tasks,
+        env=environment.name,
+    )
 
 
 def reward_of(value: Any, weights: Mapping[str, float]) -> Reward:

@@ -18,21 +18,15 @@ import pydantic
 from agentloop.agent.rollout import Budget
 from agentloop.config import with_values
 from agentloop.environments.environment import Environment, EnvSettings, load, open_tasks
-from agentloop.environments.episodes import Episode, RunGroup, Runner, group_runner
-from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.mixed import MixedTasks
-from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
+from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import SettingsError
-from agentloop.events import Emit
-from agentloop.inference.sglang.sampling import Sampling
 
 __all__ = [
     "Envs",
     "EnvsSettings",
-    "MixedGroups",
     "RunEnvironment",
     "environments_of",
-    "mixed_runner",
     "open_mixture",
 ]
 
@@ -159,38 +153,3 @@ def open_mixture(
     if cursor is not None:
         source.go_to(cursor)
     return source
-
-
-def mixed_runner(
-    environments: Sequence[RunEnvironment],
-    runner: Runner,
-    sampling: Sampling,
-    emit: Emit,
-    grader: Grader,
-) -> RunGroup:
-    """Return what runs each group in its task's environment. Takes the arguments of `group_runner`.
-
-    Raises:
-        SettingsError: as `group_runner`.
-    """
-    each = {one.name: group_runner(one.env, runner, sampling, emit, grader) for one in environments}
-    return each[""] if "" in each else MixedGroups(environments, each)
-
-
-class MixedGroups:
-    """Runs each group in its task's environment, with that environment's budget (`RunGroup`)."""
-
-    def __init__(
-        self, environments: Sequence[RunEnvironment], run_group: Mapping[str, RunGroup]
-    ) -> None:
-        """
-        Args:
-            run_group: what runs the groups of each environment, by its name.
-        """
-        self._environments = {one.name: one for one in environments}
-        self._run_group = run_group
-
-    async def __call__(self, task: Task, *, budget: Budget, **options: Any) -> Sequence[Episode]:
-        """Implement `RunGroup`."""
-        own = self._environments[task.env].budget_of(budget)
-        return await self._run_group[task.env](task, budget=own, **options)

@@ -37,7 +37,8 @@ from agentloop.events import (
     TurnSampled,
     TurnStarted,
 )
-from agentloop.inference.openai_client import EndpointCompletion
+from agentloop.inference.openai_client import EndpointCompletion, seed_of
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import dumps, valid_text
 from agentloop.trajectory import (
     Message,
@@ -71,13 +72,13 @@ class PlayerHost:
 
     Attributes:
         pool: the sandbox of `agent.sandbox`.
-        dialogues: the conversations so far, as `agentloop sft` reads them.
+        dialogues: gets the conversations, as `agentloop sft` reads them; None: they are not kept.
     """
 
     player: Player
     pool: Any
     resolve_tools: ResolveTools
-    dialogues: list[dict[str, Any]] = field(default_factory=list)
+    dialogues: list[dict[str, Any]] | None = None
 
     @property
     def session_listener(self) -> None:
@@ -91,6 +92,7 @@ class PlayerHost:
         messages: Sequence[Message],
         *,
         tools: Sequence[Tool | ToolFunction | str],
+        sampling: Sampling,
         budget: Budget,
         reply: Reply | None,
         id: str,
@@ -100,8 +102,10 @@ class PlayerHost:
         """Implement `Host`."""
         opened = Tools(self.resolve_tools(tools))
         record = Trajectory(id, [], created_unix_s=time.time(), messages=list(messages))
-        self.dialogues.append({"messages": record.messages, "tools": opened.schemas})
-        return await _Conversation(self.player, record, opened, budget, reply, on_event).run()
+        if self.dialogues is not None:
+            self.dialogues.append({"messages": record.messages, "tools": opened.schemas})
+        seed = seed_of(sampling)
+        return await _Conversation(self.player, record, opened, budget, reply, on_event, seed).run()
 
 
 @dataclass
@@ -114,6 +118,8 @@ class _Conversation:
     budget: Budget
     reply: Reply | None
     emit: Emit
+    seed: int | None
+    num_tokens: int | None = None  # as counted by an endpoint
     begun_s: float = field(default_factory=time.monotonic)
 
     async def run(self) -> Trajectory:
@@ -127,7 +133,7 @@ class _Conversation:
         finally:
             record.elapsed_s = self._elapsed_s()
             record.answer = _answer_in(record.text)
-        self.emit(RolloutFinished(record.id, record))
+        self.emit(RolloutFinished(record.id, record, self.num_tokens))
         return record
 
     async def _run_within_timeout(self) -> None:
@@ -205,7 +211,10 @@ class _Conversation:
             [_as_sent(one) for one in self.record.messages],
             tools=self.tools.schemas,
             max_tokens=self.budget.max_turn_tokens,
+            seed=self.seed,
         )
+        if found.num_tokens is not None:
+            self.num_tokens = (self.num_tokens or 0) + found.num_tokens
         turn.text = found.text
         was_cut = found.stop_reason is StopReason.TOKEN_BUDGET
         turn.end = TurnEnd.LENGTH if was_cut else TurnEnd.STOP

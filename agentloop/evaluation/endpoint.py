@@ -9,40 +9,42 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import anyio
-
 from agentloop.agent.channels import answer_in
+from agentloop.agent.rollout import Budget
+from agentloop.environments.agent import conversation_of
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import RequestError, ServerRefused, ServerUnavailable, culprit
-from agentloop.evaluation.loop import EvaluatedSample
+from agentloop.errors import ServerRefused, ServerUnavailable
 from agentloop.events import Emit, RolloutAbandoned, RolloutFinished, RolloutStarted, ignore
-from agentloop.inference.openai_client import EndpointSettings, OpenAIClient
+from agentloop.inference.openai_client import (
+    EndpointSettings,
+    OpenAIClient,
+    sampling_fields,
+    seed_of,
+)
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.rollouts.record import NoReward, RolloutRecord
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn, TurnEnd
 
 __all__ = ["EndpointSampler"]
 
-_SEEDS = 1 << 31  # some endpoints accept no larger seeds
-
 
 class EndpointSampler:
-    """Samples an endpoint; implements `Sampler`. Create it with `EndpointSampler.open`."""
+    """Samples an endpoint (`Player`). Create it with `EndpointSampler.open`."""
 
     def __init__(
         self,
         client: OpenAIClient,
         settings: EndpointSettings,
         sampling: Sampling,
-        max_response_tokens: int,
         emit: Emit,
     ) -> None:
         self._client = client
         self._emit = emit
         self._settings = settings
         self._sampling = sampling
-        self._max_tokens = max_response_tokens
         self.model = settings.model
 
     @classmethod
@@ -52,7 +54,6 @@ class EndpointSampler:
         settings: EndpointSettings,
         sampling: Sampling,
         *,
-        max_response_tokens: int,
         emit: Emit = ignore,
     ) -> AsyncIterator[EndpointSampler]:
         """Connect to an endpoint.
@@ -66,7 +67,7 @@ class EndpointSampler:
         """
         client = OpenAIClient(settings)
         try:
-            sampler = cls(client, settings, sampling, max_response_tokens, emit)
+            sampler = cls(client, settings, sampling, emit)
             sampler.model = settings.model or await client.only_model()
             yield sampler
         finally:
@@ -76,42 +77,40 @@ class EndpointSampler:
         async with self._client.slots:  # no deadline: requests have one, earlier ones go first
             return
 
+    @asynccontextmanager
     async def group(
-        self, task: Task, *, name: str, size: int, on_queued: Callable[[], None]
-    ) -> Sequence[EvaluatedSample]:
-        """Return samples as `Sampler.group` does.
+        self,
+        task: Task,
+        *,
+        size: int,
+        name: str,
+        budget: Budget,
+        on_queued: Callable[[], None],
+    ) -> AsyncIterator[list[_Sample]]:
+        """Implement `Player`.
 
-        Raises:
-            SettingsError: The endpoint refuses all requests.
-            RequestError: The endpoint rejects the task.
+        The samples raise SettingsError if the endpoint refuses all requests, and RequestError if it
+        refuses the task.
         """
-        samples: dict[int, EvaluatedSample] = {}
-        messages: Sequence[Message] = (
-            [{"role": "user", "content": task.prompt}]
-            if isinstance(task.prompt, str)
-            else task.prompt
-        )
         sampling = self._sampling.of_group(name)
-
-        async def ask(index: int) -> None:
-            samples[index] = await self._sample(name, index, messages, sampling.of_sibling(index))
-
+        messages = conversation_of(task.prompt)
         on_queued()
-        try:
-            async with anyio.create_task_group() as tasks:
-                for index in range(size):
-                    tasks.start_soon(ask, index)
-        except ExceptionGroup as errors:
-            # Usually all fail alike. A failure that ends the run goes before a refused task.
-            raise culprit(errors, RequestError) from None
-        return [samples[index] for index in range(size)]
+        yield [
+            _Sample(
+                self,
+                Trajectory(f"{name}.{index}", []),
+                name,
+                self._body(messages, sampling.of_sibling(index), budget),
+            )
+            for index in range(size)
+        ]
 
-    async def _sample(
-        self, group: str, index: int, messages: Sequence[Message], sampling: Sampling
-    ) -> EvaluatedSample:
-        body = self._body(messages, sampling)
+    async def sample(
+        self, trajectory: Trajectory, group: str, body: Mapping[str, Any]
+    ) -> int | None:
+        """Send a request, record the answer and return its number of tokens, if known."""
         async with self._client.slots:  # no deadline: each request has one
-            trajectory = Trajectory(f"{group}.{index}", [], created_unix_s=time.time())
+            trajectory.created_unix_s = time.time()
             self._emit(RolloutStarted(trajectory, group))
             try:
                 num_tokens = await self._record(trajectory, body)
@@ -119,7 +118,7 @@ class EndpointSampler:
                 self._emit(RolloutAbandoned(trajectory.id))
                 raise
             self._emit(RolloutFinished(trajectory.id, trajectory, num_tokens))
-        return EvaluatedSample([trajectory], num_tokens)
+        return num_tokens
 
     async def _record(self, trajectory: Trajectory, body: Mapping[str, Any]) -> int | None:
         """Send a request, store the answer in `trajectory` and return its token count, if known."""
@@ -146,18 +145,35 @@ class EndpointSampler:
         trajectory.answer = answer_in(found.text, reasoning=False)
         return found.num_tokens
 
-    def _body(self, messages: Sequence[Message], sampling: Sampling) -> dict[str, Any]:
-        """Return a request, without sampling settings that have their default.
-
-        Not every endpoint supports all of them.
-        """
+    def _body(
+        self, messages: Sequence[Message], sampling: Sampling, budget: Budget
+    ) -> dict[str, Any]:
         body = {
             "model": self.model,
             "messages": list(messages),
-            "temperature": sampling.temperature,
-            self._settings.token_limit: self._max_tokens,
-            **sampling.model_dump(exclude_defaults=True, exclude_none=True),
+            **sampling_fields(sampling, self._settings, budget.max_response_tokens),
         }
-        if sampling.seed is not None:
-            body["seed"] = sampling.seed % _SEEDS
+        if (seed := seed_of(sampling)) is not None:
+            body["seed"] = seed
         return body
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A request to the endpoint (`Sibling`)."""
+
+    sampler: EndpointSampler
+    trajectory: Trajectory
+    group: str
+    body: Mapping[str, Any]
+
+    async def play(self) -> RolloutRecord:
+        num_tokens = await self.sampler.sample(self.trajectory, self.group, self.body)
+        record = self.cut_off()
+        record.num_tokens = num_tokens
+        if self.trajectory.stop_reason.is_unscorable:
+            record.no_reward = NoReward.INFRASTRUCTURE
+        return record
+
+    def cut_off(self) -> RolloutRecord:
+        return RolloutRecord(self.trajectory.id, [self.trajectory], to_grade=self.trajectory)

@@ -11,29 +11,27 @@ reward; scored samples are never repeated.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import anyio
-import anyio.to_thread
 import pydantic
 
-from agentloop.environments.rewards.reward import Grader, Reward
+from agentloop.agent.rollout import Budget
+from agentloop.aio import in_run_thread
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import DataError, EnvironmentFailed, RequestError
 from agentloop.evaluation.estimate import avg_at_k
-from agentloop.events import Emit, GroupFinished, GroupStarted, Measured, RolloutScored, ignore
-from agentloop.training.credit.roc import DropReason
-from agentloop.training.group_metrics import about, about_each, of_rollout
-from agentloop.training.group_stream import finished_groups
+from agentloop.events import Emit, Measured, ignore
+from agentloop.rollouts.metrics import GroupFigures, RolloutFigures, about, about_each
+from agentloop.rollouts.record import RolloutGroup
+from agentloop.rollouts.runner import GroupRunner
+from agentloop.rollouts.stream import finished_groups
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import Trajectory
 
-__all__ = ["EvaluatedSample", "Evaluation", "EvaluationSettings", "Outcome", "Sampler"]
+__all__ = ["Evaluation", "EvaluationSettings", "Outcome"]
 
 _OUTCOMES = "outcomes.jsonl"
 Row = dict[str, Any]
@@ -82,68 +80,25 @@ class EvaluationSettings(pydantic.BaseModel):
         return sorted({*(self.pass_at or [*powers, self.num_samples])})
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluatedSample:
-    """A rollout, or an answer of an endpoint.
-
-    Attributes:
-        trajectories: One, or several if an environment held several conversations with its agent.
-        num_tokens: Number of sampled tokens; None: those of the trajectories.
-        reward: The environment's reward; None: the answer is to be checked.
-        others: Conversations of an environment's other agents, whose turns and tokens do not count.
-    """
-
-    trajectories: Sequence[Trajectory]
-    num_tokens: int | None = None
-    reward: Reward | None = None
-    others: Sequence[Trajectory] = ()
-
-    @property
-    def all_trajectories(self) -> list[Trajectory]:
-        return [*self.trajectories, *self.others]
-
-
-class Sampler(Protocol):
-    """A source of samples: our own agent loop or an endpoint."""
-
-    async def wait_for_capacity(self, size: int) -> None:
-        """Wait until a task may be sampled `size` times."""
-        ...
-
-    async def group(
-        self, task: Task, *, name: str, size: int, on_queued: Callable[[], None]
-    ) -> Sequence[EvaluatedSample]:
-        """Return `size` samples of a task, including failed ones.
-
-        Args:
-            name: Unique within the run; prefix of the samples' ids.
-            on_queued: Called once the samples are queued, so that the next task may be queued.
-
-        Raises:
-            RequestError: The task cannot be sampled.
-        """
-        ...
-
-
 @dataclass(slots=True)
 class Outcome:
     """The samples of a task.
 
     Attributes:
         number: Number of its file, or 0 if it has none.
-        rollouts: Metrics of each sample: see `agentloop.training.group_metrics.of_rollout`.
+        rollouts: Figures of each sample.
         refused: The error if the task could not be sampled.
     """
 
     task: Task
     number: int = 0
-    rollouts: Sequence[Mapping[str, Any]] = ()
+    rollouts: Sequence[RolloutFigures] = ()
     refused: str = ""
 
     @property
     def rewards(self) -> list[float]:
         """Rewards of the samples that have one."""
-        return [one["reward"] for one in self.rollouts if one["reward"] is not None]
+        return [one.reward for one in self.rollouts if one.reward is not None]
 
 
 class Evaluation:
@@ -163,7 +118,7 @@ class Evaluation:
         Args:
             on_progress: Called with the number of finished tasks after each task.
             on_refused: Called for each task that could not be sampled.
-            emit: Receives events of groups, rewards and metrics.
+            emit: Receives events of metrics.
         """
         self._settings = settings
         self._folder = folder
@@ -191,26 +146,29 @@ class Evaluation:
         Raises:
             RunFolderError: The files are damaged.
         """
-        await anyio.to_thread.run_sync(self._load_results)
+        await in_run_thread(self._load_results)
 
-    async def run(self, sampler: Sampler, grader: Grader) -> None:
+    async def run(self, groups: GroupRunner, budget: Budget) -> None:
         """Sample and score the tasks that are not done.
+
+        Args:
+            budget: limits of each sample.
 
         Raises:
             RequestError: No task could be sampled.
             RunFolderError: The run's folder cannot be written.
-            SettingsError: The sampler is misconfigured.
+            SettingsError: The endpoint or the environment is misconfigured.
             RewardError: A reward function failed.
         """
         todo = self.todo
         self._assign_numbers(todo)
-        wait_for_capacity = partial(sampler.wait_for_capacity, self._settings.num_samples)
-        sample = partial(self._sample, sampler, grader)
+        wait_for_capacity = partial(groups.wait_for_capacity, self._settings.num_samples)
+        sample = partial(self._sample, groups, budget)
         num_done = len(self._outcomes) - len(todo)
         async with finished_groups(
             todo, sample, wait_for_capacity, max_open=self._settings.max_open
-        ) as groups:
-            async for group in groups:  # no deadline: each sample has one
+        ) as finished:
+            async for group in finished:  # no deadline: each sample has one
                 num_done += 1
                 if group.error is None:
                     await self._report(group.task)
@@ -246,7 +204,8 @@ class Evaluation:
                 figures = [sample[0]["figures"] for sample in _by_sample(rows)]
                 row = {"task": rows[0]["task"], "rollouts": figures}
             if (outcome := self._outcomes.get(row["task"])) is not None:
-                outcome.number, outcome.rollouts = number, row["rollouts"]
+                outcome.number = number
+                outcome.rollouts = GroupFigures.from_dict(row).rollouts
         self._taken = set(files)
         self._num_reported = len(folder.metrics())
 
@@ -260,21 +219,24 @@ class Evaluation:
                     outcome.number = number
 
     async def _sample(
-        self, sampler: Sampler, grader: Grader, outcome: Outcome, on_queued: Callable[[], None]
+        self, groups: GroupRunner, budget: Budget, outcome: Outcome, on_queued: Callable[[], None]
     ) -> Sequence[Trajectory]:
         samples: list[list[Row]] = []
         if outcome.rollouts:
             path = f"trajectories/group-{outcome.number:07}.jsonl"
-            samples = _by_sample(await anyio.to_thread.run_sync(self._folder.read_group, path))
+            samples = _by_sample(await in_run_thread(self._folder.read_group, path))
         tried = max((rows[0]["attempt"] + 1 for rows in samples), default=0)
         samples += [[] for _ in range(self._settings.num_samples - len(samples))]
         for attempt in range(tried, tried + self._settings.retries + 1):
             missing = [i for i, rows in enumerate(samples) if not rows or rows[0]["reward"] is None]
             if not missing:
                 break
+            name = f"{outcome.number}-{outcome.task.id}"
+            if attempt:  # a name of its own, so that the seeds of all samples differ
+                name = f"{outcome.number}-again-{attempt}-{outcome.task.id}"
             try:
-                found = await self._sample_group(
-                    sampler, grader, outcome, missing, attempt, on_queued
+                group = await groups.run(
+                    outcome.task, name, size=len(missing), budget=budget, on_queued=on_queued
                 )
             except EnvironmentFailed:  # on each of those that are repeated
                 if len(missing) == len(samples):
@@ -282,63 +244,14 @@ class Evaluation:
                 continue
             finally:
                 on_queued = _nothing
-            for index, rows in zip(missing, found, strict=True):
+            common = {"group": outcome.number, "version": None, "attempt": attempt}
+            rows_of = partial(_rows, group, missing, name, common)
+            for index, rows in zip(missing, await in_run_thread(rows_of), strict=True):
                 samples[index] = rows
         whole = [row for rows in samples for row in rows]
-        await anyio.to_thread.run_sync(self._folder.add_group, outcome.number, whole)
-        outcome.rollouts = [rows[0]["figures"] for rows in samples]
+        await in_run_thread(self._folder.add_group, outcome.number, whole)
+        outcome.rollouts = [RolloutFigures(**rows[0]["figures"]) for rows in samples]
         return ()
-
-    async def _sample_group(
-        self,
-        sampler: Sampler,
-        grader: Grader,
-        outcome: Outcome,
-        indexes: Sequence[int],
-        attempt: int,
-        on_queued: Callable[[], None],
-    ) -> list[list[Row]]:
-        """Sample and score the given samples of a task; return the rows of each."""
-        task, number = outcome.task, outcome.number
-        # A name of its own, so that the seeds of all samples differ.
-        name = f"{number}-again-{attempt}-{task.id}" if attempt else f"{number}-{task.id}"
-        fields = (name, task.id, task.prompt, task.answer, len(indexes))
-        self._emit(GroupStarted(*fields, is_chosen=False))
-        rewards: Sequence[Reward] = ()
-        try:
-            samples = await sampler.group(task, name=name, size=len(indexes), on_queued=on_queued)
-            rewards = await self._score(grader, samples, task)
-        finally:
-            values = [one.value for one in rewards if one.value is not None]
-            mean = statistics.fmean(values) if values else None
-            self._emit(GroupFinished(name, mean_reward=mean, is_chosen=False))
-        for position, (index, sample) in enumerate(zip(indexes, samples, strict=True)):
-            for trajectory in sample.all_trajectories:
-                later = trajectory.id.removeprefix(f"{name}.{position}")  # "" or "+..."
-                trajectory.id = f"{number}-{task.id}.{index}{later}"
-        common = {"group": number, "version": None, "attempt": attempt, "task": task.id}
-        return await anyio.to_thread.run_sync(
-            _rows, {**common, "truth": task.answer}, indexes, samples, rewards
-        )
-
-    async def _score(
-        self, grader: Grader, samples: Sequence[EvaluatedSample], task: Task
-    ) -> list[Reward]:
-        rewards: dict[int, Reward] = {}
-
-        async def score(index: int) -> None:
-            begun_s = time.monotonic()
-            sample = samples[index]
-            one = sample.reward or await grader.score(sample.trajectories[0], task)
-            rewards[index] = one
-            fields = (one.value, one.answer, one.reason, time.monotonic() - begun_s)
-            for trajectory in sample.all_trajectories:
-                self._emit(RolloutScored(trajectory.id, *fields))
-
-        async with anyio.create_task_group() as scoring:
-            for index in range(len(samples)):
-                scoring.start_soon(score, index)
-        return [rewards[index] for index in range(len(samples))]
 
     async def _report(self, outcome: Outcome) -> None:
         self._num_reported += 1
@@ -349,13 +262,14 @@ class Evaluation:
             "group": outcome.number,
             "task": task.id,
             "source": task.source,
-            **asdict(about([{"rejected": None, "rollouts": outcome.rollouts}])),
-            **about_each([("", {"rollouts": outcome.rollouts})]),
+            **about([GroupFigures(outcome.rollouts)]).row(),
+            **about_each([("", GroupFigures(outcome.rollouts))]),
             "avg_at_k": None if so_far is None else so_far.value,
         }
-        rollouts = {"group": outcome.number, "task": task.id, "rollouts": outcome.rollouts}
-        await anyio.to_thread.run_sync(self._folder.append, _OUTCOMES, rollouts)
-        await anyio.to_thread.run_sync(self._folder.add_metrics, row)
+        figures = asdict(GroupFigures(outcome.rollouts))
+        rollouts = {"group": outcome.number, "task": task.id, **figures}
+        await in_run_thread(self._folder.append, _OUTCOMES, rollouts)
+        await in_run_thread(self._folder.add_metrics, row)
         self._emit(Measured(row))
 
 
@@ -371,39 +285,21 @@ def _by_sample(rows: Sequence[Row]) -> list[list[Row]]:
     return list(found.values())
 
 
-def _rows(
-    common: Row,
-    indexes: Sequence[int],
-    samples: Sequence[EvaluatedSample],
-    rewards: Sequence[Reward],
-) -> list[list[Row]]:
-    """Return rows like those of a training run (agentloop/training/rollouts.py), by sample."""
-    return [
-        [
-            {
-                **common,
-                "rollout": index,
-                "reward": reward.value,
-                "parts": dict(reward.parts),
-                "answer": reward.answer,
-                "reason": reward.reason,
-                "advantage": None,
-                "dropped": DropReason.INFRASTRUCTURE if reward.value is None else None,
-                "figures": _sample_metrics(sample, reward),
-                "trajectory": trajectory.to_dict(),
-            }
-            for trajectory in sample.all_trajectories
-        ]
-        for index, sample, reward in zip(indexes, samples, rewards, strict=True)
-    ]
+def _rows(group: RolloutGroup, indexes: Sequence[int], name: str, common: Row) -> list[list[Row]]:
+    """Return the rows of each sample.
 
-
-def _sample_metrics(sample: EvaluatedSample, reward: Reward) -> Row:
-    turns = [turn for trajectory in sample.all_trajectories for turn in trajectory]
-    figures = of_rollout(sample.trajectories, reward.value) | {"parts": dict(reward.parts)}
-    figures["versions"] = sorted({span.version for turn in turns for span in turn.versions})
-    if sample.num_tokens is not None:
-        figures["num_tokens"] = sample.num_tokens
-    if reward.value is None:
-        figures["missing"] = reward.reason
-    return figures
+    Args:
+        indexes: the numbers of the samples among all of their task.
+        name: the name of the group; in the rows, the ids of all samples are alike.
+    """
+    samples: list[list[Row]] = [[] for _ in group.rollouts]
+    figures = [asdict(RolloutFigures.of(rollout)) for rollout in group.rollouts]
+    for row in group.rows():
+        position = row["rollout"]
+        row |= {**common, "rollout": indexes[position], "figures": figures[position]}
+        if row["reward"] is None:
+            row["dropped"] = "infrastructure"
+        later = row["trajectory"]["id"].removeprefix(f"{name}.{position}")  # "" or "+..."
+        row["trajectory"]["id"] = f"{common['group']}-{row['task']}.{indexes[position]}{later}"
+        samples[position].append(row)
+    return samples

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentloop.evaluation.estimate import Estimate, avg_at_k, pass_at_k, sampling_error
 from agentloop.evaluation.loop import EvaluationSettings, Outcome
-from agentloop.training.group_metrics import about, mean, mean_parts, percent
+from agentloop.rollouts.metrics import GroupFigures, about, mean, mean_parts, percent
 
 __all__ = ["Figures", "figures_of", "markdown", "notes", "results", "table", "text"]
 
@@ -52,7 +52,7 @@ class Figures:
 def figures_of(outcomes: Sequence[Outcome], settings: EvaluationSettings) -> Figures:
     k = settings.num_samples
     rewards = [outcome.rewards for outcome in outcomes]
-    groups = [{"rejected": None, "rollouts": one.rollouts} for one in outcomes]
+    groups = [GroupFigures(outcome.rollouts) for outcome in outcomes]
     found = about(groups)
     num_samples = sum(map(len, rewards))
     return Figures(
@@ -80,10 +80,10 @@ def results(
     for outcome in outcomes:
         sets.setdefault(outcome.task.env or outcome.task.source or "tasks", []).append(outcome)
     reasons = Counter(
-        str(one["missing"])
+        rollout.reason
         for outcome in outcomes
-        for one in outcome.rollouts
-        if one["reward"] is None
+        for rollout in outcome.rollouts
+        if rollout.reward is None
     )
     reasons.update(
         {f"the task could not be sampled: {one.refused}": settings.num_samples
@@ -99,8 +99,8 @@ def results(
         "versions": sorted({
             version
             for outcome in outcomes
-            for one in outcome.rollouts
-            for version in one.get("versions", ())
+            for rollout in outcome.rollouts
+            for version in rollout.versions
         }),
     }  # fmt: skip
 

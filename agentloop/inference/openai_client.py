@@ -19,6 +19,7 @@ import orjson
 import pydantic
 
 from agentloop.errors import RequestError, ServerRefused, ServerUnavailable, SettingsError
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import ValidText, dumps, loads
 from agentloop.trajectory import StopReason
 
@@ -30,11 +31,14 @@ __all__ = [
     "delay_s",
     "parse_completion",
     "retry_after_s",
+    "sampling_fields",
+    "seed_of",
 ]
 
 _BUSY = (408, 409, 425, 429)
 _MAX_ERROR_CHARS = 300  # quoted of an error's body
 _CLOSE_S = 5.0
+_SEEDS = 1 << 31  # some endpoints accept no larger seeds
 
 
 class EndpointSettings(pydantic.BaseModel):
@@ -44,8 +48,8 @@ class EndpointSettings(pydantic.BaseModel):
 
     url: str = pydantic.Field(
         "",
-        description="Base URL of an OpenAI-compatible API to evaluate, such as "
-        "http://127.0.0.1:8000/v1. By default, the model is evaluated with our own agent loop.",
+        description="Base URL of an OpenAI-compatible API to ask instead of starting servers, such "
+        "as http://127.0.0.1:8000/v1: in an environment with its tools, otherwise without any.",
     )
     model: str = pydantic.Field(
         "", description="Name of the endpoint's model. By default, the only one that it has."
@@ -95,6 +99,22 @@ class EndpointSettings(pydantic.BaseModel):
         if not (value.isascii() and value.isprintable()):
             raise ValueError("must be printable ASCII")
         return key
+
+
+def sampling_fields(
+    sampling: Sampling, settings: EndpointSettings, max_tokens: int
+) -> dict[str, Any]:
+    """Return the fields of a request that say how to sample, besides the seed.
+
+    Those that have their default are left out: not every endpoint supports all of them.
+    """
+    given = sampling.model_dump(exclude_defaults=True, exclude_none=True, exclude={"seed"})
+    return {"temperature": sampling.temperature, settings.token_limit: max_tokens, **given}
+
+
+def seed_of(sampling: Sampling) -> int | None:
+    """Return the seed for a request, if there is one."""
+    return None if sampling.seed is None else sampling.seed % _SEEDS
 
 
 class _Function(pydantic.BaseModel):

@@ -20,10 +20,10 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import NotThere
 from agentloop.observe.bottleneck import Part, ServedOn, Spent, split_tool_time, union_s
 from agentloop.observe.latency import Duration, of_turn, summary_of
-from agentloop.observe.record import RecordReader, trajectory_of
+from agentloop.observe.record import RecordReader
 from agentloop.observe.runs import curves, read_metrics, runs_beside, start_metrics
 from agentloop.plain_json import dumps, loads
-from agentloop.trajectory import ToolCallStatus, rollout_of
+from agentloop.trajectory import ToolCallStatus, Trajectory, rollout_of
 
 __all__ = ["Archive", "read_group", "read_rollout"]
 
@@ -159,7 +159,7 @@ def read_rollout(folder: Path, key: str, chat: ChatFormat | None) -> dict[str, A
         **{name: row.get(name) for name in _SERVED},
     }
     try:
-        record = trajectory_of(row["trajectory"])
+        record = Trajectory.from_dict(row["trajectory"])
         entropies = _entropies(folder, row["group"], key)
         return RecordReader(record, chat, lambda: verdict, entropies).whole()
     except _DAMAGED:

@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.text_stream import TextStream
 from agentloop.trajectory import (
     Message,
-    StopReason,
-    ToolCall,
-    ToolCallStatus,
-    ToolResult,
     Trajectory,
     Turn,
-    TurnEnd,
-    VersionSpan,
 )
 
-__all__ = ["RecordReader", "trajectory_of"]
+__all__ = ["RecordReader"]
 
 _TAGS = re.compile("(</?(?:reason|think|answer)>)")  # each tag starts a new piece
 
@@ -162,39 +156,3 @@ def _extent(turn: Turn) -> tuple[float, ...]:
     """Return the sizes of the fields of a turn that may still grow."""
     grow: tuple[list[Any], ...] = (turn.output_ids, turn.calls, turn.results, turn.servers)
     return (turn.ended_s, len(turn.observation_ids), *map(len, grow))
-
-
-def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
-    """Rebuild a trajectory from the output of `Trajectory.to_dict`.
-
-    Raises:
-        KeyError: A field is missing.
-        TypeError: A field has the wrong type.
-        ValueError: A value is invalid.
-    """
-    turns = [
-        Turn(
-            **{
-                **{field.name: one[field.name] for field in fields(Turn) if field.name in one},
-                "end": TurnEnd(one["end"]),
-                "versions": [VersionSpan(**span) for span in one["versions"]],
-                "calls": [ToolCall(**call) for call in one["calls"]],
-                "results": [
-                    ToolResult(**{**result, "status": ToolCallStatus(result["status"])})
-                    for result in one["results"]
-                ],
-            }
-        )
-        for one in row["turns"]
-    ]
-    return Trajectory(
-        row["id"],
-        row["prompt_ids"],
-        turns,
-        StopReason(row["stop_reason"]),
-        row["error"],
-        row["created_unix_s"],
-        row["elapsed_s"],
-        row["answer"],
-        row["messages"],
-    )

@@ -11,6 +11,7 @@ import time
 import anyio
 
 from agentloop.agent.rollout import Budget
+from agentloop.rollouts.metrics import mean, percent, rewards_of_each
 from agentloop.training.collapse import (
     Collapse,
     CollapseSettings,
@@ -21,11 +22,10 @@ from agentloop.training.collapse import (
 )
 from agentloop.training.curriculum import Curriculum
 from agentloop.training.group_buffer import GroupBuffer
-from agentloop.training.group_metrics import mean, percent, rewards_of_each
 from agentloop.training.held_out import HeldOutEval
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.pace import Pace
-from agentloop.training.queue import Lease
+from agentloop.training.queue import Lease, StepNotes
 from agentloop.training.run_control import RunControl
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.step_metrics import Learned, MetricsLog, StepMetrics
@@ -124,7 +124,7 @@ class BatchTrainer:
         """
         begun = time.monotonic()
         learns = self._settings.learn
-        notes = {"version": self.version, "resets": resets, "stage": stage, "learns": learns}
+        notes = StepNotes(self.version, stage, resets, learns)
         lease = await self._buffer.lease(self.step + 1, notes)
         if learns:
             self._pace.waits("the learner is training")

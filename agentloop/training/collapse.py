@@ -47,7 +47,7 @@ from typing import Any, Self
 import pydantic
 
 from agentloop.errors import AgentLoopError
-from agentloop.training.group_metrics import percent
+from agentloop.rollouts.metrics import percent
 
 __all__ = [
     "Collapse",

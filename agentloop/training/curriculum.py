@@ -24,10 +24,11 @@ but that, the seed and the number of tasks that were offered: `restore` continue
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+
+from agentloop.rollouts.metrics import GroupFigures
 
 __all__ = [
     "BY_SOLVE_RATE",
@@ -93,12 +94,12 @@ class GroupOutcome:
     is_equal: bool
 
     @classmethod
-    def of(cls, figures: Mapping[str, Any]) -> GroupOutcome | None:
-        """Return the outcome of a group with these `group_metrics.figures`; None without rewards.
+    def of(cls, figures: GroupFigures) -> GroupOutcome | None:
+        """Return the outcome of a group with these figures; None without rewards.
 
         A rollout that the infrastructure failed has no reward and does not count.
         """
-        rewards = [one["reward"] for one in figures.get("rollouts", ())]
+        rewards = (rollout.reward for rollout in figures.rollouts)
         values = [reward for reward in rewards if reward is not None]
         if not values:
             return None

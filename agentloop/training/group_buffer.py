@@ -13,11 +13,11 @@ free while a restart would bring its group back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from agentloop.environments.tasks.sources import Task
-from agentloop.training.queue import GroupQueue, Lease, QueuedGroup
+from agentloop.rollouts.metrics import GroupFigures
+from agentloop.training.queue import GroupQueue, Lease, QueuedGroup, StepNotes
 from agentloop.training.run_control import RunControl
 from agentloop.training.stage_tasks import StageTasks
 from agentloop.training.staleness import Slots
@@ -157,16 +157,14 @@ class GroupBuffer:
         *,
         path: str | None,
         num_bytes: int,
-        figures: Mapping[str, Any],
+        figures: GroupFigures,
     ) -> None:
         """Mark a group as finished, with its rollouts in the file at `path`, if it has any."""
         await self._queue.finish(group.number, path=path, num_bytes=num_bytes, figures=figures)
         self._slots.finish(group.number)
         self._control.notify()
 
-    async def discard(
-        self, group: QueuedGroup, *, path: str | None, figures: Mapping[str, Any]
-    ) -> None:
+    async def discard(self, group: QueuedGroup, *, path: str | None, figures: GroupFigures) -> None:
         """Mark a group as one that will not be trained on, so that another one replaces it."""
         await self._queue.discard(group.number, path=path, figures=figures)
         self._slots.discard(group.number)
@@ -180,11 +178,11 @@ class GroupBuffer:
         """True if a batch is complete and leaves behind no group that would become too stale."""
         return self._slots.has_batch
 
-    async def lease(self, step: int, notes: Mapping[str, Any]) -> Lease:
+    async def lease(self, step: int, notes: StepNotes) -> Lease:
         """Take the next batch, oldest groups first, for the training step `step`.
 
         Args:
-            notes: data needed to repeat the step.
+            notes: what is needed to repeat the step.
 
         Raises:
             ValueError: there is no batch (`has_batch`).

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
 
 import anyio.lowlevel
 import anyio.to_thread
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.tasks.sources import Task, TaskSource
-from agentloop.training.group_metrics import about, about_each, mean, percent, rewards_of_each
+from agentloop.rollouts.metrics import about, about_each, mean, percent, rewards_of_each
 from agentloop.training.pace import Pace
 from agentloop.training.rollouts import RolledOut, RollsOut, in_order
 from agentloop.training.run_control import RunControl
@@ -122,7 +121,7 @@ class HeldOutEval:
         )
         values = about([group.figures for _, group in found])
         each = about_each((task.env, group.figures) for task, group in found)
-        both = {**asdict(values), **each}
+        both = {**values.row(), **each}
         row = {f"held_out/{name}": value for name, value in both.items()}
         await self._metrics.add({"step": step, **row})
         reward = mean(values.reward)

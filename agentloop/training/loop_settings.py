@@ -15,13 +15,13 @@ class LoopSettings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     steps: int = pydantic.Field(
-        510, ge=0, description="Number of training steps of a run without stages. 0: only evaluate."
+        10, ge=0, description="Number of training steps of a run without stages. 0: only evaluate."
     )
     prompts_per_step: int = pydantic.Field(
-        512, ge=1, description="Tasks per step, each of which is rolled out as a group."
+        8, ge=1, description="Tasks per step, each of which is rolled out as a group."
     )
     group_size: int = pydantic.Field(
-        32, ge=1, description="Rollouts per task; roc.down_sample_to_n of them are trained on."
+        16, ge=1, description="Rollouts per task; roc.down_sample_to_n of them are trained on."
     )
     max_staleness: int = pydantic.Field(
         0,

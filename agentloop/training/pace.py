@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from agentloop.training.group_metrics import mean, percent
+from agentloop.rollouts.metrics import mean, percent
 from agentloop.training.run_status import Reporter, RunStatus
 from agentloop.training.step_metrics import StepMetrics
 

@@ -21,16 +21,18 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
 
+from agentloop.aio import in_run_thread
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
 from agentloop.plain_json import dumps, loads
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.curriculum import GroupOutcome
 
 __all__ = ["GroupQueue", "Lease", "QueuedGroup", "copy_journal"]
@@ -80,7 +82,7 @@ class QueuedGroup:
         number: Order of admission over the whole run, starting at 1.
         version: Version of the weights that were live at admission.
         path: File of its rollouts, relative to the run folder; None while the group is open.
-        figures: Metrics of the group, as passed to `finish`.
+        figures: Figures of the group, as passed to `finish`.
     """
 
     number: int
@@ -88,7 +90,24 @@ class QueuedGroup:
     version: int
     path: str | None = None
     num_bytes: int = 0
-    figures: Mapping[str, Any] | None = None
+    figures: GroupFigures = field(default_factory=GroupFigures)
+
+
+@dataclass(frozen=True, slots=True)
+class StepNotes:
+    """Notes that are needed to repeat a step, besides its groups.
+
+    Attributes:
+        version: version of the weights that the step starts from.
+        stage: number of the stage.
+        resets: whether the optimizer is reset before the step.
+        learns: whether the step is trained on.
+    """
+
+    version: int
+    stage: int = 1
+    resets: bool = False
+    learns: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +115,7 @@ class Lease:
     """The batch of a step, in order.
 
     Attributes:
-        notes: Data needed to repeat the step.
+        notes: What is needed to repeat the step.
         result: Result of the step, or None if it is unknown.
         replaced: Groups that were given back since the previous step.
         outcomes: Outcomes of both, with the keys of their tasks' solve rates.
@@ -104,7 +123,7 @@ class Lease:
 
     step: int
     groups: Sequence[QueuedGroup]
-    notes: Mapping[str, Any]
+    notes: StepNotes
     result: Mapping[str, Any] | None
     replaced: Sequence[QueuedGroup] = ()
     outcomes: Sequence[tuple[str, GroupOutcome]] = ()
@@ -132,7 +151,7 @@ class GroupQueue:
             RunFolderError: The file cannot be read or written, or was written by another
                 version of agentloop.
         """
-        connection = await anyio.to_thread.run_sync(_connect, path)
+        connection = await in_run_thread(_connect, path)
         with closing(connection):
             queue = cls(connection, path)
             queue._num_bytes = await queue._transaction(_finished_bytes)
@@ -156,7 +175,7 @@ class GroupQueue:
         return await self._transaction(work)
 
     async def finish(
-        self, number: int, *, path: str | None, num_bytes: int, figures: Mapping[str, Any]
+        self, number: int, *, path: str | None, num_bytes: int, figures: GroupFigures
     ) -> None:
         """Mark a group as finished, with its rollouts in the file at `path`.
 
@@ -166,20 +185,20 @@ class GroupQueue:
         Raises:
             ValueError: The group is not open.
         """
-        row = (path, num_bytes, _json(figures), number)
+        row = (path, num_bytes, _json(asdict(figures)), number)
         set_ = "state = 'finished', path = ?, num_bytes = ?, figures = ?"
         await self._transaction(
             partial(_update_group, f"{set_} WHERE state = 'open' AND number = ?", row)
         )
         self._num_bytes += num_bytes
 
-    async def discard(self, number: int, *, path: str | None, figures: Mapping[str, Any]) -> None:
+    async def discard(self, number: int, *, path: str | None, figures: GroupFigures) -> None:
         """Mark a group as one that will not be trained on.
 
         Raises:
             ValueError: The group is not open.
         """
-        row = (path, _json(figures), number)
+        row = (path, _json(asdict(figures)), number)
         set_ = "state = 'given back', path = ?, figures = ?"
         await self._transaction(
             partial(_update_group, f"{set_} WHERE state = 'open' AND number = ?", row)
@@ -189,7 +208,7 @@ class GroupQueue:
         self,
         step: int,
         numbers: Sequence[int],
-        notes: Mapping[str, Any],
+        notes: StepNotes,
         *,
         rate_key: Callable[[Task], str] = lambda task: task.id,
     ) -> Lease:
@@ -207,7 +226,7 @@ class GroupQueue:
             for place, number in enumerate(numbers):
                 _update_group(taken, (step, place, number), db)
             try:
-                db.execute("INSERT INTO steps VALUES (?, ?, NULL)", (step, _json(notes)))
+                db.execute("INSERT INTO steps VALUES (?, ?, NULL)", (step, _json(asdict(notes))))
             except sqlite3.IntegrityError:
                 raise ValueError(f"step {step} already has a batch") from None
             since = "state = 'given back' AND step IS NULL"
@@ -216,7 +235,7 @@ class GroupQueue:
             outcomes = [
                 (rate_key(group.task), outcome)
                 for group in (*lease.groups, *lease.replaced)
-                if (outcome := GroupOutcome.of(group.figures or {})) is not None
+                if (outcome := GroupOutcome.of(group.figures)) is not None
             ]
             _add_outcomes(db, step, outcomes)
             return replace(lease, outcomes=outcomes)
@@ -257,7 +276,9 @@ class GroupQueue:
             db.execute(f"UPDATE groups SET state = 'leased' WHERE {where}", (step,))
             steps = "SELECT step, notes, result FROM steps WHERE step > ? ORDER BY step"
             return [
-                _lease(db, number, loads(notes), None if result is None else loads(result))
+                _lease(
+                    db, number, StepNotes(**loads(notes)), None if result is None else loads(result)
+                )
                 for number, notes, result in db.execute(steps, (step,)).fetchall()
             ]
 
@@ -403,7 +424,7 @@ class GroupQueue:
 
         async with self._lock:  # no deadline: each transaction has one, _BUSY_S
             try:  # takes milliseconds, at most _BUSY_S; cancellation waits for it
-                return await anyio.to_thread.run_sync(transact)
+                return await in_run_thread(transact)
             except (sqlite3.Error, json.JSONDecodeError) as error:
                 raise RunFolderError(f"run.folder: {self._path}: {error}") from error
 
@@ -495,13 +516,20 @@ def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[Queu
     columns = "number, task, version, path, num_bytes, figures"
     found = db.execute(f"SELECT {columns} FROM groups WHERE {where}", row).fetchall()
     return [
-        QueuedGroup(number, Task(**loads(task)), version, path, num_bytes, loads(figures))
+        QueuedGroup(
+            number,
+            Task(**loads(task)),
+            version,
+            path,
+            num_bytes,
+            GroupFigures.from_dict(loads(figures)),
+        )
         for number, task, version, path, num_bytes, figures in found
     ]
 
 
 def _lease(
-    db: sqlite3.Connection, step: int, notes: Mapping[str, Any], result: Mapping[str, Any] | None
+    db: sqlite3.Connection, step: int, notes: StepNotes, result: Mapping[str, Any] | None
 ) -> Lease:
     batch = _groups(db, "step = ? AND state != 'given back' ORDER BY place", (step,))
     replaced = _groups(db, "step = ? AND state = 'given back' ORDER BY number", (step,))

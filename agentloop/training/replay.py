@@ -34,7 +34,7 @@ from agentloop.training.learner_record import (
 from agentloop.training.queue import GroupQueue, Lease, copy_journal
 from agentloop.training.resume import load_newest
 from agentloop.training.run_folder import RunFolder, checkpoints_in, training_state
-from agentloop.training.steps import Steps, batch_rows
+from agentloop.training.steps import Steps, leased_samples
 from agentloop.training.token_difference import (
     ScoredConversation,
     TokenDifferences,
@@ -253,7 +253,7 @@ class Replay:
             if step not in self._leases:
                 raise RunFolderError(f"--replay: {self._run}: the journal lacks step {step}")
             lease = self._leases[step]
-            if not lease.notes["learns"]:
+            if not lease.notes.learns:
                 raise RunFolderError(
                     f"--replay: {self._run}: loop.learn is off: it has not learned"
                 )
@@ -280,27 +280,27 @@ class Replay:
     ) -> TokenDifferences:
         """Score a step's batch with the learner's weights before the step."""
         folder = self._folder.path / "batches"
-        rows = await anyio.to_thread.run_sync(lambda: list(batch_rows(self._folder, lease)))
-        parts = [row["trajectory"] for _, row in rows]
-        fitting = [one for one in parts if len(one["ids"]) <= replayer.max_tokens]
+        leased = await anyio.to_thread.run_sync(lambda: list(leased_samples(self._folder, lease)))
+        trajectories = [sample.trajectory for sample in leased]
+        fitting = [one for one in trajectories if len(one.ids) <= replayer.max_tokens]
         if not fitting:
             return differences_of([])
-        samples = [Sample(one["ids"], one["mask"], one["logprobs"], 0.0, 0) for one in fitting]
+        samples = [Sample(one.ids, one.mask, one.logprobs, 0.0, 0) for one in fitting]
         batch, out = folder / "scored.safetensors", folder / "scores.safetensors"
         await anyio.to_thread.run_sync(write_batch, batch, samples)
         await replayer.learner.ask(ScoreRequest(batch=batch, out=out), timeout_s=timeout_s)
         scores = await anyio.to_thread.run_sync(_logprobs_in, out)
         scored, start = [], 0
-        for one in fitting:
-            end = start + len(one["ids"])
+        for trajectory in fitting:
+            end = start + len(trajectory.ids)
             scored.append(
                 ScoredConversation(
-                    name=one["id"],
-                    ids=one["ids"],
-                    mask=one["mask"],
-                    engine=one["logprobs"],
+                    name=trajectory.id,
+                    ids=trajectory.ids,
+                    mask=trajectory.mask,
+                    engine=trajectory.logprobs,
                     learner=scores[start:end],
-                    versions=one["versions"],
+                    versions=trajectory.versions,
                 )
             )
             start = end

@@ -1,11 +1,10 @@
-"""Groups of rollouts: rolled out, scored, and filtered for training."""
+"""Groups of rollouts for training: scored, selected, and given credit."""
 
 from __future__ import annotations
 
 import logging
 import random
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
@@ -15,19 +14,20 @@ import anyio
 import anyio.lowlevel
 
 from agentloop.agent.rollout import Budget
-from agentloop.environments.episodes import Episode, RunGroup
-from agentloop.environments.rewards.reward import Grader, Reward
+from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import EnvironmentFailed, RequestError, ServerError, ServerRefused
-from agentloop.events import Emit, GroupFinished, GroupStarted, RolloutScored, ignore
+from agentloop.events import GroupFinished
+from agentloop.rollouts.metrics import GroupFigures
+from agentloop.rollouts.record import NoReward, RolloutGroup, RolloutRecord
+from agentloop.rollouts.runner import GroupRunner
+from agentloop.rollouts.stream import finished_groups
 from agentloop.training.credit.roc import Rejected, RocSettings, Selection, Trace, resample
 from agentloop.training.credit.rule import RewardedRollout, TokenCredit
 from agentloop.training.credit.settings import CreditSettings, assign
-from agentloop.training.group_metrics import figures
-from agentloop.training.group_stream import finished_groups
-from agentloop.trajectory import StopReason, Trajectory
+from agentloop.trajectory import Trajectory
 
-__all__ = ["Purpose", "RolledOut", "Rollouts", "RollsOut", "in_order"]
+__all__ = ["Purpose", "RolledOut", "Rollouts", "RollsOut", "TrainingGroup", "in_order"]
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ class RolledOut(Protocol):
     """A group that was rolled out and scored, with the selection of rollouts to train on."""
 
     @property
-    def figures(self) -> Mapping[str, Any]:
-        """The figures that `agentloop.training.group_metrics.about` takes."""
+    def figures(self) -> GroupFigures:
+        """The figures of the group."""
         ...
 
     @property
@@ -161,78 +161,49 @@ async def in_order(
 
 
 @dataclass(slots=True)
-class _Scored:
+class TrainingGroup:
     """A scored group, with the rollouts to train on.
 
     Attributes:
         credit: of each trajectory to train on, by its id.
-        outage: what the infrastructure failed with, if all rollouts were lost to it.
     """
 
-    task: Task
-    episodes: Sequence[Episode]
-    rewards: list[Reward]
+    group: RolloutGroup
     choice: Selection
     credit: Mapping[str, TokenCredit]
-    outage: str | None = None
 
     @property
-    def figures(self) -> Mapping[str, Any]:
-        return figures(self)
+    def figures(self) -> GroupFigures:
+        rejected = self.choice.rejected
+        return GroupFigures.of(self.group, None if rejected is None else str(rejected))
 
     @property
     def has_signal(self) -> bool:
-        return any(one.has_signal for one in self.credit.values())
+        return any(credit.has_signal for credit in self.credit.values())
 
-    def event(self, name: str, *, is_chosen: bool) -> GroupFinished:
-        values = [reward.value for reward in self.rewards if reward.value is not None]
-        mean = sum(values) / len(values) if values else None
-        if not is_chosen:
-            return GroupFinished(name, mean_reward=mean, is_chosen=False)
+    def event(self, name: str) -> GroupFinished:
+        """Return the event of a group from which rollouts to train on were chosen."""
         dropped = self.choice.dropped
         return GroupFinished(
             name,
             kept={key: credit.mean_advantage for key, credit in self.credit.items()},
             dropped={
-                one.id: str(dropped[index])
-                for index, _, one in self._conversations()
+                trajectory.id: str(dropped[index])
+                for index, _, trajectory in self.group.conversations
                 if index in dropped
             },
-            mean_reward=mean,
+            mean_reward=self.group.mean_reward,
             has_signal=self.has_signal,
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "task": self.task.id,
-                "truth": self.task.answer,
-                "rollout": index,
-                "agent": agent,
-                "reward": self.rewards[index].value,
-                "parts": dict(self.rewards[index].parts),
-                "answer": self.rewards[index].answer,
-                "reason": self.rewards[index].reason,
-                "advantage": None if credit is None else credit.mean_advantage,
-                "credit": None if credit is None else asdict(credit),
-                "dropped": self.choice.dropped.get(index),
-                "trajectory": trajectory.to_dict(),
-            }
-            for index, agent, trajectory in self._conversations()
-            for credit in [self.credit.get(trajectory.id)]
-        ]
-
-    def _conversations(self) -> Iterator[tuple[int, str, Trajectory]]:
-        """Yield each trajectory with its rollout's number and its agent's name.
-
-        The name is empty for the rollout's own agent.
-        """
-        for index, episode in enumerate(self.episodes):
-            for one in episode.trajectories:
-                yield index, "", one
-            for name, other in episode.others.items():
-                for one in other.trajectories:
-                    yield index, name, one
+        rows = self.group.rows()
+        for row in rows:
+            credit = self.credit.get(row["trajectory"]["id"])
+            if credit is not None:
+                row |= {"advantage": credit.mean_advantage, "credit": asdict(credit)}
+            row["dropped"] = self.choice.dropped.get(row["rollout"])
+        return rows
 
 
 class Rollouts:
@@ -240,48 +211,38 @@ class Rollouts:
 
     def __init__(
         self,
-        run_group: RunGroup,
-        wait_for_capacity: Callable[[int], Awaitable[None]],
-        grader: Grader,
+        groups: GroupRunner,
         roc: RocSettings,
         credit: CreditSettings | None = None,
         teacher: Teacher | None = None,
         *,
         seed: int,
-        enough: int = 0,
         num_tries: int = _NUM_TRIES,
         is_tainted: Callable[[Trajectory], bool] = lambda trajectory: False,
-        emit: Emit = ignore,
     ) -> None:
         """
         Args:
-            wait_for_capacity: as in `RollsOut`.
+            groups: plays and scores the groups.
             teacher: returns a teacher's log-probabilities of the sampled tokens, for a rule of
                 credit assignment that needs them.
             seed: seed of all random choices.
-            enough: stop the remaining rollouts of a group when this many have ended; 0: never.
             num_tries: how often a group is rolled out if all of its rollouts are lost to the
                 infrastructure.
             is_tainted: returns whether a trajectory may have been sampled with wrong weights; it
                 then gets no reward.
-            emit: called with events about groups and rewards.
         """
-        self._run_group = run_group
-        self._wait_for_capacity = wait_for_capacity
-        self._grader = grader
+        self._groups = groups
         self._credit = credit or CreditSettings()
         self._roc = roc
         self._teacher = teacher
-        self._has_told_ignored = False
+        self._has_warned = False
         self._seed = seed
-        self._enough = enough
         self._num_tries = num_tries
         self._is_tainted = is_tainted
-        self._emit = emit
 
     async def wait_for_capacity(self, size: int) -> None:
         """Implement `RollsOut`."""
-        await self._wait_for_capacity(size)
+        await self._groups.wait_for_capacity(size)
 
     async def group(
         self,
@@ -295,26 +256,28 @@ class Rollouts:
         on_queued: Callable[[], None] = lambda: None,
     ) -> RolledOut:
         """Implement `RollsOut`."""
-        run = partial(self._tried, task, name, size=size, budget=budget, oldest=oldest)
-        group = await run(purpose=purpose, on_queued=on_queued)
+        run = partial(
+            self._run, task, name, size=size, budget=budget, oldest=oldest, purpose=purpose
+        )
+        trained = await run(on_queued=on_queued)
         for number in range(1, self._num_tries):
-            if group.outage is None:
-                return group
+            if trained.group.outage is None:
+                return trained
             pause_s = _FIRST_PAUSE_S * 2 ** (number - 1)
             log.warning(
                 "group %s is rolled out again in %g s, because no rollout survived: %s",
                 name,
                 pause_s,
-                group.outage,
+                trained.group.outage,
             )
             await anyio.sleep(pause_s)
-            group = await run(purpose=purpose, on_queued=lambda: None)
-        if group.outage is not None:
+            trained = await run(on_queued=lambda: None)
+        if (outage := trained.group.outage) is not None:
             times = f"{self._num_tries} times in a row" if self._num_tries > 1 else ""
-            raise ServerError(f"task {task.id}: all rollouts were lost {times}: {group.outage}")
-        return group
+            raise ServerError(f"task {task.id}: all rollouts were lost {times}: {outage}")
+        return trained
 
-    async def _tried(
+    async def _run(
         self,
         task: Task,
         name: str,
@@ -324,159 +287,126 @@ class Rollouts:
         oldest: int,
         purpose: Purpose,
         on_queued: Callable[[], None],
-    ) -> _Scored:
-        """Roll out and score a group once."""
+    ) -> TrainingGroup:
+        """Play and score a group once, and select the rollouts to train on."""
         full_name = f"{name}-{task.id}"
         is_chosen = purpose is Purpose.TRAIN
-        self._emit(GroupStarted(full_name, task.id, task.prompt, task.answer, size, is_chosen))
-        scored: _Scored | None = None
-        try:
-            episodes = await self._run_group(
-                task,
-                size=size,
-                name=full_name,
-                budget=budget,
-                on_queued=on_queued,
-                enough=self._enough if self._enough < size else 0,
-            )
-            scored = await self._scored(task, name, episodes, oldest, teaches=is_chosen)
-        finally:
-            self._emit(
-                GroupFinished(full_name, is_chosen=is_chosen)
-                if scored is None
-                else scored.event(full_name, is_chosen=is_chosen)
-            )
-        return scored
+        logprobs: dict[str, Sequence[float]] = {}
+        trained: list[TrainingGroup] = []
 
-    async def _scored(
-        self, task: Task, name: str, episodes: Sequence[Episode], oldest: int, *, teaches: bool
-    ) -> _Scored:
-        """Score the rollouts, with the teacher's judgement if it `teaches`, and select.
+        def select(group: RolloutGroup) -> GroupFinished:
+            trained.append(self._select(group, name, logprobs))
+            if is_chosen:
+                return trained[0].event(full_name)
+            return GroupFinished(full_name, mean_reward=group.mean_reward, is_chosen=False)
+
+        await self._groups.run(
+            task,
+            full_name,
+            size=size,
+            budget=budget,
+            is_chosen=is_chosen,
+            on_queued=on_queued,
+            flaw_of=partial(self._flaw_of, oldest=oldest),
+            judge=partial(self._judge, logprobs) if self._teacher and is_chosen else None,
+            select=select,
+        )
+        return trained[0]
+
+    def _flaw_of(self, rollout: RolloutRecord, *, oldest: int) -> tuple[NoReward, str] | None:
+        """Return why a rollout cannot be trained on, whatever its reward (`FlawOf`)."""
+        if not rollout.num_sampled_tokens:
+            return NoReward.NOT_SAMPLED, "nothing was sampled"
+        for trajectory in rollout.all_trajectories:
+            if other := _other_version(trajectory, oldest):
+                return NoReward.OTHER_WEIGHTS, f"sampled with other weights: {other}"
+            if self._is_tainted(trajectory):
+                return NoReward.OTHER_WEIGHTS, "sampled by a server with wrong weights"
+        return None
+
+    async def _judge(self, logprobs: dict[str, Sequence[float]], rollout: RolloutRecord) -> None:
+        """Add the teacher's log-probabilities of a rollout to `logprobs`.
 
         A rollout that the teacher refuses, such as one that is too long for it, has no reward.
         """
-        rewards: dict[int, Reward] = {}
-        taught: dict[str, Sequence[float]] = {}
-        num_lost = 0
-
-        async def score(index: int) -> None:
-            nonlocal num_lost
-            begun = time.monotonic()
-            reward = await self._reward(task, episodes[index], oldest)
-            is_lost = episodes[index].lost_to is StopReason.INFRASTRUCTURE
-            if self._teacher is not None and teaches and reward.value is not None:
-                try:
-                    for one in episodes[index].trained:
-                        taught[one.id] = await self._teacher(one)
-                except ServerError as error:
-                    is_lost = not (isinstance(error, ServerRefused) and error.is_about_request)
-                    what = "infrastructure" if is_lost else "the teacher refuses it"
-                    reward = Reward(None, reward.answer, f"{what}: {error}")
-            num_lost += is_lost
-            rewards[index] = reward
-            told = (reward.value, reward.answer, reward.reason, time.monotonic() - begun)
-            for trajectory in episodes[index].all_trajectories:
-                self._emit(RolloutScored(trajectory.id, *told))
-
-        async with anyio.create_task_group() as scoring:
-            for index in range(len(episodes)):
-                scoring.start_soon(score, index)
-        found = [rewards[index] for index in range(len(rewards))]
-        scored = self._select(task, name, episodes, found, taught)
-        if num_lost == len(episodes):
-            scored.outage = found[0].reason
-        return scored
-
-    async def _reward(self, task: Task, episode: Episode, oldest: int) -> Reward:
-        """Return the reward of a rollout, which has none if it cannot be trained on."""
-        if any(one.stop_reason is StopReason.STRAGGLER for one in episode.all_trajectories):
-            return Reward(None, None, "stopped: enough rollouts of its group had ended")
-        if episode.reward is not None and episode.reward.value is None:
-            return episode.reward
-        if not episode.num_sampled_tokens:
-            why = "timed out in the queue" if episode.all_trajectories else "its agent did not run"
-            return Reward(None, None, f"{why}: nothing was sampled")
-        for trajectory in episode.all_trajectories:
-            if other := _other_version(trajectory, oldest):
-                return Reward(None, None, f"sampled with other weights: {other}")
-            if self._is_tainted(trajectory):
-                return Reward(None, None, "sampled by a server with wrong weights")
-        if episode.reward is not None:
-            return episode.reward
-        (trajectory,) = episode.trajectories
-        return await self._grader.score(trajectory, task)
+        assert self._teacher is not None
+        assert rollout.reward is not None
+        try:
+            for trajectory in rollout.trained:
+                logprobs[trajectory.id] = await self._teacher(trajectory)
+        except ServerError as error:
+            is_refused = isinstance(error, ServerRefused) and error.is_about_request
+            rollout.no_reward = NoReward.TEACHER if is_refused else NoReward.INFRASTRUCTURE
+            what = "the teacher refuses it" if is_refused else "infrastructure"
+            rollout.reward = Reward(None, rollout.reward.answer, f"{what}: {error}")
 
     def _select(
-        self,
-        task: Task,
-        name: str,
-        episodes: Sequence[Episode],
-        rewards: list[Reward],
-        taught: Mapping[str, Sequence[float]],
-    ) -> _Scored:
-        values = [reward.value for reward in rewards]
+        self, group: RolloutGroup, name: str, logprobs: Mapping[str, Sequence[float]]
+    ) -> TrainingGroup:
+        rollouts = group.rollouts
+        values = [reward.value for reward in group.rewards]
         # A generator per group, since groups finish in any order.
         draw = random.Random(f"{self._seed} {name}")
-        has_turn_rewards = _has_turn_rewards(episodes)
+        has_turn_rewards = _has_turn_rewards(rollouts)
         if has_turn_rewards and not self._credit.rule.uses_turn_rewards:
-            self._tell_ignored()
+            self._warn_ignored()
         roc = self._credit.selection(self._roc, has_turn_rewards=has_turn_rewards)
         traces = [
-            Trace.of(episode.whole, value) for episode, value in zip(episodes, values, strict=True)
+            Trace.of(rollout.whole, value) for rollout, value in zip(rollouts, values, strict=True)
         ]
         choice = resample(traces, roc, draw)
-        members = {episodes[n].id: (values[n], episodes[n].whole) for n in choice.kept}
-        credit = self._assigned(members, taught, draw)
+        members = {rollouts[n].id: (values[n], rollouts[n].whole) for n in choice.kept}
+        credit = self._assign(members, logprobs, draw)
         indexes: Sequence[int] = choice.kept
         if choice.rejected is Rejected.EQUAL_REWARDS:  # those of other agents may differ
-            indexes = range(len(episodes))
-        for name in sorted({name for episode in episodes for name in episode.others}):
+            indexes = range(len(rollouts))
+        for agent in sorted({agent for rollout in rollouts for agent in rollout.others}):
             members = {}
             for index in indexes:
-                other = episodes[index].others.get(name)
+                other = rollouts[index].others.get(agent)
                 if other is not None and other.is_trained and values[index] is not None:
                     reward = values[index] if other.reward is None else other.reward
-                    members[episodes[index].id] = reward, other.whole
-            credit |= self._assigned(members, taught, draw)
-        found = _Scored(task, episodes, rewards, choice, credit)
-        if self._roc.reject_equal_reward and not found.has_signal:
-            found.credit = {}
-        return found
+                    members[rollouts[index].id] = reward, other.whole
+            credit |= self._assign(members, logprobs, draw)
+        trained = TrainingGroup(group, choice, credit)
+        if self._roc.reject_equal_reward and not trained.has_signal:
+            trained.credit = {}
+        return trained
 
-    def _assigned(
+    def _assign(
         self,
         members: Mapping[str, tuple[float | None, Sequence[Trajectory]]],
-        taught: Mapping[str, Sequence[float]],
+        logprobs: Mapping[str, Sequence[float]],
         draw: random.Random,
     ) -> dict[str, TokenCredit]:
         """Return the credit of one agent's trajectories by their ids.
 
         Args:
             members: its reward and its trajectories, by the id of the rollout.
-            taught: the teacher's log-probabilities, by the trajectory's id.
+            logprobs: the teacher's log-probabilities, by the trajectory's id.
         """
         needs_teacher = self._credit.rule.needs_teacher  # in an evaluation there is none
-        group = [
+        rewarded = [
             RewardedRollout(
                 reward,
                 trajectories,
-                [taught.get(one.id, ()) for one in trajectories],
-                [one.id.removeprefix(id) for one in trajectories],
+                [logprobs.get(trajectory.id, ()) for trajectory in trajectories],
+                [trajectory.id.removeprefix(id) for trajectory in trajectories],
             )
             for id, (reward, trajectories) in members.items()
             if reward is not None
-            and (not needs_teacher or all(one.id in taught for one in trajectories))
+            and (not needs_teacher or all(trajectory.id in logprobs for trajectory in trajectories))
         ]
         return {
             trajectory.id: credit
-            for rollout, credits in zip(group, assign(group, self._credit, draw), strict=True)
+            for rollout, credits in zip(rewarded, assign(rewarded, self._credit, draw), strict=True)
             for trajectory, credit in zip(rollout.trajectories, credits, strict=True)
         }
 
-    def _tell_ignored(self) -> None:
+    def _warn_ignored(self) -> None:
         """Log once that an environment rewards turns, but that this has no effect."""
-        if not self._has_told_ignored:
-            self._has_told_ignored = True
+        if not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "the environment rewards single turns, but credit = %s does not use these rewards: "
                 "set credit = per_turn",
@@ -484,8 +414,8 @@ class Rollouts:
             )
 
 
-def _has_turn_rewards(episodes: Sequence[Episode]) -> bool:
-    turns = (turn for episode in episodes for one in episode.all_trajectories for turn in one)
+def _has_turn_rewards(rollouts: Sequence[RolloutRecord]) -> bool:
+    turns = (turn for rollout in rollouts for one in rollout.all_trajectories for turn in one)
     return any(turn.reward is not None or turn.token_rewards for turn in turns)
 
 

@@ -15,18 +15,18 @@ of its beginning.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import anyio
-import anyio.to_thread
 from anyio.abc import TaskStatus
 
 from agentloop.agent.rollout import Budget
+from agentloop.aio import in_run_thread
 from agentloop.environments.tasks.sources import Task, TaskSource
 from agentloop.errors import RequestError
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.batch_trainer import BatchTrainer
 from agentloop.training.curriculum import FILTER_ROLLOUTS, NOT_SOLVED, Curriculum, GroupOutcome
 from agentloop.training.group_buffer import GroupBuffer
@@ -234,7 +234,7 @@ class StageRunner:
                 task_status.started()
 
         path, num_bytes = None, 0
-        figures: Mapping[str, Any] = {"rejected": None, "rollouts": []}
+        figures = GroupFigures()
         try:
             rolled = await self._rollouts.group(
                 group.task,
@@ -251,7 +251,7 @@ class StageRunner:
             self._num_refused[group.task.env] = 0
             has_signal, figures = rolled.has_signal, rolled.figures
             header = {"group": group.number, "version": group.version}
-            path, num_bytes = await anyio.to_thread.run_sync(
+            path, num_bytes = await in_run_thread(
                 self._folder.add_group, group.number, [{**header, **row} for row in rolled.rows()]
             )
         if s.dynamic_sampling and not has_signal:

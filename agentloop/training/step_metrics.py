@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import anyio.to_thread
-
+from agentloop.aio import in_run_thread
 from agentloop.events import Emit, Measured
-from agentloop.training.group_metrics import RolloutMetrics, about, about_each
+from agentloop.rollouts.metrics import RolloutMetrics, about, about_each
 from agentloop.training.queue import Lease
 from agentloop.training.run_folder import RunFolder
 
@@ -97,15 +96,15 @@ class StepMetrics:
     @classmethod
     def of(cls, lease: Lease, learned: Learned) -> StepMetrics:
         """Compute the metrics of a step from its batch."""
-        version = lease.notes["version"]
+        version = lease.notes.version
         ages = [version - group.version for group in lease.groups]
         groups = [*lease.groups, *lease.replaced]
         return cls(
             lease.step,
-            lease.notes["stage"],
+            lease.notes.stage,
             version,
-            about([group.figures or {} for group in groups]),
-            about_each((group.task.env, group.figures or {}) for group in groups),
+            about([group.figures for group in groups]),
+            about_each((group.task.env, group.figures) for group in groups),
             len(lease.replaced),
             sum(ages) / len(ages),
             max(ages),
@@ -129,7 +128,7 @@ class StepMetrics:
             "step": self.step,
             "stage": self.stage,
             "version": self.version,
-            **asdict(self.rollouts),
+            **self.rollouts.row(),
             **self.environments,
             "num_groups_replaced": self.num_groups_replaced,
             "staleness_mean": self.staleness_mean,
@@ -150,12 +149,12 @@ class MetricsLog:
 
     async def add(self, row: Mapping[str, Any]) -> None:
         """Add a row. Raises RunFolderError."""
-        await anyio.to_thread.run_sync(self._folder.add_metrics, row)
+        await in_run_thread(self._folder.add_metrics, row)
         self._emit(Measured(row))
 
     async def rows(self) -> list[dict[str, Any]]:
         """Return all rows of the run, including those from before a restart."""
-        return await anyio.to_thread.run_sync(lambda: list(self._folder.metrics()))
+        return await in_run_thread(lambda: list(self._folder.metrics()))
 
     async def has(self, step: int, name: str) -> bool:
         """Return whether a row of `step` has the metric `name`, perhaps from before a restart."""

@@ -13,13 +13,12 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
-import anyio.to_thread
-
+from agentloop.aio import in_run_thread
 from agentloop.training.credit.rule import TokenCredit
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import KeptLearner, Learner
@@ -36,8 +35,9 @@ from agentloop.training.resume import ResumableLearner, tell_other_loss
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.step_metrics import Learned
 from agentloop.training.weight_sync.transport import PublishedWeights, Publisher
+from agentloop.trajectory import Trajectory
 
-__all__ = ["Steps", "batch_rows"]
+__all__ = ["LeasedSample", "Steps", "leased_samples"]
 
 
 class Steps:
@@ -155,13 +155,13 @@ class Steps:
 
     async def _learn(self, lease: Lease) -> Learned:
         begun = time.monotonic()
-        learns = lease.notes["learns"]
-        if learns and lease.notes["resets"]:
+        learns = lease.notes.learns
+        if learns and lease.notes.resets:
             await self._learner.ask_once(ResetOptimizerRequest())
         path = self._folder.path / "batches" / f"step-{lease.step:05}.safetensors"
         num_learned = 0
         if learns:
-            num_learned = await anyio.to_thread.run_sync(self._write_batch, path, lease)
+            num_learned = await in_run_thread(self._write_batch, path, lease)
         metrics: Mapping[str, Any] = {}
         if num_learned:
             rescue = self._learner.checkpoint_folder(f"step-{lease.step:05}-rescue")
@@ -183,14 +183,20 @@ class Steps:
         Each conversation of a rollout is a sample. Those with an advantage of 0 are included: the
         objective is a mean over all tokens of a group.
         """
-        samples, rollouts, has_signal = [], set[tuple[int, int]](), False
-        for number, row in batch_rows(self._folder, lease):
-            one, credit = row["trajectory"], TokenCredit(**row["credit"])
-            has_signal |= credit.has_signal
-            parts = one["ids"], one["mask"], one["logprobs"]
-            samples.append(Sample(*parts, credit.advantages, number, credit.weights))
-            rollouts.add((number, row["rollout"]))
-        if not has_signal:
+        leased = list(leased_samples(self._folder, lease))
+        samples = [
+            Sample(
+                sample.trajectory.ids,
+                sample.trajectory.mask,
+                sample.trajectory.logprobs,
+                sample.credit.advantages,
+                sample.group,
+                sample.credit.weights,
+            )
+            for sample in leased
+        ]
+        rollouts = {(sample.group, sample.rollout) for sample in leased}
+        if not any(sample.credit.has_signal for sample in leased):
             return 0
         write_batch(path, samples)
         return len(rollouts)
@@ -202,7 +208,7 @@ class Steps:
             LearnerError: as in `learn`.
         """
         weights = self._folder.path / "weights"
-        await anyio.to_thread.run_sync(partial(shutil.rmtree, weights, ignore_errors=True))
+        await in_run_thread(partial(shutil.rmtree, weights, ignore_errors=True))
 
         async def load() -> None:
             loaded = await self._learner.ask_once(LoadRequest(folder=checkpoint))
@@ -226,7 +232,7 @@ class Steps:
                 version = str(self.version)
                 request = PublishRequest(folder=folder, version=version)
                 await self._note_weights((await self._learner.ask(request)).sha256)
-        await anyio.to_thread.run_sync(_remove_others, folder)
+        await in_run_thread(_remove_others, folder)
 
     async def _note_weights(self, sha256: Mapping[str, str]) -> None:
         """Record a digest of the weights after the last step, unless the checksums are unknown."""
@@ -238,17 +244,34 @@ class Steps:
         tell_other_loss(self._say, lease.step, before, learned.loss)
 
 
-def batch_rows(folder: RunFolder, lease: Lease) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the conversations that a step trains on, in order, with the places of their groups.
+@dataclass(frozen=True, slots=True)
+class LeasedSample:
+    """A conversation that a step trains on.
+
+    Attributes:
+        group: place of its group in the lease.
+        rollout: number of its rollout in the group.
+    """
+
+    group: int
+    rollout: int
+    trajectory: Trajectory
+    credit: TokenCredit
+
+
+def leased_samples(folder: RunFolder, lease: Lease) -> Iterator[LeasedSample]:
+    """Yield the conversations that a step trains on, in order.
 
     Raises:
         RunFolderError: the file of a group is missing or damaged.
     """
-    for number, group in enumerate(lease.groups):
-        rows = [] if group.path is None else folder.read_group(group.path)
-        for row in rows:
-            if row["credit"] is not None and any(row["trajectory"]["mask"]):
-                yield number, row
+    for place, group in enumerate(lease.groups):
+        for row in [] if group.path is None else folder.read_group(group.path):
+            if row["credit"] is not None:
+                trajectory = Trajectory.from_dict(row["trajectory"])
+                if trajectory.num_sampled_tokens:
+                    credit = TokenCredit(**row["credit"])
+                    yield LeasedSample(place, row["rollout"], trajectory, credit)
 
 
 def _remove_others(folder: Path) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import anyio.to_thread
-
+from agentloop.aio import in_run_thread
 from agentloop.training.queue import GroupQueue
 from agentloop.training.run_folder import RunFolder
 
@@ -36,5 +35,5 @@ async def finish_undo(folder: RunFolder, queue: GroupQueue) -> None:
     if undone is None:
         return
     move = partial(folder.undo, undone["step"], name=undone["name"], files=undone["files"])
-    await anyio.to_thread.run_sync(move)
+    await in_run_thread(move)
     await queue.note("undone", None)

@@ -13,6 +13,7 @@ from agentloop.errors import (
     ServerUnavailable,
     culprit,
     place_of,
+    summary_of,
 )
 
 BUG, DOWN, CUT = KeyError("a bug"), ServerError("down"), ServerUnavailable("cut off")
@@ -39,3 +40,21 @@ def test_the_place_of_an_error_is_in_the_users_code() -> None:
     assert place_of(caught.value) == expected
     assert place_of(ExceptionGroup("", [ExceptionGroup("", [caught.value])])) == expected
     assert place_of(AgentLoopError("never raised")) == ""
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise KeyError("message")
+
+
+@pytest.mark.parametrize(
+    ("error", "summary"),
+    [
+        (ValueError("bad board:\n  #.#\n"), "ValueError: bad board: #.#"),
+        (KeyError("board"), "KeyError: 'board'"),
+        (TimeoutError(), "TimeoutError"),
+        (Unprintable(), "Unprintable"),
+    ],
+)
+def test_the_summary_of_an_error_is_one_line(error: Exception, summary: str) -> None:
+    assert summary_of(error) == summary

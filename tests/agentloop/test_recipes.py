@@ -17,7 +17,7 @@ from agentloop.cli.resource_plan import Machine, Plan, plan
 from agentloop.cli.sft import SftSettings
 from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings, to_toml
-from agentloop.errors import DataError
+from agentloop.errors import DataError, SettingsError
 from agentloop.training.sft import Dialogue, trajectories_of
 from tests.support import END, TEMPLATE, template, tokenizer
 
@@ -28,9 +28,7 @@ NODE = Machine(ram_bytes=1 << 40, disk_free_bytes=8 << 40, num_gpus=8, gpu_bytes
 
 
 def loaded(path: Path) -> pydantic.BaseModel:
-    commands = set(
-        re.findall(r"^# .*agentloop (sft|train|evaluate) docs/recipes/", path.read_text(), re.M)
-    )
+    commands = set(re.findall(r"^# .*agentloop (sft|train|evaluate) [a-z]", path.read_text(), re.M))
     if path.name.endswith("sft.toml"):
         assert commands == {"sft"}
         return load_settings(SftSettings, [path])
@@ -52,10 +50,40 @@ def test_a_recipes_settings_are_valid(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_named_in_any_folder(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    extending = tmp_path / "mine.toml"
+    extending.write_text(f'extends = "{path.stem}"')
+    settings = loaded(path)
+    assert load_settings(type(settings), [path.stem]) == settings
+    assert load_settings(type(settings), [extending]) == settings
+
+
+def test_a_recipe_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"no recipe 'smal' \(did you mean small\?\)"):
+        load_settings(TrainSettings, ["smal"])
+    with pytest.raises(SettingsError, match=r"no recipe 'x' \(did you mean .* or laptop or "):
+        load_settings(TrainSettings, ["x"])
+    with pytest.raises(SettingsError, match=r"small.toml: No such .*; the recipe .* is small, w"):
+        load_settings(TrainSettings, [tmp_path / "small.toml"])
+    with pytest.raises(SettingsError, match=r"chat.template: there is no recipe 'papier'"):
+        load_settings(TrainSettings, [], ["chat.template=papier"])
+
+
+def test_a_run_without_a_recipe_suits_a_laptop() -> None:
+    laptop = Machine(ram_bytes=8 << 30, disk_free_bytes=8 << 30)
+    made = plan(load_settings(TrainSettings, [], ["budget.max_response_tokens=2048"]), laptop)
+    assert made.warnings == ()
+    assert made.shape.num_parameters < 10**7
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_in_the_table_and_its_commands_are_there(path: Path) -> None:
     assert f"[{path.name}]({path.name})" in (FOLDER / "README.md").read_text()
-    named = re.findall(r"docs/recipes/([\w.-]+\.toml)", path.read_text())
-    assert [name for name in named if not (FOLDER / name).exists()] == []
+    named = re.findall(r"agentloop (?:sft|train|evaluate) ([\w-]+)", path.read_text())
+    assert [name for name in named if not (FOLDER / f"{name}.toml").exists()] == []
 
 
 @pytest.mark.parametrize("name", ["paper-stage1", "paper-stage2", "paper-stage3", "release-8gpu"])

@@ -63,9 +63,16 @@ def test_an_empty_one_is_one_too() -> None:
     assert empty.stop_reason.is_unscorable  # until it is known better
 
 
-def test_plain_data_is_json() -> None:
+def test_lists_of_all_tokens_are_added_to_plain_data() -> None:
+    data = MADE.to_dict_per_token()
+    assert (data["ids"], data["mask"]) == (MADE.ids, MADE.mask)
+    assert (data["logprobs"], data["versions"]) == (MADE.logprobs, MADE.versions)
+
+
+def test_plain_data_is_json_and_can_be_read_again() -> None:
     data = json.loads(json.dumps(MADE.to_dict()))
-    assert data["ids"] == MADE.ids
+    assert "ids" not in data
+    assert Trajectory.from_dict(data) == MADE
     assert data["stop_reason"] == "infrastructure"
     assert data["turns"][0]["calls"][0]["arguments"] == {"a": 1}
 

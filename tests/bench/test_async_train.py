@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,15 +100,16 @@ def test_the_loop_itself_takes_no_time(age: int, monkeypatch: pytest.MonkeyPatch
     ended: dict[int, float] = {}
     live: dict[int, float] = {}
     learned: list[tuple[float, float]] = []
-    run_group, weights_loaded = Servers.run_group, Servers.weights_loaded
+    open_group, weights_loaded = Servers.group, Servers.weights_loaded
     step = _SleepingLearner._step
 
-    async def noted_group(self: Servers, *arguments: Any, **named: Any) -> Any:
+    @asynccontextmanager
+    async def noted_group(self: Servers, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
         number = int(named["name"].partition("-")[0])
         started[number] = anyio.current_time()
-        found = await run_group(self, *arguments, **named)
+        async with open_group(self, *arguments, **named) as siblings:
+            yield siblings
         ended[number] = anyio.current_time()
-        return found
 
     def noted_weights(self: Servers, url: str, version: str) -> None:
         weights_loaded(self, url, version)
@@ -117,7 +120,7 @@ def test_the_loop_itself_takes_no_time(age: int, monkeypatch: pytest.MonkeyPatch
         await step(self, batch)
         learned.append((begun, anyio.current_time()))
 
-    monkeypatch.setattr(Servers, "run_group", noted_group)
+    monkeypatch.setattr(Servers, "group", noted_group)
     monkeypatch.setattr(Servers, "weights_loaded", noted_weights)
     monkeypatch.setattr(_SleepingLearner, "_step", noted_step)
     shape = replace(SMALL, params=ServerParams(), steps=6)  # admission never limits

@@ -29,8 +29,8 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_killed_runs_equal_undisturbed_ones(tmp_path: Path) -> None:
     """A run of each kind, in which the runtime, its learner and servers are killed."""
-    done = bench("--runs", "9", "--seed", "0", "--folder", str(tmp_path))
+    done = bench("--runs", "10", "--seed", "0", "--folder", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "9 runs" in done.stdout
+    assert "10 runs" in done.stdout
     for victim in ("runtime", "learner", "server"):
         assert f", {victim} " in done.stdout

@@ -228,7 +228,7 @@ async def test_once_enough_of_a_group_have_ended_the_others_are_stopped(runtime:
     )
     stopped = [one for one in trajectories if one.stop_reason is StopReason.STRAGGLER]
     assert 3 <= len(stopped) <= 6
-    assert all(not one.turns and one.prompt_ids for one in stopped)
+    assert all(one.prompt_ids for one in stopped if one.turns)  # what was sampled is kept
     assert all(view.num_held_tokens == 0 for view in runtime.router.view())
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from agentloop.trajectory import Trajectory
 from tests.integration.test_serve import start, stop
 from tests.patience import patient
 
@@ -67,9 +68,9 @@ def test_the_small_model_by_our_own_loop(sglang_url: str, tmp_path: Path) -> Non
     assert told["turns_mean"] > 1.5  # it calls its tools
     assert told["tool_errors_in_correct"] is not None
     for row in rows(tmp_path / "one"):
-        trajectory = row["trajectory"]
-        assert len(trajectory["ids"]) == len(trajectory["logprobs"]) == len(trajectory["mask"])
-        assert row["figures"]["num_tokens"] == sum(trajectory["mask"])
+        trajectory = Trajectory.from_dict(row["trajectory"])
+        assert len(trajectory.ids) == len(trajectory.logprobs) == len(trajectory.mask)
+        assert row["figures"]["num_tokens"] == sum(trajectory.mask)
         assert row["reward"] in (0, 1)
 
 

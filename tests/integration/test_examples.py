@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,7 @@ def evaluated(
     The model that ships with agentloop solves none of them, but it takes part.
     """
     settings = [
-        f"env=examples.{environment}",
+        f"env=agentloop.environments.examples.{environment}",
         f'servers=["{sglang_url}"]',
         f"run.folder={tmp_path}",
         "run.name=run",
@@ -96,7 +97,9 @@ def test_two_agents_are_evaluated(tmp_path: Path, docker_engine: None, sglang_ur
 
 
 def test_an_mcp_server_is_used(tmp_path: Path, docker_engine: None, sglang_url: str) -> None:
-    server = 'mcp.warehouse.command=["python", "-m", "examples.warehouse_server"]'
+    server = (
+        'mcp.warehouse.command=["python", "-m", "agentloop.environments.examples.warehouse_server"]'
+    )
     rows = evaluated(tmp_path, "warehouse:find", sglang_url, server)
     assert {row["reward"] for row in rows} <= {0.0, 1.0}
 
@@ -106,7 +109,8 @@ def test_several_environments_are_evaluated(
 ) -> None:
     recipe = tmp_path / "envs.toml"
     recipe.write_text(
-        '[[envs]]\nname = "examples.guess_number:guess"\nbudget = {max_turns = 2}\n'
+        '[[envs]]\nname = "agentloop.environments.examples.guess_number:guess"\n'
+        "budget = {max_turns = 2}\n"
         "[[envs]]\nweight = 3\ntasks = {levels = [2], held_out = 2}\n"
         "[budget]\nmax_response_tokens = 200\n"
         "[evaluate]\nnum_samples = 2\nnum_tasks = 2\n"
@@ -144,9 +148,22 @@ def test_several_environments_are_evaluated(
     assert max(turns["guess"]) <= 2
 
 
+def test_the_readme_lists_every_example_and_recipe() -> None:
+    text = (EXAMPLES / "README.md").read_text()
+    assert [path.name for path in EXAMPLES.glob("[!_]*.py") if f"({path.name})" not in text] == []
+    recipes = (EXAMPLES.parent / "docs/recipes").glob("*.toml")
+    ours = {path.stem for path in recipes if "environments.examples" in path.read_text()}
+    assert set(re.findall(r"`agentloop train ([\w-]+)`", text)) == ours
+
+
 def test_every_example_is_run() -> None:
     run_here = {"own_tool.py", "watch.py", "groups.py", "guess_number.py", "solver_and_checker.py"}
     run_here |= {"warehouse.py", "warehouse_server.py"}
     run_by_others = {"my_reward.py", "stateful_tool.py", "teachers.py"}
-    run_by_others |= {"calculator.py", "calculator_agent.py", "command_line_agent.py"}
+    run_by_others |= {
+        "calculator.py",
+        "calculator_agent.py",
+        "command_line_agent.py",
+        "python_math.py",
+    }
     assert {path.name for path in EXAMPLES.glob("[!_]*.py")} == run_here | run_by_others

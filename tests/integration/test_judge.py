@@ -55,7 +55,7 @@ async def test_an_opponent_that_a_real_server_plays(sglang_url: str) -> None:
         return len(answers)
 
     played = await agentloop.play(against, {}, lambda messages: "It is their turn.")
-    (record,) = played.episode.others["opponent"].trajectories
+    (record,) = played.record.others["opponent"].trajectories
     assert record.stop_reason in (StopReason.ANSWERED, StopReason.TOKEN_BUDGET)
     assert played.reward.value == len(record.turns) == model.num_requests
     assert len(record.messages_between[0]) == 1

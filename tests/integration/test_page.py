@@ -25,12 +25,13 @@ from agentloop.api.guard import ServeSettings
 from agentloop.api.listen import bind
 from agentloop.cli import console
 from agentloop.cli.run_dashboard import RunDashboard
-from agentloop.environments.episodes import PromptGroups
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.sources import Task
 from agentloop.events import CallStarted, Event, RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
+from agentloop.rollouts.player import AgentPlayer
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import PoolSettings
 from agentloop.training.credit.roc import RocSettings
@@ -68,14 +69,15 @@ class Service:
     async def _group(self, name: str, folder: RunFolder | None) -> str:
         task = Task("t1", QUESTION, "1776")
         async with Grader(RewardSettings(function="exact")) as grader:
-            rollouts = Rollouts(
-                PromptGroups(self._run_group),
-                self.runtime.router.wait_for_capacity,
-                grader,
-                RocSettings(down_sample_to_n=2),
-                seed=1,
+            player = AgentPlayer(
+                self.runtime,
+                self.runtime.own_tools,
+                sampling=Sampling(temperature=1.0),
                 emit=self.app.on_event,
+                with_text=True,
             )
+            groups = GroupRunner(player, grader, emit=self.app.on_event)
+            rollouts = Rollouts(groups, RocSettings(down_sample_to_n=2), seed=1)
             group = await rollouts.group(task, name, size=4, budget=Budget(), oldest=0)
         if folder is not None:
             rows = [{"group": int(name), "version": 0, **row} for row in group.rows()]
@@ -110,12 +112,6 @@ class Service:
 
         greedy = Sampling(temperature=0)
         await self.runtime.rollout(QUESTION, tools=[multiply], sampling=greedy, on_event=seen)
-
-    async def _run_group(self, prompt: Any, **options: Any) -> Any:
-        sampling = Sampling(temperature=1.0)
-        return await self.runtime.run_group(
-            prompt, sampling=sampling, on_event=self.app.on_event, **options
-        )
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 
+from agentloop.trajectory import Trajectory
 from tests.patience import patient
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -302,7 +303,8 @@ def test_a_session_is_recorded_shown_scored_and_exported(
     (file,) = (record / "trajectories").iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     served = [json.loads(line)["trajectory"] for line in lines]
-    assert [{**row["trajectory"], "id": row["served_id"]} for row in rows] == served
+    recorded = [Trajectory.from_dict(row["trajectory"] | {"id": row["served_id"]}) for row in rows]
+    assert [trajectory.to_dict_per_token() for trajectory in recorded] == served
     assert [row["answer"] for row in rows] == 2 * ["\\boxed{1776}"]
     assert rows[1]["parent"] == rows[0]["trajectory"]["id"]
 

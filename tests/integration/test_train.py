@@ -84,12 +84,8 @@ async def test_two_steps_of_training_change_what_the_servers_serve(
         assert abs(one["learner/mismatch_kl"]) < 1e-3
     files = sorted((folder / "trajectories").iterdir())
     rows = [line for file in files[len(files) // 2 :] for line in file.read_text().splitlines()]
-    versions = {
-        version
-        for row in map(json.loads, rows)
-        for version in row["trajectory"]["versions"]
-        if version is not None
-    }
+    turns = [turn for row in map(json.loads, rows) for turn in row["trajectory"]["turns"]]
+    versions = {span["version"] for turn in turns for span in turn["versions"]}
     assert versions == {"1"}
     assert (folder / "weights" / "2" / "model.safetensors").stat().st_size > 1_000_000
     assert (folder / "checkpoints" / "step-00002" / "state.json").exists()

@@ -91,11 +91,11 @@ async def test_programs_and_clients_are_trained_on(tmp_path: Path) -> None:
     assert step["learner/num_samples"] == len(rows)
     # The engine's log-probabilities, at the run's temperature, are those of the learner.
     assert abs(step["learner/mismatch_kl"]) < 1e-3
-    records = [row["trajectory"] for row in rows]
-    assert step["num_sampled_tokens"] == sum(sum(one["mask"]) for one in records)
+    records = [Trajectory.from_dict(row["trajectory"]) for row in rows]
+    assert step["num_sampled_tokens"] == sum(one.num_sampled_tokens for one in records)
     for one in records:
-        assert len(one["ids"]) == len(one["mask"]) == len(one["logprobs"]) == len(one["versions"])
-        ours = zip(one["versions"], one["mask"], strict=True)
+        assert len(one.ids) == len(one.mask) == len(one.logprobs) == len(one.versions)
+        ours = zip(one.versions, one.mask, strict=True)
         assert {version for version, is_sampled in ours if is_sampled} == {"0"}
     of_rollouts: dict[Any, set[float]] = {}
     for row in rows:

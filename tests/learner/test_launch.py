@@ -117,7 +117,7 @@ async def test_two_nodes_by_torchrun(tmp_path: Path) -> None:
             settings, ranks, log_dir=tmp_path / "logs", on_progress=start_other
         ) as learner:
             before = await learner.ask(step, timeout_s=60)
-            learner._processes._processes[0].kill()  # the guardian, and the ranks with it
+            learner._processes._processes[0].terminate()  # the guardian kills the ranks
             await learner.lost()
             await learner.restart()
             after = await learner.ask(step, timeout_s=60)

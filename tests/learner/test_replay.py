@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop
 
 from agentloop.environments.tasks.sources import Task
 from agentloop.models import SMALL
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
@@ -20,7 +20,7 @@ from agentloop.training.learner_client.settings import (
     OptimizerSettings,
 )
 from agentloop.training.learner_record import LearnerRecord, record_learner
-from agentloop.training.queue import GroupQueue
+from agentloop.training.queue import GroupQueue, StepNotes
 from agentloop.training.replay import Replay, ReplayedStep, Replayer
 from agentloop.training.resume import load_newest
 from agentloop.training.run_folder import RunFolder
@@ -28,6 +28,7 @@ from agentloop.training.steps import Steps
 from agentloop.training.token_difference import TokenDifferences
 from agentloop.training.weight_sync.disk import FolderPublisher
 from agentloop.training.weight_sync.settings import WeightsSettings
+from agentloop.trajectory import Trajectory, Turn, VersionSpan
 from tests.learner.ranks import ROOT, make_batch
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(600)]
@@ -45,6 +46,22 @@ def learner(log_dir: Path) -> KeptLearner:
     return KeptLearner(SETTINGS, RANKS, log_dir=log_dir, on_progress=lambda line: None)
 
 
+def turns_of(ids: list[int], mask: list[int], logprobs: list[float], *, version: str) -> list[Turn]:
+    """Return the turns of a sample: tokens that are sampled, and then others."""
+    turns: list[Turn] = []
+    for position in range(mask.index(1), len(ids)):
+        if mask[position]:
+            if not mask[position - 1]:
+                turns.append(Turn())
+            turns[-1].output_ids.append(ids[position])
+            turns[-1].logprobs.append(logprobs[position])
+        else:
+            turns[-1].observation_ids.append(ids[position])
+    for turn in turns:
+        turn.versions = [VersionSpan(version, 0, len(turn.output_ids))]
+    return turns
+
+
 async def admit_all(queue: GroupQueue, folder: RunFolder, num_steps: int) -> None:
     """Lease a group of random conversations to each step."""
     for step in range(1, num_steps + 1):
@@ -52,19 +69,15 @@ async def admit_all(queue: GroupQueue, folder: RunFolder, num_steps: int) -> Non
         for index, length in enumerate(batch.lengths.tolist()):
             part = slice(start, start + length)
             start += length
-            trajectory: dict[str, Any] = {
-                "id": f"{step}.{index}",
-                "ids": batch.ids[part].tolist(),
-                "mask": batch.mask[part].tolist(),
-                "logprobs": batch.logprobs[part].tolist(),
-                "versions": [str(step - 1)] * length,
-            }
+            ids, mask = batch.ids[part].tolist(), batch.mask[part].tolist()
+            turns = turns_of(ids, mask, batch.logprobs[part].tolist(), version=str(step - 1))
+            trajectory = Trajectory(f"{step}.{index}", ids[: mask.index(1)], turns)
             credit = {"advantages": (-1.0) ** index, "weights": 1.0}
-            rows.append({"trajectory": trajectory, "credit": credit, "rollout": index})
+            rows.append({"trajectory": trajectory.to_dict(), "credit": credit, "rollout": index})
         group = await queue.admit(Task(str(step), "?", "1"), version=0, cursor={})
         path, num_bytes = folder.add_group(group.number, rows)
-        await queue.finish(group.number, path=path, num_bytes=num_bytes, figures={})
-        notes = {"version": step - 1, "resets": step == 4, "stage": 1, "learns": True}
+        await queue.finish(group.number, path=path, num_bytes=num_bytes, figures=GroupFigures())
+        notes = StepNotes(version=step - 1, resets=step == 4)
         await queue.lease(step, [group.number], notes)
 
 

@@ -138,41 +138,12 @@ def test_tasks_are_within_the_range():
 _TRAIN = """\
 # A short run on a laptop's CPU, of the small model that ships with agentloop.
 
+extends = "small"
 env = "$module:$module"
-
-[tasks]
-held_out = 32
-
-[roc]
-down_sample_to_n = 8
-min_zero_reward_trace_num = 1
-min_non_zero_reward_trace_num = 1
-
-[loop]
-steps = 10
-prompts_per_step = 8
-group_size = 16
-evaluate_every = 5
-evaluate_tasks = 32
-checkpoint_every = 0
 
 [budget]
 max_turns = 8
 max_response_tokens = 512
-
-[learner]
-micro_batch_tokens = 4096
-publish_dtype = "float32"
-
-[learner.loss]
-old_logprobs_from = "engine"
-
-[learner.optimizer]
-lr = 2e-5
-warmup_steps = 2
-
-[ranks]
-nproc_per_node = 2
 """
 
 _README = """\
@@ -191,7 +162,8 @@ agentloop train train.toml            # a short run on two cores
 ```
 
 Arguments are settings: `env.args.max_tries=5`. The small model that agentloop starts by default
-knows some arithmetic and no games, so it plays badly: name another one by `model=...`.
+knows some arithmetic and no games, so it plays badly: name another one by `model=...`, or that of a
+service by `endpoint.url=https://HOST/v1 endpoint.model=NAME`, which needs neither SGLang nor a GPU.
 """
 
 

@@ -10,7 +10,8 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,24 +21,28 @@ from rich.console import Console
 from rich.markup import escape
 
 from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.rollout import Budget
 from agentloop.aio import task_group
 from agentloop.cli import console
 from agentloop.cli.chat import Conversations, reward_in_words
 from agentloop.cli.env.timing import Activity, Timeline, seconds_by_activity
 from agentloop.cli.evaluate import tasks_of
+from agentloop.cli.without_servers import open_endpoint
 from agentloop.config import load_settings
 from agentloop.distribution import is_installed
-from agentloop.environments.environment import EnvSettings
-from agentloop.environments.episodes import group_runner
+from agentloop.environments.environment import EnvSettings, set_up
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import RequestError, SettingsError
-from agentloop.events import Event, RolloutStarted
+from agentloop.events import Emit, Event, RolloutFinished, RolloutStarted
+from agentloop.inference.openai_client import EndpointSettings
 from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.observe.watchdog import Heartbeat, WatchdogSettings, watch_lag
+from agentloop.rollouts.metrics import mean
+from agentloop.rollouts.player import endpoint_player_of, environment_player
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings
-from agentloop.training.group_metrics import mean
 from agentloop.training.run_status import count_of
 from agentloop.trajectory import Trajectory
 
@@ -50,6 +55,7 @@ class TrySettings(Settings):
     env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
     tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
     reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
+    endpoint: EndpointSettings = pydantic.Field(default_factory=lambda: EndpointSettings())
     num_rollouts: int = pydantic.Field(
         10, ge=1, le=1000, description="Number of rollouts, each of a different task."
     )
@@ -79,17 +85,22 @@ class _Trial:
     def seconds(self) -> dict[Activity, float]:
         return seconds_by_activity(self.timeline.spans, self.started_s, self.ended_s)
 
-    async def run(self, runtime: Runtime, grader: Grader, settings: TrySettings, name: str) -> None:
+    @property
+    def num_tokens(self) -> int:
+        """The sampled tokens, by the endpoint's count if there is one."""
+        counted = {
+            event.rollout_id: event.num_tokens
+            for event in self.events
+            if isinstance(event, RolloutFinished) and event.num_tokens is not None
+        }
+        return sum(counted.get(one.id, one.num_sampled_tokens) for one in self.records)
+
+    async def run(self, groups: GroupRunner, budget: Budget, name: str) -> None:
         """Run the rollout; a failure becomes the reason of a missing reward."""
-        run_group = group_runner(
-            settings.env, runtime, settings.sampling, self.on_event, grader, with_text=True
-        )
         self.started_s = time.monotonic()
         try:
-            (episode,) = await run_group(
-                self.task, size=1, name=name, budget=settings.budget, on_queued=lambda: None
-            )
-            self.reward = episode.reward or self.reward
+            group = await groups.run(self.task, name, size=1, budget=budget)
+            (self.reward,) = group.rewards
         except RequestError as error:
             self.reward = Reward(None, None, str(error))
         finally:
@@ -123,18 +134,18 @@ async def _try(name: str, arguments: list[str]) -> int:
     settings = load_settings(TrySettings, files, [*overrides, named])
     environment = RunEnvironment("", settings.env, settings.tasks)
     tasks = await console.in_thread(tasks_of, environment, settings.num_rollouts)
-    if not settings.servers and not is_installed("sglang"):  # before an image is pulled
+    if settings.endpoint.url and settings.servers:
+        raise SettingsError("servers: not used with endpoint.url: omit one of the two")
+    is_ours = not settings.servers and not settings.endpoint.url
+    if is_ours and not is_installed("sglang"):  # before an image is pulled
         raise SettingsError(NOT_INSTALLED)
     trials = [_Trial(task) for task in tasks]
     with console.ProgressLine("Starting the agent") as progress:
-        async with (
-            Runtime(settings, progress=progress) as runtime,
-            Grader(settings.reward, pool=runtime.pool) as grader,
-        ):
+        async with _opened(settings, environment, progress) as (groups_of, chat):
             progress(f"Running {count_of(len(trials), 'rollout')}")
 
             async def run(number: int, trial: _Trial) -> None:
-                await trial.run(runtime, grader, settings, f"try-{number}")
+                await trial.run(groups_of(trial.on_event), settings.budget, f"try-{number}")
                 num_ended = sum(one.ended_s > 0 for one in trials)
                 progress(f"{num_ended} of {count_of(len(trials), 'rollout')} ended")
 
@@ -144,7 +155,6 @@ async def _try(name: str, arguments: list[str]) -> int:
                     for number, trial in enumerate(trials, 1):
                         running.start_soon(run, number, trial)
                 watching.cancel_scope.cancel()
-            chat = runtime.chat
     out = Console()
     for number, trial in enumerate(trials, 1):
         _print_trial(trial, f"rollout {number} of {len(trials)}", chat, out)
@@ -152,7 +162,48 @@ async def _try(name: str, arguments: list[str]) -> int:
     return 1 if any(trial.reward.value is None for trial in trials) else 0
 
 
-def _print_trial(trial: _Trial, title: str, chat: ChatFormat, out: Console) -> None:
+@asynccontextmanager
+async def _opened(
+    settings: TrySettings, environment: RunEnvironment, progress: console.ProgressLine
+) -> AsyncIterator[tuple[Callable[[Emit], GroupRunner], ChatFormat | None]]:
+    """Start the agent; yield a function of a rollout's reader that returns what plays it.
+
+    With an endpoint in place of the model, there is no chat format.
+    """
+    s = settings
+    if s.endpoint.url:
+        async with (
+            set_up([environment.load()]),
+            open_endpoint(s, s.endpoint, progress=progress) as (host, _),
+            Grader(s.reward, pool=host.pool) as grader,
+        ):
+            play = partial(
+                endpoint_player_of,
+                [environment],
+                host,
+                max_groups=1,  # each rollout has a player of its own
+                sampling=s.sampling,
+                grader=grader,
+            )
+            yield lambda emit: GroupRunner(play(emit=emit), grader), None
+        return
+    async with (
+        set_up([environment.load()]),
+        Runtime(s, progress=progress) as runtime,
+        Grader(s.reward, pool=runtime.pool) as grader,
+    ):
+        play_ours = partial(
+            environment_player,
+            s.env,
+            runtime,
+            sampling=s.sampling,
+            grader=grader,
+            with_text=True,
+        )
+        yield lambda emit: GroupRunner(play_ours(emit=emit), grader), runtime.chat
+
+
+def _print_trial(trial: _Trial, title: str, chat: ChatFormat | None, out: Console) -> None:
     task = trial.task
     shown = {"answer": task.answer, **task.extra} if task.answer else task.extra
     fields = ", ".join(f"{name} {value!r:.60}" for name, value in shown.items())
@@ -178,7 +229,7 @@ def _print_summary(trials: Sequence[_Trial]) -> None:
                 *(_value(trial.reward.parts.get(name)) for name in parts),
                 str(sum(len(one.turns) for one in records)),
                 str(sum(len(one.calls) for one in records)),
-                str(sum(one.num_sampled_tokens for one in records)),
+                str(trial.num_tokens),
                 *(f"{seconds:.1f}" for seconds in trial.seconds.values()),
             )
         )

@@ -17,7 +17,7 @@ import anyio.to_thread
 from agentloop.analysis.run_list import RunState, RunSummary, find_runs, summarize
 from agentloop.cli import console
 from agentloop.errors import RunFolderError
-from agentloop.training.group_metrics import mean, percent
+from agentloop.rollouts.metrics import mean, percent
 
 __all__ = ["main"]
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from importlib import import_module
-from random import Random
 from typing import Any
 
 from agentloop.distribution import require
@@ -30,14 +29,14 @@ __all__ = ["sample"]
 Args = dict[str, Any] | None
 
 
-def make_task(rng: Random, *, name: str, args: Args) -> Mapping[str, Any]:
-    """Choose a sample of the data set, or raise SettingsError if the task cannot run."""
+def rows(*, name: str, args: Args) -> Iterator[Mapping[str, Any]]:
+    """Yield a task for each sample of the data set. Raises SettingsError if it cannot run."""
     found = _loaded(name, json.dumps(args or {}, sort_keys=True))
-    row = rng.randrange(len(found.dataset))
-    return {"row": row, "answer": str(found.dataset[row].target), "source": found.name}
+    for number, one in enumerate(found.dataset):
+        yield {"row": number, "answer": str(one.target), "source": found.name}
 
 
-@environment(tasks=make_task)
+@environment(tasks=rows)
 async def sample(task: Task, agent: Agent, *, name: str, args: Args = None) -> Reward:
     """Let the task's solver run with the agent as its model, and score what it has made.
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from random import Random
 from typing import Any
 
 from agentloop.distribution import require
@@ -28,18 +27,18 @@ from agentloop.errors import SettingsError
 __all__ = ["rollout"]
 
 
-def make_task(rng: Random, *, id: str, args: dict[str, Any] | None) -> Mapping[str, Any]:
-    """Choose a row of the environment's data set.
+def rows(*, id: str, args: dict[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Yield a task for each row of the environment's data set.
 
     Raises:
         SettingsError: verifiers is not installed, or cannot load the environment.
     """
-    rows = _loaded(id, json.dumps(args or {}, sort_keys=True)).get_dataset()
-    row = rng.randrange(len(rows))
-    return {"row": row, "answer": rows[row].get("answer", ""), "source": id}
+    data_set = _loaded(id, json.dumps(args or {}, sort_keys=True)).get_dataset()
+    for number, row in enumerate(data_set):
+        yield {"row": number, "answer": row.get("answer", ""), "source": id}
 
 
-@environment(tasks=make_task)
+@environment(tasks=rows)
 async def rollout(
     task: Task, agent: Agent, *, id: str, args: dict[str, Any] | None = None
 ) -> Reward:

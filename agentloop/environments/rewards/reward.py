@@ -30,7 +30,7 @@ from agentloop.environments.rewards.process_pool import CallFailed, CallTimedOut
 from agentloop.environments.rewards.puzzles import is_solved
 from agentloop.environments.tasks.sources import Task
 from agentloop.environments.tasks.task import shown
-from agentloop.errors import RewardError, SettingsError
+from agentloop.errors import RewardError, SettingsError, summary_of
 from agentloop.sandbox import Pool
 from agentloop.trajectory import StopReason, Trajectory
 
@@ -274,7 +274,7 @@ class Grader:
             except Exception as error:
                 if isinstance(error, TimeoutError) and deadline.cancelled_caught:
                     raise CallTimedOut(f"no result after {timeout_s:g} s") from None
-                raise CallFailed(f"{type(error).__name__}: {error}") from error
+                raise CallFailed(summary_of(error)) from error
 
         try:
             verdict = await self._tried(attempt)

@@ -127,8 +127,8 @@ class MixedTasks(TaskSource):
                 source.go_to(before[name])
             except DataError as error:
                 raise DataError(f"envs: {name}: {error}") from error
-        # Credit is in units of the weights; runs of before have not recorded theirs.
-        scale = sum(self._weights.values()) / sum(cursor.get("weights", self._weights).values())
+        # Credit is in units of the weights.
+        scale = sum(self._weights.values()) / sum(cursor["weights"].values())
         self._turns.credit = {name: scale * cursor["credit"][name] for name in self._sources}
 
 

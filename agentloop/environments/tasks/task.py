@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import traceback
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +24,11 @@ from agentloop.trajectory import Message
 __all__ = [
     "NUM_PROBLEM_DIGITS",
     "Task",
+    "is_digest",
     "level_of",
     "line_of",
     "plain_fields",
+    "problem_digits",
     "problem_text",
     "row_digest",
     "shown",
@@ -65,26 +68,33 @@ class Task:
 
 
 def task_of(fields: Any, where: str) -> Task:
-    """Make a task of the fields that an environment gives, with a digest of them all as its id.
+    """Make a task of the fields that an environment gives.
+
+    Its id is that of the field `id` or, without one, a digest of all fields.
 
     Raises:
         DataError: the fields are not a dict of plain data, or one has a name that agentloop sets.
     """
     if not isinstance(fields, Mapping):
         raise DataError(f"{where}: expected the fields of a task, a dict, not {fields!r:.100}")
-    for name in ("id", "env", "extra"):
+    for name in ("env", "extra"):
         if name in fields:
             raise DataError(f"{where}: field {name!r}: agentloop sets it: choose another name")
     rest = plain_fields(fields, where)
+    if len(rest) < len(fields):
+        raise DataError(f"{where}: two names of fields are the same as text")
     for name, value in fields.items():
         try:
-            _check_unchanged(value)
+            _check_unchanged(value, rest[str(name)])
         except ValueError as error:
             raise DataError(f"{where}: field {name!r}: {error}") from error
-    id = _digest(_canonical(rest))
+    digest = _digest(_canonical(rest))
+    id = rest.pop("id", digest)
+    if not isinstance(id, str | int) or not str(id).strip():
+        raise DataError(f"{where}: field 'id': expected text or a whole number, got {shown(id)}")
     prompt, answer = rest.pop("prompt", ""), rest.pop("answer", None)
     source, level = str(rest.pop("source", "environment")), level_of(rest.pop("level", None), where)
-    return Task(id, prompt, "" if answer is None else str(answer), source, level, rest)
+    return Task(str(id), prompt, "" if answer is None else str(answer), source, level, rest)
 
 
 def plain_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -104,17 +114,17 @@ def plain_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     return plain
 
 
-def _check_unchanged(value: Any) -> None:
-    """Raise ValueError if JSON would lose a part of plain data."""
+def _check_unchanged(value: Any, plain: Any) -> None:
+    """Raise ValueError if `plain`, which JSON gives back for plain data, lacks a part of it."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not a finite number")
     if isinstance(value, Mapping):
-        if len({str(key) for key in value}) < len(value):
+        if len(plain) < len(value):
             raise ValueError("two keys are the same as text")
-        value = list(value.values())
+        value, plain = [*value.values()], plain.values()
     if isinstance(value, list | tuple):
-        for each in value:
-            _check_unchanged(each)
+        for part, plain_part in zip(value, plain, strict=True):
+            _check_unchanged(part, plain_part)
 
 
 def problem_text(prompt: str | Sequence[Message]) -> str:
@@ -164,6 +174,16 @@ def row_digest(problem: Any, others: Any) -> str:
     """
     halves = task_digest(_canonical(problem)), _digest(_canonical(others))
     return "".join(half[:NUM_PROBLEM_DIGITS] for half in halves)
+
+
+def is_digest(id: str) -> bool:
+    """Return whether an id is a digest, and not one that a task was given."""
+    return re.fullmatch("[0-9a-f]{32}", id) is not None
+
+
+def problem_digits(id: str) -> str:
+    """Return the digits of a task's id that decide whether it is held out."""
+    return (id if is_digest(id) else _digest(id))[:NUM_PROBLEM_DIGITS]
 
 
 def _digest(text: str) -> str:

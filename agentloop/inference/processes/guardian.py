@@ -7,7 +7,7 @@ It runs the command in a session of its own and exits with the server's exit sta
 would report it (128 + signal). When stdin closes, on SIGTERM, or when its parent is gone, it asks
 the server to end, waits, and kills every descendant. On Linux it adopts orphans, never dies before
 the server (which the kernel kills with it), and removes the server's files in shared memory. Each
-server has its own temporary directory, removed at the end.
+server has its own temporary directory, removed at the end, and so is the folder of `--folder`.
 
 With `--stdio-peer PID` the server gets the guardian's stdin and stdout, on which it talks to the
 process PID, the runtime; the guardian then watches that process instead of its stdin.
@@ -43,10 +43,16 @@ class Guardian:
     """Runs a server, from its start until the last of its processes is gone."""
 
     def __init__(
-        self, command: list[str], *, stop_timeout_s: float, stdio_peer: int | None = None
+        self,
+        command: list[str],
+        *,
+        stop_timeout_s: float,
+        stdio_peer: int | None = None,
+        folder: str | None = None,
     ) -> None:
         """
         Args:
+            folder: a folder that is the server's, too.
             stdio_peer: process id of the runtime, if it talks to the server on stdin and stdout.
         """
         self._stop_timeout_s = stop_timeout_s
@@ -63,11 +69,12 @@ class Guardian:
             signal.signal(number, self._on_stop_signal)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake the loop
         self._stopping = False
-        self._scratch = tempfile.mkdtemp(prefix="agentloop-server-")
+        scratch = tempfile.mkdtemp(prefix="agentloop-server-")
+        self._folders = list(filter(None, [scratch, folder]))
         try:
-            self._server = _start(command, self._scratch, passes_stdio=self._passes_stdio)
+            self._server = _start(command, scratch, passes_stdio=self._passes_stdio)
         except BaseException:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._remove_folders()
             raise
 
     @property
@@ -121,7 +128,7 @@ class Guardian:
 
     def _clean_up(self) -> None:
         """Remove the server's files: those that it mapped, and unmapped leftovers of SGLang."""
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._remove_folders()
         files = {path: inode for path, inode in _shared_memory() if path not in self._foreign}
         orphans = {path for path in files if path.startswith(_SGLANG_FILES)}
         if orphans:  # looking at every process takes long on a machine with many
@@ -132,6 +139,10 @@ class Guardian:
             if path in orphans or inode in self._mapped:
                 with suppress(FileNotFoundError, PermissionError):
                     os.unlink(path)
+
+    def _remove_folders(self) -> None:
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start(command: list[str], scratch: str, *, passes_stdio: bool) -> int:
@@ -237,11 +248,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stop-timeout-s", type=float, required=True)
     parser.add_argument("--stdio-peer", type=int, metavar="PID")
+    parser.add_argument("--folder")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     try:
         guardian = Guardian(
-            options.command, stop_timeout_s=options.stop_timeout_s, stdio_peer=options.stdio_peer
+            options.command,
+            stop_timeout_s=options.stop_timeout_s,
+            stdio_peer=options.stdio_peer,
+            folder=options.folder,
         )
     except OSError as error:
         print(f"cannot run {options.command[0]}: {error}", file=sys.stderr)

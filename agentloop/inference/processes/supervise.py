@@ -357,17 +357,23 @@ async def guarded(
     log_path: Path,
     *,
     stop_timeout_s: float,
+    folder: Path | None = None,
 ) -> Process:
     """Run `command` under a guardian (guardian.py), which ends it with us, its children included.
+
+    Args:
+        folder: a folder to remove when it has ended.
 
     Raises:
         OSError: The log cannot be written, or no process can be created.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    guardian = (sys.executable, "-I", str(_GUARDIAN))
+    guardian = [sys.executable, "-I", str(_GUARDIAN), "--stop-timeout-s", str(stop_timeout_s)]
+    if folder is not None:
+        guardian += ["--folder", str(folder)]
     with log_path.open("wb") as log:
         return await anyio.open_process(
-            [*guardian, "--stop-timeout-s", str(stop_timeout_s), "--", *command],
+            [*guardian, "--", *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -27,6 +27,7 @@ from agentloop.aio import Signal
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentLoopError, ServerError, leaves
 from agentloop.plain_json import dumps, loads
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.rollouts import Purpose, RollsOut
 from agentloop.training.weight_sync.sync import Serving, SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
@@ -73,7 +74,7 @@ class GroupResult:
     """
 
     rows: bytes = b""
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    figures: GroupFigures = field(default_factory=GroupFigures)
     has_signal: bool = False
     versions: frozenset[str] = frozenset()
     error: str = ""

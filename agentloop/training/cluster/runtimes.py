@@ -31,6 +31,7 @@ from agentloop.aio import Signal, task_group
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentLoopError, ServerError, ServerStartError
 from agentloop.inference.processes.restarts import Restarts
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.cluster.ray_cluster import ActorLost
 from agentloop.training.cluster.rollout_host import (
     GroupRequest,
@@ -98,7 +99,7 @@ class _Member:
 class _RemoteGroup:
     """A group that was rolled out by a runtime on the cluster."""
 
-    figures: Mapping[str, Any]
+    figures: GroupFigures
     has_signal: bool
     all_rows: Sequence[Mapping[str, Any]]
 

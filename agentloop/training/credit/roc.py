@@ -85,7 +85,7 @@ class RocSettings(pydantic.BaseModel):
         "released: select as in the authors' code.",
     )
     down_sample_to_n: int = pydantic.Field(
-        16, description="Rollouts of each group to train on. 0 or less: all."
+        8, description="Rollouts of each group to train on. 0 or less: all."
     )
     reject_equal_reward: bool = pydantic.Field(
         True,

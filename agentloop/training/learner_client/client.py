@@ -195,7 +195,9 @@ async def spawn_here(start: Start, log_path: Path) -> anyio.abc.Process:
     """Start a process on this machine, under a guardian. Shielded, so that none is left alone."""
     environment = {**os.environ, **start.environment}
     with anyio.CancelScope(shield=True):  # no deadline: a fork takes milliseconds
-        process = await guarded(start.command, environment, log_path, stop_timeout_s=0)
+        process = await guarded(
+            start.command, environment, log_path, stop_timeout_s=0, folder=start.folder
+        )
     return process  # noqa: RET504
 
 

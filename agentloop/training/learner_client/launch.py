@@ -98,11 +98,16 @@ class RanksSettings(pydantic.BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A process to start on this machine."""
+    """A process to start on this machine.
+
+    Attributes:
+        folder: the folder of its socket, to be removed when it has ended; None: it has none.
+    """
 
     name: str
     command: tuple[str, ...]
     environment: dict[str, str]
+    folder: Path | None = None
 
 
 def starts(
@@ -112,24 +117,24 @@ def starts(
 
     Args:
         learner: the command of one rank, Python first.
-        socket_path: unix socket to which rank 0 connects for requests.
+        socket_path: unix socket to which rank 0 connects for requests, in a folder of its own.
         port: port of the rendezvous.
 
     Raises:
         SettingsError: CUDA_VISIBLE_DEVICES has too few devices for DeepSpeed's launcher.
     """
-    num_local = settings.nproc_per_node
+    num_local, folder = settings.nproc_per_node, socket_path.parent
     common = {
         "OMP_NUM_THREADS": str(settings.threads),
         "PYTHONUNBUFFERED": "1",
         _SOCKET_VARIABLE: str(socket_path),
     }
     if settings.launcher == "torchrun":
-        return [Start("torchrun", _torchrun(settings, learner, port, node_rank=0), common)]
+        return [Start("torchrun", _torchrun(settings, learner, port, node_rank=0), common, folder)]
     if settings.launcher == "deepspeed":
         # The launcher passes only few variables on to other nodes, and, if there are any, to this.
         command = (*learner, "--socket", str(socket_path))
-        return [Start("deepspeed", _deepspeed(settings, command, port), common)]
+        return [Start("deepspeed", _deepspeed(settings, command, port), common, folder)]
     world = {"WORLD_SIZE": str(num_local * settings.nodes), "LOCAL_SIZE": str(num_local)}
     world |= {"MASTER_ADDR": settings.address or "127.0.0.1", "MASTER_PORT": str(port)}
     return [
@@ -142,6 +147,7 @@ def starts(
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank % num_local),
             },
+            None if rank else folder,
         )
         for rank in range(num_local * settings.nodes)
     ]

@@ -105,7 +105,7 @@ class OptimizerSettings(SftOptimizerSettings):
         1e-6, ge=0, lt=1, description="Learning rate; constant after the warm-up."
     )
     warmup_steps: int = pydantic.Field(
-        20, ge=0, description="Number of updates in which the learning rate rises linearly from 0."
+        2, ge=0, description="Number of updates in which the learning rate rises linearly from 0."
     )
 
 

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import anyio
-import anyio.to_thread
 
+from agentloop.aio import in_run_thread
 from agentloop.errors import ServerError
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.weight_updates import Pause
@@ -57,7 +57,7 @@ class PublishedFolder:
                 proofs[server.url] = prove(found, lambda *_: None, unproven=UNASKED)
                 return
             async with reading:  # no deadline: bounded by the hashing of the files
-                proofs[server.url] = await anyio.to_thread.run_sync(
+                proofs[server.url] = await in_run_thread(
                     files.prove, found, info, abandon_on_cancel=True
                 )
 
@@ -91,7 +91,7 @@ class FolderPublisher:
         request = PublishRequest(folder=folder, version=version)
         reply = await self._learner.ask(request, timeout_s=timeout_s)
         if self._last is None:  # a killed run may have left some
-            self._old = await anyio.to_thread.run_sync(_others, folder)
+            self._old = await in_run_thread(_others, folder)
         elif self._last != folder:
             self._old.append(self._last)
         self._last = folder
@@ -102,13 +102,13 @@ class FolderPublisher:
         """Implement `Publisher`."""
         while self._old:  # by name: `weights.folder` may also contain other files
             old = self._old.pop()
-            await anyio.to_thread.run_sync(partial(shutil.rmtree, old, ignore_errors=True))
+            await in_run_thread(partial(shutil.rmtree, old, ignore_errors=True))
 
     async def close(self) -> None:
         """Implement `Publisher`."""
         if self._is_external:
             remove = partial(shutil.rmtree, self._folder, ignore_errors=True)
-            await anyio.to_thread.run_sync(remove, abandon_on_cancel=True)
+            await in_run_thread(remove, abandon_on_cancel=True)
 
 
 def _others(folder: Path) -> list[Path]:

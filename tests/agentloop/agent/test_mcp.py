@@ -24,11 +24,12 @@ from agentloop.agent.mcp import (
 )
 from agentloop.agent.rollout import Budget, Rollout
 from agentloop.agent.tools import Tool, ToolOutput, Tools
-from agentloop.environments.episodes import EnvironmentGroups
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import McpServerError, RequestError
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
+from tests.rollouts import records_of
 from tests.support import END, ScriptedEngine, Step, call_text, chat_format, chunks, eventually
 from tests.support import written as ids_of
 
@@ -377,15 +378,9 @@ async def test_an_environments_servers_are_ended_at_its_deadline() -> None:
         return 1.0
 
     await import_sdk()  # takes a second, which is not the environment's
-    groups = EnvironmentGroups(hangs, Conversations(), sampling=Sampling())
+    player = EnvironmentPlayer(hangs, Conversations(), sampling=Sampling())
     with pytest.raises(RequestError, match="ran out of time"):
-        await groups(
-            Task("t", "", "42"),
-            size=2,
-            name="1-t",
-            budget=Budget(timeout_s=6),
-            on_queued=lambda: None,
-        )
+        await records_of(player, Task("t", "", "42"), size=2, budget=Budget(timeout_s=6))
     assert len(pids) == 4
     assert not any(map(alive, pids))
 
@@ -398,13 +393,11 @@ async def test_an_environment_whose_server_dies_is_not_to_blame() -> None:
         return 0.0
 
     conversations = Conversations(says(call_text("end", {})))
-    groups = EnvironmentGroups(plays, conversations, sampling=Sampling())
-    (episode,) = await groups(
-        Task("t", "", "42"), size=1, name="1-t", budget=Budget(timeout_s=50), on_queued=lambda: None
-    )
-    assert episode.reward is not None
-    assert episode.reward.value is None
-    assert episode.reward.reason.startswith("infrastructure: ")
+    player = EnvironmentPlayer(plays, conversations, sampling=Sampling())
+    (record,) = await records_of(player, Task("t", "", "42"), budget=Budget(timeout_s=50))
+    assert record.reward is not None
+    assert record.reward.value is None
+    assert record.reward.reason.startswith("infrastructure: ")
 
 
 async def test_an_environment_whose_server_is_not_ready_in_time_is_not_to_blame() -> None:
@@ -413,12 +406,10 @@ async def test_an_environment_whose_server_is_not_ready_in_time_is_not_to_blame(
         async with agentloop.mcp_server(SILENT, start_timeout_s=0.2):
             return 0.0
 
-    groups = EnvironmentGroups(plays, Conversations(), sampling=Sampling())
-    (episode,) = await groups(
-        Task("t", "", "42"), size=1, name="1-t", budget=Budget(timeout_s=50), on_queued=lambda: None
-    )
-    assert episode.reward is not None
-    assert episode.reward.reason.startswith("infrastructure: ")
+    player = EnvironmentPlayer(plays, Conversations(), sampling=Sampling())
+    (record,) = await records_of(player, Task("t", "", "42"), budget=Budget(timeout_s=50))
+    assert record.reward is not None
+    assert record.reward.reason.startswith("infrastructure: ")
 
 
 # --- HTTP ---------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def check(trajectory: Trajectory, engine: ScriptedEngine) -> None:
     assert sum(trajectory.mask) == trajectory.num_sampled_tokens
     assert engine.num_open == 0
     assert engine.forgotten == [trajectory.id]
-    assert trajectory.to_dict()["ids"] == ids
+    assert trajectory.to_dict_per_token()["ids"] == ids
 
 
 async def test_a_question_is_answered() -> None:

@@ -109,7 +109,7 @@ def test_a_rollout_is_read_as_training_writes_it(tmp_path: Path) -> None:
     [
         lambda row: row.pop("trajectory"),
         lambda row: row["trajectory"].pop("turns"),
-        lambda row: row["trajectory"]["mask"].pop(),
+        lambda row: row["trajectory"]["turns"][0]["logprobs"].pop(),
         lambda row: row["trajectory"]["turns"][0].update(output_ids=[1]),
         lambda row: row["trajectory"].update(turns=[None]),
     ],

@@ -19,7 +19,7 @@ from agentloop.training.loop_settings import StageSettings
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.sft import DialoguesSettings
 
-TRAIN = to_toml(TrainSettings())  # of 510 steps
+TRAIN = to_toml(TrainSettings())  # of 10 steps
 SFT = to_toml(SftSettings(data=DialoguesSettings(paths=[Path("dialogues.jsonl")])))
 STAGES = to_toml(
     TrainSettings(stages={"short": StageSettings(steps=3), "long": StageSettings(steps=4)})
@@ -76,7 +76,7 @@ def test_the_figures_are_of_the_last_steps_that_have_them(tmp_path: Path) -> Non
     (path / "checkpoints" / "step-00002" / "state.json").write_text('{"state": {"step": 2}}')
     (path / "checkpoints" / "step-00003").mkdir()  # not whole
     found = summarize(path)
-    assert (found.kind, found.step, found.num_steps) == (RunKind.TRAIN, 3, 510)
+    assert (found.kind, found.step, found.num_steps) == (RunKind.TRAIN, 3, 10)
     assert (found.reward, found.held_out_reward, found.tool_errors) == (0.2, 0.5, 0.25)
     assert (found.checkpoints, found.stage, found.problems) == ((2,), "", ())
 

@@ -70,7 +70,7 @@ def test_streams_are_described() -> None:
 
 def test_a_trajectory_has_the_fields_that_are_sent() -> None:
     call = ToolCall("c", "n", {}, "raw", 0, 1)
-    sent = Trajectory("t", [1], [Turn([2], [0.5], calls=[call])]).to_dict()
+    sent = Trajectory("t", [1], [Turn([2], [0.5], calls=[call])]).to_dict_per_token()
     schemas = made()["components"]["schemas"]
     for name, value in [
         ("TrajectoryRecord", sent),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agentloop.training.run_folder import RunFolder
+from agentloop.trajectory import Trajectory
 from tests.agentloop.api.test_app import HELLO, THEIRS, client, says, service
 from tests.agentloop.api.test_bare_model import opened, trajectories
 from tests.support import call_text
@@ -35,7 +36,8 @@ async def test_a_session_is_recorded_when_it_is_closed(tmp_path: Path) -> None:
     ((first, second),) = groups(folder)
     for row, told in zip((first, second), served, strict=True):
         assert row["served_id"] == told["id"]
-        assert {**row["trajectory"], "id": told["id"]} == told
+        record = Trajectory.from_dict(row["trajectory"] | {"id": told["id"]})
+        assert record.to_dict_per_token() == told
     assert second["branch"] == "the same history was asked again"
     assert (first["question"], first["answer"], second["answer"]) == ("hello", "one", "two")
 

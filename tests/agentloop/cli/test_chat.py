@@ -148,7 +148,7 @@ def test_a_rollout_of_an_environment_is_played(
 def test_an_answer_is_graded_as_the_settings_say(
     fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ["env=agentloop.environments.python_math:python_math", *settings_for(fake)]
+    settings = ["env=agentloop.environments.examples.python_math:python_math", *settings_for(fake)]
     assert main(["chat", *settings]) == 0
     out = capsys.readouterr().out
     assert "> You must put your answer" in out

@@ -164,6 +164,32 @@ def test_the_key_is_of_the_environment_and_never_written_down(
     assert not any(b"sk-of-mine" in one for one in written)
 
 
+def test_an_endpoint_is_evaluated_in_an_environment_with_its_tools(
+    fake: FakeEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = overrides_for(
+        *(
+            fake,
+            tmp_path,
+            "env=agentloop.environments.examples.guess_number:guess",
+            "sandbox.backend=process",
+        ),
+        *("evaluate.num_tasks=3", "evaluate.num_samples=2", "sampling.seed=1"),
+        *("endpoint.max_concurrent=2", "budget.max_response_tokens=99"),
+    )
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["by"], found["model"]) == (fake.url, "fake")
+    assert found["all"]["parts"] == {"found": 0.0}
+    assert found["all"]["length_mean"] == 7  # by its own count
+    assert len(fake.requests) == 6
+    for request in fake.requests:
+        assert [tool["function"]["name"] for tool in request["tools"]] == ["guess"]
+        assert request["max_tokens"] == 99
+    assert len({request["seed"] for request in fake.requests}) == 6
+    assert fake.most_in_flight <= 2
+
+
 def test_a_refused_key_ends_it_at_once(
     fake: FakeEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,12 +290,8 @@ async def test_a_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
             "pass_at: 3 requires at least as many samples",
         ),
         (
-            ["endpoint.url=http://a/v1", "env=examples.guess_number:guess"],
-            "env: an environment needs agentloop's own servers",
-        ),
-        (
             ["endpoint.url=http://a/v1", "envs=[{}]"],
-            "env: an environment needs agentloop's own servers",
+            "envs: with endpoint.url, each must name an environment",
         ),
         (["envs=[{}]", "env.name=a:b"], "env, envs: both are set"),
         (["endpoint.url=a"], "endpoint.url: 'a' does not have the form"),
@@ -291,7 +313,7 @@ def test_invalid_settings_are_refused_by_name(
 def test_what_an_environment_returns_is_graded_as_the_settings_say(
     portal: BlockingPortal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = "agentloop.environments.python_math:python_math"
+    name = "agentloop.environments.examples.python_math:python_math"
     file = write(tmp_path / "set.jsonl", "1", "2")
     with portal.wrap_async_context_manager(played.server().serving()) as server:
         arguments = [
@@ -345,7 +367,8 @@ def test_a_generator_gives_some_and_files_all(tmp_path: Path) -> None:
 
 
 def test_each_environment_has_its_own_tasks() -> None:
-    items = "envs=['examples.guess_number:guess', {tasks={levels=[2], held_out=4}}]"
+    guess = "agentloop.environments.examples.guess_number:guess"
+    items = f"envs=['{guess}', {{tasks={{levels=[2], held_out=4}}}}]"
     tasks = chosen_tasks(told(items, "evaluate.num_tasks=3"))
     assert [task.env for task in tasks] == ["guess"] * 3 + ["agent"] * 3
     assert len({task.id for task in tasks}) == 6

@@ -14,7 +14,7 @@ from agentloop.agent.sessions.tree import Branch
 from agentloop.errors import DataError
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.sft import DialoguesSettings, read_samples
-from agentloop.trajectory import StopReason
+from agentloop.trajectory import StopReason, Trajectory
 from tests.agentloop.observe.test_recorder import CHAT, recorder, trajectory
 from tests.support import chat_format
 
@@ -71,8 +71,8 @@ def test_answers_are_compared_where_the_task_is_known(
     assert line["id"] == "1-s.0"
     samples, _ = read_samples(CHAT, DialoguesSettings(paths=[out]), max_tokens=10_000)
     (sample,) = samples
-    exact = before[0]["trajectory"]
-    assert (sample.ids, sample.mask) == (exact["ids"], exact["mask"])
+    exact = Trajectory.from_dict(before[0]["trajectory"])
+    assert (sample.ids, sample.mask) == (exact.ids, exact.mask)
 
 
 @pytest.mark.timeout(60)  # starts processes, one after the other

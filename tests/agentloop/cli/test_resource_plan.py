@@ -40,8 +40,15 @@ def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTLOOP_ACCELERATOR", "0")
 
 
+# The size of the paper's steps.
+PAPER = (
+    *("loop.steps=510", "loop.prompts_per_step=512", "loop.group_size=32"),
+    "roc.down_sample_to_n=16",
+)
+
+
 def planned(*overrides: str, machine: Machine = BIG) -> Plan:
-    return plan(load_settings(TrainSettings, overrides=overrides), machine)
+    return plan(load_settings(TrainSettings, overrides=[*PAPER, *overrides]), machine)
 
 
 def configured(folder: Path, **changes: Any) -> Path:
@@ -202,7 +209,7 @@ def test_tokens_and_disk() -> None:
     assert made.disk.weights == 2 * 14_768_307_200
     assert made.disk.checkpoint == 14 * 14_768_307_200
     assert made.disk.checkpoints == 4 * made.disk.checkpoint  # three kept, one being written
-    assert made.disk.trajectories_per_step == 512 * 32 * 8192 * 64
+    assert made.disk.trajectories_per_step == 512 * 32 * 8192 * 30
     assert made.disk.trajectories == 300 * made.disk.trajectories_per_step
     sharded = planned("loop.steps=300", "learner.zero_stage=3").disk
     assert sharded.checkpoint == 12 * 853_376
@@ -245,7 +252,7 @@ def test_gpus_are_shared_by_servers_and_ranks() -> None:
         (["budget.max_response_tokens=4096"], "context of 4,096 tokens cannot hold a prompt and"),
         (["learner.micro_batch_tokens=8192"], r"micro_batch_tokens \(8,192\) cannot hold a"),
         (["server.max_total_tokens=8000"], r"max_total_tokens \(8,000\) cannot hold one rollout"),
-        (["loop.steps=20"], "the warm-up of 20 steps lasts the whole run"),
+        (["loop.steps=2"], "the warm-up of 2 steps lasts the whole run"),
         (["server.device=cuda", "ranks.nproc_per_node=9"], "9 GPUs needed; this machine has 8"),
         (["server.device=cuda"], "servers and ranks share GPUs, and a server takes most"),
         ([f"model='{QWEN3_14B}'", "server.device=cuda"], r"a rank takes [\d.,]+ GiB of its GPU's"),
@@ -269,7 +276,7 @@ def test_gpus_are_shared_by_servers_and_ranks() -> None:
             [f"model='{QWEN3_14B}'", "ranks.nproc_per_node=64"],
             "of host memory; this machine has 2.0 TiB",
         ),
-        (["loop.steps=200000"], r"up to [\d,.]+ TiB will be written to runs, .* only 100 TiB"),
+        (["loop.steps=400000"], r"up to [\d,.]+ TiB will be written to runs, .* only 100 TiB"),
     ],
 )  # fmt: skip
 def test_warnings(overrides: list[str], said: str) -> None:

@@ -24,6 +24,7 @@ from agentloop.cli.train_checks import checked
 from agentloop.cli.train_settings import learner_settings
 from agentloop.config import load_settings, to_toml
 from agentloop.distribution import install_hint
+from agentloop.environments.examples.guess_number import guess
 from agentloop.environments.mixture import open_mixture
 from agentloop.environments.tasks.sources import TaskSource
 from agentloop.errors import AgentLoopError, RunFolderError, SettingsError
@@ -33,9 +34,9 @@ from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.queue import GroupQueue
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
-from examples.guess_number import guess
 from tests.agentloop.training.fake_learner import REPLIES
 from tests.agentloop.training.learner_client.test_client import RANK
+from tests.patience import patient
 from tests.support import FakeSGLang, eventually
 
 
@@ -55,7 +56,7 @@ from tests.support import FakeSGLang, eventually
         ("credit=sft", "credit.name: .*'grpo', 'gspo', 'cispo'"),
         ("credit.args.discount=0.9", r"credit.args: discount: Extra .*arguments of grpo: aggreg"),
         ("learner.loss.clip_low=5", "learner.loss.clip_low: 5 must be at most 1"),
-        ("loop.group_size=8", "loop.group_size: 8 .* roc.down_sample_to_n .16."),
+        ("loop.group_size=4", "loop.group_size: 4 .* roc.down_sample_to_n .8."),
         ("budget.max_response_tokens=20000", "learner.micro_batch_tokens"),
         ("loop.steps=0", "tasks.held_out"),
         ("sft.data.teacher=0", "sft: .*data.paths: name at least one file"),
@@ -65,7 +66,7 @@ from tests.support import FakeSGLang, eventually
         ("stages.one=3", "'stages.one' is a section"),
         ("servers=['http://127.0.0.1:1']", "model: set the folder of the model"),
         ("model=/no/such/folder", "model: /no/such/folder"),
-        ("loop.early_stop_at=99", "loop.early_stop_at: 99 must be at most loop.group_size .32."),
+        ("loop.early_stop_at=99", "loop.early_stop_at: 99 must be at most loop.group_size .16."),
         ("watchdog.give_up_s=60", r"watchdog.give_up_s: 60 .* loop.step_timeout_s .3600."),
         ("cluster.runtimes=1", "cluster.runtimes: .*set cluster.address"),
         ("envs=[{nmae='a:b'}]", r"unknown setting 'envs\.0\.nmae' .did you mean 'envs\.0\.name'"),
@@ -263,6 +264,35 @@ async def test_a_reward_that_is_not_there_is_missed_at_once(tmp_path: Path) -> N
     with pytest.raises(SettingsError, match=r"reward\.function: .*no_such_module"):
         await train(load_settings(TrainSettings, overrides=overrides), cast(Any, Said()))
     assert not (tmp_path / "runs").exists()
+
+
+SLOW_TO_IMPORT = """
+import os, signal, threading
+
+thread, may_end = threading.current_thread(), threading.Event()
+os.kill(os.getpid(), signal.SIGTERM)
+may_end.wait(60)
+has_ended = True
+"""
+
+
+def test_a_signal_ends_a_run_whose_environment_is_slow_to_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_to_import.py").write_text(SLOW_TO_IMPORT)
+    monkeypatch.syspath_prepend(tmp_path)
+    overrides = ["reward.function=exact", "env=slow_to_import:game", f"run.folder='{tmp_path}'"]
+
+    async def run() -> int:
+        await train(load_settings(TrainSettings, overrides=overrides), cast(Any, Said()))
+        return 0
+
+    assert console.run(run) == 143
+    module = sys.modules["slow_to_import"]
+    assert not hasattr(module, "has_ended")
+    assert module.thread.daemon  # the process does not wait for it either
+    module.may_end.set()
+    module.thread.join(patient(10))
 
 
 @pytest.mark.anyio
@@ -496,7 +526,9 @@ async def test_a_run_of_two_environments(tmp_path: Path, played_rank: Path) -> N
 
 def test_env_and_envs_exclude_each_other() -> None:
     checked(load_settings(TrainSettings, overrides=[ENVS]))
-    both = load_settings(TrainSettings, overrides=[ENVS, "env=examples.guess_number:guess"])
+    both = load_settings(
+        TrainSettings, overrides=[ENVS, "env=agentloop.environments.examples.guess_number:guess"]
+    )
     with pytest.raises(SettingsError, match="env, envs: both are set"):
         checked(both)
 

@@ -10,11 +10,12 @@ import pytest
 
 import agentloop
 from agentloop.environments.agent import Agent
-from agentloop.environments.episodes import EnvironmentGroups
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.sandbox import Pool
+from tests.rollouts import records_of
 from tests.support import eventually
 
 __all__ = ["hang"]
@@ -55,15 +56,9 @@ async def hang(pool: Pool, mark: str) -> None:
             await anyio.sleep_forever()
         return 1.0
 
-    groups = EnvironmentGroups(hangs, OnlyASandbox(pool), sampling=Sampling())
+    player = EnvironmentPlayer(hangs, OnlyASandbox(pool), sampling=Sampling())
     with pytest.raises(RequestError, match="ran out of time"):
-        await groups(
-            Task("t", "", ""),
-            size=1,
-            name="1-t",
-            budget=agentloop.Budget(timeout_s=6),
-            on_queued=lambda: None,
-        )
+        await records_of(player, Task("t", "", ""), budget=agentloop.Budget(timeout_s=6))
     assert len(found) == 2
     await eventually(lambda: not _sleeping(mark))
     await eventually(lambda: (pool.stats()["busy"], pool.stats()["sessions"]) == (0, 0))

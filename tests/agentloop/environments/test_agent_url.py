@@ -14,13 +14,15 @@ import agentloop
 from agentloop.agent.rollout import Budget
 from agentloop.api.session_listener import SessionListener, listening_for_sessions
 from agentloop.environments.agent import Agent
-from agentloop.environments.episodes import EnvironmentGroups, Episode
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import ServerUnavailable
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.rollouts.player import EnvironmentPlayer
+from agentloop.rollouts.record import RolloutRecord
 from agentloop.trajectory import StopReason, rollout_of
 from tests.agentloop.api.test_app import CHAT, HELLO, says
 from tests.patience import patient
+from tests.rollouts import records_of
 from tests.support import ScriptedEngine, Step
 
 pytestmark = pytest.mark.anyio
@@ -43,17 +45,19 @@ class Listening:
         """Do nothing: it listens."""
 
 
-async def played(environment: Any, *turns: Sequence[Step], timeout_s: float = 60.0) -> Episode:
+async def played(
+    environment: Any, *turns: Sequence[Step], timeout_s: float = 60.0
+) -> RolloutRecord:
     """Run a rollout of an environment on scripted turns."""
     return await played_by(ScriptedEngine(*turns), environment, Budget(timeout_s=timeout_s))
 
 
-async def played_by(engine: ScriptedEngine, environment: Any, budget: Budget) -> Episode:
+async def played_by(engine: ScriptedEngine, environment: Any, budget: Budget) -> RolloutRecord:
     async with listening_for_sessions(
         engine, CHAT, model_name="fake", sampling=Sampling(), budget=budget
     ) as listener:
-        groups = EnvironmentGroups(environment, Listening(listener), sampling=SAMPLING)
-        (episode,) = await groups(TASK, size=1, name="7-t", budget=budget, on_queued=lambda: None)
+        player = EnvironmentPlayer(environment, Listening(listener), sampling=SAMPLING)
+        (episode,) = await records_of(player, TASK, name="7-t", budget=budget)
         assert len(listener.sessions) == 0
     return episode
 

@@ -20,8 +20,8 @@ from agentloop.environments.endpoint import Endpoint
 from agentloop.environments.judge import Judge, Rating, parse_rating
 from agentloop.errors import InfrastructureFailed, LimitReached, RequestError, SettingsError
 from agentloop.trajectory import Message
-from tests.agentloop.environments.test_episodes import run
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint
+from tests.agentloop.rollouts.test_player import run
 from tests.support import eventually
 
 pytestmark = pytest.mark.anyio

@@ -13,12 +13,10 @@ import agentloop
 from agentloop.agent.rollout import Budget
 from agentloop.environments.agent import Agent
 from agentloop.environments.environment import EnvSettings
-from agentloop.environments.episodes import Episode
 from agentloop.environments.mixture import (
     EnvsSettings,
     RunEnvironment,
     environments_of,
-    mixed_runner,
     open_mixture,
 )
 from agentloop.environments.rewards.reward import Grader
@@ -26,7 +24,10 @@ from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import SettingsError
 from agentloop.events import ignore
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.rollouts.player import player_of
+from agentloop.rollouts.record import RolloutRecord
 from agentloop.trajectory import StopReason, Trajectory
+from tests.rollouts import records_of
 
 pytestmark = pytest.mark.anyio
 
@@ -99,24 +100,23 @@ class Model:
     session_listener: Any = None
 
     async def listen_for_sessions(self) -> None:
-        """Do nothing: no test here has a client."""
+        self.num_listens += 1
 
     pool: Any = None
     resolve_tools: Any = None
     router: Any = None
+    own_tools: Any = ()
+
+    async def prompt_ids(self, messages: Any, tools: Any) -> list[int]:
+        return [9]
 
     def __init__(self) -> None:
         self.budgets: list[tuple[str, Budget]] = []
+        self.num_listens = 0
 
     async def rollout(self, messages: Any, *, id: str, budget: Budget, **_: Any) -> Trajectory:
         self.budgets.append((id, budget))
         return Trajectory(id, [9], stop_reason=StopReason.ANSWERED)
-
-    async def run_group(
-        self, prompt: Any, *, size: int, name: str, budget: Budget, **_: Any
-    ) -> list[Trajectory]:
-        self.budgets.append((name, budget))
-        return [Trajectory(f"{name}.{index}", [9]) for index in range(size)]
 
 
 async def test_a_group_runs_in_its_tasks_environment() -> None:
@@ -127,11 +127,11 @@ async def test_a_group_runs_in_its_tasks_environment() -> None:
     )
     source = open_mixture(environments, [one.load() for one in environments])
     model = Model()
-    run_group = mixed_runner(environments, model, Sampling(), ignore, Grader())
-    found: dict[str, Sequence[Episode]] = {}
+    player = player_of(environments, model, sampling=Sampling(), emit=ignore, grader=Grader())
+    found: dict[str, Sequence[RolloutRecord]] = {}
     for task in islice(source, 3):
-        found[task.env] = await run_group(
-            task, size=2, name=task.id, budget=Budget(max_turns=5), on_queued=lambda: None
+        found[task.env] = await records_of(
+            player, task, size=2, name=task.id, budget=Budget(max_turns=5)
         )
     rewards = {
         name: [one.reward and one.reward.value for one in each] for name, each in found.items()
@@ -147,9 +147,18 @@ async def test_a_group_runs_in_its_tasks_environment() -> None:
 
 async def test_a_single_environment_is_run_as_it_is() -> None:
     environments = resolved(env=EnvSettings(name=f"{HERE}:game"))
-    run_group = mixed_runner(environments, Model(), Sampling(), ignore, Grader())
-    (episode,) = await run_group(
-        Task("t", "", ""), size=1, name="1-t", budget=Budget(), on_queued=lambda: None
-    )
+    player = player_of(environments, Model(), sampling=Sampling(), emit=ignore, grader=Grader())
+    (episode,) = await records_of(player, Task("t", "", ""))
     assert episode.reward is not None
     assert episode.reward.value == 1.0
+
+
+@pytest.mark.parametrize(("name", "num_listens"), [(f"{HERE}:game", 1), ("", 0)])
+async def test_a_port_for_clients_is_opened_for_environments_only(
+    name: str, num_listens: int
+) -> None:
+    model = Model()
+    environments = resolved(env=EnvSettings(name=name))
+    player = player_of(environments, model, sampling=Sampling(), emit=ignore, grader=Grader())
+    await records_of(player, Task("t", "Hm?", ""))
+    assert model.num_listens == num_listens

@@ -19,7 +19,6 @@ from agentloop.cli.env.timing import Activity, Timeline
 from agentloop.environments.agent import Agent
 from agentloop.environments.endpoint import Endpoint
 from agentloop.environments.environment import Environment
-from agentloop.environments.episodes import EnvironmentGroups
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.sources import TasksSettings, read_tasks
 from agentloop.errors import InfrastructureFailed, RequestError
@@ -27,14 +26,17 @@ from agentloop.events import Event, RolloutStarted, TurnPlaced
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.observe.board import Board
 from agentloop.observe.exporters.metrics import Metrics
-from agentloop.observe.record import RecordReader, trajectory_of
+from agentloop.observe.record import RecordReader
 from agentloop.observe.stalls import Stalls
+from agentloop.rollouts.player import EnvironmentPlayer
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import Message, StopReason, ToolCallStatus, Trajectory, TurnEnd
-from tests.agentloop.environments.test_episodes import TASK, Model, run
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, said
+from tests.agentloop.rollouts.test_player import TASK, Model, run
+from tests.rollouts import records_of
 from tests.support import chat_format
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # the first test imports for seconds
@@ -130,10 +132,8 @@ async def test_an_endpoint_converses_message_by_message() -> None:
 
     script = deque(said(str(number)) for number in range(3))
     async with FakeEndpoint(script).serving() as fake:
-        groups = EnvironmentGroups(game, Model(), sampling=Sampling())
-        (episode,) = await groups(
-            TASK, size=1, name="1-t", budget=Budget(max_turns=3), on_queued=lambda: None
-        )
+        player = EnvironmentPlayer(game, Model(), sampling=Sampling())
+        (episode,) = await records_of(player, TASK, budget=Budget(max_turns=3))
     assert answers == ["0", "1", "2", ""]
     last = [one["content"] for one in fake.requests[-1]["messages"]]
     assert last == ["Play.", "question 0", "0", "question 1", "1", "question 2"]
@@ -365,19 +365,15 @@ async def trained_on(path: Path) -> tuple[list[dict[str, Any]], list[Event]]:
     (path / "tasks.jsonl").write_text('{"problem": "Play.", "answer": "-"}\n')
     (task,) = read_tasks(TasksSettings(kind="jsonl", paths=[path / "tasks.jsonl"]))
     async with FakeEndpoint(deque(answers * 2)).serving() as fake:
-        groups = EnvironmentGroups(against, Model(), sampling=Sampling(), emit=events.append)
+        player = EnvironmentPlayer(against, Model(), sampling=Sampling(), emit=events.append)
         async with Grader(RewardSettings(function="exact")) as grader:
             rollouts = Rollouts(
-                groups,
-                lambda size: anyio.lowlevel.checkpoint(),
-                grader,
-                RocSettings(down_sample_to_n=0),
-                seed=0,
+                GroupRunner(player, grader), RocSettings(down_sample_to_n=0), seed=0
             )
             group = await rollouts.group(task, "1", size=2, budget=Budget(), oldest=0)
     assert group.has_signal
-    assert [one["num_tokens"] for one in group.figures["rollouts"]] == [1, 1]
-    assert [one["num_turns"] for one in group.figures["rollouts"]] == [1, 1]
+    assert [one.num_tokens for one in group.figures.rollouts] == [1, 1]
+    assert [one.num_turns for one in group.figures.rollouts] == [1, 1]
     folder = RunFolder(path / "run", "")
     written, _ = folder.add_group(1, [{"group": 1, **row} for row in group.rows()])
     opponents = [one for one in events if getattr(one, "rollout_id", "").endswith("+opponent")]
@@ -392,8 +388,8 @@ async def test_only_the_agents_own_conversations_are_trained_on(tmp_path: Path) 
     ] * 2
     records = [one.record for one in events if isinstance(one, RolloutStarted)]
     opponents = [row["trajectory"] for row in rows if row["agent"]]
-    assert [trajectory_of(one) for one in opponents] == records
-    assert not any(any(one["mask"]) for one in opponents)
+    assert [Trajectory.from_dict(one) for one in opponents] == records
+    assert not any(record.num_sampled_tokens for record in records)
     # A rollout counts once, though it has a row for each conversation.
     left = filter_solved([tmp_path / "tasks.jsonl"], [tmp_path / "run"], solved=2, rollouts=2)
     assert (len(left.tasks), left.num_too_few) == (1, 0)
@@ -411,7 +407,7 @@ async def test_a_players_conversation_is_observed_like_any_other(tmp_path: Path)
     assert stalls.waits() == []
     assert board.num_in_flight == 0
     rows = [(row.state, row.stop, row.turn, row.calls, row.tokens) for row in board.rows.values()]
-    assert rows == [("done", "answered", 3, 1, 0)] * 2
+    assert rows == [("done", "answered", 3, 1, 21)] * 2  # by its own count
     assert {what for what, _, _ in timeline.spans} >= {Activity.MODEL, Activity.TOOLS}
     seen = metrics.render().decode().splitlines()
     assert "agentloop_rollouts_in_flight 0.0" in seen

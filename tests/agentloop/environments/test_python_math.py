@@ -20,8 +20,7 @@ from agentloop.agent.rollout import Budget
 from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
 from agentloop.environments.environment import EnvSettings, load, open_tasks
-from agentloop.environments.episodes import group_runner
-from agentloop.environments.python_math import python_math
+from agentloop.environments.examples.python_math import python_math
 from agentloop.environments.registry import registered
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.sources import Task
@@ -30,6 +29,8 @@ from agentloop.events import ignore
 from agentloop.inference.router import Router
 from agentloop.inference.scheduling.group_gate import AdmittedGroup
 from agentloop.inference.turns import Generation
+from agentloop.rollouts.player import environment_player
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings, _Model, _Parts
 from agentloop.sandbox import CallResult, CallStatus, Pool
 from agentloop.training.rollouts import Rollouts
@@ -144,13 +145,11 @@ async def rolled_out(
     runtime = PlayedRuntime(Settings(**common), engine)
     task = open_tasks(recipe.tasks, load(recipe.env)).held_out()[0]
     async with Grader(recipe.reward) as grader:
+        player = environment_player(
+            recipe.env, runtime, sampling=recipe.sampling, emit=ignore, grader=grader
+        )
         rollouts = Rollouts(
-            group_runner(recipe.env, runtime, recipe.sampling, ignore, grader),
-            lambda size: anyio.lowlevel.checkpoint(),
-            grader,
-            recipe.roc,
-            recipe.credit,
-            seed=recipe.loop.seed,
+            GroupRunner(player, grader), recipe.roc, recipe.credit, seed=recipe.loop.seed
         )
         group = await rollouts.group(task, "1", size=len(kinds), budget=budget, oldest=3)
     return engine, [stable(row) for row in group.rows()]
@@ -189,6 +188,18 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainSettings, Tr
         "reward": RewardSettings(function="math"),
     }
     return paper.model_copy(update={"env": env}), paper.model_copy(update=built_in)
+
+
+def test_a_copy_of_its_file_is_an_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = ROOT / "examples/python_math.py"
+    (tmp_path / "my_math.py").write_text(source.read_text().replace("You must put", "Please put"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    copied = load(EnvSettings(name="my_math:python_math", args={"tools": ["jupyter_code"]}))
+    assert copied is not None
+    assert copied.arguments["template"].startswith("Please put your answer")
+    assert copied.arguments["tools"] == ["jupyter_code"]
 
 
 @given(

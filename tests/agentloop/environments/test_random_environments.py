@@ -26,7 +26,6 @@ import agentloop
 from agentloop.agent.rollout import Budget
 from agentloop.environments.agent import Agent
 from agentloop.environments.environment import Environment
-from agentloop.environments.episodes import EnvironmentGroups
 from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import EnvironmentFailed, ServerError
@@ -35,6 +34,8 @@ from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import dumps, loads
+from agentloop.rollouts.player import EnvironmentPlayer
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Settings
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
@@ -200,14 +201,12 @@ async def check_groups(seed: int) -> Counter[str]:
             Settings.model_validate({"tools": []}), cast(PlayedRouter, router), CHAT
         )
         grader = await stack.enter_async_context(Grader())
+        player = EnvironmentPlayer(environment(seed), host, sampling=Sampling(), gate=router)
         rollouts = Rollouts(
-            EnvironmentGroups(environment(seed), host, sampling=Sampling(), gate=router),
-            router.wait_for_capacity,
-            grader,
+            GroupRunner(player, grader, enough=random.choice([0, 2])),
             RocSettings(down_sample_to_n=random.choice([0, 2])),
             CreditSettings(name=random.choice(["grpo", "per_turn", "gspo"])),
             seed=seed,
-            enough=random.choice([0, 2]),
             num_tries=1,
         )
         running = asyncio.all_tasks()

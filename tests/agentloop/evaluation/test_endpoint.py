@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import settings as given_settings
 from hypothesis import strategies as st
 
+from agentloop.agent.rollout import Budget
 from agentloop.environments.rewards.answers import final_answer
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.evaluation.endpoint import EndpointSampler
-from agentloop.evaluation.loop import EvaluatedSample
 from agentloop.inference.openai_client import (
     EndpointSettings,
     delay_s,
@@ -26,8 +26,10 @@ from agentloop.inference.openai_client import (
     retry_after_s,
 )
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.rollouts.record import RolloutRecord
 from agentloop.trajectory import StopReason
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, said
+from tests.rollouts import records_of
 from tests.support import eventually
 
 ANY_TIME = given_settings(deadline=None)
@@ -43,11 +45,12 @@ async def sampled(
     sampling: Sampling | None = None,
     max_tokens: int = 100,
     **told: Any,
-) -> Sequence[EvaluatedSample]:
+) -> Sequence[RolloutRecord]:
     settings = EndpointSettings(**{"url": fake.url, "model": "fake", **QUICK, **told})
-    opened = EndpointSampler.open(settings, sampling or Sampling(), max_response_tokens=max_tokens)
+    opened = EndpointSampler.open(settings, sampling or Sampling())
     async with opened as endpoint:
-        return await endpoint.group(task, name="1-one", size=size, on_queued=lambda: None)
+        budget = Budget(max_response_tokens=max_tokens)
+        return await records_of(endpoint, task, name="1-one", size=size, budget=budget)
 
 
 @pytest.mark.anyio
@@ -190,7 +193,7 @@ async def test_messages_that_cannot_be_encoded_are_rejected() -> None:
 async def test_the_number_of_requests_in_flight_is_bounded() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         settings = EndpointSettings(url=fake.url, max_concurrent=3)
-        opened = EndpointSampler.open(settings, Sampling(), max_response_tokens=9)
+        opened = EndpointSampler.open(settings, Sampling())
         async with opened as endpoint, anyio.create_task_group() as tasks:
             has_capacity = anyio.Event()
 
@@ -199,7 +202,7 @@ async def test_the_number_of_requests_in_flight_is_bounded() -> None:
                 has_capacity.set()
 
             async def group() -> None:
-                await endpoint.group(TASK, name="1", size=8, on_queued=lambda: None)
+                await records_of(endpoint, TASK, name="1", size=8)
 
             tasks.start_soon(group)
             await eventually(lambda: fake.num_in_flight == 3)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ from typing import Any
 import anyio
 import pytest
 
+from agentloop.agent.rollout import Budget
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import RequestError, RunFolderError
-from agentloop.evaluation.loop import EvaluatedSample, Evaluation, EvaluationSettings, Outcome
+from agentloop.errors import EnvironmentFailed, RequestError, RunFolderError
+from agentloop.evaluation.loop import Evaluation, EvaluationSettings, Outcome
+from agentloop.rollouts.record import AgentRecord, RolloutRecord
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
+from tests.rollouts import Finished, record_of
 from tests.support import eventually
 
 pytestmark = pytest.mark.anyio
@@ -48,9 +53,10 @@ class Player:
     async def wait_for_capacity(self, size: int) -> None:
         await anyio.lowlevel.checkpoint()
 
+    @asynccontextmanager
     async def group(
-        self, task: Task, *, name: str, size: int, on_queued: Callable[[], None]
-    ) -> Sequence[EvaluatedSample]:
+        self, task: Task, *, name: str, size: int, on_queued: Callable[[], None], budget: Budget
+    ) -> AsyncIterator[list[Finished]]:
         self.asked.append((task.id, name, size))
         on_queued()
         if task.id in self.refuses:
@@ -58,19 +64,19 @@ class Player:
         if self.hangs(task):
             await anyio.sleep_forever()
         await anyio.lowlevel.checkpoint()
-        return [self._sample(task, name, index) for index in range(size)]
+        yield [Finished(self._sample(task, name, index)) for index in range(size)]
 
-    def _sample(self, task: Task, name: str, index: int) -> EvaluatedSample:
+    def _sample(self, task: Task, name: str, index: int) -> RolloutRecord:
         made = Trajectory(f"{name}.{index}", [1, 2])
         if index < self.broken and not (self.mends and "again" in name):
             made.error = "a server died"
-            return EvaluatedSample([made])
+            return record_of(made)
         made.stop_reason = StopReason.ANSWERED
         answer = task.answer if self.given[task.id] < self.right else "none of it"
         self.given[task.id] += 1
         text = f"<answer>\\boxed{{{answer}}}</answer>"
         made.turns = [Turn(output_ids=[3, 4, 5], logprobs=[0.0] * 3, text=text, end=TurnEnd.STOP)]
-        return EvaluatedSample([made])
+        return record_of(made)
 
 
 def settings(**told: Any) -> EvaluationSettings:
@@ -89,7 +95,7 @@ async def run(
     evaluation = Evaluation(told or settings(), tasks, folder)
     await evaluation.take_up()
     async with Grader(RewardSettings(function="exact")) as grader:
-        await evaluation.run(player, grader)
+        await evaluation.run(GroupRunner(player, grader), Budget())
     return evaluation.outcomes
 
 
@@ -115,14 +121,14 @@ async def test_each_task_is_sampled_k_times_and_written_down(tmp_path: Path) -> 
 
 async def test_other_agents_are_written_down_and_not_counted(tmp_path: Path) -> None:
     class TwoAgents(Player):
-        def _sample(self, task: Task, name: str, index: int) -> EvaluatedSample:
+        def _sample(self, task: Task, name: str, index: int) -> RolloutRecord:
             sample = super()._sample(task, name, index)
             made = Trajectory(f"{name}.{index}+opponent", [], [Turn(text="a"), Turn(text="b")])
-            return replace(sample, others=[made])
+            return replace(sample, others={"opponent": AgentRecord([made])})
 
     (outcome,) = await run(tmp_path / "run", TwoAgents(), settings(num_samples=2), TASKS[:1])
-    assert [one["num_turns"] for one in outcome.rollouts] == [1, 1]
-    assert [one["num_tokens"] for one in outcome.rollouts] == [3, 3]
+    assert [one.num_turns for one in outcome.rollouts] == [1, 1]
+    assert [one.num_tokens for one in outcome.rollouts] == [3, 3]
     found = rows(tmp_path / "run", 1)
     assert [row["trajectory"]["id"] for row in found] == [
         "1-task-0.0",
@@ -151,9 +157,31 @@ async def test_persistent_failures_are_missing_not_wrong(tmp_path: Path) -> None
     assert len(player.asked) == 8
     for outcome in outcomes:
         assert outcome.rewards == [1, 1, 1]
-        assert outcome.rollouts[0]["reward"] is None
-        assert outcome.rollouts[0]["missing"] == "infrastructure: a server died"
+        assert outcome.rollouts[0].reward is None
+        assert outcome.rollouts[0].reason == "infrastructure: a server died"
     assert rows(tmp_path / "run", 1)[0]["dropped"] == "infrastructure"
+
+
+async def test_good_samples_are_kept_if_the_environment_fails_on_each_repetition(
+    tmp_path: Path,
+) -> None:
+    class FailsAgain(Player):
+        @asynccontextmanager
+        async def group(
+            self, task: Task, *, name: str, **options: Any
+        ) -> AsyncIterator[list[Finished]]:
+            async with super().group(task, name=name, **options) as samples:
+                yield samples
+            if "again" in name:
+                raise EnvironmentFailed("environment game: it raised KeyError: 'board'")
+
+    player = FailsAgain(right=9, broken=1)
+    outcomes = await run(tmp_path / "run", player, settings(retries=1))
+    assert len(player.asked) == 8
+    for outcome in outcomes:
+        assert outcome.rewards == [1, 1, 1]
+        assert (outcome.rollouts[0].reward, outcome.refused) == (None, "")
+    assert [row["reward"] for row in rows(tmp_path / "run", 1)] == [None, 1, 1, 1]
 
 
 async def test_a_resumed_run_samples_only_what_is_missing(tmp_path: Path) -> None:
@@ -258,7 +286,8 @@ async def test_progress_counts_the_tasks_that_are_done(tmp_path: Path) -> None:
     evaluation = Evaluation(settings(), TASKS, RunFolder(path), on_progress=seen.append)
     await evaluation.take_up()
     async with Grader(RewardSettings(function="exact")) as grader:
-        await evaluation.run(Player(refuses=["task-3"]), grader)
+        player = Player(refuses=["task-3"])
+        await evaluation.run(GroupRunner(player, grader), Budget())
     assert seen == [3, 4]
 
 

@@ -11,6 +11,7 @@ import pytest
 from agentloop.environments.tasks.sources import Task
 from agentloop.evaluation.loop import EvaluationSettings, Outcome
 from agentloop.evaluation.results import figures_of, markdown, results, table, text
+from agentloop.rollouts.metrics import RolloutFigures
 
 SETTINGS = EvaluationSettings(num_samples=2)
 ABOUT = {
@@ -21,10 +22,10 @@ ABOUT = {
 }
 
 
-def rollout(reward: float | None, **more: Any) -> dict[str, Any]:
-    told = {"reward": reward, "tool_errors": None, "num_tokens": 10, "num_turns": 2,
-            "truncated": False, "num_versions": 1, "versions": ["0"], **more}  # fmt: skip
-    return told if reward is not None else {"missing": "infrastructure: it died", **told}
+def rollout(reward: float | None, **more: Any) -> RolloutFigures:
+    reason = "infrastructure: it died" if reward is None else ""
+    usual: dict[str, Any] = {"reason": reason, "num_tokens": 10, "num_turns": 2, "versions": ["0"]}
+    return RolloutFigures(reward, **usual | more)
 
 
 def outcome(name: str, source: str, *rewards: float | None, **more: Any) -> Outcome:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.observe.record import RecordReader, trajectory_of
+from agentloop.observe.record import RecordReader
 from agentloop.trajectory import (
     StopReason,
     ToolCall,
@@ -173,7 +173,7 @@ def test_a_written_trajectory_can_be_read_back(script: list[Any]) -> None:
     growing = Growing(script)
     for _ in growing.steps():
         pass
-    read = trajectory_of(json.loads(json.dumps(growing.record.to_dict())))
+    read = Trajectory.from_dict(json.loads(json.dumps(growing.record.to_dict())))
     assert asdict(read) == asdict(growing.record)
 
 
@@ -187,4 +187,4 @@ def test_a_written_trajectory_can_be_read_back(script: list[Any]) -> None:
 def test_invalid_trajectories_raise_documented_errors(change: dict[str, Any]) -> None:
     row = Trajectory("r", [1]).to_dict() | change
     with pytest.raises((KeyError, TypeError, ValueError)):
-        trajectory_of(row)
+        Trajectory.from_dict(row)

@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
+from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 from agentloop.training.curriculum import (
     BY_SOLVE_RATE,
     EVERY_TASK,
@@ -49,8 +50,8 @@ POLICIES = st.builds(
 SEEDS = st.integers(0, 99)
 
 
-def figures(*rewards: float | None) -> dict[str, Any]:
-    return {"rollouts": [{"reward": reward} for reward in rewards]}
+def figures(*rewards: float | None) -> GroupFigures:
+    return GroupFigures([RolloutFigures(reward) for reward in rewards])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_an_outcome_counts_the_rollouts_with_a_reward(
 
 
 def test_figures_without_rollouts_have_no_outcome() -> None:
-    assert GroupOutcome.of({}) is None
+    assert GroupOutcome.of(GroupFigures()) is None
 
 
 @given(observed=OBSERVED, policy=POLICIES, seed=SEEDS)

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
@@ -15,17 +14,18 @@ from hypothesis import strategies as st
 
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import RunFolderError
+from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 from agentloop.training.curriculum import Curriculum, DrawPolicy
 from agentloop.training.group_buffer import GroupBuffer
-from agentloop.training.queue import GroupQueue, QueuedGroup
+from agentloop.training.queue import GroupQueue, QueuedGroup, StepNotes
 from agentloop.training.run_control import RunControl
 from agentloop.training.stage_tasks import StageTasks
 
 pytestmark = pytest.mark.anyio
 
 BATCH = 2
-FIGURES: dict[str, Any] = {"rejected": None, "rollouts": []}
-NOTES = {"version": 0, "resets": False, "stage": 1, "learns": True}
+FIGURES = GroupFigures()
+NOTES = StepNotes(version=0)
 
 
 @asynccontextmanager
@@ -76,7 +76,7 @@ async def test_a_batch_frees_its_slots_when_its_weights_are_live(tmp_path: Path)
 async def test_what_a_batch_achieved_changes_what_is_drawn_next(tmp_path: Path) -> None:
     curriculum = Curriculum(DrawPolicy(retire_after=1))
     tasks = StageTasks(TaskSource.open(TasksSettings(levels=[1, 2])), 1, curriculum)
-    figures = {"rejected": None, "rollouts": [{"reward": 1.0}]}
+    figures = GroupFigures([RolloutFigures(1.0)])
     async with opened(tmp_path) as (buffer, _):
         await buffer.begin_stage(tasks, num_groups=100, ids=None)
         easy, lost = await buffer.admit(), await buffer.admit()

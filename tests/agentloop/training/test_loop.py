@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import anyio.to_thread
 import pytest
 from aiohttp import web
 
@@ -22,7 +23,6 @@ from agentloop.analysis.run_list import RunState, summarize
 from agentloop.cli.runs.export import find
 from agentloop.cli.train import TrainSettings
 from agentloop.config import to_toml
-from agentloop.environments.episodes import Episode, PromptGroups
 from agentloop.environments.rewards.reward import Grader, RewardFunction, RewardSettings
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
@@ -40,6 +40,8 @@ from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.observe.stalls import Stalls
+from agentloop.rollouts.metrics import GroupFigures
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.collapse import CollapseSettings, RunCollapsed
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
@@ -69,6 +71,7 @@ from agentloop.trajectory import (
 )
 from tests.agentloop.training.fake_learner import FakeLearner
 from tests.patience import patient
+from tests.rollouts import GroupPlayer
 from tests.support import FakeSGLang, eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
@@ -217,13 +220,12 @@ async def played(
                     **{"prompts_per_step": 3, "group_size": 8, "evaluate_tasks": 4} | settings
                 ),
                 rollouts=Rollouts(
-                    PromptGroups(run_group),
-                    router.wait_for_capacity,
-                    grader,
+                    GroupRunner(
+                        GroupPlayer(run_group, router.wait_for_capacity), grader, emit=emit
+                    ),
                     roc or RocSettings(down_sample_to_n=4),
                     credit,
                     seed=0,
-                    emit=emit,
                 ),
                 serving=Served(router),
                 learner=cast(Learner, learner),
@@ -571,19 +573,16 @@ async def test_tasks_that_all_cannot_be_asked_end_the_run(tmp_path: Path) -> Non
 
 
 async def test_of_several_environments_one_that_always_fails_ends_the_run_with_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(f"{__name__}.PromptGroups", lambda run_group: run_group)
     sources = {name: TaskSource.open(ARITHMETIC) for name in ("good", "bad")}
     tasks = MixedTasks(sources, {"good": 1, "bad": 1})
 
     class OneFails(Played):
-        async def __call__(self, task: Any, **options: Any) -> Any:  # type: ignore[override]
-            if task.env == "bad":
+        async def __call__(self, prompt: object, *, name: str, **options: Any) -> Any:
+            if "-bad-" in name:
                 raise EnvironmentFailed("environment bad: the judge's key has expired")
-            options.pop("enough", None)
-            found = await super().__call__(task.prompt, **options)
-            return [Episode(one.id, [one]) for one in found]
+            return await super().__call__(prompt, name=name, **options)
 
     with pytest.raises(ExceptionGroup) as caught:
         await played(
@@ -870,6 +869,27 @@ async def test_a_stage_with_nothing_left_to_learn_is_passed_over(tmp_path: Path)
 async def test_without_learning_rollouts_are_written_down_alone(tmp_path: Path) -> None:
     learner, _, run = await played(tmp_path, steps=2, learn=False, evaluate_every=0)
     assert [op for op, _ in learner.asked] == ["publish"]
+    assert len(groups(run, [4, 5, 6])) == 24
+
+
+class HoldsThreads(Played):
+    """Occupies all of anyio's default threads, as environments may that block in them."""
+
+    async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+        limiter = anyio.to_thread.current_default_thread_limiter()
+        with suppress(anyio.WouldBlock):
+            while True:
+                limiter.acquire_on_behalf_of_nowait(object())
+        return await super().__call__(prompt, **options)
+
+
+async def test_a_run_goes_on_while_environments_hold_all_threads(tmp_path: Path) -> None:
+    run_group = HoldsThreads(TaskSource.open(ARITHMETIC))
+    with anyio.fail_after(patient(20)):
+        _, _, run = await played(
+            tmp_path, run_group=run_group, steps=2, learn=False, evaluate_every=0
+        )
+    assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [1, 2]
     assert len(groups(run, [4, 5, 6])) == 24
 
 
@@ -1331,8 +1351,7 @@ async def test_what_was_kept_for_a_larger_batch_does_not_keep_a_smaller_one_wait
     async with GroupQueue.open(tmp_path / "run" / "queue.sqlite") as queue:
         for task in itertools.islice(tasks, 4):  # of version 0: all are due in the next batch
             group = await queue.admit(task, version=0, cursor={"tasks": tasks.cursor()})
-            figures: dict[str, Any] = {"rejected": None, "rollouts": []}
-            await queue.finish(group.number, path=None, num_bytes=0, figures=figures)
+            await queue.finish(group.number, path=None, num_bytes=0, figures=GroupFigures())
     with anyio.fail_after(patient(50)):
         _, run_group, run = await played(
             tmp_path, tasks=tasks, restored={"step": 1, "version": 1}, steps=2,

@@ -10,15 +10,16 @@ from contextlib import asynccontextmanager, closing
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import anyio
 import pytest
 
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
+from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 from agentloop.training.curriculum import GroupOutcome
-from agentloop.training.queue import GroupQueue, QueuedGroup
+from agentloop.training.queue import GroupQueue, QueuedGroup, StepNotes
 
 CURSOR = {"position": 1}
 
@@ -27,6 +28,10 @@ CURSOR = {"position": 1}
 async def opened(folder: Path) -> AsyncIterator[GroupQueue]:
     async with GroupQueue.open(folder / "queue.sqlite") as queue:
         yield queue
+
+
+def figures(*rewards: float | None) -> GroupFigures:
+    return GroupFigures([RolloutFigures(reward) for reward in rewards])
 
 
 async def admitted(queue: GroupQueue, count: int, *, version: int = 0) -> list[int]:
@@ -38,7 +43,7 @@ async def admitted(queue: GroupQueue, count: int, *, version: int = 0) -> list[i
 async def finished(queue: GroupQueue, count: int) -> list[int]:
     numbers = await admitted(queue, count)
     for number in numbers:
-        await queue.finish(number, path=f"{number}.jsonl", num_bytes=10, figures={"n": number})
+        await queue.finish(number, path=f"{number}.jsonl", num_bytes=10, figures=figures(number))
     return numbers
 
 
@@ -48,16 +53,16 @@ async def test_committed_data_survives_a_restart(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         one = await queue.admit(task, version=4, cursor={"position": 7})
         two, three, four = await admitted(queue, 3)
-        await queue.finish(two, path="2.jsonl", num_bytes=10, figures={"reward": 0.5})
-        await queue.finish(three, path="3.jsonl", num_bytes=5, figures={})
-        await queue.discard(four, path="4.jsonl", figures={})
-        await queue.lease(1, [three], {"version": 0})
+        await queue.finish(two, path="2.jsonl", num_bytes=10, figures=figures(0.5))
+        await queue.finish(three, path="3.jsonl", num_bytes=5, figures=GroupFigures())
+        await queue.discard(four, path="4.jsonl", figures=GroupFigures())
+        await queue.lease(1, [three], StepNotes(0))
         await queue.begin_stage(1, step=0, tasks=None, cursor=CURSOR)
         assert queue.num_bytes == 10
     async with opened(tmp_path) as queue:
-        assert await queue.open_groups() == [QueuedGroup(one.number, task, 4, None, 0, {})]
+        assert await queue.open_groups() == [QueuedGroup(one.number, task, 4, None, 0)]
         (left,) = await queue.finished_groups()
-        assert (left.number, left.path, left.figures) == (two, "2.jsonl", {"reward": 0.5})
+        assert (left.number, left.path, left.figures) == (two, "2.jsonl", figures(0.5))
         assert queue.num_bytes == 10
         assert await queue.noted("cursor") == CURSOR
         assert (await queue.noted("stage 1"))["begun"] == 0
@@ -81,7 +86,9 @@ async def test_figures_that_are_not_plain_data_are_refused_and_never_become_text
     async with opened(tmp_path) as queue:
         (number,) = await admitted(queue, 1)
         with pytest.raises(TypeError):
-            await queue.finish(number, path="1", num_bytes=1, figures={"reward": Decimal("0.5")})
+            await queue.finish(
+                number, path="1", num_bytes=1, figures=figures(cast(float, Decimal("0.5")))
+            )
         assert [group.number for group in await queue.open_groups()] == [number]
 
 
@@ -89,19 +96,19 @@ async def test_figures_that_are_not_plain_data_are_refused_and_never_become_text
 async def test_a_group_is_in_one_batch(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         one, two, three = await finished(queue, 3)
-        lease = await queue.lease(1, [two, one], {})
+        lease = await queue.lease(1, [two, one], StepNotes(0))
         assert [group.number for group in lease.groups] == [two, one]
         with pytest.raises(ValueError, match=f"group {two} is leased"):
-            await queue.lease(2, [three, two], {})
+            await queue.lease(2, [three, two], StepNotes(0))
         # All or nothing.
         assert [group.number for group in await queue.finished_groups()] == [three]
         with pytest.raises(ValueError, match="step 1 already has a batch"):
-            await queue.lease(1, [three], {})
+            await queue.lease(1, [three], StepNotes(0))
         with pytest.raises(ValueError, match="not there"):
-            await queue.lease(2, [99], {})
+            await queue.lease(2, [99], StepNotes(0))
         (number,) = await admitted(queue, 1)
         with pytest.raises(ValueError, match=f"group {number} is open"):
-            await queue.lease(2, [number], {})
+            await queue.lease(2, [number], StepNotes(0))
 
 
 @pytest.mark.anyio
@@ -109,7 +116,7 @@ async def test_steps_after_the_checkpoint_are_repeated_in_order(tmp_path: Path) 
     async with opened(tmp_path) as queue:
         numbers = await finished(queue, 4)
         for step, number in enumerate(reversed(numbers), 1):
-            await queue.lease(step, [number], {"step": step})
+            await queue.lease(step, [number], StepNotes(step))
             await queue.done(step, {"loss": step / 2})
         await queue.acknowledge(2)
     async with opened(tmp_path) as queue:
@@ -117,7 +124,7 @@ async def test_steps_after_the_checkpoint_are_repeated_in_order(tmp_path: Path) 
         assert [lease.step for lease in again] == [3, 4]
         assert [lease.groups[0].number for lease in again] == [numbers[1], numbers[0]]
         assert [lease.result for lease in again] == [{"loss": 1.5}, {"loss": 2.0}]
-        assert again[0].notes == {"step": 3}
+        assert again[0].notes == StepNotes(3)
         # From an older checkpoint, more.
         assert [lease.step for lease in await queue.rewind(0)] == [1, 2, 3, 4]
 
@@ -127,8 +134,8 @@ async def test_steps_in_a_checkpoint_count_as_trained(tmp_path: Path) -> None:
     """The process was killed between the checkpoint and its acknowledgement."""
     async with opened(tmp_path) as queue:
         one, two = await finished(queue, 2)
-        await queue.lease(1, [one], {})
-        await queue.lease(2, [two], {})
+        await queue.lease(1, [one], StepNotes(0))
+        await queue.lease(2, [two], StepNotes(0))
         (again,) = await queue.rewind(1)
         assert again.step == 2
         assert await queue.counts() == {"trained": 1, "leased": 1}
@@ -137,7 +144,7 @@ async def test_steps_in_a_checkpoint_count_as_trained(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_a_step_without_a_report_has_no_result(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
-        await queue.lease(1, await finished(queue, 1), {})
+        await queue.lease(1, await finished(queue, 1), StepNotes(0))
         (lease,) = await queue.rewind(0)
         assert lease.result is None
 
@@ -147,13 +154,13 @@ async def test_groups_given_back_belong_to_the_next_step(tmp_path: Path) -> None
     async with opened(tmp_path) as queue:
         one, two = await finished(queue, 2)
         lost, later = await admitted(queue, 2)
-        await queue.discard(lost, path=None, figures={"n": 9})
+        await queue.discard(lost, path=None, figures=figures(9))
     async with opened(tmp_path) as queue:
-        lease = await queue.lease(1, [one], {})
+        lease = await queue.lease(1, [one], StepNotes(0))
         assert [group.number for group in lease.groups] == [one]
-        assert [(group.number, group.figures) for group in lease.replaced] == [(lost, {"n": 9})]
-        await queue.discard(later, path=None, figures={})
-        await queue.lease(2, [two], {})
+        assert [(group.number, group.figures) for group in lease.replaced] == [(lost, figures(9))]
+        await queue.discard(later, path=None, figures=GroupFigures())
+        await queue.lease(2, [two], StepNotes(0))
         again = await queue.rewind(0)
     assert [[group.number for group in lease.replaced] for lease in again] == [[lost], [later]]
 
@@ -164,14 +171,14 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: 
         await queue.begin_stage(1, step=0, tasks=None, cursor={"position": 0})
         one, two, three, four = await finished(queue, 4)
         (given_back,) = await admitted(queue, 1)
-        await queue.discard(given_back, path="5.jsonl", figures={})
-        await queue.lease(1, [one], {})
-        await queue.lease(2, [two], {})
+        await queue.discard(given_back, path="5.jsonl", figures=GroupFigures())
+        await queue.lease(1, [one], StepNotes(0))
+        await queue.lease(2, [two], StepNotes(0))
         (still_open,) = await admitted(queue, 1)
         stage = await queue.begin_stage(2, step=2, tasks=[], cursor={"position": 9})
         assert (stage["last"], stage["before"]) == (still_open, CURSOR)
         (later,) = await admitted(queue, 1)
-        await queue.discard(later, path="7.jsonl", figures={})
+        await queue.discard(later, path="7.jsonl", figures=GroupFigures())
         await queue.note("cursor", {"position": 10})
         await queue.acknowledge(2)
 
@@ -195,9 +202,6 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: 
 
 @pytest.mark.anyio
 async def test_outcomes_are_recorded_with_the_step_and_undone_with_it(tmp_path: Path) -> None:
-    def figures(*rewards: float | None) -> dict[str, Any]:
-        return {"rollouts": [{"reward": reward} for reward in rewards]}
-
     solved, mixed = GroupOutcome(2, 2, is_equal=True), GroupOutcome(1, 2, is_equal=False)
     async with opened(tmp_path) as queue:
         one, two, three, lost = await admitted(queue, 4)
@@ -208,10 +212,10 @@ async def test_outcomes_are_recorded_with_the_step_and_undone_with_it(tmp_path: 
         filtered = [("f", solved)]
         await queue.begin_stage(1, step=0, tasks=None, cursor=CURSOR, outcomes=filtered)
         assert await queue.outcomes() == filtered
-        lease = await queue.lease(1, [two, one], {}, rate_key=lambda task: f"k{task.id}")
+        lease = await queue.lease(1, [two, one], StepNotes(0), rate_key=lambda task: f"k{task.id}")
         expected = [("kt1", solved), ("kt0", mixed), ("kt2", solved)]
         assert lease.outcomes == expected
-        assert (await queue.lease(2, [lost], {})).outcomes == []
+        assert (await queue.lease(2, [lost], StepNotes(0))).outcomes == []
     async with opened(tmp_path) as queue:
         assert await queue.outcomes() == filtered + expected
         await queue.rewind(0)  # the same batches again, which were counted
@@ -231,8 +235,8 @@ async def test_reopened_groups_have_no_results(tmp_path: Path) -> None:
             (one, 3, None),
             (two, 3, None),
         ]
-        await queue.finish(one, path="again", num_bytes=1, figures={})
-        await queue.lease(1, [one], {})
+        await queue.finish(one, path="again", num_bytes=1, figures=GroupFigures())
+        await queue.lease(1, [one], StepNotes(0))
         with pytest.raises(ValueError, match="leased"):
             await queue.reopen([one], version=3)
 
@@ -242,16 +246,17 @@ async def test_a_group_finishes_once(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         (one,) = await finished(queue, 1)
         with pytest.raises(ValueError, match="finished"):
-            await queue.finish(one, path="", num_bytes=0, figures={})
+            await queue.finish(one, path="", num_bytes=0, figures=GroupFigures())
         with pytest.raises(ValueError, match="finished"):
-            await queue.discard(one, path="", figures={})
+            await queue.discard(one, path="", figures=GroupFigures())
 
 
 CHILD = """
 import sys, anyio
 from pathlib import Path
-from agentloop.training.queue import GroupQueue
+from agentloop.training.queue import GroupQueue, StepNotes
 from agentloop.environments.tasks.sources import Task
+from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 
 async def main():
     async with GroupQueue.open(Path(sys.argv[1])) as queue:
@@ -263,10 +268,10 @@ async def main():
                 position = ((await queue.noted("cursor")) or {"position": 0})["position"] + 1
                 task = Task(str(position), "?", "")
                 group = await queue.admit(task, version=0, cursor={"position": position})
-                figures = {"rollouts": [{"reward": 1.0}, {"reward": 0.0}]}
+                figures = GroupFigures([RolloutFigures(1.0), RolloutFigures(0.0)])
                 await queue.finish(group.number, path="p", num_bytes=1, figures=figures)
                 found.append(group.number)
-            await queue.lease(step, found, {})
+            await queue.lease(step, found, StepNotes(0))
             await queue.done(step, {})
             if step % 4 == 0:
                 await queue.acknowledge(step - 2)

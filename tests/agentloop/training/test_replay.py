@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.learner_client.client import Learner, LearnerLost
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import ReadyReply
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.learner_record import LearnerRecord, learner_records, record_learner
-from agentloop.training.queue import GroupQueue
+from agentloop.training.queue import GroupQueue, StepNotes
 from agentloop.training.replay import Replay, ReplayedStep, Replayer, segments
 from agentloop.training.resume import load_newest
 from agentloop.training.run_folder import RunFolder
@@ -29,6 +30,7 @@ from agentloop.training.steps import Steps
 from agentloop.training.token_difference import TokenDifferences
 from agentloop.training.weight_sync.disk import FolderPublisher
 from agentloop.training.weight_sync.settings import WeightsSettings
+from agentloop.trajectory import Trajectory, Turn, VersionSpan
 from tests.agentloop.training.fake_learner import FakeLearner
 
 pytestmark = pytest.mark.anyio
@@ -119,20 +121,24 @@ async def lease(queue: GroupQueue, folder: RunFolder, step: int) -> Any:
     rows = [
         {
             "credit": {"advantages": advantage, "weights": 1.0},
-            "trajectory": {
-                "id": f"{step}.{index}",
-                "ids": [step, 2, 3],
-                "mask": [0, 1, 1],
-                "logprobs": [0.0, -0.5, -0.25],
-                "versions": [None, "0", str(step - 1)],
-            },
+            "trajectory": Trajectory(
+                f"{step}.{index}",
+                [step],
+                [
+                    Turn(
+                        [2, 3],
+                        [-0.5, -0.25],
+                        [VersionSpan("0", 0, 1), VersionSpan(str(step - 1), 1, 2)],
+                    )
+                ],
+            ).to_dict(),
             "rollout": index,
         }
         for index, advantage in enumerate([0.5, -0.5])
     ]
     path, num_bytes = folder.add_group(group.number, rows)
-    await queue.finish(group.number, path=path, num_bytes=num_bytes, figures={})
-    notes = {"version": step - 1, "resets": False, "stage": 1, "learns": True}
+    await queue.finish(group.number, path=path, num_bytes=num_bytes, figures=GroupFigures())
+    notes = StepNotes(version=step - 1)
     return await queue.lease(step, [group.number], notes)
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
-import anyio
 import pytest
 
 from agentloop.agent.rollout import Budget
-from agentloop.environments.episodes import Episode, OtherAgent, PromptGroups
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import (
@@ -21,11 +19,15 @@ from agentloop.errors import (
     ServerUnavailable,
 )
 from agentloop.events import Event, GroupFinished, GroupStarted
+from agentloop.rollouts.metrics import about
+from agentloop.rollouts.record import AgentRecord, RolloutRecord
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.credit.grpo import group_advantages
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.rollouts import Purpose, Rollouts, in_order
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
+from tests.rollouts import GroupPlayer
 
 pytestmark = pytest.mark.anyio
 
@@ -51,12 +53,14 @@ WRONG = "\\boxed{3}"
 class Group:
     """Runs groups that consist of these trajectories."""
 
-    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
+    def __init__(self, trajectories: Sequence[Trajectory | RolloutRecord]) -> None:
         self.trajectories = trajectories
         self.error: Exception | None = None
         self.options: list[dict[str, Any]] = []
 
-    async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+    async def __call__(
+        self, prompt: object, **options: Any
+    ) -> Sequence[Trajectory | RolloutRecord]:
         self.options.append(options)
         options["on_queued"]()
         if self.error is not None:
@@ -74,13 +78,11 @@ async def rolled_out(
     **settings: Any,
 ) -> Any:
     async with Grader(RewardSettings(function="exact")) as grader:
+        emit = (events if events is not None else []).append
         rollouts = Rollouts(
-            PromptGroups(group),
-            lambda size: anyio.lowlevel.checkpoint(),
-            grader,
+            GroupRunner(GroupPlayer(group), grader, emit=emit),
             settings.pop("roc", RocSettings(down_sample_to_n=0)),
             seed=0,
-            emit=(events if events is not None else []).append,
             **settings,
         )
         return await rollouts.group(
@@ -110,6 +112,17 @@ async def test_a_rollout_that_failed_for_other_reasons_has_no_reward() -> None:
     }
     assert {key for key, row in rows.items() if row["advantage"] is not None} == {"right", "wrong"}
     assert rows["old"]["reason"] == "sampled with other weights: 2"
+    assert {key: row["no_reward"] for key, row in rows.items()} == {
+        "right": None,
+        "wrong": None,
+        "straggler": "not_given",  # by the grader; a player says that it was stopped
+        "silent": "not_sampled",
+        **dict.fromkeys(["old", "foreign", "tainted"], "other_weights"),
+        "broken": "infrastructure",
+    }
+    metrics = about([found.figures]).row()
+    assert metrics["num_without_reward"] == 6
+    assert metrics["without_reward/other_weights"] == 3
     assert found.has_signal
 
 
@@ -119,46 +132,30 @@ async def test_equal_rewards_are_no_signal() -> None:
     assert [row["advantage"] for row in found.rows()] == [None] * 4
 
 
-@dataclass
-class Episodes:
-    """Runs groups that consist of these episodes (`RunGroup`)."""
-
-    episodes: Sequence[Episode]
-
-    async def __call__(self, task: Task, **options: Any) -> Sequence[Episode]:
-        return self.episodes
-
-
-async def of_episodes(
-    *episodes: Episode, name: str = "1", credit: CreditSettings | None = None
+async def rows_of(
+    *records: RolloutRecord, name: str = "1", credit: CreditSettings | None = None
 ) -> dict[str, dict[str, Any]]:
     """Return the rows of a group by the trajectory's id."""
     async with Grader(RewardSettings(function="exact")) as grader:
-        rollouts = Rollouts(
-            Episodes(episodes),
-            lambda size: anyio.lowlevel.checkpoint(),
-            grader,
-            RocSettings(down_sample_to_n=0),
-            credit,
-            seed=0,
-        )
-        found = await rollouts.group(TASK, name, size=len(episodes), budget=BUDGET, oldest=3)
+        groups = GroupRunner(GroupPlayer(Group(records)), grader)
+        rollouts = Rollouts(groups, RocSettings(down_sample_to_n=0), credit, seed=0)
+        found = await rollouts.group(TASK, name, size=len(records), budget=BUDGET, oldest=3)
     return {row["trajectory"]["id"]: dict(row) for row in found.rows()}
 
 
-def episode(key: str, reward: float | None, **others: OtherAgent) -> Episode:
-    return Episode(key, [trajectory(key, "")], Reward(reward, None, ""), others)
+def episode(key: str, reward: float | None, **others: AgentRecord) -> RolloutRecord:
+    return RolloutRecord(key, [trajectory(key, "")], Reward(reward, None, ""), others)
 
 
 async def test_each_agents_rewards_are_compared_among_its_own() -> None:
-    def others(key: str, checks: float | None) -> dict[str, OtherAgent]:
+    def others(key: str, checks: float | None) -> dict[str, AgentRecord]:
         return {
-            "checker": OtherAgent([trajectory(f"{key}+checker", "")], checks),
-            "judge": OtherAgent([trajectory(f"{key}+judge", "")], is_trained=False),
-            "player": OtherAgent([trajectory(f"{key}+player", "")]),
+            "checker": AgentRecord([trajectory(f"{key}+checker", "")], checks),
+            "judge": AgentRecord([trajectory(f"{key}+judge", "")], is_trained=False),
+            "player": AgentRecord([trajectory(f"{key}+player", "")]),
         }
 
-    rows = await of_episodes(
+    rows = await rows_of(
         episode("a", 1.0, **others("a", 0.0)),
         episode("b", 0.0, **others("b", 5.0)),
         episode("c", None, **others("c", 9.0)),
@@ -172,9 +169,9 @@ async def test_each_agents_rewards_are_compared_among_its_own() -> None:
 
 
 async def test_another_agent_may_learn_where_the_rollouts_are_all_alike() -> None:
-    rows = await of_episodes(
-        episode("a", 1.0, checker=OtherAgent([trajectory("a+checker", "")], 1.0)),
-        episode("b", 1.0, checker=OtherAgent([trajectory("b+checker", "")], 0.0)),
+    rows = await rows_of(
+        episode("a", 1.0, checker=AgentRecord([trajectory("a+checker", "")], 1.0)),
+        episode("b", 1.0, checker=AgentRecord([trajectory("b+checker", "")], 0.0)),
     )
     assert rows["a"]["advantage"] is None
     assert rows["a+checker"]["advantage"] > 0 > rows["b+checker"]["advantage"]
@@ -184,7 +181,7 @@ async def test_a_conversation_that_its_environment_stopped_is_not_trained_on() -
     cut = trajectory("a+1", "", stop_reason=StopReason.ENVIRONMENT)
     first = episode("a", 1.0)
     first.trajectories = [*first.trajectories, cut]
-    rows = await of_episodes(first, episode("b", 0.0))
+    rows = await rows_of(first, episode("b", 0.0))
     assert rows["a"]["advantage"] > 0
     assert rows["a+1"]["advantage"] is None
 
@@ -195,9 +192,9 @@ async def test_a_stopped_conversation_does_not_change_what_later_ones_are_compar
     for number, key in enumerate("abcd"):
         first, second = trajectory(key, ""), trajectory(f"{key}+1", "")
         first.turns[0].reward, second.turns[0].reward = 10.0 + number, float(number)
-        episodes.append(Episode(key, [first, second], Reward(1.0, None, "")))
+        episodes.append(RolloutRecord(key, [first, second], Reward(1.0, None, "")))
     episodes[-1].trajectories[0].stop_reason = StopReason.ENVIRONMENT
-    rows = await of_episodes(*episodes, credit=CreditSettings(name="per_turn"))
+    rows = await rows_of(*episodes, credit=CreditSettings(name="per_turn"))
     assert [rows[f"{key}+1"]["advantage"] for key in "abcd"] == pytest.approx(
         group_advantages([0.0, 1.0, 2.0, 3.0])
     )
@@ -207,11 +204,11 @@ async def test_the_rewards_of_all_agents_are_shuffled() -> None:
     rows = {}
     for name in "abcdefgh":
         episodes = [
-            episode(key, reward, checker=OtherAgent([trajectory(f"{key}+checker", "")], -reward))
+            episode(key, reward, checker=AgentRecord([trajectory(f"{key}+checker", "")], -reward))
             for key, reward in [("x", 0.0), ("y", 1.0), ("z", 2.0)]
         ]
         credit = CreditSettings(args={"shuffle_rewards": True})
-        rows[name] = await of_episodes(*episodes, name=name, credit=credit)
+        rows[name] = await rows_of(*episodes, name=name, credit=credit)
     for agent in ("", "+checker"):
         advantages = [
             tuple(round(one[key + agent]["advantage"], 3) for key in "xyz") for one in rows.values()
@@ -222,8 +219,8 @@ async def test_the_rewards_of_all_agents_are_shuffled() -> None:
 
 
 async def test_an_environment_that_does_not_run_its_agent_is_told_so() -> None:
-    idle = Episode("a", [], Reward(1.0, None, ""))
-    rows = await of_episodes(idle, episode("b", 0.0), episode("c", 1.0))
+    idle = RolloutRecord("a", [], Reward(1.0, None, ""))
+    rows = await rows_of(idle, episode("b", 0.0), episode("c", 1.0))
     assert set(rows) == {"b", "c"}
     assert rows["c"]["advantage"] > 0 > rows["b"]["advantage"]
 
@@ -264,13 +261,6 @@ async def test_a_group_that_fails_is_reported_as_finished() -> None:
     with pytest.raises(ServerError):
         await rolled_out(group, events=events)
     assert [type(event) for event in events] == [GroupStarted, GroupFinished]
-
-
-async def test_rollouts_are_stopped_early_only_where_enough_can_be_had() -> None:
-    group = Group([trajectory("a", RIGHT), trajectory("b", WRONG)])
-    for enough in (0, 1, 2, 3):
-        await rolled_out(group, enough=enough)
-    assert [options.get("enough") for options in group.options] == [None, 1, None, None]
 
 
 class ByTask:
@@ -336,8 +326,9 @@ class Rewarding(Group):
     """Runs groups whose environment has rewarded single turns."""
 
     def __init__(self, rewards: Sequence[float | None]) -> None:
-        super().__init__([trajectory(str(n), RIGHT) for n in range(len(rewards))])
-        for one, reward in zip(self.trajectories, rewards, strict=True):
+        made = [trajectory(str(n), RIGHT) for n in range(len(rewards))]
+        super().__init__(made)
+        for one, reward in zip(made, rewards, strict=True):
             one.turns[0].reward = reward
 
 
@@ -437,8 +428,10 @@ async def test_a_group_that_is_lost_to_the_infrastructure_is_rolled_out_again(
     class Recovering(Group):
         num_outages = 2
 
-        async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
-            found = await super().__call__(prompt, **options)
+        async def __call__(
+            self, prompt: object, **options: Any
+        ) -> Sequence[Trajectory | RolloutRecord]:
+            found = cast(Sequence[Trajectory], await super().__call__(prompt, **options))
             lost = StopReason.INFRASTRUCTURE if self.num_outages else StopReason.ANSWERED
             self.num_outages = max(0, self.num_outages - 1)
             return [replace(one, stop_reason=lost) for one in found]

@@ -13,7 +13,12 @@ import pytest
 
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
-from agentloop.training.group_metrics import about_each, of_rollout, rewards_of_each
+from agentloop.rollouts.metrics import (
+    GroupFigures,
+    RolloutFigures,
+    about_each,
+    rewards_of_each,
+)
 from agentloop.training.loop_settings import StageSettings
 from agentloop.training.queue import GroupQueue
 from agentloop.trajectory import Trajectory
@@ -66,16 +71,12 @@ async def test_each_environment_has_its_metrics_and_its_evaluation(tmp_path: Pat
 
 
 def test_a_run_with_one_environment_has_no_metrics_of_each() -> None:
-    assert about_each([("", {"rejected": None, "rollouts": []})]) == {}
+    assert about_each([("", GroupFigures())]) == {}
 
 
 def test_the_parts_of_a_reward_are_metrics() -> None:
-    def group(*parts: dict[str, float]) -> dict[str, Any]:
-        rollouts = [figures_of(part) for part in parts]
-        return {"rejected": None, "rollouts": rollouts}
-
-    def figures_of(parts: dict[str, float]) -> dict[str, Any]:
-        return of_rollout([], 1.0) | {"parts": parts}
+    def group(*parts: dict[str, float]) -> GroupFigures:
+        return GroupFigures([RolloutFigures(1.0, parts=one) for one in parts])
 
     alone = about_each([("", group({"found": 1.0}, {"found": 0.0, "quick": 0.5}))])
     assert alone == {"part/found": 0.5, "part/quick": 0.5}

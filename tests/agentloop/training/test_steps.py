@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,17 +13,19 @@ import anyio
 import pytest
 
 from agentloop.environments.tasks.sources import Task
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.learner_client.client import Learner, LearnerLost
 from agentloop.training.learner_client.protocol import TrainingState
-from agentloop.training.queue import GroupQueue, Lease
+from agentloop.training.queue import GroupQueue, Lease, StepNotes
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.step_metrics import Learned
 from agentloop.training.steps import Steps
+from agentloop.trajectory import Trajectory, Turn
 from tests.agentloop.training.fake_learner import FakeLearner
 
 pytestmark = pytest.mark.anyio
 
-NOTES = {"version": 0, "resets": False, "stage": 1, "learns": True}
+NOTES = StepNotes(version=0)
 
 
 class Recorder(FakeLearner):
@@ -100,7 +103,7 @@ class Run:
             of_each: number of conversations of each rollout.
         """
         group = await self.queue.admit(Task("t", "?", "1"), version=0, cursor={})
-        trajectory = {"ids": [1, 2], "mask": [0, 1], "logprobs": [0.0, -0.5]}
+        trajectory = Trajectory("t", [1], [Turn([2], [-0.5])]).to_dict()
         path, num_bytes = self.folder.add_group(
             group.number,
             [
@@ -113,8 +116,10 @@ class Run:
                 for index, one in enumerate(advantages)
             ],
         )
-        await self.queue.finish(group.number, path=path, num_bytes=num_bytes, figures={})
-        return await self.queue.lease(step, [group.number], NOTES | notes)
+        await self.queue.finish(
+            group.number, path=path, num_bytes=num_bytes, figures=GroupFigures()
+        )
+        return await self.queue.lease(step, [group.number], replace(NOTES, **notes))
 
 
 @asynccontextmanager

@@ -18,7 +18,8 @@ import pytest
 
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
-from agentloop.training.queue import GroupQueue
+from agentloop.rollouts.metrics import GroupFigures
+from agentloop.training.queue import GroupQueue, StepNotes
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.undo import finish_undo, undo
 
@@ -60,8 +61,8 @@ async def run_of_three_steps(path: Path) -> None:
             group = await queue.admit(task, version=step - 1, cursor={"position": step})
             file, size = folder.add_group(group.number, [{"step": step}])
             (path / "entropy" / Path(file).name).write_text(str(step))
-            await queue.finish(group.number, path=file, num_bytes=size, figures={})
-            await queue.lease(step, [group.number], {})
+            await queue.finish(group.number, path=file, num_bytes=size, figures=GroupFigures())
+            await queue.lease(step, [group.number], StepNotes(0))
             await queue.acknowledge(step)
             folder.add_metrics({"step": step, "reward": 10**30})
         await queue.admit(Task("t4", "?", "1"), version=3, cursor={"position": 4})

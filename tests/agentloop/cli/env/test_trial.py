@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from anyio.from_thread import start_blocking_portal
 from agentloop.__main__ import main
 from tests.agentloop.cli import played
 from tests.agentloop.cli.played import SAID, server, settings_for
+from tests.agentloop.environments.test_player import calls
+from tests.agentloop.evaluation.fake_endpoint import FakeEndpoint, said
 from tests.support import FakeSGLang
 
 HERE = "tests.agentloop.cli.played"
@@ -53,6 +56,33 @@ def test_a_transcript_has_the_messages_of_the_environment_between_those_of_the_m
     at = lines.index("system> Play a game.")
     expected = ["> Your guess?", SAID, "> [cold] [/red]", SAID, "> warm", SAID]
     assert lines[at + 1 : at + 7] == expected
+
+
+def test_an_endpoint_plays_with_the_tools_of_the_environment(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    guess = calls(("a", "guess", '{"number": 40}'), text="I try [40].")
+    answer = said("I give up.", reasoning_content="Too large.")
+    with start_blocking_portal() as portal:
+        fake = FakeEndpoint(deque([guess, answer]))
+        with portal.wrap_async_context_manager(fake.serving()):
+            settings = [f"endpoint.url={fake.url}", "num_rollouts=1", "sandbox.backend=process"]
+            assert (
+                main(
+                    ["env", "try", "agentloop.environments.examples.guess_number:guess", *settings]
+                )
+                == 0
+            )
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    at = next(number for number, line in enumerate(lines) if line.startswith("> Find my number"))
+    assert lines[at + 1 : at + 4] == ["I try [40].", "\u25b6 guess", '\u2502 {"number": 40}']
+    assert lines[at + 5] == "\u2502 lower"
+    assert lines[at + 6 : at + 8] == ["Too large.", "I give up."]
+    assert "2 turns, 1 call, 14 tokens in" in lines[at + 8]
+    assert "reward 0 (found 0)" in lines
+    first, second = fake.requests
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["guess"]
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "tool"]
 
 
 def test_the_line_that_blocks_the_event_loop_is_named(

@@ -33,7 +33,7 @@ def test_the_newest_run_comes_first(runs: Path, capsys: pytest.CaptureFixture[st
     assert main(["runs", "list", str(runs)]) == 0
     head, first, second = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["name", "kind", "state", "stage"]
-    assert first.split()[:6] == ["new", "train", "stopped", "-", "3/510", "0.500"]
+    assert first.split()[:6] == ["new", "train", "stopped", "-", "3/10", "0.500"]
     assert second.startswith("old")
     assert head.index("reward") + len("reward") == first.index("0.500") + len("0.500")
 
@@ -43,7 +43,7 @@ def test_a_script_gets_objects(runs: Path, capsys: pytest.CaptureFixture[str]) -
     first, second = json.loads(capsys.readouterr().out)
     assert (first["name"], second["name"]) == ("new", "old")
     assert first["path"] == str(runs / "new")
-    assert (first["state"], first["step"], first["num_steps"]) == ("stopped", 3, 510)
+    assert (first["state"], first["step"], first["num_steps"]) == ("stopped", 3, 10)
     assert (first["reward"], first["held_out_reward"]) == (0.5, None)
     assert first["changed_unix_s"] == 2_000
 

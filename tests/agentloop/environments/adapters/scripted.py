@@ -10,11 +10,12 @@ import anyio.lowlevel
 from agentloop.agent.rollout import Budget
 from agentloop.agent.tools import Tools
 from agentloop.environments.environment import Environment, open_tasks
-from agentloop.environments.episodes import EnvironmentGroups, Episode
 from agentloop.environments.tasks.sources import Task, TasksSettings
 from agentloop.errors import sole
 from agentloop.events import RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.rollouts.player import EnvironmentPlayer
+from agentloop.rollouts.record import RolloutRecord
 from agentloop.trajectory import (
     Message,
     StopReason,
@@ -24,6 +25,7 @@ from agentloop.trajectory import (
     Turn,
     TurnEnd,
 )
+from tests.rollouts import records_of
 
 Said = str | tuple[str, dict[str, Any]]
 """A message, or a tool call: name and arguments."""
@@ -90,13 +92,11 @@ def task_of(environment: Environment, seed: int = 0) -> Task:
 
 async def play(
     environment: Environment, host: Any, *, size: int = 1, timeout_s: float = 60, seed: int = 0
-) -> Sequence[Episode]:
+) -> Sequence[RolloutRecord]:
     """Run a group of the environment's own task."""
-    groups = EnvironmentGroups(environment, host, sampling=Sampling(seed=7))
-    return await groups(
+    return await records_of(
+        EnvironmentPlayer(environment, host, sampling=Sampling(seed=7)),
         task_of(environment, seed),
         size=size,
-        name="1-t",
         budget=Budget(timeout_s=timeout_s, max_turns=50),
-        on_queued=lambda: None,
     )

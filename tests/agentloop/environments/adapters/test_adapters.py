@@ -28,6 +28,7 @@ from agentloop.sandbox import CallResult, CallStatus
 from agentloop.trajectory import Message
 from tests.agentloop.environments.adapters.scripted import Said, Scripted, play, task_of
 from tests.patience import patient
+from tests.support import eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -227,6 +228,7 @@ class Lock:
         number = {"type": "integer"}
         self.schema: Any = {"properties": {"number": number}, "required": ["number"]}
         self.num_open = self.most_open = 0
+        self.awaited = 0  # sessions that must have been open at a time before any is answered
 
     async def describe(self, request: web.Request) -> web.Response:
         return web.json_response({"action": self.schema})
@@ -237,6 +239,7 @@ class Lock:
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
         try:
+            await eventually(lambda: self.most_open >= self.awaited)
             async for message in socket:
                 asked = json.loads(message.data)
                 if '"number": 13' in message.data:
@@ -416,6 +419,7 @@ async def test_an_episode_by_tools_ends_after_its_most_steps() -> None:
 async def test_a_server_gets_as_many_sessions_as_it_may_have() -> None:
     for most in (1, 3):
         lock = Lock()
+        lock.awaited = most
         async with serving(lock) as url:
             arguments = {"url": url, "reset": {"size": 2}, "max_sessions": most}
             environment = openenv.episode.with_arguments(arguments)

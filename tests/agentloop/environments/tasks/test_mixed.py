@@ -95,16 +95,6 @@ def test_after_a_change_of_weights_no_environment_has_many_turns_in_a_row() -> N
         assert max(len(list(same)) for _, same in groupby(names)) <= 3
 
 
-def test_a_cursor_without_weights_is_in_units_of_the_present_ones() -> None:
-    source = mixed(easy=3, hard=2)
-    list(islice(source, 7))
-    cursor = source.cursor()
-    del cursor["weights"]
-    again = mixed(easy=3, hard=2)
-    again.go_to(cursor)
-    assert list(islice(again, 10)) == list(islice(source, 10))
-
-
 def test_a_cursor_of_other_environments_or_tasks_is_refused() -> None:
     cursor = mixed(easy=1, hard=1).cursor()
     with pytest.raises(DataError, match="envs: the run has easy, hard, not easy, other: keep"):

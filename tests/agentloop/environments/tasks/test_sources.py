@@ -344,7 +344,7 @@ def test_the_order_of_a_file_does_not_matter(order: list[int], held_out: float) 
     for made in (plain, mixed + copies):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "agentloop.environments.tasks.sources.read_jsonl",
+                "agentloop.environments.tasks.rows.read_jsonl",
                 lambda path, made=made: enumerate(made, 1),
             )
             sources.append(opened(path, held_out=held_out))

@@ -359,6 +359,24 @@ async def test_threads_of_servers_sleep_while_waiting_unless_configured_otherwis
     assert log.read_text().splitlines()[-1] == seen
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_a_folder_of_a_process_is_removed_when_it_has_ended(
+    tmp_path: Path, is_killed: bool
+) -> None:
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    (folder / "socket").touch()
+    code = "import time; time.sleep(600)" if is_killed else "pass"
+    async with await supervise.guarded(
+        [sys.executable, "-c", code], os.environ, tmp_path / "log", stop_timeout_s=0, folder=folder
+    ) as process:
+        assert process.stdin is not None
+        if is_killed:
+            await process.stdin.aclose()  # as when we are killed
+        await process.wait()
+    assert not folder.exists()
+
+
 def test_plan_on_a_cpu(model: Path, tmp_path: Path) -> None:
     settings = ServerSettings(count=2, device="cpu", threads=3, extra_args=("--log-level", "debug"))
     launches = plan(model, settings, log_dir=tmp_path)

@@ -15,6 +15,7 @@ from agentloop.agent.rollout import Budget
 from agentloop.aio import task_group
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import ServerError
+from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.cluster.ray_cluster import ActorLost
 from agentloop.training.cluster.rollout_host import RolloutHost
 from agentloop.training.cluster.runtimes import RemoteRuntimes
@@ -29,7 +30,7 @@ class Group:
     """A group that was rolled out."""
 
     rows_: Sequence[Mapping[str, Any]]
-    figures: Mapping[str, Any] = field(default_factory=lambda: {"rejected": None, "rollouts": []})
+    figures: GroupFigures = field(default_factory=GroupFigures)
     has_signal: bool = True
 
     def rows(self) -> Sequence[Mapping[str, Any]]:

@@ -16,10 +16,11 @@ import hypothesis
 import pytest
 
 from agentloop.agent.rollout import Budget
-from agentloop.environments.episodes import PromptGroups
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.sources import Task, TaskSource
 from agentloop.errors import PromptTooLong, RequestError, ServerError, ServerStartError, sole
+from agentloop.rollouts.metrics import GroupFigures
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.cluster import runtimes as runtimes_module
 from agentloop.training.cluster.rollout_host import RolloutActor, packed, unpacked
 from agentloop.training.cluster.runtimes import RemoteRuntimes
@@ -35,6 +36,7 @@ from agentloop.training.weight_sync.sync import SyncResult
 from tests import emitted
 from tests.agentloop.training.cluster.player import Player, playing
 from tests.agentloop.training.test_loop import ARITHMETIC, Played, PlayedLearner, Told, played
+from tests.rollouts import GroupPlayer
 from tests.support import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -100,7 +102,7 @@ async def test_groups_are_rolled_out_by_all_runtimes_and_come_back_whole(folder:
         assert "one: 0 groups running, on the newest weights" in runtimes.describe()
     assert told(found) == whole(*names)
     assert found["0"].has_signal
-    assert found["0"].figures == {"rejected": None, "rollouts": []}
+    assert found["0"].figures == GroupFigures()
     assert found["0"].rows()[0]["max_turns"] == 7
     assert sorted(one.asked + two.asked) == sorted(names)
     assert one.asked
@@ -384,12 +386,11 @@ async def rolling_out(*names: str) -> AsyncIterator[tuple[RemoteRuntimes, list[P
     async with Grader(RewardSettings(function="exact")) as grader:
         players = []
         for name in names:
+            player = GroupPlayer(
+                Played(TaskSource.open(ARITHMETIC)), Player(name).wait_for_capacity
+            )
             rollouts = Rollouts(
-                PromptGroups(Played(TaskSource.open(ARITHMETIC))),
-                Player(name).wait_for_capacity,
-                grader,
-                RocSettings(down_sample_to_n=4),
-                seed=0,
+                GroupRunner(player, grader), RocSettings(down_sample_to_n=4), seed=0
             )
             players.append(Player(name, rollouts))
         async with playing(*players) as runtimes:

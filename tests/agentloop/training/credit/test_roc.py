@@ -30,8 +30,12 @@ from agentloop.training.credit.roc import (
 from agentloop.trajectory import StopReason, ToolCallStatus, ToolResult, Trajectory, Turn
 
 VECTORS = json.loads((Path(__file__).parents[3] / "vectors" / "roc.json").read_text("utf-8"))
+PAPER = RocSettings(down_sample_to_n=16)
 RELEASED = RocSettings(
-    form="released", min_zero_reward_trace_num=2, min_non_zero_reward_trace_num=2
+    form="released",
+    down_sample_to_n=16,
+    min_zero_reward_trace_num=2,
+    min_non_zero_reward_trace_num=2,
 )
 ODD = RocSettings(down_sample_to_n=15, min_zero_reward_trace_num=1, min_non_zero_reward_trace_num=2)
 TWO = RocSettings(down_sample_to_n=2)
@@ -43,6 +47,11 @@ def trace(reward: float | None, *, calls: int = 1, failed: int = 0, answers: int
 
 def group(num_positives: int, num_negatives: int) -> list[Trace]:
     return [trace(1.0)] * num_positives + [trace(0.0)] * num_negatives
+
+
+def of_paper(changes: dict[str, Any]) -> RocSettings:
+    """Return the paper's settings with changes."""
+    return RocSettings(**{"down_sample_to_n": 16} | changes)
 
 
 @st.composite
@@ -86,16 +95,14 @@ def test_vectors_of_penalties(vector: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("vector", VECTORS["quotas"], ids=json.dumps)
 def test_vectors_of_quotas(vector: dict[str, Any]) -> None:
-    found = quotas(
-        vector["num_positives"], vector["num_negatives"], RocSettings(**vector["settings"])
-    )
+    found = quotas(vector["num_positives"], vector["num_negatives"], of_paper(vector["settings"]))
     assert found == (vector["keep_positives"], vector["keep_negatives"])
 
 
 @pytest.mark.parametrize("vector", VECTORS["choices"], ids=lambda vector: vector["name"])
 def test_vectors_of_choices(vector: dict[str, Any]) -> None:
     made = [Trace(**one) for one in vector["traces"]]
-    choice = resample(made, RocSettings(**vector["settings"]), Random(0))
+    choice = resample(made, of_paper(vector["settings"]), Random(0))
     assert choice.rejected == vector["rejected"]
     assert choice.dropped == {int(index): why for index, why in vector["dropped"].items()}
     assert choice.kept == vector["kept"]
@@ -120,7 +127,7 @@ def test_quotas_sum_to_n_and_do_not_exceed_the_traces(
 
 @given(st.integers(0, 32))
 def test_half_of_the_negatives_are_kept_if_m_is_2n(num_negatives: int) -> None:
-    kept = quotas(32 - num_negatives, num_negatives, RocSettings())
+    kept = quotas(32 - num_negatives, num_negatives, PAPER)
     assert kept == (16 - num_negatives // 2, num_negatives // 2)
 
 

@@ -245,7 +245,7 @@ def test_credit_comes_back_from_the_journal_and_goes_into_the_batch(
         made = Trajectory("", [1, 2], [turn(len(some), some[0], some)])
         credit = TokenCredit.of(some, 0.25)
         row = {"advantages": credit.advantages, "weights": credit.weights}
-        rows.append({"credit": row, "trajectory": made.to_dict()})
+        rows.append({"credit": row, "trajectory": made.to_dict_per_token()})
     path, _ = run.add_group(1, rows)
     back = run.read_group(path)
     assert [one["trajectory"]["turns"][0]["reward"] for one in back] == [one[0] for one in tokens]

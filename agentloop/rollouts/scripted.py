@@ -19,12 +19,14 @@ from agentloop.agent.named_tools import resolved_tools
 from agentloop.agent.rollout import Budget
 from agentloop.agent.tools import Tool, ToolFunction, as_tool
 from agentloop.environments.environment import Environment
-from agentloop.environments.episodes import EnvironmentGroups, Episode
 from agentloop.environments.player import PlayerHost, ResolveTools, Script
 from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.task import Task, task_of
 from agentloop.errors import RequestError
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.rollouts.player import EnvironmentPlayer
+from agentloop.rollouts.record import RolloutRecord
+from agentloop.rollouts.runner import GroupRunner
 from agentloop.sandbox import Pool
 from agentloop.trajectory import Message
 
@@ -40,12 +42,12 @@ class PlayedRollout:
     Attributes:
         reward: what the environment says that it is worth.
         dialogues: its conversations, as `agentloop sft` reads them.
-        episode: its record; without a model, it has no token ids.
+        record: its record; without a model, it has no token ids.
     """
 
     reward: Reward
     dialogues: list[dict[str, Any]]
-    episode: Episode
+    record: RolloutRecord
 
 
 def call(name: str, text: str = "", /, **arguments: Any) -> Message:
@@ -79,7 +81,7 @@ async def play(
     Raises:
         RequestError: the environment failed.
     """
-    host = PlayerHost(script, pool, partial(_named, tools or {}, pool))
+    host = PlayerHost(script, pool, partial(_named, tools or {}, pool), [])
     return await _play(environment, _task_of(task), host, budget or Budget())
 
 
@@ -103,9 +105,9 @@ async def taught(
         RequestError: the environment, its teacher or a tool's infrastructure failed.
     """
     assert environment.teacher is not None
-    host = PlayerHost(environment.teacher(task, random), pool, resolve)
+    host = PlayerHost(environment.teacher(task, random), pool, resolve, [])
     played = await _play(environment, task, host, budget)
-    for one in played.episode.all_trajectories:
+    for one in played.record.all_trajectories:
         if one.error is not None:
             raise RequestError(f"the teacher's rollout of task {task.id}: {one.error}")
     return [one for one in played.dialogues if one["messages"][-1]["role"] == "assistant"]
@@ -114,13 +116,11 @@ async def taught(
 async def _play(
     environment: Environment, task: Task, host: PlayerHost, budget: Budget
 ) -> PlayedRollout:
-    async with Grader(pool=host.pool) as grader:
-        groups = EnvironmentGroups(environment, host, sampling=Sampling(), grader=grader)
-        (episode,) = await groups(
-            task, size=1, name="played", budget=budget, on_queued=lambda: None
-        )
-    assert episode.reward is not None
-    return PlayedRollout(episode.reward, host.dialogues, episode)
+    async with environment.opened() as opened, Grader(pool=host.pool) as grader:
+        player = EnvironmentPlayer(opened, host, sampling=Sampling(), grader=grader)
+        group = await GroupRunner(player, grader).run(task, "played", size=1, budget=budget)
+    assert host.dialogues is not None
+    return PlayedRollout(group.rewards[0], host.dialogues, group.rollouts[0])
 
 
 def _named(

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from agentloop.errors import RequestError
-from agentloop.training.group_stream import finished_groups
+from agentloop.rollouts.stream import finished_groups
 from agentloop.trajectory import Trajectory
 from tests.patience import patient
 

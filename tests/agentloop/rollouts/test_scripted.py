@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,15 +15,15 @@ import pytest
 import agentloop
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.tools import as_tool
-from agentloop.environments.scripted import taught
+from agentloop.environments.examples.guess_number import guess
+from agentloop.environments.examples.solver_and_checker import solve_and_check
+from agentloop.environments.examples.warehouse import find
+from agentloop.environments.examples.warehouse_server import locate
 from agentloop.environments.tasks.sources import Task
 from agentloop.models import SMALL
+from agentloop.rollouts.scripted import taught
 from agentloop.sandbox import Pool
 from agentloop.training.sft import DialoguesSettings, read_dialogues, trajectories_of
-from examples.guess_number import guess
-from examples.solver_and_checker import solve_and_check
-from examples.warehouse import find
-from examples.warehouse_server import locate
 
 # A script may be the first to import the parser of schemas, which takes seconds on a busy machine.
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -50,7 +50,7 @@ def halves(messages: Sequence[agentloop.Message]) -> agentloop.Message | str:
 async def test_a_script_plays_a_game() -> None:
     played = await agentloop.play(guess, TASK, halves)
     assert played.reward.parts["found"] == 1.0
-    (trajectory,) = played.episode.trajectories
+    (trajectory,) = played.record.trajectories
     assert trajectory.answer.endswith("It is 37.")
     assert [call.arguments["number"] for call in trajectory.calls] == [50, 25, 37]
     assert [result.content for result in trajectory.results] == ["lower", "higher", "right"]
@@ -59,7 +59,7 @@ async def test_a_script_plays_a_game() -> None:
 async def test_a_script_keeps_to_the_number_of_turns() -> None:
     played = await agentloop.play(guess, TASK, halves, budget=agentloop.Budget(max_turns=2))
     assert played.reward.parts["found"] == 0.0
-    assert played.episode.trajectories[0].stop_reason is agentloop.StopReason.TURN_BUDGET
+    assert played.record.trajectories[0].stop_reason is agentloop.StopReason.TURN_BUDGET
 
 
 async def test_the_dialogues_can_be_learned_from(tmp_path: Path) -> None:
@@ -84,13 +84,13 @@ async def test_an_examples_teacher_is_understood_and_wins_sometimes(
     name: str, tmp_path: Path
 ) -> None:
     environment, part, tools = LEARNABLE[name]
-    assert callable(environment.tasks)
+    make_task = cast("Callable[[Random], Mapping[str, Any]]", environment.tasks)
     assert environment.teacher is not None
     won: list[float] = []
     dialogues: list[dict[str, Any]] = []
     for number in range(40):
         rng = Random(number)
-        task = task_of(environment.tasks(rng))
+        task = task_of(make_task(rng))
         played = await agentloop.play(
             environment, task, environment.teacher(task, rng), tools=tools
         )
@@ -134,7 +134,7 @@ async def test_a_script_plays_all_agents_and_replies() -> None:
 
     played = await agentloop.play(solve_and_check, {"prompt": "2, 3 or 6?", "answer": 6}, both)
     assert played.reward.value == 1.0
-    assert played.episode.others["checker"].reward == 1.0
+    assert played.record.others["checker"].reward == 1.0
     assert len(played.dialogues) == 2
 
     @agentloop.environment

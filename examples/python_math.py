@@ -3,7 +3,8 @@
     agentloop evaluate env=python-math --tasks problems.jsonl
     agentloop train env=python-math tasks.kind=jsonl 'tasks.paths=["problems.jsonl"]'
 
-The problems are those of `tasks`, and answers are checked as `reward` says.
+The problems are those of `tasks`, and answers are checked as `reward` says. To change it, copy the
+file, and name the copy: env=my_math:python_math.
 """
 
 from __future__ import annotations
@@ -13,10 +14,7 @@ from typing import Annotated, Literal
 
 import pydantic
 
-from agentloop.environments.agent import Agent
-from agentloop.environments.environment import environment
-from agentloop.environments.tasks.sources import Task
-from agentloop.trajectory import Trajectory
+import agentloop
 
 __all__ = ["python_math"]
 
@@ -45,15 +43,15 @@ def _with_problem(template: str) -> str:
     return template
 
 
-@environment
+@agentloop.environment
 async def python_math(
-    task: Task,
-    agent: Agent,
+    task: agentloop.Task,
+    agent: agentloop.Agent,
     *,
     tools: Sequence[PythonTool] = ("python_code_with_standard_io",),
     system: str = _SYSTEM,
     template: Annotated[str, pydantic.AfterValidator(_with_problem)] = _TEMPLATE,
-) -> Trajectory:
+) -> agentloop.Trajectory:
     """Let the model solve a problem with Python, and have its answer checked.
 
     Args:

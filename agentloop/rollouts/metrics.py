@@ -1,0 +1,223 @@
+"""The metrics of a step's groups of rollouts. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from agentloop.rollouts.record import RolloutGroup, RolloutRecord
+from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
+
+__all__ = [
+    "GroupFigures",
+    "RolloutFigures",
+    "RolloutMetrics",
+    "about",
+    "about_each",
+    "mean",
+    "mean_parts",
+    "percent",
+    "rewards_of_each",
+]
+
+
+_TRUNCATED = (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFigures:
+    """The figures of one scored rollout.
+
+    Attributes:
+        reward: its reward; None: it has none.
+        no_reward: why it has none (`NoReward`).
+        reason: the same in words, or how it got its reward.
+        parts: the named parts of its reward.
+        tool_errors: the share of its calls that failed; None: it made none.
+        num_tokens: number of sampled tokens.
+        truncated: whether it ran out of its budget of tokens or turns.
+        versions: versions of the weights that sampled it.
+    """
+
+    reward: float | None
+    no_reward: str | None = None
+    reason: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    tool_errors: float | None = None
+    num_tokens: int = 0
+    num_turns: int = 0
+    truncated: bool = False
+    versions: Sequence[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, rollout: RolloutRecord) -> RolloutFigures:
+        """Compute the figures of a rollout, from the conversations of its own agent."""
+        trajectories, reward = rollout.trajectories, rollout.reward
+        assert reward is not None
+        num_tokens = sum(one.num_sampled_tokens for one in trajectories)
+        spans = (span for one in trajectories for turn in one for span in turn.versions)
+        return cls(
+            reward.value,
+            rollout.no_reward,
+            reward.reason,
+            dict(reward.parts),
+            _tool_error_ratio(trajectories),
+            num_tokens if rollout.num_tokens is None else rollout.num_tokens,
+            sum(len(one.turns) for one in trajectories),
+            any(one.stop_reason in _TRUNCATED for one in trajectories),
+            sorted({span.version for span in spans}),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFigures:
+    """The figures of a group, as the journal keeps them.
+
+    Attributes:
+        rejected: why no rollout of the group was selected; None: some were, or there was no
+            selection.
+    """
+
+    rollouts: Sequence[RolloutFigures] = field(default_factory=list)
+    rejected: str | None = None
+
+    @classmethod
+    def of(cls, group: RolloutGroup, rejected: str | None = None) -> GroupFigures:
+        return cls([RolloutFigures.of(rollout) for rollout in group.rollouts], rejected)
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> GroupFigures:
+        """Rebuild figures from the output of `asdict`; without any, those of an empty group."""
+        rollouts = [RolloutFigures(**rollout) for rollout in row.get("rollouts", ())]
+        return cls(rollouts, row.get("rejected"))
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutMetrics:
+    """Metrics of rollouts. Means are over rollouts with a reward.
+
+    Attributes:
+        reward: mean reward; None: no rollout has one.
+        tool_errors_in_correct: mean share of failed calls in rollouts with a positive reward that
+            make calls; None: there are none.
+        without_reward: number of rollouts without one, by the reason (`NoReward`).
+        num_groups_rejected: number of groups that were not selected for training.
+        num_sampled_tokens: number of sampled tokens of rollouts with a reward.
+        length_mean: mean number of sampled tokens.
+        versions_mean: mean number of versions of the weights that sampled a rollout.
+        truncated: share of rollouts that ran out of their budget of tokens or turns.
+        pass_at_k: share of groups with at least one positive reward.
+    """
+
+    reward: float | None
+    tool_errors_in_correct: float | None
+    num_rollouts: int
+    num_without_reward: int
+    without_reward: Mapping[str, int]
+    num_groups_rejected: int
+    num_sampled_tokens: int
+    length_mean: float
+    turns_mean: float
+    versions_mean: float
+    truncated: float
+    pass_at_k: float
+
+    def row(self) -> dict[str, Any]:
+        """Return the metrics as plain data, those by reason as `without_reward/REASON`."""
+        row = asdict(self)
+        by_reason = row.pop("without_reward")
+        return row | {f"without_reward/{reason}": num for reason, num in by_reason.items()}
+
+
+def about(groups: Sequence[GroupFigures]) -> RolloutMetrics:
+    """Compute metrics from the figures of groups."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scored = [(rollout, rollout.reward) for rollout in rollouts if rollout.reward is not None]
+    ratios = [
+        rollout.tool_errors
+        for rollout, reward in scored
+        if reward > 0 and rollout.tool_errors is not None
+    ]
+    lengths = [rollout.num_tokens for rollout, _ in scored]
+    return RolloutMetrics(
+        reward=statistics.fmean(reward for _, reward in scored) if scored else None,
+        tool_errors_in_correct=statistics.fmean(ratios) if ratios else None,
+        num_rollouts=len(rollouts),
+        num_without_reward=len(rollouts) - len(scored),
+        without_reward=dict(Counter(str(one.no_reward) for one in rollouts if one.reward is None)),
+        num_groups_rejected=sum(group.rejected is not None for group in groups),
+        num_sampled_tokens=sum(lengths),
+        length_mean=_fmean(lengths),
+        turns_mean=_fmean([rollout.num_turns for rollout, _ in scored]),
+        versions_mean=_fmean([len(rollout.versions) for rollout, _ in scored]),
+        truncated=_fmean([rollout.truncated for rollout, _ in scored]),
+        pass_at_k=_fmean(
+            [any((rollout.reward or 0) > 0 for rollout in group.rollouts) for group in groups]
+        ),
+    )
+
+
+def about_each(groups: Iterable[tuple[str, GroupFigures]]) -> dict[str, Any]:
+    """Compute the metrics of each environment, by names such as `env/guess/reward`.
+
+    The means of the parts of a reward are `env/guess/part/found`.
+
+    Args:
+        groups: the name of each group's environment, and its figures. Groups without a name, of a
+            run with a single environment, have only the parts: `part/found`.
+    """
+    groups_of: dict[str, list[GroupFigures]] = {}
+    for name, group in groups:
+        groups_of.setdefault(name, []).append(group)
+    metrics: dict[str, Any] = {}
+    for name in sorted(groups_of):
+        prefix = f"env/{name}/" if name else ""
+        if name:
+            of_all = about(groups_of[name]).row()
+            metrics |= {f"{prefix}{metric}": value for metric, value in of_all.items()}
+        parts = mean_parts(groups_of[name])
+        metrics |= {f"{prefix}part/{part}": mean for part, mean in parts.items()}
+    return metrics
+
+
+def mean_parts(groups: Sequence[GroupFigures]) -> dict[str, float]:
+    """Return the mean of each named part of the reward, over the rollouts that have it."""
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        for rollout in group.rollouts:
+            for part, value in rollout.parts.items():
+                values.setdefault(part, []).append(value)
+    return {part: statistics.fmean(values[part]) for part in sorted(values)}
+
+
+def rewards_of_each(metrics: Mapping[str, Any]) -> str:
+    """Return the rewards among the result of `about_each` in words; empty if there are none."""
+    told = [
+        f"{name.split('/')[1]} {mean(value)}"
+        for name, value in metrics.items()
+        if name.startswith("env/") and name.endswith("/reward") and "/part/" not in name
+    ]
+    return f" ({', '.join(told)})" if told else ""
+
+
+def _fmean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
+def _tool_error_ratio(trajectories: Sequence[Trajectory]) -> float | None:
+    """Return the share of a rollout's calls that failed, or None without calls."""
+    ours = (ToolCallStatus.CANCELLED, ToolCallStatus.INFRASTRUCTURE)
+    results = [result for one in trajectories for result in one.results]
+    statuses = [result.status for result in results if result.status not in ours]
+    return sum(status.failed for status in statuses) / len(statuses) if statuses else None
+
+
+def mean(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f}%"

@@ -1,0 +1,506 @@
+"""Play rollouts in an environment; the built-in agent, which answers the prompt, is one.
+
+Failures are attributed where they happen:
+
+    the infrastructure   a conversation was lost to it: no reward
+    the environment      it raised, returned nonsense or ran out of time: no reward
+    the agent            an exception that the environment declares as its doing (`agent_errors`):
+                         the declared reward; all else is what the environment returns
+
+A rollout's time begins when its group is admitted. Nothing that happens after the environment has
+returned or run out of time counts: conversations that still run are stopped.
+
+If the environment fails for each rollout of a group, the task is refused, and a run of refused
+tasks ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import anyio
+
+from agentloop.agent.rollout import Budget
+from agentloop.agent.tools import Tool
+from agentloop.aio import Slot
+from agentloop.environments.agent import Agent, Host, Siblings, conversation_of
+from agentloop.environments.environment import (
+    Environment,
+    EnvSettings,
+    check_turn_rewards,
+    load,
+    reward_of,
+)
+from agentloop.environments.mixture import RunEnvironment
+from agentloop.environments.player import PlayerHost
+from agentloop.environments.rewards.reward import Grader, Reward, finite_number
+from agentloop.environments.tasks.sources import Task
+from agentloop.errors import (
+    EnvironmentFailed,
+    InfrastructureFailed,
+    RewardError,
+    ServerError,
+    leaves,
+    place_of,
+    sole,
+    summary_of,
+)
+from agentloop.events import Emit, Event, RolloutFinished, RolloutStarted, ignore
+from agentloop.inference.scheduling.group_gate import AdmittedGroup
+from agentloop.inference.sglang.sampling import Sampling
+from agentloop.rollouts.record import AgentRecord, NoReward, RolloutRecord
+from agentloop.rollouts.runner import Player, Sibling
+from agentloop.trajectory import Message, StopReason, Trajectory
+
+__all__ = [
+    "AgentPlayer",
+    "EnvironmentPlayer",
+    "EnvironmentSibling",
+    "endpoint_player_of",
+    "environment_player",
+    "player_of",
+]
+
+log = logging.getLogger(__name__)
+
+_ENVIRONMENT = StopReason.ENVIRONMENT
+_INFRASTRUCTURE = StopReason.INFRASTRUCTURE
+
+# The environment has more time than its conversations, for its own code: a slow server must not
+# make the environment late.
+_TIME_FACTOR = 1.1
+# An environment that has not ended this long after its time is left behind in what it waits for.
+_GRACE_S = 5.0
+
+
+OnEnd = Callable[[str, bool], None]
+"""Called with a rollout's name when it ends, and with whether it ended normally."""
+
+
+def _ignore_end(name: str, is_whole: bool) -> None:
+    """Do nothing: nobody has admitted the group."""
+
+
+class Gate(Protocol):
+    """Keeps groups waiting until they may start; implemented by `Router`."""
+
+    async def wait_for_capacity(self, size: int) -> None: ...
+
+    def group(
+        self, name: str, size: int, num_prompt: int, *, is_single: bool
+    ) -> AbstractAsyncContextManager[AdmittedGroup]: ...
+
+
+class Runner(Host, Protocol):
+    """Runs conversations; implemented by `agentloop.runtime.Runtime`."""
+
+    @property
+    def router(self) -> Gate: ...
+
+    @property
+    def own_tools(self) -> list[Tool]: ...
+
+    async def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]: ...
+
+
+def environment_player(
+    settings: EnvSettings, runner: Runner, *, sampling: Sampling, emit: Emit, **options: Any
+) -> EnvironmentPlayer | AgentPlayer:
+    """Return what plays the environment of the settings, or else the agent on each prompt.
+
+    Takes the options of `EnvironmentPlayer`.
+
+    Raises:
+        SettingsError: there is no such environment, or an argument of it is invalid.
+    """
+    options |= {"sampling": sampling, "emit": emit}
+    environment = load(settings)
+    if environment is None:
+        return AgentPlayer(runner, runner.own_tools, **options)
+    return EnvironmentPlayer(environment, runner, gate=runner.router, **options)
+
+
+def player_of(environments: Sequence[RunEnvironment], runner: Runner, **options: Any) -> Player:
+    """Return what plays each task in its environment, with that environment's budget.
+
+    Takes the options of `environment_player`, and raises the same.
+    """
+    players = {one.name: environment_player(one.env, runner, **options) for one in environments}
+    return players[""] if "" in players else _MixedPlayer(environments, players)
+
+
+def endpoint_player_of(
+    environments: Sequence[RunEnvironment], host: PlayerHost, *, max_groups: int, **options: Any
+) -> Player:
+    """Return the same, with an endpoint in place of the model.
+
+    Takes the options of `EnvironmentPlayer`.
+
+    Args:
+        max_groups: maximum number of groups in flight.
+
+    Raises:
+        SettingsError: an environment cannot be loaded.
+    """
+    gate = _SlotGate(max_groups)
+    players: dict[str, Player] = {}
+    for one in environments:
+        environment = one.load()
+        assert environment is not None, "an endpoint has no tools of its own"
+        players[one.name] = EnvironmentPlayer(environment, host, gate=gate, **options)
+    return players[""] if "" in players else _MixedPlayer(environments, players)
+
+
+class _SlotGate:
+    """Admits a number of groups at a time, where there are no servers of ours (`Gate`)."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._slots = anyio.CapacityLimiter(num_slots)
+
+    async def wait_for_capacity(self, size: int) -> None:
+        async with self._slots:  # no deadline: groups in flight have theirs
+            return
+
+    @asynccontextmanager
+    async def group(
+        self, name: str, size: int, num_prompt: int, *, is_single: bool
+    ) -> AsyncIterator[AdmittedGroup]:
+        async with Slot(self._slots):
+            yield AdmittedGroup(name, ())
+
+
+class _MixedPlayer:
+    """Plays each task in its environment (`Player`)."""
+
+    def __init__(
+        self, environments: Sequence[RunEnvironment], players: Mapping[str, Player]
+    ) -> None:
+        self._environments = {one.name: one for one in environments}
+        self._players = players
+
+    async def wait_for_capacity(self, size: int) -> None:
+        """Implement `Player`: all environments have the same servers."""
+        await next(iter(self._players.values())).wait_for_capacity(size)
+
+    def group(
+        self, task: Task, *, budget: Budget, **options: Any
+    ) -> AbstractAsyncContextManager[Sequence[Sibling]]:
+        """Implement `Player`."""
+        own = self._environments[task.env].budget_of(budget)
+        return self._players[task.env].group(task, budget=own, **options)
+
+
+class EnvironmentPlayer:
+    """Plays rollouts in an environment (`Player`)."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        host: Host,
+        *,
+        sampling: Sampling,
+        emit: Emit = ignore,
+        grader: Grader | None = None,
+        gate: Gate | None = None,
+        with_text: bool = False,
+        has_names: bool = True,
+    ) -> None:
+        """
+        Args:
+            sampling: parameters; with a seed, each rollout has its own.
+            emit: called with the events of all conversations.
+            grader: checks answers for `agent.grade`; None: the environment must do so itself.
+            gate: where a group waits until it may start; None: it starts at once.
+            with_text: as for `Agent`.
+            has_names: whether seeds are derived from the name of the group, too.
+        """
+        self._environment = environment
+        self._host = host
+        self._sampling = sampling
+        self._emit = emit
+        self._with_text = with_text
+        self._grader = grader
+        self._gate = gate
+        self._has_names = has_names
+
+    async def wait_for_capacity(self, size: int) -> None:
+        """Implement `Player`."""
+        if self._gate is not None:
+            await self._gate.wait_for_capacity(size)  # no deadline: groups in flight have theirs
+
+    @asynccontextmanager
+    async def group(
+        self,
+        task: Task,
+        *,
+        size: int,
+        name: str,
+        budget: Budget,
+        on_queued: Callable[[], None] = lambda: None,
+    ) -> AsyncIterator[list[EnvironmentSibling]]:
+        """Implement `Player`."""
+        prompt_ids = await self._prompt_ids(task)
+        on_queued()
+        async with AsyncExitStack() as stack:
+            on_end: OnEnd = _ignore_end
+            if self._gate is not None:
+                is_single = prompt_ids is not None
+                waiting = self._gate.group(name, size, len(prompt_ids or ()), is_single=is_single)
+                on_end = (await stack.enter_async_context(waiting)).end
+            siblings = await self._siblings(task, size, name, budget, prompt_ids, on_end)
+            yield siblings
+        failures = [one.failure for one in siblings if one.failure is not None]
+        if len(failures) == size:
+            raise EnvironmentFailed(f"environment {self._environment.name}: {failures[0]}")
+
+    async def _prompt_ids(self, task: Task) -> list[int] | None:
+        """Return the prompt with which each rollout begins and ends, if it is known beforehand."""
+        return None
+
+    async def _siblings(
+        self,
+        task: Task,
+        size: int,
+        name: str,
+        budget: Budget,
+        prompt_ids: list[int] | None,
+        on_end: OnEnd,
+    ) -> list[EnvironmentSibling]:
+        if prompt_ids is None:  # an environment may have clients, the built-in agent has none
+            await self._host.listen_for_sessions()
+        sampling = self._sampling.of_group(name) if self._has_names else self._sampling
+        siblings = Siblings(name, prompt_ids)
+        counts: dict[str, int] = {}
+
+        def emit_labelled(event: Event) -> None:
+            # A conversation that shares no prompt with its siblings is one of the group, too.
+            if isinstance(event, RolloutStarted):
+                event = replace(event, group=name)
+            elif isinstance(event, RolloutFinished) and event.num_tokens is not None:
+                counts[event.rollout_id] = event.num_tokens
+            self._emit(event)
+
+        return [
+            EnvironmentSibling(
+                self._environment,
+                task,
+                Agent(
+                    self._host,
+                    emit_labelled,
+                    id=f"{name}.{index}",
+                    sampling=sampling.of_sibling(index),
+                    budget=budget,
+                    with_text=self._with_text,
+                    grade=partial(self._grader.score, task=task) if self._grader else None,
+                    siblings=siblings,
+                ),
+                budget.timeout_s,
+                on_end,
+                counts,
+            )
+            for index in range(size)
+        ]
+
+
+class AgentPlayer(EnvironmentPlayer):
+    """Lets the built-in agent answer each task's prompt (`Player`): an environment of one line."""
+
+    def __init__(self, runner: Runner, tools: Sequence[Tool], **options: Any) -> None:
+        """Takes the options of `EnvironmentPlayer`, besides the tools of the agent."""
+
+        async def agent(task: Task, agent: Agent) -> Trajectory:
+            return await agent.run(task.prompt, tools=tools)
+
+        super().__init__(_BuiltIn(agent), runner, gate=runner.router, **options)
+        self._runner = runner
+        self._tools = tools
+
+    async def _prompt_ids(self, task: Task) -> list[int]:
+        return await self._runner.prompt_ids(conversation_of(task.prompt), self._tools)
+
+
+class _BuiltIn(Environment):
+    """The built-in agent as an environment: what fails in it is not the work of a user."""
+
+
+@dataclass(slots=True)
+class EnvironmentSibling:
+    """A rollout in an environment (`Sibling`).
+
+    Attributes:
+        counts: sampled tokens of conversations, where an endpoint has counted them.
+        failure: what the environment failed with, once it has.
+    """
+
+    environment: Environment
+    task: Task
+    agent: Agent
+    timeout_s: float
+    on_end: OnEnd
+    counts: Mapping[str, int]
+    failure: str | None = None
+
+    async def play(self) -> RolloutRecord:
+        """Implement `Sibling`."""
+        end, record = await self._run()
+        self.on_end(self.agent.id, end.cut is None)
+        if end.cut is _ENVIRONMENT and end.reward is not None:
+            self.failure = end.reward.reason
+        counted = [self.counts[one.id] for one in record.trajectories if one.id in self.counts]
+        record.num_tokens = sum(counted) if counted else None
+        return record
+
+    def cut_off(self) -> RolloutRecord:
+        """Implement `Sibling`."""
+        return _record(self.agent, _STRAGGLER)
+
+    async def _run(self) -> tuple[_End, RolloutRecord]:
+        """Run the environment; return how the rollout ended, and its record at that moment.
+
+        It runs in a task of its own: it can then be left behind, whatever it does with its
+        cancellation, and what it does wrong with cancel scopes stays its own.
+
+        Raises:
+            RewardError: the user's reward function failed.
+        """
+        agent, is_late = self.agent, False
+
+        def end_of(value: Any, error: BaseException | None) -> tuple[_End, RolloutRecord]:
+            agent.close(None if error is None and not is_late else _ENVIRONMENT)
+            if agent.failure is not None:
+                end = _End.lost(agent.failure, _INFRASTRUCTURE)
+            elif any(one.stop_reason is StopReason.CANCELLED for one in agent.trajectories):
+                end = _End.lost("it was cancelled", StopReason.CANCELLED)
+            elif is_late:
+                why = f"the environment ran out of time ({self.timeout_s:g} s)"
+                end = _End.lost(why, _ENVIRONMENT)
+            else:
+                end = self._end_of_value(value) if error is None else self._end_of_error(error)
+            return end, _record(agent, end)
+
+        async def run() -> tuple[_End, RolloutRecord]:
+            try:
+                value = await self.environment(self.task, agent)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # whatever it is: the environment is the user's code
+                return end_of(None, error)
+            return end_of(value, None)  # in the same step: what happens later does not count
+
+        # Not in a task group: that would wait for an environment that ignores its cancellation.
+        running = asyncio.ensure_future(run())
+        try:
+            await asyncio.wait([running], timeout=_TIME_FACTOR * self.timeout_s)
+        finally:
+            is_late = not running.done()
+            if is_late:
+                agent.close(_ENVIRONMENT)
+                running.cancel()
+                with anyio.move_on_after(_GRACE_S, shield=True):
+                    await asyncio.wait([running])
+        if running.done() and not running.cancelled():
+            return running.result()
+        return end_of(None, None)
+
+    def _end_of_value(self, value: Any) -> _End:
+        """Return the end of a rollout of which the environment has returned a value."""
+        try:
+            for one in (self.agent, *self.agent.others.values()):
+                check_turn_rewards(one.trajectories)
+                if one.reward is not None:
+                    one.reward = finite_number(one.reward, f"reward of {one.id}")
+            if isinstance(value, Trajectory):
+                return _End(None, to_grade=value)
+            return _End(reward_of(value, self.environment.weights))
+        except Exception as error:  # a value may be anything
+            return _End.lost(f"the environment gave a bad value: {error}", _ENVIRONMENT)
+
+    def _end_of_error(self, error: BaseException) -> _End:
+        """Return the end of a rollout in which the environment raised an error.
+
+        Raises:
+            RewardError: the user's reward function failed.
+            RequestError: the task is no valid request of the built-in agent.
+        """
+        for leaf in leaves(error):
+            if isinstance(leaf, RewardError):  # a function of the settings
+                raise leaf from None
+            if isinstance(leaf, InfrastructureFailed | ServerError):
+                return _End.lost(str(leaf), _INFRASTRUCTURE)
+        cause = sole(error)
+        if isinstance(self.environment, _BuiltIn):
+            raise cause
+        what = summary_of(cause)
+        what += f" ({place})" if (place := place_of(cause)) else ""
+        reward = self.environment.reward_of_error(error)
+        if reward is not None:
+            return _End(Reward(reward, None, f"the agent caused {what}"), StopReason.ANSWERED)
+        log.warning("%s failed on task %s", self.environment.name, self.task.id, exc_info=error)
+        return _End.lost(f"the environment raised {what}", _ENVIRONMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The end of a rollout.
+
+    Attributes:
+        cut: how conversations that were cut off by it ended; None: the environment ended them.
+        to_grade: the conversation whose answer is to be checked, for the reward.
+    """
+
+    reward: Reward | None
+    cut: StopReason | None = None
+    to_grade: Trajectory | None = None
+
+    @classmethod
+    def lost(cls, why: str, cut: StopReason) -> _End:
+        """Return the end of a rollout without a reward."""
+        return cls(Reward(None, None, f"{_PREFIXES.get(cut, '')}{why}"), cut)
+
+
+_NO_REWARD = {
+    _INFRASTRUCTURE: NoReward.INFRASTRUCTURE,
+    _ENVIRONMENT: NoReward.ENVIRONMENT,
+    StopReason.STRAGGLER: NoReward.STOPPED,
+    StopReason.CANCELLED: NoReward.CANCELLED,
+}
+_PREFIXES = {_INFRASTRUCTURE: "infrastructure: "}
+_STRAGGLER = _End.lost("stopped: enough rollouts of its group had ended", StopReason.STRAGGLER)
+
+
+def _record(agent: Agent, end: _End) -> RolloutRecord:
+    """Return the record of a rollout as it is now."""
+    others = {
+        name: AgentRecord(_copies(other), other.reward, other.is_trained)
+        for name, other in agent.others.items()
+    }
+    no_reward = None if end.cut is None else _NO_REWARD.get(end.cut)
+    record = RolloutRecord(agent.id, _copies(agent), end.reward, others, no_reward, end.to_grade)
+    if not record.all_trajectories:  # a record, so that the reason is not lost
+        reason = end.reward.reason if end.reward is not None and end.cut is not None else None
+        empty = Trajectory(agent.id, [], [], end.cut or _ENVIRONMENT, reason)
+        empty.created_unix_s = time.time()
+        record.trajectories = [empty]
+        if record.may_count:
+            record.reward = Reward(None, None, "its agent did not run: nothing was sampled")
+            record.no_reward = NoReward.NOT_SAMPLED
+    if end.cut is not None:
+        for trajectory in record.all_trajectories:
+            if trajectory.stop_reason is _ENVIRONMENT:  # cut off by what ended the rollout
+                trajectory.stop_reason = end.cut
+    return record
+
+
+def _copies(agent: Agent) -> list[Trajectory]:
+    """Return an agent's conversations with turns that nobody else changes."""
+    return [
+        replace(one, turns=[replace(turn, token_rewards=[*turn.token_rewards]) for turn in one])
+        for one in agent.trajectories
+    ]

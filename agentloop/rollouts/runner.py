@@ -1,0 +1,213 @@
+"""Play the rollouts of a task and score them: one path, whoever the agent is.
+
+    task ──admitted──> siblings ──each as it ends──> checked, graded, judged ──> RolloutGroup
+                          ▲                │
+                          └──stopped───────┘  when enough of them have ended
+
+What the siblings are is up to a `Player`: an environment, the built-in agent as one, or an
+endpoint. What becomes of the group is up to the caller: training selects rollouts and gives
+credit, an evaluation repeats those that have no reward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import anyio
+
+from agentloop.agent.rollout import Budget
+from agentloop.aio import task_group
+from agentloop.environments.rewards.reward import Grader, Reward
+from agentloop.environments.tasks.sources import Task
+from agentloop.errors import RequestError, culprit
+from agentloop.events import Emit, GroupFinished, GroupStarted, RolloutScored, ignore
+from agentloop.rollouts.record import NoReward, RolloutGroup, RolloutRecord
+
+__all__ = ["FlawOf", "GroupRunner", "Judge", "Player", "Select", "Sibling", "play_siblings"]
+
+FlawOf = Callable[[RolloutRecord], "tuple[NoReward, str] | None"]
+"""Returns why a rollout must not be scored, such as other weights, also in words; or None."""
+
+Judge = Callable[[RolloutRecord], Awaitable[None]]
+"""Judges a rollout that has a reward; may replace the reward by none."""
+
+Select = Callable[[RolloutGroup], GroupFinished]
+"""Decides what becomes of a group."""
+
+
+class Sibling(Protocol):
+    """One rollout of a group."""
+
+    async def play(self) -> RolloutRecord:
+        """Run the rollout to its end; its failures are in the record."""
+        ...
+
+    def cut_off(self) -> RolloutRecord:
+        """Return the record of a rollout of which `play` was cancelled, or has not begun."""
+        ...
+
+
+class Player(Protocol):
+    """Plays rollouts: an environment, several, or an endpoint."""
+
+    async def wait_for_capacity(self, size: int) -> None:
+        """Wait for the capacity to start a group of `size` rollouts."""
+        ...
+
+    def group(
+        self,
+        task: Task,
+        *,
+        size: int,
+        name: str,
+        budget: Budget,
+        on_queued: Callable[[], None],
+    ) -> AbstractAsyncContextManager[Sequence[Sibling]]:
+        """Wait until a group may start; return its rollouts, to be played within the context.
+
+        Args:
+            name: name of the group; the rollouts are `NAME.0`, `NAME.1`, ...
+            on_queued: called when the group is queued for capacity, so that the next one may be
+                admitted.
+
+        Raises:
+            RequestError: the task cannot be run.
+            EnvironmentFailed: the environment failed on all rollouts; raised at the exit.
+        """
+        ...
+
+
+async def play_siblings(
+    siblings: Sequence[Sibling],
+    *,
+    enough: int = 0,
+    on_end: Callable[[RolloutRecord], object] = lambda record: None,
+) -> list[RolloutRecord]:
+    """Play the rollouts of a group concurrently.
+
+    Args:
+        enough: stop the remaining ones, the slowest, when this many have ended that may count; 0:
+            never.
+        on_end: called with each rollout as it ends.
+    """
+    records: dict[int, RolloutRecord] = {}
+    num_ended = 0
+
+    async def play(index: int) -> None:
+        nonlocal num_ended
+        record = records[index] = await siblings[index].play()
+        on_end(record)
+        num_ended += record.may_count
+        if enough and num_ended == enough:
+            playing.cancel_scope.cancel()
+
+    try:
+        async with anyio.create_task_group() as playing:
+            for index in range(len(siblings)):
+                playing.start_soon(play, index)
+    except ExceptionGroup as errors:
+        # Usually all fail alike. A failure that ends the run goes before a refused task.
+        error = culprit(errors, RequestError)
+        raise error from error.__cause__
+    for index, sibling in enumerate(siblings):
+        if index not in records:
+            records[index] = sibling.cut_off()
+            on_end(records[index])
+    return [records[index] for index in range(len(siblings))]
+
+
+class GroupRunner:
+    """Plays and scores groups of rollouts."""
+
+    def __init__(
+        self, player: Player, grader: Grader, *, enough: int = 0, emit: Emit = ignore
+    ) -> None:
+        """
+        Args:
+            grader: checks the answers of rollouts that have no reward of an environment.
+            enough: as in `play_siblings`; ignored for groups that are not larger.
+            emit: called with events about groups and rewards.
+        """
+        self._player = player
+        self._grader = grader
+        self._enough = enough
+        self._emit = emit
+
+    async def wait_for_capacity(self, size: int) -> None:
+        """Wait for the capacity to start a group of `size` rollouts."""
+        await self._player.wait_for_capacity(size)
+
+    async def run(
+        self,
+        task: Task,
+        name: str,
+        *,
+        size: int,
+        budget: Budget,
+        is_chosen: bool = False,
+        on_queued: Callable[[], None] = lambda: None,
+        flaw_of: FlawOf = lambda rollout: None,
+        judge: Judge | None = None,
+        select: Select | None = None,
+    ) -> RolloutGroup:
+        """Play and score a group.
+
+        Args:
+            name: name of the group, which determines its seeds.
+            is_chosen: whether rollouts to train on are chosen from it, for events.
+            on_queued: called when the group is queued for capacity.
+            flaw_of: checks each rollout that may have a reward before it is scored.
+            judge: judges each rollout that has a reward.
+            select: decides what becomes of the group, for the event about its end.
+
+        Raises:
+            RequestError: the task cannot be run.
+            RewardError: a reward function of the user's failed.
+        """
+        self._emit(GroupStarted(name, task.id, task.prompt, task.answer, size, is_chosen))
+        finished = GroupFinished(name, is_chosen=is_chosen)
+
+        async def score(rollout: RolloutRecord) -> None:
+            begun = time.monotonic()
+            rollout.reward = await self._reward(task, rollout, flaw_of)
+            if judge is not None and rollout.reward.value is not None:
+                await judge(rollout)
+            reward = rollout.reward
+            if reward.value is None and rollout.no_reward is None:
+                rollout.no_reward = NoReward.NOT_GIVEN
+            scored = reward.value, reward.answer, reward.reason, time.monotonic() - begun
+            for trajectory in rollout.all_trajectories:
+                self._emit(RolloutScored(trajectory.id, *scored))
+
+        try:
+            async with task_group(only_first=True) as scoring:  # while siblings still run
+                async with self._player.group(
+                    task, size=size, name=name, budget=budget, on_queued=on_queued
+                ) as siblings:
+                    rollouts = await play_siblings(
+                        siblings,
+                        enough=self._enough if self._enough < size else 0,
+                        on_end=lambda rollout: scoring.start_soon(score, rollout),
+                    )
+            group = RolloutGroup(task, rollouts)
+            finished = GroupFinished(name, mean_reward=group.mean_reward, is_chosen=is_chosen)
+            if select is not None:
+                finished = select(group)
+        finally:
+            self._emit(finished)
+        return group
+
+    async def _reward(self, task: Task, rollout: RolloutRecord, flaw_of: FlawOf) -> Reward:
+        """Return the reward of a rollout, which has none if it says nothing about the model."""
+        if rollout.reward is not None and rollout.reward.value is None:
+            return rollout.reward
+        if (flaw := flaw_of(rollout)) is not None:
+            rollout.no_reward, reason = flaw
+            return Reward(None, None, reason)
+        if rollout.to_grade is not None:
+            return await self._grader.score(rollout.to_grade, task)
+        assert rollout.reward is not None
+        return rollout.reward

@@ -1,0 +1,77 @@
+"""Players of made-up rollouts, and groups of a player without their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anyio.lowlevel
+
+from agentloop.agent.rollout import Budget
+from agentloop.environments.tasks.sources import Task
+from agentloop.rollouts.record import NoReward, RolloutRecord
+from agentloop.rollouts.runner import Player, play_siblings
+from agentloop.trajectory import StopReason, Trajectory
+
+
+async def records_of(
+    player: Player,
+    task: Task,
+    *,
+    size: int = 1,
+    name: str = "1-t",
+    budget: Budget | None = None,
+    enough: int = 0,
+) -> list[RolloutRecord]:
+    """Play a group, and return its records before they are scored."""
+    async with player.group(
+        task, size=size, name=name, budget=budget or Budget(), on_queued=lambda: None
+    ) as siblings:
+        return await play_siblings(siblings, enough=enough)
+
+
+@dataclass
+class Finished:
+    """A rollout that has ended already (`Sibling`)."""
+
+    record: RolloutRecord
+
+    async def play(self) -> RolloutRecord:
+        return self.record
+
+    def cut_off(self) -> RolloutRecord:
+        return self.record
+
+
+@dataclass
+class GroupPlayer:
+    """Plays the rollouts that a function makes (`Player`).
+
+    Attributes:
+        run_group: makes the trajectories of a group, with the arguments `size`, `name`, `budget`
+            and `on_queued` besides the prompt; or their records.
+        wait: is `wait_for_capacity`.
+    """
+
+    run_group: Callable[..., Awaitable[Sequence[Trajectory | RolloutRecord]]]
+    wait: Callable[[int], Awaitable[None]] | None = None
+
+    async def wait_for_capacity(self, size: int) -> None:
+        if self.wait is None:
+            await anyio.lowlevel.checkpoint()
+        else:
+            await self.wait(size)
+
+    @asynccontextmanager
+    async def group(self, task: Task, **options: Any) -> AsyncIterator[list[Finished]]:
+        made = await self.run_group(task.prompt, **options)
+        yield [Finished(record_of(one) if isinstance(one, Trajectory) else one) for one in made]
+
+
+def record_of(trajectory: Trajectory) -> RolloutRecord:
+    """Return the record of a rollout whose answer is to be checked."""
+    is_lost = trajectory.stop_reason is StopReason.INFRASTRUCTURE
+    no_reward = NoReward.INFRASTRUCTURE if is_lost else None
+    return RolloutRecord(trajectory.id, [trajectory], no_reward=no_reward, to_grade=trajectory)
