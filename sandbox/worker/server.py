@@ -45,7 +45,7 @@ from agentloop.sandbox.worker.wire import (
     clip,
 )
 from agentloop.sandbox.worker.workspace import Workspace
-from agentloop.sandbox.worker.zygote import Zygote
+from agentloop.sandbox.worker.zygote import be_zygote
 
 HEADER = struct.Struct(">I")  # of a frame: bytes of JSON that follow (sandbox/protocol.py)
 FORK_DELAY_S = 0.002
@@ -116,33 +116,28 @@ class WorkerServer:
         )
 
     def start_zygotes(self) -> None:
-        for level in range(len(self.spec.levels)):
-            near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            pid = os.fork()
-            if pid == 0:
-                try:
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in self.spec.levels]
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for fd in {self.read_control, self.write_control}:
+                    os.close(fd)
+                for near, _ in pairs:
                     near.close()
-                    self.close_in_zygote()
-                    Zygote(self.spec, level, keep_low_fds(far)).run()
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(1)
+                be_zygote(self.spec, 0, keep_low_fds([far for _, far in pairs]))
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        self.workspace.zygote = pid
+        for near, far in pairs:
             far.close()
             self.zygotes.append(near)
-            self.workspace.zygotes.add(pid)
         for near in self.zygotes:  # warming: seconds where modules are large
             if not near.recv(NEWS.size):
                 raise RuntimeError("a zygote died while it loaded its modules")
             near.setblocking(False)
             self.watch(near.fileno(), lambda _, near=near: self.on_news(near))  # type: ignore[misc]
-
-    def close_in_zygote(self) -> None:
-        """Close the server's descriptors in a zygote."""
-        for fd in {self.read_control, self.write_control}:
-            os.close(fd)
-        for near in self.zygotes:
-            near.close()
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -588,10 +583,13 @@ def why_unstarted(call: Call, stderr: str) -> str:
     return f"its process did not get as far as the program{': ' if fault else ''}{fault}"
 
 
-def keep_low_fds(far: socket.socket) -> socket.socket:
+def keep_low_fds(links: list[socket.socket]) -> list[socket.socket]:
     """Occupy the numbers that a child uses, so that what a zygote receives lies above them."""
-    moved = socket.socket(fileno=fcntl.fcntl(far, fcntl.F_DUPFD_CLOEXEC, REPORT_FD + 1))
-    far.close()
+    moved = []
+    for link in links:
+        fd = fcntl.fcntl(link, fcntl.F_DUPFD_CLOEXEC, REPORT_FD + 1)
+        moved.append(socket.socket(fileno=fd))
+        link.close()
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (JOB_FD, REPORT_FD):
         if fd != null:
