@@ -178,10 +178,10 @@ class DockerBackend:
     """Starts workers in containers, spread evenly over the engines."""
 
     name = "docker"
-    max_running: int | None = None
 
     def __init__(self, settings: PoolSettings, engines: list[ContainerEngine]) -> None:
         self.layers: Mapping[str, str] = LAYERS
+        self.max_running, self.max_sessions = settings.workers, settings.max_sessions
         self._settings = settings
         self._engines = engines
 

@@ -36,7 +36,7 @@ from agentloop.sandbox.errors import (
     SandboxUnavailable,
 )
 from agentloop.sandbox.link import next_id
-from agentloop.sandbox.process import ProcessBackend
+from agentloop.sandbox.process import process_backend
 from agentloop.sandbox.program import Program, ProgramEnd, run_in_container
 from agentloop.sandbox.remote import HostBackend
 from agentloop.sandbox.results import CallResult
@@ -118,14 +118,13 @@ class Pool:
         if hosts and settings.backend == "auto" and not settings.engines:
             return hosts
         local = await self._choose_local(stack)
-        if local.max_running is not None:
-            self._queue.max_running = min(settings.workers, local.max_running)
+        self._queue.max_running, self._queue.max_sessions = local.max_running, local.max_sessions
         return [*hosts, local]
 
     async def _choose_local(self, stack: AsyncExitStack) -> Backend:
         settings = self.settings
         if settings.backend == "process":
-            return ProcessBackend(settings)
+            return await stack.enter_async_context(process_backend(settings))
         try:
             return await stack.enter_async_context(docker_backend(settings, self._on_progress))
         except NoEngine as error:
@@ -134,7 +133,7 @@ class Pool:
             if settings.backend == "docker" or named:
                 raise
             self._on_progress(f"Calls run in local processes: {error}.")
-            return ProcessBackend(settings)
+            return await stack.enter_async_context(process_backend(settings))
 
     async def _keep(self, backend: Backend, task_status: anyio.abc.TaskStatus[None]) -> None:
         """Keep as many workers of a backend running as are wanted."""
