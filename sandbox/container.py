@@ -80,7 +80,7 @@ LAYERS = {
 }
 
 
-def walls(memory: int, processes: int) -> dict[str, Any]:
+def walls(settings: PoolSettings, memory: int, processes: int) -> dict[str, Any]:
     """Return what holds for every container of ours, in the Engine's words.
 
     Args:
@@ -88,6 +88,7 @@ def walls(memory: int, processes: int) -> dict[str, Any]:
         processes: limit of processes and threads.
     """
     return {
+        **({"Runtime": settings.runtime} if settings.runtime else {}),
         "CapDrop": ["ALL"],
         "SecurityOpt": ["no-new-privileges"],
         "ReadonlyRootfs": True,
@@ -116,7 +117,7 @@ def host_config(
     mounts = [
         {"Type": "bind", "Source": str(socket_dir), "Target": INSIDE, "ReadOnly": True}
     ]  # fmt: skip
-    common = walls(start_bytes(settings), max_processes(settings))
+    common = walls(settings, start_bytes(settings), max_processes(settings))
     return common | {
         "CapAdd": ["SETUID", "SETGID", "KILL", *caps],
         "SecurityOpt": [*common["SecurityOpt"], f"seccomp={read_profile()}"],
@@ -133,8 +134,16 @@ def host_config(
 class ContainerEngine:
     """A connected engine, how many workers it has, and what it still has to remove."""
 
-    def __init__(self, docker: aiodocker.Docker, local: bool, remapped: bool, image: str) -> None:
+    def __init__(
+        self,
+        docker: aiodocker.Docker,
+        local: bool,
+        remapped: bool,
+        image: str,
+        default_runtime: str,
+    ) -> None:
         self.docker = docker
+        self.default_runtime = default_runtime
         self.local = local
         self.remapped = remapped  # its uids are few, and not the host's
         self.image = image
@@ -199,7 +208,10 @@ class DockerBackend:
             open_worker = self._by_socket if engine.local else self._by_attach
             uid = random_uid(REMAPPED_UIDS if engine.remapped else UIDS)
             async with open_worker(engine, worker_id, uid) as link:
-                self.layers = LAYERS | link.hello["layers"]  # its kernel may have more
+                self.layers = LAYERS | {
+                    "runtime": self._settings.runtime or engine.default_runtime,
+                    **link.hello["layers"],
+                }
                 await link.limit_memory(self._settings.memory_mib << 20)
                 yield link
         except SandboxUnavailable:
@@ -451,7 +463,8 @@ async def _prepared(
     info = await docker.system.info()
     options = info["SecurityOptions"] or []
     remapped = any("userns" in option or "rootless" in option for option in options)
-    return ContainerEngine(docker, is_local(url), remapped, image)
+    default_runtime = info.get("DefaultRuntime") or "the engine's default"
+    return ContainerEngine(docker, is_local(url), remapped, image, default_runtime)
 
 
 @asynccontextmanager

@@ -1,7 +1,8 @@
 """What the kernel counts for the cgroup of this worker: memory, processor time, OOM kills.
 
 Read from files that are opened when the worker starts: in a container those below /sys/fs/cgroup,
-for a local worker those that the pool has made a cgroup for. Without a cgroup all counts are 0.
+for a local worker those that the pool has made a cgroup for. Without a cgroup there is only the
+number of OOM kills of the whole machine.
 """
 
 from __future__ import annotations
@@ -46,13 +47,15 @@ class Counters:
     """The counters behind these descriptors, by name."""
 
     def __init__(self, fds: dict[str, int]) -> None:
+        if "oom" not in fds:
+            fds = {"oom": os.open("/proc/vmstat", os.O_RDONLY | os.O_CLOEXEC)}
         self._fds = fds
         for fd in fds.values():
             os.set_inheritable(fd, False)
 
     @property
     def exist(self) -> bool:
-        return "memory" in self._fds and "oom" in self._fds
+        return "memory" in self._fds
 
     def memory_bytes(self) -> int:
         """Return the memory in use, with what the kernel would free if it were needed."""
@@ -84,7 +87,7 @@ class Counters:
 
     def _read(self, name: str) -> bytes:
         fd = self._fds.get(name)
-        return os.pread(fd, 8192, 0) if fd is not None else b"0"
+        return os.pread(fd, 16384, 0) if fd is not None else b"0"
 
 
 def _number(data: bytes, name: bytes) -> int:

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -96,6 +97,10 @@ class WorkerServer:
     def start(self) -> None:
         os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
         prctl(PR_SET_DUMPABLE, 0)
+        # Descriptors in flight are counted per user, and may be as many as the sender's limit:
+        # calls of this user must not keep us from sending some.
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.workspace.make()
         self.start_zygotes()
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -211,10 +216,23 @@ class WorkerServer:
             else:
                 self.workspace.stop(child.pid)
 
+    def rest_verdict(self, status: int) -> str:
+        """Return why a session has ended between two cells."""
+        if not self.counters.exist and self.was_killed_for_memory(status):
+            return "sandbox_error"  # it was at rest, so others used up the machine's memory
+        return self.oom_verdict() or "ended"
+
+    def was_killed_for_memory(self, status: int) -> bool:
+        """Return whether the kernel may have killed a process so: where no cgroup counts that, it
+        has killed some process of this machine for memory meanwhile."""
+        num_kills = self.counters.oom_count().num_kills
+        return status == signal.SIGKILL and num_kills > self.oom_count.num_kills
+
     def oom_verdict(self) -> str | None:
         """Return why the kernel has killed a process of the current call for memory, if it has:
         the call's own limit, or the machine's memory is used up."""
-        if self.counters.oom_count().num_kills == self.oom_count.num_kills:
+        num_kills = self.counters.oom_count().num_kills
+        if not self.counters.exist or num_kills == self.oom_count.num_kills:
             return None
         return "oom" if self.counters.reached_limit(self.oom_count) else "sandbox_error"
 
@@ -314,8 +332,22 @@ class WorkerServer:
         level = self.level_for(call)
         child = self.ahead[level]
         self.ahead[level] = None
-        self.current = child or self.fork(level)
-        self.begin(self.current, call)
+        try:
+            self.current = child or self.fork(level)
+        except OSError as error:
+            self.refuse(call, error.errno)
+        else:
+            self.begin(self.current, call)
+
+    def refuse(self, call: Call, code: int | None) -> None:
+        """Report that no process could be forked for a call, and that this worker is of no use."""
+        why = f"fork: {os.strerror(code or 0)}"
+        if call.session is None:
+            self.answer_unstarted(call, "sandbox_error", why)
+        else:
+            frame = {"op": "session_lost", "session": call.session, "by": LOST_BY["sandbox_error"]}
+            self.send({**frame, "id": call.id})
+        self.send({"op": "worn"})
 
     def begin(self, child: Forked, call: Call) -> None:
         if call.session is not None:
@@ -425,15 +457,17 @@ class WorkerServer:
         if child.call is not None:
             self.answer(child, ended, status, cpu_s, max_rss)
         elif child.session is not None:
-            self.lose_session(child, child.verdict or self.oom_verdict() or "ended")
+            self.lose_session(child, child.verdict or self.rest_verdict(status))
         self.discard(child)
         self.workspace.clean()
         self.on_clean()
 
     def on_fork_failed(self, child: Forked, code: int) -> None:
-        if child is self.current:  # nothing else runs here: this worker is of no use any more
-            raise OSError(code, f"fork: {os.strerror(code)}")
+        call, child.call = child.call, None
         self.discard(child)  # forked again when the call that runs has ended
+        if call is not None:
+            self.refuse(call, code)
+            self.on_clean()
 
     def on_clean(self) -> None:
         """Begin the next call if the workspace is clean."""
@@ -572,7 +606,8 @@ class WorkerServer:
         if signum == signal.SIGXCPU and cpu_s > call.timeout_s:
             return "timeout"
         if signum is not None:
-            return "killed"
+            is_oom = not self.counters.exist and self.was_killed_for_memory(signum)
+            return "oom" if is_oom else "killed"
         return "oom" if error and error["type"] == "MemoryError" else "error"
 
 
