@@ -32,7 +32,7 @@ TUNED = (
 # In the order of their imports.
 WORKER_MODULES = (
     "kernel", "landlock", "spec", "wire", "child", "warm", "zygote", "forked", "workspace",
-    "counters", "server",
+    "counters", "connection", "server",
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ REMOVE_TIMEOUT_S = 5.0
 
 
 class NoCgroup(Exception):
-    """No cgroup can be created here; the message is the reason."""
+    """Raised where no cgroup can be created; the message is the reason."""
 
 
 @dataclass(frozen=True)

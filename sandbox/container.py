@@ -241,6 +241,7 @@ class DockerBackend:
                 os.chmod(path, 0o777)  # the container's root has no capability to override modes
                 connect_to = f"unix:{INSIDE}/worker"
                 async with self._container(engine, link, uid, connect_to, inner) as container:
+                    # no deadline: each start has one
                     async with engine.starting:
                         await container.start()
                         await self._come_up(container, link)
@@ -315,7 +316,7 @@ class DockerBackend:
             group.start_soon(write)
             group.start_soon(read)
             try:
-                async with engine.starting:
+                async with engine.starting:  # no deadline: each start has one
                     await container.start()
                     await self._come_up(container, link)
                 yield link

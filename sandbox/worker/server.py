@@ -14,7 +14,6 @@ import contextlib
 import errno
 import fcntl
 import itertools
-import json
 import math
 import os
 import re
@@ -29,9 +28,10 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-from agentloop.sandbox.worker.counters import Counters, OomCount, open_counters
+from agentloop.sandbox.worker.connection import Connection
+from agentloop.sandbox.worker.counters import CgroupCounters, open_counters
 from agentloop.sandbox.worker.forked import Call, Forked, Output, checked_error, split_status
 from agentloop.sandbox.worker.kernel import PR_SET_DUMPABLE, prctl
 from agentloop.sandbox.worker.spec import Spec
@@ -48,7 +48,6 @@ from agentloop.sandbox.worker.wire import (
 from agentloop.sandbox.worker.workspace import Workspace
 from agentloop.sandbox.worker.zygote import be_zygote
 
-HEADER = struct.Struct(">I")  # of a frame: bytes of JSON that follow (sandbox/protocol.py)
 FORK_DELAY_S = 0.002
 INTERRUPT_GRACE_S = 2.0  # for a cell to end after an interrupt, on a machine that is busy
 START_S = 2.0  # for a program to begin, on such a machine; from then on its time counts
@@ -60,19 +59,14 @@ WORN_BYTES = 64 << 20  # of memory that stays when no call runs
 # Who a session is lost by, by why its process was killed. Otherwise its program.
 LOST_BY = {"cancelled": "caller", "sandbox_error": "infrastructure"}
 
-_to_json = json.JSONEncoder(ensure_ascii=False).encode
-
 
 class WorkerServer:
-    def __init__(self, spec: Spec, read_control: int, write_control: int) -> None:
+    def __init__(self, spec: Spec, supervisor: Connection) -> None:
         self.spec = spec
+        self.supervisor = supervisor
         self.workspace = Workspace(spec)
         fds = open_counters() if spec.counters is None else spec.counters
-        self.counters = Counters(fds)
-        self.read_control, self.write_control = read_control, write_control
-        for fd in {read_control, write_control}:
-            os.set_inheritable(fd, False)
-            os.set_blocking(fd, False)
+        self.counters = CgroupCounters(fds)
         # Not epoll: its watches are counted per user, and a call could use them up.
         self.poll = select.poll()
         self.handlers: dict[int, Callable[[int], None]] = {}  # called with the events
@@ -82,15 +76,12 @@ class WorkerServer:
         self.current: Forked | None = None  # runs a call, or holds the session
         self.queue: deque[Call] = deque()  # what has come while the workspace is cleaned
         self.zygotes: list[socket.socket] = []
-        self.inbox = bytearray()
-        self.outbox = bytearray()
         # By level: the last of its modules, as code would name it.
         self.names = [re.compile(rf"\b{m[-1]}\b" if m else "") for m in spec.levels]
         self.deadline = math.inf  # when to look at the current call's time
         self.check_at = math.inf  # when to look at the counters
         self.fork_at = math.inf  # when to fork again ahead of calls
-        self.oom_count = OomCount(0, 0)  # before the current call or cell
-        self.rest_cpu_s: float | None = None  # processor time when the session's rest began
+        self.is_resting = False  # a session is, between two cells
 
     # -- starting ---------------------------------------------------------------------------
 
@@ -107,7 +98,7 @@ class WorkerServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         self.watch(wake, lambda _: self.on_sigchld(wake))
-        self.watch(self.read_control, self.on_control)
+        self.watch(self.supervisor.read_fd, self.on_frames)
         self.fork_ahead()
         self.own_bytes = self.counters.kept_bytes()
         self.send(
@@ -125,7 +116,7 @@ class WorkerServer:
         pid = os.fork()
         if pid == 0:
             try:
-                for fd in {self.read_control, self.write_control}:
+                for fd in self.supervisor.fds:
                     os.close(fd)
                 for near, _ in pairs:
                     near.close()
@@ -207,55 +198,24 @@ class WorkerServer:
         self.check_at = math.inf
         if child is None or child.verdict is not None:
             return
-        self.check_at = now + (COUNTER_CHECK_S if self.rest_cpu_s is None else REST_CHECK_S)
-        if verdict := self.oom_verdict():
+        self.check_at = now + (REST_CHECK_S if self.is_resting else COUNTER_CHECK_S)
+        if verdict := self.counters.oom_verdict():
             self.kill(child, verdict)
-        elif self.rest_cpu_s is not None and child.pid is not None:
-            if self.counters.cpu_s() - self.rest_cpu_s > MAX_REST_CPU_S:
+        elif self.is_resting and child.pid is not None:
+            if self.counters.cpu_s() > MAX_REST_CPU_S:
                 self.kill(child, "killed")
             else:
                 self.workspace.stop(child.pid)
 
-    def rest_verdict(self, status: int) -> str:
-        """Return why a session has ended between two cells."""
-        if not self.counters.exist and self.was_killed_for_memory(status):
-            return "sandbox_error"  # it was at rest, so others used up the machine's memory
-        return self.oom_verdict() or "ended"
+    # -- the supervisor's frames ------------------------------------------------------------
 
-    def was_killed_for_memory(self, status: int) -> bool:
-        """Return whether the kernel may have killed a process so: where no cgroup counts that, it
-        has killed some process of this machine for memory meanwhile."""
-        num_kills = self.counters.oom_count().num_kills
-        return status == signal.SIGKILL and num_kills > self.oom_count.num_kills
-
-    def oom_verdict(self) -> str | None:
-        """Return why the kernel has killed a process of the current call for memory, if it has:
-        the call's own limit, or the machine's memory is used up."""
-        num_kills = self.counters.oom_count().num_kills
-        if not self.counters.exist or num_kills == self.oom_count.num_kills:
-            return None
-        return "oom" if self.counters.reached_limit(self.oom_count) else "sandbox_error"
-
-    # -- the supervisor's connection --------------------------------------------------------
-
-    def on_control(self, _: int) -> None:
+    def on_frames(self, _: int) -> None:
         try:
-            data = os.read(self.read_control, 1 << 18)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:  # the supervisor is gone, and so are we, with everything below us
+            frames = self.supervisor.read()
+        except EOFError:  # it is gone, and so are we, with everything below us
             self.shut_down()
-        self.inbox += data
-        while len(self.inbox) >= HEADER.size:
-            (size,) = HEADER.unpack_from(self.inbox)
-            end = HEADER.size + size
-            if len(self.inbox) < end:
-                return
-            raw = bytes(self.inbox[HEADER.size : end])
-            del self.inbox[:end]
-            self.on_frame(json.loads(raw))
+        for frame in frames:
+            self.on_frame(frame)
 
     def on_frame(self, frame: dict[str, Any]) -> None:
         match frame["op"]:
@@ -300,19 +260,12 @@ class WorkerServer:
             self.kill(child, "cancelled")
 
     def send(self, frame: dict[str, Any]) -> None:
-        data = _to_json(frame).encode("utf-8", "replace")
-        self.outbox += HEADER.pack(len(data)) + data
-        while self.outbox:
-            try:
-                sent = os.write(self.write_control, self.outbox)
-            except BlockingIOError:  # the supervisor reads slowly: so do we, until it has
-                select.select([], [self.write_control], [])
-            except OSError:
-                self.shut_down()
-            else:
-                del self.outbox[:sent]
+        try:
+            self.supervisor.send(frame)
+        except EOFError:
+            self.shut_down()
 
-    def shut_down(self) -> None:
+    def shut_down(self) -> NoReturn:
         self.workspace.abandon(self.current.pid if self.current is not None else None)
         os._exit(0)
 
@@ -354,11 +307,10 @@ class WorkerServer:
             child.session = call.session
             child.drop_messages()
             self.watch(child.channel.fileno(), lambda _: self.on_cell_message(child))
-        if self.rest_cpu_s is not None and child.pid is not None:
+        if self.is_resting and child.pid is not None:
             self.workspace.resume(child.pid)
-        self.rest_cpu_s = None
-        self.oom_count = self.counters.oom_count()
-        call.cpu_s = self.counters.cpu_s()
+        self.is_resting = False
+        self.counters.start()
         call.started_ns = time.monotonic_ns()
         call.started = call.started_ns / 1e9
         self.deadline = call.started + call.timeout_s
@@ -457,7 +409,7 @@ class WorkerServer:
         if child.call is not None:
             self.answer(child, ended, status, cpu_s, max_rss)
         elif child.session is not None:
-            self.lose_session(child, child.verdict or self.rest_verdict(status))
+            self.lose_session(child, child.verdict or self.counters.rest_verdict(status))
         self.discard(child)
         self.workspace.clean()
         self.on_clean()
@@ -490,7 +442,7 @@ class WorkerServer:
         self.unwatch(child.channel.fileno())
         if not message or child.call is None or child.verdict is not None:
             return
-        if verdict := self.oom_verdict():
+        if verdict := self.counters.oom_verdict():
             self.kill(child, verdict)
             return
         self.answer(child, time.monotonic(), None, 0.0, 0)
@@ -499,7 +451,8 @@ class WorkerServer:
     def rest(self, child: Forked) -> None:
         """Stop all that a session runs, until its next cell."""
         assert child.pid is not None  # it has run a cell
-        self.rest_cpu_s = self.counters.cpu_s()
+        self.is_resting = True
+        self.counters.start()
         self.check_at = time.monotonic() + REST_CHECK_S
         self.workspace.stop(child.pid)
 
@@ -519,7 +472,7 @@ class WorkerServer:
         del self.children[child.number]
         if child is self.current:
             self.current = None
-            self.rest_cpu_s = None
+            self.is_resting = False
             self.deadline = self.check_at = math.inf
         elif child is self.ahead[child.level]:
             self.ahead[child.level] = None
@@ -541,7 +494,7 @@ class WorkerServer:
         error = checked_error(report.get("error"))
         result = report.get("result")
         if self.counters.exist:
-            cpu_s = self.counters.cpu_s() - call.cpu_s
+            cpu_s = self.counters.cpu_s()
         why = "the machine's memory was used up"
         if not child.has_started():
             verdict = call.verdict or "sandbox_error"
@@ -597,7 +550,7 @@ class WorkerServer:
         error: dict[str, Any] | None,
         cpu_s: float,
     ) -> str:
-        if call.verdict != "cancelled" and (verdict := self.oom_verdict()):
+        if call.verdict != "cancelled" and (verdict := self.counters.oom_verdict()):
             return verdict
         if call.verdict is not None:
             return call.verdict
@@ -606,8 +559,7 @@ class WorkerServer:
         if signum == signal.SIGXCPU and cpu_s > call.timeout_s:
             return "timeout"
         if signum is not None:
-            is_oom = not self.counters.exist and self.was_killed_for_memory(signum)
-            return "oom" if is_oom else "killed"
+            return "oom" if self.counters.may_be_oom(signum) else "killed"
         return "oom" if error and error["type"] == "MemoryError" else "error"
 
 
@@ -635,7 +587,7 @@ def keep_low_fds(links: list[socket.socket]) -> list[socket.socket]:
 def main(given: dict[str, Any], read_control: int, write_control: int) -> None:
     """Run a worker until its supervisor goes. `given` as spec.py has it; then the descriptors of
     the supervisor's connection, and we are called by boot.py."""
-    server = WorkerServer(Spec(given), read_control, write_control)
+    server = WorkerServer(Spec(given), Connection(read_control, write_control))
     try:
         server.start()
         server.run()

@@ -27,7 +27,8 @@ END_TIMEOUT_S = 10.0  # for processes that were killed, to end
 
 
 class Workspace:
-    """Where the calls of one worker run. Only its server uses this, with its own capabilities."""
+    """The place where the calls of one worker run. Its server uses this, with capabilities of its
+    own."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
