@@ -152,8 +152,8 @@ class Pool:
             if fleet.num_failures and fleet.num < self._num_wanted(backend):
                 await anyio.sleep(BACKOFF_S[min(fleet.num_failures, len(BACKOFF_S)) - 1])
             now = anyio.current_time()
-            num_ending = sum(worker.retiring for worker in self._queue.workers)
-            if fleet.num - num_ending <= self._num_wanted(backend):
+            num_open = sum(worker.open for worker in self._queue.workers if not worker.is_host)
+            if num_open <= self._num_wanted(backend):
                 surplus_since = math.inf
             elif now >= surplus_since + SURPLUS_S:
                 self._close_surplus()
