@@ -18,6 +18,8 @@ import errno
 import json
 import os
 import resource
+import select
+import signal
 import struct
 import sys
 from collections.abc import Iterator
@@ -32,16 +34,15 @@ MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
-PR_SET_NO_NEW_PRIVS, PR_CAPBSET_READ, PR_CAPBSET_DROP = 38, 23, 24
-CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_PTRACE, CAP_SYS_ADMIN = 5, 6, 7, 19, 21
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_READ, PR_CAPBSET_DROP = 1, 38, 23, 24
+CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN = 5, 6, 7, 21
 CAP_SYS_RESOURCE = 24
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/certs")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 OOM_SCORE_ADJ = "500"  # set by root, the least that a call can go back to (container.py)
-INNER = "/home"  # where a call sees its lane's directory
-SCRATCH = "/scratch"  # not /tmp: an interpreter may live there
+HOME = "/scratch"  # the directory of calls; not /tmp: an interpreter may live there
 COUNTED_TOGETHER = 255  # a status beyond the numbers of errors
 REFUSING = (
     ("user.max_user_namespaces", "0"),
@@ -97,13 +98,27 @@ def why_refused(error: str, settings: str = "/proc/sys") -> str:
     return error if os.getuid() != 0 else f"{error}: root lacks CAP_SYS_ADMIN, or a filter refuses"
 
 
-def wait_for(pid: int) -> None:
-    """The part of us that stays outside, so that the supervisor has a child to wait for."""
-    os.closerange(3, 1 << 20)
+def wait_for(pid: int, owned: int) -> None:
+    """Stay outside, so that the supervisor has a child to wait for; `owned` tells the process
+    inside that we live."""
+    os.dup2(owned, 3)
+    os.closerange(4, 1 << 20)
     while True:
         with contextlib.suppress(InterruptedError):
             _, status = os.waitpid(pid, 0)
             os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def die_with_parent(alive: int) -> None:
+    """Let the process inside be killed when the one outside is: as pid 1 it has no parent to see.
+
+    Args:
+        alive: the reading end of a pipe whose other end the one outside holds.
+    """
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if select.select([alive], [], [], 0)[0]:  # it ended before
+        os._exit(1)
+    os.close(alive)
 
 
 # ---------------------------------------------------------------------------- a small root
@@ -152,8 +167,8 @@ def interpreter_dirs() -> list[str]:
     return sorted(d for d in dirs if not d.startswith("/usr/") and d not in SYSTEM)
 
 
-def build_root(base: str, num_lanes: int, proc: str = "") -> None:
-    """A root of system files, the interpreter and a directory for each lane; nothing else of the
+def build_root(base: str, proc: str = "") -> None:
+    """Enter a root of system files, the interpreter and a directory for calls; nothing else of the
     host. `proc`: mount options of /proc."""
     os.umask(0o022)
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
@@ -168,11 +183,13 @@ def build_root(base: str, num_lanes: int, proc: str = "") -> None:
             bind(path, base)
     for name in DEVICES:
         bind(f"/dev/{name}", base, read_only=False)
-    for name in ("proc", "old", SCRATCH[1:]):
+    for name in ("proc", "old", HOME[1:]):
         os.makedirs(f"{base}/{name}", exist_ok=True)
-    mount("proc", f"{base}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, proc)
-    for lane in range(num_lanes):
-        os.mkdir(f"{base}{SCRATCH}/{lane}")
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    try:
+        mount("proc", f"{base}/proc", "proc", flags, proc)
+    except OSError:  # subset=pid is an option since Linux 5.8
+        mount("proc", f"{base}/proc", "proc", flags, proc.replace(",subset=pid", ""))
     os.chdir(base)
     checked(libc.pivot_root(b".", b"old"), "pivot_root")
     os.chdir("/")
@@ -183,16 +200,6 @@ def build_root(base: str, num_lanes: int, proc: str = "") -> None:
 def close_root() -> None:
     """Make the root itself read-only, when everything is in it."""
     mount("none", "/", flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
-
-
-def mount_lane(path: str, gid: int, options: str) -> None:
-    """A file system for the calls of one lane. It is root's, so that no call can open its own to
-    others; and in a directory that others can't enter, not even to see how full it is."""
-    os.chown(path, 0, gid)
-    os.chmod(path, 0o710)
-    os.mkdir(path + INNER)
-    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
-    mount("tmpfs", path + INNER, "tmpfs", flags, f"{options},uid=0,gid={gid},mode=0770")
 
 
 def try_view(options: str) -> bool:
@@ -206,8 +213,8 @@ def try_view(options: str) -> bool:
         status = errno.EIO
         try:
             checked(libc.unshare(CLONE_NEWNS), "unshare")
-            mount("tmpfs", SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
-            mount("proc", SCRATCH, "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
+            mount("tmpfs", HOME, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+            mount("proc", HOME, "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
             checked(libc.unshare(CLONE_NEWUSER), "unshare")
             status = COUNTED_TOGETHER
             resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))  # the user has more: we are three
@@ -234,7 +241,7 @@ class Comparison(ctypes.Structure):
 
 
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
-COMPARE = {"SCMP_CMP_EQ": 4, "SCMP_CMP_MASKED_EQ": 7}
+COMPARE = {"SCMP_CMP_NE": 1, "SCMP_CMP_EQ": 4, "SCMP_CMP_MASKED_EQ": 7}
 
 
 def load_filter(profile: dict[str, Any]) -> None:
@@ -320,37 +327,45 @@ def describe(
         else f"no: this machine does not allow namespaces ({why})",
         "network": "isolated" if walled else "no: calls have the network access of this machine",
         "file system": rooted,
-        "uid": "one per call" if one_each else apart,
+        "uid": "one per worker" if one_each else apart,
         "capabilities": "none in a call",
         "system calls": filtered,
-        "memory": "limit per call",
+        "memory": "limit per process",
         "process count": "limit per call" if one_each or counted else "limit per worker",
     }
 
 
 def start(spec: dict[str, Any]) -> None:
+    for fd in spec["entries"]:  # of a cgroup
+        os.write(fd, b"0")
+        os.close(fd)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
         f.write(OOM_SCORE_ADJ)
+    alive, owned = os.pipe()
     spaces, why = enter_spaces()
     if spaces != "none" and (pid := os.fork()):
-        wait_for(pid)
-    uid_base = spec["uid_base"]
-    told: dict[str, Any] = {}  # the worker's settings, as they have come to be
+        wait_for(pid, owned)
+    os.close(owned)
+    told: dict[str, Any] = {
+        "counters": spec["counters"]
+    }  # the worker's settings, as they have come to be
     rooted = "no: calls can read all files that the user can read"
     apart, counted = "no: calls have the user's uid and may signal the user's processes", False
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
     if spaces == "root":
-        build_root(spec["scratch"], spec["lanes"], "hidepid=2")
+        build_root(spec["scratch"], "hidepid=2,subset=pid")
         rooted = ROOTED
-        told |= {"scratch": SCRATCH, "inner": INNER}
-        for lane in range(spec["lanes"]):
-            mount_lane(f"{SCRATCH}/{lane}", uid_base + lane, spec["lane_size"])
+        told["home"] = HOME
+        # It is root's, so that no call can close it to the next.
+        owner = f"uid=0,gid={spec['uid']},mode=0770"
+        mount("tmpfs", HOME, "tmpfs", flags, f"{spec['directory_size']},{owner}")
         close_root()
     elif spaces == "user":
-        view = f"{spec['lane_size']},mode=0700"
+        view = f"{spec['directory_size']},mode=0700"
         try:
-            build_root(spec["scratch"], spec["lanes"])
+            build_root(spec["scratch"])
             rooted = ROOTED
-            told["scratch"] = SCRATCH
+            told["home"] = HOME
             counted = try_view(view)
             apart = "the user's, in separate user, mount and process namespaces per call"
             told |= {"view": view, "counts_apart": counted}
@@ -359,11 +374,10 @@ def start(spec: dict[str, Any]) -> None:
             apart = (
                 f"no: calls have the user's uid, without rights outside the namespaces ({refused})"
             )
-            if rooted != ROOTED:
+            if rooted == ROOTED:
+                mount("tmpfs", HOME, "tmpfs", flags, view)
+            else:
                 rooted = f"no: {refused}"
-            for lane in range(spec["lanes"] if rooted == ROOTED else 0):
-                flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
-                mount("tmpfs", f"{SCRATCH}/{lane}", "tmpfs", flags, view)
         if rooted == ROOTED:
             close_root()
     elif os.getuid() == 0 and not readable_by_others():
@@ -375,10 +389,9 @@ def start(spec: dict[str, Any]) -> None:
     told["kill_by"] = {"root": "uid", "user": "pidns"}.get(spaces, "auto")
     if spaces == "user":
         allow_views(spec["seccomp"])
-        keep_caps(CAP_KILL, CAP_SYS_ADMIN, CAP_SYS_PTRACE)  # the last to measure calls' memory
+        keep_caps(CAP_KILL, CAP_SYS_ADMIN)
     elif os.getuid() == 0:
-        # Where root has the last two: to measure calls' memory, and to fix their OOM scores.
-        keep_caps(CAP_KILL, CAP_SETUID, CAP_SETGID, CAP_SYS_PTRACE, CAP_SYS_RESOURCE)
+        keep_caps(CAP_KILL, CAP_SETUID, CAP_SETGID, CAP_SYS_RESOURCE)  # the last: OOM scores
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     filtered = "allow list (seccomp)"
     try:
@@ -386,6 +399,8 @@ def start(spec: dict[str, Any]) -> None:
     except OSError as error:
         filtered = f"no: {error} (install libseccomp2)"
     told["layers"] = describe(spaces, why, rooted, filtered, apart, counted)
+    if spaces != "none":
+        die_with_parent(alive)
     command = ["-P", "-s", "-c", spec["boot"], spec["connect"], json.dumps(told)]
     os.execv(sys.executable, [sys.executable, *command])
 
@@ -397,7 +412,8 @@ def main() -> None:
         start(spec)
     except BaseException as error:
         text = json.dumps({"op": "fatal", "why": f"{type(error).__name__}: {error}"}).encode()
-        os.write(int(spec["connect"].partition(":")[2]), struct.pack(">I", len(text)) + text)
+        with contextlib.suppress(OSError):  # the pool has given up
+            os.write(int(spec["connect"].partition(":")[2]), struct.pack(">I", len(text)) + text)
         os._exit(70)
 
 

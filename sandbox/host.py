@@ -95,7 +95,7 @@ class LinkedClient:
         ready = {
             "op": "ready",
             "slots": self._num_slots,
-            "sessions": settings.sessions_per_worker * stats["workers"],
+            "sessions": settings.max_sessions,
             "grace_s": settings.max_wait_s + 2 * GRACE_S,
             "layers": stats["layers"],
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import anyio
@@ -16,6 +16,7 @@ import anyio
 from agentloop.sandbox.errors import LostBy, ProtocolError, SandboxUnavailable
 from agentloop.sandbox.protocol import FrameReader, encode
 
+SPARE_BYTES = 16 << 20  # of a worker's limit: page tables and the like, beside a call's own memory
 BEAT_S = 5.0
 MAX_SILENT_BEATS = 3  # after that a worker is considered hung
 
@@ -59,6 +60,10 @@ class Link:
         self.sessions: dict[int, OpenSession] = {}
         self.write: Callable[[bytes], None] = lambda data: None
         self.on_settled: Callable[[], None] = lambda: None
+        self.on_worn: Callable[[], None] = lambda: None
+        # Sets the memory limit of its cgroup, in bytes. Raises SandboxUnavailable.
+        self.set_memory: Callable[[int], Awaitable[None]] | None = None
+        self._memory_bytes = 0
         self._reader = FrameReader()
         self._heard = False
 
@@ -78,6 +83,17 @@ class Link:
         else:
             self.write(data)
         return pending
+
+    async def limit_memory(self, num_bytes: int) -> None:
+        """Limit the memory of its calls, beside what the worker needs for itself.
+
+        Raises:
+            SandboxUnavailable: the engine failed.
+        """
+        if self.set_memory is not None and num_bytes != self._memory_bytes:
+            self._memory_bytes = 0  # unknown, if this fails or is cancelled
+            await self.set_memory(self.hello["own_bytes"] + SPARE_BYTES + num_bytes)
+            self._memory_bytes = num_bytes
 
     def tell(self, message: dict[str, Any]) -> None:
         if not self.lost.is_set():
@@ -136,6 +152,8 @@ class Link:
                 self.ready.set()
             case "session_lost":
                 self._on_session_lost(message)
+            case "worn":
+                self.on_worn()
             case "pong":
                 pass
             case "fatal":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-NEEDED = ("process isolation", "network", "file system", "uid")
+NEEDED = ("process isolation", "network", "file system", "uid", "system calls")
 """Layers that isolate a call from other calls, the network and the disk. A backend that does not
 list one of them, such as containers, provides it inherently."""
 

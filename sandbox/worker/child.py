@@ -53,28 +53,32 @@ from agentloop.sandbox.worker.wire import (
 NAME = "<call>"
 HARD_CPU_S = resource.getrlimit(resource.RLIMIT_CPU)[1]
 MAPPED_BYTES = 0  # of address space, by the zygote, which sets this
-TELLING_BYTES = 8 << 20  # of address space, to tell of a MemoryError
+REPORT_HEADROOM_BYTES = 8 << 20  # of address space, to report a MemoryError
 
 # What `fork` would have run in every child (modules register it as they are loaded); see warm.py.
 fork_hooks: list[dict[str, Any]] = []
 
 
-def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
+def be_child(spec: Spec, fds: Sequence[int]) -> int:
     """The life of a forked child. Returns its exit status."""
     for fd, target in zip(fds, (JOB_FD, 1, 2, REPORT_FD), strict=True):
         os.dup2(fd, target)
     area = mmap.mmap(REPORT_FD, REPORT_BYTES)
-    become_nobody(spec, lane)
-    os.closerange(REPORT_FD, 1 << 20)  # the mapping's own copy of its descriptor, too
+    if spec.kill_by != "uid":
+        drop_privileges(spec)
     variables: dict[str, Any] = sys.modules["__main__"].__dict__
     gc.enable()
     pid = os.getpid()
     interrupt: Any = signal.default_int_handler  # what the program does at SIGINT
     num_cells = 0
     while True:
-        job, stdin = read_job()
-        if job is None:
+        data = os.read(JOB_FD, INLINE_JOB)
+        if not data:  # the server has closed the channel
             return 0
+        if not num_cells and spec.kill_by == "uid":
+            # Not earlier: the call before it has the same uid, and could reach this process.
+            drop_privileges(spec)
+        job, stdin = unpack_message(data)
         if not num_cells:
             os.write(JOB_FD, STARTED.pack(time.monotonic_ns()))
         if not job.lasting:
@@ -105,7 +109,7 @@ def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
         os.write(JOB_FD, CELL_DONE)
 
 
-def become_nobody(spec: Spec, lane: int) -> None:
+def drop_privileges(spec: Spec) -> None:
     """Drop everything the zygote may do; from here on the process is worth no more than its uid."""
     try:
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
@@ -113,37 +117,35 @@ def become_nobody(spec: Spec, lane: int) -> None:
         os.close(fd)
     except PermissionError:  # an ordinary user's: its files in /proc are closed
         pass
+    max_processes = spec.processes
     if spec.kill_by == "uid":
-        uid = spec.lane_uid(lane)
-        most = spec.processes
+        uid = spec.call_uid
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        if not spec.traces:  # the server measures it with the rights of this uid
-            prctl(PR_SET_DUMPABLE, 1)
+        prctl(PR_SET_DUMPABLE, 1)
     else:  # one uid for all: the limit may count the others too
-        most = spec.processes if spec.counts_apart else spec.processes + spec.others
+        if not spec.counts_apart:
+            max_processes += spec.others
         if spec.view:
-            own_view(spec.scratch, spec.view)
+            own_view(spec.home, spec.view)
         else:
             drop_bounds()
             drop_caps()
-    if spec.kill_by != "uid":
         prctl(PR_SET_DUMPABLE, 0)  # closes /proc/<pid> to others, as another uid does
     if not spec.own_pids:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of uid, which resets it
-    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+    if not spec.limits_processes:
+        resource.setrlimit(resource.RLIMIT_NPROC, (max_processes, max_processes))
     os.setsid()  # a signal to its own process group stays inside
-    os.chdir(spec.home(lane))
+    os.chdir(spec.home)
     if spec.ruleset is not None:
         landlock.restrict_self(spec.ruleset)
+    os.closerange(REPORT_FD, 1 << 20)  # the copy that belongs to the report's mapping, too
 
 
-def read_job() -> tuple[Job | None, int | None]:
-    """Return the next job of our channel, None when the server has closed it; and a file with its
-    standard input: no pipe to fill, nobody to wait for."""
-    data = os.read(JOB_FD, INLINE_JOB)
-    if not data:
-        return None, None
+def unpack_message(data: bytes) -> tuple[Job, int | None]:
+    """Return the job of a message, and a file with its standard input: no pipe to fill, nobody to
+    wait for."""
     if len(data) != FILE_JOB.size:
         job = unpack_job(data)
         return job, keep_in_file(job.stdin) if job.stdin else None
@@ -217,10 +219,10 @@ def limit_cpu(timeout_s: float, first: bool) -> None:
 
 def limit_memory(num_bytes: int, lasting: bool) -> None:
     """Bound the address space, so that what one process allocates ends in a MemoryError. The
-    worker bounds what the processes of a call hold together."""
+    cgroup bounds what the processes of a call hold together."""
     soft = MAPPED_BYTES + num_bytes
     # A later cell of the session may have more.
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1] if lasting else soft + TELLING_BYTES
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1] if lasting else soft + REPORT_HEADROOM_BYTES
     try:
         resource.setrlimit(resource.RLIMIT_AS, (min(soft, hard), hard))
     except (ValueError, OSError):  # an earlier cell set a limit of its own

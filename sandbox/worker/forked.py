@@ -93,22 +93,19 @@ class Call:
             memory_bytes = min(memory_bytes, mib << 20)
         self.job = pack_job(self.code, self.timeout_s, lasting, memory_bytes)
         self.stdin: bytes = frame.get("stdin", "").encode("utf-8", "replace")
-        self.memory_bytes = memory_bytes
         self.started = 0.0  # when it was sent, by time.monotonic()
         self.started_ns = 0  # the same
-        self.oom_kills = 0  # the kernel's, before it
-        self.alone = True  # no other ran beside it
         self.verdict: str | None = None  # why we killed it, if we did
 
 
 class Forked:
     """A forked process and what the server holds of it."""
 
-    def __init__(self, lane: int, level: int, keep: int) -> None:
-        self.lane = lane
+    def __init__(self, number: int, level: int, keep: int) -> None:
+        self.number = number
         self.level = level
         self.pid: int | None = None  # known once the zygote says so
-        self.doom: str | None = None  # why it was killed; no further call is for it
+        self.verdict: str | None = None  # why it was killed; no further call is for it
         self.started_ns: int | None = None  # of its first program; None: not heard of yet
         self.channel, self.far_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         out, self.far_out = os.pipe2(os.O_CLOEXEC)
@@ -119,23 +116,7 @@ class Forked:
         self.report_fd = os.memfd_create("report", os.MFD_CLOEXEC)
         os.ftruncate(self.report_fd, REPORT_BYTES)
         self.call: Call | None = None
-        self.oom_kills = 0  # the kernel's, before its last cell ended
         self.session: int | None = None
-        # Maintained by limits.py:
-        self.used = 0  # bytes of memory, when it looked last
-        self.audit_after = 0.0
-        self.nice = 0
-        self.stopped: dict[int, float] | None = None  # while it rests: pids, their CPU seconds
-        self.stolen_s = 0.0
-
-    @property
-    def rests(self) -> bool:
-        """A session between two cells."""
-        return self.session is not None and self.call is None
-
-    @property
-    def doomed(self) -> bool:
-        return self.doom is not None
 
     def far_fds(self) -> list[int]:
         return [self.far_channel.fileno(), self.far_out, self.far_err, self.report_fd]
@@ -151,6 +132,12 @@ class Forked:
             os.close(fd)
 
     def send(self, call: Call) -> None:
+        """Send a call to the child, without waiting.
+
+        Raises:
+            BlockingIOError: the child does not read its channel.
+            OSError: the channel is closed, or the job does not fit.
+        """
         self.call = call
         if call.keep_output_bytes is not None:
             self.out.keep(call.keep_output_bytes)
@@ -158,31 +145,31 @@ class Forked:
         # A later cell may have no space left in its directory for its standard input.
         is_inline = call.session is None or not call.stdin
         if is_inline and len(call.job) + len(call.stdin) <= INLINE_JOB:
-            self.channel.send(call.job + call.stdin)
+            self.channel.send(call.job + call.stdin, socket.MSG_DONTWAIT)
             return
         with open(os.memfd_create("stdin", os.MFD_CLOEXEC), "wb", buffering=0) as file:
             for part in (call.stdin, call.job):
                 if file.write(part) != len(part):
                     raise OSError(errno.ENOSPC, "the job does not fit")
-            self.channel.send(FILE_JOB.pack(len(call.stdin)))
-            socket.send_fds(self.channel, [b"+"], [file.fileno()])
+            self.channel.send(FILE_JOB.pack(len(call.stdin)), socket.MSG_DONTWAIT)
+            socket.send_fds(self.channel, [b"+"], [file.fileno()], socket.MSG_DONTWAIT)
 
-    def hear(self) -> bytes | None:
-        """The child's next message; None if there is none yet, b"" if none can follow."""
+    def receive(self) -> bytes | None:
+        """Return the child's next message; None if there is none yet, b"" if none can follow."""
         try:
-            said = self.channel.recv(64, socket.MSG_DONTWAIT)
+            message = self.channel.recv(64, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
         except OSError:
             return b""
-        if self.started_ns is None and len(said) == STARTED.size:
-            (self.started_ns,) = STARTED.unpack(said)
-        return said
+        if self.started_ns is None and len(message) == STARTED.size:
+            (self.started_ns,) = STARTED.unpack(message)
+        return message
 
     def has_started(self) -> bool:
         """Return True once a program runs, or has run, in this child."""
         if self.started_ns is None:
-            self.hear()
+            self.receive()
         return self.started_ns is not None
 
     def started_ns_of(self, call: Call) -> int | None:
@@ -193,10 +180,10 @@ class Forked:
         (started_ns,) = STARTED.unpack(os.pread(self.report_fd, STARTED.size, 0))
         return min(started_ns, time.monotonic_ns()) if started_ns >= call.started_ns else None
 
-    def forget_stale(self) -> None:
+    def drop_messages(self) -> None:
         """Drop what a session's process has said since its last cell."""
         for _ in range(MAX_STALE):
-            if not self.hear():
+            if not self.receive():
                 return
 
     def report(self) -> dict[str, Any]:
@@ -211,8 +198,8 @@ class Forked:
         return given if isinstance(given, dict) else {}
 
 
-def honest_error(given: Any) -> dict[str, Any] | None:
-    """The child's own account of its error, held to the shape that the supervisor expects."""
+def checked_error(given: Any) -> dict[str, Any] | None:
+    """Return the child's report of its error in the form that the supervisor expects."""
     if not isinstance(given, dict):
         return None
     line = given.get("line")
@@ -224,9 +211,10 @@ def honest_error(given: Any) -> dict[str, Any] | None:
     }
 
 
-def split_status(status: int | None, said: dict[str, Any]) -> tuple[int | None, int | None]:
-    if status is None:  # a living session: its own word, about itself alone
-        code = said.get("exit_code")
+def split_status(status: int | None, report: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Return an exit code or a signal. Of a living session, its own report (`status` is None)."""
+    if status is None:
+        code = report.get("exit_code")
         return (code if isinstance(code, int) and 0 <= code < 256 else 1), None
     if os.WIFSIGNALED(status):
         return None, os.WTERMSIG(status)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import itertools
 import os
 import stat
@@ -12,10 +11,10 @@ import struct
 from collections.abc import Iterator
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 4, 38, 36
-PR_SET_SECCOMP, PR_CAPBSET_READ, PR_CAPBSET_DROP = 22, 23, 24
+PR_CAPBSET_READ, PR_CAPBSET_DROP = 23, 24
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
-CAP_SETGID, CAP_SETUID, CAP_SYS_PTRACE, CAP_SYS_RESOURCE = 6, 7, 19, 24
+CAP_SETGID, CAP_SETUID, CAP_SYS_RESOURCE = 6, 7, 24
 
 libc = ctypes.CDLL(None, use_errno=True)
 # Looked up once, here, and not in each child.
@@ -64,8 +63,9 @@ def old_pid_space() -> None:
 
 def own_view(scratch: str, options: str) -> None:
     """Show this process a file system of its own at `scratch`, mounted with these options, and at
-    /proc the processes of its own pid namespace, read-only. Then enter a user namespace where it
-    is nobody, has no capability and can make no namespace below it. Raises OSError.
+    /proc, read-only, nothing but the processes of its own pid namespace. Then enter a user
+    namespace where it is nobody, has no capability and can make no namespace below it. Raises
+    OSError.
 
     RLIMIT_NPROC counts the processes of that namespace alone (Linux 5.14).
     """
@@ -73,7 +73,10 @@ def own_view(scratch: str, options: str) -> None:
     proc = os.open("/proc", os.O_PATH)  # of the worker: the new one can't be written to
     flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
     mount("tmpfs", scratch, flags, options)
-    mount("proc", "/proc", flags | MS_RDONLY)
+    try:
+        mount("proc", "/proc", flags | MS_RDONLY, "subset=pid")
+    except OSError:  # an option since Linux 5.8
+        mount("proc", "/proc", flags | MS_RDONLY)
     unshare(CLONE_NEWUSER)
     fd = os.open("sys/user/max_user_namespaces", os.O_WRONLY, dir_fd=proc)
     os.write(fd, b"0")
@@ -91,45 +94,6 @@ def mount(kind: str, target: str, flags: int, options: str = "") -> None:
     """Mount a new file system. Raises OSError."""
     if _mount(kind.encode(), target.encode(), kind.encode(), flags, options.encode()) != 0:
         raise OSError(ctypes.get_errno(), f"mount {target}")
-
-
-def count_oom_kills() -> int:
-    """Return the number of OOM kills in our cgroup; 0 if the kernel does not report it."""
-    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
-        with contextlib.suppress(OSError), open(path) as f:
-            for line in f:
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-    return 0
-
-
-_FILTER = struct.Struct("<HBBI")  # struct sock_filter: code, jump if true, if false, operand
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_HIDING = {  # audit's number of the architecture; memfd_create, vmsplice
-    "x86_64": (0xC000003E, (319, 278)),
-    "aarch64": (0xC00000B7, (279, 75)),
-}
-
-
-def refuse_hidden_memory() -> None:
-    """Refuse the system calls that keep memory which no process maps: files of memory, and pages
-    given to a pipe. They would escape the count of what a call holds (usage.py)."""
-    if os.uname().machine not in _HIDING:
-        return
-    arch, numbers = _HIDING[os.uname().machine]
-    tests = [
-        (_LOAD, 0, 0, 4),  # seccomp_data.arch
-        (_EQUAL, 1, 0, arch),
-        (_RETURN, 0, 0, 0x00050000 | errno.ENOSYS),  # a call of another architecture
-        (_LOAD, 0, 0, 0),  # seccomp_data.nr
-        (_AT_LEAST, len(numbers) + 1, 0, 0x40000000),  # x32
-        *((_EQUAL, len(numbers) - n, 0, number) for n, number in enumerate(numbers)),
-        (_RETURN, 0, 0, 0x7FFF0000),
-        (_RETURN, 0, 0, 0x00050000 | errno.ENOSYS),
-    ]
-    code = ctypes.create_string_buffer(b"".join(_FILTER.pack(*test) for test in tests))
-    program = struct.pack("@HP", len(tests), ctypes.addressof(code))
-    libc.prctl(PR_SET_SECCOMP, 2, program, 0, 0)  # a kernel without seccomp: one wall less
 
 
 def count_own_processes() -> int:

@@ -10,7 +10,8 @@ from agentloop.sandbox import Pool, PoolSettings
 
 # Bare zygotes alone: the tests start many workers. No call takes as long as that, however slow the
 # machine; one that shall be late says when.
-BARE = PoolSettings(backend="process", workers=1, preload=[], timeout_s=15)
+BARE = PoolSettings(backend="process", workers=4, preload=[], timeout_s=15)
+SINGLE = BARE.model_copy(update={"workers": 1})
 
 
 # Of a module, not of the session: an async fixture keeps its event loop open for as long as it

@@ -128,7 +128,7 @@ async def test_calls_beside_each_other_see_nothing(pool: Pool) -> None:
 
 
 async def test_the_next_call_finds_nothing(form: str) -> None:
-    settings = BARE.model_copy(update={"slots_per_worker": 1, "sessions_per_worker": 0})
+    settings = BARE.model_copy(update={"workers": 1, "max_sessions": 0})
     async with Pool(settings) as pool:
         await check_that_the_next_finds_nothing(pool)
         assert pool.stats()["replaced"] == 0

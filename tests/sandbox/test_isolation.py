@@ -28,7 +28,7 @@ WEAK = {
     "network": "no: calls have the network access of this machine",
     "file system": "no: calls can read all files that the user can read",
     "uid": "no: calls have the user's uid",
-    "memory": "no: nothing bounds it",
+    "system calls": "no: libseccomp.so.2 is missing (install libseccomp2)",
 }
 
 

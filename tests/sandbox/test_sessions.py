@@ -20,7 +20,6 @@ from agentloop.sandbox.link import Link, next_id
 from agentloop.sandbox.process import ProcessBackend
 from agentloop.sandbox.protocol import encode
 from agentloop.sandbox.worker.kernel import descendants
-from agentloop.sandbox.worker.usage import cpu_s
 from tests.patience import patient
 from tests.sandbox.chaos import children, kill
 from tests.sandbox.conftest import BARE
@@ -113,7 +112,7 @@ async def test_after_a_cancelled_cell_only_its_session_is_lost(
 
 
 async def test_a_session_whose_first_cell_is_given_up_before_it_is_sent_is_not_lost() -> None:
-    settings = BARE.model_copy(update={"slots_per_worker": 1})
+    settings = BARE.model_copy(update={"workers": 1})
     async with Pool(settings) as pool, pool.session() as session:
         async with anyio.create_task_group() as group:
             group.start_soon(pool.run, FOREVER, "", 600)
@@ -255,7 +254,8 @@ def cpu_used(pid: int) -> float:
         with contextlib.suppress(OSError):
             numbers = re.search(r"NSpid:(.*)", Path(f"/proc/{found}/status").read_text())
             if numbers is not None and int(numbers[1].split()[-1]) == pid:
-                return cpu_s(found)
+                fields = Path(f"/proc/{found}/stat").read_text().rpartition(")")[2].split()
+                return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     raise ProcessLookupError(pid)
 
 
