@@ -303,7 +303,6 @@ class OpenRequest(Request[OpenReply]):
     op: Literal["open"] = "open"
     reply_type = OpenReply
     address: str
-    port: int
     num_updates: int
 
 

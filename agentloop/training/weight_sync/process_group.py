@@ -193,9 +193,7 @@ class PublishedInLearner:
         name = f"agentloop-{self.version}-{uuid.uuid4().hex[:8]}"
         first: _Failed | None = None
         try:
-            opened = await self._ask(
-                OpenRequest(address=address, port=self.settings.port, num_updates=self.num_updates)
-            )
+            opened = await self._ask(OpenRequest(address=address, num_updates=self.num_updates))
         except LearnerRefused as error:
             failed.update((member.server.url, str(error)) for member in members)
             return set()
