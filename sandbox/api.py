@@ -83,13 +83,13 @@ class ValueCounter:
         return self.num
 
 
-def has_more_values(text: bytes, most: int) -> bool:
-    """Return whether a text has more than `most` values, without reading all of a long one."""
-    if len(text) <= most:
+def has_more_values(text: bytes, limit: int) -> bool:
+    """Return whether a text has more than `limit` values, without reading all of a long one."""
+    if len(text) <= limit:
         return False
     counter = ValueCounter()
     starts = range(0, len(text), 1 << 18)
-    return any(counter.feed(text[start : start + (1 << 18)]) > most for start in starts)
+    return any(counter.feed(text[start : start + (1 << 18)]) > limit for start in starts)
 
 
 class RunRequest(pydantic.BaseModel, extra="forbid", strict=True):
@@ -100,7 +100,7 @@ class RunRequest(pydantic.BaseModel, extra="forbid", strict=True):
     timeout_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
         default=None, description="Wall time limit in seconds. Default: the pool's."
     )
-    memory_mib: Annotated[int, Field(ge=1), pydantic.BeforeValidator(_integral)] | None = Field(
+    memory_mib: Annotated[Integer, Field(ge=1)] | None = Field(
         default=None,
         description="Memory limit of all processes of the program together, in MiB. Default and "
         "maximum: the pool's.",
@@ -176,12 +176,7 @@ def check(model: type[Model], fields: Any) -> Model:
         raise RequestRefused(400, "bad_request", message, field) from error
 
 
-def to_json(body: Any) -> bytes:
-    """Encode a body, which may be a CallResult, as JSON."""
-    return orjson.dumps(body)
-
-
 def to_line(index: int, result: CallResult) -> bytes:
     """Encode a line of a batch's response: the call's index in the request and its result."""
-    fields = {name: getattr(result, name) for name in CallResult.__slots__}
-    return orjson.dumps({"index": index, **fields}, option=orjson.OPT_APPEND_NEWLINE)
+    line = {"index": index, **dataclasses.asdict(result)}
+    return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)

@@ -76,10 +76,15 @@ def refused_submission(submission: Submission, *, with_output: bool) -> dict[str
     return _answer(submission, reason="invalid_input", output=("", why) if with_output else None)
 
 
-def output_limits(submission: Submission) -> OutputLimits:
-    """Return output limits that keep as much output as the comparison needs."""
-    wanted = KEEP_BYTES + _size(submission.expected_output)
-    return OutputLimits(MAX_OUTPUT_BYTES, min(wanted, MAX_KEPT_BYTES))
+def submitted_call(submission: Submission, timeout_s: float) -> dict[str, Any]:
+    """Return the arguments of the call, which keeps as much output as the comparison needs."""
+    keep_bytes = min(KEEP_BYTES + _size(submission.expected_output), MAX_KEPT_BYTES)
+    return {
+        "code": submission.solution,
+        "stdin": submission.input or "",
+        "timeout_s": timeout_s,
+        "output": OutputLimits(MAX_OUTPUT_BYTES, keep_bytes),
+    }
 
 
 def judged(
@@ -148,9 +153,9 @@ def refused_code(request: RunCodeRequest) -> dict[str, Any] | None:
     return _fusion("SandboxError", why, None)
 
 
-def memory_mib(request: RunCodeRequest, most: int) -> int | None:
-    """Return the memory limit of a request in MiB; `most`, the pool's limit, always applies."""
-    return min(request.memory_limit_MB, most) if request.memory_limit_MB > 0 else None
+def memory_mib(request: RunCodeRequest, limit: int) -> int | None:
+    """Return the memory limit of a request in MiB; `limit`, the pool's, always applies."""
+    return min(request.memory_limit_MB, limit) if request.memory_limit_MB > 0 else None
 
 
 RUN_CODE_OUTPUT = OutputLimits(MAX_OUTPUT_BYTES, MAX_KEPT_BYTES)

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import anyio
+import orjson
 from aiohttp import web
 
-from agentloop.sandbox.api import Model, RequestRefused, ValueCounter, max_values, parse, to_json
+from agentloop.sandbox.api import Model, RequestRefused, ValueCounter, max_values, parse
 from agentloop.sandbox.errors import Overloaded
 from agentloop.sandbox.guard import Guard
 from agentloop.sandbox.held_bytes import HeldBytes
@@ -41,8 +42,7 @@ class RequestLimits:
         self.num_requests = 0
         self.num_links = 0
         self._num_waiting = 0  # requests that wait for a session, not counted as open requests
-        most_held = max(settings.max_held_mib, settings.max_body_mib)
-        self.held = HeldBytes(most_held * MIB)
+        self.held = HeldBytes(max(settings.max_held_mib, settings.max_body_mib) * MIB)
 
     @property
     def middlewares(self) -> list[Any]:
@@ -83,7 +83,7 @@ class RequestLimits:
         body = await self._body(request, max_values(model))
         return parse(model, body or empty)
 
-    async def _body(self, request: web.Request, most_values: int) -> bytearray:
+    async def _body(self, request: web.Request, max_num_values: int) -> bytearray:
         """Read the body, accounting for its bytes only as they arrive, not as announced."""
         body, values = bytearray(), ValueCounter()
         try:
@@ -92,8 +92,8 @@ class RequestLimits:
                 while chunk := await request.content.readany():
                     self._hold(request, len(body) + len(chunk), len(body) + len(chunk))
                     body += chunk
-                    if values.feed(chunk) > most_values:
-                        why = f"a request like this has at most {most_values} values and names"
+                    if values.feed(chunk) > max_num_values:
+                        why = f"a request like this has at most {max_num_values} values and names"
                         raise RequestRefused(413, "too_large", why)
         except TimeoutError:
             raise RequestRefused(408, "slow", "the body did not arrive in time") from None
@@ -104,8 +104,9 @@ class RequestLimits:
 
     def _hold(self, request: web.Request, size: int, num_here: int) -> None:
         """Account for a body that has `size` bytes so far, until the request ends."""
-        if size > (most := self._max_body_bytes):
-            raise RequestRefused(413, "too_large", f"the body may have at most {most} bytes")
+        if size > self._max_body_bytes:
+            why = f"the body may have at most {self._max_body_bytes} bytes"
+            raise RequestRefused(413, "too_large", why)
         if not self.held.hold(id(request), num_here):
             raise _overloaded()
 
@@ -179,7 +180,7 @@ class RequestLimits:
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
-    return web.Response(body=to_json(body), status=status, content_type="application/json")
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 
 def _overloaded() -> RequestRefused:

@@ -17,9 +17,6 @@ import signal
 import sys
 from typing import Any
 
-# From python's own, as subprocess does it.
-RESTORED = ("SIGPIPE", "SIGXFSZ")
-
 
 def start(command: list[str], text: str) -> int:
     """Start the command with `text` on its standard input; return its process id."""
@@ -31,17 +28,18 @@ def start(command: list[str], text: str) -> int:
     if pid:
         os.close(content)
         return pid
-    status = 127
+    status = 126
     try:
         os.dup2(content, 0)
         os.setsid()
-        for name in RESTORED:
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # python ignores them
+            signal.signal(number, signal.SIG_DFL)
         os.execvp(command[0], command)
     except OSError as error:
-        status = 127 if isinstance(error, FileNotFoundError) else 126
-        said = f"agentloop: {command[0]}: {error.strerror or error}\n"
-        os.write(2, said.encode("utf-8", "backslashreplace"))
+        if isinstance(error, FileNotFoundError):
+            status = 127
+        message = f"agentloop: {command[0]}: {error.strerror or error}\n"
+        os.write(2, message.encode("utf-8", "backslashreplace"))
     finally:
         os._exit(status)
 
@@ -50,10 +48,10 @@ def reap(pid: int, ended: asyncio.Future[int]) -> None:
     """Collect processes that have ended, orphans included; set `ended` to the status of `pid`."""
     try:
         while True:
-            found, status = os.waitpid(-1, os.WNOHANG)
-            if not found:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if not child:
                 return
-            if found == pid and not ended.done():
+            if child == pid and not ended.done():
                 is_killed = os.WIFSIGNALED(status)
                 ended.set_result(128 + os.WTERMSIG(status) if is_killed else os.WEXITSTATUS(status))
     except ChildProcessError:
@@ -95,8 +93,8 @@ async def forward(
     ]
     # no deadline: likewise
     await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
-    for one in copies:
-        one.cancel()
+    for task in copies:
+        task.cancel()
     near_writer.close()  # sends first what is left
     far_writer.close()
 
