@@ -10,7 +10,7 @@ from functools import partial
 
 import anyio
 
-from agentloop.sandbox.doctor import examine
+from agentloop.sandbox.doctor import as_text, examine
 from agentloop.sandbox.errors import SandboxError
 from agentloop.sandbox.pool import Pool
 from agentloop.sandbox.settings import PoolSettings
@@ -22,13 +22,13 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def for_terminal(text: str) -> str:
     """Return a program's text with control characters spelled out, safe to print on a terminal."""
-    return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 async def doctor(as_json: bool) -> int:
     report = await examine(tell)
-    print(json.dumps(report.as_dict(), indent=2) if as_json else report)
-    return 0 if report.is_isolated else 1
+    print(json.dumps(report, indent=2) if as_json else as_text(report))
+    return 0 if report["isolated"] else 1
 
 
 async def run(settings: PoolSettings, timeout_s: float) -> int:
@@ -51,10 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
         help="list the isolation layers of this machine; exit status 1 if calls are not isolated",
     )
     check.add_argument("--json", action="store_true", help="print the result as JSON")
-    one = actions.add_parser("run", help="run the program read from standard input")
-    one.add_argument("--backend", default="auto", choices=["auto", "docker", "process"])
-    one.add_argument("--allow-weak-isolation", action="store_true")
-    one.add_argument("--timeout-s", type=float, default=4.0)
+    program = actions.add_parser("run", help="run the program read from standard input")
+    program.add_argument("--backend", default="auto", choices=["auto", "docker", "process"])
+    program.add_argument("--allow-weak-isolation", action="store_true")
+    program.add_argument("--timeout-s", type=float, default=4.0)
     args = parser.parse_args(arguments)
     if args.action == "doctor":
         return anyio.run(doctor, args.json)

@@ -42,7 +42,7 @@ class RefusalBody(TypedDict):
 class RequestRefused(SandboxError):
     """A request is refused.
 
-    Attributes:
+    Args:
         status: the HTTP status.
         kind: identifier of the error, for programs.
         field: name of the invalid field, if any.

@@ -67,13 +67,7 @@ class Calls:
     def message(
         self, code: str, stdin: str, timeout_s: float | None, memory_mib: int | None
     ) -> dict[str, Any]:
-        """Return a call's message to a worker.
-
-        Raises:
-            ValueError: a limit is out of range.
-            TypeError: an argument has another type.
-            RuntimeError: the pool is not open.
-        """
+        """Return a call's message to a worker. Raises what `Pool.run` raises."""
         for name, text in (("code", code), ("stdin", stdin)):
             if not isinstance(text, str):
                 raise TypeError(f"{name} must be a str, not {type(text).__name__}")
@@ -83,9 +77,9 @@ class Calls:
         if memory_mib is not None:
             if not isinstance(memory_mib, int):
                 raise TypeError(f"memory_mib must be an int, not {type(memory_mib).__name__}")
-            if not 0 < memory_mib <= self.settings.memory_mib:
-                most = self.settings.memory_mib
-                raise ValueError(f"memory_mib must be between 1 and the pool's {most}")
+            limit = self.settings.memory_mib
+            if not 0 < memory_mib <= limit:
+                raise ValueError(f"memory_mib must be between 1 and the pool's {limit}")
         if not self.is_open:
             raise RuntimeError(NOT_OPEN)
         more = {} if memory_mib is None else {"memory_mib": memory_mib}

@@ -3,10 +3,9 @@
     opened ──> waits for a request ──> has one ──> waits for the next ...
                  └── after a timeout, or to make room for a new connection: closed
 
-`Connections` decides and `ConnectionLimiter` acts, by protocols between the event loop and
-aiohttp's handlers of connections, which are the keys: aiohttp bounds neither the number of
-connections nor the time that the head of a request may take. Requests in progress are subject to
-the service's deadlines.
+`Connections` decides; `close_overdue` and the protocol between the event loop and aiohttp's handler
+of a connection act: aiohttp bounds neither the number of connections nor the time that the head of
+a request may take. Requests in progress are subject to the service's deadlines.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import fcntl
 import sys
 import termios
 import time
-from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import anyio
 
@@ -30,6 +29,7 @@ class _Wait:
     until: float
     has_begun: bool
     """Whether part of the next request has arrived."""
+    num_unsent: int = 0
 
 
 class Connections:
@@ -45,13 +45,13 @@ class Connections:
         self._max_connections = max_connections
         self._request_s = request_s
         self._idle_s = idle_s
-        self._waiting: dict[Hashable, _Wait] = {}  # longest wait first
-        self._busy: set[Hashable] = set()
+        self._waiting: dict[Any, _Wait] = {}  # longest wait first
+        self._busy: set[Any] = set()
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._busy)
 
-    def opened(self, key: Hashable, now: float) -> Hashable | None:
+    def opened(self, key: Any, now: float) -> Any:
         """Count a new connection; return the one to close in exchange, if any."""
         replaced = None
         if len(self) >= self._max_connections and self._waiting:
@@ -60,78 +60,48 @@ class Connections:
         self._waiting[key] = _Wait(now + self._request_s, has_begun=True)
         return replaced
 
-    def received(self, key: Hashable, now: float) -> None:
+    def received(self, key: Any, now: float) -> None:
         """Note the arrival of bytes. Only the first bytes of a request start its time limit."""
         wait = self._waiting.get(key)
         if wait is not None and not wait.has_begun:
             wait.has_begun, wait.until = True, now + self._request_s
 
-    def began(self, key: Hashable) -> None:
+    def began(self, key: Any) -> None:
         if self._waiting.pop(key, None) is not None:
             self._busy.add(key)
 
-    def ended(self, key: Hashable, now: float) -> None:
+    def ended(self, key: Any, now: float) -> None:
         """Note that a request has been answered."""
         if key in self._busy:
             self._busy.remove(key)
             self._waiting[key] = _Wait(now + self._idle_s, has_begun=False)
 
-    def closed(self, key: Hashable) -> None:
+    def closed(self, key: Any) -> None:
         self._waiting.pop(key, None)
         self._busy.discard(key)
 
-    def overdue(self, now: float) -> list[Hashable]:
+    def overdue(self, now: float) -> list[Any]:
         return [key for key, wait in self._waiting.items() if wait.until <= now]
 
-    def prolong(self, key: Hashable, now: float) -> None:
-        """Prolong a connection that is overdue but still reading its last response."""
-        self._waiting[key].until = now + self._request_s
+    def prolong(self, key: Any, num_unsent: int, now: float) -> bool:
+        """Prolong an overdue connection if its peer is still reading its last response, of which
+        so many bytes are left; return whether it is."""
+        wait = self._waiting[key]
+        if num_unsent in (0, wait.num_unsent):
+            return False
+        wait.num_unsent, wait.until = num_unsent, now + self._request_s
+        return True
 
 
-class ConnectionLimiter:
-    """Closes connections as `Connections` decides, those that are overdue while `sweep` runs."""
-
-    def __init__(self, connections: Connections) -> None:
-        self.connections = connections
-        self._transports: dict[Hashable, asyncio.Transport] = {}
-        self._unsent: dict[Hashable, int] = {}
-
-    async def sweep(self) -> None:
-        """Close connections that are overdue, until cancelled."""
-        while True:
-            await anyio.sleep(SWEEP_EVERY_S)
-            now = time.monotonic()
-            for key in self.connections.overdue(now):
-                unsent = _num_unsent(self._transports[key])
-                if unsent and unsent != self._unsent.get(key):
-                    self._unsent[key] = unsent
-                    self.connections.prolong(key, now)
-                else:
-                    self._close(key)
-
-    @contextlib.contextmanager
-    def request(self, key: Hashable) -> Iterator[None]:
-        """Mark a connection as busy with a request while the context is open."""
-        self.connections.began(key)
-        try:
-            yield
-        finally:
-            self.connections.ended(key, time.monotonic())
-
-    def opened(self, key: Hashable, transport: asyncio.Transport) -> None:
-        replaced = self.connections.opened(key, time.monotonic())
-        self._transports[key] = transport
-        if replaced is not None:
-            self._close(replaced)
-
-    def closed(self, key: Hashable) -> asyncio.Transport | None:
-        self.connections.closed(key)
-        self._unsent.pop(key, None)
-        return self._transports.pop(key, None)
-
-    def _close(self, key: Hashable) -> None:
-        if transport := self.closed(key):
-            transport.abort()
+async def close_overdue(connections: Connections) -> None:
+    """Close connections that have waited for too long, until cancelled."""
+    while True:
+        await anyio.sleep(SWEEP_EVERY_S)
+        now = time.monotonic()
+        for transport in connections.overdue(now):
+            if not connections.prolong(transport, _num_unsent(transport), now):
+                connections.closed(transport)
+                transport.abort()
 
 
 def _num_unsent(transport: asyncio.Transport) -> int:
@@ -143,23 +113,26 @@ def _num_unsent(transport: asyncio.Transport) -> int:
 
 
 class LimitedProtocol(asyncio.Protocol):
-    """Forwards the events of a connection to its handler, and tells the limiter of them."""
+    """Passes the events of a connection to its handler. `Connections` knows it by its transport."""
 
-    def __init__(self, limiter: ConnectionLimiter, handler: asyncio.Protocol) -> None:
-        self._limiter = limiter
+    def __init__(self, connections: Connections, handler: asyncio.Protocol) -> None:
+        self._connections = connections
         self._handler = handler
+        self._transport: Any = None
         self.eof_received = handler.eof_received  # type: ignore[method-assign]
         self.pause_writing = handler.pause_writing  # type: ignore[method-assign]
         self.resume_writing = handler.resume_writing  # type: ignore[method-assign]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._limiter.opened(self._handler, transport)  # type: ignore[arg-type]
+        self._transport = transport
+        if replaced := self._connections.opened(transport, time.monotonic()):
+            replaced.abort()
         self._handler.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        self._limiter.connections.received(self._handler, time.monotonic())
+        self._connections.received(self._transport, time.monotonic())
         self._handler.data_received(data)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._limiter.closed(self._handler)
+        self._connections.closed(self._transport)
         self._handler.connection_lost(error)

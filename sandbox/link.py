@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import anyio
@@ -20,31 +21,24 @@ SPARE_BYTES = 16 << 20  # of a worker's limit: page tables and the like, beside 
 BEAT_S = 5.0
 MAX_SILENT_BEATS = 3  # after that a worker is considered hung
 
-_ids = itertools.count(1)
+next_id = itertools.count(1).__next__
+"""Return a new id of a call or session."""
 
 
-def next_id() -> int:
-    return next(_ids)
-
-
+@dataclass(eq=False, slots=True)
 class Pending:
     """A call in progress on a worker. `reply` stays None if the worker is lost."""
 
-    __slots__ = ("done", "reply")
-
-    def __init__(self) -> None:
-        self.done = anyio.Event()
-        self.reply: dict[str, Any] | None = None
+    done: anyio.Event = field(default_factory=anyio.Event)
+    reply: dict[str, Any] | None = None
 
 
+@dataclass(eq=False, slots=True)
 class OpenSession:
     """A session that is open on a worker."""
 
-    __slots__ = ("has_begun", "lost_by")
-
-    def __init__(self) -> None:
-        self.has_begun = False  # whether its first cell has been sent
-        self.lost_by: LostBy | None = None
+    has_begun: bool = False  # whether its first cell has been sent
+    lost_by: LostBy | None = None
 
 
 class Link:
@@ -52,7 +46,7 @@ class Link:
 
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id
-        self.ready = anyio.Event()
+        self.ready_or_lost = anyio.Event()
         self.lost = anyio.Event()
         self.hello: dict[str, Any] = {}
         self.why = ""  # the reason for its loss, if known
@@ -140,6 +134,7 @@ class Link:
             return
         self.why = self.why or why
         self.lost.set()
+        self.ready_or_lost.set()
         for call_id in list(self.pending):
             self._settle(call_id, None)
 
@@ -149,7 +144,7 @@ class Link:
                 self._settle(message["id"], message)
             case "ready":
                 self.hello = message
-                self.ready.set()
+                self.ready_or_lost.set()
             case "session_lost":
                 self._on_session_lost(message)
             case "worn":
@@ -184,8 +179,8 @@ class SocketProtocol(asyncio.Protocol):
         self._greeting = greeting
         self._transport: asyncio.Transport | None = None
 
-    def connection_made(self, made: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.Transport, made)  # uvloop's transport does not inherit from it
+    def connection_made(self, base: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, base)  # uvloop's transport does not inherit from it
         if self._transport is not None:  # one worker, one connection
             transport.abort()
             return
@@ -213,15 +208,7 @@ class SocketProtocol(asyncio.Protocol):
 async def wait_ready(link: Link, timeout_s: float) -> None:
     """Wait until the worker is ready. Raises SandboxUnavailable, with the reason if known."""
     with anyio.move_on_after(timeout_s):
-        async with anyio.create_task_group() as group:
-
-            async def fail_early() -> None:
-                await link.lost.wait()  # no deadline: cancelled when the other wait ends
-                group.cancel_scope.cancel()
-
-            group.start_soon(fail_early)
-            await link.ready.wait()
-            group.cancel_scope.cancel()
-    if not link.ready.is_set():
+        await link.ready_or_lost.wait()
+    if not link.hello:
         why = link.why or f"it was not ready after {timeout_s:g} s"
         raise SandboxUnavailable(f"worker {link.worker_id} did not start: {why}")

@@ -146,9 +146,8 @@ class HostBackend:
         refused: SandboxUnavailable | None = None
 
         async def read() -> None:
-            async for (
-                message
-            ) in socket:  # no deadline: until the host leaves, which the heartbeat detects
+            # no deadline: until the host leaves, which the heartbeat detects
+            async for message in socket:
                 if message.type is aiohttp.WSMsgType.BINARY:
                     link.feed(message.data)
             link.lose(f"the connection to {self.url} ended")

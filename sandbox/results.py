@@ -103,7 +103,7 @@ class CallResult:
         )
 
 
-MEASURED = frozenset({
-    "exit_code", "signal", "stdout", "stderr", "result", "stdout_bytes", "stderr_bytes",
-    "truncated", "run_s", "cpu_s", "max_rss", "started_ns",
-})  # fmt: skip
+# What a worker reports of a program that ran, beside its status and error.
+MEASURED = frozenset(CallResult.__slots__) - {
+    "id", "status", "error", "queue_s", "worker_id", "attempt"
+}  # fmt: skip

@@ -76,14 +76,18 @@ async def serve(settings: SandboxServeSettings) -> None:
 
 
 async def _until_signal(settings: SandboxServeSettings) -> int:
+    """Run the service until SIGINT or SIGTERM; return the exit status."""
     status = 0
-    async with anyio.create_task_group() as group:
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            group.start_soon(serve, settings)
-            async for number in signals:  # no deadline: as long as the service runs
-                status = 128 + number
-                group.cancel_scope.cancel()
-                break  # one is enough: all cleanup has a deadline
+    with anyio.CancelScope() as scope:
+
+        def stop(number: int) -> None:
+            nonlocal status
+            status = 128 + number
+            scope.cancel()  # all cleanup has a deadline
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        await serve(settings)
     return status
 
 
@@ -93,13 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
         raise_descriptor_limit(settings)
         has_uvloop = find_spec("uvloop") is not None
         return anyio.run(_until_signal, settings, backend_options={"use_uvloop": has_uvloop})
-    except (ValueError, SandboxError, BaseExceptionGroup) as error:
-        inner: BaseException = error
-        while isinstance(inner, BaseExceptionGroup) and len(inner.exceptions) == 1:
-            inner = inner.exceptions[0]
-        if not isinstance(inner, (ValueError, SandboxError)):
-            raise
-        print(f"sandbox.serve: error: {inner}", file=sys.stderr)
+    except (ValueError, SandboxError) as error:
+        print(f"sandbox.serve: error: {error}", file=sys.stderr)
         return 2
 
 

@@ -8,6 +8,7 @@ that its session was lost (410).
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -30,7 +31,7 @@ from agentloop.sandbox.api import (
     SessionRequest,
     to_line,
 )
-from agentloop.sandbox.connections import ConnectionLimiter, Connections, LimitedProtocol
+from agentloop.sandbox.connections import Connections, LimitedProtocol, close_overdue
 from agentloop.sandbox.errors import SessionLost
 from agentloop.sandbox.host import LinkedClient
 from agentloop.sandbox.middleware import MIB, Handler, RequestLimits, json_response
@@ -59,8 +60,8 @@ class SandboxService:
         self._pool = pool
         self._settings = settings
         max_connections = num_connections(settings)
-        self._limiter = ConnectionLimiter(
-            Connections(max_connections, settings.io_timeout_s, settings.idle_timeout_s)
+        self._connections = Connections(
+            max_connections, settings.io_timeout_s, settings.idle_timeout_s
         )
         self._limits = RequestLimits(settings, max_connections)
         # On demand, because it takes half a second.
@@ -72,7 +73,7 @@ class SandboxService:
 
     async def __aenter__(self) -> Self:
         self._group = await anyio.create_task_group().__aenter__()
-        self._group.start_soon(self._limiter.sweep)
+        self._group.start_soon(close_overdue, self._connections)
         self._sessions = Sessions(self._pool, self._group, self._settings.session_idle_s)
         return self
 
@@ -83,7 +84,7 @@ class SandboxService:
 
     def protocol(self, handler: asyncio.Protocol) -> asyncio.Protocol:
         """Return the protocol of a new connection, which aiohttp's `handler` serves."""
-        return LimitedProtocol(self._limiter, handler)
+        return LimitedProtocol(self._connections, handler)
 
     def build(self) -> web.Application:
         app = web.Application(
@@ -141,7 +142,7 @@ class SandboxService:
         here = {
             "requests": self._limits.num_requests,
             "links": self._limits.num_links,
-            "connections": len(self._limiter.connections),
+            "connections": len(self._connections),
             "held_bytes": self._limits.held.total,
         }
         return json_response(self._pool.stats() | here)
@@ -255,8 +256,12 @@ class SandboxService:
 
     @web.middleware
     async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        with self._limiter.request(request.protocol):
+        transport = request.transport
+        self._connections.began(transport)
+        try:
             return await handler(request)
+        finally:
+            self._connections.ended(transport, time.monotonic())
 
 
 def _no_session() -> RequestRefused:

@@ -232,16 +232,12 @@ async def _run(
 
 @dataclass(frozen=True)
 class Python:
-    """A base's, as it says itself."""
+    """The Python of a base, as it describes itself."""
 
-    python: str
-    """Its version: 3.13"""
-    machine: str
-    """x86_64, aarch64"""
-    glibc: str
-    """2.41; empty where it is another C library"""
-    target: str
-    """The folder of its packages."""
+    python: str  # its version, such as 3.13
+    machine: str  # x86_64, aarch64
+    glibc: str  # its version, such as 2.41; empty for another C library
+    target: str  # the folder of its packages
 
     def platforms(self) -> list[str]:
         """The tags of wheels that run on it, best first."""

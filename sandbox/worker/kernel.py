@@ -35,7 +35,7 @@ def has_cap(number: int) -> bool:
 
 def can_have_cap(number: int) -> bool:
     """Return whether any process here, root included, can have the capability."""
-    return bool(libc.prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1)
+    return bool(_prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1)
 
 
 def drop_caps() -> None:
@@ -56,9 +56,9 @@ def new_pid_space() -> None:
 
 def old_pid_space() -> None:
     """The next namespace will lie beside the last one, not inside it."""
-    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-    libc.setns(own, CLONE_NEWPID)
-    os.close(own)
+    space = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    libc.setns(space, CLONE_NEWPID)
+    os.close(space)
 
 
 def own_view(scratch: str, options: str) -> None:
@@ -104,12 +104,12 @@ def count_own_processes() -> int:
 
 def parents() -> dict[int, int]:
     """The parent of every process in sight."""
-    found: dict[int, int] = {}
+    above: dict[int, int] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, IndexError, ValueError):
             with open(f"/proc/{name}/stat") as f:
-                found[int(name)] = int(f.read().rpartition(")")[2].split()[1])
-    return found
+                above[int(name)] = int(f.read().rpartition(")")[2].split()[1])
+    return above
 
 
 def children_of(pid: int) -> set[int]:
@@ -118,10 +118,10 @@ def children_of(pid: int) -> set[int]:
 
 def descendants(pid: int) -> list[int]:
     above = parents()
-    found = [pid]
-    for at in found:
-        found.extend(child for child, parent in above.items() if parent == at)
-    return found[1:]
+    pids = [pid]
+    for ancestor in pids:
+        pids.extend(child for child, parent in above.items() if parent == ancestor)
+    return pids[1:]
 
 
 def remove_below(path: str) -> None:
@@ -134,8 +134,8 @@ def remove_below(path: str) -> None:
     """
     names = (f".{n}" for n in itertools.count())
     with _opened(path) as top:
-        while found := _scan(top):
-            for name, is_dir in found:
+        while entries := _scan(top):
+            for name, is_dir in entries:
                 if not is_dir:
                     os.unlink(name, dir_fd=top)
                     continue

@@ -47,8 +47,9 @@ def local_workers_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[s
 
     def with_layers(spec: str) -> int:
         script = tmp_path / "confine.py"
-        wrong = f"describe = lambda *told: {layers!r}"
-        script.write_text(source.replace('if __name__ == "__main__"', f"{wrong}\nif True"))
+        reported = '"layers": layers'
+        assert reported in source
+        script.write_text(source.replace(reported, f'"layers": {layers!r}'))
         return real(spec)
 
     monkeypatch.setattr("agentloop.sandbox.process._memory_file", with_layers)
