@@ -168,8 +168,8 @@ def check(model: type[Model], fields: Any) -> Model:
         return model.model_validate(fields)
     except pydantic.ValidationError as error:
         if error.error_count() > MAX_ERRORS:  # listing all of them takes seconds
-            why = f"{error.error_count()} fields are invalid"
-            raise RequestRefused(400, "bad_request", why) from None
+            reason = f"{error.error_count()} fields are invalid"
+            raise RequestRefused(400, "bad_request", reason) from None
         problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join(map(str, problem["loc"])) or None
         message = f"{field}: {problem['msg']}" if field else problem["msg"]

@@ -65,14 +65,14 @@ LAYERS = {
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def checked(result: int, what: str) -> None:
+def check(result: int, action: str) -> None:
     if result != 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
+        raise OSError(code, f"{action}: {os.strerror(code)}")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
-    checked(
+    check(
         libc.mount(
             source.encode(), target.encode(), kind.encode() or None,
             ctypes.c_ulong(flags), data.encode() or None,
@@ -111,10 +111,8 @@ def wait_for(pid: int, owned: int) -> None:
     inside that we live."""
     os.dup2(owned, 3)
     os.closerange(4, 1 << 20)
-    while True:
-        with contextlib.suppress(InterruptedError):
-            _, status = os.waitpid(pid, 0)
-            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    _, status = os.waitpid(pid, 0)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
 def die_with_parent(alive: int) -> None:
@@ -153,8 +151,8 @@ def make_read_only(top: str) -> None:
         raise OSError(ctypes.get_errno(), f"mount_setattr {top}")
     for path in mounts_below(top):  # before Linux 5.12
         # A user namespace may not clear flags that the host has set: keep those.
-        seen = os.statvfs(path).f_flag & (MS_NODEV | MS_NOEXEC | MS_NOSUID)
-        mount("none", path, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | seen)
+        flags = os.statvfs(path).f_flag & NO_PROGRAMS
+        mount("none", path, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | flags)
 
 
 def mounts_below(top: str) -> Iterator[str]:
@@ -192,9 +190,9 @@ def build_root(base: str, proc: str = "") -> None:
         os.makedirs(f"{base}/{name}", exist_ok=True)
     mount("proc", f"{base}/proc", "proc", NO_PROGRAMS, proc)
     os.chdir(base)
-    checked(libc.pivot_root(b".", b"old"), "pivot_root")
+    check(libc.pivot_root(b".", b"old"), "pivot_root")
     os.chdir("/")
-    checked(libc.umount2(b"/old", MNT_DETACH), "umount of the host's root")
+    check(libc.umount2(b"/old", MNT_DETACH), "umount of the host's root")
     os.rmdir("/old")
 
 
@@ -213,10 +211,10 @@ def try_view(options: str) -> bool:
     if pid == 0:
         status = errno.EIO
         try:
-            checked(libc.unshare(CLONE_NEWNS), "unshare")
+            check(libc.unshare(CLONE_NEWNS), "unshare")
             mount("tmpfs", HOME, "tmpfs", NO_PROGRAMS, options)
             mount("proc", HOME, "proc", MS_RDONLY | NO_PROGRAMS)
-            checked(libc.unshare(CLONE_NEWUSER), "unshare")
+            check(libc.unshare(CLONE_NEWUSER), "unshare")
             status = COUNTED_TOGETHER
             resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))  # the user has more: we are three
             if os.fork():
@@ -281,15 +279,15 @@ def allow_views(profile: dict[str, Any]) -> None:
         )
 
 
-def keep_caps(*kept: int) -> None:
+def keep_caps(*caps: int) -> None:
     """Drop all other capabilities, for good."""
     for number in range(64):
-        if number not in kept and libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
+        if number not in caps and libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
             break
-    available = [number for number in kept if libc.prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1]
+    available = [number for number in caps if libc.prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1]
     mask = sum(1 << number for number in available)
     header, data = struct.pack("<Ii", 0x20080522, 0), struct.pack("<6I", mask, mask, 0, 0, 0, 0)
-    checked(libc.capset(header, data), "capset")
+    check(libc.capset(header, data), "capset")
 
 
 def readable_by_others() -> bool:
@@ -310,7 +308,7 @@ def start(spec: dict[str, Any]) -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
         f.write(OOM_SCORE_ADJ)
     alive, owned = os.pipe()
-    spaces, why = enter_spaces()
+    spaces, reason = enter_spaces()
     if spaces != "none" and (pid := os.fork()):
         wait_for(pid, owned)
     os.close(owned)
@@ -321,7 +319,7 @@ def start(spec: dict[str, Any]) -> None:
     elif spaces == "user":
         settings |= confine_user(spec, layers)
     else:
-        layers["process isolation"] = f"no: this machine does not allow namespaces ({why})"
+        layers["process isolation"] = f"no: this machine does not allow namespaces ({reason})"
         layers["network"] = "no: calls have the network access of this machine"
         layers["file system"] = "no: calls can read all files that the user can read"
         if os.getuid() != 0:
@@ -370,13 +368,13 @@ def confine_user(spec: dict[str, Any], layers: dict[str, str]) -> dict[str, Any]
         is_rooted = True
         counts_apart = try_view(view)
     except OSError as error:
-        why = why_refused(str(error))
+        reason = why_refused(str(error))
         layers["uid"] = (
-            f"no: calls have the user's uid, without rights outside the namespaces ({why})"
+            f"no: calls have the user's uid, without rights outside the namespaces ({reason})"
         )
         layers["process count"] = "limit per worker"
         if not is_rooted:
-            layers["file system"] = f"no: {why}"
+            layers["file system"] = f"no: {reason}"
             return settings
         mount("tmpfs", HOME, "tmpfs", NO_PROGRAMS, view)
     else:

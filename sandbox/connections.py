@@ -51,32 +51,32 @@ class Connections:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._busy)
 
-    def opened(self, key: Any, now: float) -> Any:
+    def add(self, key: Any, now: float) -> Any:
         """Count a new connection; return the one to close in exchange, if any."""
         replaced = None
         if len(self) >= self._max_connections and self._waiting:
             replaced = next(iter(self._waiting))
-            self.closed(replaced)
+            self.remove(replaced)
         self._waiting[key] = _Wait(now + self._request_s, has_begun=True)
         return replaced
 
-    def received(self, key: Any, now: float) -> None:
+    def receive(self, key: Any, now: float) -> None:
         """Note the arrival of bytes. Only the first bytes of a request start its time limit."""
         wait = self._waiting.get(key)
         if wait is not None and not wait.has_begun:
             wait.has_begun, wait.until = True, now + self._request_s
 
-    def began(self, key: Any) -> None:
+    def begin(self, key: Any) -> None:
         if self._waiting.pop(key, None) is not None:
             self._busy.add(key)
 
-    def ended(self, key: Any, now: float) -> None:
+    def end(self, key: Any, now: float) -> None:
         """Note that a request has been answered."""
         if key in self._busy:
             self._busy.remove(key)
             self._waiting[key] = _Wait(now + self._idle_s, has_begun=False)
 
-    def closed(self, key: Any) -> None:
+    def remove(self, key: Any) -> None:
         self._waiting.pop(key, None)
         self._busy.discard(key)
 
@@ -100,7 +100,7 @@ async def close_overdue(connections: Connections) -> None:
         now = time.monotonic()
         for transport in connections.overdue(now):
             if not connections.prolong(transport, _num_unsent(transport), now):
-                connections.closed(transport)
+                connections.remove(transport)
                 transport.abort()
 
 
@@ -125,14 +125,14 @@ class LimitedProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        if replaced := self._connections.opened(transport, time.monotonic()):
+        if replaced := self._connections.add(transport, time.monotonic()):
             replaced.abort()
         self._handler.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        self._connections.received(self._transport, time.monotonic())
+        self._connections.receive(self._transport, time.monotonic())
         self._handler.data_received(data)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._connections.closed(self._transport)
+        self._connections.remove(self._transport)
         self._handler.connection_lost(error)

@@ -98,8 +98,8 @@ class Guard:
 
         The port matters because another program on this machine may serve a page at another one.
         """
-        scheme, separator, rest = origin.partition("://")
-        is_ours = rest.lower() == host.lower() or _name_of(rest) in self._allowed
+        scheme, separator, authority = origin.partition("://")
+        is_ours = authority.lower() == host.lower() or _name_of(authority) in self._allowed
         return bool(separator) and scheme in ("http", "https") and is_ours
 
 

@@ -18,11 +18,11 @@ class HeldBytes:
 
     def hold(self, owner: Hashable, num_bytes: int) -> bool:
         """Set the bytes held for an owner; return False, changing nothing, if over the bound."""
-        more = num_bytes - self._of.get(owner, 0)
-        if more > 0 and self.total + more > self._max_bytes:
+        num_more = num_bytes - self._of.get(owner, 0)
+        if num_more > 0 and self.total + num_more > self._max_bytes:
             return False
         self._of[owner] = num_bytes
-        self.total += more
+        self.total += num_more
         return True
 
     async def wait_to_hold(self, owner: Hashable, num_bytes: int) -> None:

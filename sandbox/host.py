@@ -53,14 +53,13 @@ class LinkedClient:
         self._num_held = 0  # bytes held for open calls
         self._reader = _Frames()
         self._outbox = Outbox()
-        self._scopes: dict[int, anyio.CancelScope] = {}
-        self._cells: dict[int, anyio.CancelScope] = {}  # by session, including those being opened
+        self._calls: dict[int, tuple[Any, anyio.CancelScope]] = {}  # with their sessions
         # Admit twice as many calls as there are slots, so that no slot waits for the network.
         self._num_slots = 2 * pool.stats()["slots"]
 
     async def serve(self, socket: web.WebSocketResponse) -> None:
         """Serve the client until it leaves; close the connection, with a reason, on a bad frame."""
-        why = ""
+        reason = ""
         async with anyio.create_task_group() as self._group:
             self._sessions = Sessions(self._pool, self._group)
             self._group.start_soon(self._outbox.send_all, socket)
@@ -76,13 +75,13 @@ class LinkedClient:
                             raise ProtocolError("this host's memory is used up (max_held_mib)")
                         await anyio.lowlevel.checkpoint()  # yield: there may be many more frames
             except ProtocolError as error:
-                why = str(error)
+                reason = str(error)
             finally:
                 self._group.cancel_scope.cancel()
-        if why:
-            log.warning("closing a client's connection: %s", why)
-            reason = why.encode("ascii", "replace")[:MAX_REASON_BYTES]
-            await socket.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR, message=reason)
+        if reason:
+            log.warning("closing a client's connection: %s", reason)
+            close_reason = reason.encode("ascii", "replace")[:MAX_REASON_BYTES]
+            await socket.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR, message=close_reason)
 
     def _count(self) -> bool:
         """Account for the bytes that are held for the client: frames that have come in part, open
@@ -104,7 +103,7 @@ class LinkedClient:
         last_sent = 0
         while True:
             stats = self._pool.stats()
-            others = max(0, stats["busy"] + stats["waiting"] - len(self._scopes))
+            others = max(0, stats["busy"] + stats["waiting"] - len(self._calls))
             if others != last_sent:
                 self._send(op="load", others=others)
                 last_sent = others
@@ -113,21 +112,23 @@ class LinkedClient:
 
     def _on_frame(self, frame: dict[str, Any]) -> None:
         match frame:
-            case {"op": "run", "id": int(call_id)} if call_id in self._scopes:
+            case {"op": "run", "id": int(call_id)} if call_id in self._calls:
                 raise ProtocolError(f"the id {call_id} belongs to a call that is still open")
-            case {"op": "run", "id": int(call_id)} if len(self._scopes) < 2 * self._num_slots:
-                scope = self._scopes[call_id] = anyio.CancelScope()
-                if isinstance(session := frame.get("session"), int):
-                    self._cells[session] = scope
+            case {"op": "run", "id": int(call_id)} if len(self._calls) < 2 * self._num_slots:
+                scope = anyio.CancelScope()
+                self._calls[call_id] = frame.get("session"), scope
                 self._group.start_soon(self._call, call_id, frame, scope)
             case {"op": "run", "id": int(call_id)}:
-                self._done(call_id, CallStatus.OVERLOADED, "more calls than announced slots")
+                self._report_failure(
+                    call_id, CallStatus.OVERLOADED, "more calls than announced slots"
+                )
             case {"op": "kill", "id": int(call_id)}:
-                if call_id in self._scopes:
-                    self._scopes[call_id].cancel()
+                if call_id in self._calls:
+                    self._calls[call_id][1].cancel()
             case {"op": "close", "session": int(session)}:
-                if session in self._cells:
-                    self._cells[session].cancel()
+                for used_session, scope in self._calls.values():
+                    if used_session == session:  # which may still be opening
+                        scope.cancel()
                 self._sessions.close(session)
             case _:
                 raise ProtocolError(f"unknown frame: {reprlib.repr(frame)}")
@@ -139,19 +140,16 @@ class LinkedClient:
             with scope:
                 result = await self._run(check(LinkRequest, frame))
                 if lost_by := self._sessions.lost_by(frame.get("session")):
-                    self._lost(frame["session"], lost_by)
+                    self._report_loss(frame["session"], lost_by)
                 self._send(**_fields(result) | {"op": "done", "id": call_id})
                 return
-            self._done(call_id, CallStatus.CANCELLED, "killed by its caller")
+            self._report_failure(call_id, CallStatus.CANCELLED, "killed by its caller")
         except SessionLost as error:
-            self._lost(frame["session"], error.by, id=call_id)
+            self._report_loss(frame["session"], error.by, id=call_id)
         except (SandboxError, ValueError) as error:
-            self._done(call_id, CallStatus.SANDBOX_ERROR, str(error))
+            self._report_failure(call_id, CallStatus.SANDBOX_ERROR, str(error))
         finally:
-            del self._scopes[call_id]
-            session = frame.get("session")
-            if isinstance(session, int) and self._cells.get(session) is scope:
-                del self._cells[session]
+            del self._calls[call_id]
             self._num_held -= size
             self._count()
 
@@ -168,11 +166,11 @@ class LinkedClient:
     def _send(self, **frame: Any) -> None:
         self._outbox.put(encode(frame))
 
-    def _lost(self, session: int, by: LostBy, **more: int) -> None:
+    def _report_loss(self, session: int, by: LostBy, **more: int) -> None:
         self._send(op="session_lost", session=session, by=by, **more)
 
-    def _done(self, call_id: int, status: CallStatus, why: str) -> None:
-        self._send(op="done", id=call_id, status=status, why=why)
+    def _report_failure(self, call_id: int, status: CallStatus, reason: str) -> None:
+        self._send(op="done", id=call_id, status=status, why=reason)
 
 
 def _fields(result: CallResult) -> dict[str, Any]:

@@ -128,11 +128,11 @@ class Link:
         except ProtocolError as error:
             self.lose(str(error))
 
-    def lose(self, why: str) -> None:
+    def lose(self, reason: str) -> None:
         """Mark the worker as lost and settle all open calls without a reply."""
         if self.lost.is_set():
             return
-        self.why = self.why or why
+        self.why = self.why or reason
         self.lost.set()
         self.ready_or_lost.set()
         for call_id in list(self.pending):
@@ -210,5 +210,5 @@ async def wait_ready(link: Link, timeout_s: float) -> None:
     with anyio.move_on_after(timeout_s):
         await link.ready_or_lost.wait()
     if not link.hello:
-        why = link.why or f"it was not ready after {timeout_s:g} s"
-        raise SandboxUnavailable(f"worker {link.worker_id} did not start: {why}")
+        reason = link.why or f"it was not ready after {timeout_s:g} s"
+        raise SandboxUnavailable(f"worker {link.worker_id} did not start: {reason}")

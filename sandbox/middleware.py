@@ -46,7 +46,7 @@ class RequestLimits:
 
     @property
     def middlewares(self) -> list[Any]:
-        return [self._errors, self._guarded, self._bounded]
+        return [self._errors, self._guard, self._bound]
 
     @property
     def may_wait_for_session(self) -> bool:
@@ -67,8 +67,8 @@ class RequestLimits:
     def link(self, request: web.Request) -> Iterator[None]:
         """Count the connection of a pool elsewhere, and the bytes that are held for it."""
         if self.num_links >= self._max_links:
-            why = f"{self._max_links} pools are already connected (max_links)"
-            raise RequestRefused(503, "overloaded", why)
+            reason = f"{self._max_links} pools are already connected (max_links)"
+            raise RequestRefused(503, "overloaded", reason)
         self.num_links += 1
         try:
             yield
@@ -83,7 +83,7 @@ class RequestLimits:
         body = await self._body(request, max_values(model))
         return parse(model, body or empty)
 
-    async def _body(self, request: web.Request, max_num_values: int) -> bytearray:
+    async def _body(self, request: web.Request, max_num: int) -> bytearray:
         """Read the body, accounting for its bytes only as they arrive, not as announced."""
         body, values = bytearray(), ValueCounter()
         try:
@@ -92,31 +92,31 @@ class RequestLimits:
                 while chunk := await request.content.readany():
                     self._hold(request, len(body) + len(chunk), len(body) + len(chunk))
                     body += chunk
-                    if values.feed(chunk) > max_num_values:
-                        why = f"a request like this has at most {max_num_values} values and names"
-                        raise RequestRefused(413, "too_large", why)
+                    if values.feed(chunk) > max_num:
+                        reason = f"a request like this has at most {max_num} values and names"
+                        raise RequestRefused(413, "too_large", reason)
         except TimeoutError:
             raise RequestRefused(408, "slow", "the body did not arrive in time") from None
         except web.RequestPayloadError:
-            why = "the body does not match its Content-Encoding"
-            raise RequestRefused(400, "bad_request", why) from None
+            reason = "the body does not match its Content-Encoding"
+            raise RequestRefused(400, "bad_request", reason) from None
         return body
 
     def _hold(self, request: web.Request, size: int, num_here: int) -> None:
         """Account for a body that has `size` bytes so far, until the request ends."""
         if size > self._max_body_bytes:
-            why = f"the body may have at most {self._max_body_bytes} bytes"
-            raise RequestRefused(413, "too_large", why)
+            reason = f"the body may have at most {self._max_body_bytes} bytes"
+            raise RequestRefused(413, "too_large", reason)
         if not self.held.hold(id(request), num_here):
-            raise _overloaded()
+            raise _overload()
 
     @web.middleware
-    async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _bound(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Count a request and the bytes of its body and response, until the client has that."""
         if request.method != "POST":
             return await handler(request)
         if self.num_requests >= self._max_requests:
-            raise _overloaded()
+            raise _overload()
         self.num_requests += 1
         try:
             response = await handler(request)
@@ -132,7 +132,7 @@ class RequestLimits:
         with anyio.move_on_after(self._io_timeout_s) as scope:
             await self.held.wait_to_hold(id(request), num_bytes)
         if scope.cancelled_caught:
-            raise _overloaded()
+            raise _overload()
 
     async def _send(self, request: web.Request, response: web.Response) -> None:
         """Send a response. A client that does not read it in time is disconnected."""
@@ -145,10 +145,10 @@ class RequestLimits:
             request.transport.abort()
 
     @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if refusal := self.guard.refusal(request.path, request.headers):
-            status, why = refusal
-            raise RequestRefused(status, "unauthorized" if status == 401 else "forbidden", why)
+            status, reason = refusal
+            raise RequestRefused(status, "unauthorized" if status == 401 else "forbidden", reason)
         return await handler(request)
 
     @web.middleware
@@ -183,5 +183,5 @@ def json_response(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 
-def _overloaded() -> RequestRefused:
+def _overload() -> RequestRefused:
     return RequestRefused(503, "overloaded", "too many requests are open here; try again later")

@@ -176,12 +176,12 @@ def _schemas(routes: Sequence[Route], refusals: Responses) -> tuple[_Schemas, Js
     for responses in (refusals, *(route.responses for route in routes)):
         for response in responses.values():
             types += [(type_, "serialization") for type_ in response.content.values()]
-    schemas, rest = pydantic.TypeAdapter.json_schemas(
+    schemas, generated = pydantic.TypeAdapter.json_schemas(
         [(type_, mode, pydantic.TypeAdapter(type_)) for type_, mode in dict.fromkeys(types)],
         ref_template="#/components/schemas/{model}",
         schema_generator=_Generator,
     )
-    return schemas, rest.get("$defs", {})
+    return schemas, generated.get("$defs", {})
 
 
 class _Generator(GenerateJsonSchema):

@@ -69,12 +69,12 @@ class Program:
 
     Attributes:
         socket: a unix socket that the program reaches at http://127.0.0.1:PORT.
-        stdin: its standard input.
+        stdin: text of its standard input.
         image: an image that the engine has, with python3; "": the pool's own.
         folder: a folder of this machine that it gets, read-only, as its working directory. None:
             it works in the image's own.
         is_writable: whether it may write to the image's files, which nothing limits on disk.
-        max_output_bytes: it is killed if it writes more to stdout and stderr together.
+        max_output_bytes: limit of stdout and stderr together, at which it is killed.
     """
 
     command: tuple[str, ...]
@@ -94,7 +94,7 @@ class ProgramEnd:
     Attributes:
         status: OK, ERROR (another exit status than 0), KILLED (by a signal that was not ours),
             TIMEOUT or OUTPUT_LIMIT.
-        exit_status: as a shell reports it; None if it was killed at a limit.
+        exit_status: a shell's number for it; None if it was killed at a limit.
         stdout, stderr: the last 64 KiB of each.
     """
 
@@ -140,15 +140,15 @@ def program_end(
 
 
 def program_config(
-    program: Program, settings: PoolSettings, image: str, about: Mapping[str, Any]
+    program: Program, settings: PoolSettings, image: str, image_config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the container of a program, in the Engine's words.
 
     Args:
-        image: its image, and `about` the configuration of that: its user and working directory.
+        image_config: configuration of the image: its user and working directory.
     """
     memory = settings.memory_mib << 20
-    user = about.get("User") or ""
+    user = image_config.get("User") or ""
     mounts = [_mount(program.socket, SOCKET)]
     if program.folder is not None:
         mounts.append(_mount(program.folder, FOLDER))
@@ -159,7 +159,7 @@ def program_config(
         "Cmd": [],
         "Env": [f"{name}={value}" for name, value in env.items()],
         "User": NOBODY if user in ROOT else user,
-        "WorkingDir": FOLDER if program.folder else about.get("WorkingDir") or SCRATCH,
+        "WorkingDir": FOLDER if program.folder else image_config.get("WorkingDir") or SCRATCH,
         "AttachStdin": True,
         "AttachStdout": True,
         "AttachStderr": True,
@@ -192,7 +192,8 @@ async def run_in_container(
     image = program.image or engine.image
     output = ProgramOutput(program.max_output_bytes)
     try:
-        config = program_config(program, settings, image, await _about(engine.docker, image))
+        image_config = await _inspect(engine.docker, image)
+        config = program_config(program, settings, image, image_config)
         id = f"{os.getpid()}-{_token}-{next(_numbers)}"
         async with created(engine, config, id, "program") as container, attached(container) as io:
             deadline = began + timeout_s
@@ -208,7 +209,7 @@ async def run_in_container(
     return program_end(exit_status, limit, output, anyio.current_time() - began)
 
 
-async def _about(docker: aiodocker.Docker, image: str) -> Mapping[str, Any]:
+async def _inspect(docker: aiodocker.Docker, image: str) -> Mapping[str, Any]:
     """Return the configuration of an image. Raises ProgramUnsupported if the engine lacks it."""
     try:
         with anyio.fail_after(CREATE_TIMEOUT_S):

@@ -66,9 +66,7 @@ class Outbox:
 class HostLink(Link):
     """A link whose other end is a whole pool."""
 
-    def __init__(self, worker_id: str) -> None:
-        super().__init__(worker_id)
-        self.others = 0
+    others = 0
 
     async def watch(self) -> None:
         """Wait until the host is lost; the WebSocket's heartbeat detects a silent one."""
@@ -102,11 +100,7 @@ class HostBackend:
     def __init__(self, url: str, settings: PoolSettings) -> None:
         self.url = url.rstrip("/")
         self._settings = settings
-        self._layers: dict[str, str] = {}
-
-    @property
-    def layers(self) -> Mapping[str, str]:
-        return self._layers
+        self.layers: Mapping[str, str] = {}
 
     @asynccontextmanager
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
@@ -118,13 +112,13 @@ class HostBackend:
                 # The kernel of a host that hangs still accepts connections.
                 with anyio.fail_after(self._settings.start_timeout_s):
                     socket = await stack.enter_async_context(self._connect(http))
-                async with self._linked(socket, worker_id) as link:
+                async with self._open_link(socket, worker_id) as link:
                     yield link
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            why = str(error) or "no response in time"
+            reason = str(error) or "no response in time"
             if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == 401:
-                why = "wrong token; see hosts_token"
-            raise SandboxUnavailable(f"cannot connect to the host {self.url}: {why}") from error
+                reason = "wrong token; see hosts_token"
+            raise SandboxUnavailable(f"cannot connect to the host {self.url}: {reason}") from error
 
     def _connect(self, http: aiohttp.ClientSession) -> Any:
         token = self._settings.hosts_token
@@ -138,7 +132,7 @@ class HostBackend:
         )
 
     @asynccontextmanager
-    async def _linked(
+    async def _open_link(
         self, socket: aiohttp.ClientWebSocketResponse, worker_id: str
     ) -> AsyncIterator[Link]:
         link, outbox = HostLink(worker_id), Outbox()
@@ -157,7 +151,7 @@ class HostBackend:
             group.start_soon(outbox.send_all, socket)
             try:
                 await wait_ready(link, self._settings.start_timeout_s)
-                self._layers = {str(k): str(v) for k, v in link.hello.get("layers", {}).items()}
+                self.layers = {str(k): str(v) for k, v in link.hello.get("layers", {}).items()}
                 yield link
             except SandboxUnavailable as error:  # the task group would wrap it
                 refused = error

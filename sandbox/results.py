@@ -76,9 +76,9 @@ class CallResult:
         return self.status is CallStatus.OK
 
     @classmethod
-    def failed(cls, id: int, status: CallStatus, why: str, **more: Any) -> CallResult:
+    def failed(cls, id: int, status: CallStatus, reason: str, **more: Any) -> CallResult:
         """Return a result for a call that failed because of infrastructure."""
-        return cls(id, status, error=CallError("SandboxError", why), **more)
+        return cls(id, status, error=CallError("SandboxError", reason), **more)
 
     @classmethod
     def from_frame(

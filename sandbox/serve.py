@@ -48,8 +48,8 @@ async def serving(pool: Pool, settings: SandboxServeSettings) -> AsyncIterator[s
             )
         except OSError as error:
             where = f"{settings.host}:{settings.port}"
-            why = error.strerror or error
-            raise SandboxUnavailable(f"cannot listen on {where}: {why}") from error
+            reason = error.strerror or error
+            raise SandboxUnavailable(f"cannot listen on {where}: {reason}") from error
         stack.callback(server.close)
         host, port = server.sockets[0].getsockname()[:2]
         yield url_at(host, port)

@@ -153,8 +153,8 @@ def _num_spare(settings: SandboxServeSettings) -> int:
 def raise_descriptor_limit(settings: SandboxServeSettings) -> None:
     """Raise the limit of open files as far as the settings need and the process may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = settings.max_connections + _num_spare(settings)
+    target = settings.max_connections + _num_spare(settings)
     if resource.RLIM_INFINITY not in (soft, hard):
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        target = min(target, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))

@@ -88,7 +88,7 @@ class SandboxService:
 
     def build(self) -> web.Application:
         app = web.Application(
-            middlewares=[self._counted, *self._limits.middlewares],
+            middlewares=[self._count, *self._limits.middlewares],
             client_max_size=self._settings.max_body_mib * MIB,
         )
         add_routes(app.router, ROUTES, self)
@@ -139,13 +139,13 @@ class SandboxService:
         return web.Response(status=204)
 
     async def stats(self, request: web.Request) -> web.Response:
-        here = {
+        http = {
             "requests": self._limits.num_requests,
             "links": self._limits.num_links,
             "connections": len(self._connections),
             "held_bytes": self._limits.held.total,
         }
-        return json_response(self._pool.stats() | here)
+        return json_response(self._pool.stats() | http)
 
     async def healthz(self, request: web.Request) -> web.Response:
         if self._pool.stats()["workers"] > 0:
@@ -179,22 +179,24 @@ class SandboxService:
 
     async def _judge(
         self, submissions: list[compat.Submission], with_output: bool
-    ) -> list[dict[str, Any] | None]:
-        refusals = (compat.refused_submission(s, with_output=with_output) for s in submissions)
-        answers = list(refusals)
-        accepted = [index for index, refusal in enumerate(answers) if refusal is None]
+    ) -> list[dict[str, Any]]:
+        answers: dict[int, dict[str, Any]] = {}
+        for index, submission in enumerate(submissions):
+            if refusal := compat.refused_submission(submission):
+                answers[index] = refusal
+        accepted = [index for index in range(len(submissions)) if index not in answers]
         timeout_s = self._settings.code_judge_timeout_s
         calls = (compat.submitted_call(submissions[index], timeout_s) for index in accepted)
         async with self._run_all(calls) as results:
             async for number, result in results:  # no deadline: the calls have theirs
                 index = accepted[number]
-                answers[index] = compat.judged(
-                    submissions[index],
-                    result,
-                    with_output=with_output,
-                    num_chars=self._settings.code_judge_chars,
+                answers[index] = compat.submission_result(
+                    submissions[index], result, self._settings.code_judge_chars
                 )
-        return answers
+        if not with_output:  # Code Judge's JudgeResult
+            for answer in answers.values():
+                del answer["stdout"], answer["stderr"]
+        return [answers[index] for index in range(len(submissions))]
 
     async def status(self, request: web.Request) -> web.Response:
         stats = self._pool.stats()
@@ -255,13 +257,13 @@ class SandboxService:
         return call
 
     @web.middleware
-    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         transport = request.transport
-        self._connections.began(transport)
+        self._connections.begin(transport)
         try:
             return await handler(request)
         finally:
-            self._connections.ended(transport, time.monotonic())
+            self._connections.end(transport, time.monotonic())
 
 
 def _no_session() -> RequestRefused:

@@ -16,6 +16,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO
 
 import aiodocker
 import aiohttp
@@ -35,7 +36,6 @@ from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import SandboxUnavailable
 
 Progress = Callable[[str], None]
-Method = Literal["auto", "dockerfile", "mmdebstrap"]
 
 IMAGE_NAME = "agentloop-sandbox"
 BASE_NAME = "agentloop-sandbox-base"
@@ -98,19 +98,21 @@ async def has_image(docker: aiodocker.Docker, name: str) -> bool:
 async def build_image(
     docker: aiodocker.Docker,
     progress: Progress,
-    method: Method = "auto",
     *,
     packages: Sequence[str] = (),
     base: str = "",
 ) -> None:
-    """Make the image. `base`: another than the Dockerfile's, to be pulled.
+    """Make the image on `base`, by default the Dockerfile's or else one from system packages.
 
-    Raises SandboxUnavailable that says what to install where none of the ways is open.
+    Raises:
+        SandboxUnavailable: there is no base; the message says what to install.
     """
-    base = base or _dockerfile_base()
-    if method == "mmdebstrap" or not await _can_pull(docker, base, progress):
-        if method == "dockerfile":
-            raise SandboxUnavailable(f"the base image {base} can't be pulled")
+    default = _dockerfile_base()
+    if await _can_pull(docker, base or default, progress):
+        base = base or default
+    elif base:
+        raise SandboxUnavailable(f"the base image {base} can't be pulled")
+    else:
         base = await _system_base(docker, progress)
     python = await _python_of(docker, base)
     with tempfile.TemporaryDirectory() as folder:
@@ -167,12 +169,7 @@ def _mmdebstrap_commands() -> list[list[str]]:
             "mmdebstrap: apt install mmdebstrap. Without an image, calls can run in local "
             "processes: backend=process"
         )
-    release = dict(
-        line.split("=", 1)
-        for line in Path("/etc/os-release").read_text().splitlines()
-        if "=" in line
-    )
-    suite = release.get("VERSION_CODENAME", "").strip('"')
+    suite = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
     names = ("sources.list", "sources.list.d/debian.sources", "sources.list.d/ubuntu.sources")
     sources = [str(path) for name in names if (path := Path("/etc/apt", name)).is_file()]
     if not suite or not sources:
@@ -189,11 +186,11 @@ def _mmdebstrap_commands() -> list[list[str]]:
 
 def _package_uris(suite: str) -> list[str]:
     """Return the addresses from which apt gets the main packages of the release."""
-    listed = subprocess.run(
+    targets = subprocess.run(
         ["apt-get", "indextargets", "--format", "$(CODENAME) $(COMPONENT) $(REPO_URI)"],
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip
-    rows = {tuple(line.split()) for line in listed.stdout.splitlines()}
+    rows = {tuple(line.split()) for line in targets.stdout.splitlines()}
     return sorted(row[2] for row in rows if row[:2] == (suite, "main"))
 
 
@@ -275,8 +272,8 @@ async def _fetch(python: Python, packages: Sequence[str], folder: Path) -> None:
     """Install wheels into a folder. Where both want a package, it is there already as the first
     came: that is ours, and the others are held to its version."""
     target = ["--target", str(folder / "site"), "--python-version", python.python]
-    for platform in python.platforms():
-        target += ["--platform", platform]
+    for tag in python.platforms():
+        target += ["--platform", tag]
     await _pip([*target, "--require-hashes", "--requirement", str(REQUIREMENTS)], "its packages")
     if packages:
         pinned = folder / "constraints.txt"
@@ -284,14 +281,14 @@ async def _fetch(python: Python, packages: Sequence[str], folder: Path) -> None:
         await _pip([*target, "--constraint", str(pinned), *packages], ", ".join(packages))
 
 
-async def _pip(arguments: list[str], what: str) -> None:
+async def _pip(arguments: list[str], packages: str) -> None:
     command = [
         *(await anyio.to_thread.run_sync(_find_pip)),
         *("install", "--quiet", "--no-input", "--no-compile", "--only-binary=:all:"),
         *("--disable-pip-version-check", "--root-user-action=ignore", *arguments),
     ]
     if failure := await _run(command, PIP_TIMEOUT_S):
-        raise SandboxUnavailable(f"pip can't fetch {what} for the sandbox image: {failure}")
+        raise SandboxUnavailable(f"pip can't fetch {packages} for the sandbox image: {failure}")
 
 
 def _find_pip() -> list[str]:

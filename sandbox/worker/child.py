@@ -169,13 +169,13 @@ class WholeWriter(io.FileIO):
     a raw file may write a part."""
 
     def write(self, data: Any) -> int:
-        left = memoryview(data).cast("B")
-        size = len(left)
-        while left:
-            written = super().write(left)
-            if written is None:  # the call has made its own end non-blocking
-                raise BlockingIOError(errno.EAGAIN, "the pipe is full", size - len(left))
-            left = left[written:]
+        unwritten = memoryview(data).cast("B")
+        size = len(unwritten)
+        while unwritten:
+            num_written = super().write(unwritten)
+            if num_written is None:  # the call has made its own end non-blocking
+                raise BlockingIOError(errno.EAGAIN, "the pipe is full", size - len(unwritten))
+            unwritten = unwritten[num_written:]
         return size
 
     def seekable(self) -> bool:

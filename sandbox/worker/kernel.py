@@ -132,20 +132,20 @@ def remove_below(path: str) -> None:
     even if a living process puts links in the place of directories meanwhile. Raises OSError where
     something can't be removed.
     """
-    names = (f".{n}" for n in itertools.count())
-    with _opened(path) as top:
+    new_names = (f".{n}" for n in itertools.count())
+    with _open_directory(path) as top:
         while entries := _scan(top):
             for name, is_dir in entries:
                 if not is_dir:
                     os.unlink(name, dir_fd=top)
                     continue
-                with _opened(name, top) as below:
-                    for inner, is_inner_dir in _scan(below):
-                        if is_inner_dir:
-                            _unlock(inner, below)  # moving it changes its ".."
-                            _move(inner, below, top, names)
+                with _open_directory(name, top) as below:
+                    for child, is_child_dir in _scan(below):
+                        if is_child_dir:
+                            _unlock(child, below)  # moving it changes its ".."
+                            _move(child, below, top, new_names)
                         else:
-                            os.unlink(inner, dir_fd=below)
+                            os.unlink(child, dir_fd=below)
                 os.rmdir(name, dir_fd=top)
 
 
@@ -153,7 +153,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
-def _opened(path: str, dir_fd: int | None = None) -> Iterator[int]:
+def _open_directory(path: str, dir_fd: int | None = None) -> Iterator[int]:
     """A directory whose modes let us read and change it."""
     _unlock(path, dir_fd)
     fd = os.open(path, _DIRECTORY, dir_fd=dir_fd)
@@ -180,8 +180,8 @@ def _scan(fd: int) -> list[tuple[str, bool]]:
         return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
 
 
-def _move(name: str, source: int, target: int, names: Iterator[str]) -> None:
-    for new in names:
+def _move(name: str, source: int, target: int, new_names: Iterator[str]) -> None:
+    for new in new_names:
         try:
             os.stat(new, dir_fd=target, follow_symlinks=False)
         except FileNotFoundError:

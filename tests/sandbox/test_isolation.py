@@ -129,14 +129,14 @@ BIND = """
 import ctypes, os, sys
 from agentloop.sandbox import confine
 top, root, form = sys.argv[1:]
-confine.checked(confine.libc.unshare(confine.CLONE_NEWNS), "unshare")
+confine.check(confine.libc.unshare(confine.CLONE_NEWNS), "unshare")
 confine.mount("none", "/", flags=confine.MS_REC | confine.MS_PRIVATE)
 os.makedirs(f"{top}/a b/below")
 confine.mount("tmpfs", f"{top}/a b", "tmpfs")
 os.mkdir(f"{top}/a b/below")
 confine.mount("tmpfs", f"{top}/a b/below", "tmpfs")
 if form == "user":
-    confine.checked(confine.libc.unshare(confine.CLONE_NEWUSER | confine.CLONE_NEWNS), "unshare")
+    confine.check(confine.libc.unshare(confine.CLONE_NEWUSER | confine.CLONE_NEWNS), "unshare")
 for number in (confine.MOUNT_SETATTR, -1):  # and as before Linux 5.12, which has no such call
     confine.MOUNT_SETATTR = number
     confine.bind(top, f"{root}/{number}")
