@@ -63,6 +63,7 @@ LAYERS = {
 }
 
 libc = ctypes.CDLL(None, use_errno=True)
+libc.mount.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_ulong, ctypes.c_char_p]
 
 
 def check(result: int, action: str) -> None:
@@ -72,13 +73,9 @@ def check(result: int, action: str) -> None:
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
-    check(
-        libc.mount(
-            source.encode(), target.encode(), kind.encode() or None,
-            ctypes.c_ulong(flags), data.encode() or None,
-        ),
-        f"mount {target}",
-    )  # fmt: skip
+    options = data.encode() or None
+    result = libc.mount(source.encode(), target.encode(), kind.encode() or None, flags, options)
+    check(result, f"mount {target}")
 
 
 def enter_spaces() -> tuple[str, str]:
@@ -130,12 +127,10 @@ def die_with_parent(alive: int) -> None:
 def bind(source: str, root: str, read_only: bool = True) -> None:
     """Show a file or directory of the host at the same place below `root`."""
     target = root + source
-    if os.path.isdir(source):
-        os.makedirs(target, 0o755, exist_ok=True)
-    else:
-        os.makedirs(os.path.dirname(target), 0o755, exist_ok=True)
-        with open(target, "a"):
-            pass
+    is_dir = os.path.isdir(source)
+    os.makedirs(target if is_dir else os.path.dirname(target), 0o755, exist_ok=True)
+    if not is_dir:
+        open(target, "a").close()
     mount(source, target, flags=MS_BIND | MS_REC)
     if read_only:
         make_read_only(target)

@@ -87,7 +87,6 @@ async def connect(
     finally:
         with anyio.CancelScope(shield=True), anyio.move_on_after(5):
             await docker.close()
-            await connector.close()
 
 
 async def _until_it_answers(

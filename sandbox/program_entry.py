@@ -14,34 +14,18 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 from typing import Any
 
 
-def start(command: list[str], text: str) -> int:
-    """Start the command with `text` on its standard input; return its process id."""
-    content = os.memfd_create("stdin")  # not a pipe: it may be longer than a pipe holds
-    with open(content, "wb", closefd=False) as file:
+def start(command: list[str], text: str) -> subprocess.Popen[bytes]:
+    """Start the command with `text` on its standard input."""
+    # Not a pipe: the text may be longer than a pipe holds.
+    with open(os.memfd_create("stdin"), "wb+") as file:
         file.write(text.encode("utf-8", "surrogatepass"))
-    os.lseek(content, 0, os.SEEK_SET)
-    pid = os.fork()
-    if pid:
-        os.close(content)
-        return pid
-    status = 126
-    try:
-        os.dup2(content, 0)
-        os.setsid()
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # python ignores them
-            signal.signal(number, signal.SIG_DFL)
-        os.execvp(command[0], command)
-    except OSError as error:
-        if isinstance(error, FileNotFoundError):
-            status = 127
-        message = f"agentloop: {command[0]}: {error.strerror or error}\n"
-        os.write(2, message.encode("utf-8", "backslashreplace"))
-    finally:
-        os._exit(status)
+        file.seek(0)
+        return subprocess.Popen(command, stdin=file, start_new_session=True)
 
 
 def reap(pid: int, ended: asyncio.Future[int]) -> None:
@@ -108,10 +92,14 @@ async def main(job: dict[str, Any]) -> int:
 
     await asyncio.start_server(serve, "127.0.0.1", job["port"], backlog=128)
     ended: asyncio.Future[int] = loop.create_future()
-    pid = start(job["command"], job["stdin"])
+    try:
+        process = start(job["command"], job["stdin"])
+    except OSError as error:
+        print(f"agentloop: {job['command'][0]}: {error.strerror or error}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
     loop.add_reader(0, watch_owner)
-    loop.add_signal_handler(signal.SIGCHLD, reap, pid, ended)
-    reap(pid, ended)  # it may have ended before the handler was set
+    loop.add_signal_handler(signal.SIGCHLD, reap, process.pid, ended)
+    reap(process.pid, ended)  # it may have ended before the handler was set
     return await ended
 
 
