@@ -40,13 +40,7 @@ class RefusalBody(TypedDict):
 
 
 class RequestRefused(SandboxError):
-    """A request is refused.
-
-    Args:
-        status: the HTTP status.
-        kind: identifier of the error, for programs.
-        field: name of the invalid field, if any.
-    """
+    """A request is refused with an HTTP status; `kind` identifies the error for programs."""
 
     def __init__(self, status: int, kind: str, message: str, field: str | None = None) -> None:
         super().__init__(message)

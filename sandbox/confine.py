@@ -183,7 +183,10 @@ def build_root(base: str, proc: str = "") -> None:
         bind(f"/dev/{name}", base, read_only=False)
     for name in ("proc", "old", HOME[1:]):
         os.makedirs(f"{base}/{name}", exist_ok=True)
-    mount("proc", f"{base}/proc", "proc", NO_PROGRAMS, proc)
+    try:
+        mount("proc", f"{base}/proc", "proc", NO_PROGRAMS, proc)
+    except OSError:  # subset=pid is an option since Linux 5.8
+        mount("proc", f"{base}/proc", "proc", NO_PROGRAMS, proc.replace(",subset=pid", ""))
     os.chdir(base)
     check(libc.pivot_root(b".", b"old"), "pivot_root")
     os.chdir("/")
@@ -344,7 +347,7 @@ def start(spec: dict[str, Any]) -> None:
 
 def confine_root(spec: dict[str, Any]) -> dict[str, Any]:
     """Enter the worker's root as root; return the worker's settings."""
-    build_root(spec["scratch"], "hidepid=2")
+    build_root(spec["scratch"], "hidepid=2,subset=pid")
     # It is root's, so that no call can close it to the next.
     owner = f"uid=0,gid={spec['uid']},mode=0770"
     mount("tmpfs", HOME, "tmpfs", NO_PROGRAMS, f"{spec['directory_size']},{owner}")
@@ -388,7 +391,8 @@ def main() -> None:
         start(spec)
     except BaseException as error:
         text = json.dumps({"op": "fatal", "why": f"{type(error).__name__}: {error}"}).encode()
-        os.write(int(spec["connect"].partition(":")[2]), struct.pack(">I", len(text)) + text)
+        with contextlib.suppress(OSError):  # the pool has given up
+            os.write(int(spec["connect"].partition(":")[2]), struct.pack(">I", len(text)) + text)
         os._exit(70)
 
 

@@ -68,9 +68,8 @@ async def connect(
     elif scheme in ("tcp", "http", "https"):
         secure = certs or os.environ.get("DOCKER_TLS_VERIFY") or scheme == "https"
         context = _tls(certs) if secure else None
-        connector = aiohttp.TCPConnector(
-            limit=0, ssl=context or False, socket_factory=_watchful_socket
-        )
+        tls = context or False
+        connector = aiohttp.TCPConnector(limit=0, ssl=tls, socket_factory=_watchful_socket)
         url = f"{'https' if context else 'http'}://{where}"
     else:
         raise SandboxUnavailable(
@@ -87,6 +86,7 @@ async def connect(
     finally:
         with anyio.CancelScope(shield=True), anyio.move_on_after(5):
             await docker.close()
+            await connector.close()
 
 
 async def _until_it_answers(

@@ -99,8 +99,9 @@ class Guard:
         The port matters because another program on this machine may serve a page at another one.
         """
         scheme, separator, authority = origin.partition("://")
-        is_ours = authority.lower() == host.lower() or _name_of(authority) in self._allowed
-        return bool(separator) and scheme in ("http", "https") and is_ours
+        if not separator or scheme not in ("http", "https"):
+            return False
+        return authority.lower() == host.lower() or _name_of(authority) in self._allowed
 
 
 def _name_of(host: str) -> str:

@@ -272,8 +272,9 @@ async def _until_end(
 async def _exchange(io: Stream, program: Program, output: ProgramOutput) -> CallStatus | None:
     """Send the first process its job, and read the output until its end or OUTPUT_LIMIT."""
     job = {"command": program.command, "stdin": program.stdin, "port": PORT, "socket": SOCKET}
+    # no deadline: the caller has one
     await io.write_in(json.dumps(job).encode() + b"\n")
-    while (message := await io.read_out()) is not None:
+    while (message := await io.read_out()) is not None:  # no deadline: likewise
         output.add(message.stream, message.data)
         if output.is_too_long:
             return CallStatus.OUTPUT_LIMIT

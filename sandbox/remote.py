@@ -99,7 +99,9 @@ class HostBackend:
 
     def __init__(self, url: str, settings: PoolSettings) -> None:
         self.url = url.rstrip("/")
-        self._settings = settings
+        self._start_timeout_s = settings.start_timeout_s
+        token = settings.hosts_token
+        self._headers = {"Authorization": f"Bearer {token.get_secret_value()}"} if token else {}
         self.layers: Mapping[str, str] = {}
 
     @asynccontextmanager
@@ -110,8 +112,16 @@ class HostBackend:
                 AsyncExitStack() as stack,
             ):
                 # The kernel of a host that hangs still accepts connections.
-                with anyio.fail_after(self._settings.start_timeout_s):
-                    socket = await stack.enter_async_context(self._connect(http))
+                with anyio.fail_after(self._start_timeout_s):
+                    connecting = http.ws_connect(
+                        self.url + PATH,
+                        headers=self._headers,
+                        heartbeat=HEARTBEAT_S,
+                        max_msg_size=MAX_MSG_SIZE,
+                        compress=0,
+                        timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
+                    )
+                    socket = await stack.enter_async_context(connecting)
                 async with self._open_link(socket, worker_id) as link:
                     yield link
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -119,17 +129,6 @@ class HostBackend:
             if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == 401:
                 reason = "wrong token; see hosts_token"
             raise SandboxUnavailable(f"cannot connect to the host {self.url}: {reason}") from error
-
-    def _connect(self, http: aiohttp.ClientSession) -> Any:
-        token = self._settings.hosts_token
-        return http.ws_connect(
-            self.url + PATH,
-            headers={"Authorization": f"Bearer {token.get_secret_value()}"} if token else None,
-            heartbeat=HEARTBEAT_S,
-            max_msg_size=MAX_MSG_SIZE,
-            compress=0,
-            timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
-        )
 
     @asynccontextmanager
     async def _open_link(
@@ -150,7 +149,7 @@ class HostBackend:
             group.start_soon(read)
             group.start_soon(outbox.send_all, socket)
             try:
-                await wait_ready(link, self._settings.start_timeout_s)
+                await wait_ready(link, self._start_timeout_s)
                 self.layers = {str(k): str(v) for k, v in link.hello.get("layers", {}).items()}
                 yield link
             except SandboxUnavailable as error:  # the task group would wrap it
