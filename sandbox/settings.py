@@ -11,6 +11,12 @@ import pydantic
 from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import Field
 
+
+def default_workers() -> int:
+    """Return the default number of workers: two per core, since calls also wait."""
+    return 2 * len(os.sched_getaffinity(0))
+
+
 MAX_CODE_BYTES = 8 << 20  # of a call's code and standard input together
 MAX_KEPT_BYTES = 4 << 20  # per stream; as JSON, both must fit into a frame (protocol.py)
 
@@ -88,7 +94,7 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
         "must be installed already.",
     )
     workers: Annotated[int, Field(ge=1)] = Field(
-        default_factory=lambda: 2 * len(os.sched_getaffinity(0)),  # since calls also wait
+        default_factory=default_workers,
         description="Number of containers, or of local worker processes, for calls; each runs one "
         "call at a time. Further calls wait, first in, first out. By default, two for every core.",
     )
