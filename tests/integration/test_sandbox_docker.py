@@ -435,9 +435,13 @@ async def test_what_the_engine_kept_is_reaped_at_the_next_start(engine: aiodocke
         assert "left-over" not in json.dumps([c["Labels"] for c in found])
 
 
-@pytest.mark.timeout(400)  # programs that never end have two seconds each
-async def test_no_program_is_blamed_for_another_or_blames_us(engine: aiodocker.Docker) -> None:
-    async with Pool(SETTINGS, on_progress=print) as pool:
-        found = await attribute(pool, seed=2, number=60)
+@pytest.mark.timeout(1800)  # programs that never end have two seconds each
+@pytest.mark.parametrize("number", [40, pytest.param(1000, marks=pytest.mark.full)])
+async def test_no_program_is_blamed_for_another_or_blames_us(
+    engine: aiodocker.Docker, number: int
+) -> None:
+    several = SETTINGS.model_copy(update={"workers": 4, "preload": []})
+    async with Pool(several, on_progress=print) as pool:
+        found = await attribute(pool, seed=number, number=number)
     assert found.violations == []
     assert found.num_right > 0
