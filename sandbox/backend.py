@@ -32,7 +32,7 @@ TUNED = (
 # In the order of their imports.
 WORKER_MODULES = (
     "kernel", "landlock", "spec", "wire", "child", "warm", "zygote", "forked", "workspace",
-    "counters", "server",
+    "counters", "connection", "server",
 )  # fmt: skip
 
 
@@ -112,8 +112,10 @@ class Backend(Protocol):
     """A place where workers run."""
 
     name: str
-    max_running: int | None
-    """Calls that may run at a time; None: as many as there are slots."""
+    max_running: int
+    """Calls that may run at a time on this machine."""
+    max_sessions: int
+    """Sessions that may be open on this machine."""
 
     def worker(self, worker_id: str) -> AbstractAsyncContextManager[Link]:
         """A started worker; leaving the context removes it with all that it ran.

@@ -7,27 +7,28 @@ alone in their cgroup: they move to one below it, since a cgroup has either proc
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentloop.sandbox.owner import PREFIX, is_dead, own_tag
 from agentloop.sandbox.worker.counters import FILES
 
 MOUNTS = Path("/proc/self/mounts")
 MEMBERSHIP = Path("/proc/self/cgroup")
-CONTROLLERS = ("memory", "pids", "cpu")
-V1_CONTROLLERS = (*CONTROLLERS, "cpuacct")
+V1_CONTROLLERS = ("memory", "pids", "cpu", "cpuacct")
+V2_CONTROLLERS = ("memory", "pids")  # version 2 counts processor time without a controller
 POOL = "agentloop-pool"  # where the pool's own processes are, in version 2
 PERIOD_US = 100_000
 REMOVE_TIMEOUT_S = 5.0
 
 
 class NoCgroup(Exception):
-    """No cgroup can be created here; the message is the reason."""
+    """Raised where no cgroup can be created; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -65,22 +66,22 @@ class Cgroup:
         _write(self.paths["pids"] / "pids.max", number)
 
     def limit_cpu(self, num_processors: int) -> None:
+        """Limit the processor time, where the kernel has such limits and this cgroup has them."""
         path = self.paths["cpu"]
         if self.is_v2:
-            (path / "cpu.max").write_text(f"{num_processors * PERIOD_US} {PERIOD_US}")
+            _write_optional(path / "cpu.max", f"{num_processors * PERIOD_US} {PERIOD_US}")
         else:
-            _write(path / "cpu.cfs_quota_us", num_processors * PERIOD_US)
+            _write_optional(path / "cpu.cfs_quota_us", num_processors * PERIOD_US)
 
     @property
     def counters(self) -> dict[str, str]:
         """The files of the counters that a worker reads, by name."""
-        found: dict[str, str] = {}
-        for name, files in FILES.items():
-            path = self.paths["cpuacct" if name == "cpu" else "memory"]
-            file = path / files[0 if self.is_v2 else 1].rpartition("/")[2]
-            if file.is_file():
-                found[name] = str(file)
-        return found
+        files = {
+            name: self.paths["cpuacct" if name == "cpu" else "memory"]
+            / versions[0 if self.is_v2 else 1].rpartition("/")[2]
+            for name, versions in FILES.items()
+        }
+        return {name: str(file) for name, file in files.items() if file.is_file()}
 
     @property
     def entries(self) -> list[str]:
@@ -107,41 +108,44 @@ class Cgroup:
                 os.kill(int(pid), 9)
 
 
-@contextmanager
-def new_cgroup(name: str) -> Iterator[Cgroup]:
-    """Create a cgroup below our own; at the end kill what is in it, and remove it.
+def new_cgroup() -> Cgroup:
+    """Create a cgroup below our own; whoever calls removes it.
 
     Raises:
         NoCgroup: none can be created.
     """
-    made: list[Path] = []
-    own, is_v2 = _own_paths()
-    unique = f"agentloop-{name}-{secrets.token_hex(3)}"
-    paths = {controller: path / unique for controller, path in own.items()}
-    cgroup = Cgroup(paths, is_v2)
+    parents, is_v2 = _own_paths()
+    name = f"{PREFIX}{own_tag()}-{secrets.token_hex(3)}"
+    cgroup = Cgroup({controller: path / name for controller, path in parents.items()}, is_v2)
     try:
-        try:
-            for path in dict.fromkeys(paths.values()):
-                path.mkdir()
-                made.append(path)
-        except OSError as error:
-            raise NoCgroup(f"{error.filename}: {error.strerror}") from error
-        yield cgroup
-    finally:
-        if made:
-            cgroup.remove()
+        for path in dict.fromkeys(cgroup.paths.values()):
+            path.mkdir()
+    except OSError as error:
+        cgroup.remove()
+        raise NoCgroup(f"{error.filename}: {error.strerror}") from error
+    return cgroup
 
 
-def process_limit() -> int | None:
-    """Return the number of processes that the cgroups around us allow; None: unlimited."""
-    found = None
+def reap_cgroups() -> None:
+    """Remove the cgroups below our own whose owners are dead."""
+    try:
+        parents, is_v2 = _own_paths(prepare=False)
+    except (NoCgroup, OSError):
+        return
+    for name in {path.name for parent in parents.values() for path in parent.glob(f"{PREFIX}*")}:
+        if is_dead(name.removeprefix(PREFIX).rpartition("-")[0]):
+            Cgroup({key: path / name for key, path in parents.items()}, is_v2).remove()
+
+
+def free_processes() -> float:
+    """Return how many more processes the cgroups around us allow."""
+    free = math.inf
     with contextlib.suppress(NoCgroup, OSError):
         path = _own_paths(prepare=False)[0]["pids"]
-        while (file := path / "pids.max").exists():
-            if (text := file.read_text().strip()) != "max":
-                found = min(int(text), found or int(text))
+        while (path / "pids.max").exists():
+            free = min(free, _number(path / "pids.max") - _number(path / "pids.current"))
             path = path.parent
-    return found
+    return free
 
 
 def _own_paths(prepare: bool = True) -> tuple[dict[str, Path], bool]:
@@ -173,24 +177,36 @@ def _visible(mount: Path, path: str) -> Path:
 
 
 def _enable_controllers(top: Path) -> None:
+    """Let cgroups below this one have controllers: its own processes move to one of them.
+
+    Raises:
+        NoCgroup: a controller is missing, or this user may not.
+    """
     try:
-        if missing := set(CONTROLLERS) - set((top / "cgroup.controllers").read_text().split()):
+        available = (top / "cgroup.controllers").read_text().split()
+        if missing := set(V2_CONTROLLERS) - set(available):
             raise NoCgroup(f"{top} has no controller {', '.join(sorted(missing))}")
-        if set(CONTROLLERS) <= set((top / "cgroup.subtree_control").read_text().split()):
+        wanted = [name for name in (*V2_CONTROLLERS, "cpu") if name in available]
+        if set(wanted) <= set((top / "cgroup.subtree_control").read_text().split()):
             return
         (top / POOL).mkdir(exist_ok=True)
         for pid in (top / "cgroup.procs").read_text().split():
             _write(top / POOL / "cgroup.procs", int(pid))
-        (top / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in CONTROLLERS))
+        (top / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in wanted))
     except OSError as error:
         raise NoCgroup(f"{error.filename}: {error.strerror}") from error
 
 
-def _write(path: Path, number: int) -> None:
-    path.write_text(str(number))
+def _number(path: Path) -> float:
+    return float(path.read_text().strip().replace("max", "inf"))
 
 
-def _write_optional(path: Path, number: int) -> None:
+def _write(path: Path, value: int | str) -> None:
+    with open(path, "r+") as file:  # never creates one
+        file.write(str(value))
+
+
+def _write_optional(path: Path, value: int | str) -> None:
     """Write to a file that not every kernel has, such as one without accounting of swap."""
     with contextlib.suppress(FileNotFoundError):
-        _write(path, number)
+        _write(path, value)

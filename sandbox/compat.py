@@ -154,6 +154,7 @@ def memory_mib(request: RunCodeRequest, most: int) -> int | None:
 
 
 RUN_CODE_OUTPUT = OutputLimits(MAX_OUTPUT_BYTES, MAX_KEPT_BYTES)
+MAX_RUN_CODE_BYTES = 2 * 6 * MAX_KEPT_BYTES  # of both streams, if each byte becomes \uXXXX
 
 
 def run_code_answer(result: CallResult) -> dict[str, Any]:

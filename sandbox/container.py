@@ -80,7 +80,7 @@ LAYERS = {
 }
 
 
-def walls(memory: int, processes: int) -> dict[str, Any]:
+def walls(settings: PoolSettings, memory: int, processes: int) -> dict[str, Any]:
     """Return what holds for every container of ours, in the Engine's words.
 
     Args:
@@ -88,6 +88,7 @@ def walls(memory: int, processes: int) -> dict[str, Any]:
         processes: limit of processes and threads.
     """
     return {
+        **({"Runtime": settings.runtime} if settings.runtime else {}),
         "CapDrop": ["ALL"],
         "SecurityOpt": ["no-new-privileges"],
         "ReadonlyRootfs": True,
@@ -116,7 +117,7 @@ def host_config(
     mounts = [
         {"Type": "bind", "Source": str(socket_dir), "Target": INSIDE, "ReadOnly": True}
     ]  # fmt: skip
-    common = walls(start_bytes(settings), max_processes(settings))
+    common = walls(settings, start_bytes(settings), max_processes(settings))
     return common | {
         "CapAdd": ["SETUID", "SETGID", "KILL", *caps],
         "SecurityOpt": [*common["SecurityOpt"], f"seccomp={read_profile()}"],
@@ -133,8 +134,16 @@ def host_config(
 class ContainerEngine:
     """A connected engine, how many workers it has, and what it still has to remove."""
 
-    def __init__(self, docker: aiodocker.Docker, local: bool, remapped: bool, image: str) -> None:
+    def __init__(
+        self,
+        docker: aiodocker.Docker,
+        local: bool,
+        remapped: bool,
+        image: str,
+        default_runtime: str,
+    ) -> None:
         self.docker = docker
+        self.default_runtime = default_runtime
         self.local = local
         self.remapped = remapped  # its uids are few, and not the host's
         self.image = image
@@ -178,10 +187,10 @@ class DockerBackend:
     """Starts workers in containers, spread evenly over the engines."""
 
     name = "docker"
-    max_running: int | None = None
 
     def __init__(self, settings: PoolSettings, engines: list[ContainerEngine]) -> None:
         self.layers: Mapping[str, str] = LAYERS
+        self.max_running, self.max_sessions = settings.workers, settings.max_sessions
         self._settings = settings
         self._engines = engines
 
@@ -199,7 +208,10 @@ class DockerBackend:
             open_worker = self._by_socket if engine.local else self._by_attach
             uid = random_uid(REMAPPED_UIDS if engine.remapped else UIDS)
             async with open_worker(engine, worker_id, uid) as link:
-                self.layers = LAYERS | link.hello["layers"]  # its kernel may have more
+                self.layers = LAYERS | {
+                    "runtime": self._settings.runtime or engine.default_runtime,
+                    **link.hello["layers"],
+                }
                 await link.limit_memory(self._settings.memory_mib << 20)
                 yield link
         except SandboxUnavailable:
@@ -229,6 +241,7 @@ class DockerBackend:
                 os.chmod(path, 0o777)  # the container's root has no capability to override modes
                 connect_to = f"unix:{INSIDE}/worker"
                 async with self._container(engine, link, uid, connect_to, inner) as container:
+                    # no deadline: each start has one
                     async with engine.starting:
                         await container.start()
                         await self._come_up(container, link)
@@ -303,7 +316,7 @@ class DockerBackend:
             group.start_soon(write)
             group.start_soon(read)
             try:
-                async with engine.starting:
+                async with engine.starting:  # no deadline: each start has one
                     await container.start()
                     await self._come_up(container, link)
                 yield link
@@ -451,7 +464,8 @@ async def _prepared(
     info = await docker.system.info()
     options = info["SecurityOptions"] or []
     remapped = any("userns" in option or "rootless" in option for option in options)
-    return ContainerEngine(docker, is_local(url), remapped, image)
+    default_runtime = info.get("DefaultRuntime") or "the engine's default"
+    return ContainerEngine(docker, is_local(url), remapped, image, default_runtime)
 
 
 @asynccontextmanager

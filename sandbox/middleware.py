@@ -111,17 +111,37 @@ class RequestLimits:
 
     @web.middleware
     async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Count a request, and the bytes of its body, until it ends."""
+        """Count a request and the bytes of its body and response, until the client has that."""
         if request.method != "POST":
             return await handler(request)
         if self.num_requests >= self._max_requests:
             raise _overloaded()
         self.num_requests += 1
         try:
-            return await handler(request)
+            response = await handler(request)
+            if isinstance(response, web.Response):
+                await self._send(request, response)
+            return response
         finally:
             self.num_requests -= 1
             self.held.free(id(request))
+
+    async def reserve(self, request: web.Request, num_bytes: int) -> None:
+        """Wait until there is memory for so large a response."""
+        with anyio.move_on_after(self._io_timeout_s) as scope:
+            await self.held.wait_to_hold(id(request), num_bytes)
+        if scope.cancelled_caught:
+            raise _overloaded()
+
+    async def _send(self, request: web.Request, response: web.Response) -> None:
+        """Send a response. A client that does not read it in time is disconnected."""
+        num_bytes = len(response.body) if isinstance(response.body, bytes) else 0
+        self.held.hold_anyway(id(request), num_bytes)
+        with anyio.move_on_after(self._io_timeout_s) as scope:
+            await response.prepare(request)
+            await response.write_eof()
+        if scope.cancelled_caught and request.transport is not None:
+            request.transport.abort()
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -36,7 +36,7 @@ from agentloop.sandbox.errors import (
     SandboxUnavailable,
 )
 from agentloop.sandbox.link import next_id
-from agentloop.sandbox.process import ProcessBackend
+from agentloop.sandbox.process import process_backend
 from agentloop.sandbox.program import Program, ProgramEnd, run_in_container
 from agentloop.sandbox.remote import HostBackend
 from agentloop.sandbox.results import CallResult
@@ -118,14 +118,13 @@ class Pool:
         if hosts and settings.backend == "auto" and not settings.engines:
             return hosts
         local = await self._choose_local(stack)
-        if local.max_running is not None:
-            self._queue.max_running = min(settings.workers, local.max_running)
+        self._queue.max_running, self._queue.max_sessions = local.max_running, local.max_sessions
         return [*hosts, local]
 
     async def _choose_local(self, stack: AsyncExitStack) -> Backend:
         settings = self.settings
         if settings.backend == "process":
-            return ProcessBackend(settings)
+            return await stack.enter_async_context(process_backend(settings))
         try:
             return await stack.enter_async_context(docker_backend(settings, self._on_progress))
         except NoEngine as error:
@@ -134,7 +133,7 @@ class Pool:
             if settings.backend == "docker" or named:
                 raise
             self._on_progress(f"Calls run in local processes: {error}.")
-            return ProcessBackend(settings)
+            return await stack.enter_async_context(process_backend(settings))
 
     async def _keep(self, backend: Backend, task_status: anyio.abc.TaskStatus[None]) -> None:
         """Keep as many workers of a backend running as are wanted."""
@@ -153,7 +152,8 @@ class Pool:
             if fleet.num_failures and fleet.num < self._num_wanted(backend):
                 await anyio.sleep(BACKOFF_S[min(fleet.num_failures, len(BACKOFF_S)) - 1])
             now = anyio.current_time()
-            if fleet.num <= self._num_wanted(backend):
+            num_open = sum(worker.open for worker in self._queue.workers if not worker.is_host)
+            if num_open <= self._num_wanted(backend):
                 surplus_since = math.inf
             elif now >= surplus_since + SURPLUS_S:
                 self._close_surplus()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import json
+import math
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,27 +31,59 @@ from agentloop.sandbox.backend import (
     read_profile,
     start_bytes,
 )
-from agentloop.sandbox.cgroup import Cgroup, NoCgroup, new_cgroup
+from agentloop.sandbox.cgroup import Cgroup, NoCgroup, free_processes, new_cgroup, reap_cgroups
 from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
-from agentloop.sandbox.owner import make_dir, reap_dirs, remove_tree
+from agentloop.sandbox.owner import PREFIX, make_dir, reap_dirs, remove_tree
 from agentloop.sandbox.required_layers import missing_layers, refusal
 from agentloop.sandbox.settings import PoolSettings
 
 CONFINE = Path(__file__).with_name("confine.py")
 
 
+@asynccontextmanager
+async def process_backend(settings: PoolSettings) -> AsyncIterator[ProcessBackend]:
+    """Reap what dead owners left, and see how many workers this machine allows.
+
+    Raises SandboxUnavailable where it allows none, or not to this pool.
+    """
+    await anyio.to_thread.run_sync(reap_cgroups)
+    why = await anyio.to_thread.run_sync(why_no_cgroup)
+    num_processes = max_processes(settings)
+    free = free_processes()
+    if free < num_processes:
+        raise SandboxUnavailable(
+            f"a worker needs up to {num_processes} processes, and the cgroups around this process "
+            f"allow {free:g} more (pids.max): raise that limit, or lower processes_per_call"
+        )
+    with ExitStack() as stack:
+        if why and not settings.allow_weak_isolation:
+            stack.enter_context(_only_pool())
+        yield ProcessBackend(settings, why, free // num_processes)
+
+
 class ProcessBackend:
-    """Starts workers with this interpreter, each in its own session."""
+    """Starts workers with this interpreter, each in its own session.
+
+    Args:
+        without_cgroup: why workers have no cgroups; "": they have.
+        max_workers: how many the limits on processes allow.
+    """
 
     name = "process"
 
-    def __init__(self, settings: PoolSettings) -> None:
+    def __init__(
+        self, settings: PoolSettings, without_cgroup: str = "", max_workers: float = math.inf
+    ) -> None:
         self._settings = settings
         self._layers: dict[str, str] = {}
-        self._without_cgroup = _why_no_cgroup()
-        # Without a cgroup nothing tells what which call uses, so there is only one at a time.
-        self.max_running = 1 if self._without_cgroup else None
+        self._without_cgroup = without_cgroup
+        # Without cgroups nothing tells what which call uses, so there is only one at a time.
+        is_alone = without_cgroup and not settings.allow_weak_isolation
+        self.max_sessions = int(min(settings.max_sessions, max_workers // 2))
+        self.max_running = int(
+            min(1 if is_alone else settings.workers, max_workers - self.max_sessions)
+        )
 
     @property
     def layers(self) -> Mapping[str, str]:
@@ -63,18 +96,22 @@ class ProcessBackend:
                 f"packages: calls in local processes use this Python, which lacks "
                 f"{', '.join(lacking)}: {sys.executable} -m pip install {' '.join(lacking)}"
             )
-        with ExitStack() as stack:
-            cgroup = None
-            if not self._without_cgroup:
-                try:
-                    cgroup = stack.enter_context(new_cgroup(worker_id))
+        cgroup: Cgroup | None = None
+        try:
+            try:
+                if not self._without_cgroup:
+                    cgroup = new_cgroup()
                     cgroup.limit_memory(start_bytes(self._settings))
                     cgroup.limit_processes(max_processes(self._settings))
                     cgroup.limit_cpu(1)
-                except (NoCgroup, OSError) as error:
-                    raise SandboxUnavailable(f"a worker's cgroup failed: {error}") from error
+            except (NoCgroup, OSError) as error:
+                raise SandboxUnavailable(f"a worker's cgroup failed: {error}") from error
             async with self._worker(worker_id, cgroup) as link:
                 yield link
+        finally:
+            if cgroup is not None:
+                with anyio.CancelScope(shield=True):  # no deadline: remove() has one
+                    await anyio.to_thread.run_sync(cgroup.remove)
 
     @asynccontextmanager
     async def _worker(self, worker_id: str, cgroup: Cgroup | None) -> AsyncIterator[Link]:
@@ -130,7 +167,8 @@ class ProcessBackend:
         if not self._without_cgroup:
             counted = "limited and counted by a cgroup"
             return {"memory": counted, "process count": counted, "processor time": counted}
-        why = f"one call at a time, since no cgroup can be created ({self._without_cgroup})"
+        num = "one call at a time, since" if self.max_running == 1 else "not counted:"
+        why = f"{num} no cgroup can be created ({self._without_cgroup})"
         return {"memory": f"limit per process; {why}", "processor time": why}
 
     async def _start(
@@ -179,13 +217,32 @@ async def _set_memory(cgroup: Cgroup, num_bytes: int) -> None:
         raise SandboxUnavailable(f"a worker's memory could not be limited: {error}") from error
 
 
-def _why_no_cgroup() -> str:
+def why_no_cgroup() -> str:
     """Return why no cgroup can be created for a worker, or ""."""
     try:
-        with new_cgroup("probe"):
-            return ""
+        new_cgroup().remove()
     except (NoCgroup, OSError) as error:
         return str(error)
+    return ""
+
+
+@contextmanager
+def _only_pool() -> Iterator[None]:
+    """Be the only pool of this user without cgroups.
+
+    Raises SandboxUnavailable if there is another: its calls could use up what ours need, and
+    nothing would tell whose fault that is.
+    """
+    with socket.socket(socket.AF_UNIX) as lock:
+        try:  # a name without a file, which the kernel frees when its process ends
+            lock.bind(f"\0{PREFIX}{os.getuid()}")
+        except OSError as error:
+            raise SandboxUnavailable(
+                "without cgroups only one pool of a user may run calls in local processes, and "
+                f"there is another ({error.strerror}): close it, install a Docker Engine that this "
+                "user may use, or set allow_weak_isolation=true for code that you trust"
+            ) from error
+        yield
 
 
 def not_installed(packages: Iterable[str]) -> list[str]:

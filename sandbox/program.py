@@ -169,7 +169,7 @@ def program_config(
         "AttachStderr": True,
         "OpenStdin": True,
         "StdinOnce": True,
-        "HostConfig": walls(memory, BASE_PROCESSES + settings.processes_per_call)
+        "HostConfig": walls(settings, memory, BASE_PROCESSES + settings.processes_per_call)
         | {
             "ReadonlyRootfs": not program.is_writable,
             "IpcMode": "private",

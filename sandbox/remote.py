@@ -97,7 +97,7 @@ class HostBackend:
     """
 
     name = "host"
-    max_running: int | None = None
+    max_running = max_sessions = 0  # on this machine
 
     def __init__(self, url: str, settings: PoolSettings) -> None:
         self.url = url.rstrip("/")

@@ -67,7 +67,8 @@ class SandboxServeSettings(BaseSettings):
     max_held_mib: int = Field(
         1024,
         ge=1,
-        description="Memory for all requests and links together; beyond it, requests get 503.",
+        description="Memory for all requests, links and unread responses together; beyond it, "
+        "requests wait or get 503.",
     )
     io_timeout_s: float = Field(
         60.0, gt=0, description="Time for a client to send a request or to accept a response."

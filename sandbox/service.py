@@ -221,6 +221,7 @@ class SandboxService:
         asked = await self._limits.parse_body(compat.RunCodeRequest, request)
         if refusal := compat.refused_code(asked):
             return json_response(refusal)
+        await self._limits.reserve(request, compat.MAX_RUN_CODE_BYTES)
         result = await self._pool.run(
             asked.code,
             asked.stdin or "",

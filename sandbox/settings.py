@@ -82,6 +82,11 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
         description="Image of the containers. By default, the project's own, which is built if it "
         "is missing.",
     )
+    runtime: str = Field(
+        default="",
+        description="The engines' runtime for containers, such as runsc (gVisor) for a kernel of "
+        "their own. By default, the engine's default.",
+    )
     packages: list[str] = Field(
         default_factory=list,
         description="Packages for programs besides numpy, scipy and sympy, such as "

@@ -84,7 +84,7 @@ class PoolWorker:
 
 
 class Need(enum.Enum):
-    """What a waiter waits for."""
+    """Kinds of what a waiter waits for."""
 
     CALL = enum.auto()  # any worker that can run a call
     CELL = enum.auto()  # the worker of its session

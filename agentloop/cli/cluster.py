@@ -10,6 +10,7 @@ The servers' key and the sandboxes' token are drawn for each run and never writt
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 import shlex
@@ -67,6 +68,7 @@ _SHAPE = re.compile(
 )
 _MOST = 1 << 60
 _GIB = 1 << 30
+_CALLS_PER_CPU = 4  # of the sandbox: most wait, such as for the next turn
 
 
 def check_cluster(settings: TrainSettings) -> None:
@@ -152,7 +154,9 @@ class ClusterPlan:
             settings.cluster,
             server,
             settings.ranks,
-            num_sandbox_workers=0 if settings.sandbox.hosts else settings.sandbox.workers,
+            num_sandbox_cpus=0
+            if settings.sandbox.hosts
+            else math.ceil(settings.sandbox.workers / _CALLS_PER_CPU),
             on_gpus=server.device == "cuda",
             server_bytes=server_bytes,
             rank_bytes=rank_bytes,

@@ -1,14 +1,15 @@
 """What the kernel counts for the cgroup of this worker: memory, processor time, OOM kills.
 
 Read from files that are opened when the worker starts: in a container those below /sys/fs/cgroup,
-for a local worker those that the pool has made a cgroup for. Without a cgroup all counts are 0.
+for a local worker those that the pool has made a cgroup for. Without a cgroup there is only the
+number of OOM kills of the whole machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from typing import NamedTuple
+import signal
 
 # By name: the file in cgroup v2, and in v1. The last two only v1 has.
 FILES = {
@@ -23,14 +24,6 @@ LIMIT_MARGIN_BYTES = 4 << 20  # an allocation of a few pages may fail so far bel
 RECLAIMABLE = (b"active_file", b"inactive_file", b"slab_reclaimable")
 
 
-class OomCount(NamedTuple):
-    """How often a process of the cgroup was killed for memory, and how often memory was refused
-    because of the cgroup's own limit (in v2)."""
-
-    num_kills: int
-    num_refused: int
-
-
 def open_counters(root: str = "/sys/fs/cgroup") -> dict[str, int]:
     """Return a descriptor for each counter that there is below the root of a cgroup file system."""
     fds: dict[str, int] = {}
@@ -42,17 +35,46 @@ def open_counters(root: str = "/sys/fs/cgroup") -> dict[str, int]:
     return fds
 
 
-class Counters:
-    """The counters behind these descriptors, by name."""
+class CgroupCounters:
+    """The counters behind these descriptors, by name, and what they say of a call."""
 
     def __init__(self, fds: dict[str, int]) -> None:
+        if "oom" not in fds:
+            fds = {"oom": os.open("/proc/vmstat", os.O_RDONLY | os.O_CLOEXEC)}
         self._fds = fds
         for fd in fds.values():
             os.set_inheritable(fd, False)
+        self.exist = "memory" in fds
+        self.start()
 
-    @property
-    def exist(self) -> bool:
-        return "memory" in self._fds and "oom" in self._fds
+    def start(self) -> None:
+        """Begin to count: a call or a cell starts, or the rest of a session."""
+        events = self._read("oom")
+        self._num_kills, self._num_refusals = _number(events, b"oom_kill"), _number(events, b"oom")
+        self._start_cpu_s = self._total_cpu_s()
+
+    def cpu_s(self) -> float:
+        """Return the processor time of all processes of the cgroup since `start`."""
+        return self._total_cpu_s() - self._start_cpu_s
+
+    def oom_verdict(self) -> str | None:
+        """Return why the kernel has killed a process of the cgroup for memory since `start`, if it
+        has: because of the call's own limit, or because the machine's memory is used up."""
+        if not self.exist or self._count_oom(b"oom_kill") == self._num_kills:
+            return None
+        return "oom" if self._has_reached_limit() else "sandbox_error"
+
+    def may_be_oom(self, status: int) -> bool:
+        """Return whether a process that ended so may have been killed for memory, where no cgroup
+        tells: the kernel has killed some process of this machine for it since `start`."""
+        has_killed = self._count_oom(b"oom_kill") > self._num_kills
+        return not self.exist and status == signal.SIGKILL and has_killed
+
+    def rest_verdict(self, status: int) -> str:
+        """Return why a session has ended between two cells."""
+        if self.may_be_oom(status):
+            return "sandbox_error"  # it was at rest, so others used up the machine's memory
+        return self.oom_verdict() or "ended"
 
     def memory_bytes(self) -> int:
         """Return the memory in use, with what the kernel would free if it were needed."""
@@ -63,20 +85,18 @@ class Counters:
         stat = self._read("memory_stat")
         return self.memory_bytes() - sum(_number(stat, name) for name in RECLAIMABLE)
 
-    def oom_count(self) -> OomCount:
-        events = self._read("oom")
-        return OomCount(_number(events, b"oom_kill"), _number(events, b"oom"))
+    def _count_oom(self, event: bytes) -> int:
+        return _number(self._read("oom"), event)
 
-    def reached_limit(self, before: OomCount) -> bool:
-        """Return whether the cgroup has reached its own limit since `before`. V1 only tells whether
-        it ever has."""
+    def _has_reached_limit(self) -> bool:
+        """Return whether the cgroup has reached its own limit since `start`. Version 1 only tells
+        whether it ever has, version 2 how often memory was refused because of it."""
         if "limit" in self._fds:
             limit = _number(self._read("limit"), b"")
             return _number(self._read("peak"), b"") > limit - LIMIT_MARGIN_BYTES
-        return self.oom_count().num_refused > before.num_refused
+        return self._count_oom(b"oom") > self._num_refusals
 
-    def cpu_s(self) -> float:
-        """Return the processor time used by all processes of the cgroup."""
+    def _total_cpu_s(self) -> float:
         data = self._read("cpu")
         if data.startswith(b"usage_usec"):
             return _number(data, b"usage_usec") / 1e6
@@ -84,7 +104,7 @@ class Counters:
 
     def _read(self, name: str) -> bytes:
         fd = self._fds.get(name)
-        return os.pread(fd, 8192, 0) if fd is not None else b"0"
+        return os.pread(fd, 16384, 0) if fd is not None else b"0"
 
 
 def _number(data: bytes, name: bytes) -> int:

@@ -95,7 +95,6 @@ class Call:
         self.stdin: bytes = frame.get("stdin", "").encode("utf-8", "replace")
         self.started = 0.0  # when it was sent, by time.monotonic()
         self.started_ns = 0  # the same
-        self.cpu_s = 0.0  # of the worker, before it
         self.verdict: str | None = None  # why we killed it, if we did
 
 

@@ -14,10 +14,10 @@ import contextlib
 import errno
 import fcntl
 import itertools
-import json
 import math
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -28,9 +28,10 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-from agentloop.sandbox.worker.counters import Counters, OomCount, open_counters
+from agentloop.sandbox.worker.connection import Connection
+from agentloop.sandbox.worker.counters import CgroupCounters, open_counters
 from agentloop.sandbox.worker.forked import Call, Forked, Output, checked_error, split_status
 from agentloop.sandbox.worker.kernel import PR_SET_DUMPABLE, prctl
 from agentloop.sandbox.worker.spec import Spec
@@ -45,9 +46,8 @@ from agentloop.sandbox.worker.wire import (
     clip,
 )
 from agentloop.sandbox.worker.workspace import Workspace
-from agentloop.sandbox.worker.zygote import Zygote
+from agentloop.sandbox.worker.zygote import be_zygote
 
-HEADER = struct.Struct(">I")  # of a frame: bytes of JSON that follow (sandbox/protocol.py)
 FORK_DELAY_S = 0.002
 INTERRUPT_GRACE_S = 2.0  # for a cell to end after an interrupt, on a machine that is busy
 START_S = 2.0  # for a program to begin, on such a machine; from then on its time counts
@@ -59,19 +59,14 @@ WORN_BYTES = 64 << 20  # of memory that stays when no call runs
 # Who a session is lost by, by why its process was killed. Otherwise its program.
 LOST_BY = {"cancelled": "caller", "sandbox_error": "infrastructure"}
 
-_to_json = json.JSONEncoder(ensure_ascii=False).encode
-
 
 class WorkerServer:
-    def __init__(self, spec: Spec, read_control: int, write_control: int) -> None:
+    def __init__(self, spec: Spec, supervisor: Connection) -> None:
         self.spec = spec
+        self.supervisor = supervisor
         self.workspace = Workspace(spec)
         fds = open_counters() if spec.counters is None else spec.counters
-        self.counters = Counters(fds)
-        self.read_control, self.write_control = read_control, write_control
-        for fd in {read_control, write_control}:
-            os.set_inheritable(fd, False)
-            os.set_blocking(fd, False)
+        self.counters = CgroupCounters(fds)
         # Not epoll: its watches are counted per user, and a call could use them up.
         self.poll = select.poll()
         self.handlers: dict[int, Callable[[int], None]] = {}  # called with the events
@@ -81,28 +76,29 @@ class WorkerServer:
         self.current: Forked | None = None  # runs a call, or holds the session
         self.queue: deque[Call] = deque()  # what has come while the workspace is cleaned
         self.zygotes: list[socket.socket] = []
-        self.inbox = bytearray()
-        self.outbox = bytearray()
         # By level: the last of its modules, as code would name it.
         self.names = [re.compile(rf"\b{m[-1]}\b" if m else "") for m in spec.levels]
         self.deadline = math.inf  # when to look at the current call's time
         self.check_at = math.inf  # when to look at the counters
         self.fork_at = math.inf  # when to fork again ahead of calls
-        self.oom_count = OomCount(0, 0)  # before the current call or cell
-        self.rest_cpu_s: float | None = None  # processor time when the session's rest began
+        self.is_resting = False  # a session is, between two cells
 
     # -- starting ---------------------------------------------------------------------------
 
     def start(self) -> None:
         os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
         prctl(PR_SET_DUMPABLE, 0)
+        # Descriptors in flight are counted per user, and may be as many as the sender's limit:
+        # calls of this user must not keep us from sending some.
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.workspace.make()
         self.start_zygotes()
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         self.watch(wake, lambda _: self.on_sigchld(wake))
-        self.watch(self.read_control, self.on_control)
+        self.watch(self.supervisor.read_fd, self.on_frames)
         self.fork_ahead()
         self.own_bytes = self.counters.kept_bytes()
         self.send(
@@ -116,33 +112,28 @@ class WorkerServer:
         )
 
     def start_zygotes(self) -> None:
-        for level in range(len(self.spec.levels)):
-            near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            pid = os.fork()
-            if pid == 0:
-                try:
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in self.spec.levels]
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for fd in self.supervisor.fds:
+                    os.close(fd)
+                for near, _ in pairs:
                     near.close()
-                    self.close_in_zygote()
-                    Zygote(self.spec, level, keep_low_fds(far)).run()
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(1)
+                be_zygote(self.spec, 0, keep_low_fds([far for _, far in pairs]))
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        self.workspace.zygote = pid
+        for near, far in pairs:
             far.close()
             self.zygotes.append(near)
-            self.workspace.zygotes.add(pid)
         for near in self.zygotes:  # warming: seconds where modules are large
             if not near.recv(NEWS.size):
                 raise RuntimeError("a zygote died while it loaded its modules")
             near.setblocking(False)
             self.watch(near.fileno(), lambda _, near=near: self.on_news(near))  # type: ignore[misc]
-
-    def close_in_zygote(self) -> None:
-        """Close the server's descriptors in a zygote."""
-        for fd in {self.read_control, self.write_control}:
-            os.close(fd)
-        for near in self.zygotes:
-            near.close()
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -207,42 +198,24 @@ class WorkerServer:
         self.check_at = math.inf
         if child is None or child.verdict is not None:
             return
-        self.check_at = now + (COUNTER_CHECK_S if self.rest_cpu_s is None else REST_CHECK_S)
-        if verdict := self.oom_verdict():
+        self.check_at = now + (REST_CHECK_S if self.is_resting else COUNTER_CHECK_S)
+        if verdict := self.counters.oom_verdict():
             self.kill(child, verdict)
-        elif self.rest_cpu_s is not None and child.pid is not None:
-            if self.counters.cpu_s() - self.rest_cpu_s > MAX_REST_CPU_S:
+        elif self.is_resting and child.pid is not None:
+            if self.counters.cpu_s() > MAX_REST_CPU_S:
                 self.kill(child, "killed")
             else:
                 self.workspace.stop(child.pid)
 
-    def oom_verdict(self) -> str | None:
-        """Return why the kernel has killed a process of the current call for memory, if it has:
-        the call's own limit, or the machine's memory is used up."""
-        if self.counters.oom_count().num_kills == self.oom_count.num_kills:
-            return None
-        return "oom" if self.counters.reached_limit(self.oom_count) else "sandbox_error"
+    # -- the supervisor's frames ------------------------------------------------------------
 
-    # -- the supervisor's connection --------------------------------------------------------
-
-    def on_control(self, _: int) -> None:
+    def on_frames(self, _: int) -> None:
         try:
-            data = os.read(self.read_control, 1 << 18)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:  # the supervisor is gone, and so are we, with everything below us
+            frames = self.supervisor.read()
+        except EOFError:  # it is gone, and so are we, with everything below us
             self.shut_down()
-        self.inbox += data
-        while len(self.inbox) >= HEADER.size:
-            (size,) = HEADER.unpack_from(self.inbox)
-            end = HEADER.size + size
-            if len(self.inbox) < end:
-                return
-            raw = bytes(self.inbox[HEADER.size : end])
-            del self.inbox[:end]
-            self.on_frame(json.loads(raw))
+        for frame in frames:
+            self.on_frame(frame)
 
     def on_frame(self, frame: dict[str, Any]) -> None:
         match frame["op"]:
@@ -287,19 +260,12 @@ class WorkerServer:
             self.kill(child, "cancelled")
 
     def send(self, frame: dict[str, Any]) -> None:
-        data = _to_json(frame).encode("utf-8", "replace")
-        self.outbox += HEADER.pack(len(data)) + data
-        while self.outbox:
-            try:
-                sent = os.write(self.write_control, self.outbox)
-            except BlockingIOError:  # the supervisor reads slowly: so do we, until it has
-                select.select([], [self.write_control], [])
-            except OSError:
-                self.shut_down()
-            else:
-                del self.outbox[:sent]
+        try:
+            self.supervisor.send(frame)
+        except EOFError:
+            self.shut_down()
 
-    def shut_down(self) -> None:
+    def shut_down(self) -> NoReturn:
         self.workspace.abandon(self.current.pid if self.current is not None else None)
         os._exit(0)
 
@@ -319,19 +285,32 @@ class WorkerServer:
         level = self.level_for(call)
         child = self.ahead[level]
         self.ahead[level] = None
-        self.current = child or self.fork(level)
-        self.begin(self.current, call)
+        try:
+            self.current = child or self.fork(level)
+        except OSError as error:
+            self.refuse(call, error.errno)
+        else:
+            self.begin(self.current, call)
+
+    def refuse(self, call: Call, code: int | None) -> None:
+        """Report that no process could be forked for a call, and that this worker is of no use."""
+        why = f"fork: {os.strerror(code or 0)}"
+        if call.session is None:
+            self.answer_unstarted(call, "sandbox_error", why)
+        else:
+            frame = {"op": "session_lost", "session": call.session, "by": LOST_BY["sandbox_error"]}
+            self.send({**frame, "id": call.id})
+        self.send({"op": "worn"})
 
     def begin(self, child: Forked, call: Call) -> None:
         if call.session is not None:
             child.session = call.session
             child.drop_messages()
             self.watch(child.channel.fileno(), lambda _: self.on_cell_message(child))
-        if self.rest_cpu_s is not None and child.pid is not None:
+        if self.is_resting and child.pid is not None:
             self.workspace.resume(child.pid)
-        self.rest_cpu_s = None
-        self.oom_count = self.counters.oom_count()
-        call.cpu_s = self.counters.cpu_s()
+        self.is_resting = False
+        self.counters.start()
         call.started_ns = time.monotonic_ns()
         call.started = call.started_ns / 1e9
         self.deadline = call.started + call.timeout_s
@@ -430,15 +409,17 @@ class WorkerServer:
         if child.call is not None:
             self.answer(child, ended, status, cpu_s, max_rss)
         elif child.session is not None:
-            self.lose_session(child, child.verdict or self.oom_verdict() or "ended")
+            self.lose_session(child, child.verdict or self.counters.rest_verdict(status))
         self.discard(child)
         self.workspace.clean()
         self.on_clean()
 
     def on_fork_failed(self, child: Forked, code: int) -> None:
-        if child is self.current:  # nothing else runs here: this worker is of no use any more
-            raise OSError(code, f"fork: {os.strerror(code)}")
+        call, child.call = child.call, None
         self.discard(child)  # forked again when the call that runs has ended
+        if call is not None:
+            self.refuse(call, code)
+            self.on_clean()
 
     def on_clean(self) -> None:
         """Begin the next call if the workspace is clean."""
@@ -461,7 +442,7 @@ class WorkerServer:
         self.unwatch(child.channel.fileno())
         if not message or child.call is None or child.verdict is not None:
             return
-        if verdict := self.oom_verdict():
+        if verdict := self.counters.oom_verdict():
             self.kill(child, verdict)
             return
         self.answer(child, time.monotonic(), None, 0.0, 0)
@@ -470,7 +451,8 @@ class WorkerServer:
     def rest(self, child: Forked) -> None:
         """Stop all that a session runs, until its next cell."""
         assert child.pid is not None  # it has run a cell
-        self.rest_cpu_s = self.counters.cpu_s()
+        self.is_resting = True
+        self.counters.start()
         self.check_at = time.monotonic() + REST_CHECK_S
         self.workspace.stop(child.pid)
 
@@ -490,7 +472,7 @@ class WorkerServer:
         del self.children[child.number]
         if child is self.current:
             self.current = None
-            self.rest_cpu_s = None
+            self.is_resting = False
             self.deadline = self.check_at = math.inf
         elif child is self.ahead[child.level]:
             self.ahead[child.level] = None
@@ -512,7 +494,7 @@ class WorkerServer:
         error = checked_error(report.get("error"))
         result = report.get("result")
         if self.counters.exist:
-            cpu_s = self.counters.cpu_s() - call.cpu_s
+            cpu_s = self.counters.cpu_s()
         why = "the machine's memory was used up"
         if not child.has_started():
             verdict = call.verdict or "sandbox_error"
@@ -568,7 +550,7 @@ class WorkerServer:
         error: dict[str, Any] | None,
         cpu_s: float,
     ) -> str:
-        if call.verdict != "cancelled" and (verdict := self.oom_verdict()):
+        if call.verdict != "cancelled" and (verdict := self.counters.oom_verdict()):
             return verdict
         if call.verdict is not None:
             return call.verdict
@@ -577,7 +559,7 @@ class WorkerServer:
         if signum == signal.SIGXCPU and cpu_s > call.timeout_s:
             return "timeout"
         if signum is not None:
-            return "killed"
+            return "oom" if self.counters.may_be_oom(signum) else "killed"
         return "oom" if error and error["type"] == "MemoryError" else "error"
 
 
@@ -588,10 +570,13 @@ def why_unstarted(call: Call, stderr: str) -> str:
     return f"its process did not get as far as the program{': ' if fault else ''}{fault}"
 
 
-def keep_low_fds(far: socket.socket) -> socket.socket:
+def keep_low_fds(links: list[socket.socket]) -> list[socket.socket]:
     """Occupy the numbers that a child uses, so that what a zygote receives lies above them."""
-    moved = socket.socket(fileno=fcntl.fcntl(far, fcntl.F_DUPFD_CLOEXEC, REPORT_FD + 1))
-    far.close()
+    moved = []
+    for link in links:
+        fd = fcntl.fcntl(link, fcntl.F_DUPFD_CLOEXEC, REPORT_FD + 1)
+        moved.append(socket.socket(fileno=fd))
+        link.close()
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (JOB_FD, REPORT_FD):
         if fd != null:
@@ -602,7 +587,7 @@ def keep_low_fds(far: socket.socket) -> socket.socket:
 def main(given: dict[str, Any], read_control: int, write_control: int) -> None:
     """Run a worker until its supervisor goes. `given` as spec.py has it; then the descriptors of
     the supervisor's connection, and we are called by boot.py."""
-    server = WorkerServer(Spec(given), read_control, write_control)
+    server = WorkerServer(Spec(given), Connection(read_control, write_control))
     try:
         server.start()
         server.run()

@@ -27,12 +27,13 @@ END_TIMEOUT_S = 10.0  # for processes that were killed, to end
 
 
 class Workspace:
-    """Where the calls of one worker run. Only its server uses this, with its own capabilities."""
+    """The place where the calls of one worker run. Its server uses this, with capabilities of its
+    own."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.is_clean = True
-        self.zygotes: set[int] = set()  # children of the server that are no call's
+        self.zygote: int | None = None  # pid of the server's child that is no call's
         self._cleaner: int | None = None  # pid of a process that empties the directory
         self._num_failures = 0  # of cleaners in a row
         self._empty_bytes: int | None = None  # size of the empty directory, where that tells
@@ -119,7 +120,7 @@ class Workspace:
     def _kill_strays(self) -> None:
         """Kill orphans, which have become our children."""
         for _ in range(64):
-            strays = children_of(os.getpid()) - self.zygotes - {self._cleaner}
+            strays = children_of(os.getpid()) - {self.zygote, self._cleaner}
             if not strays:
                 return
             for pid in strays:

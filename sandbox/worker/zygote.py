@@ -1,4 +1,9 @@
-"""A zygote: it has modules loaded, forks when told, and says how each child ended."""
+"""A zygote: it has modules loaded, forks when told, and says how each child ended.
+
+    server ──> zygote without modules ──> zygote with numpy ──> zygote with numpy and sympy
+
+A zygote is forked from the one whose modules it adds to, and so shares the memory of those.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ import socket
 import sys
 import traceback
 import types
+from collections.abc import Sequence
 
 from agentloop.sandbox.worker import child, landlock, warm
 from agentloop.sandbox.worker.child import NAME, be_child, open_input, open_output
@@ -28,6 +34,29 @@ from agentloop.sandbox.worker.wire import FORK, NEWS, NEWS_EXITED, NEWS_FAILED, 
 NUM_FDS = 4  # of a child: its channel, its two outputs, its report
 
 
+def be_zygote(spec: Spec, level: int, links: Sequence[socket.socket]) -> None:
+    """Be the zygote of a level, until the server is gone, and fork those that build on it.
+
+    Args:
+        links: the zygotes' connections to the server, by level.
+    """
+    zygote = Zygote(spec, level, links[level])
+    zygote.prepare()
+    for other in range(level + 1, len(spec.levels)):
+        if base_of(other, spec.levels) == level and os.fork() == 0:
+            be_zygote(spec, other, links)
+            return
+    for link in links:
+        if link is not links[level]:
+            link.close()
+    zygote.run()
+
+
+def base_of(level: int, levels: Sequence[Sequence[str]]) -> int:
+    """Return the last level before this one whose modules are all among its own."""
+    return max(other for other in range(level) if set(levels[other]) <= set(levels[level]))
+
+
 class Zygote:
     """Forks children that start with these modules loaded; tells the server how they ended."""
 
@@ -38,7 +67,7 @@ class Zygote:
         self.numbers: dict[int, int] = {}  # of children, by pid
 
     def prepare(self) -> None:
-        """Whatever can be done once for all children: a page touched here is not copied there."""
+        """Do what can be done once for all children: a page touched here is not copied there."""
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         warm.load(self.spec.levels[self.level])
@@ -55,9 +84,9 @@ class Zygote:
         sys.modules["__main__"] = types.ModuleType("__main__")
         for name in [name for name in sys.modules if name.partition(".")[0] == "agentloop"]:
             del sys.modules[name]  # nothing that a call could want
+        warm.freeze()
 
     def run(self) -> None:
-        self.prepare()
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a call's
@@ -65,7 +94,6 @@ class Zygote:
         poll = select.poll()
         poll.register(self.server, select.POLLIN)
         poll.register(wake, select.POLLIN)
-        warm.freeze()
         limit_address_space(self.spec)
         if self.spec.uses_landlock:
             self.spec.ruleset = landlock.make_ruleset(self.spec.home, self.spec.own_proc)

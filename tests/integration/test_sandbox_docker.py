@@ -45,7 +45,7 @@ from tests.sandbox.test_pool import endless_before
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]
 
-SETTINGS = PoolSettings(backend="docker", workers=1, timeout_s=20)
+SETTINGS = PoolSettings(backend="docker", workers=4, timeout_s=20)
 FIRST_OF_EACH_WALL = list({attack.wall: attack for attack in reversed(ATTACKS)}.values())
 FOREVER = "import time\nwhile True: time.sleep(1)"
 
@@ -343,7 +343,7 @@ async def test_processes_that_sessions_leave_take_no_others_place(pool: Pool) ->
 async def test_a_killed_container_is_replaced_and_its_call_runs_again(
     engine: aiodocker.Docker,
 ) -> None:
-    async with Pool(SETTINGS.model_copy(update={"preload": []})) as pool:
+    async with Pool(SETTINGS.model_copy(update={"preload": [], "workers": 1})) as pool:
         results = []
         code = f"{endless_before(time.time())}\nprint('done')"
 
@@ -445,3 +445,19 @@ async def test_no_program_is_blamed_for_another_or_blames_us(
         found = await attribute(pool, seed=number, number=number)
     assert found.violations == []
     assert found.num_right > 0
+
+
+async def test_the_runtime_is_the_configured_one(engine: aiodocker.Docker) -> None:
+    settings = SETTINGS.model_copy(update={"preload": [], "workers": 1, "runtime": "runc"})
+    async with Pool(settings) as pool:
+        name = f"agentloop-sandbox-{pool._queue.workers[0].link.worker_id}"
+        container = await (await engine.containers.get(name)).show()
+        assert container["HostConfig"]["Runtime"] == "runc"
+        assert pool.stats()["layers"]["runtime"] == "runc"
+
+
+async def test_a_runtime_that_the_engine_lacks_is_named(engine: aiodocker.Docker) -> None:
+    settings = SETTINGS.model_copy(update={"runtime": "no-such-runtime"})
+    with pytest.raises(SandboxUnavailable, match="no-such-runtime"):
+        async with Pool(settings):
+            pass

@@ -460,7 +460,7 @@ import os, time
 with open("f", "wb") as f:
     f.write(bytes(31 << 20))
 os.fork()
-hoard = b"1" * 262_000_000
+hoard = b"1" * 280_000_000
 time.sleep(60)
 """
 

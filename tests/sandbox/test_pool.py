@@ -325,7 +325,7 @@ class Breaking:
 
     name = "breaking"
     layers: Mapping[str, str] = {}
-    max_running: int | None = None
+    max_running = max_sessions = 1
 
     def __init__(self, failures: list[Exception]) -> None:
         self._failures = failures
@@ -364,7 +364,7 @@ class Vanishing:
 
     name = "vanishing"
     layers: Mapping[str, str] = {}
-    max_running: int | None = None
+    max_running = max_sessions = 1
 
     def __init__(self, together: bool = False) -> None:
         self._together = together

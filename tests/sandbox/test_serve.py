@@ -71,10 +71,23 @@ async def begun(client: Client, rest: str) -> AsyncIterator[anyio.abc.SocketStre
         yield stream
 
 
-async def until_stat(client: Client, name: str, value: int) -> None:
+async def until_stat(client: Client, name: str, value: int, *, at_least: bool = False) -> None:
     with anyio.fail_after(patient(15)):
-        while (await client("GET", "/v1/stats"))[1][name] != value:
-            pass
+        while (current := (await client("GET", "/v1/stats"))[1][name]) != value:
+            if at_least and current > value:
+                return
+
+
+@asynccontextmanager
+async def unread_response(client: Client) -> AsyncIterator[None]:
+    """Request more output than the kernel buffers, and do not read it."""
+    body = json.dumps({"code": "print('x' * (4 << 20), end='')", "language": "python"}).encode()
+    head = f"POST /run_code HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    host, port = client.url.removeprefix("http://").split(":")
+    async with await anyio.connect_tcp(host, int(port)) as stream:
+        await stream.send(head.encode() + body)
+        await until_stat(client, "held_bytes", 4 << 20, at_least=True)
+        yield
 
 
 @pytest.fixture
@@ -267,6 +280,20 @@ async def test_bodies_that_have_come_are_bounded(pool: Pool) -> None:
             assert (status, answer["error"]["type"]) == (503, "overloaded")
         await until_stat(client, "held_bytes", 0)
         assert (await client.post("/v1/run", {"code": "1"}))[0] == 200
+
+
+async def test_responses_that_are_not_read_are_bounded(pool: Pool) -> None:
+    async with service(pool, max_body_mib=1, max_held_mib=1) as client:
+        async with unread_response(client):
+            assert (await client.post("/v1/run", {"code": "1"}))[0] == 503
+        await until_stat(client, "held_bytes", 0)
+        assert (await client.post("/v1/run", {"code": "1"}))[0] == 200
+
+
+async def test_a_client_that_does_not_read_its_response_is_disconnected(pool: Pool) -> None:
+    async with service(pool, io_timeout_s=0.5) as client, unread_response(client):
+        await until_stat(client, "held_bytes", 0)
+        await until_stat(client, "connections", 1)  # the one that asks
 
 
 async def test_an_opened_session_takes_an_empty_object(client: Client) -> None:

@@ -86,7 +86,7 @@ def processes_of(
     server: ServerSettings,
     ranks: RanksSettings,
     *,
-    num_sandbox_workers: int,
+    num_sandbox_cpus: int,
     on_gpus: bool,
     server_bytes: int = 0,
     rank_bytes: int = 0,
@@ -94,6 +94,7 @@ def processes_of(
     """Return the processes of a run, in the order in which they are placed.
 
     Args:
+        num_sandbox_cpus: processors of each sandbox.
         server_bytes, rank_bytes: memory on the host of one server and of one rank; 0: unknown.
     """
     width = server.tp_size * server.dp_size
@@ -115,7 +116,7 @@ def processes_of(
             RunProcess(
                 f"runtime {number + 1}",
                 ProcessKind.RUNTIME,
-                1 + count * cpus + num_sandbox_workers,
+                1 + count * cpus + num_sandbox_cpus,
                 count * gpus,
                 count * server_bytes,
             )
@@ -126,7 +127,7 @@ def processes_of(
         for number in range(server.count)
     ]
     found += [
-        RunProcess(f"sandbox {number + 1}", ProcessKind.SANDBOX, num_sandbox_workers)
+        RunProcess(f"sandbox {number + 1}", ProcessKind.SANDBOX, num_sandbox_cpus)
         for number in range(cluster.sandbox_hosts)
     ]
     return found

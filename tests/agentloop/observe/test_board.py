@@ -344,7 +344,7 @@ def test_the_time_of_rollouts_is_split_by_what_they_do() -> None:
         "learner": 3.0,
     }  # fmt: skip
     assert made.spent().sentence() == (
-        "Rollouts wait for sandbox slots: 5.0 of 6.0 s per call; raise sandbox.slots_per_worker"
+        "Rollouts wait for sandbox slots: 5.0 of 6.0 s per call; raise sandbox.workers"
     )
 
 
