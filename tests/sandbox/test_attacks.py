@@ -52,6 +52,7 @@ def lacks(pool: Pool, wall: str) -> bool:
         or layers["file system"].startswith("no"),
         "filter": layers["system calls"].startswith("no"),
         "hidden": layers["other calls' processes"].startswith("no"),
+        "counted": not layers["memory"].startswith("limited and counted"),
     }
     return bool(missing[wall])
 
