@@ -49,10 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _dispatch(program: str, package: str, commands: Mapping[str, str], arguments: list[str]) -> int:
-    command, *rest = arguments or ["--help"]
+    command, *command_arguments = arguments or ["--help"]
     if command in ("-h", "--help", "help"):
-        if command == "help" and rest and rest[0] in commands:
-            return _dispatch(program, package, commands, [*rest, "--help"])
+        if command == "help" and command_arguments and command_arguments[0] in commands:
+            return _dispatch(program, package, commands, [*command_arguments, "--help"])
         print(_help(program, commands))
         return 0
     if command in ("-V", "--version"):
@@ -68,9 +68,11 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], arguments
         return 2
     if command in _GROUPS and commands is _COMMANDS:
         names = f"agentloop {command}", f"agentloop.cli.{command}"
-        return _dispatch(*names, _GROUPS[command], rest)
+        return _dispatch(*names, _GROUPS[command], command_arguments)
     try:
-        status: int = import_module(_MODULES.get(command, f"{package}.{command}")).main(rest)
+        status: int = import_module(_MODULES.get(command, f"{package}.{command}")).main(
+            command_arguments
+        )
         sys.stdout.flush()
     except KeyboardInterrupt:  # before the command has installed its signal handler
         return 130
@@ -83,7 +85,7 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], arguments
 def _help(program: str, commands: Mapping[str, str]) -> str:
     width = max(map(len, commands))
     lines = [f"  {name:<{width}}  {summary}" for name, summary in commands.items()]
-    about = {
+    descriptions = {
         "agentloop": "Run and train tool-using language-model agents.",
         "agentloop env": "Try environments, and create your own.",
         "agentloop runs": "Inspect the folders that training and evaluation runs write.",
@@ -92,7 +94,7 @@ def _help(program: str, commands: Mapping[str, str]) -> str:
         [
             f"usage: {program} COMMAND [ARGUMENTS]",
             "",
-            about[program],
+            descriptions[program],
             "",
             "commands:",
             *lines,

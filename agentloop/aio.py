@@ -14,12 +14,31 @@ import anyio.to_thread
 
 from agentloop.errors import leaves, sole
 
-__all__ = ["Signal", "Slot", "in_run_thread", "is_cancelled_from_outside", "task_group"]
+__all__ = [
+    "LimiterVar",
+    "Signal",
+    "Slot",
+    "in_run_thread",
+    "is_cancelled_from_outside",
+    "limiter_in",
+    "task_group",
+]
 
 Result = TypeVar("Result")
 
 _NUM_RUN_THREADS = 8
-_run_threads = anyio.lowlevel.RunVar[anyio.CapacityLimiter]("_run_threads")
+LimiterVar = anyio.lowlevel.RunVar[anyio.CapacityLimiter]
+_run_threads = LimiterVar("_run_threads")
+
+
+def limiter_in(variable: LimiterVar, num_tokens: int) -> anyio.CapacityLimiter:
+    """Return the limiter in a variable of the event loop; make it, with `num_tokens`, if needed."""
+    try:
+        return variable.get()
+    except LookupError:
+        limiter = anyio.CapacityLimiter(num_tokens)
+        variable.set(limiter)
+        return limiter
 
 
 @asynccontextmanager
@@ -46,11 +65,7 @@ async def in_run_thread(
     Environments may occupy all threads that others get from `anyio.to_thread.run_sync`, which this
     is otherwise like.
     """
-    try:
-        limiter = _run_threads.get()
-    except LookupError:
-        limiter = anyio.CapacityLimiter(_NUM_RUN_THREADS)
-        _run_threads.set(limiter)
+    limiter = limiter_in(_run_threads, _NUM_RUN_THREADS)
     return await anyio.to_thread.run_sync(
         function, *args, abandon_on_cancel=abandon_on_cancel, limiter=limiter
     )

@@ -32,11 +32,13 @@ from pydantic_settings import EnvSettingsSource
 from agentloop.errors import SettingsError, summary_of
 
 __all__ = [
+    "as_limits",
     "describe_settings",
     "import_named",
     "load_known",
     "load_settings",
     "path_of",
+    "section_of",
     "to_toml",
     "with_values",
 ]
@@ -56,8 +58,8 @@ def path_of(name: Path | str, ending: str = ".toml", *, folder: Path | None = No
         return (folder or Path()) / Path(name).expanduser()
     path = _RECIPES / f"{name}{ending}"
     if not path.is_file():
-        known = sorted(one.stem for one in _RECIPES.glob(f"*{ending}"))
-        near = difflib.get_close_matches(str(name), known, n=1) or known
+        recipes = sorted(file.stem for file in _RECIPES.glob(f"*{ending}"))
+        near = difflib.get_close_matches(str(name), recipes, n=1) or recipes
         raise ValueError(
             f"there is no recipe {str(name)!r} (did you mean {' or '.join(near)}?); the name of a "
             f"file ends in {ending}"
@@ -86,9 +88,7 @@ def load_settings(
     sources: dict[str, str] = {}
     layers = _layers(model, files, overrides)
     for source, layer in itertools.chain([("the base", dict(base or {}))], layers):
-        values = _expanded(model, layer)
-        _check_keys(model, values, source)
-        _merge(merged, _replace_none_text(model, values), sources, source)
+        _merge(merged, _normalize(model, layer, source), sources, source)
     try:
         return model.model_validate(merged)
     except pydantic.ValidationError as error:
@@ -103,13 +103,17 @@ def with_values(settings: M, values: Mapping[str, Any], *, source: str) -> M:
     """
     if not values:
         return settings
-    values = _expanded(type(settings), values)
-    _check_keys(type(settings), values, source)
+    values = _normalize(type(settings), values, source)
     merged = {**settings.model_dump(exclude_unset=True), **values}
     try:
         return type(settings).model_validate(merged)
     except pydantic.ValidationError as error:
         raise SettingsError(_explain(error, dict.fromkeys(values, source))) from error
+
+
+def as_limits(limits: type[M], settings: pydantic.BaseModel) -> M:
+    """Return `settings` as `limits`, a subclass of their class with fields that only tests set."""
+    return settings if isinstance(settings, limits) else limits(**settings.model_dump())
 
 
 def _layers(
@@ -133,8 +137,10 @@ def _environment(model: type[pydantic.BaseModel]) -> dict[str, Any]:
     try:
         values: dict[str, Any] = source()
     except pydantic_settings.SettingsError as error:
-        why = f"{error.__cause__ or error}"
-        raise SettingsError(f"the environment: {_field_of(error)}: expected JSON: {why}") from error
+        reason = f"{error.__cause__ or error}"
+        raise SettingsError(
+            f"the environment: {_field_of(error)}: expected JSON: {reason}"
+        ) from error
     return values
 
 
@@ -151,7 +157,7 @@ def _file_layers(
     `above` is the chain of files that extend this one, outermost first.
     """
     where = f"{above[-1]}: extends: " if above else ""
-    if file.resolve() in (one.resolve() for one in above):
+    if file.resolve() in (outer.resolve() for outer in above):
         raise SettingsError(f"{where}a cycle: {' -> '.join(map(str, (*above, file)))}")
     values = _read_toml(file, where)
     extends = values.pop("extends", [])
@@ -223,48 +229,52 @@ def _merge(
             sources[path] = source
 
 
-def _check_keys(
+def _normalize(
     model: type[pydantic.BaseModel], values: Mapping[str, Any], source: str, at: str = ""
-) -> None:
+) -> dict[str, Any]:
+    """Return the values of a source as `model` takes them.
+
+    The plain value of a section that has a `SHORT_FORM`, the name of a key, becomes that key's; in
+    a list of such sections, each may be a plain value. The text "none" becomes None in fields that
+    accept None but not that text.
+
+    Raises:
+        SettingsError: a key is unknown, or a section or list of sections is of another type.
+    """
+    normal: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{at}.{key}" if at else key
         field = model.model_fields.get(key)
         if field is None:
             raise SettingsError(f"{source}: unknown setting {path!r}{_suggest(model, key, at)}")
-        section = _section(field.annotation)
+        section = section_of(field.annotation)
+        short = getattr(section, "SHORT_FORM", None)
         if section is None:
-            continue
-        if _is_list(field.annotation):
-            if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+            is_none = value == "none" and type(None) in get_args(field.annotation)
+            normal[key] = None if is_none and not _takes_text(field.annotation) else value
+        elif _is_list(field.annotation):
+            tables = value if isinstance(value, list) else [None]
+            if short is not None:
+                tables = [{short: table} if isinstance(table, str) else table for table in tables]
+            if not all(isinstance(table, Mapping) for table in tables):
                 raise SettingsError(f"{source}: {path!r} is a list of tables: write [[{path}]]")
-            for number, one in enumerate(value):
-                _check_keys(section, one, source, f"{path}.{number}")
-            continue
-        if not isinstance(value, Mapping):
+            normal[key] = [
+                _normalize(section, table, source, f"{path}.{number}")
+                for number, table in enumerate(tables)
+            ]
+        elif short is not None and isinstance(value, str):
+            normal[key] = _normalize(section, {short: value}, source, path)
+        elif not isinstance(value, Mapping):
             raise SettingsError(f"{source}: {path!r} is a section: set {path}.KEY")
-        if not _has_names(field.annotation):
-            _check_keys(section, value, source, path)
-            continue
-        for name, named in value.items():
-            if not isinstance(named, Mapping):
-                raise SettingsError(f"{source}: '{path}.{name}' is a section: set its keys")
-            _check_keys(section, named, source, f"{path}.{name}")
-
-
-def _expanded(model: type[pydantic.BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the plain value of a section that has a `SHORT_FORM`, the name of a key, by that.
-
-    In a list of such sections, each item may be a plain value.
-    """
-    found = dict(values)
-    for key, value in values.items():
-        field = model.model_fields.get(key)
-        short = getattr(_section(field.annotation), "SHORT_FORM", None) if field else None
-        if short is not None and isinstance(value, str):
-            found[key] = {short: value}
-        elif short is not None and isinstance(value, list):
-            found[key] = [{short: one} if isinstance(one, str) else one for one in value]
-    return found
+        elif not _has_names(field.annotation):
+            normal[key] = _normalize(section, value, source, path)
+        else:
+            normal[key] = {}
+            for name, table in value.items():
+                if not isinstance(table, Mapping):
+                    raise SettingsError(f"{source}: '{path}.{name}' is a section: set its keys")
+                normal[key][name] = _normalize(section, table, source, f"{path}.{name}")
+    return normal
 
 
 def _has_names(annotation: Any) -> bool:
@@ -277,25 +287,6 @@ def _is_list(annotation: Any) -> bool:
     return get_origin(annotation) is list
 
 
-def _replace_none_text(
-    model: type[pydantic.BaseModel], values: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Replace the text "none" with None in fields that accept None but not that text."""
-    found = dict(values)
-    for key, value in values.items():
-        annotation = model.model_fields[key].annotation
-        section = _section(annotation)
-        if section is not None and _is_list(annotation):
-            found[key] = [_replace_none_text(section, one) for one in value]
-        elif section is not None and _has_names(annotation):
-            found[key] = {name: _replace_none_text(section, one) for name, one in value.items()}
-        elif section is not None:
-            found[key] = _replace_none_text(section, value)
-        elif value == "none" and type(None) in get_args(annotation) and not _takes_text(annotation):
-            found[key] = None
-    return found
-
-
 def _takes_text(annotation: Any) -> bool:
     """Return whether the text "none" is a valid value."""
     try:
@@ -305,7 +296,8 @@ def _takes_text(annotation: Any) -> bool:
     return True
 
 
-def _section(annotation: Any) -> type[pydantic.BaseModel] | None:
+def section_of(annotation: Any) -> type[pydantic.BaseModel] | None:
+    """Return the class of the settings that a field holds, if it is a section."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, pydantic.BaseModel):
             return candidate
@@ -313,11 +305,11 @@ def _section(annotation: Any) -> type[pydantic.BaseModel] | None:
 
 
 def _suggest(model: type[pydantic.BaseModel], key: str, at: str) -> str:
-    here = [f"{at}.{name}" if at else name for name in model.model_fields]
-    near = difflib.get_close_matches(f"{at}.{key}" if at else key, here, n=1, cutoff=0.6)
+    keys = [f"{at}.{name}" if at else name for name in model.model_fields]
+    near = difflib.get_close_matches(f"{at}.{key}" if at else key, keys, n=1, cutoff=0.6)
     if near:
         return f" (did you mean {near[0]!r}?)"
-    return f" (known here: {', '.join(here)})"
+    return f" (known here: {', '.join(keys)})"
 
 
 def _explain(error: pydantic.ValidationError, sources: Mapping[str, str]) -> str:
@@ -329,12 +321,12 @@ def _explain(error: pydantic.ValidationError, sources: Mapping[str, str]) -> str
         where = f" (from {source})" if source else ""
         # Never print a whole section: it may hold a token.
         plain = isinstance(problem["input"], str | int | float | None)
-        given = f", not {problem['input']!r}" if plain else ""
+        actual = f", not {problem['input']!r}" if plain else ""
         message = problem["msg"]
         if problem["type"] == "value_error":  # our own message, which may quote the value
             message = str(problem["ctx"]["error"])
-            given = "" if repr(problem["input"]) in message else given
-        line = f"{path or 'settings'}: {message}{given}{where}"
+            actual = "" if repr(problem["input"]) in message else actual
+        line = f"{path or 'settings'}: {message}{actual}{where}"
         lines.append(re.sub(r"://[^\s'\"]*@", "://...@", line))  # hide passwords in URLs
     return "; ".join(lines)
 
@@ -344,8 +336,8 @@ def _sources_within(path: str, message: str, sources: Mapping[str, str]) -> str:
     keys = [at for at in sources if at.startswith(f"{path}.")]
     named = [at for at in keys if re.search(rf"\b{re.escape(at.rpartition('.')[2])}\b", message)]
     # Quote an override without its value, which may be a token.
-    found = (re.sub(r"^(override '[^=]*)=.*", r"\1'", sources[at]) for at in named or keys)
-    return ", ".join(dict.fromkeys(found))
+    quoted = (re.sub(r"^(override '[^=]*)=.*", r"\1'", sources[at]) for at in named or keys)
+    return ", ".join(dict.fromkeys(quoted))
 
 
 def _parents(path: str) -> Iterator[str]:
@@ -364,7 +356,7 @@ def describe_settings(
     """
     for name, field in model.model_fields.items():
         path = f"{at}.{name}" if at else name
-        section = _section(field.annotation)
+        section = section_of(field.annotation)
         is_one = _is_list(field.annotation) or field.json_schema_extra == {"is_one_setting": True}
         if section is not None and not is_one:
             names = _has_names(field.annotation)
@@ -419,8 +411,8 @@ def _toml_value(value: Any) -> str:
         case list() | tuple():
             return "[" + ", ".join(map(_toml_value, value)) + "]"
         case dict():
-            known = {key: one for key, one in value.items() if one is not None}
-            pairs = (f"{json.dumps(key)} = {_toml_value(one)}" for key, one in known.items())
+            present = {key: entry for key, entry in value.items() if entry is not None}
+            pairs = (f"{json.dumps(key)} = {_toml_value(entry)}" for key, entry in present.items())
             return "{" + ", ".join(pairs) + "}"
         case _:
             # TOML has the same escapes as JSON, but also requires one for DEL.
@@ -437,8 +429,8 @@ def import_named(name: str, setting: str) -> Any:
         SettingsError: there is no such module or name, or importing it raised.
     """
     module, _, attribute = name.partition(":")
-    if (here := os.getcwd()) not in sys.path:  # a command's path begins with its own folder
-        sys.path.append(here)
+    if (folder := os.getcwd()) not in sys.path:  # a command's path begins with its own folder
+        sys.path.append(folder)
     try:
         imported = import_module(module)
     except ModuleNotFoundError as error:

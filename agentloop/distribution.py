@@ -22,11 +22,11 @@ def version() -> str:
 def conflict() -> str:
     """Return what to do if the other project is installed, whose files replace ours, else ""."""
     try:
-        other = metadata.version(_OTHER)
+        other_version = metadata.version(_OTHER)
     except metadata.PackageNotFoundError:
         return ""
     return (
-        f"{_OTHER} {other}, another project, is installed too, and its files replace ours: "
+        f"{_OTHER} {other_version}, another project, is installed too, and its files replace ours: "
         f"`pip uninstall {_OTHER}`, then install {NAME} again with --force-reinstall --no-deps"
     )
 

@@ -75,14 +75,14 @@ def culprit(error: Exception, *spared: type[Exception]) -> BaseException:
 
     Of several tasks that fail, one has a bug, and others are often only its victims.
     """
-    found = list(leaves(error))
-    return next((one for one in found if not isinstance(one, spared)), found[0])
+    errors = list(leaves(error))
+    return next((leaf for leaf in errors if not isinstance(leaf, spared)), errors[0])
 
 
 def sole(error: BaseException) -> BaseException:
     """Return the only error inside nested groups, or the group itself if it holds several."""
-    found = list(leaves(error))
-    return found[0] if len(found) == 1 else error
+    errors = list(leaves(error))
+    return errors[0] if len(errors) == 1 else error
 
 
 def summary_of(error: BaseException) -> str:
@@ -107,11 +107,13 @@ def user_entries(error: BaseException) -> list[TracebackType]:
     installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     ours = str(Path(__file__).parent)
     for libraries in ((ours, *installed), (ours, installed[0])):
-        found = [
-            one for one in entries if not one.tb_frame.f_code.co_filename.startswith(libraries)
+        outside = [
+            entry
+            for entry in entries
+            if not entry.tb_frame.f_code.co_filename.startswith(libraries)
         ]
-        if found:
-            return found
+        if outside:
+            return outside
     return []
 
 

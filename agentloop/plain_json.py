@@ -54,7 +54,7 @@ def is_encodable(value: Any) -> bool:
         except UnicodeEncodeError:
             return False
     elif isinstance(value, Mapping):
-        return all(is_encodable(key) and is_encodable(one) for key, one in value.items())
+        return all(is_encodable(key) and is_encodable(element) for key, element in value.items())
     elif isinstance(value, list):
         return all(map(is_encodable, value))
     return True
@@ -104,12 +104,12 @@ def _plain(value: Any, default: Callable[[Any], Any] | None) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list | tuple):
-        return [_plain(one, default) for one in value]
+        return [_plain(element, default) for element in value]
     if isinstance(value, dict):
         return {
-            key if isinstance(key, str | int | float | None) else str(key): _plain(one, default)
-            for key, one in value.items()
+            key if isinstance(key, str | int | float | None) else str(key): _plain(element, default)
+            for key, element in value.items()
         }
     if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: _plain(getattr(value, one.name), default) for one in fields(value)}
+        return {field.name: _plain(getattr(value, field.name), default) for field in fields(value)}
     return json.loads(orjson.dumps(value, default=default))

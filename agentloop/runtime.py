@@ -32,8 +32,8 @@ from agentloop.agent.rollout import Budget, Reply, Rollout, TurnOptions, prompt_
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
 from agentloop.agent.sessions import ServedSessions, SessionSettings
 from agentloop.agent.tool_formats import ToolFormat
-from agentloop.agent.tools import ThreadLimit, Tool, Tools, in_daemon_thread
-from agentloop.aio import task_group
+from agentloop.agent.tools import Tool, Tools, in_daemon_thread
+from agentloop.aio import LimiterVar, task_group
 from agentloop.api.guard import ServeSettings
 from agentloop.api.session_listener import SessionListener, listening_for_sessions
 from agentloop.config import load_settings, with_values
@@ -65,7 +65,7 @@ __all__ = ["Runtime", "Settings"]
 
 log = logging.getLogger(__name__)
 
-_loading_threads = ThreadLimit("_loading_threads")
+_loading_threads = LimiterVar("_loading_threads")
 
 Question = TypeVar("Question", bound=str | Sequence[Message])
 """A question, or a conversation as OpenAI messages."""
@@ -377,7 +377,7 @@ class Runtime:
         """
         model = self._parts.model
         stall_s = self.settings.router.stall_timeout_s
-        await model.router.add(SGLangServer(url, model.session, stall_timeout_s=stall_s))
+        await model.router.replicas.add(SGLangServer(url, model.session, stall_timeout_s=stall_s))
 
     def retire_server(self, url: str) -> None:
         """Remove a server, which keeps running, once its last request has ended.
@@ -385,7 +385,7 @@ class Runtime:
         Raises:
             KeyError: there is no such server.
         """
-        self._parts.model.router.retire(url)
+        self._parts.model.router.replicas.retire(url)
 
     @asynccontextmanager
     async def stream(
@@ -397,13 +397,13 @@ class Runtime:
         """
         feed = Feed()
 
-        def both(event: Event) -> None:
+        def forward(event: Event) -> None:
             on_event(event)
             feed(event)
 
         async def run() -> None:
             try:
-                await self.rollout(messages, on_event=both, **options)
+                await self.rollout(messages, on_event=forward, **options)
             except AgentLoopError as error:
                 feed.close(error)
             else:
@@ -470,7 +470,7 @@ class Runtime:
         """Return the tools themselves for functions, names and schemas.
 
         Args:
-            tools: as in `rollout`; None: those of the settings.
+            tools: see `rollout`; None: those of the settings.
 
         Raises:
             RequestError: a name is unknown, or a function cannot become a tool.
@@ -551,7 +551,7 @@ class Runtime:
             router = await stack.enter_async_context(
                 Router.open(servers, self.settings.router, longest=longest)
             )
-            model = model or router.model_path
+            model = model or router.replicas.model_path
             chat = chat or await self._load_chat(model)
             self.settings.budget.check(chat.family)
             tasks = await stack.enter_async_context(anyio.create_task_group())

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -16,7 +17,11 @@ from rich.console import Console
 from agentloop.api.app import AgentService, listening
 from agentloop.api.listen import bind
 from agentloop.cli import chat, console
+from agentloop.cli.playing import AskSettings
 from agentloop.config import load_settings, to_toml
+from agentloop.environments.environment import load, set_up
+from agentloop.environments.served import ServedAgent
+from agentloop.environments.tasks.task import Task
 from agentloop.errors import RunFolderError, SettingsError
 from agentloop.observe.throughput import Throughput
 from agentloop.runtime import Runtime, Settings
@@ -33,31 +38,40 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="agentloop serve",
         description="Serve the agent over HTTP. Without arguments, serve the small model that "
-        "ships with agentloop on 127.0.0.1:8000.",
+        "ships with agentloop on 127.0.0.1:8000. With env=NAME, the agent is that of an "
+        "environment, with its tools and its system message.",
     )
     parser.add_argument(
         "--ask", metavar="QUESTION", help="ask this question when ready and show the answer"
     )
+    chat.add_task_argument(parser)
     console.add_settings_arguments(parser)
     options = parser.parse_intermixed_args(sys.argv[1:] if arguments is None else arguments)
     if options.list_settings:
-        print(console.settings_text(Settings))
+        print(console.settings_text(AskSettings))
         return 0
-    return console.run(lambda: _serve(options.settings, options.ask), explain=options.explain)
+    work = partial(_serve, options.settings, options.ask, options.task)
+    return console.run(work, explain=options.explain)
 
 
-async def _serve(arguments: list[str], question: str | None) -> int:
+async def _serve(arguments: list[str], question: str | None, number: int) -> int:
     files, overrides = console.split_settings(arguments)
     overrides = [re.sub(r"^record=", "sessions.record=", override) for override in overrides]
-    if any(re.match(r"\s*envs?\b", override) for override in overrides):
-        raise SettingsError(
-            "env: `agentloop serve` answers questions, and an environment asks its own, with tools "
-            "that exist only during a rollout: play it with `agentloop chat env=NAME`"
-        )
-    settings = load_settings(Settings, files, overrides)
+    settings = load_settings(AskSettings, files, overrides)
+    task: Task | None = None
+    if settings.env.name:
+        task = await console.in_thread(chat.task_of, settings, number)
     with bind(settings.serve) as bound:
-        async with _record_of(settings) as record, console.started(settings) as runtime:
-            app = AgentService(runtime, settings, record)
+        async with (
+            _record_of(settings) as record,
+            set_up([load(settings.env)]),
+            console.started(settings) as runtime,
+        ):
+            agent: ServedAgent | None = None
+            if task is not None and (environment := load(settings.env)) is not None:
+                s = settings
+                agent = ServedAgent(environment, runtime, task, s.sampling, s.budget)
+            app = AgentService(runtime, settings, record, agent)
             return await _serve_on(bound, app, runtime, question)
 
 
@@ -95,7 +109,8 @@ async def _serve_on(
         if question is not None:
             messages: list[Message] = [{"role": "user", "content": question}]
             print(f"\n> {question}")
-            app.recorder.add(await chat.ask(runtime, messages, Console(), also=app.on_event))
+            asked = chat.ask(app.rollout, runtime.chat, messages, Console(), also=app.on_event)
+            app.recorder.add(await asked)
             print("\nStill serving; press Ctrl-C to stop.", flush=True)
         throughput = Throughput()
         app.on_event.add(throughput.on_event)

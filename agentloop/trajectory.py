@@ -11,7 +11,7 @@ recorded, and the texts, calls and results of its turns. It is never trained on.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
@@ -27,6 +27,7 @@ __all__ = [
     "TurnEnd",
     "VersionSpan",
     "rollout_of",
+    "union_s",
 ]
 
 _LATER = re.compile(r"(?<=\.)(\d+)(?:\+\w+)+$")
@@ -41,6 +42,15 @@ def rollout_of(id: str) -> str:
     The conversations of rollout `7-sum.3` are `7-sum.3`, `7-sum.3+1`, `7-sum.3+checker`, ...
     """
     return _LATER.sub(r"\1", id)
+
+
+def union_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that at least one span covers."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 class StopReason(StrEnum):
@@ -187,9 +197,7 @@ class Turn:
     results: list[ToolResult] = field(default_factory=list)
     observation_ids: list[int] = field(default_factory=list)
     text: str = ""
-    servers: list[str] = field(
-        default_factory=list
-    )  # several if the turn was moved to another server
+    servers: list[str] = field(default_factory=list)  # several if the turn was moved
     cached_tokens: int = 0
     started_s: float = 0.0
     placed_s: float | None = None  # on the server of its first token; None: not recorded
@@ -293,12 +301,7 @@ class Trajectory:
     def tool_run_s(self) -> float:
         """Seconds during which at least one of its tool calls ran: their queues are left out, and
         so is a call that the end of the rollout cut off."""
-        spans = sorted((result.started_s, result.ended_s) for result in self.results)
-        total = until = 0.0
-        for start, end in spans:
-            total += max(0.0, end - max(start, until))
-            until = max(until, end)
-        return total
+        return union_s((result.started_s, result.ended_s) for result in self.results)
 
     @property
     def used_its_time(self) -> bool:
@@ -312,7 +315,7 @@ class Trajectory:
 
         It differs from the turn's number if thoughts have reached their limit.
         """
-        return sum(one.end is not TurnEnd.THOUGHT for one in self.turns[:turn])
+        return sum(earlier.end is not TurnEnd.THOUGHT for earlier in self.turns[:turn])
 
     @property
     def text(self) -> str:
@@ -322,7 +325,7 @@ class Trajectory:
     @property
     def messages_between(self) -> list[list[Message]]:
         """The messages before the first turn and after each turn, of a conversation without ids."""
-        is_said = [one.get("role") == "assistant" for one in self.messages]
+        is_said = [message.get("role") == "assistant" for message in self.messages]
         num_turns = sum(turn.end is not TurnEnd.ABORT for turn in self.turns)
         num_before = sum(is_said) - num_turns  # messages of the assistant in the prompt
         between: list[list[Message]] = [[]]
@@ -355,9 +358,7 @@ class Trajectory:
         turns = [
             Turn(
                 **{
-                    **{
-                        field.name: turn[field.name] for field in fields(Turn) if field.name in turn
-                    },
+                    **turn,
                     "end": TurnEnd(turn["end"]),
                     "versions": [VersionSpan(**span) for span in turn["versions"]],
                     "calls": [ToolCall(**call) for call in turn["calls"]],
@@ -369,14 +370,5 @@ class Trajectory:
             )
             for turn in row["turns"]
         ]
-        return cls(
-            row["id"],
-            row["prompt_ids"],
-            turns,
-            StopReason(row["stop_reason"]),
-            row["error"],
-            row["created_unix_s"],
-            row["elapsed_s"],
-            row["answer"],
-            row["messages"],
-        )
+        others = {field.name: row[field.name] for field in fields(cls)}
+        return cls(**others | {"turns": turns, "stop_reason": StopReason(row["stop_reason"])})

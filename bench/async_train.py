@@ -31,7 +31,6 @@ devices do not have that loss; the table does not cover them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -52,7 +51,6 @@ from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.inference.router import Router
 from agentloop.rollouts.runner import GroupRunner, play_siblings
 from agentloop.training.credit.roc import RocSettings
-from agentloop.training.learner_client.client import Learner
 from agentloop.training.learner_client.protocol import (
     PublishReply,
     PublishRequest,
@@ -67,12 +65,15 @@ from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.queue import GroupQueue
 from agentloop.training.rollouts import Rollouts
+from agentloop.training.run_context import RunContext
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
+from agentloop.training.steps import Steps
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served
 from agentloop.trajectory import Trajectory
 from bench import virtual_time
+from bench.command import numbers, parser_for, words
 from bench.router import RolloutSpec, make_trace
 from bench.server_model import ServerParams
 from bench.virtual_servers import TOKENS_PER_ID, Server, Servers
@@ -200,6 +201,13 @@ class _SleepingLearner:
     async def ask(self, request: Request[R], *, timeout_s: float) -> R:
         return cast(R, await self._handle(request))
 
+    async def lost(self) -> str:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async def restart(self) -> None:
+        raise AssertionError("the learner is never lost")
+
     async def _handle(self, request: Request[Any]) -> Reply:
         match request:
             case StepRequest():
@@ -219,8 +227,8 @@ class _SleepingLearner:
         arrays = load_file(batch)
         begin, num_steps = 0, len(self.marks)
         for length in arrays["lengths"].tolist():
-            here = slice(begin, begin := begin + length)
-            oldest = int(arrays["ids"][here][arrays["mask"][here] == 1].min())
+            sample = slice(begin, begin := begin + length)
+            oldest = int(arrays["ids"][sample][arrays["mask"][sample] == 1].min())
             if num_steps >= self._shape.warm_up:
                 self.staleness[self._version - oldest] += 1
                 self.lengths.append(length)
@@ -305,7 +313,9 @@ async def _tokens_per_s(shape: Shape, seed: int) -> float:
         for num_steps in (2, 5):
             while servers.num_ended < num_steps * num_step:
                 await anyio.sleep(1.0)
-            marks.append((anyio.current_time(), sum(one.num_sampled for one in servers.servers)))
+            marks.append(
+                (anyio.current_time(), sum(server.num_sampled for server in servers.servers))
+            )
         tasks.cancel_scope.cancel()
 
     async def run_group(number: int, *, task_status: Any) -> None:
@@ -377,19 +387,30 @@ async def _train(
         ):
             tasks.start_soon(servers.keep_told)
             with suppress(_Finished):
-                await TrainingLoop(
+                report = _Silent()
+                context = RunContext(
                     settings,
-                    rollouts=Rollouts(
+                    TaskSource.open(TasksSettings(kind="arithmetic", held_out=64)),
+                    Rollouts(
                         GroupRunner(servers, cast(Grader, _HalfCorrect()), enough=shape.enough),
                         RocSettings(down_sample_to_n=shape.group_size // 2),
                         seed=settings.seed,
                     ),
-                    serving=Served(cast(Router, servers)),
-                    learner=cast(Learner, learner),
-                    tasks=TaskSource.open(TasksSettings(kind="arithmetic", held_out=64)),
-                    queue=queue,
-                    folder=run,
-                    report=_Silent(),
+                    queue,
+                    run,
+                    report,
+                )
+                await TrainingLoop(
+                    context,
+                    Steps(
+                        learner,
+                        queue,
+                        run,
+                        restored=None,
+                        timeout_s=settings.step_timeout_s,
+                        say=report.say,
+                    ),
+                    Served(cast(Router, servers)),
                     weights=WeightsSettings(verify=False),  # there are no real weights
                 ).run()
             tasks.cancel_scope.cancel()
@@ -406,19 +427,29 @@ recomputing s | servers idle | learner idle | tokens of a sample | staleness of 
 
 def table(results: Sequence[Result]) -> str:
     """Return medians over the seeds as markdown; ratios are computed per seed."""
-    alone = {(one.regime, one.seed): one.step_s for one in results if not one.max_staleness}
+    alone = {
+        (result.regime, result.seed): result.step_s
+        for result in results
+        if not result.max_staleness
+    }
     rows = [_HEAD]
-    for regime, max_staleness in dict.fromkeys((one.regime, one.max_staleness) for one in results):
+    for regime, max_staleness in dict.fromkeys(
+        (result.regime, result.max_staleness) for result in results
+    ):
         mine = [
-            one for one in results if (one.regime, one.max_staleness) == (regime, max_staleness)
+            result
+            for result in results
+            if (result.regime, result.max_staleness) == (regime, max_staleness)
         ]
 
         def median(name: str, mine: Sequence[Result] = mine) -> float:
-            return float(statistics.median(getattr(one, name) for one in mine))
+            return float(statistics.median(getattr(result, name) for result in mine))
 
-        gains = [alone[key] / one.step_s for one in mine if (key := (regime, one.seed)) in alone]
+        gains = [
+            alone[key] / result.step_s for result in mine if (key := (regime, result.seed)) in alone
+        ]
         gain = f"{statistics.median(gains):.2f}" if gains else ""
-        to_bound = statistics.median(one.step_s / one.bound_s for one in mine)
+        to_bound = statistics.median(result.step_s / result.bound_s for result in mine)
         rows.append(
             f"| {regime} | {max_staleness} | {3600 / median('step_s'):.2f} | {gain} | "
             f"{median('step_s'):.0f} | {median('bound_s'):.0f} | {to_bound:.2f} | "
@@ -432,7 +463,7 @@ def table(results: Sequence[Result]) -> str:
 
 def _shares(results: Sequence[Result]) -> str:
     """Return the distribution of all samples, such as "1: 20%, 2: 80%"."""
-    counts = sum((Counter(one.staleness) for one in results), Counter[int]())
+    counts = sum((Counter(result.staleness) for result in results), Counter[int]())
     total = max(1, counts.total())
     return ", ".join(f"{age}: {100 * count / total:.0f}%" for age, count in sorted(counts.items()))
 
@@ -441,16 +472,18 @@ def plot(results: Sequence[Result], path: Path) -> None:
     """Plot steps per hour over the staleness, and the bound, by regime."""
     from matplotlib.figure import Figure
 
-    regimes = list(dict.fromkeys(one.regime for one in results))
+    regimes = list(dict.fromkeys(result.regime for result in results))
     figure = Figure(figsize=(4 * len(regimes), 3.2), layout="constrained")
     grid = figure.subplots(1, len(regimes), squeeze=False)[0]
     for axes, regime in zip(grid, regimes, strict=True):
-        mine = [one for one in results if one.regime == regime]
-        ages = sorted({one.max_staleness for one in mine})
+        mine = [result for result in results if result.regime == regime]
+        ages = sorted({result.max_staleness for result in mine})
         for name, style, label in (("step_s", "o-", "measured"), ("bound_s", ":", "bound")):
             hourly = [
                 3600
-                / statistics.median(getattr(one, name) for one in mine if one.max_staleness == age)
+                / statistics.median(
+                    getattr(result, name) for result in mine if result.max_staleness == age
+                )
                 for age in ages
             ]
             axes.plot(ages, hourly, style, label=label)
@@ -484,8 +517,8 @@ def run_real(
         "run.folder": folder,
         "run.name": name,
     }
-    given = [*(f"{key}={value}" for key, value in settings.items()), *overrides]
-    command = [sys.executable, "-m", "agentloop", "train", str(recipe), *given]
+    arguments = [*(f"{key}={value}" for key, value in settings.items()), *overrides]
+    command = [sys.executable, "-m", "agentloop", "train", str(recipe), *arguments]
     print(" ".join(command), file=sys.stderr)
     subprocess.run(command, check=True, stdout=sys.stderr)
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
@@ -528,17 +561,15 @@ def real_table(runs: dict[int, list[dict[str, Any]]], warm_up: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for("async_train", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     model = commands.add_parser("model", help="models of servers, in virtual time")
     usual = Shape()
     add = model.add_argument
-    add("--regimes", type=_words, default=list(REGIMES), help=f"a list of {', '.join(REGIMES)}")
+    add("--regimes", type=words, default=list(REGIMES), help=f"a list of {', '.join(REGIMES)}")
     add(
         "--seeds",
-        type=_numbers,
+        type=numbers,
         default=[1, 2, 3],
         help="seeds of the lengths, separated by commas",
     )
@@ -572,14 +603,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     real.add_argument("--folder", type=Path, default=Path("runs/async"), help="folder of the runs")
     real.add_argument("overrides", nargs="*", metavar="name=value", help="other settings")
-    for one in (model, real):
-        one.add_argument(
-            "--staleness", type=_numbers, default=[0, 1, 2, 4], help="separated by commas"
+    for command in (model, real):
+        command.add_argument(
+            "--staleness", type=numbers, default=[0, 1, 2, 4], help="separated by commas"
         )
-        one.add_argument(
+        command.add_argument(
             "--warm-up", type=int, default=usual.warm_up, help="steps that do not count"
         )
-        one.add_argument("--out", type=Path, help="a JSON file with all figures")
+        command.add_argument("--out", type=Path, help="a JSON file with all figures")
     args = parser.parse_args(argv)
     if args.steps <= args.warm_up + (args.command == "real") * max(args.staleness):
         parser.error("--steps: no steps are left after the warm-up and the last ones")
@@ -603,7 +634,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         results = run_all(shape, args.regimes, args.staleness, args.seeds)
         print(table(results))
-        figures = [asdict(one) | {"bound_s": one.bound_s} for one in results]
+        figures = [asdict(result) | {"bound_s": result.bound_s} for result in results]
         if args.plot:
             plot(results, args.plot)
     else:
@@ -629,14 +660,6 @@ def run_all(
                 results.append(result)
                 print(f"{regime}, {age}, seed {seed}: {result.step_s:.0f} s", file=sys.stderr)
     return results
-
-
-def _words(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
 
 
 if __name__ == "__main__":

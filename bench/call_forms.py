@@ -1,4 +1,4 @@
-"""How the models of each family write tool calls: text to parse, for benchmarks and tests."""
+"""Tool calls as the models of each family write them, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def parameters(arguments: dict[str, Any], before: str, between: str, after: str)
 
 
 def dsml(section: str, calls: Sequence[Call]) -> str:
-    def one(key: str, value: Any) -> str:
+    def parameter(key: str, value: Any) -> str:
         is_text = "true" if isinstance(value, str) else "false"
         opening = f'<｜DSML｜parameter name="{key}" string="{is_text}">'
         return f"{opening}{plain(value)}</｜DSML｜parameter>\n"
 
     body = "".join(
         f'<｜DSML｜invoke name="{name}">\n'
-        + "".join(itertools.starmap(one, arguments.items()))
+        + "".join(itertools.starmap(parameter, arguments.items()))
         + "</｜DSML｜invoke>\n"
         for name, arguments in calls
     )
@@ -61,7 +61,7 @@ def python(calls: Sequence[Call]) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """How a family's models write calls, the text before them, and what no argument may contain."""
+    """The calls of a family's models, the text before them, and what no argument may contain."""
 
     text: Callable[[Sequence[Call]], str]
     before: str = "I look.\n"

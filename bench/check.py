@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CHECKS", "Check", "fallen", "main", "merged", "to_toml"]
+__all__ = ["CHECKS", "Check", "fallen", "main", "medians", "to_toml"]
 
 Figures = dict[str, float]
 
@@ -54,50 +54,50 @@ class Check:
     out: str = "--json"
 
 
-def _streaming(found: Any) -> Figures:
-    speed = {name: row["tokens_per_cpu_s"] for name, row in found["medians"].items()}
+def _streaming(figures: Any) -> Figures:
+    speed = {name: row["tokens_per_cpu_s"] for name, row in figures["medians"].items()}
     return {
         _OPENAI: speed["agentloop"] / speed["openai"],
         _HTTPX: speed["agentloop"] / speed["httpx"],
     }
 
 
-def _router(found: Any) -> Figures:
+def _router(rows: Any) -> Figures:
     def median(policy: str, of: Callable[[Any], float]) -> float:
-        return statistics.median(of(row) for row in found if row["policy"] == policy)
+        return statistics.median(of(row) for row in rows if row["policy"] == policy)
 
-    others = {row["policy"] for row in found} - {"kv"}
-    best = max(median(policy, lambda row: row["goodput"]) for policy in others)
+    other_policies = {row["policy"] for row in rows} - {"kv"}
+    best = max(median(policy, lambda row: row["goodput"]) for policy in other_policies)
     return {
         "of the shortest makespan possible": median("kv", lambda r: r["bound_s"] / r["makespan_s"]),
         "of the best other policy's goodput": median("kv", lambda row: row["goodput"]) / best,
     }
 
 
-def _async_training(found: Any) -> Figures:
+def _async_training(rows: Any) -> Figures:
     step_s = {
-        age: statistics.median(row["step_s"] for row in found if row["max_staleness"] == age)
+        age: statistics.median(row["step_s"] for row in rows if row["max_staleness"] == age)
         for age in (0, 1)
     }
-    bound_s = statistics.median(row["bound_s"] for row in found)
+    bound_s = statistics.median(row["bound_s"] for row in rows)
     return {
         "of synchronous steps per hour": step_s[0] / step_s[1],
         "of the shortest step possible": bound_s / step_s[1],
     }
 
 
-def _sandbox(found: Any) -> Figures:
-    (run,) = found["runs"]
+def _sandbox(figures: Any) -> Figures:
+    (run,) = figures["runs"]
     return {"calls per CPU second, of the plain floor's": 1 / run["times_the_floor"]["plain"]}
 
 
-def _learner(found: Any) -> Figures:
-    (ours,) = (row for row in found["speed"] if row["arm"].startswith("ZeRO"))
+def _learner(figures: Any) -> Figures:
+    (ours,) = (row for row in figures["speed"] if row["arm"].startswith("ZeRO"))
     return {"of the plain loop's tokens per CPU second": ours["ratio by CPU"]}
 
 
-def _packing(found: Any) -> Figures:
-    by_arm = {row["arm"]: row["tokens/CPU s"] for row in found["packing"]}
+def _packing(figures: Any) -> Figures:
+    by_arm = {row["arm"]: row["tokens/CPU s"] for row in figures["packing"]}
     packed = by_arm.pop("plain, packed")
     return {"of padded samples' tokens per CPU second": packed / max(by_arm.values())}
 
@@ -129,17 +129,17 @@ CHECKS: dict[str, Check] = {
 }  # fmt: skip
 
 
-def merged(runs: Sequence[Figures]) -> Figures:
+def medians(runs: Sequence[Figures]) -> Figures:
     """Return the median of each figure."""
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
-def fallen(baseline: Mapping[str, float], found: Mapping[str, float]) -> list[str]:
+def fallen(baseline: Mapping[str, float], figures: Mapping[str, float]) -> list[str]:
     """Return the names of those figures that fell by more than the tolerance, or are missing."""
     return [
         name
         for name, value in baseline.items()
-        if name not in found or found[name] < value * (1 - TOLERANCE)
+        if name not in figures or figures[name] < value * (1 - TOLERANCE)
     ]
 
 
@@ -152,8 +152,8 @@ def to_toml(baselines: Mapping[str, Figures]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _measured(check: Check, runs: int) -> list[Figures]:
-    found = []
+def _measure(check: Check, runs: int) -> list[Figures]:
+    figures = []
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "figures.json")
@@ -166,23 +166,23 @@ def _measured(check: Check, runs: int) -> list[Figures]:
             )
             if done.returncode:
                 raise SystemExit(f"{' '.join(check.command)} failed:\n{done.stdout}{done.stderr}")
-            found.append(check.read(json.loads(path.read_text())))
-    return found
+            figures.append(check.read(json.loads(path.read_text())))
+    return figures
 
 
-def _checked(name: str, baseline: Figures) -> list[str]:
+def _check(name: str, baseline: Figures) -> list[str]:
     """Measure one benchmark, print its figures, and return the names of those that fell."""
-    begun = time.monotonic()
-    found = _measured(CHECKS[name], 1)
-    if fallen(baseline, found[0]):
-        found += _measured(CHECKS[name], _NUM_AGAIN)
-    figures = merged(found)
+    started = time.monotonic()
+    runs = _measure(CHECKS[name], 1)
+    if fallen(baseline, runs[0]):
+        runs += _measure(CHECKS[name], _NUM_AGAIN)
+    figures = medians(runs)
     fell = fallen(baseline, figures)
-    print(f"{name} ({time.monotonic() - begun:.0f} s)")
+    print(f"{name} ({time.monotonic() - started:.0f} s)")
     for figure, value in figures.items():
         before = baseline.get(figure)
-        told = "new" if before is None else f"{before:.2f} on file"
-        print(f"  {value:6.2f} {figure} ({told}){'  FELL' if figure in fell else ''}", flush=True)
+        note = "new" if before is None else f"{before:.2f} on file"
+        print(f"  {value:6.2f} {figure} ({note}){'  FELL' if figure in fell else ''}", flush=True)
     return [f"{name}: {figure}" for figure in fell]
 
 
@@ -208,11 +208,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     on_file: dict[str, Figures] = tomllib.loads(options.baselines.read_text()) if exists else {}
     if options.update:
         for name in options.only:
-            on_file[name] = merged(_measured(CHECKS[name], _NUM_FOR_UPDATE))
+            on_file[name] = medians(_measure(CHECKS[name], _NUM_FOR_UPDATE))
             print(f"{name}: {on_file[name]}", flush=True)
         ordered = {name: on_file[name] for name in CHECKS if name in on_file}
         options.baselines.write_text(to_toml(ordered))
         return 0
-    fell = [one for name in options.only for one in _checked(name, on_file.get(name, {}))]
+    fell = [figure for name in options.only for figure in _check(name, on_file.get(name, {}))]
     print(f"Fell by more than {TOLERANCE:.0%}: {'; '.join(fell)}" if fell else "Nothing fell.")
     return 1 if fell else 0

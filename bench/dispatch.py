@@ -22,8 +22,6 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -51,6 +49,7 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
 from agentloop.sandbox import Pool, PoolSettings
 from agentloop.trajectory import ToolCall, ToolCallStatus, Trajectory
+from bench.command import helper_process, quantile, say
 
 THREE = "Compute 12*7, 8+5 and 90-3."
 ONE = "What is 37 times 48?"
@@ -95,17 +94,14 @@ class _Logged(SGLangServer):
 async def _latency(options: argparse.Namespace) -> dict[str, Any]:
     chat = ChatFormat.load(SMALL)
     ending = [*chat.tokenizer.encode(CALL, add_special_tokens=False).ids, chat.end_id]
-    command = [sys.executable, "-m", "bench.streaming", "--load", "--servers", "16"]
-    command += ["--step-ms", str(options.step_ms), "--ending", json.dumps(ending)]
-    load = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert load.stdin is not None
-    assert load.stdout is not None
+    load = ["bench.streaming", "--load", "--servers", "16"]
+    load += ["--step-ms", str(options.step_ms), "--ending", json.dumps(ending)]
     began_s: dict[str, float] = {}
     dispatched_s: dict[str, float] = {}
-    try:
-        urls = json.loads(load.stdout.readline())
+    with helper_process(*load) as line:
+        urls = json.loads(line)
         async with (
-            Pool(PoolSettings(backend=options.sandbox), on_progress=_say) as pool,
+            Pool(PoolSettings(backend=options.sandbox), on_progress=say) as pool,
             http_session() as session,
             Router.open([_Logged(url, session) for url in urls], RouterSettings()) as router,
         ):
@@ -113,7 +109,7 @@ async def _latency(options: argparse.Namespace) -> dict[str, Any]:
             budget = Budget(max_turns=options.turns)
             tool = PythonCode(pool)
 
-            async def one() -> None:
+            async def play_rollout() -> None:
                 await anyio.sleep(random.random() * 2)  # spread the starts of the rollouts
                 _rids.set([])
                 messages = [{"role": "user", "content": "x"}]
@@ -126,11 +122,8 @@ async def _latency(options: argparse.Namespace) -> dict[str, Any]:
 
             async with anyio.create_task_group() as tasks:
                 for _ in range(options.rollouts):
-                    tasks.start_soon(one)
+                    tasks.start_soon(play_rollout)
         sent_s = httpx.get(urls[0] + "/sent", trust_env=False).json()
-    finally:
-        load.stdin.close()
-        load.wait(10)
     return {
         "calls": len(began_s),
         "sent_to_start": _spread(sent_s, began_s),
@@ -140,12 +133,9 @@ async def _latency(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _spread(earlier: dict[str, float], later: dict[str, float]) -> dict[str, float]:
-    took = sorted((moment - earlier[rid]) * 1000 for rid, moment in later.items())
-    return {
-        "p50_ms": round(statistics.median(took), 3),
-        "p95_ms": round(took[int(len(took) * 0.95)], 3),
-        "p99_ms": round(took[int(len(took) * 0.99)], 3),
-    }
+    latencies_ms = [(moment - earlier[rid]) * 1000 for rid, moment in later.items()]
+    shares = {"p50_ms": 0.5, "p95_ms": 0.95, "p99_ms": 0.99}
+    return {name: round(quantile(latencies_ms, share), 3) for name, share in shares.items()}
 
 
 # --- saving -------------------------------------------------------------------------------------
@@ -187,9 +177,9 @@ async def _saving(options: argparse.Namespace) -> dict[str, Any]:
     ids: dict[str, set[tuple[int, ...]]] = {}
     chat = ChatFormat.load(SMALL)
     with tempfile.TemporaryDirectory() as log_dir:
-        servers = sglang_servers(SMALL, ServerSettings(), log_dir=Path(log_dir), on_progress=_say)
+        servers = sglang_servers(SMALL, ServerSettings(), log_dir=Path(log_dir), on_progress=say)
         async with (
-            Pool(PoolSettings(backend=options.sandbox), on_progress=_say) as pool,
+            Pool(PoolSettings(backend=options.sandbox), on_progress=say) as pool,
             servers as processes,
             http_session() as session,
             Router.open([SGLangServer(processes[0].url, session)], RouterSettings()) as router,
@@ -217,7 +207,7 @@ async def _saving(options: argparse.Namespace) -> dict[str, Any]:
                             first.ended_s - first.started_s
                         )
                         ids.setdefault(question, set()).add(tuple(trajectory.ids))
-    assert all(len(found) == 1 for found in ids.values()), "the trajectories differ"
+    assert all(len(distinct) == 1 for distinct in ids.values()), "the trajectories differ"
     medians = {key: statistics.median(values) * 1000 for key, values in walls.items()}
     return {
         name: {
@@ -227,10 +217,6 @@ async def _saving(options: argparse.Namespace) -> dict[str, Any]:
         }
         for name, question in (("three calls and text", THREE), ("one call, nothing after", ONE))
     }
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def main() -> None:

@@ -25,10 +25,10 @@ class _GatewayPolicy(PlacementPolicy):
     """Shared parts: the decision, and the choice of the least busy rank."""
 
     def _decide(
-        self, request: PlacementRequest, chosen: KVPool, considered: Sequence[KVPool], why: str
+        self, request: PlacementRequest, chosen: KVPool, considered: Sequence[KVPool], reason: str
     ) -> Decision:
         candidates = [_candidate(request, pool) for pool in considered]
-        return Decision(chosen.rank, self.name, why, candidates)
+        return Decision(chosen.rank, self.name, reason, candidates)
 
     def _least_busy(self, pools: Sequence[KVPool]) -> KVPool:
         """Return a random one of those with the fewest requests: otherwise every start on idle
@@ -45,7 +45,7 @@ class _StickyPolicy(_GatewayPolicy):
         super().__init__(ledger, seed=seed)
         self._affinity: dict[str, DataParallelRank] = {}
 
-    def _remembered(self, name: str, pools: Sequence[KVPool]) -> KVPool | None:
+    def _recall(self, name: str, pools: Sequence[KVPool]) -> KVPool | None:
         rank = self._affinity.get(name)
         return next((pool for pool in pools if pool.rank == rank), None)
 
@@ -63,18 +63,18 @@ class _Static(_StickyPolicy):
         self._num_assigned = 0
 
     def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now: float, waited_s: float
+        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
     ) -> Decision:
-        name, why = request.group or request.key, "its group is assigned to this server"
-        pool = self._remembered(name, pools)
+        name, reason = request.group or request.key, "its group is assigned to this server"
+        pool = self._recall(name, pools)
         if pool is None:
-            pool, why = (
+            pool, reason = (
                 pools[self._num_assigned % len(pools)],
                 "assigned permanently, in equal shares",
             )
             self._num_assigned += 1
             self._affinity[name] = pool.rank
-        return self._decide(request, pool, [pool], why)
+        return self._decide(request, pool, [pool], reason)
 
 
 class _RoundRobin(_GatewayPolicy):
@@ -85,7 +85,7 @@ class _RoundRobin(_GatewayPolicy):
         self._num_chosen = 0
 
     def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now: float, waited_s: float
+        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
     ) -> Decision:
         pool = pools[self._num_chosen % len(pools)]
         self._num_chosen += 1
@@ -96,7 +96,7 @@ class _LeastRequests(_GatewayPolicy):
     name = "least_requests"
 
     def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now: float, waited_s: float
+        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
     ) -> Decision:
         pool = self._least_busy(pools)
         return self._decide(request, pool, pools, f"fewest requests ({pool.num_sequences})")
@@ -106,12 +106,12 @@ class _PowerOfTwo(_GatewayPolicy):
     name = "power_of_two"
 
     def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now: float, waited_s: float
+        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
     ) -> Decision:
         drawn = self._random.sample(pools, min(2, len(pools)))
         pool = min(drawn, key=lambda pool: pool.num_sequences)
-        why = "fewer requests of two servers drawn at random"
-        return self._decide(request, pool, drawn, why)
+        reason = "fewer requests of two servers drawn at random"
+        return self._decide(request, pool, drawn, reason)
 
 
 class _StickyLeastLoaded(_StickyPolicy):
@@ -120,9 +120,9 @@ class _StickyLeastLoaded(_StickyPolicy):
     name = "sticky_least_loaded"
 
     def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now: float, waited_s: float
+        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
     ) -> Decision:
-        pool = self._remembered(request.key, pools)
+        pool = self._recall(request.key, pools)
         if pool is not None:
             return self._decide(request, pool, [pool], "its last turn was on this server")
         pool = self._least_busy(pools)

@@ -38,6 +38,8 @@ from typing import Any
 
 import anyio
 
+from bench.command import parser_for, words
+
 __all__ = ["PARTS", "Part", "main", "missing", "table"]
 
 _MAX_LIMIT_S = 480.0
@@ -50,7 +52,7 @@ class Part:
     """A measurement that runs in a process of its own.
 
     Attributes:
-        function: MODULE:NAME of an async function that takes a `Here` and returns rows.
+        function: MODULE:NAME of an async function that takes a `Setup` and returns rows.
         needs: Packages; also `cuda`, a GPU, and `gpus`, on GPUs at least two of them.
         limit_s: The time after which it is killed.
     """
@@ -73,7 +75,7 @@ PARTS: dict[str, Part] = {
     "head": Part("bench.gpu_learner:head", limit_s=300),
     "long": Part("bench.gpu_learner:long", limit_s=300),
     "serve": Part("bench.gpu_servers:serve", _SERVER),
-    "killed": Part("bench.gpu_servers:killed", _SERVER),
+    "killed": Part("bench.gpu_servers:kill_server", _SERVER),
     "release": Part("bench.gpu_servers:release", (*_SERVER, "torch_memory_saver", "cuda")),
     "disk": Part("bench.gpu_servers:disk", _BOTH),
     "group": Part("bench.gpu_servers:group", (*_BOTH, "gpus")),
@@ -107,21 +109,28 @@ def _num_gpus() -> int:
 
 
 def _command(name: str, options: argparse.Namespace) -> list[str]:
-    asked = ("--device", options.device, "--size", options.size, "--folder", str(options.folder))
-    return [sys.executable, "-m", "bench.gpu", "--run", name, *asked]
+    arguments = (
+        "--device",
+        options.device,
+        "--size",
+        options.size,
+        "--folder",
+        str(options.folder),
+    )
+    return [sys.executable, "-m", "bench.gpu", "--run", name, *arguments]
 
 
 def _run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run a part in a process; return its result."""
     part, file = PARTS[name], options.folder / f"{name}.json"
-    about = {"part": name, "device": options.device, "size": options.size}
+    identity = {"part": name, "device": options.device, "size": options.size}
     if reason := missing(part, options.device):
-        return {**about, "state": "skipped", "reason": reason}
+        return {**identity, "state": "skipped", "reason": reason}
     environment = dict(os.environ)
     if options.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     file.unlink(missing_ok=True)
-    begun = time.monotonic()
+    started = time.monotonic()
     with (options.folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             _command(name, options),
@@ -134,17 +143,22 @@ def _run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
             returncode = None
         finally:
             _end(process)
-    took = {"seconds": round(time.monotonic() - begun, 1)}
+    duration = {"seconds": round(time.monotonic() - started, 1)}
     if returncode is None:
-        return {**about, **took, "state": "failed", "reason": f"took over {part.limit_s:g} s"}
+        return {
+            **identity,
+            **duration,
+            "state": "failed",
+            "reason": f"took over {part.limit_s:g} s",
+        }
     if file.exists():
-        found: dict[str, Any] = json.loads(file.read_text())
-        return found | took
+        result: dict[str, Any] = json.loads(file.read_text())
+        return result | duration
     log_path = options.folder / f"{name}.log"
-    said = log_path.read_text(errors="replace").split("\n")
-    last = next((line for line in reversed(said) if line.strip()), "")
+    lines = log_path.read_text(errors="replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "")
     reason = f"ended with {returncode}: {last} (see {log_path})"
-    return {**about, **took, "state": "failed", "reason": reason}
+    return {**identity, **duration, "state": "failed", "reason": reason}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -159,16 +173,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _run_here(name: str, options: argparse.Namespace) -> None:
     """Run a part in this process and write its result."""
-    from bench.gpu_model import SIZES, Here, PartFailed
+    from bench.gpu_model import SIZES, PartFailed, Setup
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # such that nothing is left behind
     module, _, function = PARTS[name].function.partition(":")
     result: dict[str, Any] = {"part": name, "device": options.device, "size": options.size}
     with tempfile.TemporaryDirectory(prefix=f"bench-gpu-{name}-") as folder:
-        here = Here(options.device, SIZES[options.size], Path(folder))
-        result["machine"] = _machine(here.device_name)
+        setup = Setup(options.device, SIZES[options.size], Path(folder))
+        result["machine"] = _machine(setup.device_name)
         try:
-            rows = anyio.run(getattr(importlib.import_module(module), function), here)
+            rows = anyio.run(getattr(importlib.import_module(module), function), setup)
             result |= {"state": "done", "rows": rows}
         except PartFailed as error:
             result |= {"state": "failed", "reason": str(error)}
@@ -188,11 +202,11 @@ def _machine(device_name: str) -> dict[str, str]:
 def _earlier(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """Return the result of an earlier call, if it succeeded on the same device and size."""
     try:
-        found: dict[str, Any] = json.loads((options.folder / f"{name}.json").read_text())
+        result: dict[str, Any] = json.loads((options.folder / f"{name}.json").read_text())
     except (OSError, ValueError):
         return None
-    same = all(found.get(key) == getattr(options, key) for key in ("device", "size"))
-    return found if same and found.get("state") == "done" else None
+    same = all(result.get(key) == getattr(options, key) for key in ("device", "size"))
+    return result if same and result.get("state") == "done" else None
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
@@ -218,18 +232,14 @@ def _cell(value: Any) -> str:
 
 
 def _only(text: str) -> list[str]:
-    names = text.split(",")
+    names = words(text)
     if unknown := sorted(set(names) - set(PARTS)):
         raise argparse.ArgumentTypeError(f"no part {', '.join(unknown)}: {', '.join(PARTS)}")
     return names
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_for("gpu", __doc__)
     parser.add_argument("--only", type=_only, default=list(PARTS), metavar="NAME,...")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", choices=("full", "tiny"), default="full")

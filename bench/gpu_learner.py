@@ -21,7 +21,7 @@ from agentloop.training.learner_client.client import started
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import PublishRequest, StepRequest
 from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
-from bench.gpu_model import Here, PartFailed, Row, Size, is_importable, require_close
+from bench.gpu_model import PartFailed, Row, Setup, Size, is_importable, require_close
 from bench.learner import (
     PLAIN_LOOP,
     agentic_batch,
@@ -37,45 +37,47 @@ _THREADS = 2  # of a rank, on a CPU
 _RANKS = RanksSettings(threads=_THREADS, start_timeout_s=400)
 
 
-async def speed(here: Here) -> list[Row]:
+async def speed(setup: Setup) -> list[Row]:
     """Tokens per second and MFU, of the learner and of a plain loop with the best attention."""
-    settings, batches = here.learner(), here.batches()
-    best = "flash" if here.on_gpu and is_importable("flash_attn") else "packed"
+    settings, batches = setup.learner(), setup.batches()
+    best = "flash" if setup.on_gpu and is_importable("flash_attn") else "packed"
     async with AsyncExitStack() as stack:
-        plain = plain_arm(stack, here.folder, settings, _THREADS, best)
-        ours = await learner_arm(stack, here.folder, settings, 1, _THREADS)
+        plain = plain_arm(stack, setup.folder, settings, _THREADS, best)
+        ours = await learner_arm(stack, setup.folder, settings, 1, _THREADS)
         await compare(plain, [ours], batches, tolerance=_BFLOAT16)
     rows = []
     for arm, name in ((plain, f"plain loop, {best}"), (ours, "learner, ZeRO 1")):
-        row = arm.row(here.size.step_tokens)
-        seconds = here.size.step_tokens / row["tokens/s"]
-        figures = {"tokens/s": row["tokens/s"], "MFU": here.mfu(settings, batches[1], seconds)}
+        row = arm.row(setup.size.step_tokens)
+        seconds = setup.size.step_tokens / row["tokens/s"]
+        figures = {"tokens/s": row["tokens/s"], "MFU": setup.mfu(settings, batches[1], seconds)}
         rows.append({"case": name, **figures, "of the plain loop": row["ratio"]})
     return rows
 
 
-async def passes(here: Here) -> list[Row]:
+async def passes(setup: Setup) -> list[Row]:
     """Speed and memory with a whole step in one pass, and without torch's compiler."""
-    whole = here.learner(micro_batch_tokens=here.size.step_tokens)
-    rows = [await _steps(here, f"passes of {whole.micro_batch_tokens:,}", whole, here.batches())]
+    one_pass = setup.learner(micro_batch_tokens=setup.size.step_tokens)
+    rows = [
+        await _steps(setup, f"passes of {one_pass.micro_batch_tokens:,}", one_pass, setup.batches())
+    ]
     with _environment("TORCH_COMPILE_DISABLE", "1"):
-        rows.append(await _steps(here, "not compiled", here.learner(), here.batches()))
+        rows.append(await _steps(setup, "not compiled", setup.learner(), setup.batches()))
     return rows
 
 
-async def zero(here: Here) -> list[Row]:
+async def zero(setup: Setup) -> list[Row]:
     """Speed and memory by ZeRO's stage; on one rank nothing is shared out.
 
     Stage 1 is what the variants of `memory` and `offload` compare with.
     """
-    return await _variants(here, {f"ZeRO {n}": {"zero_stage": n} for n in (1, 2, 3)})
+    return await _variants(setup, {f"ZeRO {n}": {"zero_stage": n} for n in (1, 2, 3)})
 
 
-async def memory(here: Here) -> list[Row]:
+async def memory(setup: Setup) -> list[Row]:
     """Speed and memory with activation checkpointing and with LoRA."""
     checkpointed, lora = {"activation_checkpointing": True}, {"lora": LoraSettings(rank=16)}
     return await _variants(
-        here,
+        setup,
         {
             "activation checkpointing": checkpointed,
             "LoRA of rank 16": lora,
@@ -84,69 +86,69 @@ async def memory(here: Here) -> list[Row]:
     )
 
 
-async def offload(here: Here) -> list[Row]:
+async def offload(setup: Setup) -> list[Row]:
     """Speed and memory with the optimizer, and the weights, in the host's memory."""
     return await _variants(
-        here,
+        setup,
         {
             "optimizer": {"offload": "optimizer"},
             "optimizer and weights": {"offload": "optimizer+parameters", "zero_stage": 3},
         },
         # A step of the optimizer on a CPU takes seconds.
-        size=dataclasses.replace(here.size, num_rounds=min(2, here.size.num_rounds)),
+        size=dataclasses.replace(setup.size, num_rounds=min(2, setup.size.num_rounds)),
     )
 
 
-async def long(here: Here) -> list[Row]:
+async def long(setup: Setup) -> list[Row]:
     """Single samples as long as a reasoning model's."""
     rows = []
-    for length in here.size.long:
-        size = dataclasses.replace(here.size, num_rounds=min(3, here.size.num_rounds))
-        settings = here.learner(micro_batch_tokens=length, activation_checkpointing=True)
+    for length in setup.size.long:
+        size = dataclasses.replace(setup.size, num_rounds=min(3, setup.size.num_rounds))
+        settings = setup.learner(micro_batch_tokens=length, activation_checkpointing=True)
         name = f"a sample of {length:,} tokens"
-        rows.append(await _steps(here, name, settings, here.batches(size, [length])))
+        rows.append(await _steps(setup, name, settings, setup.batches(size, [length])))
     return rows
 
 
-async def head(here: Here) -> list[Row]:
-    """What a forward and a backward pass add to model and gradients, by the chunks of logits."""
+async def head(setup: Setup) -> list[Row]:
+    """Memory that both passes add to model and gradients, by the chunks of logits."""
     rows: list[Row] = []
-    few = dataclasses.replace(here.size, layers=min(4, here.size.layers))
-    batch = here.folder / "batch"
+    few = dataclasses.replace(setup.size, layers=min(4, setup.size.layers))
+    batch = setup.folder / "batch"
     agentic_batch(1, few.micro_batch, few.vocab).save(batch)
     for chunk in (None, 1024, 256):
-        settings = here.learner(few, head_chunk_tokens=chunk or 1)
-        file = here.folder / "settings.json"
+        settings = setup.learner(few, head_chunk_tokens=chunk or 1)
+        file = setup.folder / "settings.json"
         file.write_text(settings.model_dump_json())
-        how = "chunked" if chunk else "packed"
-        said = subprocess.check_output(
-            [*PLAIN_LOOP, str(file), how, str(batch)], timeout=_TIMEOUT_S, text=True
+        variant = "chunked" if chunk else "packed"
+        output = subprocess.check_output(
+            [*PLAIN_LOOP, str(file), variant, str(batch)], timeout=_TIMEOUT_S, text=True
         )
         name = f"chunks of {chunk:,}" if chunk else "all logits"
-        rows.append({"case": f"vocabulary of {few.vocab:,}, {name}", **json.loads(said)})
+        rows.append({"case": f"vocabulary of {few.vocab:,}, {name}", **json.loads(output)})
     return rows
 
 
-async def step(here: Here) -> list[Row]:
-    """One optimizer step in float32, next to the same one on the CPU."""
+async def step(setup: Setup) -> list[Row]:
+    """An optimizer step in float32, next to the same one on the CPU."""
     size = dataclasses.replace(
-        here.size,
-        layers=min(4, here.size.layers),
-        vocab=min(8192, here.size.vocab),
-        step_tokens=min(4096, here.size.step_tokens),
+        setup.size,
+        layers=min(4, setup.size.layers),
+        vocab=min(8192, setup.size.vocab),
+        step_tokens=min(4096, setup.size.step_tokens),
     )
-    settings = here.learner(size, dtype="float32", publish_dtype="float32")
-    batch = here.batches(size)[0]
-    found: dict[str, tuple[Mapping[str, Any], Any]] = {}
-    for device in (here.device, "cpu"):
-        name = f"{device}-{len(found)}"
+    settings = setup.learner(size, dtype="float32", publish_dtype="float32")
+    batch = setup.batches(size)[0]
+    results: dict[str, tuple[Mapping[str, Any], Any]] = {}
+    for device in (setup.device, "cpu"):
+        name = f"{device}-{len(results)}"
         hidden = _environment("CUDA_VISIBLE_DEVICES", "")
         with hidden if device == "cpu" else nullcontext():
-            found[name] = await _one_step(here.folder / name, settings, batch)
-    (metrics, update), (expected, other) = found.values()
-    differs = float(np.linalg.norm(update - other) / np.linalg.norm(other))
+            results[name] = await _one_step(setup.folder / name, settings, batch)
+    (metrics, update), (expected, reference) = results.values()
+    differs = float(np.linalg.norm(update - reference) / np.linalg.norm(reference))
     row = {
-        "case": f"{here.device} compared with cpu",
+        "case": f"{setup.device} compared with cpu",
         "loss": metrics["loss"],
         "loss on the CPU": expected["loss"],
         "gradient norm": metrics["grad_norm"],
@@ -159,24 +161,24 @@ async def step(here: Here) -> list[Row]:
     return [row]
 
 
-async def attention(here: Here) -> list[Row]:
+async def attention(setup: Setup) -> list[Row]:
     """Each kernel for packed samples: its distance from float32, and its time."""
     import torch
 
     from agentloop.learner.attention import attention_by_sample, packed_attention, varlen_runs_on
 
-    size, lengths = here.size, agentic_lengths(0, here.size.micro_batch)
+    size, lengths = setup.size, agentic_lengths(0, setup.size.micro_batch)
     generator = torch.Generator().manual_seed(0)
     inputs = [
-        torch.randn(1, heads, sum(lengths), size.head_dim, generator=generator).to(here.device)
+        torch.randn(1, heads, sum(lengths), size.head_dim, generator=generator).to(setup.device)
         for heads in (size.heads, size.kv_heads, size.kv_heads)
     ]
 
     def run(kernel: Callable[..., Any], dtype: Any) -> list[Any]:
-        tensors = [one.to(dtype, copy=True).requires_grad_() for one in inputs]
+        tensors = [tensor.to(dtype, copy=True).requires_grad_() for tensor in inputs]
         output = kernel(*tensors)
         output.backward(torch.ones_like(output))
-        return [output.detach(), *(one.grad for one in tensors)]
+        return [output.detach(), *(tensor.grad for tensor in tensors)]
 
     def ours(kernel: Callable[..., Any]) -> Callable[..., Any]:
         return lambda q, k, v: kernel(None, q, k, v, None, segments=lengths)[0]
@@ -184,18 +186,18 @@ async def attention(here: Here) -> list[Row]:
     kernels = {"one sample at a time": ours(attention_by_sample)}
     if varlen_runs_on(inputs[0].bfloat16()):
         kernels["packed: torch's varlen_attn"] = ours(packed_attention)
-    if here.on_gpu:
-        kernels["FlexAttention, compiled"] = flex_attention_over(lengths, here.device)
+    if setup.on_gpu:
+        kernels["FlexAttention, compiled"] = flex_attention_over(lengths, setup.device)
     exact = run(ours(attention_by_sample), torch.float32)
     rows = []
     for name, kernel in kernels.items():
-        found = run(kernel, torch.bfloat16)
-        pairs = zip(found, exact, strict=True)
+        outputs = run(kernel, torch.bfloat16)
+        pairs = zip(outputs, exact, strict=True)
         error = max(((a.float() - b).norm() / b.norm()).item() for a, b in pairs)
         if error > 0.02:
             raise PartFailed(f"{name}: differs from float32 by {error:.2%}")
         seconds = statistics.median(
-            _seconds(partial(run, kernel, torch.bfloat16), here.on_gpu)
+            _seconds(partial(run, kernel, torch.bfloat16), setup.on_gpu)
             for _ in range(3 * size.num_rounds)
         )
         rows.append({"case": name, "ms, both passes": seconds * 1e3, "relative error": error})
@@ -224,31 +226,33 @@ def _seconds(work: Callable[[], Any], on_gpu: bool) -> float:
 
     if on_gpu:
         torch.cuda.synchronize()
-    begun = time.perf_counter()
+    started = time.perf_counter()
     work()
     if on_gpu:
         torch.cuda.synchronize()
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 async def _variants(
-    here: Here, variants: Mapping[str, Mapping[str, Any]], size: Size | None = None
+    setup: Setup, variants: Mapping[str, Mapping[str, Any]], size: Size | None = None
 ) -> list[Row]:
     """Measure the learner with each of these settings; their first losses must agree."""
     rows: list[Row] = []
     for name, more in variants.items():
-        row = await _steps(here, name, here.learner(**more), here.batches(size))
+        row = await _steps(setup, name, setup.learner(**more), setup.batches(size))
         rows.append(row)
         require_close(name, row, rows[0])
     return rows
 
 
-async def _steps(here: Here, name: str, settings: LearnerSettings, batches: Sequence[Path]) -> Row:
+async def _steps(
+    setup: Setup, name: str, settings: LearnerSettings, batches: Sequence[Path]
+) -> Row:
     """Measure a learner's steps on all batches but the first."""
     async with started(
         settings,
         _RANKS,
-        log_dir=here.folder / name,
+        log_dir=setup.folder / name,
         on_progress=lambda _: None,
     ) as (learner, _):
         replies = [
@@ -259,10 +263,10 @@ async def _steps(here: Here, name: str, settings: LearnerSettings, batches: Sequ
     if replies[0]["num_too_long"] or replies[0]["skipped"]:
         raise PartFailed(f"{name}: nothing was trained on: {replies[0]}")
     for figure, key in (("tokens/s", "tokens_per_s"), ("MFU", "mfu")):
-        values = [one[key] for one in replies[1:] if one.get(key) is not None]
+        values = [reply[key] for reply in replies[1:] if reply.get(key) is not None]
         row[figure] = statistics.median(v for v in values if v is not None) if values else None
-    peaks = [one["peak_memory_gib"] or 0.0 for one in replies if "peak_memory_gib" in one]
-    row["peak GiB"], row["planned GiB"] = max(peaks, default=None), here.planned_gib(settings)
+    peaks = [reply["peak_memory_gib"] or 0.0 for reply in replies if "peak_memory_gib" in reply]
+    row["peak GiB"], row["planned GiB"] = max(peaks, default=None), setup.planned_gib(settings)
     return row
 
 
@@ -283,10 +287,10 @@ async def _one_step(
 
 
 def _weights(folder: Path) -> Any:
-    found: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return np.concatenate([found[name].ravel() for name in sorted(found)])
+        weights |= load_file(path)
+    return np.concatenate([weights[name].ravel() for name in sorted(weights)])
 
 
 @contextmanager

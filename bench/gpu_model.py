@@ -1,4 +1,4 @@
-"""What the parts of `python -m bench.gpu` share: the model's size, its settings and its costs."""
+"""Parts of `python -m bench.gpu` that all share: the model's size, settings and costs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
 from bench.learner import agentic_batch
 
-__all__ = ["FULL", "SIZES", "TINY", "Here", "PartFailed", "Row", "Size"]
+__all__ = ["FULL", "SIZES", "TINY", "PartFailed", "Row", "Setup", "Size"]
 
 Row = dict[str, Any]
 """A row of the result table: `case`, and figures by name."""
@@ -30,12 +30,12 @@ class Size:
     """The size of a measurement.
 
     Attributes:
-        hidden, layers, heads, kv_heads, head_dim, mlp, vocab: Of a Qwen3.
+        hidden, layers, heads, kv_heads, head_dim, mlp, vocab: Dimensions of a Qwen3.
         micro_batch: Tokens in a forward pass, at least those of the longest agentic sample.
         step_tokens: Tokens in an optimizer step.
         long: Lengths of single samples.
         num_rounds: Steps that are measured, after one to warm up.
-        num_requests, num_tokens: Of a server: requests at the same time, tokens of each.
+        num_requests, num_tokens: Concurrent requests of a server, tokens of each.
     """
 
     hidden: int
@@ -85,8 +85,8 @@ SIZES = {"full": FULL, "tiny": TINY}
 
 
 @dataclass(frozen=True)
-class Here:
-    """Where a part runs: its device, its size and a folder of its own."""
+class Setup:
+    """The device of a part, its size and a folder of its own."""
 
     device: str
     size: Size
@@ -147,8 +147,10 @@ class Here:
             work = Work.of(load_model(settings.model_copy(update={"init": "random"})))
         if peak is None or work is None:
             return None
-        one = Batch.load(batch)
-        return work.of_batch(one.lengths.tolist(), int(one.mask.sum())) / seconds / (peak * 1e12)
+        loaded = Batch.load(batch)
+        return (
+            work.of_batch(loaded.lengths.tolist(), int(loaded.mask.sum())) / seconds / (peak * 1e12)
+        )
 
 
 def _write_model(folder: Path, size: Size, device: str) -> None:
@@ -178,12 +180,16 @@ def is_importable(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def require_close(name: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def require_close(name: str, metrics: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Check that a first step has the same loss.
 
     Raises:
         PartFailed: It differs by more than bfloat16 explains.
     """
-    one, other = found["loss"], expected["loss"]
-    if one is None or other is None or abs(one - other) > 0.05 * abs(other) + 5e-4:
-        raise PartFailed(f"{name}: the first step's loss is {one}, not {other}")
+    loss, expected_loss = metrics["loss"], expected["loss"]
+    if (
+        loss is None
+        or expected_loss is None
+        or abs(loss - expected_loss) > 0.05 * abs(expected_loss) + 5e-4
+    ):
+        raise PartFailed(f"{name}: the first step's loss is {loss}, not {expected_loss}")

@@ -37,7 +37,8 @@ from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served
 from agentloop.trajectory import Trajectory
 from bench import countdown_model, handover
-from bench.gpu_model import Here, PartFailed, Row
+from bench.command import say
+from bench.gpu_model import PartFailed, Row, Setup
 from bench.learner import agentic_batch
 
 TIMEOUT_S = 300.0
@@ -48,13 +49,13 @@ _PROMPT = 20  # tokens
 _NUM_SYNCS = 4
 
 
-def server_settings(here: Here, *extra_args: str) -> ServerSettings:
+def server_settings(setup: Setup, *extra_args: str) -> ServerSettings:
     """Return the settings of the parts' servers."""
-    how: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 16_384}
-    if here.on_gpu:
-        how, extra_args = {"device": "cuda", "dtype": "bfloat16"}, (*_SHARE, *extra_args)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 16_384}
+    if setup.on_gpu:
+        options, extra_args = {"device": "cuda", "dtype": "bfloat16"}, (*_SHARE, *extra_args)
     # A first start on a GPU compiles kernels; the part's own limit is not much longer.
-    return ServerSettings(start_timeout_s=400, extra_args=extra_args, **how)
+    return ServerSettings(start_timeout_s=400, extra_args=extra_args, **options)
 
 
 # --- a model whose replies are known ------------------------------------------------------------
@@ -75,7 +76,7 @@ class _Reply:
         return cls(length, [*random.choices(countdown_model.FILLER, k=_PROMPT), length])
 
     async def sample(self, router: Router, name: str) -> None:
-        """Have it generated.
+        """Let a server generate the reply.
 
         Raises:
             PartFailed: Its ids are not the right ones.
@@ -109,11 +110,11 @@ class _Server:
 
 
 @asynccontextmanager
-async def _countdown_server(here: Here, *extra_args: str) -> AsyncIterator[_Server]:
-    model = countdown_model.save(here.folder / "countdown")
-    settings = server_settings(here, "--skip-tokenizer-init", *extra_args)
+async def _countdown_server(setup: Setup, *extra_args: str) -> AsyncIterator[_Server]:
+    model = countdown_model.save(setup.folder / "countdown")
+    settings = server_settings(setup, "--skip-tokenizer-init", *extra_args)
     async with (
-        sglang_servers(model, settings, log_dir=here.folder, on_progress=_say) as (process,),
+        sglang_servers(model, settings, log_dir=setup.folder, on_progress=say) as (process,),
         http_session() as session,
         Router.open([SGLangServer(process.url, session)], RouterSettings()) as router,
     ):
@@ -122,23 +123,25 @@ async def _countdown_server(here: Here, *extra_args: str) -> AsyncIterator[_Serv
 
 async def _sample_all(router: Router, replies: Sequence[_Reply]) -> float:
     """Return the seconds that all of these take together."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     async with anyio.create_task_group() as tasks:
         for number, reply in enumerate(replies):
             tasks.start_soon(reply.sample, router, f"{number}-{random.random()}")
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
-def _replies(here: Here) -> list[_Reply]:
-    longest = min(here.size.num_tokens, countdown_model.LONGEST)
-    return [_Reply.of(random.randint(longest // 2, longest)) for _ in range(here.size.num_requests)]
+def _replies(setup: Setup) -> list[_Reply]:
+    longest = min(setup.size.num_tokens, countdown_model.LONGEST)
+    return [
+        _Reply.of(random.randint(longest // 2, longest)) for _ in range(setup.size.num_requests)
+    ]
 
 
-async def serve(here: Here) -> list[Row]:
+async def serve(setup: Setup) -> list[Row]:
     """Replies of known ids, many at the same time: all of them are right."""
-    async with _countdown_server(here) as server:
-        await _sample_all(server.router, _replies(here)[:2])  # to warm up
-        replies = _replies(here)
+    async with _countdown_server(setup) as server:
+        await _sample_all(server.router, _replies(setup)[:2])  # to warm up
+        replies = _replies(setup)
         seconds = await _sample_all(server.router, replies)
     first_ms = [reply.first_s * 1e3 for reply in replies]
     figures = {
@@ -149,11 +152,11 @@ async def serve(here: Here) -> list[Row]:
     return [{"case": f"{len(replies)} requests of a tiny model", **figures}]
 
 
-async def killed(here: Here) -> list[Row]:
+async def kill_server(setup: Setup) -> list[Row]:
     """The only server is killed while it generates: each reply is whole once it is back."""
-    async with _countdown_server(here) as server, anyio.create_task_group() as keeper:
+    async with _countdown_server(setup) as server, anyio.create_task_group() as keeper:
         keeper.start_soon(keep_alive, [server.process], server.settings, server.router.replicas)
-        replies = _replies(here)
+        replies = _replies(setup)
 
         async def kill() -> float:
             with anyio.fail_after(TIMEOUT_S):
@@ -173,15 +176,15 @@ async def killed(here: Here) -> list[Row]:
     return [{"case": f"{len(replies)} replies in flight", "seconds until all are whole": seconds}]
 
 
-async def release(here: Here) -> list[Row]:
+async def release(setup: Setup) -> list[Row]:
     """A server gives its memory back, and generates the same after it has resumed."""
-    model = str(here.folder / "countdown")
+    model = str(setup.folder / "countdown")
     async with (
-        _countdown_server(here, "--enable-memory-saver") as server,
+        _countdown_server(setup, "--enable-memory-saver") as server,
         http_session() as session,
     ):
         control = ControlClient(server.process.url, session)
-        replies = _replies(here)
+        replies = _replies(setup)
         await _sample_all(server.router, replies)
         used = [_gpu_mib()]
         await control.post("/release_memory_occupation", {}, timeout_s=TIMEOUT_S)
@@ -191,7 +194,7 @@ async def release(here: Here) -> list[Row]:
         client = SGLangServer(server.process.url, session)
         await client.update_weights(model, "default", timeout_s=TIMEOUT_S)
         used.append(_gpu_mib())
-        await _sample_all(server.router, _replies(here))
+        await _sample_all(server.router, _replies(setup))
     if used[1] > 0.5 * used[0]:
         raise PartFailed(f"after the release {used[1]} of {used[0]} MiB are still in use")
     names = ("MiB before", "MiB released", "MiB resumed")
@@ -200,16 +203,16 @@ async def release(here: Here) -> list[Row]:
 
 def _gpu_mib() -> int:
     query = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
-    said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-    return int(said.stdout.split()[0])
+    result = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    return int(result.stdout.split()[0])
 
 
 # --- a learner's weights ------------------------------------------------------------------------
 
 
-def handover_options(here: Here, *server_args: str) -> argparse.Namespace:
+def handover_options(setup: Setup, *server_args: str) -> argparse.Namespace:
     """Return the options of bench.handover for a learner and a server that share the device."""
-    tiny = here.size.layers < 4
+    tiny = setup.size.layers < 4
     return argparse.Namespace(
         layers=0 if tiny else 8,
         hidden=1024,
@@ -217,27 +220,27 @@ def handover_options(here: Here, *server_args: str) -> argparse.Namespace:
         ranks=1,
         zero=1,
         bucket_mib=512,
-        streams=min(16, here.size.num_requests),
+        streams=min(16, setup.size.num_requests),
         prompt=200,
         tokens=400 if tiny else 2000,  # several syncs must fit into a stream
         rounds=2,
-        dtype="bfloat16" if here.on_gpu else "float32",
-        server_args=(*_SHARE, *server_args) if here.on_gpu else server_args,
+        dtype="bfloat16" if setup.on_gpu else "float32",
+        server_args=(*_SHARE, *server_args) if setup.on_gpu else server_args,
     )
 
 
-async def _synced(here: Here, way: WeightsSettings) -> list[Row]:
+async def _sync_weights(setup: Setup, way: WeightsSettings) -> list[Row]:
     """Sync weights after each of some steps; every tensor must be the learner's."""
-    times, batch = [], here.folder / "batch"
+    times, batch = [], setup.folder / "batch"
     agentic_batch(0, 2048, 512).save(batch)
-    async with handover.parts(handover_options(here), here.folder, 16_384) as parts:
+    async with handover.parts(handover_options(setup), setup.folder, 16_384) as parts:
         source, checksums = parts.publisher(way), set()
         for number in range(_NUM_SYNCS):
             await parts.learner.ask(StepRequest(batch=batch, lr=1e-3), timeout_s=TIMEOUT_S)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             published = await source.publish(str(number), timeout_s=TIMEOUT_S)
             came = await Served(parts.router).sync(published, timeout_s=TIMEOUT_S)
-            times.append(time.perf_counter() - begun)
+            times.append(time.perf_counter() - started)
             if came.failed or came.num_verified != 1:
                 raise PartFailed(f"not verified, tensor by tensor: {came}")
             checksums.add(came.checksum)
@@ -248,27 +251,29 @@ async def _synced(here: Here, way: WeightsSettings) -> list[Row]:
     return [{"case": case, "seconds": statistics.median(times), "at most": max(times)}]
 
 
-async def disk(here: Here) -> list[Row]:
+async def disk(setup: Setup) -> list[Row]:
     """Weights by a folder in memory, verified."""
-    return await _synced(here, WeightsSettings(folder=here.folder / "shared"))
+    return await _sync_weights(setup, WeightsSettings(folder=setup.folder / "shared"))
 
 
-async def group(here: Here) -> list[Row]:
+async def group(setup: Setup) -> list[Row]:
     """Weights by a broadcast, verified: NCCL on GPUs, Gloo on a CPU."""
-    return await _synced(here, WeightsSettings(transport="group"))
+    return await _sync_weights(setup, WeightsSettings(transport="group"))
 
 
-async def pause(here: Here) -> list[Row]:
+async def pause(setup: Setup) -> list[Row]:
     """Weights change while streams run; no token is lost, and each has its version."""
-    options, rows = handover_options(here), []
+    options, rows = handover_options(setup), []
     num_kv_tokens = 2 * options.streams * (options.prompt + options.tokens) + 4096
-    async with handover.parts(options, here.folder, num_kv_tokens) as parts:
+    async with handover.parts(options, setup.folder, num_kv_tokens) as parts:
         for kind in ("in_place", "retract"):
             way = WeightsSettings.model_validate({"pause": kind})
-            found, num_lost = await handover.stream_once(parts, way, options)
+            measurements, num_lost = await handover.stream_once(parts, way, options)
             if num_lost:
                 raise PartFailed(f"{kind}: {num_lost} streams lost tokens or versions")
-            paused, silent, stream_silent, _ = map(statistics.median, zip(*found, strict=True))
+            paused, silent, stream_silent, _ = map(
+                statistics.median, zip(*measurements, strict=True)
+            )
             figures = {
                 "paused, ms": paused * 1e3,
                 "server silent, ms": silent * 1e3,
@@ -281,21 +286,21 @@ async def pause(here: Here) -> list[Row]:
 # --- a whole run --------------------------------------------------------------------------------
 
 
-def train_arguments(here: Here, model: Path, num_steps: int) -> list[str]:
+def train_arguments(setup: Setup, model: Path, num_steps: int) -> list[str]:
     """Return the arguments of `agentloop` for steps of the recipe for one GPU.
 
     A model of random weights never solves a task, so its rewards are drawn, and groups of equal
     rewards are kept.
     """
-    prompts, rollouts, tokens = (8, 8, 1024) if here.on_gpu else (2, 4, 60)
-    if here.on_gpu:
+    prompts, rollouts, tokens = (8, 8, 1024) if setup.on_gpu else (2, 4, 60)
+    if setup.on_gpu:
         server = ["server.dtype=bfloat16"]
     else:
         server = ["server.device=cpu", "server.max_total_tokens=16384", "server.extra_args=[]"]
     return [
-        *("train", str(_RECIPE), f"model={model}", f"run.folder={here.folder / 'runs'}"),
+        *("train", str(_RECIPE), f"model={model}", f"run.folder={setup.folder / 'runs'}"),
         *("tasks.kind=arithmetic", "tasks.paths=[]", "tasks.held_out=8", "loop.evaluate_tasks=8"),
-        *("sandbox.backend=process", f"reward.function={__name__}:drawn"),
+        *("sandbox.backend=process", f"reward.function={__name__}:random_reward"),
         *("roc.reject_equal_reward=false", f"roc.down_sample_to_n={rollouts // 2}"),
         *(f"loop.steps={num_steps}", f"loop.prompts_per_step={prompts}"),
         *(f"loop.group_size={rollouts}", "loop.checkpoint_every=0", "loop.evaluate_every=0"),
@@ -304,25 +309,25 @@ def train_arguments(here: Here, model: Path, num_steps: int) -> list[str]:
     ]
 
 
-def drawn(trajectory: Trajectory, task: Task) -> float:
+def random_reward(trajectory: Trajectory, task: Task) -> float:
     """Return a reward at random."""
     return float(random.random() < 0.5)
 
 
-async def train(here: Here) -> list[Row]:
+async def train(setup: Setup) -> list[Row]:
     """Steps of docs/recipes/one-gpu.toml with a small model of random weights."""
-    num_steps = 10 if here.on_gpu else 2
-    model = await anyio.to_thread.run_sync(random_model, here)
-    command = [sys.executable, "-m", "agentloop", *train_arguments(here, model, num_steps)]
-    begun = time.perf_counter()
-    with (here.folder / "train.log").open("wb") as log:
+    num_steps = 10 if setup.on_gpu else 2
+    model = await anyio.to_thread.run_sync(random_model, setup)
+    command = [sys.executable, "-m", "agentloop", *train_arguments(setup, model, num_steps)]
+    started = time.perf_counter()
+    with (setup.folder / "train.log").open("wb") as log:
         done = await anyio.run_process(command, stdout=log, stderr=subprocess.STDOUT, check=False)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     if done.returncode:
-        said = (here.folder / "train.log").read_text(errors="replace").strip()
-        _say(said)
-        raise PartFailed(f"the run ended with {done.returncode}: {said.splitlines()[-1:]}")
-    (metrics,) = (here.folder / "runs").glob("*/metrics.jsonl")
+        output = (setup.folder / "train.log").read_text(errors="replace").strip()
+        say(output)
+        raise PartFailed(f"the run ended with {done.returncode}: {output.splitlines()[-1:]}")
+    (metrics,) = (setup.folder / "runs").glob("*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [row for row in rows if "learner/num_updates" in row]
     if len(steps) != num_steps or any(row["weights/num_failed"] for row in steps):
@@ -338,19 +343,15 @@ async def train(here: Here) -> list[Row]:
     ]
 
 
-def random_model(here: Here) -> Path:
+def random_model(setup: Setup) -> Path:
     """Write a model of random weights with the small model's tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = here.folder / "random-model"
-    handover.make_model(folder, 8 if here.on_gpu else 2, 1024 if here.on_gpu else 128)
+    folder = setup.folder / "random-model"
+    handover.make_model(folder, 8 if setup.on_gpu else 2, 1024 if setup.on_gpu else 128)
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return folder
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

@@ -52,6 +52,7 @@ from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served, publisher
 from agentloop.training.weight_sync.transport import Publisher
+from bench.command import parser_for
 
 TIMEOUT_S = 300.0
 AFTER = 5  # tokens of each stream after a weight sync that are still measured
@@ -164,24 +165,24 @@ async def load(options: argparse.Namespace, folder: Path, shm: Path) -> None:
         "disk, /dev/shm": WeightsSettings(folder=shm),
         "group": WeightsSettings(transport="group"),
     }
-    async with parts(options, folder, 4096) as here:
-        publishers = {name: here.publisher(way) for name, way in ways.items()}
+    async with parts(options, folder, 4096) as running:
+        publishers = {name: running.publisher(way) for name, way in ways.items()}
         times: dict[str, list[tuple[float, float]]] = defaultdict(list)
         checksums = set()
         for number in range(options.rounds):
             for name, way in publishers.items():
-                begun = time.monotonic()
+                started = time.monotonic()
                 published = await way.publish(f"{number} {name[-1]}", timeout_s=TIMEOUT_S)
-                came = await Served(here.router).sync(published, timeout_s=TIMEOUT_S)
-                times[name].append((time.monotonic() - begun, came.seconds))
+                came = await Served(running.router).sync(published, timeout_s=TIMEOUT_S)
+                times[name].append((time.monotonic() - started, came.seconds))
                 checksums.add(came.checksum)
                 await way.tidy()
         print(f"{len(checksums)} checksum(s)")
         for name, pairs in times.items():
-            whole, load = zip(*pairs, strict=True)
+            totals, load = zip(*pairs, strict=True)
             print(
-                f"{name}: median {statistics.median(whole):.2f} s "
-                f"({min(whole):.2f} to {max(whole):.2f}), of them {statistics.median(load):.2f} s "
+                f"{name}: median {statistics.median(totals):.2f} s ({min(totals):.2f} to "
+                f"{max(totals):.2f}), of them {statistics.median(load):.2f} s "
                 "while servers are stale"
             )
 
@@ -200,7 +201,7 @@ class Stream:
             if chunk.end is not None:
                 self.last = chunk
 
-        def placed(server: str, _: Any) -> None:
+        def on_placed(server: str, _: Any) -> None:
             self.server = server
 
         name = f"{number}-{random.random()}"
@@ -210,8 +211,8 @@ class Stream:
             generation,
             vocab_size=512,
             on_chunk=take,
-            on_placed=placed,
-            on_moved=lambda _, why: print("moved:", why),
+            on_placed=on_placed,
+            on_moved=lambda _, reason: print("moved:", reason),
         )
 
     def is_whole(self, num_tokens: int, num_versions: int) -> bool:
@@ -220,7 +221,7 @@ class Stream:
         assert self.last is not None
         spans = self.last.versions
         edges = [0, *(edge for span in spans for edge in (span.start, span.end)), num_tokens]
-        covered = all(left == right for left, right in zip(edges[::2], edges[1::2], strict=True))
+        covered = all(end == start for end, start in zip(edges[::2], edges[1::2], strict=True))
         return covered and (len(self.came_s), len(spans)) == (num_tokens, num_versions)
 
 
@@ -231,45 +232,45 @@ def longest(came_s: Sequence[float], begin_s: float, end_s: float) -> float:
 
 
 async def stream_once(
-    here: Parts, way: WeightsSettings, options: argparse.Namespace
+    running: Parts, way: WeightsSettings, options: argparse.Namespace
 ) -> tuple[list[tuple[float, float, float, float]], int]:
     """Stream while weights are synced; return the measurements and the number of lost streams.
 
     A measurement is, per weight sync and server in seconds: its pause, its silence, the longest
     silence of its streams, and the usual time between tokens.
     """
-    source = here.publisher(way)
+    source = running.publisher(way)
     streams = [Stream() for _ in range(options.streams * options.servers)]
-    for server in here.servers:
+    for server in running.servers:
         server.pauses.clear()
     async with anyio.create_task_group() as tasks:
         for number, stream in enumerate(streams):
-            tasks.start_soon(stream.run, here.router, number, options)
+            tasks.start_soon(stream.run, running.router, number, options)
         for number in range(options.rounds):
             published = await source.publish(str(time.monotonic()), timeout_s=TIMEOUT_S)
             wanted = (number + 1) * options.tokens // (options.rounds + 1)
             while min(len(stream.came_s) for stream in streams) < wanted:
                 await anyio.sleep(0.01)
-            await Served(here.router).sync(published, timeout_s=TIMEOUT_S)
+            await Served(running.router).sync(published, timeout_s=TIMEOUT_S)
             await source.tidy()
-    found = []
-    for server in here.servers:
-        own = [stream for stream in streams if stream.server == server.url]
-        whole = sorted(itertools.chain(*(stream.came_s for stream in own)))
+    measurements = []
+    for server in running.servers:
+        own_streams = [stream for stream in streams if stream.server == server.url]
+        token_times = sorted(itertools.chain(*(stream.came_s for stream in own_streams)))
         for begin_s, end_s in server.pauses:
-            after = [[came for came in stream.came_s if came > end_s] for stream in own]
+            after = [[came for came in stream.came_s if came > end_s] for stream in own_streams]
             paused_s = end_s - begin_s
             end_s = max(came[min(AFTER, len(came)) - 1] for came in after if came)
-            found.append(
+            measurements.append(
                 (
                     paused_s,
-                    longest(whole, begin_s, end_s),
-                    max(longest(stream.came_s, begin_s, end_s) for stream in own),
-                    statistics.median(b - a for a, b in itertools.pairwise(own[0].came_s)),
+                    longest(token_times, begin_s, end_s),
+                    max(longest(stream.came_s, begin_s, end_s) for stream in own_streams),
+                    statistics.median(b - a for a, b in itertools.pairwise(own_streams[0].came_s)),
                 )
             )
     lost = sum(not s.is_whole(options.tokens, options.rounds + 1) for s in streams)
-    return found, lost
+    return measurements, lost
 
 
 async def stream(options: argparse.Namespace, folder: Path, shm: Path) -> None:
@@ -281,17 +282,17 @@ async def stream(options: argparse.Namespace, folder: Path, shm: Path) -> None:
         for by in ("disk", "group")
         for pause in ("retract", "in_place")
     }
-    async with parts(options, folder, num_kv_tokens) as here:
-        found: dict[Any, list[tuple[float, float, float, float]]] = defaultdict(list)
+    async with parts(options, folder, num_kv_tokens) as running:
+        measurements: dict[Any, list[tuple[float, float, float, float]]] = defaultdict(list)
         lost: dict[Any, int] = defaultdict(int)
         for _ in range(options.repeats):
             for name, way in ways.items():
-                rows, num_lost = await stream_once(here, way, options)
-                found[name] += rows
+                rows, num_lost = await stream_once(running, way, options)
+                measurements[name] += rows
                 lost[name] += num_lost
     print("| by | pause | paused, ms | usual token, ms | server silent | a stream silent | lost |")
     print("|---|---|---|---|---|---|---|")
-    for (by, pause), rows in found.items():
+    for (by, pause), rows in measurements.items():
         paused, _, _, token = (statistics.median(column) for column in zip(*rows, strict=True))
         silent, stream_silent = ([row[index] / row[0] for row in rows] for index in (1, 2))
         print(
@@ -305,11 +306,7 @@ def _ratio(values: Sequence[float]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.handover",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_for("handover", __doc__)
     parser.add_argument("what", choices=("load", "stream"))
     for name, value in (
         ("layers", 8), ("hidden", 1024), ("servers", 1), ("ranks", 2), ("zero", 3), ("rounds", 5),

@@ -30,9 +30,9 @@ Interval = tuple[float, float]
 
 
 def ours(right: Any, k: int) -> Interval:
-    one = avg_at_k([[1.0] * int(c) + [0.0] * (k - int(c)) for c in right])
-    assert one is not None
-    return one.low, one.high
+    estimate = avg_at_k([[1.0] * int(c) + [0.0] * (k - int(c)) for c in right])
+    assert estimate is not None
+    return estimate.low, estimate.high
 
 
 def by_t(right: Any, k: int) -> Interval:
@@ -57,7 +57,7 @@ def bootstrap(draw: Any) -> Callable[[Any, int], Interval]:
     return interval
 
 
-def covered(
+def coverage(
     methods: Sequence[Callable[[Any, int], Interval]],
     *,
     num_tasks: int,
@@ -79,8 +79,8 @@ def covered(
     return [(hit / repeats, width / repeats) for hit, width in zip(hits, widths, strict=True)]
 
 
-def passed(*, num_tasks: int, k: int, at: int, mean: float, concentration: float, repeats: int,
-           draw: Any) -> float:  # fmt: skip
+def pass_coverage(*, num_tasks: int, k: int, at: int, mean: float, concentration: float,
+                  repeats: int, draw: Any) -> float:  # fmt: skip
     """Return the fraction of evaluations whose interval covers the population's pass@`at`."""
     a, b = mean * concentration, (1 - mean) * concentration
     lost = math.exp(
@@ -89,9 +89,9 @@ def passed(*, num_tasks: int, k: int, at: int, mean: float, concentration: float
     hits = 0
     for _ in range(repeats):
         right = draw.binomial(k, draw.beta(a, b, num_tasks))
-        one = pass_at_k([[1.0] * int(c) + [0.0] * (k - int(c)) for c in right], at)
-        assert one is not None
-        hits += one.low - 1e-12 <= 1 - lost <= one.high + 1e-12
+        estimate = pass_at_k([[1.0] * int(c) + [0.0] * (k - int(c)) for c in right], at)
+        assert estimate is not None
+        hits += estimate.low - 1e-12 <= 1 - lost <= estimate.high + 1e-12
     return hits / repeats
 
 
@@ -110,12 +110,14 @@ def main() -> None:
     ):
         options_of_case: dict[str, Any] = {"num_tasks": n, "k": k, "mean": mean,
                                 "concentration": concentration, "draw": draw}  # fmt: skip
-        found = covered(list(methods.values()), repeats=options.repeats, **options_of_case)
-        for name, (share, _) in zip(methods, found, strict=True):
+        coverages = coverage(list(methods.values()), repeats=options.repeats, **options_of_case)
+        for name, (share, _) in zip(methods, coverages, strict=True):
             worst[n, name] = min(worst.get((n, name), 1.0), share)
-        cells = "".join(f"{share:>10.3f} ({width:.3f})" for share, width in found)
+        cells = "".join(f"{share:>10.3f} ({width:.3f})" for share, width in coverages)
         some = (
-            f"{passed(at=k // 2, repeats=options.repeats, **options_of_case):.3f}" if k > 1 else "-"
+            f"{pass_coverage(at=k // 2, repeats=options.repeats, **options_of_case):.3f}"
+            if k > 1
+            else "-"
         )
         print(f"{n:>5}  {k:>2}  {mean:.2f}  {concentration:>4}  {cells}   {some:>8}", flush=True)
     print("\nlowest coverage:")

@@ -141,15 +141,15 @@ class Played:
 
 
 def blows(seed: int, usual: Undisturbed, victims: Mapping[str, int]) -> list[Blow]:
-    draw, found = Random(seed), []
+    draw, planned = Random(seed), []
     for life in range(draw.randint(1, 3)):
         victim = draw.choices([*victims], [*victims.values()])[0]
         share = draw.random() ** (life + 1)  # later lives have less left to do
         if draw.random() < 0.75:
-            found.append(Blow(victim, at=int(share * usual.num_ticks)))
+            planned.append(Blow(victim, at=int(share * usual.num_ticks)))
         else:
-            found.append(Blow(victim, after_s=share * usual.seconds))
-    return found
+            planned.append(Blow(victim, after_s=share * usual.seconds))
+    return planned
 
 
 class Around:
@@ -173,7 +173,7 @@ class Around:
     def pids(self) -> list[int]:
         return [pid for pid in self._pids if pid]
 
-    def one(self, kind: str) -> int:
+    def pick(self, kind: str) -> int:
         mine = zip(self._works, self._pids, strict=True)
         return random.choice([pid for work, pid in mine if work[0] == kind])
 
@@ -219,14 +219,14 @@ def _servers(around: Around) -> list[str]:
 
 def play(run: Path, variant: str, planned: Sequence[Blow]) -> Played:
     """Run to completion, with a kill in each of the first lives."""
-    played, begun, left = Played(run, variant), time.monotonic(), list(planned)
+    played, started, remaining = Played(run, variant), time.monotonic(), list(planned)
     around = Around(run.with_name(f"{run.name}.around.log"))
     try:
-        own = [setting.format(folder=run.parent) for setting in VARIANTS[variant]]
-        own.append(f"servers={json.dumps(_servers(around))}")
-        overrides = [*_COMMON, *own, f"run.folder={run.parent}", f"run.name={run.name}"]
+        settings = [setting.format(folder=run.parent) for setting in VARIANTS[variant]]
+        settings.append(f"servers={json.dumps(_servers(around))}")
+        overrides = [*_COMMON, *settings, f"run.folder={run.parent}", f"run.name={run.name}"]
         while played.num_lives < _MAX_LIVES:
-            blow = left.pop(0) if left else None
+            blow = remaining.pop(0) if remaining else None
             status = _live_once(played, overrides, around, blow)
             fell = blow is not None and (run / STRUCK).exists()
             if blow is not None and fell:
@@ -238,7 +238,7 @@ def play(run: Path, variant: str, planned: Sequence[Blow]) -> Played:
         played.problems += [*around.problems, *processes_left(around.pids)]
     finally:
         around.stop()
-    played.seconds = time.monotonic() - begun
+    played.seconds = time.monotonic() - started
     return played
 
 
@@ -253,16 +253,16 @@ def _live_once(
     victims: Mapping[str, Callable[[Path], int]] = {
         "runtime": lambda _: os.getpid(),
         "learner": learner_of,
-        "server": lambda _: around.one("server"),
+        "server": lambda _: around.pick("server"),
     }
     around.wait_ready()
     fuse = Fuse() if blow is None else Fuse(blow.at, victims[blow.victim])
     log = run.with_name(f"{run.name}.{played.num_lives}.log")
     runtime = _fork(lambda: live(run, overrides, fuse), log)
-    begun = time.monotonic()
+    started = time.monotonic()
     falls_s = None if blow is None else blow.after_s
-    while time.monotonic() - begun < _LIFE_S:
-        if falls_s is not None and blow and time.monotonic() - begun >= falls_s:
+    while time.monotonic() - started < _LIFE_S:
+        if falls_s is not None and blow and time.monotonic() - started >= falls_s:
             falls_s = None
             strike(run, runtime if blow.victim == "runtime" else victims[blow.victim](run))
         pid, status = os.waitpid(runtime, os.WNOHANG)
@@ -308,7 +308,7 @@ def run_many(folder: Path, seeds: Sequence[int]) -> int:
     for seed in seeds:
         variant = [*VARIANTS][seed % len(VARIANTS)]
         if variant not in usual:
-            usual[variant] = _undisturbed(folder, variant)
+            usual[variant] = _play_undisturbed(folder, variant)
         played = play(folder / f"run-{seed}", variant, blows(seed, usual[variant], _VICTIMS))
         if not played.problems:
             played.problems += problems(played.run)
@@ -325,13 +325,16 @@ def run_many(folder: Path, seeds: Sequence[int]) -> int:
     return num_failed
 
 
-def _undisturbed(folder: Path, variant: str) -> Undisturbed:
+def _play_undisturbed(folder: Path, variant: str) -> Undisturbed:
     played = play(
         folder / f"undisturbed-{variant.replace(', ', '-').replace(' ', '-')}", variant, []
     )
-    found = played.problems or [*problems(played.run), *played_problems(played.run, played.run)]
-    if found:
-        raise SystemExit(f"{variant}, undisturbed: {'; '.join(found)}; see {played.run}")
+    problems_found = played.problems or [
+        *problems(played.run),
+        *played_problems(played.run, played.run),
+    ]
+    if problems_found:
+        raise SystemExit(f"{variant}, undisturbed: {'; '.join(problems_found)}; see {played.run}")
     ticks = int((played.run / TICKS).read_text())
     return Undisturbed(played.run, ticks, played.seconds)
 
@@ -361,7 +364,7 @@ def run_real(folder: Path, seeds: Sequence[int], *, num_steps: int, victims: Seq
         num_failed += bool(played.problems)
         num_again += played.num_again
         num_lives += played.num_lives
-        fell.update(one.split()[0] for one in played.fell)
+        fell.update(blow.split()[0] for blow in played.fell)
         verdict = "FAILED" if played.problems else "ok"
         summary = f"{played.num_lives} lives, {played.num_again} repeated steps"
         summary += f", {played.num_calls} tool calls, {played.num_broken} broken rollouts"

@@ -52,7 +52,9 @@ def played_problems(run: Path, usual: Path) -> Iterator[str]:
     yield from _of_lineage(run, journal)
     if load_settings(TrainSettings, [run / "config.toml"]).loop.max_staleness:
         return
-    if [one["task"] for one in journal.groups] != [one["task"] for one in undisturbed.groups]:
+    if [group["task"] for group in journal.groups] != [
+        group["task"] for group in undisturbed.groups
+    ]:
         yield "the tasks differ from those of the undisturbed run"
     if last_checkpoint(run)["digest"] != last_checkpoint(usual)["digest"]:
         yield "the weights differ from those of the undisturbed run"
@@ -76,8 +78,8 @@ class Journal:
         """
         # Without `immutable`, a reader leaves files of its own next to the journal.
         is_whole = not (run / "queue.sqlite-wal").exists()
-        how = "immutable=1" if is_whole else "mode=ro"
-        with closing(sqlite3.connect(f"file:{run / 'queue.sqlite'}?{how}", uri=True)) as db:
+        mode = "immutable=1" if is_whole else "mode=ro"
+        with closing(sqlite3.connect(f"file:{run / 'queue.sqlite'}?{mode}", uri=True)) as db:
             db.row_factory = sqlite3.Row
             rows = db.execute("SELECT * FROM groups ORDER BY number").fetchall()
             groups = [dict(row) | {"task": json.loads(row["task"])["id"]} for row in rows]
@@ -133,7 +135,7 @@ def _learned_rows(run: Path, group: Mapping[str, Any]) -> list[dict[str, Any]]:
 def last_checkpoint(run: Path) -> dict[str, Any]:
     """Return the content of its state.json."""
     kept = [json.loads(path.read_bytes()) for path in run.glob("checkpoints/*/state.json")]
-    return max(kept, key=lambda one: int(one["state"]["step"]))
+    return max(kept, key=lambda checkpoint: int(checkpoint["state"]["step"]))
 
 
 def _of_lineage(run: Path, journal: Journal) -> Iterator[str]:
@@ -147,7 +149,9 @@ def _of_lineage(run: Path, journal: Journal) -> Iterator[str]:
     expected = []
     for step in journal.steps:
         groups = [group for group in journal.of_step(step) if _learned_rows(run, group)]
-        expected.append({(one["number"], int(one["task"].rpartition("-")[2])) for one in groups})
+        expected.append(
+            {(group["number"], int(group["task"].rpartition("-")[2])) for group in groups}
+        )
     if learned != [groups for groups in expected if groups]:
         yield f"the weights were trained on {learned}, according to the journal on {expected}"
 
@@ -171,10 +175,10 @@ def _of_metrics(run: Path, journal: Journal, settings: TrainSettings) -> Iterato
 
 def _leftovers(run: Path, settings: TrainSettings) -> Iterator[str]:
     halves = ("**/*.partial", "**/*.old", "batches/*", "queue.sqlite-*")
-    left = [path for pattern in halves for path in run.glob(pattern)]
+    leftovers = [path for pattern in halves for path in run.glob(pattern)]
     if settings.weights.folder is not None:
-        left += settings.weights.folder.glob(f"{run.name}-*")
-    for path in left:
+        leftovers += settings.weights.folder.glob(f"{run.name}-*")
+    for path in leftovers:
         yield f"{path} is left"
     weights = sorted(path.name for path in (run / "weights").iterdir())
     if len(weights) != 1:
@@ -195,14 +199,14 @@ def _figures(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def _differences(
-    found: Mapping[str, Mapping[str, Any]], usual: Mapping[str, Mapping[str, Any]]
+    figures: Mapping[str, Mapping[str, Any]], usual: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[str]:
     for row in usual:
-        names = usual[row].keys() | found.get(row, {}).keys()
+        names = usual[row].keys() | figures.get(row, {}).keys()
         for name in sorted(names):
-            now, then = found.get(row, {}).get(name), usual[row].get(name)
-            if now != then:
-                yield f"{row}: {name} is {now}, undisturbed {then}"
+            value, usual_value = figures.get(row, {}).get(name), usual[row].get(name)
+            if value != usual_value:
+                yield f"{row}: {name} is {value}, undisturbed {usual_value}"
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -215,8 +219,8 @@ def processes_left(ours: Collection[int], *, within_s: float = 30.0) -> list[str
     Orphans have become children of this process by now.
     """
     deadline = time.monotonic() + within_s
-    while left := set(_children()) - set(ours):
-        for pid in left:
+    while remaining := set(_children()) - set(ours):
+        for pid in remaining:
             if time.monotonic() > deadline:
                 name = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
                 os.kill(pid, signal.SIGKILL)
@@ -235,7 +239,7 @@ def adopt_orphans() -> None:
 
 def _children() -> list[int]:
     pid = os.getpid()
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def tail(log: Path) -> str:

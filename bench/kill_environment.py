@@ -14,7 +14,7 @@ import agentloop
 
 __all__ = ["fail_at_random", "solve_and_check"]
 
-_left: list[asyncio.Future[agentloop.Trajectory]] = []
+_abandoned: list[asyncio.Future[agentloop.Trajectory]] = []
 
 
 @agentloop.environment
@@ -45,7 +45,7 @@ async def fail_at_random(task: agentloop.Task, agent: agentloop.Agent) -> float 
         case 3:
             return None
         case 4:
-            _left.append(asyncio.ensure_future(agent.run(task.prompt)))
+            _abandoned.append(asyncio.ensure_future(agent.run(task.prompt)))
         case 5:
             with anyio.move_on_after(0.001):
                 await agent.run(task.prompt)

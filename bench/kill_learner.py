@@ -75,9 +75,9 @@ class PlayedLearner:
         _work()
         return {"loss": int(self._digest[:12], 16) / 16**12, "num_updates": self._num_updates}
 
-    def _learn(self, what: bytes, prompts: list[list[int]]) -> None:
+    def _learn(self, addition: bytes, prompts: list[list[int]]) -> None:
         before = self._digest
-        self._digest = hashlib.sha256(before.encode() + what).hexdigest()
+        self._digest = hashlib.sha256(before.encode() + addition).hexdigest()
         line = {"before": before, "after": self._digest, "prompts": prompts}
         with self._log.open("ab", buffering=0) as file:  # a single write is atomic
             file.write(json.dumps(line).encode() + b"\n")
@@ -99,11 +99,11 @@ def prompts_in(batch: bytes) -> list[list[int]]:
         start, end = header[name]["data_offsets"]
         return array("i", data[start:end])
 
-    ids, at, found = ints("ids"), 0, dict[tuple[int, ...], None]()
+    ids, at, prompts = ints("ids"), 0, dict[tuple[int, ...], None]()
     for num in ints("lengths"):
-        found[tuple(ids[at : at + 2])] = None
+        prompts[tuple(ids[at : at + 2])] = None
         at += num
-    return [list(prompt) for prompt in found]
+    return [list(prompt) for prompt in prompts]
 
 
 def _work() -> None:
@@ -111,9 +111,9 @@ def _work() -> None:
 
 
 def _remove_older(folder: Path) -> None:
-    whole = sorted(path.parent for path in folder.parent.glob("*/state.json"))
-    for one in whole[:-_KEEP_CHECKPOINTS]:
-        shutil.rmtree(one)
+    complete = sorted(path.parent for path in folder.parent.glob("*/state.json"))
+    for folder in complete[:-_KEEP_CHECKPOINTS]:
+        shutil.rmtree(folder)
 
 
 def main() -> None:

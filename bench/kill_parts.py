@@ -99,13 +99,13 @@ class PlayedServer:
         return web.json_response({"weight_version": self._version})
 
     async def _load(self, request: web.Request) -> web.Response:
-        asked = await request.json()
-        path = Path(asked["model_path"]) / "digest.json"
+        body = await request.json()
+        path = Path(body["model_path"]) / "digest.json"
         try:
             self._digest = json.loads(path.read_bytes())
         except OSError as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
-        self._version = asked["weight_version"]
+        self._version = body["weight_version"]
         return web.json_response({"success": True, "message": ""})
 
     async def _checksum(self, _: web.Request) -> web.Response:
@@ -220,7 +220,7 @@ class PlayedRuntime:
         except ServerUnavailable as error:
             return Trajectory(key, prompt, [turn], StopReason.INFRASTRUCTURE, str(error))
         finally:
-            self.router.forget(key, whole=True)
+            self.router.forget(key, is_complete=True)
         is_easy = prompt[1] % 7 == 3  # all of such a group are correct: it has no signal
         right, broken, failed = turn.output_ids[0] % 2, turn.output_ids[1], turn.output_ids[2]
         answer = _answer(question) if is_easy or right else "wrong"
@@ -247,9 +247,9 @@ def _numbers(group: str) -> tuple[int, int]:
 
 
 def _answer(question: str) -> str:
-    left, op, right = question.partition("?")[0].split()[2:5]
+    first, op, second = question.partition("?")[0].split()[2:5]
     value = {"plus": int.__add__, "minus": int.__sub__, "times": int.__mul__}[op]
-    return str(value(int(left), int(right)))
+    return str(value(int(first), int(second)))
 
 
 # --- a life of the runtime ------------------------------------------------------------------------
@@ -314,15 +314,15 @@ def live(run: Path, overrides: list[str], fuse: Fuse) -> None:
     parts.plot_runs = lambda *_: None  # saves a second of matplotlib
     commands: Any = learner_module
     commands._COMMAND = (sys.executable, "-m", "bench.kill_learner")
-    asked: tuple[tuple[type, str], ...] = ((GroupQueue, "_transaction"), (KeptLearner, "ask"))
-    for owner, name in asked:
+    interrupted: tuple[tuple[type, str], ...] = ((GroupQueue, "_transaction"), (KeptLearner, "ask"))
+    for owner, name in interrupted:
         setattr(owner, name, _asking(getattr(owner, name), fuse, run))
     for name in ("add_metrics", "add_group"):
         setattr(RunFolder, name, _asking_now(getattr(RunFolder, name), fuse, run))
     config = run / "config.toml"
     resume = run if config.is_file() else None
-    told: tuple[list[Path], list[str]] = ([config], []) if resume else ([], overrides)
-    settings = load_settings(train_module.TrainSettings, *told)
+    sources: tuple[list[Path], list[str]] = ([config], []) if resume else ([], overrides)
+    settings = load_settings(train_module.TrainSettings, *sources)
     anyio.run(functools.partial(parts.train, settings, _StderrProgress(), resume=resume))
     (run / TICKS).write_text(str(fuse.num_asked))
 

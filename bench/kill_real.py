@@ -91,38 +91,38 @@ def play_real(
     run: Path, seed: int, *, num_steps: int, max_staleness: int, victims: Sequence[str]
 ) -> RealRun:
     """Run to completion, with one or two of `victims` killed, which rotate with the seed."""
-    draw, begun = Random(seed), time.monotonic()
+    draw, started = Random(seed), time.monotonic()
     played = RealRun(run)
-    most = num_steps * (_TASKS_PER_STEP + 2)  # the final value of `_progress`
+    max_progress = num_steps * (_TASKS_PER_STEP + 2)  # the final value of `_progress`
     blows = [
         (
             victims[(seed + life) % len(victims)],
-            1 + int(most * (life + draw.random()) / 2),
+            1 + int(max_progress * (life + draw.random()) / 2),
             draw.random(),
         )
         for life in range(draw.randint(1, 2))
     ]
     overrides = [*_OVERRIDES, f"loop.steps={num_steps}", f"loop.max_staleness={max_staleness}"]
     overrides.append(_AGENTS[seed % len(_AGENTS)])
-    told = [str(_RECIPE), *overrides, f"run.folder={run.parent}", f"run.name={run.name}"]
+    first_arguments = [str(_RECIPE), *overrides, f"run.folder={run.parent}", f"run.name={run.name}"]
     losses: dict[int, float] = {}
     host = _Host(played) if any(victim == "host" for victim, *_ in blows) else None
     if host is not None:
-        told.append(f'sandbox.hosts=["{host.url}"]')
+        first_arguments.append(f'sandbox.hosts=["{host.url}"]')
     while not played.problems:
         resumes = (run / "config.toml").is_file()
-        arguments = ["--resume", str(run)] if resumes else told
+        arguments = ["--resume", str(run)] if resumes else first_arguments
         status = _live_once(played, arguments, blows, draw, host)
-        now = _losses(run)
-        played.problems += _changed(losses, now)
-        losses |= now
+        new_losses = _losses(run)
+        played.problems += _changed_losses(losses, new_losses)
+        losses |= new_losses
         if status == 0:
             break
         # If it is the only one, a dying server may end the runtime during a weight sync.
         if not played.fell or played.fell[-1].startswith(_OUTLIVED):
             log = run.with_name(f"{run.name}.{played.num_lives}.log")
-            how = f"exit status {status}: {tail(log)}"
-            played.problems.append(f"life {played.num_lives} ended with {how}")
+            ending = f"exit status {status}: {tail(log)}"
+            played.problems.append(f"life {played.num_lives} ended with {ending}")
         if not blows and played.num_lives > len(played.fell) + 1:
             played.problems.append(f"the run does not end: {played.num_lives} lives")
     if host is not None:
@@ -132,7 +132,7 @@ def play_real(
         played.problems += _of_infrastructure(played)
     if not played.problems and not played.num_calls:
         played.problems.append("the sandbox has run no calls")
-    played.seconds = time.monotonic() - begun
+    played.seconds = time.monotonic() - started
     return played
 
 
@@ -261,11 +261,11 @@ def _kill(victim: str, runtime: int, draw: Random, host: _Host | None) -> bool:
             container = draw.choice(containers)
             subprocess.run(["docker", "kill", container], capture_output=True, check=False)
         return bool(containers)
-    said = {"rank": "learner", "server": "sglang.launch_server", "runtime": ""}[victim]
+    module = {"rank": "learner", "server": "sglang.launch_server", "runtime": ""}[victim]
     if victim == "runtime":
         os.kill(runtime, signal.SIGKILL)
         return True
-    pids = [pid for pid in _descendants(runtime) if said in _modules(pid)]
+    pids = [pid for pid in _descendants(runtime) if module in _modules(pid)]
     if pids:
         os.kill(draw.choice(pids), signal.SIGKILL)
     return bool(pids)
@@ -285,7 +285,7 @@ def _descendants(pid: int) -> Iterator[int]:
     try:
         threads = [*Path(f"/proc/{pid}/task").iterdir()]
         children = [
-            int(one) for thread in threads for one in (thread / "children").read_text().split()
+            int(child) for thread in threads for child in (thread / "children").read_text().split()
         ]
     except OSError:
         return
@@ -305,9 +305,9 @@ def _containers(owner: int) -> list[str]:
 
 def _containers_left(owner: int) -> list[str]:
     deadline = time.monotonic() + _LEFT_S
-    while left := _containers(owner):
+    while remaining := _containers(owner):
         if time.monotonic() > deadline:
-            return [f"containers were left: {left}"]
+            return [f"containers were left: {remaining}"]
         time.sleep(_POLL_S)
     return []
 
@@ -325,10 +325,10 @@ def _losses(run: Path) -> dict[int, float]:
     }
 
 
-def _changed(before: dict[int, float], now: dict[int, float]) -> Iterator[str]:
+def _changed_losses(before: dict[int, float], repeated: dict[int, float]) -> Iterator[str]:
     for step, loss in before.items():
-        if not math.isclose(loss, now[step], rel_tol=_SAME_LOSS):
-            yield f"step {step} had the loss {loss}, but {now[step]} when repeated"
+        if not math.isclose(loss, repeated[step], rel_tol=_SAME_LOSS):
+            yield f"step {step} had the loss {loss}, but {repeated[step]} when repeated"
 
 
 def _of_the_learner(run: Path, losses: dict[int, float]) -> Iterator[str]:
@@ -342,7 +342,9 @@ def _of_infrastructure(played: RealRun) -> Iterator[str]:
     for group in Journal.of(played.run).groups:
         for row in lines(played.run / group["path"]) if group["path"] else ():
             trajectory = row["trajectory"]
-            statuses = [one["status"] for turn in trajectory["turns"] for one in turn["results"]]
+            statuses = [
+                result["status"] for turn in trajectory["turns"] for result in turn["results"]
+            ]
             played.num_calls += sum(status in _RUN for status in statuses)
             is_broken = trajectory["stop_reason"] == StopReason.INFRASTRUCTURE
             played.num_broken += is_broken

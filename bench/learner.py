@@ -50,6 +50,7 @@ from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import StepRequest
 from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
 from agentloop.training.sft import read_samples, step_plan
+from bench.command import numbers, parser_for, words
 from bench.sandbox import cpu_of_tree
 
 _LAPTOP = Path(__file__).parents[1] / "docs" / "recipes" / "laptop.toml"
@@ -70,21 +71,23 @@ def agentic_lengths(seed: int, num_tokens: int) -> list[int]:
     """Return lengths of trajectories that sum to `num_tokens`; log-normal, from 32 to 2,048."""
     rng = np.random.default_rng(seed)
     lengths: list[int] = []
-    while (left := num_tokens - sum(lengths)) > 0:
+    while (num_left := num_tokens - sum(lengths)) > 0:
         drawn = int(np.clip(rng.lognormal(math.log(330), 0.8), 32, _MAX_LENGTH))
-        if left - drawn < 32:  # the minimum length
-            drawn = left if left <= _MAX_LENGTH else left // 2
+        if num_left - drawn < 32:  # the minimum length
+            drawn = num_left if num_left <= _MAX_LENGTH else num_left // 2
         lengths.append(drawn)
     return lengths
 
 
-def agentic_batch(seed: int, num_tokens: int, vocab: int, given: Sequence[int] = ()) -> Batch:
+def agentic_batch(
+    seed: int, num_tokens: int, vocab: int, fixed_lengths: Sequence[int] = ()
+) -> Batch:
     """Return a batch of random ids, with the lengths that are given or else agentic ones.
 
     A fifth of each sample is the prompt. Three quarters of the rest are sampled, in turns of 96
     tokens with observations of 32.
     """
-    lengths = np.asarray(given or agentic_lengths(seed, num_tokens), np.int32)
+    lengths = np.asarray(fixed_lengths or agentic_lengths(seed, num_tokens), np.int32)
     rng = np.random.default_rng(seed)
     masks = [(np.arange(n) >= n // 5) & ((np.arange(n) - n // 5) % 128 < 96) for n in lengths]
     mask = np.concatenate(masks).astype(np.uint8)
@@ -103,14 +106,14 @@ def agentic_batch(seed: int, num_tokens: int, vocab: int, given: Sequence[int] =
     )
 
 
-def arrange(lengths: Sequence[int], budget: int, how: str) -> list[list[int]]:
+def arrange(lengths: Sequence[int], budget: int, variant: str) -> list[list[int]]:
     """Return the indices of samples by micro-batch of at most `budget` tokens.
 
     If `how` pads, padding counts. A sample longer than the budget is alone.
     """
-    if how in PACKED:
+    if variant in PACKED:
         return plan(lengths, budget, 1)[0]
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i] if how == "sorted" else i)
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i] if variant == "sorted" else i)
     batches: list[list[int]] = []
     for index in order:
         grown = [*batches[-1], index] if batches else []
@@ -123,8 +126,8 @@ def arrange(lengths: Sequence[int], budget: int, how: str) -> list[list[int]]:
 
 def waste(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
     """Return the fraction of padding if each batch is as wide as its longest sample."""
-    cells = sum(max(lengths[i] for i in one) * len(one) for one in batches)
-    return 1 - sum(lengths[i] for one in batches for i in one) / cells
+    cells = sum(max(lengths[i] for i in batch) * len(batch) for batch in batches)
+    return 1 - sum(lengths[i] for batch in batches for i in batch) / cells
 
 
 # --- arms, and how they are compared --------------------------------------------------------------
@@ -142,7 +145,7 @@ class Arm:
         self.seconds: list[tuple[float, float]] = []
         self.ratios: list[tuple[float, float]] = []
 
-    async def timed(self, batch: Path) -> None:
+    async def measure(self, batch: Path) -> None:
         wall_s, cpu_s = time.perf_counter(), cpu_of_tree(os.getpid())
         await self.step(batch)
         cpu_s, wall_s = cpu_of_tree(os.getpid()) - cpu_s, time.perf_counter() - wall_s
@@ -169,28 +172,28 @@ async def compare(
     base's."""
     expected = await base.step(batches[0])
     for arm in arms:
-        found = await arm.step(batches[0])
+        result = await arm.step(batches[0])
         for name in ("loss", "grad_norm"):
             if not math.isclose(
-                found[name], expected[name], rel_tol=tolerance, abs_tol=tolerance / 100
+                result[name], expected[name], rel_tol=tolerance, abs_tol=tolerance / 100
             ):
-                raise SystemExit(f"{arm.name}: {name} {found[name]}, not {expected[name]}")
+                raise SystemExit(f"{arm.name}: {name} {result[name]}, not {expected[name]}")
     for batch in batches[1:]:
-        await base.timed(batch)
+        await base.measure(batch)
         for arm in arms:
-            await arm.timed(batch)
-            await base.timed(batch)
+            await arm.measure(batch)
+            await base.measure(batch)
             wall, cpu = np.mean(base.seconds[-2:], axis=0) / arm.seconds[-1]
             arm.ratios.append((float(wall), float(cpu)))
             print(f"  {arm.name}: {wall:.3f}, by CPU time {cpu:.3f}", file=sys.stderr)
 
 
 def plain_arm(
-    stack: AsyncExitStack, folder: Path, settings: LearnerSettings, threads: int, how: str
+    stack: AsyncExitStack, folder: Path, settings: LearnerSettings, threads: int, variant: str
 ) -> Arm:
-    path = folder / f"{how}.json"
+    path = folder / f"{variant}.json"
     path.write_text(settings.model_dump_json())
-    command, pipe = [*PLAIN_LOOP, str(path), how], subprocess.PIPE
+    command, pipe = [*PLAIN_LOOP, str(path), variant], subprocess.PIPE
     # The same as for the learner's ranks.
     environment = {**os.environ, **wait_policy(os.environ), "OMP_NUM_THREADS": str(threads)}
     # A session of its own, like the learner's ranks: Linux schedules CPU time by session.
@@ -205,10 +208,10 @@ def plain_arm(
         assert process.stdin is not None
         assert process.stdout is not None
         print(batch, file=process.stdin, flush=True)
-        found: dict[str, Any] = json.loads(process.stdout.readline())
-        return found
+        result: dict[str, Any] = json.loads(process.stdout.readline())
+        return result
 
-    return Arm(f"plain, {how}", step)
+    return Arm(f"plain, {variant}", step)
 
 
 async def learner_arm(
@@ -280,7 +283,8 @@ async def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             settings = _settings(folder, size, options.micro_batch, options.head_chunk)
             plain, *arms = (
-                plain_arm(stack, folder, settings, threads, how) for how in ("packed", "chunked")
+                plain_arm(stack, folder, settings, threads, variant)
+                for variant in ("packed", "chunked")
             )
             for ranks in [1] if threads == 1 or options.one_rank else [1, threads]:
                 for stage in options.stages:
@@ -304,13 +308,17 @@ async def packing(options: argparse.Namespace) -> list[dict[str, Any]]:
             settings = _settings(folder, size, options.micro_batch, options.head_chunk)
             batches = _batches(folder, size, options)
             arms = [
-                plain_arm(stack, folder, settings, max(options.threads), how) for how in PACKINGS
+                plain_arm(stack, folder, settings, max(options.threads), variant)
+                for variant in PACKINGS
             ]
             await compare(arms[0], arms[1:], batches)
             lengths = [Batch.load(path).lengths.tolist() for path in batches[1:]]
-        for how, arm in zip(PACKINGS, arms, strict=True):
-            shares = [waste(one, arrange(one, options.micro_batch, how)) for one in lengths]
-            wasted = 0.0 if how in PACKED else statistics.median(shares)
+        for variant, arm in zip(PACKINGS, arms, strict=True):
+            shares = [
+                waste(sample_lengths, arrange(sample_lengths, options.micro_batch, variant))
+                for sample_lengths in lengths
+            ]
+            wasted = 0.0 if variant in PACKED else statistics.median(shares)
             rows.append({"size": size, "waste": wasted, **arm.row(options.tokens)})
     return rows
 
@@ -326,10 +334,10 @@ async def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
             settings = _settings(folder, "4.5M", options.micro_batch, chunk or 1, vocab)
             (folder / "settings.json").write_text(settings.model_dump_json())
             agentic_batch(1, options.micro_batch, vocab).save(folder / "batch")
-            how = "chunked" if chunk else "packed"
-            command = [*PLAIN_LOOP, str(folder / "settings.json"), how, str(folder / "batch")]
-            said = subprocess.check_output(command, env=environment, timeout=_STEP_TIMEOUT_S)
-        rows.append({"vocabulary": vocab, "chunk": chunk or "none", **json.loads(said)})
+            variant = "chunked" if chunk else "packed"
+            command = [*PLAIN_LOOP, str(folder / "settings.json"), variant, str(folder / "batch")]
+            output = subprocess.check_output(command, env=environment, timeout=_STEP_TIMEOUT_S)
+        rows.append({"vocabulary": vocab, "chunk": chunk or "none", **json.loads(output)})
         print(f"  {rows[-1]}", file=sys.stderr)
     return rows
 
@@ -356,10 +364,10 @@ async def ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
         batches = [folder / f"batch-{number}" for number in range(options.rounds + 1)]
         for path, (_, indices) in zip(batches, steps, strict=False):
             write_batch(path, [samples[index] for index in indices])
-        one = await learner_arm(stack, folder, settings, 1, threads)
+        single = await learner_arm(stack, folder, settings, 1, threads)
         several = await learner_arm(stack, folder, settings, threads, 1)
-        await compare(one, [several], batches)
-    return [arm.row(training.loop.batch_tokens) for arm in (one, several)]
+        await compare(single, [several], batches)
+    return [arm.row(training.loop.batch_tokens) for arm in (single, several)]
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -379,22 +387,14 @@ def _cell(value: Any) -> str:
     return f"{value:,.{0 if value > 50 else 2}f}" if isinstance(value, float) else str(value)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(one) for one in text.split(",")]
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.learner",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_for("learner", __doc__)
     parser.add_argument("what", choices=[*BENCHMARKS, "all"])
-    parser.add_argument("--sizes", type=lambda text: text.split(","), default=["4.5M"])
+    parser.add_argument("--sizes", type=words, default=["4.5M"])
     parser.add_argument(
-        "--threads", type=_numbers, default=[2], help="numbers of threads; 1,2 measures both"
+        "--threads", type=numbers, default=[2], help="numbers of threads; 1,2 measures both"
     )
-    parser.add_argument("--stages", type=_numbers, default=[1, 2, 3], help="stages of ZeRO")
+    parser.add_argument("--stages", type=numbers, default=[1, 2, 3], help="stages of ZeRO")
     parser.add_argument("--one-rank", action="store_true", help="measure one rank only")
     parser.add_argument("--tokens", type=int, default=16_384, help="tokens per step")
     parser.add_argument("--micro-batch", type=int, default=4096, help="tokens per forward pass")
@@ -402,27 +402,27 @@ def _parser() -> argparse.ArgumentParser:
         "--head-chunk", type=int, default=1024, help="tokens per chunk of the learner's head"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--vocab", type=_numbers, default=[512, 32_768, 151_936])
+    parser.add_argument("--vocab", type=numbers, default=[512, 32_768, 151_936])
     parser.add_argument(
-        "--chunks", type=_numbers, default=[1024, 256], help="chunk sizes of the head"
+        "--chunks", type=numbers, default=[1024, 256], help="chunk sizes of the head"
     )
     parser.add_argument("--json", type=Path, help="file for all figures")
     return parser
 
 
 async def _run(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    found = {}
+    results = {}
     for name in list(BENCHMARKS) if options.what == "all" else [options.what]:
-        found[name] = await BENCHMARKS[name](options)
-        print(f"{name}\n\n{_table(found[name])}\n", flush=True)
-    return found
+        results[name] = await BENCHMARKS[name](options)
+        print(f"{name}\n\n{_table(results[name])}\n", flush=True)
+    return results
 
 
 def main() -> None:
     options = _parser().parse_args()
-    found = anyio.run(_run, options)
+    results = anyio.run(_run, options)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

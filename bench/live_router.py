@@ -65,6 +65,7 @@ from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.frames import Chunk, OnChunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
+from bench.command import parser_for, quantile, say, words
 from bench.countdown_model import EOS, FILLER, LONGEST, VOCAB_SIZE, countdown, save
 from bench.gateway_policies import POLICIES, make_policy
 from bench.pace import Pace, environment
@@ -110,7 +111,7 @@ class Script:
         return sum(turn.length for turn in self.turns)
 
 
-def scaled(trace: Sequence[RolloutSpec], scale: float) -> list[RolloutSpec]:
+def scale_trace(trace: Sequence[RolloutSpec], scale: float) -> list[RolloutSpec]:
     """Divide all lengths and times by `scale`, keeping space for distinguishing ids."""
 
     def turn_of(turn: TurnSpec) -> TurnSpec:
@@ -146,10 +147,12 @@ def scripts_of(trace: Sequence[RolloutSpec], seed: int) -> list[Script]:
         for turn, then in zip(spec.turns, [*lengths[1:], None], strict=True):
             answer = [*rng.choices(FILLER, k=turn.num_tool - 1), then] if then else []
             turns.append(Turn(turn.num_output, tuple(answer), turn.tool_s if then else 0.0))
-        own = (*rng.choices(FILLER, k=_OWN), lengths[0])
+        own_ids = (*rng.choices(FILLER, k=_OWN), lengths[0])
         key = f"{spec.group}.{members[spec.group]}"
         members[spec.group] += 1
-        scripts.append(Script(key, spec.group, shared[spec.group] + own, num_shared, tuple(turns)))
+        scripts.append(
+            Script(key, spec.group, shared[spec.group] + own_ids, num_shared, tuple(turns))
+        )
     return scripts
 
 
@@ -207,7 +210,7 @@ class Play:
         *,
         deadline_s: float,
         gate: Gate = open_gate,
-        on_end: Callable[[str, bool], None] = lambda key, whole: None,
+        on_end: Callable[[str, bool], None] = lambda key, is_whole: None,
     ) -> Figures:
         """Play the rollouts and return the figures; rollouts that miss the deadline are refused.
 
@@ -224,13 +227,13 @@ class Play:
                     tasks.start_soon(play_one, script)
 
         async def play_one(script: Script) -> None:
-            whole = await self._rollout(script)
-            if whole:
+            is_whole = await self._rollout(script)
+            if is_whole:
                 self._num_whole_tokens += script.num_output
             else:
                 self._num_refused += 1
             self._ended_s.append(time.perf_counter() - started)
-            on_end(script.key, whole)
+            on_end(script.key, is_whole)
 
         with anyio.move_on_after(deadline_s):
             async with anyio.create_task_group() as tasks:
@@ -245,13 +248,13 @@ class Play:
             round=0,
             makespan_s=makespan_s,
             goodput=self._num_whole_tokens / makespan_s,
-            makespan_90_s=_quantile(self._ended_s, 0.9),
+            makespan_90_s=quantile(self._ended_s, 0.9),
             num_refused=self._num_refused,
             num_retractions=self._num_retractions,
             prefix_hits=self._num_cached / max(1, self._num_prompt),
-            ttft_p50_s=_quantile(self._ttft, 0.5),
-            ttft_p99_s=_quantile(self._ttft, 0.99),
-            turn_ttft_p99_s=_quantile(self._turn_ttft, 0.99),
+            ttft_p50_s=quantile(self._ttft, 0.5),
+            ttft_p99_s=quantile(self._ttft, 0.99),
+            turn_ttft_p99_s=quantile(self._turn_ttft, 0.99),
             errors=self._errors,
         )
 
@@ -286,9 +289,9 @@ class Play:
             try:
                 await self._send(generation, take)
             except AgentLoopError as error:
-                return self._refused(f"{type(error).__name__}: {error}")
+                return self._record_error(f"{type(error).__name__}: {error}")
             if reply != countdown(turn.length):
-                return self._refused(f"wrong tokens in turn {number}")
+                return self._record_error(f"wrong tokens in turn {number}")
             self._ttft.append(first_s - asked_s)
             if number:
                 self._turn_ttft.append(first_s - asked_s)
@@ -298,9 +301,9 @@ class Play:
                 await anyio.sleep(turn.tool_s)
         return True
 
-    def _refused(self, why: str) -> bool:
-        why = why[:160]
-        self._errors[why] = self._errors.get(why, 0) + 1
+    def _record_error(self, reason: str) -> bool:
+        reason = reason[:160]
+        self._errors[reason] = self._errors.get(reason, 0) + 1
         return False
 
 
@@ -347,7 +350,7 @@ class Bench:
         ) as router:
 
             async def send(generation: Generation, on_chunk: OnChunk) -> None:
-                def placed(url: str, decision: object) -> None:
+                def on_placed(url: str, decision: object) -> None:
                     nonlocal num_moves
                     num_moves += homes.setdefault(generation.key, url) != url
                     homes[generation.key] = url
@@ -356,20 +359,20 @@ class Bench:
                     generation,
                     vocab_size=VOCAB_SIZE,
                     on_chunk=on_chunk,
-                    on_placed=placed,
-                    on_moved=lambda url, why: None,
+                    on_placed=on_placed,
+                    on_moved=lambda url, reason: None,
                 )
 
-            def admitted(group: str, scripts: Sequence[Script]) -> AbstractAsyncContextManager[Any]:
+            def admit(group: str, scripts: Sequence[Script]) -> AbstractAsyncContextManager[Any]:
                 return router.group(group, len(scripts), scripts[0].num_shared)
 
-            def forget(key: str, whole: bool) -> None:
-                router.forget(key, whole=whole)
+            def forget(key: str, is_whole: bool) -> None:
+                router.forget(key, is_complete=is_whole)
 
             play = Play(self.scripts, send, budget=self.budget)
             figures = await play.run(
                 deadline_s=self.deadline_s,
-                gate=admitted if arm.endswith("+groups") else open_gate,
+                gate=admit if arm.endswith("+groups") else open_gate,
                 on_end=forget,
             )
         figures.num_moves = num_moves
@@ -533,19 +536,15 @@ def scaled_params(args: argparse.Namespace) -> ServerParams:
     )
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def late_steps(folder: Path) -> tuple[int, int]:
     """Return the numbers of late steps and of all steps of all paced servers so far."""
     counts = [json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")]
-    return sum(one["late"] for one in counts), sum(one["steps"] for one in counts)
+    return sum(count["late"] for count in counts), sum(count["steps"] for count in counts)
 
 
 def trace_of(args: argparse.Namespace) -> list[RolloutSpec]:
     trace = make_trace(args.seed, num_groups=args.groups * args.servers, group_size=args.group_size)
-    return scaled(trace, args.scale)
+    return scale_trace(trace, args.scale)
 
 
 def shuffled_rounds(arms: Sequence[str], num_rounds: int, seed: int) -> Iterator[tuple[int, str]]:
@@ -575,7 +574,9 @@ async def compare(args: argparse.Namespace) -> list[Figures]:
             )
             results.append(figures)
             if args.json:
-                args.json.write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")
+                args.json.write_text(
+                    json.dumps([asdict(result) for result in results], indent=1) + "\n"
+                )
     return results
 
 
@@ -633,8 +634,8 @@ def costs_of(pace: Pace | None) -> Costs:
     )
 
 
-def _costs_like(other: Pace | ServerParams) -> Costs:
-    return Costs(**{cost.name: getattr(other, cost.name) for cost in fields(Costs)})
+def _costs_like(costs: Pace | ServerParams) -> Costs:
+    return Costs(**{cost.name: getattr(costs, cost.name) for cost in fields(Costs)})
 
 
 # --- comparison of the model with a server --------------------------------------------------------
@@ -650,7 +651,7 @@ async def check(args: argparse.Namespace) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     async with servers(args, pace) as (urls, folder), http_session() as http:
-        params = await calibrated(urls[0], http, args)
+        params = await calibrate(urls[0], http, args)
         costs = _costs_like(params)
         bench = bench_of(args, urls, http, scripts_of(trace, args.seed), costs, folder)
         options = Options(
@@ -674,11 +675,11 @@ async def check(args: argparse.Namespace) -> str:
     return f"Calibrated: {fitted_params}.\n\n" + "\n".join(rows)
 
 
-def _check_row(arm: str, kind: str, one: Figures | Result) -> str:
+def _check_row(arm: str, kind: str, result: Figures | Result) -> str:
     return (
-        f"| {arm} | {kind} | {one.makespan_s:.1f} | {one.makespan_90_s:.1f} | {one.goodput:,.0f} | "
-        f"{one.num_retractions} | {100 * one.prefix_hits:.1f}% | {one.ttft_p99_s:.2f} | "
-        f"{one.num_moves} |"
+        f"| {arm} | {kind} | {result.makespan_s:.1f} | {result.makespan_90_s:.1f} | "
+        f"{result.goodput:,.0f} | {result.num_retractions} | {100 * result.prefix_hits:.1f}% | "
+        f"{result.ttft_p99_s:.2f} | {result.num_moves} |"
     )
 
 
@@ -693,7 +694,7 @@ class _Modelled(Simulation):
         return super()._may_start() if self._admits else True
 
 
-async def calibrated(
+async def calibrate(
     url: str, http: aiohttp.ClientSession, args: argparse.Namespace
 ) -> ServerParams:
     """Fit the model's parameters by least squares to small runs on one server while others are
@@ -710,7 +711,7 @@ async def calibrated(
         """Append the arrival time of each token to `seen`."""
 
         def take(chunk: Chunk) -> None:
-            seen.extend([time.perf_counter()] * len(chunk.ids))
+            token_times.extend([time.perf_counter()] * len(chunk.ids))
 
         prompt = [*rng.choices(FILLER, k=num_prompt - 1), length]
         sampling = _GREEDY.to_sglang(max_new_tokens=length, stop_ids=(EOS,))
@@ -718,10 +719,10 @@ async def calibrated(
 
     prefills: list[tuple[float, int]] = []
     for num_prompt in [16, chunk // 4, chunk // 2, chunk - 1] * 4:
-        seen: list[float] = []
+        token_times: list[float] = []
         started = time.perf_counter()
-        await stream(num_prompt, 1, seen)
-        prefills.append((seen[0] - started, num_prompt))
+        await stream(num_prompt, 1, token_times)
+        prefills.append((token_times[0] - started, num_prompt))
     steps: list[tuple[float, int, float]] = []  # seconds per step, sequences, context tokens
     length = 120
     batches = [(1, 8), (4, 8), (8, 8), (16, 8), (24, 8), (4, 400), (12, 150)]
@@ -729,17 +730,17 @@ async def calibrated(
         await flush(http, url)
         streams: list[list[float]] = [[] for _ in range(num_sequences)]
         async with anyio.create_task_group() as tasks:
-            for one in streams:
-                tasks.start_soon(stream, num_prompt, length, one)
+            for token_times in streams:
+                tasks.start_soon(stream, num_prompt, length, token_times)
         # All streams run between the latest first token and the earliest last token.
-        begin, end = max(one[0] for one in streams), min(one[-1] for one in streams)
-        num_steps = sum(begin < when <= end for one in streams for when in one) / num_sequences
+        begin, end = max(times[0] for times in streams), min(times[-1] for times in streams)
+        num_steps = sum(begin < when <= end for times in streams for when in times) / num_sequences
         if num_steps > length / 4:
             context = num_sequences * (num_prompt + length - num_steps / 2)
             steps.append(((end - begin) / num_steps, num_sequences, context))
     await flush(http, url)
-    fixed, per_token = fitted([(1.0, n) for _, n in prefills], [s for s, _ in prefills])
-    step_s, per_sequence, per_context = fitted(
+    fixed, per_token = fit_factors([(1.0, n) for _, n in prefills], [s for s, _ in prefills])
+    step_s, per_sequence, per_context = fit_factors(
         [(1.0, n, context) for _, n, context in steps], [s for s, _, _ in steps]
     )
     return replace(
@@ -752,18 +753,18 @@ async def calibrated(
     )
 
 
-def fitted(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+def fit_factors(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
     """Return a least-squares fit of relative errors, without negative factors."""
     weights = 1 / np.array(values)
     matrix, target = np.array(rows) * weights[:, None], np.array(values) * weights
     free = list(range(matrix.shape[1]))
     factors = np.zeros(matrix.shape[1])
     while free:
-        found = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
-        if (found >= 0).all():
-            factors[free] = found
+        solution = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
+        if (solution >= 0).all():
+            factors[free] = solution
             break
-        free.pop(int(found.argmin()))
+        free.pop(int(solution.argmin()))
     return [float(factor) for factor in factors]
 
 
@@ -777,18 +778,20 @@ def table(results: Sequence[Figures]) -> str:
         "prefix hits | TTFT p50 s | p99 s | later turns p99 s | moves |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    kv = {one.round: one for one in results if one.arm == "kv"}
-    for arm in dict.fromkeys(one.arm for one in results):
-        mine = [one for one in results if one.arm == arm]
+    kv = {result.round: result for result in results if result.arm == "kv"}
+    for arm in dict.fromkeys(result.arm for result in results):
+        mine = [result for result in results if result.arm == arm]
 
         def median(name: str, mine: list[Figures] = mine) -> float:
-            return float(statistics.median(getattr(one, name) for one in mine))
+            return float(statistics.median(getattr(result, name) for result in mine))
 
         def ratio(name: str, mine: list[Figures] = mine) -> str:
-            pairs = [(one, kv[one.round]) for one in mine if one.round in kv]
+            pairs = [(result, kv[result.round]) for result in mine if result.round in kv]
             if not pairs:
                 return "-"
-            values = [getattr(one, name) / getattr(other, name) for one, other in pairs]
+            values = [
+                getattr(result, name) / getattr(reference, name) for result, reference in pairs
+            ]
             return f"{statistics.median(values):.2f}"
 
         moves = "-" if mine[0].num_moves is None else f"{median('num_moves'):,.0f}"
@@ -825,12 +828,14 @@ def plot(results: Sequence[Figures], path: Path) -> None:
     from matplotlib import pyplot
 
     arms = sorted(
-        dict.fromkeys(one.arm for one in results),
-        key=lambda arm: statistics.median(one.goodput for one in results if one.arm == arm),
+        dict.fromkeys(result.arm for result in results),
+        key=lambda arm: statistics.median(
+            result.goodput for result in results if result.arm == arm
+        ),
     )
     figure, axes = pyplot.subplots(figsize=(7, 0.4 * len(arms) + 1.2), layout="constrained")
     for row, arm in enumerate(arms):
-        values = [one.goodput for one in results if one.arm == arm]
+        values = [result.goodput for result in results if result.arm == arm]
         axes.barh(row, statistics.median(values), color="C0" if arm in OURS else "C7")
         axes.plot(values, [row] * len(values), "k.", markersize=4)
     axes.set_yticks(range(len(arms)), arms)
@@ -838,14 +843,8 @@ def plot(results: Sequence[Figures], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _quantile(values: Sequence[float], part: float) -> float:
-    return sorted(values)[int(part * (len(values) - 1))] if values else math.nan
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for("live_router", __doc__)
     parser.add_argument("what", nargs="?", choices=("compare", "check"), default="compare")
     parser.add_argument("--servers", type=int, default=2, metavar="N")
     parser.add_argument("--groups", type=int, default=8, help="per server")
@@ -853,7 +852,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=16.0, help="divisor of all lengths")
     parser.add_argument("--capacity", type=int, default=4096, help="KV tokens per server")
     parser.add_argument("--conservativeness", type=float, default=1.0, help="SGLang's option")
-    parser.add_argument("--arms", default=",".join([*OURS, *GATEWAYS]))
+    parser.add_argument("--arms", type=words, default=[*OURS, *GATEWAYS])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1, help="seed of rollouts, ids and order")
     parser.add_argument("--pace", action="store_true", help="servers as slow as a modelled GPU")
@@ -865,7 +864,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the figures of every run")
     parser.add_argument("--plot", type=Path, help="file for a plot of the goodput")
     args = parser.parse_args()
-    args.arms = args.arms.split(",")
     if unknown := set(args.arms) - {*OURS, *GATEWAYS}:
         parser.error(f"no arm {sorted(unknown)}")
     options: dict[str, Any] = {"use_uvloop": True}

@@ -66,9 +66,9 @@ def environment(pace: Pace, folder: Path) -> dict[str, str]:
 
 
 def install() -> None:
-    """In a server's process, wait for the module that runs the steps, and wrap its function."""
-    if told := os.environ.get(_VARIABLE):
-        settings = json.loads(told)
+    """Wait, in a server's process, for the module that runs the steps, and wrap its function."""
+    if configured := os.environ.get(_VARIABLE):
+        settings = json.loads(configured)
         sys.meta_path.insert(0, _Finder(Pace(**settings["pace"]), Path(settings["folder"])))
 
 
@@ -93,13 +93,13 @@ class _Finder:
         def exec_module(module: ModuleType) -> None:
             execute(module)
             runner = module.ModelRunner
-            runner.forward = paced(runner.forward, self._pace, self._folder)
+            runner.forward = with_pace(runner.forward, self._pace, self._folder)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def paced(forward: Callable[..., Any], pace: Pace, folder: Path) -> Callable[..., Any]:
+def with_pace(forward: Callable[..., Any], pace: Pace, folder: Path) -> Callable[..., Any]:
     """Return `forward`, slowed down to the modelled device."""
     steps = late = 0
     late_s = busy_s = written_s = ended = 0.0
@@ -125,8 +125,8 @@ def paced(forward: Callable[..., Any], pace: Pace, folder: Path) -> Callable[...
         ended = time.perf_counter()
         if started > written_s + _WRITE_EVERY_S:
             written_s = started
-            told = {"steps": steps, "late": late, "late_s": late_s, "busy_s": busy_s}
-            (folder / f"{os.getpid()}.json").write_text(json.dumps(told))
+            counters = {"steps": steps, "late": late, "late_s": late_s, "busy_s": busy_s}
+            (folder / f"{os.getpid()}.json").write_text(json.dumps(counters))
         return result
 
     return run

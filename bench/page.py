@@ -52,7 +52,7 @@ from agentloop.observe.board import Board
 from agentloop.observe.page import Page
 from agentloop.trajectory import StopReason, ToolCall, ToolCallStatus, ToolResult, Trajectory
 
-__all__ = ["Replay", "shown"]
+__all__ = ["Replay", "serve_page"]
 
 FRAME_S = 0.5
 HOUR = 7_200  # frames
@@ -178,8 +178,8 @@ class Replay:
 
     async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
         """See `PageData`."""
-        whole = await self.frame()
-        yield str(self.sent), orjson.dumps(whole)
+        state = await self.frame()
+        yield str(self.sent), orjson.dumps(state)
         while True:
             while self.sent >= self._allowed:
                 with anyio.move_on_after(_KEEP_ALIVE_S):
@@ -197,14 +197,20 @@ class Replay:
 
     async def frame(self) -> dict[str, Any]:
         """See `PageData`."""
-        whole: dict[str, Any] = {"rollouts": [], "groups": [], "steps": []}
+        state: dict[str, Any] = {"rollouts": [], "groups": [], "steps": []}
         for slice_ in self.board.all(_MAX_ROWS):
             for name, rows in slice_.items():
-                whole[name] += rows
-        about = {"kind": "train", "title": "an hour", "version": "", "live": True, "controls": []}
-        about |= {"can_ask": False, "has_sandbox": True, "t0": self.board.t0}
-        head = {"rev": self.sent, "t": self._t, "full": True, "missed": 0, "about": about}
-        return {**head, **self._moment(), **whole}
+                state[name] += rows
+        description = {
+            "kind": "train",
+            "title": "an hour",
+            "version": "",
+            "live": True,
+            "controls": [],
+        }
+        description |= {"can_ask": False, "has_sandbox": True, "t0": self.board.t0}
+        head = {"rev": self.sent, "t": self._t, "full": True, "missed": 0, "about": description}
+        return {**head, **self._moment(), **state}
 
     async def rollout(self, key: str) -> dict[str, Any]:
         """See `PageData`."""
@@ -270,7 +276,7 @@ class _NoWhy:
 
 
 @asynccontextmanager
-async def shown(replay: Replay, port: int = 0) -> AsyncIterator[str]:
+async def serve_page(replay: Replay, port: int = 0) -> AsyncIterator[str]:
     """The page of it; yields the URL."""
     with bind(ServeSettings(port=port)) as bound:
         app = web.Application()
@@ -317,12 +323,12 @@ async def measure(replay: Replay, url: str, *, view: str, num_sizes: int) -> lis
             await devtools.send("HeapProfiler.collectGarbage")
             heap = await devtools.send("Runtime.getHeapUsage")
             counters = await devtools.send("Memory.getDOMCounters")
-            known: list[int] = await page.evaluate(
+            counts: list[int] = await page.evaluate(
                 "(({rollouts, groups, steps}) => [rollouts.size, groups.size, steps.length])"
                 "(agentloop.app.store)"
             )
             used = round(heap["usedSize"] / 2**20, 2)
-            rollouts, groups, steps = known
+            rollouts, groups, steps = counts
             nodes, listeners = counters["nodes"], counters["jsEventListeners"]
             sizes.append(Size(to, rollouts, groups, steps, used, nodes, listeners))
             print(" ".join(f"{value:>10}" for value in asdict(sizes[-1]).values()), flush=True)
@@ -332,7 +338,7 @@ async def measure(replay: Replay, url: str, *, view: str, num_sizes: int) -> lis
 
 async def _main(options: argparse.Namespace) -> None:
     replay = Replay(options.in_flight, options.frames, options.seed)
-    async with shown(replay, options.serve or 0) as url:
+    async with serve_page(replay, options.serve or 0) as url:
         if options.serve is not None:
             print(f"The page is at {url}/. Press Ctrl-C to stop.")
             await anyio.sleep_forever()  # no deadline: until it is stopped

@@ -82,11 +82,11 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for family in FAMILIES:
         chat.family, calls = family, made[family.name]
-        turns = [_ids(chat, family, one) for one in calls]
+        turns = [_ids(chat, family, call) for call in calls]
         few_tokens = [_cut(ids, _every(dice, len(ids))) for ids in turns]
         few_pieces = [_cut(ids, _anywhere(dice, len(ids))) for ids in turns]
         ours = [*map(_is_ours_right, [chat] * len(turns) * 2, few_tokens + few_pieces, calls * 2)]
-        texts = [[*_decoded(chat, chunks)] for chunks in few_tokens]
+        texts = [[*_decode(chat, chunks)] for chunks in few_tokens]
         wholes = ["".join(pieces) for pieces in texts]
         pieces = [_cut(text, _anywhere(dice, len(text))) for text in wholes]
         shares = [sum(ours) / len(ours), _theirs(family, texts, calls)]
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def _random_calls(dice: random.Random, family: Family) -> list[Call]:
-    def one() -> Call:
+    def random_call() -> Call:
         arguments: dict[str, Any] = {
             "text": dice.choice(TEXTS),
             "number": dice.randint(-5, 10**6),
@@ -106,8 +106,8 @@ def _random_calls(dice: random.Random, family: Family) -> list[Call]:
         kept = [key for key in arguments if dice.random() < 0.7]
         return dice.choice(["search", "python_code"]), {key: arguments[key] for key in kept}
 
-    most = 1 if FORMS[family.name].one_call else 3
-    return [one() for _ in range(dice.randint(1, most))]
+    max_calls = 1 if FORMS[family.name].one_call else 3
+    return [random_call() for _ in range(dice.randint(1, max_calls))]
 
 
 def _ids(chat: ChatFormat, family: Family, calls: Sequence[Call]) -> list[int]:
@@ -129,31 +129,31 @@ def _anywhere(dice: random.Random, length: int) -> list[int]:
     return [*sorted(dice.randint(0, length) for _ in range(dice.randint(0, 3))), length]
 
 
-def _cut(whole: Any, ends: Sequence[int]) -> list[Any]:
-    return [whole[a:b] for a, b in itertools.pairwise([0, *ends]) if a < b]
+def _cut(sequence: Any, ends: Sequence[int]) -> list[Any]:
+    return [sequence[a:b] for a, b in itertools.pairwise([0, *ends]) if a < b]
 
 
 def _is_ours_right(chat: ChatFormat, chunks: list[list[int]], calls: list[Call]) -> bool:
     stream = chat.family.calls(chat, TOOLS)
-    found = [call for chunk in chunks for call in stream.feed(chunk)] + stream.finish()
-    return [(call.name, call.arguments) for call in found] == calls
+    decoded = [call for chunk in chunks for call in stream.feed(chunk)] + stream.finish()
+    return [(call.name, call.arguments) for call in decoded] == calls
 
 
 def _theirs(family: Family, texts: list[list[str]], made: list[list[Call]]) -> float | None:
     if not family.sglang_parser:
         return None
-    found = read_calls(family.sglang_parser, texts, TOOLS)
-    return sum(map(_same, found, made)) / len(made)
+    decoded = read_calls(family.sglang_parser, texts, TOOLS)
+    return sum(map(_same, decoded, made)) / len(made)
 
 
-def _decoded(chat: ChatFormat, chunks: Sequence[Sequence[int]]) -> list[str]:
+def _decode(chat: ChatFormat, chunks: Sequence[Sequence[int]]) -> list[str]:
     """Return the text of each chunk; a character is whole, as a server sends it."""
     stream = TextStream(chat)
     return [*map(stream.feed, chunks), stream.flush()]
 
 
-def _same(found: list[tuple[str, Any]], calls: list[Call]) -> bool:
-    return json.dumps(found, sort_keys=True) == json.dumps(calls, sort_keys=True)
+def _same(decoded: list[tuple[str, Any]], calls: list[Call]) -> bool:
+    return json.dumps(decoded, sort_keys=True) == json.dumps(calls, sort_keys=True)
 
 
 def _print_costs(chat: ChatFormat, made: dict[str, list[list[Call]]], rounds: int) -> None:
@@ -165,8 +165,8 @@ def _print_costs(chat: ChatFormat, made: dict[str, list[list[Call]]], rounds: in
             chat.family = family
             turns = [_ids(chat, family, calls) for calls in made[family.name]]
             for kind, streams in (("text", [text]), ("calls", turns)):
-                took = min(best.get((family.name, kind), math.inf), _cost(chat, streams))
-                best[family.name, kind] = took
+                cost_us = min(best.get((family.name, kind), math.inf), _cost(chat, streams))
+                best[family.name, kind] = cost_us
     print("| format | \u00b5s per token of text | of calls | of Hermes's |\n|---|---|---|---|")
     for family in FAMILIES:
         outside, inside = best[family.name, "text"], best[family.name, "calls"]
@@ -176,13 +176,13 @@ def _print_costs(chat: ChatFormat, made: dict[str, list[list[Call]]], rounds: in
 
 def _cost(chat: ChatFormat, streams: Sequence[Sequence[int]]) -> float:
     """Return the microseconds that a token of these streams costs."""
-    begun = time.process_time()
+    started = time.process_time()
     for ids in streams:
         stream = chat.family.calls(chat, TOOLS)
         for token in ids:
             stream.feed([token])
         stream.finish()
-    return (time.process_time() - begun) / sum(map(len, streams)) * 1e6
+    return (time.process_time() - started) / sum(map(len, streams)) * 1e6
 
 
 if __name__ == "__main__":

@@ -35,13 +35,13 @@ class Plain:
     unsorted   padded to the longest, samples in their order
     """
 
-    def __init__(self, settings: LearnerSettings, how: str) -> None:
-        attention = _ATTENTION.get(how, "sdpa")
+    def __init__(self, settings: LearnerSettings, variant: str) -> None:
+        attention = _ATTENTION.get(variant, "sdpa")
         self._settings = settings.model_copy(update={"attention": attention})
-        self._how = how
+        self._how = variant
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = load_model(self._settings).to(self._device).train()
-        self._scorer = TokenScorer(self.model, self._settings) if how == "chunked" else None
+        self._scorer = TokenScorer(self.model, self._settings) if variant == "chunked" else None
         o = settings.optimizer
         self._adamw = torch.optim.AdamW(
             self.model.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
@@ -56,8 +56,8 @@ class Plain:
             loss = self.loss(make_micro_batch(batch, indices, weights))
             loss.backward()
             loss_sum += loss.item()
-        most = self._settings.optimizer.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most).item()
+        max_norm = self._settings.optimizer.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm).item()
         self._adamw.step()
         self._adamw.zero_grad()
         return {"loss": loss_sum, "grad_norm": norm}
@@ -116,18 +116,18 @@ def peak(plain: Plain, batch: Batch) -> dict[str, float]:
     cuda = torch.cuda.is_available()
     torch.cuda.reset_peak_memory_stats() if cuda else reset_peak_memory()
     before_mib = torch.cuda.memory_allocated() / 2**20 if cuda else peak_memory_mib()
-    begun = time.perf_counter()
+    started = time.perf_counter()
     plain.loss(micro).backward()
     if cuda:
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     peak_mib = torch.cuda.max_memory_allocated() / 2**20 if cuda else peak_memory_mib()
     return {"peak MiB": peak_mib - before_mib, "seconds": seconds}
 
 
-def main(settings_path: str, how: str, *paths: str) -> None:
+def main(settings_path: str, variant: str, *paths: str) -> None:
     settings = LearnerSettings.model_validate_json(Path(settings_path).read_bytes())
-    plain = Plain(settings, how)
+    plain = Plain(settings, variant)
     if paths:
         print(json.dumps(peak(plain, Batch.load(Path(paths[0])))))
         return

@@ -14,7 +14,6 @@ import argparse
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,14 +44,14 @@ from agentloop.observe.exporters.metrics import Metrics
 from agentloop.observe.exporters.otel import OtelLimits, Traces
 from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from agentloop.observe.stalls import Stalls
+from bench.command import Lag, helper_process, quantile, words
 from bench.watchers import rollout
 
 READERS = ("metrics", "stalls", "board", "event_log", "otel", "sinks")
 _ROW = {"step": 1, "step_s": 1.0, **{f"learner/{number}": 0.5 for number in range(40)}}
-_TICK_S = 0.005
 
 
-def played(num_rollouts: int, draw: random.Random) -> Iterator[Event]:
+def rollout_events(num_rollouts: int, draw: random.Random) -> Iterator[Event]:
     """Yield the events of groups of 16, one rollout after the other."""
     for number in range(num_rollouts):
         group = f"group-{number // 16}"
@@ -106,43 +105,40 @@ async def costs(
     clock = time.perf_counter_ns
     with tempfile.TemporaryDirectory() as folder:
         cpu_s = time.process_time()
-        async with reader(name, Path(folder), collector) as seen:
+        async with reader(name, Path(folder), collector) as read:
             loop_s = time.thread_time()
             for number, event in enumerate(events):
-                begun = clock()
-                seen(event)
-                by_kind[type(event).__name__].append(clock() - begun)
+                started = clock()
+                read(event)
+                by_kind[type(event).__name__].append(clock() - started)
                 if number % 1000 == 0:
                     await anyio.lowlevel.checkpoint()
             loop_s = time.thread_time() - loop_s
         cpu_s = time.process_time() - cpu_s
-    return {kind: statistics.median(took) for kind, took in by_kind.items()}, loop_s, cpu_s
+    return (
+        {kind: statistics.median(durations) for kind, durations in by_kind.items()},
+        loop_s,
+        cpu_s,
+    )
 
 
 async def lag_ms(names: Sequence[str], collector: str, rate: float, seconds: float) -> list[float]:
     """Return the lag of a timer while `rate` rollouts per second are played: p50, p99, maximum."""
     draw = random.Random(0)
-    late: list[float] = []
-
-    async def tick() -> None:
-        while True:
-            due = time.perf_counter() + _TICK_S
-            await anyio.sleep(_TICK_S)
-            late.append(time.perf_counter() - due)
+    lag = Lag()
 
     with tempfile.TemporaryDirectory() as folder:
         async with _all(names, Path(folder), collector) as emit, anyio.create_task_group() as tasks:
-            tasks.start_soon(tick)
-            begun = time.monotonic()
+            tasks.start_soon(lag.measure)
+            started = time.monotonic()
             num_played = 0
-            while (now := time.monotonic() - begun) < seconds:
-                for event in played(max(0, round(now * rate) - num_played), draw):
+            while (elapsed_s := time.monotonic() - started) < seconds:
+                for event in rollout_events(max(0, round(elapsed_s * rate) - num_played), draw):
                     emit(event)
-                num_played = round(now * rate)
+                num_played = round(elapsed_s * rate)
                 await anyio.sleep(0.001)
             tasks.cancel_scope.cancel()
-    late.sort()
-    return [1000 * late[int(len(late) * share)] for share in (0.5, 0.99)] + [1000 * late[-1]]
+    return [1000 * quantile(lag.samples, share) for share in (0.5, 0.99, 1.0)]
 
 
 @asynccontextmanager
@@ -150,9 +146,9 @@ async def _all(names: Sequence[str], folder: Path, collector: str) -> AsyncItera
     if not names:
         yield ignore
         return
-    async with reader(names[0], folder, collector) as one:
-        async with _all(names[1:], folder, collector) as rest:
-            yield EventFanout(one, rest)
+    async with reader(names[0], folder, collector) as first:
+        async with _all(names[1:], folder, collector) as others_read:
+            yield EventFanout(first, others_read)
 
 
 # --- the collector: another process ---------------------------------------------------------------
@@ -177,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rollouts", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--readers", default=",".join(READERS))
+    parser.add_argument("--readers", type=words, default=list(READERS))
     parser.add_argument("--lag", action="store_true")
     parser.add_argument("--rate", type=float, default=100.0, help="rollouts per second, for --lag")
     parser.add_argument(
@@ -188,16 +184,8 @@ def main() -> None:
     if options.collect:
         anyio.run(_collect)
         return
-    me = [sys.executable, "-m", "bench.readers", "--collect"]
-    collector = subprocess.Popen(me, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert collector.stdin is not None
-    assert collector.stdout is not None
-    try:
-        url = collector.stdout.readline().strip()
-        (_lags if options.lag else _costs)(options, options.readers.split(","), url)
-    finally:
-        collector.stdin.close()
-        collector.wait(10)
+    with helper_process("bench.readers", "--collect") as url:
+        (_lags if options.lag else _costs)(options, options.readers, url)
 
 
 def _run(function: Any, *arguments: Any) -> Any:
@@ -205,7 +193,7 @@ def _run(function: Any, *arguments: Any) -> Any:
 
 
 def _costs(options: argparse.Namespace, names: Sequence[str], url: str) -> None:
-    events = list(played(options.rollouts, random.Random(0)))
+    events = list(rollout_events(options.rollouts, random.Random(0)))
     kinds = sorted({type(event).__name__ for event in events})
     rounds: dict[str, list[tuple[dict[str, float], float, float]]] = defaultdict(list)
     for _ in range(options.rounds):
@@ -219,17 +207,17 @@ def _costs(options: argparse.Namespace, names: Sequence[str], url: str) -> None:
     print("|---|" + "---|" * len(names))
 
     def of_kind(name: str, kind: str) -> float:
-        return statistics.median(found[0][kind] for found in rounds[name])
+        return statistics.median(figures[0][kind] for figures in rounds[name])
 
     def over_all(name: str, which: int) -> float:
-        return statistics.median(float(found[which]) for found in rounds[name])  # type: ignore[arg-type]
+        return statistics.median(float(figures[which]) for figures in rounds[name])  # type: ignore[arg-type]
 
     for kind in kinds:
-        took = [(of_kind(name, kind) - of_kind("nothing", kind)) / 1000 for name in names]
-        print(f"| {kind} | " + " | ".join(f"{max(0.0, us):.2f}" for us in took) + " |")
+        added_us = [(of_kind(name, kind) - of_kind("nothing", kind)) / 1000 for name in names]
+        print(f"| {kind} | " + " | ".join(f"{max(0.0, us):.2f}" for us in added_us) + " |")
     for which, title in ((1, "a rollout, the loop's thread"), (2, "a rollout, all threads")):
-        took = [over_all(name, which) - over_all("nothing", which) for name in names]
-        per_rollout = (f"{max(0.0, 1e6 * s / options.rollouts):.0f}" for s in took)
+        added_us = [over_all(name, which) - over_all("nothing", which) for name in names]
+        per_rollout = (f"{max(0.0, 1e6 * s / options.rollouts):.0f}" for s in added_us)
         print(f"| {title} | " + " | ".join(per_rollout) + " |")
 
 

@@ -28,6 +28,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.command import parser_for
+
 RECIPE = Path(__file__).parents[1] / "docs" / "recipes" / "laptop-rl.toml"
 ARMS: Mapping[str, Sequence[str]] = {
     "grpo": ["roc.down_sample_to_n=0", "roc.min_zero_reward_trace_num=-1",
@@ -74,20 +76,20 @@ class Run:
 
     def at_the_end(self, values: Sequence[float | None]) -> float:
         """Return the mean over the last steps."""
-        there = [value for value in values[-_LAST:] if value is not None]
-        return statistics.fmean(there) if there else float("nan")
+        present = [value for value in values[-_LAST:] if value is not None]
+        return statistics.fmean(present) if present else float("nan")
 
 
 def main() -> int:
     options = _parser().parse_args()
-    runs = [Run(**one) for file in options.read for one in json.loads(file.read_text("utf-8"))]
+    runs = [Run(**row) for file in options.read for row in json.loads(file.read_text("utf-8"))]
     with tempfile.TemporaryDirectory(prefix="bench-roc-") as folder:
         for seed, arm in itertools.product(options.seeds, options.arms):
             run = _run(arm, seed, options, Path(folder))
             runs.append(run)
             print(_line(run), flush=True)
             if options.out:  # after each run, because they take long
-                options.out.write_text(json.dumps([asdict(one) for one in runs]) + "\n", "utf-8")
+                options.out.write_text(json.dumps([asdict(run) for run in runs]) + "\n", "utf-8")
     print("\n".join(summary(runs)))
     if options.plot:
         plot(runs, options.plot)
@@ -136,9 +138,9 @@ def summary(runs: Sequence[Run]) -> Iterator[str]:
         mine = [run for run in runs if run.arm == arm]
         rewards = [run.held_out[-1][0] for run in mine]
         errors = [
-            one if one is not None else float("nan")
+            reward if reward is not None else float("nan")
             for run in mine
-            for one in [run.held_out[-1][1]]
+            for reward in [run.held_out[-1][1]]
         ]
         last = [run.at_the_end(run.reward) for run in mine]
         last_errors = [run.at_the_end(run.errors) for run in mine]
@@ -187,16 +189,12 @@ def plot(runs: Sequence[Run], path: Path) -> None:
 
 
 def _middle(values: Sequence[float | None]) -> float:
-    there = [value for value in values if value is not None]
-    return statistics.median(there) if there else float("nan")
+    present = [value for value in values if value is not None]
+    return statistics.median(present) if present else float("nan")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m bench.roc",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_for("roc", __doc__)
     parser.add_argument("--model", required=True, type=Path, help="the folder of a model")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["grpo", "roc"])
     parser.add_argument(

@@ -30,7 +30,6 @@ No scheduler can beat the bound, even if it knows all lengths: see `lower_bound_
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import json
@@ -51,6 +50,7 @@ from agentloop.inference.scheduling.kv_policy import Costs
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
 from agentloop.inference.scheduling.placement import PlacementRequest
 from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
+from bench.command import numbers, parser_for, quantile, words
 from bench.gateway_policies import POLICIES, make_policy
 from bench.server_model import Job, ServerModel, ServerParams
 
@@ -96,17 +96,17 @@ def make_trace(
         for _ in range(group_size):
             pace = difficulty * rng.lognormvariate(0.0, 0.3)
             num_turns = min(max_turns, 1 + int(rng.expovariate(1 / (3.5 * difficulty))))
-            left, turns = budget, []
+            remaining, turns = budget, []
             for _ in range(num_turns):
                 num_output = min(
-                    left, max(16, int(rng.lognormvariate(math.log(_MEDIAN_TURN * pace), 0.7)))
+                    remaining, max(16, int(rng.lognormvariate(math.log(_MEDIAN_TURN * pace), 0.7)))
                 )
-                num_tool = min(left - num_output, max(8, int(rng.lognormvariate(4.4, 0.8))))
+                num_tool = min(remaining - num_output, max(8, int(rng.lognormvariate(4.4, 0.8))))
                 slow = rng.random() < 0.05
                 tool_s = rng.lognormvariate(math.log(8.0 if slow else 0.3), 0.8)
                 turns.append(TurnSpec(num_output, num_tool, min(tool_s, 30.0)))
-                left -= num_output + num_tool
-                if left < 16:
+                remaining -= num_output + num_tool
+                if remaining < 16:
                     break
             trace.append(RolloutSpec(f"g{group}", num_prompt, tuple(turns)))
     return trace
@@ -183,12 +183,12 @@ class _CacheAware:
 
     def choose(self, request: PlacementRequest, loads: Sequence[int]) -> int:
         least = min(range(self._num_servers), key=loads.__getitem__)
-        most = max(loads)
+        heaviest = max(loads)
         chosen = least
-        if not (most - loads[least] > 64 and most > 1.5 * loads[least]):
+        if not (heaviest - loads[least] > 64 and heaviest > 1.5 * loads[least]):
             matches = [
-                seen.get(request.key, 0) or seen.get("group " + request.group, 0)
-                for seen in self._seen
+                lengths.get(request.key, 0) or lengths.get("group " + request.group, 0)
+                for lengths in self._seen
             ]
             best = max(range(self._num_servers), key=matches.__getitem__)
             if matches[best] > 0.3 * request.num_tokens:
@@ -287,8 +287,8 @@ class Simulation:
         result.makespan_90_s = sorted(self._ended_s)[int(0.9 * (len(self._ended_s) - 1))]
         result.num_retractions = sum(server.num_retracted for server in self.servers)
         result.prefix_hits = self._num_hit / max(1, self._num_prompt)
-        result.ttft_p99_s = _p99(self._ttft)
-        result.turn_ttft_p99_s = _p99(self._turn_ttft)
+        result.ttft_p99_s = quantile(self._ttft, 0.99)
+        result.turn_ttft_p99_s = quantile(self._turn_ttft, 0.99)
         choices = sorted(self._choose_s)
         result.choose_us = 1e6 * choices[len(choices) // 2]
         result.choose_p90_us = 1e6 * choices[int(0.9 * (len(choices) - 1))]
@@ -314,9 +314,11 @@ class Simulation:
             capacity = sum(pool.capacity for pool in self.ledger.pools.values())
             group = self._source[0]
             return self.admission.may_start(capacity, len(group), group[0].spec.num_prompt)
-        most = self.options.in_flight * self.options.num_servers
+        max_in_flight = self.options.in_flight * self.options.num_servers
         num_running = self._num_started - len(self._ended_s)
-        return not most or num_running + len(self._source[0]) <= max(most, len(self._source[0]))
+        return not max_in_flight or num_running + len(self._source[0]) <= max(
+            max_in_flight, len(self._source[0])
+        )
 
     def _ask(self, rollout: _Rollout, *, ready_s: float) -> None:
         rollout.asked_s = ready_s
@@ -358,7 +360,7 @@ class Simulation:
         for waiting in late:
             self.queue.leave(waiting.name)
             self.result.num_refused += 1
-            self._finish(waiting.request, whole=False)
+            self._finish(waiting.request, is_whole=False)
 
     def _choose(self, rollout: _Rollout, waited_s: float) -> int:
         """Return the server's index, or -1 to wait."""
@@ -375,7 +377,7 @@ class Simulation:
             pools = self.ledger.pools.values()
             chosen = self.cache_aware.choose(request, [pool.num_sequences for pool in pools])
         else:
-            decision = self.placement.choose(request, self.ranks, now=self.now, waited_s=waited_s)
+            decision = self.placement.choose(request, self.ranks, now_s=self.now, waited_s=waited_s)
             chosen = -1 if decision.rank is None else self._index[decision.rank]
         self._choose_s.append(time.perf_counter() - started)
         if self.options.has_queue and self.policy != "kv" and chosen >= 0:
@@ -425,10 +427,10 @@ class Simulation:
             return
         self._server_s[index] = math.inf
         for job in self.servers[index].advance():
-            self._ended(job)
+            self._end_job(job)
         self._schedule(index)
 
-    def _ended(self, job: Job) -> None:
+    def _end_job(self, job: Job) -> None:
         rollout, num_known = self._jobs.pop(job.name)
         turn = rollout.spec.turns[rollout.turn]
         assert job.num_emitted == turn.num_output
@@ -446,18 +448,18 @@ class Simulation:
         self.admission.forecast.grow(rollout.key, turn.num_output - num_known + turn.num_tool)
         rollout.turn += 1
         if rollout.turn == len(rollout.spec.turns):
-            self._finish(rollout, whole=True)
+            self._finish(rollout, is_whole=True)
         else:
             back_s = self.now + turn.tool_s
             self._at(back_s, lambda: self._ask(rollout, ready_s=back_s))
 
-    def _finish(self, rollout: _Rollout, *, whole: bool) -> None:
+    def _finish(self, rollout: _Rollout, *, is_whole: bool) -> None:
         self.ledger.forget(rollout.key)
         self.placement.forget(rollout.key)
-        self._over.append((rollout.key, whole))
+        self._over.append((rollout.key, is_whole))
         self._num_open -= 1
         self._ended_s.append(self.now)
-        if whole:
+        if is_whole:
             self.result.goodput += rollout.spec.num_output
         self._left[rollout.spec.group] -= 1
         if not self._left[rollout.spec.group]:
@@ -476,17 +478,17 @@ class Simulation:
                     self._jobs[name] = (rollout, num_emitted)
         self._forecast_ends()
         reports = [server.report for server in self.servers]
-        self._at(self.now + self.options.report_lag_s, lambda: self._reported(reports))
+        self._at(self.now + self.options.report_lag_s, lambda: self._receive_reports(reports))
         self._at(self.now + self.options.tick_s, self._tick)
         self._dirty = True
 
     def _forecast_ends(self) -> None:
         """Report ends with the delay of tokens, or short rollouts would seem frequent."""
-        for key, whole in self._over:
-            self.admission.forecast.end(key, whole=whole)
+        for key, is_whole in self._over:
+            self.admission.forecast.end(key, is_complete=is_whole)
         self._over.clear()
 
-    def _reported(self, reports: Sequence[LoadReport]) -> None:
+    def _receive_reports(self, reports: Sequence[LoadReport]) -> None:
         num_retracted = 0
         for rank, report in zip(self.ranks, reports, strict=True):
             num_retracted += self.ledger.report(rank, report, self.now)
@@ -518,30 +520,26 @@ def lower_bound_s(trace: Iterable[RolloutSpec], num_servers: int, params: Server
     prompts: dict[str, int] = {}
     for spec in trace:
         prompts[spec.group] = spec.num_prompt
-        own, alone = 0, params.prefill_s_per_token * spec.num_prompt
+        num_own, alone = 0, params.prefill_s_per_token * spec.num_prompt
         for turn in spec.turns:
             # The prefill produces the first token of a turn, without a step.
             num_steps = turn.num_output - 1
-            own_sum = num_steps * own + num_steps * (num_steps + 1) / 2
+            own_sum = num_steps * num_own + num_steps * (num_steps + 1) / 2
             attended = own_sum + num_steps * spec.num_prompt
             contexts += own_sum
             outputs += num_steps
             step_s = params.step_s_per_sequence * num_steps + params.step_s_per_token * attended
             seconds += step_s
             alone += step_s + params.step_s * num_steps
-            own += turn.num_output
+            num_own += turn.num_output
             if turn is not spec.turns[-1]:
-                own += turn.num_tool
+                num_own += turn.num_tool
                 seconds += params.prefill_s_per_token * turn.num_tool
                 alone += turn.tool_s + params.prefill_s_per_token * turn.num_tool
         longest = max(longest, alone)
     seconds += params.prefill_s_per_token * sum(prompts.values())
     seconds += params.step_s * max(contexts / params.capacity, outputs / params.max_running)
     return max(longest, seconds / num_servers)
-
-
-def _p99(values: list[float]) -> float:
-    return sorted(values)[int(0.99 * (len(values) - 1))] if values else 0.0
 
 
 def run_all(
@@ -580,7 +578,7 @@ def table(results: Sequence[Result]) -> str:
         def median(name: str, mine: list[Result] = mine) -> float:
             return float(statistics.median(getattr(result, name) for result in mine))
 
-        of_bound = statistics.median(one.makespan_s / one.bound_s for one in mine)
+        of_bound = statistics.median(result.makespan_s / result.bound_s for result in mine)
         rows.append(
             f"| {policy} | {median('makespan_s'):.1f} | {of_bound:.2f} | "
             f"{median('makespan_90_s'):.1f} | {median('goodput'):,.0f} | "
@@ -595,16 +593,12 @@ def table(results: Sequence[Result]) -> str:
 
 def main() -> None:
     defaults = Options()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for("router", __doc__)
     parser.add_argument("--servers", type=int, default=4, metavar="N")
     parser.add_argument("--groups", type=int, default=0, help="groups of rollouts (8 per server)")
     parser.add_argument("--group-size", type=int, default=32)
-    parser.add_argument("--policies", default=",".join([*POLICIES, *EMULATED]))
-    parser.add_argument(
-        "--seeds", default="1,2,3", help="seeds of traces and ties, separated by commas"
-    )
+    parser.add_argument("--policies", type=words, default=[*POLICIES, *EMULATED])
+    parser.add_argument("--seeds", type=numbers, default=[1, 2, 3], help="of traces and ties")
     parser.add_argument("--trace", type=Path, help="a JSONL file instead of generated rollouts")
     parser.add_argument(
         "--capacity", type=int, default=defaults.params.capacity, help="KV tokens per server"
@@ -638,8 +632,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="file for the figures of every run")
     args = parser.parse_args()
-    policies = args.policies.split(",")
-    if unknown := set(policies) - {*POLICIES, *EMULATED}:
+    if unknown := set(args.policies) - {*POLICIES, *EMULATED}:
         parser.error(f"no policy {sorted(unknown)}")
     options = Options(
         num_servers=args.servers,
@@ -661,7 +654,7 @@ def main() -> None:
             return read_trace(args.trace)
         return make_trace(seed, num_groups=num_groups, group_size=args.group_size)
 
-    results = run_all(policies, [int(seed) for seed in args.seeds.split(",")], options, trace_of)
+    results = run_all(args.policies, args.seeds, options, trace_of)
     print(table(results))
     if args.json:
         args.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")

@@ -113,7 +113,7 @@ class ServerModel:
     def __post_init__(self) -> None:
         self._ratio = self._init_ratio
 
-    def submit(self, job: Job, now: float) -> None:
+    def submit(self, job: Job, now_s: float) -> None:
         """Queue a job.
 
         Raises:
@@ -124,47 +124,47 @@ class ServerModel:
         was_empty = not self.waiting
         self.waiting.append(job)
         if self.next_s == math.inf:
-            self._plan(now)
+            self._plan(now_s)
         elif was_empty and self._planned:  # the next step boundary may admit it
-            num_done = min(self._planned, math.floor(self._steps_until(now)) + 1)
+            num_done = min(self._planned, math.floor(self._steps_until(now_s)) + 1)
             self._planned = num_done
-            self.next_s = max(now, self._start_s + self._duration(num_done))
+            self.next_s = max(now_s, self._start_s + self._duration(num_done))
 
-    def cancel(self, job: Job, now: float) -> None:
+    def cancel(self, job: Job, now_s: float) -> None:
         """Cancel a job; it ends with the current step."""
         if job in self.waiting:
             self.waiting.remove(job)
         elif job.name in self.running:
             num_steps = 0
             if self._planned:
-                num_steps = min(self._planned, math.floor(self._steps_until(now)) + 1)
+                num_steps = min(self._planned, math.floor(self._steps_until(now_s)) + 1)
                 self._planned = num_steps
-                self.next_s = max(now, self._start_s + self._duration(num_steps))
+                self.next_s = max(now_s, self._start_s + self._duration(num_steps))
             job.num_output = job.num_emitted + self._step + num_steps - job.first_step
             heapq.heappush(self._ends, (_last_step(job), job.name))
 
     def advance(self) -> list[Job]:
         """Advance to `next_s`; return the jobs that ended there."""
-        now = self.next_s
+        now_s = self.next_s
         if self._planned:
             self._take_steps(self._planned)
         for job in self._prefill:
-            job.first_token_s = min(job.first_token_s, now)
+            job.first_token_s = min(job.first_token_s, now_s)
         self._prefill = []
         ended: list[Job] = []
         while self._ends and self._ends[0][0] <= self._step:
             step, name = heapq.heappop(self._ends)
-            if (found := self.running.get(name)) is not None and _last_step(found) == step:
-                self._end(found, now)
-                ended.append(found)
-        self._plan(now)
+            if (candidate := self.running.get(name)) and _last_step(candidate) == step:
+                self._end(candidate, now_s)
+                ended.append(candidate)
+        self._plan(now_s)
         return ended
 
-    def num_emitted(self, job: Job, now: float) -> int:
+    def num_emitted(self, job: Job, now_s: float) -> int:
         """Return the tokens of a running job that have been streamed by `now`."""
-        if job.first_token_s > now:
+        if job.first_token_s > now_s:
             return 0
-        steps = min(self._planned, math.floor(self._steps_until(now))) if self._planned else 0
+        steps = min(self._planned, math.floor(self._steps_until(now_s))) if self._planned else 0
         return min(job.num_output, job.num_emitted + self._step + steps - job.first_step)
 
     # --- simulation -----------------------------------------------------------------------------
@@ -173,18 +173,18 @@ class ServerModel:
     def _init_ratio(self) -> float:
         return min(1.0, 0.7 * self.params.conservativeness)
 
-    def _plan(self, now: float) -> None:
+    def _plan(self, now_s: float) -> None:
         """Plan the next segment from `now` on."""
-        self._start_s, self._planned = now, 0
+        self._start_s, self._planned = now_s, 0
         if self.waiting and (uncached := self._admit()):
-            self.next_s = now + self.params.prefill_s + uncached * self.params.prefill_s_per_token
+            self.next_s = now_s + self.params.prefill_s + uncached * self.params.prefill_s_per_token
         elif self.running:
             if self.params.capacity - self.num_locked < len(self.running):
                 self._retract()
             fitting = (self.params.capacity - self.num_locked) // len(self.running)
             self._drop_ended()
             self._planned = max(1, min(fitting, self._ends[0][0] - self._step))
-            self.next_s = now + self._duration(self._planned)
+            self.next_s = now_s + self._duration(self._planned)
         else:
             self.next_s = math.inf
             self._ratio = self._init_ratio
@@ -202,7 +202,7 @@ class ServerModel:
         more = params.step_s_per_token * batch
         return num_steps * first + more * num_steps * (num_steps - 1) / 2
 
-    def _steps_until(self, now: float) -> float:
+    def _steps_until(self, now_s: float) -> float:
         """Return the steps, possibly fractional, since the segment's start; the inverse of
         `_duration`."""
         params, batch = self.params, len(self.running)
@@ -213,7 +213,7 @@ class ServerModel:
             + params.step_s_per_token * self._num_context
         )
         linear = first - more / 2
-        elapsed = max(0.0, now - self._start_s) + 1e-9
+        elapsed = max(0.0, now_s - self._start_s) + 1e-9
         if more == 0.0:
             return elapsed / linear
         return (math.sqrt(linear * linear + 2 * more * elapsed) - linear) / more
@@ -307,8 +307,8 @@ class ServerModel:
             elif (job.group, True) in self._lru:
                 self._lru.move_to_end((job.group, True))
 
-    def _end(self, job: Job, now: float) -> None:
-        job.finished_s = now
+    def _end(self, job: Job, now_s: float) -> None:
+        job.finished_s = now_s
         self._stop(job, job.num_prompt + job.num_output - job.num_shared)
 
     def _retract(self) -> None:
@@ -327,10 +327,12 @@ class ServerModel:
             self.num_retracted += 1
             self.waiting.append(job)
         self._evict()
-        left = list(self.running.values())
-        num_done = sum(job.num_emitted + self._step - job.first_step for job in left)
-        num_most = sum(job.max_new for job in left)
-        self._ratio = min(1.0, (num_done + self.params.retract_steps * len(left)) / (num_most + 1))
+        remaining = list(self.running.values())
+        num_done = sum(job.num_emitted + self._step - job.first_step for job in remaining)
+        num_most = sum(job.max_new for job in remaining)
+        self._ratio = min(
+            1.0, (num_done + self.params.retract_steps * len(remaining)) / (num_most + 1)
+        )
 
     def _drop_ended(self) -> None:
         """Drop outdated entries, so that the heap's head is a running job."""

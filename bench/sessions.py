@@ -102,7 +102,7 @@ class _PlayedEngine:
         self.took_s.setdefault(name, []).append(time.perf_counter() - asked_s)
         on_chunk(self._chunk)
 
-    def forget(self, key: str, *, whole: bool) -> None:
+    def forget(self, key: str, *, is_complete: bool) -> None:
         """Do nothing: there is no cache."""
 
 
@@ -118,14 +118,16 @@ class Endpoint:
         self.tokenizer = _CountingTokenizer(self.chat.tokenizer)
         self.chat._encoder.tokenizer = self.tokenizer  # type: ignore[assignment]
         end = self.chat.decode([self.chat.end_id])
-        said = self.chat.tokenizer.encode(f"{_TEXT}{_CALL}{end}", add_special_tokens=False).ids
-        self.engine = _PlayedEngine(said, delay_s)
+        reply = self.chat.tokenizer.encode(f"{_TEXT}{_CALL}{end}", add_special_tokens=False).ids
+        self.engine = _PlayedEngine(reply, delay_s)
         self.url = ""
         self.begun: list[tuple[float, int]] = []
 
     def _open(self, name: str, **options: Any) -> ModelSession:
-        given = {"sampling": Sampling(), **options}
-        return ModelSession(name, self.engine, self.chat, budget=Budget(), with_text=False, **given)
+        defaults = {"sampling": Sampling(), **options}
+        return ModelSession(
+            name, self.engine, self.chat, budget=Budget(), with_text=False, **defaults
+        )
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -141,13 +143,15 @@ class Endpoint:
         )
 
         @web.middleware
-        async def noted(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        async def record_time(request: web.Request, handler: _Handler) -> web.StreamResponse:
             if request.method == "POST" and request.match_info.get("key"):
                 self.begun.append((time.process_time(), self.tokenizer.num_chars))
             return await handler(request)
 
         errors = ErrorResponses(SESSION_ROUTES)
-        app = web.Application(middlewares=[noted, errors.middleware], client_max_size=64 << 20)
+        app = web.Application(
+            middlewares=[record_time, errors.middleware], client_max_size=64 << 20
+        )
         add_routes(app.router, SESSION_ROUTES, bare)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await runner.setup()
@@ -248,12 +252,12 @@ async def _measure(options: argparse.Namespace) -> None:
     async with endpoint.serving():
         load = os.getloadavg()[0]
         cpu_s, begun_s = time.process_time(), time.perf_counter()
-        found = await _loaded(endpoint, options)
+        durations = await _run_load(endpoint, options)
         cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - begun_s
-    took_s = [(name, one) for name, times in found.items() for one in times]
-    engine_s = [one for name in found for one in endpoint.engine.took_s[name]]
+    took_s = [(name, seconds) for name, times in durations.items() for seconds in times]
+    engine_s = [seconds for name in durations for seconds in endpoint.engine.took_s[name]]
     assert len(took_s) == len(engine_s) == options.sessions * options.requests
-    added = sorted(one - engine for (_, one), engine in zip(took_s, engine_s, strict=True))
+    added = sorted(seconds - engine for (_, seconds), engine in zip(took_s, engine_s, strict=True))
     print(
         f"{options.sessions} sessions, {options.protocol}, {len(added) / wall_s:.0f} requests/s of "
         f"{options.rate:g} wanted; load average before {load:.1f}; {cpu_s / wall_s:.0%} of a core, "
@@ -264,15 +268,15 @@ async def _measure(options: argparse.Namespace) -> None:
     print("| added latency | " + " | ".join(f"{mark:.2f} ms" for mark in marks) + " |")
 
 
-async def _loaded(endpoint: Endpoint, options: argparse.Namespace) -> dict[str, list[float]]:
+async def _run_load(endpoint: Endpoint, options: argparse.Namespace) -> dict[str, list[float]]:
     """Run the load generator; return how long its requests took, by the names of sessions."""
     names = ("sessions", "requests", "rate", "turns", "protocol")
     more = [part for name in names for part in (f"--{name}", str(getattr(options, name)))]
     command = [sys.executable, "-m", "bench.sessions", "--load", endpoint.url, *more]
-    found: dict[str, list[float]] = json.loads(
+    durations: dict[str, list[float]] = json.loads(
         (await anyio.run_process(command, stderr=None)).stdout
     )
-    return found
+    return durations
 
 
 # --- the length of a history ----------------------------------------------------------------------
@@ -281,23 +285,23 @@ async def _loaded(endpoint: Endpoint, options: argparse.Namespace) -> dict[str, 
 async def _histories(options: argparse.Namespace) -> None:
     """Measure one session that grows, without pauses: nothing else is on the loop."""
     endpoint = Endpoint(0.0)
-    lengths = [one for one in _LENGTHS if one <= options.longest]
+    lengths = [length for length in _LENGTHS if length <= options.longest]
     options.sessions, options.rate = 1, 1e9
     options.requests = options.turns = max(lengths) // 2 + _NEAR
-    found: dict[int, list[float]] = {length: [] for length in lengths}
+    durations: dict[int, list[float]] = {length: [] for length in lengths}
     chars: dict[int, int] = {}
     async with endpoint.serving():
         for _ in range(options.rounds):
             endpoint.begun.clear()
-            await _loaded(endpoint, options)
-            begun = endpoint.begun
+            await _run_load(endpoint, options)
+            starts = endpoint.begun
             for length in lengths:
                 for index in range(length // 2, length // 2 + _NEAR - 1):
-                    found[length].append(begun[index + 1][0] - begun[index][0])
-                chars[length] = begun[length // 2 + 1][1] - begun[length // 2][1]
+                    durations[length].append(starts[index + 1][0] - starts[index][0])
+                chars[length] = starts[length // 2 + 1][1] - starts[length // 2][1]
     print("| messages | CPU of a request: median | smallest | encoded characters |")
     print("|---|---|---|---|")
-    for length, values in found.items():
+    for length, values in durations.items():
         median_ms, least_ms = statistics.median(values) * 1000, min(values) * 1000
         print(f"| {length} | {median_ms:.2f} ms | {least_ms:.2f} ms | {chars[length]:,} |")
 
@@ -324,30 +328,30 @@ async def _parts(options: argparse.Namespace) -> None:
     options.sessions, options.rate = 1, 1e9
     options.requests = options.turns = options.longest // 2
     async with endpoint.serving():
-        await _loaded(endpoint, options)
+        await _run_load(endpoint, options)
         endpoint.begun.clear()
         with profile:
             for _ in range(options.rounds):
-                await _loaded(endpoint, options)
+                await _run_load(endpoint, options)
     stats: Any = pstats.Stats(profile)
 
     def took_s(*functions: tuple[str, str]) -> float:
-        found: list[float] = [
+        durations: list[float] = [
             cumulative_s
             for (path, _, name), (_, _, _, cumulative_s, _) in stats.stats.items()
             if any(path.endswith(file) and name == function for file, function in functions)
         ]
-        return sum(found)
+        return sum(durations)
 
-    found = {part: took_s(*functions) for part, functions in _PARTS.items()}
+    part_times = {part: took_s(*functions) for part, functions in _PARTS.items()}
     rollout, reading = _ROLLOUT
-    found["the rest of the rollout"] = took_s(rollout) - took_s(reading)
-    found["the rest of the handler"] = took_s(_HANDLING) - sum(found.values())
-    found["HTTP server and event loop"] = stats.total_tt - took_s(_HANDLING)
+    part_times["the rest of the rollout"] = took_s(rollout) - took_s(reading)
+    part_times["the rest of the handler"] = took_s(_HANDLING) - sum(part_times.values())
+    part_times["HTTP server and event loop"] = stats.total_tt - took_s(_HANDLING)
     num = len(endpoint.begun)
     print(f"{num} requests, {stats.total_calls / num:,.0f} calls of functions each\n")
     print("| part | share of the CPU time |\n|---|---|")
-    for part, part_s in found.items():
+    for part, part_s in part_times.items():
         print(f"| {part} | {part_s / stats.total_tt:.0%} |")
 
 

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 import uuid
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -28,6 +26,7 @@ from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
+from bench.command import numbers, parser_for, say
 from bench.sandbox import cpu_of_tree, own_cpu_s
 
 _Row = dict[str, float]
@@ -66,7 +65,6 @@ async def _round(
 async def measure(options: argparse.Namespace) -> dict[int, _Row]:
     """Return the medians of all rounds by interval."""
     rows: dict[int, list[_Row]] = {interval: [] for interval in options.intervals}
-    say = partial(print, file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         servers = sglang_servers(SMALL, ServerSettings(), log_dir=Path(folder), on_progress=say)
         async with servers as processes, http_session() as session:
@@ -75,22 +73,18 @@ async def measure(options: argparse.Namespace) -> dict[int, _Row]:
             server = SGLangServer(processes[0].url, session)
             await _round(server, pid, 1, options)
             for number in range(options.rounds):
-                for interval, found in rows.items():
-                    found.append(await _round(server, pid, interval, options))
-                    say(f"round {number + 1}, interval {interval}: {found[-1]}")
+                for interval, figures in rows.items():
+                    figures.append(await _round(server, pid, interval, options))
+                    say(f"round {number + 1}, interval {interval}: {figures[-1]}")
     return {
-        interval: {name: statistics.median(row[name] for row in found) for name in found[0]}
-        for interval, found in rows.items()
+        interval: {name: statistics.median(row[name] for row in figures) for name in figures[0]}
+        for interval, figures in rows.items()
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--intervals", type=lambda text: [*map(int, text.split(","))], default=[1, 2, 4, 8, 16]
-    )
+    parser = parser_for("stream_interval", __doc__)
+    parser.add_argument("--intervals", type=numbers, default=[1, 2, 4, 8, 16])
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)

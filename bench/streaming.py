@@ -27,10 +27,15 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import anyio
 import orjson
+
+from bench.command import Lag, helper_process, quantile, say, words
 
 READERS = ("agentloop", "httpx", "openai", "environment")
 _WHOLE_LOOP = ("agentloop", "environment")
@@ -228,71 +233,50 @@ async def _generate_load(options: argparse.Namespace) -> None:
 # --- the readers --------------------------------------------------------------------------------
 
 
-class _Lag:
-    """Measures the lag of a 5 ms timer, in seconds."""
-
-    PERIOD_S = 0.005
-
-    def __init__(self) -> None:
-        self.samples: list[float] = []
-
-    async def measure(self) -> None:
-        import anyio
-
-        while True:
-            due = time.perf_counter() + self.PERIOD_S
-            await anyio.sleep(self.PERIOD_S)
-            self.samples.append(time.perf_counter() - due)
-
-
-async def _read_agentloop(urls: list[str], num_streams: int, num_tokens: int) -> int:
-    import anyio
-
+@asynccontextmanager
+async def _chat_and_router(urls: list[str]) -> AsyncIterator[tuple[Any, Any]]:
+    """Open the whole loop's parts; imported here, so that the other readers do without them."""
     from agentloop.agent.chat_format import ChatFormat
-    from agentloop.agent.rollout import Budget, Rollout
     from agentloop.inference.router import Router, RouterSettings
     from agentloop.inference.sglang.client import SGLangServer
     from agentloop.inference.sglang.control import http_session
     from agentloop.models import SMALL
 
-    chat = ChatFormat.load(SMALL)
+    async with http_session() as session:
+        servers = [SGLangServer(url, session) for url in urls]
+        async with Router.open(servers, RouterSettings()) as router:
+            yield ChatFormat.load(SMALL), router
+
+
+async def _read_agentloop(urls: list[str], num_streams: int, num_tokens: int) -> int:
+    from agentloop.agent.rollout import Budget, Rollout
+
     budget = Budget(max_response_tokens=num_tokens, max_turns=1)
     num_read = 0
 
-    async def one(group: int) -> None:
+    async def read_stream(group: int) -> None:
         nonlocal num_read
         messages = [{"role": "user", "content": f"{group} " + "x" * (_PROMPT_TOKENS // 2)}]
         rollout = Rollout(router, chat, messages, budget=budget, with_text=False)
         trajectory = await rollout.run()
         num_read += trajectory.num_sampled_tokens
 
-    async with http_session() as session:
-        servers = [SGLangServer(url, session) for url in urls]
-        async with Router.open(servers, RouterSettings()) as router:
-            async with anyio.create_task_group() as tasks:
-                for index in range(num_streams):
-                    tasks.start_soon(one, index // 32)  # groups of 32, as in training
+    async with _chat_and_router(urls) as (chat, router), anyio.create_task_group() as tasks:
+        for index in range(num_streams):
+            tasks.start_soon(read_stream, index // 32)  # groups of 32, as in training
     return num_read
 
 
 async def _read_environment(urls: list[str], num_streams: int, num_tokens: int) -> int:
-    import anyio
-
-    from agentloop.agent.chat_format import ChatFormat
     from agentloop.agent.rollout import Budget, Rollout
     from agentloop.environments.agent import Agent
     from agentloop.environments.environment import environment
     from agentloop.environments.tasks.sources import Task
-    from agentloop.inference.router import Router, RouterSettings
-    from agentloop.inference.sglang.client import SGLangServer
-    from agentloop.inference.sglang.control import http_session
     from agentloop.inference.sglang.sampling import Sampling
-    from agentloop.models import SMALL
     from agentloop.rollouts.player import EnvironmentPlayer
     from agentloop.rollouts.runner import play_siblings
     from agentloop.trajectory import Trajectory
 
-    chat = ChatFormat.load(SMALL)
     num_read = 0
 
     @environment
@@ -327,22 +311,18 @@ async def _read_environment(urls: list[str], num_streams: int, num_tokens: int) 
         ) as siblings:
             await play_siblings(siblings)
 
-    async with http_session() as session:
-        servers = [SGLangServer(url, session) for url in urls]
-        async with Router.open(servers, RouterSettings()) as router:
-            async with anyio.create_task_group() as tasks:
-                for first in range(0, num_streams, 32):
-                    tasks.start_soon(group, first // 32, min(32, num_streams - first))
+    async with _chat_and_router(urls) as (chat, router), anyio.create_task_group() as tasks:
+        for first in range(0, num_streams, 32):
+            tasks.start_soon(group, first // 32, min(32, num_streams - first))
     return num_read
 
 
 async def _read_httpx(urls: list[str], num_streams: int, num_tokens: int) -> int:
-    import anyio
     import httpx
 
     num_read = 0
 
-    async def one(url: str) -> None:
+    async def read_stream(url: str) -> None:
         nonlocal num_read
         body = {
             "input_ids": list(range(_PROMPT_TOKENS)),
@@ -359,18 +339,17 @@ async def _read_httpx(urls: list[str], num_streams: int, num_tokens: int) -> int
     async with httpx.AsyncClient(limits=limits, timeout=600, trust_env=False) as client:
         async with anyio.create_task_group() as tasks:
             for index in range(num_streams):
-                tasks.start_soon(one, urls[index % len(urls)])
+                tasks.start_soon(read_stream, urls[index % len(urls)])
     return num_read
 
 
 async def _read_openai(urls: list[str], num_streams: int, num_tokens: int) -> int:
-    import anyio
     import httpx
     from openai import AsyncOpenAI
 
     num_read = 0
 
-    async def one(client: AsyncOpenAI) -> None:
+    async def read_stream(client: AsyncOpenAI) -> None:
         nonlocal num_read
         stream = await client.chat.completions.create(
             model="small",
@@ -387,22 +366,20 @@ async def _read_openai(urls: list[str], num_streams: int, num_tokens: int) -> in
         clients = [AsyncOpenAI(base_url=url + "/v1", api_key="-", http_client=http) for url in urls]
         async with anyio.create_task_group() as tasks:
             for index in range(num_streams):
-                tasks.start_soon(one, clients[index % len(clients)])
+                tasks.start_soon(read_stream, clients[index % len(clients)])
     return num_read
 
 
 async def _measure(
     reader: str, urls: list[str], num_streams: int, num_tokens: int
 ) -> dict[str, Any]:
-    import anyio
-
     read = {
         "agentloop": _read_agentloop,
         "environment": _read_environment,
         "httpx": _read_httpx,
         "openai": _read_openai,
     }[reader]
-    lag = _Lag()
+    lag = Lag()
     async with anyio.create_task_group() as tasks:
         # One uncounted stream first, to exclude imports and the tokenizer.
         await read(urls[:1], 1, 2)
@@ -412,13 +389,12 @@ async def _measure(
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
         tasks.cancel_scope.cancel()
     assert num_read == num_streams * num_tokens, f"{reader}: {num_read} tokens arrived"
-    lag.samples.sort()
     return {
         "reader": reader,
         "tokens": num_read,
         "tokens_per_cpu_s": num_read / cpu_s,
         "tokens_per_s": num_read / wall_s,
-        "lag_p99_ms": lag.samples[int(len(lag.samples) * 0.99)] * 1000,
+        "lag_p99_ms": quantile(lag.samples, 0.99) * 1000,
     }
 
 
@@ -434,7 +410,7 @@ def main() -> None:
     )
     parser.add_argument("--step-ms", type=float, default=30.0, help="time between two tokens")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--readers", default=",".join(READERS[:3]))
+    parser.add_argument("--readers", type=words, default=list(READERS[:3]))
     parser.add_argument(
         "--single", action="store_true", help="a frame for each token, whatever a reader asks for"
     )
@@ -448,8 +424,6 @@ def main() -> None:
 
         uvloop.run(_generate_load(options))
     elif options.read:
-        import anyio
-
         urls = json.loads(sys.stdin.readline())
         arguments = (options.read, urls, options.streams, options.tokens)
         figures = anyio.run(_measure, *arguments, backend_options={"use_uvloop": True})
@@ -461,31 +435,22 @@ def main() -> None:
 def _run(options: argparse.Namespace) -> None:
     me = [sys.executable, "-m", "bench.streaming"]
     shape = ["--streams", str(options.streams), "--servers", str(options.servers)]
-    load = subprocess.Popen(
-        [*me, "--load", *shape, *["--single"] * options.single, "--step-ms", str(options.step_ms)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert load.stdin is not None
-    assert load.stdout is not None
+    load = [*shape, *["--single"] * options.single, "--step-ms", str(options.step_ms)]
     results: dict[str, list[dict[str, Any]]] = {}
-    try:
-        urls = load.stdout.readline()
+    with helper_process("bench.streaming", "--load", *load) as urls:
         for number in range(options.rounds):
-            for reader in options.readers.split(","):
+            for reader in options.readers:
                 tokens = options.tokens if reader in _WHOLE_LOOP else max(4, options.tokens // 10)
                 figures = subprocess.run(
                     [*me, "--read", reader, *shape, "--tokens", str(tokens)],
                     input=urls,
                     stdout=subprocess.PIPE,
                     check=True,
+                    text=True,
                     timeout=600,
                 ).stdout
                 results.setdefault(reader, []).append(json.loads(figures))
-                print(f"round {number + 1}: {figures.decode().strip()}", file=sys.stderr)
-    finally:
-        load.stdin.close()
-        load.wait(10)
+                say(f"round {number + 1}: {figures.strip()}")
     medians = {
         reader: {
             key: statistics.median(figures[key] for figures in rounds)

@@ -49,7 +49,7 @@ class _Turn:
     spans: list[VersionSpan] = field(default_factory=list)
     ended: anyio.Event = field(default_factory=anyio.Event)
 
-    def sampled(self, version: str, num_tokens: int) -> None:
+    def add_tokens(self, version: str, num_tokens: int) -> None:
         if num_tokens:
             start = self.spans[-1].end if self.spans else 0
             self.spans.append(VersionSpan(version, start, start + num_tokens))
@@ -108,7 +108,7 @@ class Server:
             self._settle()
             self._num_sampled += self.num_emitted(name)
             del self._turns[name]
-            self._model.cancel(turn.job, _now())
+            self._model.cancel(turn.job, _current_s())
             self._schedule()
 
     async def update_weights(
@@ -121,7 +121,7 @@ class Server:
         for name, turn in self._turns.items():
             num_done = self.num_emitted(name)
             self._num_sampled += num_done
-            turn.sampled(self.version, num_done)
+            turn.add_tokens(self.version, num_done)
             job = turn.job
             self.num_recomputed += (name in self._model.running) * (job.num_prompt + num_done)
             turn.job = Job(
@@ -147,7 +147,7 @@ class Server:
         job = self._turns[name].job
         if name not in self._model.running:  # queued, perhaps again
             return job.num_emitted
-        return min(self._model.num_emitted(job, _now()), job.num_output - 1)
+        return min(self._model.num_emitted(job, _current_s()), job.num_output - 1)
 
     def in_flight(self) -> list[tuple[str, int]]:
         """Return the rollouts with a running turn, and their tokens besides their prompts."""
@@ -158,7 +158,7 @@ class Server:
 
     def _submit(self, turn: _Turn) -> None:
         self._settle()
-        self._model.submit(turn.job, _now())
+        self._model.submit(turn.job, _current_s())
         self._schedule()
 
     def _advance(self) -> None:
@@ -169,7 +169,7 @@ class Server:
                 continue
             turn = self._turns.pop(job.name)
             self._num_sampled += job.num_output
-            turn.sampled(self.version, job.num_output)
+            turn.add_tokens(self.version, job.num_output)
             turn.ended.set()
         self._schedule()
 
@@ -184,10 +184,10 @@ class Server:
             self._timer = asyncio.get_running_loop().call_at(when, self._advance)
 
     def _settle(self) -> None:
-        now = _now()
+        now_s = _current_s()
         if self._model.next_s < math.inf:
-            self._busy_s += now - self._settled_s
-        self._settled_s = now
+            self._busy_s += now_s - self._settled_s
+        self._settled_s = now_s
 
 
 class Servers:
@@ -211,8 +211,8 @@ class Servers:
         self._live = set[str]()
         self._gate = GroupGate(
             Admission(AdmissionLimits(target=_TARGET), Forecast(longest=longest)),
-            capacity=lambda: sum(one.capacity for one in servers if one.url in self._live),
-            clock=_now,
+            capacity=lambda: sum(server.capacity for server in servers if server.url in self._live),
+            clock=_current_s,
         )
 
     # --- as the router ----------------------------------------------------------------------------
@@ -231,8 +231,10 @@ class Servers:
     def view(self) -> list[ServerView]:
         live, stale = ServerState.HEALTHY, ServerState.STALE
         return [
-            ServerView(one.url, live if one.url in self._live else stale, 0, 0, 0, 0, 0, 0, "")
-            for one in self.servers
+            ServerView(
+                server.url, live if server.url in self._live else stale, 0, 0, 0, 0, 0, 0, ""
+            )
+            for server in self.servers
         ]
 
     async def wait_for_capacity(self, size: int) -> None:
@@ -265,9 +267,12 @@ class Servers:
             await anyio.sleep(_TICK_S)
             for server in self.servers:
                 for key, num_tokens in server.in_flight():
-                    self._gate.reached(key, num_tokens)
-            before, num_retracted = num_retracted, sum(one.num_retracted for one in self.servers)
-            self._gate.observe(_now(), num_retracted - before, _now())
+                    self._gate.record_length(key, num_tokens)
+            before, num_retracted = (
+                num_retracted,
+                sum(server.num_retracted for server in self.servers),
+            )
+            self._gate.observe(_current_s(), num_retracted - before, _current_s())
 
     async def play(self, key: str, group: str, spec: RolloutSpec) -> Trajectory:
         """Run a rollout to its end."""
@@ -278,11 +283,11 @@ class Servers:
             for server in at:
                 server.num_rollouts -= 1
         self.num_ended += 1
-        self._gate.ended(key, whole=True)
+        self._gate.end_conversation(key, is_complete=True)
         return trajectory
 
     async def _turns(self, key: str, group: str, spec: RolloutSpec, at: list[Server]) -> Trajectory:
-        num_own, left = 0, self._longest
+        num_own, remaining = 0, self._longest
         record = Trajectory(key, [0] * _num_ids(spec.num_prompt), stop_reason=StopReason.ANSWERED)
         for number, turn in enumerate(spec.turns):
             job = Job(
@@ -292,12 +297,12 @@ class Servers:
                 spec.num_prompt + num_own,
                 spec.num_prompt,
                 turn.num_output,
-                max(left, turn.num_output),
+                max(remaining, turn.num_output),
             )
             spans = await self._place(at).generate(job)
             num_own += turn.num_output + turn.num_tool
-            left -= turn.num_output + turn.num_tool
-            self._gate.reached(key, num_own)
+            remaining -= turn.num_output + turn.num_tool
+            self._gate.record_length(key, num_own)
             is_last = turn is spec.turns[-1]
             record.turns.append(_as_turn(spans, 0 if is_last else turn.num_tool))
             if not is_last:
@@ -308,8 +313,8 @@ class Servers:
         least = min(self.servers, key=lambda server: server.num_rollouts)
         if at and at[0].num_rollouts - least.num_rollouts < _FAR_FEWER:
             return at[0]
-        for own in at:
-            own.num_rollouts -= 1
+        for earlier in at:
+            earlier.num_rollouts -= 1
         least.num_rollouts += 1
         at[:] = [least]
         return least
@@ -349,5 +354,5 @@ def _num_ids(num_tokens: int) -> int:
     return max(1, round(num_tokens / TOKENS_PER_ID))
 
 
-def _now() -> float:
+def _current_s() -> float:
     return asyncio.get_running_loop().time()

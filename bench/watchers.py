@@ -50,8 +50,8 @@ from agentloop.observe.live import Live, Sources
 from agentloop.observe.page import Page
 from agentloop.observe.stalls import Stalls
 from agentloop.trajectory import StopReason, ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn
+from bench.command import Lag, quantile
 
-TICK_S = 0.005
 EVENTS_EVERY_S = 0.01
 
 
@@ -121,22 +121,15 @@ class Played:
                 self.num_events += 1
 
 
-async def lag(seconds: float) -> list[float]:
-    """Return the delays of many timers, in milliseconds."""
-    late = []
-    end = time.monotonic() + seconds
-    while (now := time.monotonic()) < end:
-        await anyio.sleep(TICK_S)
-        late.append(1000 * (time.monotonic() - now - TICK_S))
-    return late
-
-
-def describe(name: str, late: list[float], num_events: int, seconds: float) -> str:
-    ordered = sorted(late)
-    p99 = ordered[int(0.99 * (len(ordered) - 1))]
+async def describe(name: str, played: Played, seconds: float) -> str:
+    """Measure for some seconds; return the loop's lag and the rate of events, as a line."""
+    lag, before = Lag(), played.num_events
+    with anyio.move_on_after(seconds):
+        await lag.measure()
+    p50, p99, largest = (1000 * quantile(lag.samples, share) for share in (0.5, 0.99, 1.0))
     return (
-        f"{name:34} lag p50 {statistics.median(ordered):6.2f} ms, p99 {p99:6.2f} ms, "
-        f"max {ordered[-1]:6.2f} ms; {num_events / seconds:,.0f} events/s"
+        f"{name:34} lag p50 {p50:6.2f} ms, p99 {p99:6.2f} ms, max {largest:6.2f} ms; "
+        f"{(played.num_events - before) / seconds:,.0f} events/s"
     )
 
 
@@ -152,26 +145,22 @@ async def run(rollouts: int, readers: int, seconds: float, events_per_s: int) ->
             played = Played(rollouts, events_per_s)
             played.begin()
             tasks.start_soon(played.run)
-            seen = EventFanout(stalls.on_event, board.on_event)
-            for name, emit in (("no board", ignore), ("a board without readers", seen)):
+            fanout = EventFanout(stalls.on_event, board.on_event)
+            for name, emit in (("no board", ignore), ("a board without readers", fanout)):
                 played.emit = emit
                 if emit is not ignore:  # the board needs all events from the start
                     played = Played(rollouts, events_per_s)
                     played.emit = emit
                     played.begin()
                     tasks.start_soon(played.run)
-                before = played.num_events
-                late = await lag(seconds)
-                print(describe(name, late, played.num_events - before, seconds), flush=True)
+                print(await describe(name, played, seconds), flush=True)
             command = [sys.executable, "-m", "bench.watchers", "read", url, str(readers)]
             async with await anyio.open_process(command) as process:
                 with anyio.fail_after(30):
                     while live.num_readers <= readers:
                         await anyio.sleep(0.1)
-                before = played.num_events
-                late = await lag(seconds)
                 name = f"{readers} readers, and a sleeping one"
-                print(describe(name, late, played.num_events - before, seconds), flush=True)
+                print(await describe(name, played, seconds), flush=True)
                 process.terminate()
                 await process.wait()
                 if process.stdout is not None:
@@ -183,9 +172,9 @@ async def run(rollouts: int, readers: int, seconds: float, events_per_s: int) ->
 async def read(url: str, readers: int) -> None:
     """Run readers that read everything, and one that reads nothing."""
     sizes = [0] * readers
-    begun = time.monotonic()
+    started = time.monotonic()
 
-    async def one(index: int) -> None:
+    async def read_stream(index: int) -> None:
         async with httpx.AsyncClient(timeout=None) as http:
             async with http.stream("GET", f"{url}/api/stream") as answer:
                 async for data in answer.aiter_raw():
@@ -199,12 +188,12 @@ async def read(url: str, readers: int) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM) as signals:
         async with anyio.create_task_group() as tasks:
             for index in range(readers):
-                tasks.start_soon(one, index)
+                tasks.start_soon(read_stream, index)
             tasks.start_soon(sleeper)
             async for _ in signals:
                 tasks.cancel_scope.cancel()
                 break
-    rate = sum(sizes) / len(sizes) / (time.monotonic() - begun)
+    rate = sum(sizes) / len(sizes) / (time.monotonic() - started)
     print(f"each reader received {rate / 1e6:.2f} MB/s", flush=True)
 
 
@@ -218,10 +207,10 @@ def first(url: str, times: int) -> None:
         for _ in range(times):
             context = browser.new_context()  # with an empty cache
             page = context.new_page()
-            begun = time.monotonic()
+            started = time.monotonic()
             page.goto(url)
             page.get_by_text("tokens/s").first.wait_for()
-            shown.append(1000 * (time.monotonic() - begun))
+            shown.append(1000 * (time.monotonic() - started))
             context.close()
         browser.close()
     print(

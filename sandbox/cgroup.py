@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 import secrets
 import time
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from agentloop.sandbox.owner import PREFIX, is_dead, own_tag
 from agentloop.sandbox.worker.counters import FILES
+from agentloop.sandbox.worker.kernel import count_own_processes
 
 MOUNTS = Path("/proc/self/mounts")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -138,8 +140,11 @@ def reap_cgroups() -> None:
 
 
 def free_processes() -> float:
-    """Return how many more processes the cgroups around us allow."""
+    """Return how many more processes the cgroups around us, and the limit of this user, allow."""
     free = math.inf
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if os.getuid() != 0 and limit != resource.RLIM_INFINITY:
+        free = limit - count_own_processes()
     with contextlib.suppress(NoCgroup, OSError):
         path = _own_paths(prepare=False)[0]["pids"]
         while (path / "pids.max").exists():

@@ -185,7 +185,11 @@ def build_root(base: str, proc: str = "") -> None:
         bind(f"/dev/{name}", base, read_only=False)
     for name in ("proc", "old", HOME[1:]):
         os.makedirs(f"{base}/{name}", exist_ok=True)
-    mount("proc", f"{base}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, proc)
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    try:
+        mount("proc", f"{base}/proc", "proc", flags, proc)
+    except OSError:  # subset=pid is an option since Linux 5.8
+        mount("proc", f"{base}/proc", "proc", flags, proc.replace(",subset=pid", ""))
     os.chdir(base)
     checked(libc.pivot_root(b".", b"old"), "pivot_root")
     os.chdir("/")
@@ -349,7 +353,7 @@ def start(spec: dict[str, Any]) -> None:
     apart, counted = "no: calls have the user's uid and may signal the user's processes", False
     flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
     if spaces == "root":
-        build_root(spec["scratch"], "hidepid=2")
+        build_root(spec["scratch"], "hidepid=2,subset=pid")
         rooted = ROOTED
         told["home"] = HOME
         # It is root's, so that no call can close it to the next.
@@ -408,7 +412,8 @@ def main() -> None:
         start(spec)
     except BaseException as error:
         text = json.dumps({"op": "fatal", "why": f"{type(error).__name__}: {error}"}).encode()
-        os.write(int(spec["connect"].partition(":")[2]), struct.pack(">I", len(text)) + text)
+        with contextlib.suppress(OSError):  # the pool has given up
+            os.write(int(spec["connect"].partition(":")[2]), struct.pack(">I", len(text)) + text)
         os._exit(70)
 
 

@@ -79,6 +79,9 @@ LAYERS = {
     "processor time": "one processor per container",
 }
 
+LIMITS = {"memory": "MemoryLimit", "process count": "PidsLimit", "processor time": "CpuCfsQuota"}
+"""Layers that an engine may lack, and what it calls them."""
+
 
 def walls(settings: PoolSettings, memory: int, processes: int) -> dict[str, Any]:
     """Return what holds for every container of ours, in the Engine's words.
@@ -135,18 +138,19 @@ class ContainerEngine:
     """A connected engine, how many workers it has, and what it still has to remove."""
 
     def __init__(
-        self,
-        docker: aiodocker.Docker,
-        local: bool,
-        remapped: bool,
-        image: str,
-        default_runtime: str,
+        self, docker: aiodocker.Docker, local: bool, image: str, info: Mapping[str, Any]
     ) -> None:
         self.docker = docker
-        self.default_runtime = default_runtime
         self.local = local
-        self.remapped = remapped  # its uids are few, and not the host's
         self.image = image
+        options = info["SecurityOptions"] or []
+        # Its uids are few, and not the host's.
+        self.remapped = any("userns" in option or "rootless" in option for option in options)
+        self.default_runtime = info.get("DefaultRuntime") or "the engine's default"
+        # Such as one that runs as a user to whom no cgroup was delegated.
+        self.missing_limits = [
+            layer for layer, limit in LIMITS.items() if not info.get(limit, True)
+        ]
         self.caps = CAPS_HERE if local else ()
         self.num_workers = 0
         self.avoid_until = 0.0  # it refused a worker: others first, for a while
@@ -208,7 +212,9 @@ class DockerBackend:
             open_worker = self._by_socket if engine.local else self._by_attach
             uid = random_uid(REMAPPED_UIDS if engine.remapped else UIDS)
             async with open_worker(engine, worker_id, uid) as link:
-                self.layers = LAYERS | {
+                self.layers = {
+                    **LAYERS,
+                    **dict.fromkeys(engine.missing_limits, "no: this engine has no such limit"),
                     "runtime": self._settings.runtime or engine.default_runtime,
                     **link.hello["layers"],
                 }
@@ -366,6 +372,9 @@ async def created(
         id: unique among all containers of an engine.
         kind: part of its name: `agentloop-KIND-ID`.
     """
+    if "processor time" in engine.missing_limits:  # it would refuse, not only warn
+        host = {key: value for key, value in config["HostConfig"].items() if key != "NanoCpus"}
+        config = {**config, "HostConfig": host}
     labels = {LABEL: id, f"{LABEL}.owner": own_tag(), f"{LABEL}.boot": boot_id()}
     name = f"agentloop-{kind}-{id}"
     made = True
@@ -461,11 +470,7 @@ async def _prepared(
     if num := await reap_containers(docker, is_local(url)):
         on_progress(f"Removed {num} containers left by a killed process.")
     image = await ensure_image(docker, settings.image, on_progress, settings.packages)
-    info = await docker.system.info()
-    options = info["SecurityOptions"] or []
-    remapped = any("userns" in option or "rootless" in option for option in options)
-    default_runtime = info.get("DefaultRuntime") or "the engine's default"
-    return ContainerEngine(docker, is_local(url), remapped, image, default_runtime)
+    return ContainerEngine(docker, is_local(url), image, await docker.system.info())
 
 
 @asynccontextmanager

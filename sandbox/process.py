@@ -53,8 +53,9 @@ async def process_backend(settings: PoolSettings) -> AsyncIterator[ProcessBacken
     free = free_processes()
     if free < num_processes:
         raise SandboxUnavailable(
-            f"a worker needs up to {num_processes} processes, and the cgroups around this process "
-            f"allow {free:g} more (pids.max): raise that limit, or lower processes_per_call"
+            f"a worker needs up to {num_processes} processes, and the limits around this process "
+            f"(pids.max of its cgroups, ulimit -u) allow {free:g} more: raise them, or lower "
+            "processes_per_call"
         )
     with ExitStack() as stack:
         if why and not settings.allow_weak_isolation:
@@ -187,10 +188,10 @@ class ProcessBackend:
         with ExitStack() as stack:
             if cgroup is not None:  # opened here: a worker may run as a user who could not
                 spec["entries"] = [_opened(stack, path, os.O_WRONLY) for path in cgroup.entries]
-                spec["counters"] = {
-                    name: _opened(stack, path, os.O_RDONLY)
-                    for name, path in cgroup.counters.items()
-                }
+            counters = cgroup.counters if cgroup is not None else {"oom": "/proc/vmstat"}
+            spec["counters"] = {
+                name: _opened(stack, path, os.O_RDONLY) for name, path in counters.items()
+            }
             spec_fd = _memory_file(json.dumps(spec))
             stack.callback(os.close, spec_fd)
             return await anyio.open_process(

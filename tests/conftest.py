@@ -67,14 +67,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     """An async test that hangs is cancelled shortly before its timeout: uvloop, while it waits,
     does not hear pytest-timeout's signal."""
     if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
-        item.obj = _bounded(item.obj, _limit_s(item) - _TO_CLEAN_UP_S)
+        item.obj = _with_limit(item.obj, _limit_s(item) - _TO_CLEAN_UP_S)
     return (yield)
 
 
-def _bounded(test: Any, limit_s: float) -> Any:
+def _with_limit(test: Any, limit_s: float) -> Any:
     @functools.wraps(test)
-    async def bounded(*args: Any, **kwargs: Any) -> None:
+    async def with_limit(*args: Any, **kwargs: Any) -> None:
         with anyio.fail_after(limit_s):
             await test(*args, **kwargs)
 
-    return bounded
+    return with_limit

@@ -31,7 +31,7 @@ _numbers = st.one_of(
     st.sampled_from(["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e-999", "-0", "-0.0"]),
 )
 _nested = st.tuples(st.integers(1, 300), st.sampled_from(["[]", '{"a":}'])).map(
-    lambda told: told[1][:-1] * told[0] + "1" + told[1][-1] * told[0]
+    lambda pair: pair[1][:-1] * pair[0] + "1" + pair[1][-1] * pair[0]
 )
 _values = st.one_of(
     plain_data.map(json.dumps),
@@ -43,8 +43,8 @@ _values = st.one_of(
 _arguments = st.one_of(_values, _values.map(lambda value: f'{{"a": {value}}}'))
 calls = st.one_of(
     any_text,
-    _arguments.map(lambda said: f'{{"name": "f", "arguments": {said}}}'),
-    _arguments.map(lambda said: f'{{"name": "f", "arguments": {json.dumps(said)}}}'),
+    _arguments.map(lambda text: f'{{"name": "f", "arguments": {text}}}'),
+    _arguments.map(lambda text: f'{{"name": "f", "arguments": {json.dumps(text)}}}'),
     any_text.map(lambda name: json.dumps({"name": name, "arguments": {}})),
 )
 """What stands between the markers of a tool call."""
@@ -66,7 +66,7 @@ def as_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, list):
-        return [as_json(one) for one in value]
+        return [as_json(element) for element in value]
     if isinstance(value, dict):
-        return {as_json(key): as_json(one) for key, one in value.items()}
+        return {as_json(key): as_json(element) for key, element in value.items()}
     return value

@@ -64,13 +64,13 @@ class Leftovers:
         notes.write_text("".join(f"{name}\t{test}\n" for name, test in self.tests.items()))
         if self.is_worker:
             return result
-        if left := self._left():
-            print("\nLEFT BEHIND by tests:", *left, sep="\n* ")
+        if leftovers := self._find_leftovers():
+            print("\nLEFT BEHIND by tests:", *leftovers, sep="\n* ")
             session.exitstatus = EXIT_STATUS
         shutil.rmtree(self.base, ignore_errors=True)
         return result
 
-    def _left(self) -> list[str]:
+    def _find_leftovers(self) -> list[str]:
         """Return descriptions of what is left, after a while in which it may still end."""
         end = time.monotonic() + patient(_TO_END_S)
         while processes := list(_processes(self.run)):
@@ -99,7 +99,12 @@ def _processes(run: str) -> Iterator[str]:
             continue
         if mark in environment and command and int(process.name) not in (os.getpid(), os.getppid()):
             test = next(
-                (one for one in environment if one.startswith(b"PYTEST_CURRENT_TEST=")), b"=?"
+                (
+                    variable
+                    for variable in environment
+                    if variable.startswith(b"PYTEST_CURRENT_TEST=")
+                ),
+                b"=?",
             )
             yield f"process {process.name} of {test.decode().partition('=')[2]}: {command[:200]}"
 
@@ -114,5 +119,5 @@ def _containers() -> list[str]:
     form = f'{{{{.Names}}}} {{{{.Label "{_LABEL}"}}}}'
     command = ["docker", "ps", "-a", "--filter", f"label={_LABEL}", "--format", form]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    found = (line.split() for line in done.stdout.splitlines())
-    return [name for name, owner in found if not Path("/proc", owner.split("-")[0]).exists()]
+    rows = (line.split() for line in done.stdout.splitlines())
+    return [name for name, owner in rows if not Path("/proc", owner.split("-")[0]).exists()]

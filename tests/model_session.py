@@ -52,17 +52,17 @@ class SessionAgent:
         self.in_flight: list[Trajectory | None] = []
         self.trajectories: list[Trajectory] = []
         self.failures: list[str] = []
-        self.sandbox = EnvironmentSandbox(pool, self._failed)
+        self.sandbox = EnvironmentSandbox(pool, self._record_failure)
         self.asked: list[Any] = []
         self.answer: str | None = "42"
         self.script: list[dict[str, Any]] = []
 
-    def _failed(self, why: str) -> InfrastructureFailed:
-        self.failures.append(why)
-        return InfrastructureFailed(why)
+    def _record_failure(self, reason: str) -> InfrastructureFailed:
+        self.failures.append(reason)
+        return InfrastructureFailed(reason)
 
     def stop_requests(self) -> bool:
-        self.trajectories += [one for one in self.in_flight if one is not None]
+        self.trajectories += [trajectory for trajectory in self.in_flight if trajectory is not None]
         return bool(self.in_flight)
 
     async def respond(self, request: web.Request) -> web.Response:
@@ -83,8 +83,8 @@ class SessionAgent:
             "message": message,
             "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
         }
-        about = {"id": "c", "object": "chat.completion", "created": 0, "model": "any"}
-        return web.json_response({**about, "choices": [choice]})
+        completion = {"id": "c", "object": "chat.completion", "created": 0, "model": "any"}
+        return web.json_response({**completion, "choices": [choice]})
 
 
 @asynccontextmanager

@@ -67,7 +67,10 @@ class GroupPlayer:
     @asynccontextmanager
     async def group(self, task: Task, **options: Any) -> AsyncIterator[list[Finished]]:
         made = await self.run_group(task.prompt, **options)
-        yield [Finished(record_of(one) if isinstance(one, Trajectory) else one) for one in made]
+        yield [
+            Finished(record_of(result) if isinstance(result, Trajectory) else result)
+            for result in made
+        ]
 
 
 def record_of(trajectory: Trajectory) -> RolloutRecord:

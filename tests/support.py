@@ -187,7 +187,7 @@ class ScriptedEngine:
         finally:
             self.num_open -= 1
 
-    def forget(self, key: str, *, whole: bool) -> None:
+    def forget(self, key: str, *, is_complete: bool) -> None:
         self.forgotten.append(key)
 
 
@@ -276,22 +276,22 @@ class FakeSGLang:
         return await handler(request)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        asked = await request.json()
-        self.requests.append(asked)
+        body = await request.json()
+        self.requests.append(body)
         fault = self.faults.popleft() if self.faults else None
         if fault is not None and fault.how == "refuse":
             return web.Response(status=fault.status, body=fault.body)
-        num_tokens = len(asked["input_ids"]) + asked["sampling_params"]["max_new_tokens"]
+        num_tokens = len(body["input_ids"]) + body["sampling_params"]["max_new_tokens"]
         if num_tokens > self.context_length:
-            said = f"Requested token count exceeds the model's context length: {num_tokens}"
-            return web.json_response({"error": {"message": said}}, status=400)
+            message = f"Requested token count exceeds the model's context length: {num_tokens}"
+            return web.json_response({"error": {"message": message}}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         self.num_streaming += 1
         try:
             if self.gate is not None:
                 await self.gate.wait()
-            await self._stream(request, response, asked, fault)
+            await self._stream(request, response, body, fault)
         finally:
             self.num_streaming -= 1
         return response
@@ -300,28 +300,28 @@ class FakeSGLang:
         self,
         request: web.Request,
         response: web.StreamResponse,
-        asked: dict[str, Any],
+        body: dict[str, Any],
         fault: Fault | None,
     ) -> None:
-        had = len(asked["input_ids"]) - self.num_prompt
-        ids = list(self.answer[had:][: asked["sampling_params"]["max_new_tokens"]])
+        num_had = len(body["input_ids"]) - self.num_prompt
+        ids = list(self.answer[num_had:][: body["sampling_params"]["max_new_tokens"]])
         stop = len(ids) if fault is None else min(fault.after, len(ids))
         sent = 0
         while sent < stop:
             upto = min(sent + self.tokens_a_frame, stop)
             last = fault is None and upto == len(ids)
             finish = {"type": self.end} if last else None
-            await _send(response, self._frame(asked, ids, sent, upto, had, finish))
+            await _send(response, self._frame(body, ids, sent, upto, num_had, finish))
             sent = upto
         if fault is not None:
-            await self._break(request, response, asked, ids, sent, had, fault)
+            await self._break(request, response, body, ids, sent, num_had, fault)
         await response.write(b"data: [DONE]\n\n")
 
     async def _break(
         self,
         request: web.Request,
         response: web.StreamResponse,
-        asked: dict[str, Any],
+        body: dict[str, Any],
         ids: list[int],
         sent: int,
         had: int,
@@ -338,13 +338,13 @@ class FakeSGLang:
                     "type": "abort", "message": "Aborted", "status_code": fault.status_code
                 }  # fmt: skip
                 upto = min(sent + 1, len(ids))  # an abort's last frame may carry tokens
-                await _send(response, self._frame(asked, ids, sent, upto, had, finish))
+                await _send(response, self._frame(body, ids, sent, upto, had, finish))
             case "frame":
                 await response.write(b"data: " + fault.body + b"\n\n")
 
     def _frame(
         self,
-        asked: dict[str, Any],
+        body: dict[str, Any],
         ids: list[int],
         start: int,
         stop: int,
@@ -359,13 +359,13 @@ class FakeSGLang:
             "output_token_logprobs": [[logprob(had + i), ids[i], None] for i in range(first, stop)],
             "cached_tokens": 2,
         }
-        if num_top := asked.get("top_logprobs_num"):
+        if num_top := body.get("top_logprobs_num"):
             meta["output_top_logprobs"] = [
                 [[logprob(had + i) - rank, ids[i] + rank, None] for rank in range(num_top)]
                 for i in range(first, stop)
             ]
-        if asked.get("logprob_start_len") == 0:  # in every frame, as the real one has it
-            prompt = asked["input_ids"]
+        if body.get("logprob_start_len") == 0:  # in every frame, as the real one has it
+            prompt = body["input_ids"]
             meta["input_token_logprobs"] = [
                 [logprob(at - 1) if at else None, id, None] for at, id in enumerate(prompt)
             ]
@@ -426,14 +426,14 @@ class FakeSGLang:
         return web.json_response({})
 
     async def _update_weights(self, request: web.Request) -> web.Response:
-        asked = await request.json()
+        body = await request.json()
         assert self.paused
         if self.weights is None:
             return web.json_response({"success": False, "message": "no such folder"}, status=400)
         if self.weights == "":
             await anyio.sleep_forever()
-        self.version = asked["weight_version"]
-        self.flushes.append(asked["flush_cache"])
+        self.version = body["weight_version"]
+        self.flushes.append(body["flush_cache"])
         return web.json_response({"success": True, "message": ""})
 
     async def _check_weights(self, request: web.Request) -> web.Response:
@@ -459,16 +459,16 @@ class FakeSGLang:
         return web.json_response({"message": "none is open"}, status=status)
 
     async def _receive(self, request: web.Request) -> web.Response:
-        asked = await request.json()
-        assert (self.paused, self.updating, self.group) == (True, True, asked["group_name"])
+        body = await request.json()
+        assert (self.paused, self.updating, self.group) == (True, True, body["group_name"])
         if self.at_bucket is not None:
             try:
-                await self.at_bucket(asked["names"])
+                await self.at_bucket(body["names"])
             except ValueError as error:
                 return web.json_response({"message": str(error)}, status=400)
-        if asked["weight_version"] is not None:
-            self.flushes.append(asked["flush_cache"])
-            self.version = asked["weight_version"]
+        if body["weight_version"] is not None:
+            self.flushes.append(body["flush_cache"])
+            self.version = body["weight_version"]
         return web.json_response({"success": True, "message": ""})
 
     async def _abort(self, request: web.Request) -> web.Response:
@@ -484,7 +484,7 @@ def spans_cover(spans: Sequence[VersionSpan], length: int) -> bool:
     """Whether `spans` lie end to end from 0 to `length`."""
     edges = [edge for span in spans for edge in (span.start, span.end)]
     return edges[:1] + edges[-1:] == ([0, length] if length else []) and all(
-        left.end == right.start for left, right in itertools.pairwise(spans)
+        earlier.end == later.start for earlier, later in itertools.pairwise(spans)
     )
 
 

@@ -42,7 +42,7 @@ GIB = 1 << 30
 def accepts(arguments: list[str], *shape: str) -> None:
     """The command line of `agentloop train` is a plan's, too."""
     assert arguments[:2] == ["agentloop", "train"]
-    shapes = [word for one in shape for word in ("--shape", one)]
+    shapes = [word for pods in shape for word in ("--shape", pods)]
     assert main([*arguments[1:], f"model='{QWEN}'", "--dry-run", *shapes]) == 0
 
 
@@ -84,22 +84,22 @@ def groups() -> dict[str, dict[str, Any]]:
 
 
 def container(group: dict[str, Any]) -> dict[str, Any]:
-    (one,) = group["template"]["spec"]["containers"]
-    assert isinstance(one, dict)
-    return one
+    (trainer_container,) = group["template"]["spec"]["containers"]
+    assert isinstance(trainer_container, dict)
+    return trainer_container
 
 
 def pods() -> list[ClusterNode]:
     """The pods as nodes of the Ray cluster, one of those with the trainer's resource first."""
-    found = []
+    nodes = []
     for name in ("learner", "head", "servers", "sandboxes"):
         group, limits = groups()[name], container(groups()[name])["resources"]["limits"]
         cpus = float(group["rayStartParams"].get("num-cpus", limits["cpu"]))
         memory = int(re.fullmatch(r"(\d+)Gi", limits["memory"])[1]) * GIB  # type: ignore[index]
         gpus = int(limits.get("nvidia.com/gpu", 0))
         for number in range(group.get("replicas", 1)):
-            found.append(ClusterNode(f"{name} {number}", cpus, gpus, memory, 80 * GIB))
-    return found
+            nodes.append(ClusterNode(f"{name} {number}", cpus, gpus, memory, 80 * GIB))
+    return nodes
 
 
 def entrypoints() -> list[list[str]]:
@@ -108,9 +108,9 @@ def entrypoints() -> list[list[str]]:
     assert (shell, option) == ("sh", "-c")
     assert "$" not in script  # it goes through two more shells
     subprocess.run(["sh", "-n", "-c", script], check=True)
-    found = [shlex.split(one) for one in re.findall(r"exec (agentloop [^;]*);", script)]
-    assert len(found) == 2
-    return found
+    commands = [shlex.split(command) for command in re.findall(r"exec (agentloop [^;]*);", script)]
+    assert len(commands) == 2
+    return commands
 
 
 def test_the_manifest_is_what_kuberay_takes() -> None:
@@ -149,7 +149,7 @@ def test_all_processes_have_a_place_on_the_pods() -> None:
     assert settings.cluster.nodes == len(nodes)
     made = ClusterPlan(settings, nodes, nodes[0].name).placements
     where = {
-        kind: {one.node.split()[0] for one in made if one.process.kind is kind}
+        kind: {placed.node.split()[0] for placed in made if placed.process.kind is kind}
         for kind in ProcessKind
     }
     assert where[ProcessKind.TRAINER] == where[ProcessKind.RANK] == {"learner"}
@@ -161,8 +161,8 @@ def test_the_trainer_starts_where_the_first_ranks_are() -> None:
     wanted = json.loads(manifest()["spec"]["entrypointResources"])
     (text,) = shlex.split(groups()["learner"]["rayStartParams"]["resources"])
     assert json.loads(text) == wanted
-    others = [group for name, group in groups().items() if name != "learner"]
-    assert all("resources" not in group["rayStartParams"] for group in others)
+    workers = [group for name, group in groups().items() if name != "learner"]
+    assert all("resources" not in group["rayStartParams"] for group in workers)
 
 
 def test_all_pods_share_the_volume() -> None:
@@ -232,7 +232,7 @@ def job(workplace: Path) -> dict[str, str]:
     }
 
 
-def started(job: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+def start_job(job: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         ["bash", str(SCRIPT), *arguments], env=job, stdout=subprocess.PIPE, text=True
     )
@@ -245,10 +245,10 @@ def command_of(process: subprocess.Popen[str]) -> list[str]:
 
 
 def test_the_scripts_options_are_sbatchs() -> None:
-    known = set((VECTORS / "sbatch_options.txt").read_text().split("\n")[1:])
+    sbatch_options = set((VECTORS / "sbatch_options.txt").read_text().split("\n")[1:])
     options = re.findall(r"^#SBATCH (--[a-z-]+)(?:=(\S+))?$", SCRIPT.read_text(), re.M)
     assert len(options) == SCRIPT.read_text().count("\n#SBATCH")
-    assert [name for name, _ in options if name not in known] == []
+    assert [name for name, _ in options if name not in sbatch_options] == []
     values = dict(options)
     kind, name, seconds = re.fullmatch(r"(B):(\w+)@(\d+)", values["--signal"]).groups()  # type: ignore[union-attr]
     assert kind == "B"  # Ray is not signalled, or it would end before the trainer
@@ -261,7 +261,7 @@ def test_the_scripts_options_are_sbatchs() -> None:
 
 
 def test_the_script_trains_on_all_nodes(job: dict[str, str], workplace: Path) -> None:
-    with started(job) as process:
+    with start_job(job) as process:
         command = command_of(process)
     assert process.returncode == 0
     assert command[2:] == ["paper-stage1", "cluster.address=auto", "cluster.nodes=8"]
@@ -273,7 +273,7 @@ def test_the_script_trains_on_all_nodes(job: dict[str, str], workplace: Path) ->
 
 def test_a_script_that_finds_its_run_continues_it(job: dict[str, str], workplace: Path) -> None:
     stopped_run(workplace / "runs" / "release-8gpu")
-    with started(job, "release-8gpu", "loop.steps=250") as process:
+    with start_job(job, "release-8gpu", "loop.steps=250") as process:
         command = command_of(process)
     assert command[2:5] == ["--resume", "runs/release-8gpu", "loop.steps=250"]
     accepts(command, "1x128,8x80,1024")
@@ -282,7 +282,7 @@ def test_a_script_that_finds_its_run_continues_it(job: dict[str, str], workplace
 def test_a_signal_stops_the_trainer_and_queues_the_job_again(
     job: dict[str, str], workplace: Path
 ) -> None:
-    with started(job, "paper-stage1", "--until-signalled") as process:
+    with start_job(job, "paper-stage1", "--until-signalled") as process:
         command_of(process)
         process.send_signal(signal.SIGTERM)
         assert process.wait(patient(60)) == 143
@@ -291,7 +291,7 @@ def test_a_signal_stops_the_trainer_and_queues_the_job_again(
 
 def test_a_run_that_fails_fails_the_job(job: dict[str, str], workplace: Path) -> None:
     (workplace / "bin" / "agentloop").write_text("#!/bin/sh\nexit 2\n")
-    with started(job) as process:
+    with start_job(job) as process:
         pass
     assert process.returncode == 2
     assert not (workplace / "requeued.txt").exists()

@@ -28,9 +28,9 @@ OF_OTHERS = {
     "reward.function: AttributeError: module 'my_reward' has no attribute 'nope'",
 }
 SETTINGS = {
-    key: said
+    key: description
     for command in (TrainSettings, SftSettings, EvaluateSettings)
-    for key, _, said in describe_settings(command)
+    for key, _, description in describe_settings(command)
 }
 
 
@@ -70,8 +70,8 @@ def test_settings_that_are_named_exist(document: Path) -> None:
     # what DeepSpeed is configured with.
     args = {key for key in SETTINGS if key.endswith((".args", ".deepspeed"))}
     named = re.findall(rf"`((?:{first})(?:\.[a-z]\w*)+)(?: ?=[^`]*)?`", document.read_text())
-    known, files = SETTINGS.keys() | sections, (".py", ".md", ".toml", ".jsonl")
-    unknown = [key for key in named if key not in known and not key.endswith(files)]
+    settings, files = SETTINGS.keys() | sections, (".py", ".md", ".toml", ".jsonl")
+    unknown = [key for key in named if key not in settings and not key.endswith(files)]
     assert [key for key in unknown if key.rpartition(".")[0] not in args] == []
 
 
@@ -90,7 +90,7 @@ def test_modules_that_are_named_exist(document: Path) -> None:
 
 
 def test_every_setting_says_what_it_means() -> None:
-    assert [key for key, said in SETTINGS.items() if not said] == []
+    assert [key for key, description in SETTINGS.items() if not description] == []
 
 
 def test_the_index_lists_every_document() -> None:
@@ -104,7 +104,7 @@ def test_the_index_lists_every_document() -> None:
 @cache
 def texts_of_the_code() -> str:
     """Return the fixed parts of the texts in the code, one per line."""
-    found = {
+    strings = {
         " ".join(piece.split())
         for folder in FOLDERS
         for file in (ROOT / folder).rglob("*.py")
@@ -112,7 +112,7 @@ def texts_of_the_code() -> str:
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         for piece in node.value.split("%s")
     }
-    return "\n".join(found)
+    return "\n".join(strings)
 
 
 def is_in_the_code(quote: str) -> bool:
@@ -120,8 +120,8 @@ def is_in_the_code(quote: str) -> bool:
     code = texts_of_the_code()
     words = quote.split()
     runs = (" ".join(words[at : at + 4]) for at in range(len(words) - 3))
-    pieces = (one for one in code.splitlines() if len(one) >= 10 and " " in one)
-    return any(run in code for run in runs) or any(one in quote for one in pieces)
+    pieces = (piece for piece in code.splitlines() if len(piece) >= 10 and " " in piece)
+    return any(run in code for run in runs) or any(piece in quote for piece in pieces)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -130,7 +130,7 @@ def test_messages_that_are_quoted_are_in_the_code(document: Path) -> None:
     tables = re.findall(rf"^\| (?:{head}) \|.*\n((?:\|.*\n)+)", text_of(document), re.M)
     cells = re.findall(r"^\| (.*?) \|", "".join(tables), re.M)
     quotes = [quote for cell in cells for quote in re.findall(r"`([^`]*)`", cell) if " " in quote]
-    assert [one for one in quotes if one not in OF_OTHERS and not is_in_the_code(one)] == []
+    assert [quote for quote in quotes if quote not in OF_OTHERS and not is_in_the_code(quote)] == []
 
 
 def test_a_message_that_the_code_does_not_have_is_noticed() -> None:
@@ -142,6 +142,6 @@ def test_the_modules_that_the_architecture_names_exist() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     blocks = text.split("```")[1::2]
     named = {name for block in blocks for name in re.findall(r"[\w/]+\.py\b", block)}
-    there = [str(path) for folder in (*FOLDERS, "tools") for path in (ROOT / folder).rglob("*.py")]
+    paths = [str(path) for folder in (*FOLDERS, "tools") for path in (ROOT / folder).rglob("*.py")]
     assert len(named) > 100
-    assert {name for name in named if not any(p.endswith(f"/{name}") for p in there)} == set()
+    assert {name for name in named if not any(p.endswith(f"/{name}") for p in paths)} == set()

@@ -16,11 +16,10 @@ import pydantic
 import pytest
 
 import agentloop
-from agentloop import Settings
 from agentloop.agent.tools import Tools, as_tool
-from agentloop.cli.chat import AskSettings
 from agentloop.cli.env.trial import TrySettings
 from agentloop.cli.evaluate import EvaluateSettings
+from agentloop.cli.playing import AskSettings, PlaySettings
 from agentloop.cli.train import TrainSettings
 from agentloop.config import describe_settings, load_settings
 from agentloop.environments.environment import EnvSettings, load
@@ -59,22 +58,22 @@ def test_commands_name_settings_that_exist(path: Path) -> None:
     models: dict[str, type[pydantic.BaseModel]] = {
         "train": TrainSettings,
         "evaluate": EvaluateSettings,
-        "serve": Settings,
-        "chat": AskSettings,
+        "serve": AskSettings,
+        "chat": PlaySettings,
         "env try": TrySettings,
     }
     for text in blocks(path, "sh"):
         for line in text.splitlines():
             command = "agentloop (train|evaluate|serve|chat|env try) (.*)"
-            found = re.search(rf"^(?:\w+=\S+ )?{command}", line)
-            if found is None:
+            match = re.search(rf"^(?:\w+=\S+ )?{command}", line)
+            if match is None:
                 continue
-            known = {key for key, _, _ in describe_settings(models[found[1]])}
-            known |= {"env", "credit", "credit.args.discount"}  # short; of one of the rules
-            named = re.findall(r"(?:^| )'?([a-z]\w*(?:\.\w+)*)=", found[2])
-            known |= {f"agent.{name}" for name in ProgramSettings.model_fields}
-            own = {name for name in named if name.startswith(("env.args.", "agent.env."))}
-            assert set(named) - own <= known, line
+            settings = {key for key, _, _ in describe_settings(models[match[1]])}
+            settings |= {"env", "credit", "credit.args.discount"}  # short; of one of the rules
+            named = re.findall(r"(?:^| )'?([a-z]\w*(?:\.\w+)*)=", match[2])
+            settings |= {f"agent.{name}" for name in ProgramSettings.model_fields}
+            arguments = {name for name in named if name.startswith(("env.args.", "agent.env."))}
+            assert set(named) - arguments <= settings, line
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
@@ -261,11 +260,11 @@ async def test_the_environment_that_was_moved_from_verifiers() -> None:
     def counting_up(messages: list[agentloop.Message]) -> str:
         return f"Is it {len(messages) // 2 + 1}?"
 
-    for answer, found in ((3, 1), (7, 1), (8, 0)):
+    for answer, part in ((3, 1), (7, 1), (8, 0)):
         task = {"prompt": "Find my number, 1 to 9.", "answer": answer}
         played = await agentloop.play(names["game"], task, counting_up)
-        assert played.reward.value == found
-        assert played.reward.parts == {"found": found}
+        assert played.reward.value == part
+        assert played.reward.parts == {"found": part}
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ def nodes(tree: ast.AST, *, with_types: bool) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(tree):
         if for_types_only(child) and not with_types:
             assert isinstance(child, ast.If)
-            for other in child.orelse:
-                yield from nodes(ast.Module([other], []), with_types=with_types)
+            for statement in child.orelse:
+                yield from nodes(ast.Module([statement], []), with_types=with_types)
         else:
             yield child
             yield from nodes(child, with_types=with_types)
@@ -87,17 +87,19 @@ def imports(name: str, *, with_types: bool = False) -> frozenset[str]:
     """Return what a module imports: modules of ours, others by their full names."""
     file = modules()[name]
     package = name if file.stem == "__init__" else name.rpartition(".")[0]
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in nodes(tree(name), with_types=with_types):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             up = package.split(".")
             base = ".".join(up[: len(up) - node.level + 1]) if node.level else ""
             source = ".".join(filter(None, [base, node.module]))
             inner = {f"{source}.{alias.name}" for alias in node.names}
-            found |= {one if one in modules() else source for one in inner}
-    return frozenset(found)
+            imported |= {
+                name_imported if name_imported in modules() else source for name_imported in inner
+            }
+    return frozenset(imported)
 
 
 def within(name: str, *packages: str) -> bool:
@@ -121,7 +123,7 @@ def is_composer(name: str) -> bool:
 
 
 def ours(name: str) -> set[str]:
-    return {one for one in imports(name) if within(one, *OURS)}
+    return {module for module in imports(name) if within(module, *OURS)}
 
 
 # A package's modules, and all that they may import of ours.
@@ -236,7 +238,7 @@ MAY_IMPORT = {
 def test_a_package_imports_only_what_it_may(package: str) -> None:
     for name in in_package(package):
         may = {"agentloop"} if is_composer(name) else MAY_IMPORT[package]
-        wrong = {one for one in ours(name) if not within(one, *may)}
+        wrong = {module for module in ours(name) if not within(module, *may)}
         assert not wrong, f"{name} imports {sorted(wrong)}"
 
 
@@ -245,7 +247,9 @@ def test_the_runtime_never_imports_what_is_for_training() -> None:
         if within(name, "agentloop.learner"):
             continue
         wrong = {
-            one for one in imports(name) if within(one, "torch", "deepspeed", "agentloop.learner")
+            module
+            for module in imports(name)
+            if within(module, "torch", "deepspeed", "agentloop.learner")
         }
         assert not wrong, f"{name} imports {sorted(wrong)}"
 
@@ -254,21 +258,25 @@ def test_the_worker_needs_nothing_but_the_standard_library() -> None:
     worker = in_package("agentloop.sandbox.worker")
     assert worker
     for name in worker:
-        others = {one for one in imports(name) if not within(one, "agentloop.sandbox.worker")}
-        tops = {one.partition(".")[0] for one in others}
+        foreign = {
+            module for module in imports(name) if not within(module, "agentloop.sandbox.worker")
+        }
+        tops = {module.partition(".")[0] for module in foreign}
         assert tops <= sys.stdlib_module_names, name
 
 
 def test_parts_never_import_a_composer() -> None:
     for name in in_package("agentloop"):
         if not is_composer(name):
-            assert not {one for one in ours(name) if is_composer(one)}, name
+            assert not {module for module in ours(name) if is_composer(module)}, name
 
 
 def test_only_composers_import_observe() -> None:
     for name in in_package("agentloop"):
         if not within(name, "agentloop.observe") and not is_composer(name):
-            assert not {one for one in ours(name) if within(one, "agentloop.observe")}, name
+            assert not {module for module in ours(name) if within(module, "agentloop.observe")}, (
+                name
+            )
 
 
 @pytest.mark.timeout(60)  # the first test here parses all modules
@@ -276,9 +284,9 @@ def test_there_is_no_import_cycle() -> None:
     # The package itself names its public classes for the type checker, and imports them lazily.
     graph = {
         name: {
-            one
-            for one in imports(name, with_types=name != "agentloop")
-            if one in modules() and one != name
+            imported
+            for imported in imports(name, with_types=name != "agentloop")
+            if imported in modules() and imported != name
         }
         for name in modules()
     }
@@ -287,8 +295,8 @@ def test_there_is_no_import_cycle() -> None:
     def visit(name: str, path: tuple[str, ...]) -> None:
         assert name not in path, " -> ".join([*path[path.index(name) :], name])
         if name not in done:
-            for one in sorted(graph[name]):
-                visit(one, (*path, name))
+            for imported in sorted(graph[name]):
+                visit(imported, (*path, name))
             done.add(name)
 
     for name in graph:
@@ -351,8 +359,8 @@ def test_the_sandboxs_public_names() -> None:
 )
 def test_names_in_all_exist(name: str) -> None:
     module = importlib.import_module(name)
-    for one in getattr(module, "__all__", []):
-        assert hasattr(module, one), f"{name}.{one}"
+    for exported in getattr(module, "__all__", []):
+        assert hasattr(module, exported), f"{name}.{exported}"
 
 
 # A docstring is a sentence that begins with a verb or a noun phrase.
@@ -371,11 +379,11 @@ def product() -> Iterator[tuple[str, ast.AST]]:
 
 
 def test_no_class_name_is_used_twice() -> None:
-    found: dict[str, set[str]] = {}
+    files: dict[str, set[str]] = {}
     for name, node in product():
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            found.setdefault(node.name, set()).add(name)
-    assert {name: where for name, where in found.items() if len(where) > 1} == {}
+            files.setdefault(node.name, set()).add(name)
+    assert {name: where for name, where in files.items() if len(where) > 1} == {}
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:

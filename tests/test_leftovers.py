@@ -29,10 +29,10 @@ PROCESS = "import subprocess\ndef test_leaves_it(): subprocess.Popen(['sleep', '
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
-    ("program", "what"), [(FOLDER, "folder agentloop-server-"), (PROCESS, "process")]
+    ("program", "description"), [(FOLDER, "folder agentloop-server-"), (PROCESS, "process")]
 )
 def test_the_test_that_left_something_is_named(
-    tmp_path: Path, program: str, what: str, workers: int
+    tmp_path: Path, program: str, description: str, workers: int
 ) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_other.py").write_text("def test_leaves_nothing(): pass\n")
@@ -56,5 +56,5 @@ def test_the_test_that_left_something_is_named(
     assert "2 passed" in done.stdout
     assert done.returncode == EXIT_STATUS, done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("* ")]
-    assert line.startswith(f"* {what}")
+    assert line.startswith(f"* {description}")
     assert "test_program.py::test_leaves_it" in line

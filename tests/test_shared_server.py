@@ -88,17 +88,17 @@ def test_users_share_one_server_which_ends_with_the_last_of_them(tmp_path: Path)
         url = url_of(first)
         assert url_of(second) == url
         assert answers(url)
-        for one in (first, second):
+        for process in (first, second):
             assert answers(url), "the other one still uses it"
-            one.kill()
-            one.wait()
+            process.kill()
+            process.wait()
     wait_for_the_keeper(folder)
     assert not answers(url)
     assert stub.left == []
     with user(folder) as third:
-        other = url_of(third)
-        assert other != url
-        assert answers(other)
+        new_url = url_of(third)
+        assert new_url != url
+        assert answers(new_url)
         third.communicate("", timeout=60)
         assert third.returncode == 0
     wait_for_the_keeper(folder)

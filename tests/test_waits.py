@@ -76,12 +76,12 @@ def is_shield(call: ast.AST) -> bool:
 
 def made_locks(tree: ast.AST) -> set[str]:
     """Names that are bound to a lock, anywhere in the module."""
-    found = set()
+    locks = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AnnAssign) and name_of(node.value or node) in LOCKS:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {name_of(target) for target in targets}
-    return found
+            locks |= {name_of(target) for target in targets}
+    return locks
 
 
 class Finder:
@@ -93,9 +93,9 @@ class Finder:
         self._locks = made_locks(self._tree)
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
         self._reasons = {
-            token.start[0]: found["reason"]
+            token.start[0]: match["reason"]
             for token in tokens
-            if token.type == tokenize.COMMENT and (found := REASON.search(token.string))
+            if token.type == tokenize.COMMENT and (match := REASON.search(token.string))
         }
 
     def waits(self) -> list[Wait]:
@@ -109,18 +109,18 @@ class Finder:
                 yield from self._in_with(items, body, deadline)
                 return
             case ast.Await(value=ast.Call() as call) if is_wait(call):
-                told = [ast.unparse(k) for k in call.keywords if "timeout" in (k.arg or "")]
-                yield self._wait(node, f"await {ast.unparse(call)}", *told, deadline)
+                timeouts = [ast.unparse(k) for k in call.keywords if "timeout" in (k.arg or "")]
+                yield self._wait(node, f"await {ast.unparse(call)}", *timeouts, deadline)
             case (
                 ast.AsyncFor(target=target, iter=source)
                 | ast.comprehension(is_async=1, target=target, iter=source)
             ):
-                what = f"async for {ast.unparse(target)} in {ast.unparse(source)}"
-                yield self._wait(source, what, deadline)
+                loop = f"async for {ast.unparse(target)} in {ast.unparse(source)}"
+                yield self._wait(source, loop, deadline)
             case ast.AsyncWith(items=items):
-                for one in (item.context_expr for item in items):
-                    if name_of(one) in self._locks or any(map(self._makes, ast.walk(one))):
-                        yield self._wait(one, f"async with {ast.unparse(one)}", deadline)
+                for context in (item.context_expr for item in items):
+                    if name_of(context) in self._locks or any(map(self._makes, ast.walk(context))):
+                        yield self._wait(context, f"async with {ast.unparse(context)}", deadline)
         for child in ast.iter_child_nodes(node):
             yield from self._in(child, deadline)
 
@@ -143,11 +143,11 @@ class Finder:
     def _makes(node: ast.AST) -> bool:
         return isinstance(node, ast.Call) and name_of(node) in LOCKS
 
-    def _wait(self, node: ast.expr, what: str, *bounds: str | None) -> Wait:
+    def _wait(self, node: ast.expr, source: str, *bounds: str | None) -> Wait:
         lines = range(node.lineno - 1, (node.end_lineno or node.lineno) + 1)
         reasons = (self._reasons.get(line) for line in lines)
-        bound = next((one for one in (*bounds, *reasons) if one), None)
-        return Wait(self._place, node.lineno, what, bound)
+        bound = next((candidate for candidate in (*bounds, *reasons) if candidate), None)
+        return Wait(self._place, node.lineno, source, bound)
 
 
 @functools.cache
@@ -203,10 +203,10 @@ class A:
 
 def test_the_rule_finds_what_it_should() -> None:
     """A rule that finds nothing holds of anything."""
-    found = Finder(SOURCE, "x.py").waits()
-    without = [wait.line for wait in found if not wait.bound]
+    waits = Finder(SOURCE, "x.py").waits()
+    without = [wait.line for wait in waits if not wait.bound]
     assert without == [10, 11, 16, 17, 19, 20, 21, 25, 27, 28, 33, 33]
-    assert [(wait.line, wait.bound) for wait in found if wait.bound] == [
+    assert [(wait.line, wait.bound) for wait in waits if wait.bound] == [
         (8, "anyio.fail_after(1)"),
         (12, "it is made up"),
         (14, "as above"),
@@ -221,7 +221,7 @@ def test_the_rule_finds_what_it_should() -> None:
 def test_there_are_waits_of_all_kinds(package: str) -> None:
     whats = [wait.what for wait in all_waits() if wait.place.startswith(package)]
     for kind in (r"await .*\.wait\(", "async for", "async with"):
-        assert any(re.match(kind, what) for what in whats), kind
+        assert any(re.match(kind, found_wait) for found_wait in whats), kind
 
 
 if __name__ == "__main__":

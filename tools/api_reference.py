@@ -91,11 +91,11 @@ def reference() -> str:
     for package in PACKAGES:
         parts.append(f"## {package.__name__}\n")
         for name in package.__all__:
-            one = getattr(package, name)
-            if typing.get_origin(one) is not None:
-                parts.append(_of_alias(name, one))
+            public = getattr(package, name)
+            if typing.get_origin(public) is not None:
+                parts.append(_of_alias(name, public))
             else:
-                parts.append((_of_class if inspect.isclass(one) else _of_function)(name, one))
+                parts.append((_of_class if inspect.isclass(public) else _of_function)(name, public))
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -104,20 +104,20 @@ def _of_alias(name: str, alias: Any) -> str:
 
 
 def _of_function(name: str, function: Any) -> str:
-    shown = [_wrapped(f"{_kind(function)} {name}{one}") for one in _overloads(function)]
+    shown = [_wrap(f"{_kind(function)} {name}{signature}") for signature in _overloads(function)]
     lines = "\n".join(shown)
     return f"### {name}\n\n```python\n{lines}\n```\n\n{_markdown(function.__doc__)}"
 
 
 def _overloads(function: Any) -> list[str]:
     """Return the signatures of a function: those of its overloads, if it has any."""
-    return [_signature(one) for one in typing.get_overloads(function) or [function]]
+    return [_signature(overload) for overload in typing.get_overloads(function) or [function]]
 
 
 def _of_class(name: str, cls: type) -> str:
     parts = [f"### {name}\n"]
     if signature := class_signature(cls):
-        parts.append(f"```python\n{_wrapped(f'{name}{signature}')}\n```\n")
+        parts.append(f"```python\n{_wrap(f'{name}{signature}')}\n```\n")
     parts.append(_markdown(cls.__doc__))
     constructor = vars(cls).get("__init__")
     if constructor and not fields(cls):  # without the check: None's own docstring, from 3.13 on
@@ -131,15 +131,17 @@ def _of_class(name: str, cls: type) -> str:
         parts[-1] += "\n"
     if values := list(members(cls)):
         parts.append("Values: " + ", ".join(f"`{name}`" for name, _ in values) + ".\n")
-    found = list(methods(cls))
-    if properties := [(text, docstring) for kind, text, docstring in found if kind == "property"]:
+    documented = list(methods(cls))
+    if properties := [
+        (text, docstring) for kind, text, docstring in documented if kind == "property"
+    ]:
         parts += [
             " ".join([f"- `{text}`", *(docstring or "").split()]) for text, docstring in properties
         ]
         parts[-1] += "\n"
-    for kind, text, docstring in found:
+    for kind, text, docstring in documented:
         if kind != "property":
-            parts += [f"```python\n{_wrapped(f'{kind} {text}')}\n```\n", _markdown(docstring)]
+            parts += [f"```python\n{_wrap(f'{kind} {text}')}\n```\n", _markdown(docstring)]
     return "\n".join(filter(None, parts))
 
 
@@ -186,19 +188,19 @@ def _default(field: pydantic.fields.FieldInfo) -> str:
 
 def members(cls: type) -> list[tuple[str, Any]]:
     """Return the names and values of an enum's members."""
-    return [(one.name, one.value) for one in cls] if issubclass(cls, enum.Enum) else []
+    return [(member.name, member.value) for member in cls] if issubclass(cls, enum.Enum) else []
 
 
 def methods(cls: type) -> Iterator[tuple[str, str, str | None]]:
     """Yield kind, signature and docstring of each public method and property of our classes."""
-    seen: set[str] = set()
+    names: set[str] = set()
     for base in cls.__mro__:
         if not base.__module__.startswith("agentloop"):
             continue
         for name, value in vars(base).items():
-            if name.startswith("_") or name in seen:
+            if name.startswith("_") or name in names:
                 continue
-            seen.add(name)
+            names.add(name)
             if isinstance(value, property | functools.cached_property):
                 getter: Any = value.fget if isinstance(value, property) else value.func
                 returns = _annotation(inspect.signature(getter).return_annotation)
@@ -221,9 +223,11 @@ def _signature(function: Any) -> str:
     """Return a signature without `self`, with annotations as they stand in the source."""
     signature = inspect.signature(function)
     parameters = [
-        one.replace(annotation=_annotation(one.annotation), default=_shown_default(one.default))
-        for one in signature.parameters.values()
-        if one.name != "self"
+        parameter.replace(
+            annotation=_annotation(parameter.annotation), default=_shown_default(parameter.default)
+        )
+        for parameter in signature.parameters.values()
+        if parameter.name != "self"
     ]
     returns = _annotation(signature.return_annotation)
     return str(signature.replace(parameters=parameters, return_annotation=returns))
@@ -249,7 +253,7 @@ def _value(value: Any) -> str:
     return "..." if text.startswith("<") else text
 
 
-def _wrapped(signature: str) -> str:
+def _wrap(signature: str) -> str:
     """Put each argument of a long signature on a line of its own."""
     if len(signature) <= 100:
         return signature

@@ -21,7 +21,7 @@ import pydantic
 from agentloop import __main__ as program
 from agentloop.cli import console
 from agentloop.cli.completion import FILE
-from agentloop.config import describe_settings
+from agentloop.config import describe_settings, section_of
 
 __all__ = ["main", "text"]
 
@@ -29,7 +29,7 @@ _MAX_ABOUT = 80  # characters of a description, which is a line in a terminal
 _RUN = ("run", "runs", "resume", "source", "evaluated")  # names of arguments that are runs
 
 
-class _Seen(BaseException):
+class _Reached(BaseException):
     """Ends a command at its parser, or where it would print its settings."""
 
     def __init__(self, value: Any) -> None:
@@ -47,34 +47,34 @@ def text() -> str:
 def _commands(
     named: Mapping[str, str], package: str, described: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for name, about in named.items():
+    completions: dict[str, dict[str, Any]] = {}
+    for name, summary in named.items():
         group = program._GROUPS.get(name) if named is program._COMMANDS else None
         if group is not None:
             inner = _commands(group, f"{package}.{name}", described)
-            found[name] = {"about": about, "commands": inner}
+            completions[name] = {"about": summary, "commands": inner}
         elif name == "completion":
             shells = {"options": {}, "arguments": [["bash", "zsh", "fish"]]}
-            found[name] = {"about": about, **shells}
+            completions[name] = {"about": summary, **shells}
         else:
             module = import_module(program._MODULES.get(name, f"{package}.{name}"))
-            found[name] = {"about": about, **_command(module, name, described)}
-    return found
+            completions[name] = {"about": summary, **_command(module, name, described)}
+    return completions
 
 
 def _command(module: Any, name: str, described: dict[str, Any]) -> dict[str, Any]:
-    with _parsers_seen():
-        found = _described(_seen(module, []))
-    if found.pop("has_settings", False):
-        with patch.object(console, "settings_text", _raise_seen):
-            model = _seen(module, ["--list-settings"])
-        found["settings"] = _sections(model, name, described)
-    return found
+    with _intercepted_parsers():
+        completions = _describe(_intercept(module, []))
+    if completions.pop("has_settings", False):
+        with patch.object(console, "settings_text", _raise_reached):
+            model = _intercept(module, ["--list-settings"])
+        completions["settings"] = _sections(model, name, described)
+    return completions
 
 
 @contextmanager
-def _parsers_seen() -> Iterator[None]:
-    raising = lambda parser, *_: _raise_seen(parser)  # noqa: E731
+def _intercepted_parsers() -> Iterator[None]:
+    raising = lambda parser, *_: _raise_reached(parser)  # noqa: E731
     with (
         patch.object(argparse.ArgumentParser, "parse_args", raising),
         patch.object(argparse.ArgumentParser, "parse_intermixed_args", raising),
@@ -82,26 +82,26 @@ def _parsers_seen() -> Iterator[None]:
         yield
 
 
-def _raise_seen(value: Any) -> Any:
-    raise _Seen(value)
+def _raise_reached(value: Any) -> Any:
+    raise _Reached(value)
 
 
-def _seen(module: Any, arguments: list[str]) -> Any:
+def _intercept(module: Any, arguments: list[str]) -> Any:
     try:
         module.main(arguments)
-    except _Seen as seen:
-        return seen.value
+    except _Reached as reached:
+        return reached.value
     raise AssertionError(f"{module.__name__} has no parser, or no settings")
 
 
-def _described(parser: argparse.ArgumentParser) -> dict[str, Any]:
+def _describe(parser: argparse.ArgumentParser) -> dict[str, Any]:
     options: dict[str, Any] = {}
     arguments: list[Any] = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             inner: dict[str, Any] = {}
             for choice in action._choices_actions:
-                below = _described(action.choices[choice.dest])
+                below = _describe(action.choices[choice.dest])
                 inner[choice.dest] = {"about": _short(choice.help or ""), **below}
             return {"commands": inner}
         if action.option_strings:
@@ -131,39 +131,34 @@ def _sections(
     A section in which two commands differ is described once for each of them.
     """
     by_section: dict[str, dict[str, Any]] = {}
-    for key, _, about in describe_settings(model):
+    for key, _, description in describe_settings(model):
         section = key.partition(".")[0]
         choices = _choices(_annotation(model, key.split(".")))
-        one = {"about": _short(about), "choices": choices}
-        by_section.setdefault(section, {})[key] = one
+        setting = {"about": _short(description), "choices": choices}
+        by_section.setdefault(section, {})[key] = setting
     for section, keys in by_section.items():
-        short = getattr(_model_in(model.model_fields[section].annotation), "SHORT_FORM", None)
+        short = getattr(section_of(model.model_fields[section].annotation), "SHORT_FORM", None)
         if (long := f"{section}.{short}") in keys:
             keys[section] = keys[long]
-    found: dict[str, str] = {}
+    sections: dict[str, str] = {}
     for section, keys in by_section.items():
-        known = {key: one for key, one in described.items() if key.partition(".")[0] == section}
-        at = section if known in ({}, keys) else f"{command}:{section}"
-        described.update({f"{at}{key[len(section) :]}": one for key, one in keys.items()})
-        found[section] = at
-    return found
+        same_section = {
+            key: setting for key, setting in described.items() if key.partition(".")[0] == section
+        }
+        at = section if same_section in ({}, keys) else f"{command}:{section}"
+        described.update({f"{at}{key[len(section) :]}": setting for key, setting in keys.items()})
+        sections[section] = at
+    return sections
 
 
 def _annotation(model: type[pydantic.BaseModel], path: list[str]) -> Any:
     """Return the type of the setting at `path`."""
     annotation: Any = model
     for part in path:
-        section = _model_in(annotation)
+        section = section_of(annotation)
         if part != "NAME" and section is not None:
             annotation = section.model_fields[part].annotation
     return annotation
-
-
-def _model_in(annotation: Any) -> type[pydantic.BaseModel] | None:
-    for one in (annotation, *get_args(annotation)):
-        if isinstance(one, type) and issubclass(one, pydantic.BaseModel):
-            return one
-    return None
 
 
 def _choices(annotation: Any) -> list[str]:
@@ -173,18 +168,18 @@ def _choices(annotation: Any) -> list[str]:
     if annotation is NoneType:
         return ["none"]
     if isinstance(annotation, type) and issubclass(annotation, Enum):
-        return [str(one.value) for one in annotation]
+        return [str(member.value) for member in annotation]
     if get_origin(annotation) is Literal:
-        return [str(one) for one in get_args(annotation)]
+        return [str(choice) for choice in get_args(annotation)]
     if get_origin(annotation) in (list, dict, tuple):
         return []
-    found = [one for inner in get_args(annotation) for one in _choices(inner)]
-    return [] if found == ["none"] else list(dict.fromkeys(found))
+    choices = [choice for inner in get_args(annotation) for choice in _choices(inner)]
+    return [] if choices == ["none"] else list(dict.fromkeys(choices))
 
 
-def _short(about: str) -> str:
+def _short(description: str) -> str:
     """Return the first sentence of a description, in one line of a terminal."""
-    line = " ".join(about.replace("%%", "%").split()).split(". ")[0].rstrip(".")
+    line = " ".join(description.replace("%%", "%").split()).split(". ")[0].rstrip(".")
     return line if len(line) <= _MAX_ABOUT else f"{line[: _MAX_ABOUT - 3].rstrip()}..."
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-__all__ = ["trimmed"]
+__all__ = ["trim"]
 
 TARGET = Path(__file__).parents[1] / "tests" / "vectors" / "rayjob.json"
 LEFT_OUT = ("affinity", "ephemeralContainers", "initContainers", "topologySpreadConstraints")
@@ -24,9 +24,11 @@ VOLUMES = ("name", "configMap", "csi", "emptyDir", "hostPath", "nfs", "persisten
 PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 
 
-def trimmed(definition: dict[str, Any], release: str) -> dict[str, Any]:
+def trim(definition: dict[str, Any], release: str) -> dict[str, Any]:
     """Return the schema of a RayJob, from KubeRay's CustomResourceDefinition."""
-    (version,) = (one for one in definition["spec"]["versions"] if one["name"] == "v1")
+    (version,) = (
+        candidate for candidate in definition["spec"]["versions"] if candidate["name"] == "v1"
+    )
     schema: dict[str, Any] = _plain(version["schema"]["openAPIV3Schema"])
     del schema["properties"]["status"]
     job = schema["properties"]["spec"]["properties"]
@@ -55,13 +57,13 @@ def trimmed(definition: dict[str, Any], release: str) -> dict[str, Any]:
         f"From KubeRay {release}, ray-operator/config/crd/bases/ray.io_rayjobs.yaml "
         "(github.com/ray-project/kuberay, Apache License 2.0), trimmed by tools/rayjob_schema.py."
     )
-    return {"$comment": comment, **_closed(schema), "$defs": {"pod": _closed(pod)}}
+    return {"$comment": comment, **_refuse_unknown(schema), "$defs": {"pod": _refuse_unknown(pod)}}
 
 
 def _plain(schema: Any) -> Any:
     """Leave out descriptions, and use JSON Schema's word for Kubernetes' integer or string."""
     if isinstance(schema, list):
-        return [_plain(one) for one in schema]
+        return [_plain(element) for element in schema]
     if not isinstance(schema, dict):
         return schema
     kept = {
@@ -75,20 +77,20 @@ def _plain(schema: Any) -> Any:
     return kept
 
 
-def _closed(schema: Any) -> Any:
+def _refuse_unknown(schema: Any) -> Any:
     """Refuse unknown fields, as `kubectl apply` does."""
     if isinstance(schema, list):
-        return [_closed(one) for one in schema]
+        return [_refuse_unknown(element) for element in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {name: _closed(value) for name, value in schema.items()}
+    closed = {name: _refuse_unknown(value) for name, value in schema.items()}
     if isinstance(schema.get("properties"), dict) and "type" in schema:
         closed.setdefault("additionalProperties", False)
     return closed
 
 
 def main(path: str, release: str) -> None:
-    made = trimmed(yaml.safe_load(Path(path).read_text()), release)
+    made = trim(yaml.safe_load(Path(path).read_text()), release)
     TARGET.write_text(json.dumps(made, separators=(",", ":")) + "\n")
 
 

@@ -56,19 +56,19 @@ def main(arguments: list[str]) -> int:
 
 def _lines(path: Path) -> Iterator[bytes]:
     for line in path.read_bytes().splitlines():
-        yield dumps(_rounded(loads(line))) + b"\n"
+        yield dumps(_round(loads(line))) + b"\n"
 
 
-def _rounded(value: Any) -> Any:
+def _round(value: Any) -> Any:
     match value:
         case float() if abs(value) < 0.1:  # a learning rate is not 0
             return float(f"{value:.{_NUM_DIGITS}g}")
         case float():
             return round(value, _NUM_DIGITS)
         case dict():
-            return {name: _rounded(one) for name, one in value.items()}
+            return {name: _round(element) for name, element in value.items()}
         case list():
-            return [_rounded(one) for one in value]
+            return [_round(element) for element in value]
         case _:
             return value
 

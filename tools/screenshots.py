@@ -69,13 +69,13 @@ def training(folder: Path) -> Iterator[str]:
     try:
         deadline = time.monotonic() + WAIT_S
         while True:
-            found = re.search(r"Watch it: (http://[^/\s]+)", log.read_text("utf-8"))
-            if found and len(frame(found[1])["steps"]) > NUM_STEPS:
+            match = re.search(r"Watch it: (http://[^/\s]+)", log.read_text("utf-8"))
+            if match and len(frame(match[1])["steps"]) > NUM_STEPS:
                 break
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the run did not come so far:\n{log.read_text('utf-8')}")
             time.sleep(1)
-        yield found[1]
+        yield match[1]
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -86,28 +86,28 @@ def training(folder: Path) -> Iterator[str]:
 
 def frame(url: str) -> dict[str, Any]:
     """Return the state that the page shows."""
-    found: dict[str, Any] = httpx.get(f"{url}/api/frame", timeout=60).json()
-    return found
+    state: dict[str, Any] = httpx.get(f"{url}/api/frame", timeout=60).json()
+    return state
 
 
 def views_of(url: str) -> dict[str, str]:
     """Return the views' addresses by the names of their pictures."""
     shown = frame(url)
-    about = shown["about"]
-    found = {name: f"#/{name}" for name in VIEWS}
-    if not about.get("can_ask"):
-        del found["ask"]
-    if not about.get("has_sandbox"):
-        del found["sandbox"]
+    description = shown["about"]
+    addresses = {name: f"#/{name}" for name in VIEWS}
+    if not description.get("can_ask"):
+        del addresses["ask"]
+    if not description.get("has_sandbox"):
+        del addresses["sandbox"]
     if not shown.get("servers"):
-        del found["servers"]
+        del addresses["servers"]
     done = [row for row in shown["rollouts"] if row["state"] == "done" and row["calls"]]
     if done:
-        found["rollout"] = f"#/rollout/{done[-1]['id']}"
-    groups = [one for one in shown["groups"] if one["state"] == "done"]
+        addresses["rollout"] = f"#/rollout/{done[-1]['id']}"
+    groups = [row for row in shown["groups"] if row["state"] == "done"]
     if groups:
-        found["group"] = f"#/group/{groups[-1]['id']}"
-    return found
+        addresses["group"] = f"#/group/{groups[-1]['id']}"
+    return addresses
 
 
 def take(url: str, out: Path) -> None:

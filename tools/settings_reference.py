@@ -21,9 +21,9 @@ PATH = Path(__file__).parents[1] / "docs" / "settings.md"
 _COMMANDS: dict[str, tuple[type[pydantic.BaseModel], str]] = {
     "agentloop serve": (
         Settings,
-        "Also those of `agentloop.Runtime`, and of `agentloop chat` and `agentloop env try`, which "
-        "take `env`, `tasks` and `reward` of `agentloop evaluate` besides. `agentloop env try` "
-        "also takes its `endpoint`, and `num_rollouts` (default: 10).",
+        "Also those of `agentloop.Runtime`, `agentloop chat` and `agentloop env try`. The commands "
+        "take `env`, `tasks` and `reward` of `agentloop evaluate` besides; `agentloop chat` and "
+        "`agentloop env try` also its `endpoint`, and the latter `num_rollouts` (default: 10).",
     ),
     "agentloop train": (TrainSettings, "Besides those of `agentloop serve`."),
     "agentloop sft": (SftSettings, ""),
@@ -71,13 +71,13 @@ def _sections(rows: Iterable[Row]) -> Iterator[str]:
     by_section: dict[str, list[Row]] = {"": []}  # first: those without a section
     for row in rows:
         by_section.setdefault(row[0].rpartition(".")[0], []).append(row)
-    for section, found in by_section.items():
-        if not found:
+    for section, section_rows in by_section.items():
+        if not section_rows:
             continue
         if section:
             yield from ("", f"### {section}")
         yield from ("", "| setting | default | meaning |", "|---|---|---|")
-        for name, default, description in found:
+        for name, default, description in section_rows:
             yield f"| `{name}` | {_cell(_default(name, default))} | {_cell(description)} |"
 
 

@@ -114,11 +114,11 @@ def main() -> int:
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", str(config)]
     if status := subprocess.run(command, check=False).returncode:
         return status
-    found = problems(html)
-    for problem in found:
+    broken = problems(html)
+    for problem in broken:
         print(problem, file=sys.stderr)
-    print(f"{html.relative_to(ROOT)}: {len(texts)} pages, {len(found)} problems")
-    return 1 if found else 0
+    print(f"{html.relative_to(ROOT)}: {len(texts)} pages, {len(broken)} problems")
+    return 1 if broken else 0
 
 
 def pages(root: Path) -> tuple[dict[str, str], dict[str, Path]]:
@@ -127,7 +127,7 @@ def pages(root: Path) -> tuple[dict[str, str], dict[str, Path]]:
     These are the documents in docs/, and all that links lead to from there.
     """
     waiting = sorted((root / "docs").rglob("*.md"))
-    seen = set(waiting)
+    reached = set(waiting)
     texts: dict[str, str] = {}
     images: dict[str, Path] = {}
 
@@ -137,8 +137,8 @@ def pages(root: Path) -> tuple[dict[str, str], dict[str, Path]]:
             return link  # `problems` reports it
         if (target / _INDEX).exists():
             target /= _INDEX
-        if target not in seen:
-            seen.add(target)
+        if target not in reached:
+            reached.add(target)
             waiting.append(target)
         return os.path.relpath(_place(root, target), _place(root, file).parent)
 
@@ -151,7 +151,7 @@ def pages(root: Path) -> tuple[dict[str, str], dict[str, Path]]:
             text = _files_in(root, file) if file.is_dir() else file.read_text("utf-8")
             # Links of a folder's page are relative to the folder.
             base = file / _INDEX if file.is_dir() else file
-            texts[place] = _adapted(text, partial(link_from, base))
+            texts[place] = _adapt(text, partial(link_from, base))
         else:
             texts[place] = _text_of(root, file)
     return texts, images
@@ -181,7 +181,7 @@ def _text_of(root: Path, file: Path) -> str:
     return f"# {file.relative_to(root)}\n\n````{language}\n{file.read_text('utf-8')}````\n"
 
 
-def _adapted(text: str, link_to: Callable[[str], str]) -> str:
+def _adapt(text: str, link_to: Callable[[str], str]) -> str:
     """Return a document as the site needs it; blocks of code stay as they are."""
     parts, start = [], 0
     for block in _BLOCK.finditer(text):
@@ -198,12 +198,12 @@ def _outside(text: str, link_to: Callable[[str], str]) -> str:
 
 def navigation(index: str) -> dict[str, list[str]]:
     """Return the pages that each section of the index lists in its tables, in their order."""
-    found: dict[str, list[str]] = {}
+    sections: dict[str, list[str]] = {}
     for section in re.split(r"^## ", index, flags=re.M)[1:]:
         title, _, body = section.partition("\n")
         if rows := list(dict.fromkeys(_ROW.findall(body))):
-            found[title.strip()] = rows
-    return found
+            sections[title.strip()] = rows
+    return sections
 
 
 def _nav(index: str) -> Iterator[str]:
@@ -215,9 +215,9 @@ def _nav(index: str) -> Iterator[str]:
 
 def problems(site: Path) -> list[str]:
     """Return what is wrong with the pages of a built site: dead links, and what is not local."""
-    found = {path.resolve(): _Page(path) for path in sorted(site.rglob("*.html"))}
+    pages_by_path = {path.resolve(): _Page(path) for path in sorted(site.rglob("*.html"))}
     wrong = []
-    for path, page in found.items():
+    for path, page in pages_by_path.items():
         where = path.relative_to(site.resolve())
         wrong += [f"{where}: loads {url}" for url in page.loaded if _is_remote(url)]
         if where.name == "404.html":  # its links are from the site's root, wherever that is
@@ -226,7 +226,7 @@ def problems(site: Path) -> list[str]:
             target, anchor = _target(path, url)
             if not target.is_file():
                 wrong.append(f"{where}: {url} leads nowhere")
-            elif anchor and target in found and anchor not in found[target].ids:
+            elif anchor and target in pages_by_path and anchor not in pages_by_path[target].ids:
                 wrong.append(f"{where}: {url}: the page has no such anchor")
     for css in site.rglob("*.css"):
         loaded = re.findall(r"(?:url\(|@import\s*)[\"']?([^\"')\s;]+)", css.read_text("utf-8"))
@@ -235,12 +235,12 @@ def problems(site: Path) -> list[str]:
 
 
 class _Page(HTMLParser):
-    """What a page has and refers to.
+    """The anchors and the links of a page.
 
     Attributes:
-        ids: its anchors.
+        ids: anchors of the page.
         links: addresses within the site that its links lead to, and files of it that it loads.
-        loaded: what a browser loads with it.
+        loaded: addresses that a browser loads with it.
     """
 
     _LOADING = (("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src"))

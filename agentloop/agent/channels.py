@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Protocol
 
-__all__ = ["Channel", "Channels", "Markup", "Speech", "Splitter", "answer_in"]
+__all__ = ["Channel", "Channels", "Markup", "Speech", "Splitter", "StopFinder", "answer_in"]
 
 
 class Channel(StrEnum):
@@ -98,10 +98,10 @@ class Channels:
             yield from self._emit(self._held[start : match.start()])
             self._switch(match.group())
             start = match.end()
-        rest = self._held[start:]
-        cut = self._partial(rest)
-        self._held = rest[cut:]
-        yield from self._emit(rest[:cut])
+        unread = self._held[start:]
+        cut = self._partial(unread)
+        self._held = unread[cut:]
+        yield from self._emit(unread[:cut])
 
     def flush(self) -> Iterator[tuple[Channel, str]]:
         """Yield the text that was held back, now that the turn is over."""
@@ -136,16 +136,66 @@ class Channels:
         return bool(_PARTIAL_CONTROL_RE.fullmatch(text))
 
 
+class StopFinder:
+    """Cuts text that arrives in pieces before the first stop sequence.
+
+    The first stop sequence to be completed wins; of several that end together, the longest.
+
+    Attributes:
+        matched: The stop sequence that was found; nothing is returned after it.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        """
+        Args:
+            stop: Stop sequences, none of them empty.
+        """
+        self.matched: str | None = None
+        self._stop = stop
+        self._longest = max(map(len, stop), default=0)
+        self._held = ""  # the beginning of a possible stop sequence
+
+    def feed(self, text: str, *, skips_space: bool = False) -> str:
+        """Take the next text; return what no stop sequence can begin in any more.
+
+        With `skips_space`, a stop sequence cannot end in whitespace at the beginning of the text.
+        """
+        if not self._stop or self.matched is not None:
+            return "" if self._stop else text
+        text = self._held + text
+        num_leading = len(text) - len(text.lstrip()) if skips_space else 0
+        if skips_space and num_leading == len(text):
+            self._held = text[-self._longest :]
+            return ""
+        matches = [
+            (start + len(stop), start)
+            for stop in self._stop
+            if (start := text.find(stop, max(0, num_leading - len(stop) + 1))) >= 0
+        ]
+        if matches:
+            end, start = min(matches)
+            self.matched, self._held = text[start:end], ""
+            return text[:start]
+        first = max(0, len(text) - self._longest + 1)
+        cut = next((at for at in range(first, len(text)) if self._may_begin(text[at:])), len(text))
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """Return the text that was held back, now that no more comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _may_begin(self, text: str) -> bool:
+        return any(stop.startswith(text) for stop in self._stop)
+
+
 class Speech:
     """The text that a client sees of a rollout, turn by turn, however the tokens were grouped.
 
     A passage is the text of one channel until the other channel or the end of the turn. Passages
     are stripped of surrounding whitespace, and a blank line separates passages of the same channel.
     Whitespace is therefore held back until text follows it.
-
-    Attributes:
-        stopped: Whether a stop sequence was found in the content. Nothing is yielded after it.
-        matched: The stop sequence that was found.
     """
 
     def __init__(
@@ -162,18 +212,24 @@ class Speech:
                 Reasoning, tool calls and the whitespace before a passage are not searched.
             split: Makes a turn's splitter, given whether its prompt opens a reasoning block.
         """
-        self.stopped = False
-        self.matched: str | None = None
         self._split = split
         self._reasoning = reasoning
         self._channels = split(reasoning)
-        self._stop = stop
-        self._longest_stop = max(map(len, stop), default=0)
+        self._finder = StopFinder(stop)
         self._channels_seen: set[Channel] = set()
         self._channel: Channel | None = None  # the current passage's
         self._has_begun = False  # whether the passage has text other than whitespace
-        self._partial_stop = ""  # the beginning of a possible stop sequence
         self._pending_space = ""  # whitespace to emit before the next text
+
+    @property
+    def matched(self) -> str | None:
+        """The stop sequence that was found in the content, if one was."""
+        return self._finder.matched
+
+    @property
+    def stopped(self) -> bool:
+        """True if a stop sequence was found in the content. Nothing is yielded after it."""
+        return self.matched is not None
 
     def begin_turn(self, *, reasoning: bool) -> None:
         """Prepare for a turn whose generation prompt opens a reasoning block, or does not."""
@@ -194,8 +250,8 @@ class Speech:
 
     def interject(self, channel: Channel, text: str) -> Iterator[tuple[Channel, str]]:
         """Yield a passage that the model has not written, once the turn's text is complete."""
-        for found, piece in self._channels.flush():
-            yield from self._route(found, piece)
+        for channel_before, piece in self._channels.flush():
+            yield from self._route(channel_before, piece)
         yield from self._end_passage()
         if not self.stopped:
             yield channel, (_BETWEEN_PASSAGES if channel in self._channels_seen else "") + text
@@ -208,12 +264,12 @@ class Speech:
             yield from self._end_passage()
             self._channel = channel
             self._pending_space = _BETWEEN_PASSAGES if channel in self._channels_seen else ""
-        if channel is Channel.CONTENT and self._stop:
-            piece = self._before_stop(piece)
+        if channel is Channel.CONTENT:
+            piece = self._finder.feed(piece, skips_space=not self._has_begun)
         yield from self._emit(channel, piece)
 
     def _end_passage(self) -> Iterator[tuple[Channel, str]]:
-        undecided, self._partial_stop = self._partial_stop, ""
+        undecided = self._finder.flush()
         if self._channel is not None:
             yield from self._emit(self._channel, undecided)
         self._channel, self._has_begun, self._pending_space = None, False, ""
@@ -228,36 +284,6 @@ class Speech:
             yield channel, self._pending_space + solid
             self._pending_space = ""
         self._pending_space += text[len(solid) :]
-
-    def _before_stop(self, piece: str) -> str:
-        """Return the content up to a stop sequence, or up to the beginning of a possible one.
-
-        The first stop sequence to be completed wins; of several that end together, the longest.
-        """
-        text = self._partial_stop + piece
-        num_leading = 0 if self._has_begun else len(text) - len(text.lstrip())
-        if num_leading == len(text):
-            self._partial_stop = text[-self._longest_stop :]
-            return ""
-        found = [
-            (start + len(stop), start)
-            for stop in self._stop
-            if (start := text.find(stop, max(0, num_leading - len(stop) + 1))) >= 0
-        ]
-        if found:
-            end, start = min(found)
-            self.stopped, self.matched, self._partial_stop = True, text[start:end], ""
-            return text[:start]
-        first = max(0, len(text) - self._longest_stop + 1)
-        held = next(
-            (at for at in range(first, len(text)) if self._is_stop_prefix(text[at:])),
-            len(text),
-        )
-        self._partial_stop = text[held:]
-        return text[:held]
-
-    def _is_stop_prefix(self, text: str) -> bool:
-        return any(stop.startswith(text) for stop in self._stop)
 
 
 def answer_in(

@@ -31,8 +31,14 @@ from tokenizers import Tokenizer
 from agentloop.agent.chat_settings import RESERVED_ARGUMENTS, ChatSettings
 from agentloop.agent.continuation import QUESTION, Continuation, Render
 from agentloop.agent.encoder import TokenEncoder
-from agentloop.agent.formats import HERMES, Family, detect, named
-from agentloop.agent.openai_messages import for_template, num_chars, with_ids
+from agentloop.agent.formats import HERMES, Family, detect, get_family
+from agentloop.agent.openai_messages import (
+    for_template,
+    function_call,
+    num_chars,
+    tool_message,
+    with_ids,
+)
 from agentloop.agent.placeholders import Placeholders
 from agentloop.agent.tokenizer import load_tokenizer
 from agentloop.errors import ModelError, RequestError
@@ -55,13 +61,16 @@ class ChatFormat:
 
     Attributes:
         tokenizer: The model's tokenizer.
-        family: What the model samples: calls, thoughts.
+        family: The form of the calls and thoughts that the model samples.
         vocab_size: Ids at or above this must never be sent to a server.
         end_id: The token that ends an assistant's turn without calls.
         stop_ids: The tokens that end a generation: the ends of turns with and without calls, the
             tokenizer's end-of-text token, which differs in base models, and those that the model's
             generation_config.json names.
         generation_prompt: The template's text between the last message and the model's first token.
+        reads: `reads(kind, name)` returns whether the template may read a field of messages: it
+            names it, or writes it. `kind` is the role of the messages, or "call" or "function" for
+            those of calls in them.
     """
 
     end_id: int
@@ -84,7 +93,7 @@ class ChatFormat:
         Args:
             render: `render(messages, tools=None, add_generation_prompt=False)` returns the
                 template's text. It takes further variables of the template by name.
-            end_token: As in `ChatSettings`.
+            end_token: The token that ends a turn; by default, the one that the template writes.
             eos_token: The tokenizer's end-of-text token.
             eos_ids: Further tokens that end a generation.
             source: The template's source.
@@ -99,7 +108,9 @@ class ChatFormat:
         self._configured_end = end_token
         self._eos = (eos_token, tuple(eos_ids))
         self._rendering = anyio.Lock(fast_acquire=True)
-        self._opened_in = functools.lru_cache(_MAX_OPENINGS)(self._tag_opened_in)
+        self._opening_tag_in = functools.lru_cache(_MAX_OPENINGS)(
+            lambda ids: _opening_tag(self.decode(ids))
+        )
         self._source = source
         self._use(render)
 
@@ -107,7 +118,7 @@ class ChatFormat:
         self._render = render
         self._prompts: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         self._variants: OrderedDict[str, ChatFormat] = OrderedDict()
-        self._read: OrderedDict[tuple[str, str], bool] = OrderedDict()
+        self.reads = functools.lru_cache(_MAX_READ_FIELDS)(self._reads)
         self._end_token = self._find_end_token()
         self._call_end = self.family.end_of_calls or self._end_token
         self._continuation = Continuation(
@@ -117,15 +128,17 @@ class ChatFormat:
             end=self._end_token,
             end_of_calls=self._call_end,
         )
-        asked, ready = render([QUESTION]), render([QUESTION], add_generation_prompt=True)
-        self.generation_prompt = ready.removeprefix(asked) if ready.startswith(asked) else ""
+        without_prompt, ready = render([QUESTION]), render([QUESTION], add_generation_prompt=True)
+        self.generation_prompt = (
+            ready.removeprefix(without_prompt) if ready.startswith(without_prompt) else ""
+        )
         self._ready = ready
         eos_token, eos_ids = self._eos
         ends = (self._end_token, self._call_end, eos_token or "")
-        found = {end: id for end in ends if (id := self.token_id(end)) is not None}
-        self.end_id = found[self._end_token]
-        self._stops = tuple(found)
-        self.stop_ids = tuple(dict.fromkeys([*found.values(), *eos_ids]))
+        ids_by_token = {end: id for end in ends if (id := self.token_id(end)) is not None}
+        self.end_id = ids_by_token[self._end_token]
+        self._stops = tuple(ids_by_token)
+        self.stop_ids = tuple(dict.fromkeys([*ids_by_token.values(), *eos_ids]))
 
     @classmethod
     def load(cls, model_path: str | Path, settings: ChatSettings | None = None) -> ChatFormat:
@@ -146,7 +159,7 @@ class ChatFormat:
                 "a Jinja file"
             )
 
-        own = inspect.signature(hf.apply_chat_template).parameters.keys() - {"kwargs"}
+        reserved = inspect.signature(hf.apply_chat_template).parameters.keys() - {"kwargs"}
 
         def render(
             messages: Sequence[Message],
@@ -155,7 +168,7 @@ class ChatFormat:
             **arguments: Any,
         ) -> str:
             # A version of transformers may have more parameters than those that we know.
-            if taken := sorted(own & (settings.arguments | arguments).keys()):
+            if taken := sorted(reserved & (settings.arguments | arguments).keys()):
                 raise ModelError(f"{', '.join(taken)}: reserved by transformers")
             text = hf.apply_chat_template(
                 list(messages),
@@ -166,16 +179,12 @@ class ChatFormat:
             )
             return str(text)
 
-        named_templates = hf.chat_template
-        text = (
-            named_templates
-            if isinstance(named_templates, str)
-            else "\n".join(map(str, named_templates.values()))
-        )
+        templates = hf.chat_template  # one, or several by name
+        text = templates if isinstance(templates, str) else "\n".join(map(str, templates.values()))
         chat = cls(
             hf.backend_tokenizer,
             render,
-            family=detect(text) if settings.format == "auto" else named(settings.format),
+            family=detect(text) if settings.format == "auto" else get_family(settings.format),
             end_token=settings.end_token,
             eos_token=hf.eos_token,
             eos_ids=_eos_ids(Path(model_path)),
@@ -216,30 +225,25 @@ class ChatFormat:
     @property
     def opened_thought(self) -> str:
         """The tag with which the generation prompt opens a reasoning block, or an empty string."""
-        match = _OPENED_RE.search(self.generation_prompt)
-        return match.group() if match else ""
+        return _opening_tag(self.generation_prompt)
 
     def begins_in_thought(self, trajectory: Trajectory, turn: int) -> bool:
         """Return whether the prompt of a turn ends with the tag that opens a reasoning block."""
-        return bool(self.thought_begun(trajectory, turn))
+        return bool(self.opening_tag(trajectory, turn))
 
-    def thought_begun(self, trajectory: Trajectory, turn: int) -> str:
+    def opening_tag(self, trajectory: Trajectory, turn: int) -> str:
         """Return the tag of reasoning with which the prompt of a turn ends, or an empty string.
 
         After tool responses, some templates open none.
         """
         turns = trajectory.turns
         before = turns[turn - 1].observation_ids if turn > 0 else trajectory.prompt_ids
-        return self._opened_in(tuple(before[-_MAX_OPENING_TOKENS:]))
-
-    def _tag_opened_in(self, ids: tuple[int, ...]) -> str:
-        match = _OPENED_RE.search(self.decode(ids))
-        return match.group() if match else ""
+        return self._opening_tag_in(tuple(before[-_MAX_OPENING_TOKENS:]))
 
     def end_of_thought(self, trajectory: Trajectory, turn: int) -> list[int]:
         """Return the ids that close the thought with which a turn was cut off."""
         thoughts = self.family.markup.thoughts
-        text = self.thought_begun(trajectory, turn) + trajectory.turns[turn].text
+        text = self.opening_tag(trajectory, turn) + trajectory.turns[turn].text
         _, closing = max(thoughts, key=lambda pair: text.rfind(pair[0]))
         return self._encoder.encode_marked(f"\n{closing}\n\n", Placeholders())
 
@@ -263,8 +267,8 @@ class ChatFormat:
         opening = before
         for control in self._encoder.control_re.finditer(before):
             opening = before[control.start() :]
-        _, found, question = text.removesuffix(after).rpartition(opening)
-        return question if found and text.endswith(after) else text
+        _, separator, question = text.removesuffix(after).rpartition(opening)
+        return question if separator and text.endswith(after) else text
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -285,10 +289,10 @@ class ChatFormat:
         if self.family.history_id is not None:
             plain = with_ids(plain, self.family.history_id)
         disarmed = [
-            self._continuation.disarmed(message, mark, self.family.thought_tags)
+            self._continuation.disarm_message(message, mark, self.family.thought_tags)
             for message in plain
         ]
-        disarmed_tools = [self._encoder.disarmed_value(tool, mark) for tool in tools]
+        disarmed_tools = [self._encoder.disarm_value(tool, mark) for tool in tools]
         try:
             text = self._render(disarmed, tools=disarmed_tools, add_generation_prompt=True)
         except Exception as error:  # templates may raise anything (jinja2, KeyError, ...)
@@ -315,18 +319,8 @@ class ChatFormat:
                 self._prompts.popitem(last=False)
             return list(self._prompts[key])
 
-    def reads(self, kind: str, name: str) -> bool:
-        """Return whether the template may read a field of messages: it names it, or writes it.
-
-        Args:
-            kind: The role of the messages, or "call" or "function" for those of calls in them.
-        """
-        key = kind, name
-        if key not in self._read:
-            self._read[key] = name in self._source or self._writes(kind, name)
-            if len(self._read) > _MAX_READ_FIELDS:
-                self._read.popitem(last=False)
-        return self._read[key]
+    def _reads(self, kind: str, name: str) -> bool:
+        return name in self._source or self._writes(kind, name)
 
     def _writes(self, kind: str, name: str) -> bool:
         """Return whether the template writes the value of a field."""
@@ -374,7 +368,7 @@ class ChatFormat:
         plain = for_template(0, message)
         if self.family.history_id is not None:
             (plain,) = with_ids([plain], self.family.history_id)
-        reply = self._continuation.disarmed(plain, mark, self.family.all_tags)
+        reply = self._continuation.disarm_message(plain, mark, self.family.all_tags)
         try:
             text = self._render([QUESTION, reply])
             before = self._ready
@@ -395,17 +389,17 @@ class ChatFormat:
 
     def _explain_mismatch(self, message: Message) -> str:
         """Explain why the template does not write `message` after its generation prompt."""
-        why = (
+        error = (
             "content: the model's chat template starts a generated turn with "
             f"{self.generation_prompt!r} but starts this message differently"
         )
         opened = self.opened_thought.strip()
         if opened and not str(message.get("content") or "").startswith(opened):
             return (
-                f"{why}: begin the content with {opened}, or set chat.template to a template that "
-                "adds it, such as `paper`"
+                f"{error}: begin the content with {opened}, or set chat.template to a template "
+                "that adds it, such as `paper`"
             )
-        return f"{why}: set chat.template to a template that starts both in the same way"
+        return f"{error}: set chat.template to a template that starts both in the same way"
 
     def observation(
         self,
@@ -439,7 +433,7 @@ class ChatFormat:
         Args:
             messages: Messages in OpenAI's format.
             calls: The turn's calls.
-            last_id: As in `observation()`.
+            last_id: The last token of the turn, as in `observation()`.
             num_calls: Number of calls in the conversation so far.
 
         Raises:
@@ -482,36 +476,28 @@ class ChatFormat:
         Only for a new prompt: calls and the text after them are rendered again by the template.
         """
         messages: list[Message] = []
-        begun = self.opened_thought
+        thought = self.opened_thought
         for turn in turns:
             if turn.end is TurnEnd.THOUGHT:  # the next turn goes on with this message
-                begun += turn.text + self.decode(turn.observation_ids)
+                thought += turn.text + self.decode(turn.observation_ids)
                 continue
             text = turn.text
             for token in self._stops:
                 text = text.removesuffix(token)
             message: dict[str, Any] = {
                 "role": "assistant",
-                **self.family.message_of(begun + text, has_calls=bool(turn.calls)),
+                **self.family.message_of(thought + text, has_calls=bool(turn.calls)),
             }
-            begun = self.opened_thought
+            thought = self.opened_thought
             if turn.calls:
                 message["tool_calls"] = [
-                    {
-                        "id": self.family.call_id(call),
-                        "type": "function",
-                        "function": {"name": call.name, "arguments": call.arguments},
-                    }
+                    function_call(self.family.call_id(call), call.name, call.arguments)
                     for call in turn.calls
                 ]
             messages.append(message)
             ids = {call.id: self.family.call_id(call) for call in turn.calls}
             messages += [
-                {
-                    "role": "tool",
-                    "tool_call_id": ids.get(result.call_id, result.call_id),
-                    "content": result.content,
-                }
+                tool_message(ids.get(result.call_id, result.call_id), result.content)
                 for result in turn.results
             ]
         return messages
@@ -532,12 +518,12 @@ class ChatFormat:
         self._end_opens_next = False
         try:
             tail = mark.split(self._render([QUESTION, reply]))[-1]
-            found = self._encoder.control_re.search(tail)
+            match = self._encoder.control_re.search(tail)
             if not tail.strip() and configured is None:
                 # In some families, the token that opens the next message ends a turn.
                 self._end_opens_next = True
                 text = self._render([QUESTION, reply, {"role": "user", "content": mark("next")}])
-                found = self._encoder.control_re.search(mark.split(text)[2])
+                match = self._encoder.control_re.search(mark.split(text)[2])
         except Exception as error:  # as in prompt()
             raise ModelError(f"the chat template cannot be rendered: {error}") from error
         if configured is not None:
@@ -547,22 +533,28 @@ class ChatFormat:
                     f"after an assistant's message it writes {tail!r}"
                 )
             return configured
-        if found is None:
+        if match is None:
             raise ModelError(
                 "the chat template does not end a turn with a control token of the tokenizer: "
                 f"after an assistant's message it writes {tail!r}. Set chat.template to a template "
                 "that does"
             )
-        return found.group()
+        return match.group()
+
+
+def _opening_tag(text: str) -> str:
+    """Return the tag of reasoning with which a text ends, or an empty string."""
+    match = _OPENED_RE.search(text)
+    return match.group() if match else ""
 
 
 def _eos_ids(folder: Path) -> list[int]:
     """Return the tokens that end a generation by the model's folder, if it says."""
     try:
-        found = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+        value = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    ids = found if isinstance(found, list) else [found]
+    ids = value if isinstance(value, list) else [value]
     return [id for id in ids if isinstance(id, int)]
 
 

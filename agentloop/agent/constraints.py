@@ -87,8 +87,6 @@ class Constraints:
             message: The number of the turn's message (`Trajectory.message_of`).
             opened_thought: The tag with which its prompt opens a thought, or an empty string.
         """
-        if not self._rules.bind(message):
-            return {}
         return constraint_of(
             self._rules,
             self._chat.family,
@@ -103,15 +101,15 @@ class Constraints:
         """Return what decodes the calls of a message."""
         return _SpelledMarkers(self._chat) if self._rules.must_call(message) else self._chat
 
-    def explained(self, error: RequestError, message: int) -> RequestError:
+    def explain(self, error: RequestError, message: int) -> RequestError:
         """Return the error with the field that caused it, if a server has refused a grammar."""
-        said = str(error).strip()
-        if "rammar" not in said:
+        text = str(error).strip()
+        if "rammar" not in text:
             return error
         if self._rules.must_call(message):
-            return RequestError(f"tool_choice: a tool's parameters cannot be enforced: {said}")
+            return RequestError(f"tool_choice: a tool's parameters cannot be enforced: {text}")
         tools = " or a tool's parameters" if self._tools else ""
-        return RequestError(f"response_format: its schema{tools} cannot be enforced: {said}")
+        return RequestError(f"response_format: its schema{tools} cannot be enforced: {text}")
 
 
 class _SpelledMarkers:
@@ -209,8 +207,8 @@ def _not_enforced(schema: Any) -> str | None:
             return str(keyword)
         if keyword in _BY_NAME and isinstance(value, Mapping):
             value = list(value.values())
-        if keyword not in _VALUES and (found := _not_enforced(value)):
-            return found
+        if keyword not in _VALUES and (nested := _not_enforced(value)):
+            return nested
     return None
 
 
@@ -222,14 +220,14 @@ def _thought(family: Family, opened: str, ends: Sequence[str]) -> list[_Format]:
     text = {"type": "any_text", "excludes": excluded}
     if opened:
         closing = next((close for start, close in thoughts if start == opened.strip()), "")
-        rest = {"type": "tag", "begin": "", "content": text, "end": closing}
-        return [rest, _SPACE] if closing else []
+        end_of_thought = {"type": "tag", "begin": "", "content": text, "end": closing}
+        return [end_of_thought, _SPACE] if closing else []
     if not thoughts:
         return []
-    whole = [
+    thought_tags = [
         {"type": "tag", "begin": start, "content": text, "end": close} for start, close in thoughts
     ]
-    choice = whole[0] if len(whole) == 1 else {"type": "or", "elements": whole}
+    choice = thought_tags[0] if len(thought_tags) == 1 else {"type": "or", "elements": thought_tags}
     return [{"type": "optional", "content": choice}, _SPACE]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from agentloop.agent.encoder import TokenEncoder
 from agentloop.agent.formats import Family
-from agentloop.agent.openai_messages import for_template, with_ids
+from agentloop.agent.openai_messages import for_template, function_call, tool_message, with_ids
 from agentloop.agent.placeholders import Placeholders
 from agentloop.errors import ModelError, RequestError
 from agentloop.trajectory import Message, ToolCall
@@ -87,10 +87,10 @@ class Continuation:
         """
         mark = Placeholders()
         responses = [
-            mark(content) if isinstance(content, list) else self._encoder.disarmed(content, mark)
+            mark(content) if isinstance(content, list) else self._encoder.disarm(content, mark)
             for content in contents
         ]
-        before, end, text = self._after_responses(responses, self._named(calls, mark), mark)
+        before, end, text = self._after_responses(responses, self._disarm_names(calls, mark), mark)
         if is_cut:
             text = self._section_end(before) + end + text
         return self._encoder.encode_marked(text, mark)
@@ -108,7 +108,7 @@ class Continuation:
         Args:
             messages: Messages in OpenAI's format: tool responses, questions, turns of others.
             calls: The turn's calls, to which the responses refer by their ids.
-            is_cut: As for `after_calls`.
+            is_cut: Whether the turn lacks its end, which is then written first.
             num_calls: Number of calls in the conversation so far, for templates that count them.
 
         Raises:
@@ -122,10 +122,12 @@ class Continuation:
         for message in plain:
             if (answered := message.get("tool_call_id")) in ids:
                 message["tool_call_id"] = ids[answered]
-        disarmed = [self.disarmed(one, mark, self._family.thought_tags) for one in plain]
+        disarmed = [
+            self.disarm_message(message, mark, self._family.thought_tags) for message in plain
+        ]
         try:
             self._check_order(plain, has_calls=bool(calls))
-            before, end, text = self._after(disarmed, self._named(calls, mark), mark)
+            before, end, text = self._after(disarmed, self._disarm_names(calls, mark), mark)
         except RequestError:
             raise
         except Exception as error:  # a template may raise anything, as in __init__
@@ -134,15 +136,17 @@ class Continuation:
             text = self._section_end(before) + end + text
         return self._encoder.encode_marked(text, mark)
 
-    def disarmed(self, message: Mapping[str, Any], mark: Placeholders, keep: Sequence[str]) -> Any:
+    def disarm_message(
+        self, message: Mapping[str, Any], mark: Placeholders, keep: Sequence[str]
+    ) -> Any:
         """Disarm a message, except the `keep` tags in the content of an assistant's turn.
 
         Nothing else in an assistant's turn stays markup: the model may have repeated text that a
         user or a tool injected.
         """
-        disarmed = self._encoder.disarmed_value(message, mark)
+        disarmed = self._encoder.disarm_value(message, mark)
         if message["role"] == "assistant":
-            disarmed["content"] = self._encoder.disarmed(message["content"], mark, keep=keep)
+            disarmed["content"] = self._encoder.disarm(message["content"], mark, keep=keep)
         if self.text_arguments:
             for call in disarmed.get("tool_calls") or []:
                 call["function"]["arguments"] = json.dumps(
@@ -150,12 +154,12 @@ class Continuation:
                 )
         return disarmed
 
-    def _named(self, calls: Sequence[ToolCall], mark: Placeholders) -> list[tuple[str, str]]:
+    def _disarm_names(self, calls: Sequence[ToolCall], mark: Placeholders) -> list[tuple[str, str]]:
         """Return the ids and the names of calls, disarmed, as the template writes them."""
         return [
             (
-                self._encoder.disarmed(self._family.call_id(call), mark),
-                self._encoder.disarmed(call.name, mark),
+                self._encoder.disarm(self._family.call_id(call), mark),
+                self._encoder.disarm(call.name, mark),
             )
             for call in calls
         ]
@@ -173,8 +177,7 @@ class Continuation:
             (f"call{index:05}", "tool") for index in range(len(responses))
         ]
         messages = [
-            {"role": "tool", "tool_call_id": id, "content": response}
-            for (id, _), response in zip(named, responses, strict=True)
+            tool_message(id, response) for (id, _), response in zip(named, responses, strict=True)
         ]
         return self._after(messages, named, mark)
 
@@ -193,26 +196,23 @@ class Continuation:
             arguments: Any = {"argument": argument}
             if self.text_arguments:
                 arguments = json.dumps(arguments)
-            made = [
-                {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-                for id, name in _with_names(names)
-            ]
-            reply["tool_calls"] = made[-1:] if self._one_call else made
+            tool_calls = [function_call(id, name, arguments) for id, name in _with_names(names)]
+            reply["tool_calls"] = tool_calls[-1:] if self._one_call else tool_calls
         text = self._render([QUESTION, reply, *messages], add_generation_prompt=True)
         if names:
-            rest = text.rpartition(argument if argument in text else content)[2]
-            before, end, after = rest.partition(self._end_of_calls)
-            return (before, end, after) if end else (rest, self._end_of_calls, "")
+            tail = text.rpartition(argument if argument in text else content)[2]
+            before, end, after = tail.partition(self._end_of_calls)
+            return (before, end, after) if end else (tail, self._end_of_calls, "")
         tail = text.partition(content)[2]
         before, end, after = tail.partition(self._end)
         if not end:  # the end of a turn opens the next message, whose role differs
-            found = self._encoder.control_re.search(tail)
-            if found is None:
+            match = self._encoder.control_re.search(tail)
+            if match is None:
                 raise RequestError(
                     "messages: the model's chat template drops or reorders messages, or does not "
                     f"end an assistant's turn with {self._end!r}"
                 )
-            return tail[: found.start()], found.group(), tail[found.end() :]
+            return tail[: match.start()], match.group(), tail[match.end() :]
         return before, end, after
 
     def _check_order(self, messages: Sequence[Mapping[str, Any]], *, has_calls: bool) -> None:
@@ -221,15 +221,18 @@ class Continuation:
         Raises:
             RequestError: It does not.
         """
-        shape = (*(one["role"] + "+" * bool(one.get("tool_calls")) for one in messages), has_calls)
+        shape = (
+            *(message["role"] + "+" * bool(message.get("tool_calls")) for message in messages),
+            has_calls,
+        )
         key = tuple(map(str, shape))
         if key not in self._checked:
             mark = Placeholders()
-            marked = [{**one, "content": mark("")} for one in messages]
+            marked = [{**message, "content": mark("")} for message in messages]
             names = [("call00000", "tool")] if has_calls else []
             pieces = mark.split("".join(self._after(marked, names, mark)))[1::2]
             wanted = [str(index) for index in range(len(messages))]
-            self._checked[key] = [one for one in pieces if one in wanted] == wanted
+            self._checked[key] = [piece for piece in pieces if piece in wanted] == wanted
             if len(self._checked) > _MAX_CHECKED:
                 del self._checked[next(iter(self._checked))]
         if not self._checked[key]:

@@ -50,8 +50,8 @@ class TokenEncoder:
 
     def token_id(self, text: str) -> int | None:
         """Return the id of `text` if it is a single token of the vocabulary, else None."""
-        found: int | None = self.tokenizer.token_to_id(text)
-        return found
+        token: int | None = self.tokenizer.token_to_id(text)
+        return token
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, including control tokens."""
@@ -72,7 +72,7 @@ class TokenEncoder:
             ids = [token for token in ids if token not in self._control_ids]
         return ids
 
-    def disarmed(self, text: str, mark: Placeholders, *, keep: Iterable[str] = ()) -> str:
+    def disarm(self, text: str, mark: Placeholders, *, keep: Iterable[str] = ()) -> str:
         """Replace characters with which a control token could begin by placeholders.
 
         However a template transforms the text, no control token can be spelled by what is left.
@@ -83,17 +83,17 @@ class TokenEncoder:
         kept_re = re.compile(f"({_any_of(kept).pattern})|{self._first_re.pattern}")
         return kept_re.sub(lambda match: match[1] or mark(match.group()), text)
 
-    def disarmed_value(self, value: Any, mark: Placeholders) -> Any:
+    def disarm_value(self, value: Any, mark: Placeholders) -> Any:
         """Disarm all strings in `value`, at any depth."""
         if isinstance(value, str):
-            return self.disarmed(value, mark)
+            return self.disarm(value, mark)
         if isinstance(value, Mapping):
             return {
-                self.disarmed_value(key, mark): self.disarmed_value(item, mark)
+                self.disarm_value(key, mark): self.disarm_value(item, mark)
                 for key, item in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self.disarmed_value(item, mark) for item in value]
+            return [self.disarm_value(item, mark) for item in value]
         return value
 
     def encode_marked(self, text: str, mark: Placeholders) -> list[int]:
@@ -137,8 +137,8 @@ class TokenEncoder:
         return self._encode(self._before + text)[1:]
 
     def _encode(self, text: str) -> list[int]:
-        whole = valid_text(text)  # a lone surrogate cannot be tokenised
-        ids: list[int] = self.tokenizer.encode(whole, add_special_tokens=False).ids
+        encodable = valid_text(text)  # a lone surrogate cannot be tokenised
+        ids: list[int] = self.tokenizer.encode(encodable, add_special_tokens=False).ids
         return ids
 
 

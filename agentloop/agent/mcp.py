@@ -34,11 +34,10 @@ from urllib.parse import urlsplit
 
 import anyio
 import anyio.abc
-import anyio.lowlevel
 import pydantic
 
 from agentloop.agent.tools import RunTool, Schema, Tool, ToolOutput
-from agentloop.aio import Signal, task_group
+from agentloop.aio import LimiterVar, Signal, limiter_in, task_group
 from agentloop.distribution import require, version
 from agentloop.errors import McpServerError, RequestError, leaves
 from agentloop.inference.processes.restarts import Restarts
@@ -65,6 +64,7 @@ _CLOSE_TIMEOUT_S = 10.0
 _TAIL_BYTES = 2000
 # The SDK's message for an HTTP error whose body is no JSON-RPC. The code is that of a failed tool.
 _HTTP_ERROR = "Server returned an error response"
+_starting = LimiterVar("_starting")  # of programs at a time, so that none of many takes too long
 
 
 def with_plain_names(values: dict[str, V]) -> dict[str, V]:
@@ -155,8 +155,8 @@ class McpServer:
     """The connection to an MCP server.
 
     Attributes:
-        name: its name in messages.
-        tools: its tools, as of the last connection.
+        name: the server's name in messages.
+        tools: the server's tools, as of the last connection.
         is_shared: whether it serves all rollouts, and is connected to again when it is lost.
     """
 
@@ -194,7 +194,7 @@ class McpServer:
         self.is_shared = True
         restarts = Restarts(_MAX_RESTARTS if self.settings.command else sys.maxsize)
         await self.stay_connected(task_status=task_status)
-        while (delay_s := restarts.died(time.monotonic())) is not None:
+        while (delay_s := restarts.record_death(time.monotonic())) is not None:
             log.error("%s: connecting again", self._why)
             await anyio.sleep(delay_s)
             try:
@@ -229,10 +229,10 @@ class McpServer:
         try:
             async with AsyncExitStack() as starting:
                 if self.settings.command:
-                    await starting.enter_async_context(_start_slots())
+                    await starting.enter_async_context(limiter_in(_starting, os.cpu_count() or 1))
                 with anyio.CancelScope(deadline=anyio.current_time() + start_s) as scope:
                     async with client:
-                        self.tools = await self._listed(client)
+                        self.tools = await self._list_tools(client)
                         await starting.aclose()
                         scope.deadline = math.inf
                         self._client, is_ready = client, True
@@ -245,24 +245,26 @@ class McpServer:
                             scope.deadline = anyio.current_time() + _CLOSE_TIMEOUT_S
         except Exception as errors:  # the SDK raises errors of its own and of HTTP, in groups
             error = next(leaves(errors))
-            what = str(error) or type(error).__name__
+            problem = str(error) or type(error).__name__
             if isinstance(error, RequestError):
                 raise error from None
             if not is_ready and self.settings.command and lost.is_set():
                 raise RequestError(f"{self} ended as it started{self._last_words}") from error
             if not is_ready:
-                raise McpServerError(f"{self} cannot be used: {what}{self._last_words}") from error
-            self._lose(lost, f"was lost: {what}")
+                raise McpServerError(
+                    f"{self} cannot be used: {problem}{self._last_words}"
+                ) from error
+            self._lose(lost, f"was lost: {problem}")
         if not is_ready:
             raise McpServerError(
                 f"{self} was not ready within {start_s:g} s (`start_timeout_s`){self._last_words}"
             )
         self._why += self._last_words
 
-    def _lose(self, lost: anyio.Event, how: str) -> None:
+    def _lose(self, lost: anyio.Event, reason: str) -> None:
         """Record how a connection was lost, and have it closed."""
         if not lost.is_set():
-            self._why = f"{self} {how}"
+            self._why = f"{self} {reason}"
             lost.set()
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolOutput:
@@ -272,7 +274,7 @@ class McpServer:
         except (ValueError, RecursionError) as error:  # a lone surrogate, for example
             return ToolOutput(ToolCallStatus.BAD_ARGUMENTS, f"[bad arguments] {error}")
         async with self._slots:  # no deadline: each call ahead has one
-            client, lost = await self._connected(), self._lost
+            client, lost = await self._wait_for_client(), self._lost
             started_s = time.monotonic()
             if client is None:
                 return ToolOutput(ToolCallStatus.INFRASTRUCTURE, self._why, started_s)
@@ -290,7 +292,7 @@ class McpServer:
             self._lose(lost, "does not answer")
             return ToolOutput(ToolCallStatus.INFRASTRUCTURE, f"{self} does not answer", started_s)
 
-    async def _connected(self) -> Any:
+    async def _wait_for_client(self) -> Any:
         """Return the SDK's client; None if there is no connection, and not again in time either."""
         with anyio.move_on_after(self.settings.timeout_s):
             while self._client is None and self.is_shared:
@@ -315,16 +317,20 @@ class McpServer:
                 return ToolCallStatus.ERROR, f"[error] {error.message}"
         return ToolCallStatus.INFRASTRUCTURE, f"{self}: {error.message}"
 
-    async def _listed(self, client: Any) -> list[McpTool]:
-        found: list[McpTool] = []
+    async def _list_tools(self, client: Any) -> list[McpTool]:
+        tools: list[McpTool] = []
         cursor: str | None = None
         while True:
             page = await client.list_tools(cursor=cursor)
-            for one in page.tools:
-                hint = one.annotations is not None and one.annotations.read_only_hint is True
-                found.append(McpTool(self, one.name, self._schema(one), is_read_only=hint))
+            for tool in page.tools:
+                is_read_only = (
+                    tool.annotations is not None and tool.annotations.read_only_hint is True
+                )
+                tools.append(
+                    McpTool(self, tool.name, self._schema(tool), is_read_only=is_read_only)
+                )
             if not (cursor := page.next_cursor):
-                return found
+                return tools
 
     def _schema(self, tool: Any) -> Schema:
         from jsonschema import Draft202012Validator, SchemaError
@@ -339,8 +345,8 @@ class McpServer:
             raise RequestError(
                 f"{self}: the input schema of tool {tool.name!r} is invalid: {error.message}"
             ) from error
-        about = {"name": tool.name, "description": tool.description or ""}
-        return {"type": "function", "function": {**about, "parameters": parameters}}
+        function = {"name": tool.name, "description": tool.description or ""}
+        return {"type": "function", "function": {**function, "parameters": parameters}}
 
     @asynccontextmanager
     async def _transport(self, lost: anyio.Event) -> AsyncIterator[Any]:
@@ -367,7 +373,7 @@ class McpServer:
 
         assert self.settings.url is not None
         async with httpx2.AsyncClient(
-            headers=self._filled("headers"),
+            headers=self._expand_variables("headers"),
             timeout=httpx2.Timeout(self.settings.start_timeout_s, read=None),  # a call has its own
             limits=httpx2.Limits(max_connections=None),
             follow_redirects=True,
@@ -380,9 +386,9 @@ class McpServer:
         from mcp import StdioServerParameters
         from mcp.client.stdio import stdio_client
 
-        env = self._filled("env")
-        name, *rest = self.settings.command
-        command = [sys.executable if name == "python" else name, *rest]
+        env = self._expand_variables("env")
+        name, *options = self.settings.command
+        command = [sys.executable if name == "python" else name, *options]
         if shutil.which(command[0], path=env.get("PATH")) is None:
             raise RequestError(f"{self}: there is no program {name!r}")
         program, *arguments = stdio_guarded(command)
@@ -400,12 +406,12 @@ class McpServer:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         return self._log_path.open("w+")
 
-    def _filled(self, field: str) -> dict[str, str]:
+    def _expand_variables(self, field: str) -> dict[str, str]:
         """Return `env` or `headers` with our own environment's variables filled in."""
 
-        def variable(found: re.Match[str]) -> str:
-            if (value := os.environ.get(found[1])) is None:
-                raise RequestError(f"{self}: {field}: the environment has no variable {found[1]}")
+        def variable(match: re.Match[str]) -> str:
+            if (value := os.environ.get(match[1])) is None:
+                raise RequestError(f"{self}: {field}: the environment has no variable {match[1]}")
             return value
 
         values: Mapping[str, str] = getattr(self.settings, field)
@@ -428,7 +434,10 @@ async def mcp_servers(
     if settings:
         await import_sdk()
     logs = {name: log_dir and log_dir / f"mcp-{name}.log" for name in settings}
-    servers = {name: McpServer(name, one, log_path=logs[name]) for name, one in settings.items()}
+    servers = {
+        name: McpServer(name, server_settings, log_path=logs[name])
+        for name, server_settings in settings.items()
+    }
     async with task_group() as tasks:
         async with anyio.create_task_group() as starting:
             for server in servers.values():
@@ -532,19 +541,6 @@ def _text(block: Any) -> str:
             return f"[{block.name}: {block.uri}]"
         case kind:
             return f"[{kind}: {block.mime_type}]"
-
-
-_starting = anyio.lowlevel.RunVar[anyio.CapacityLimiter]("_starting")
-
-
-def _start_slots() -> anyio.CapacityLimiter:
-    """Return what limits concurrent starts of programs, so that none of many takes too long."""
-    try:
-        return _starting.get()
-    except LookupError:
-        limiter = anyio.CapacityLimiter(os.cpu_count() or 1)
-        _starting.set(limiter)
-        return limiter
 
 
 def _tail_of(file: TextIO) -> str:

@@ -36,13 +36,15 @@ def check_tool_name(name: str, servers: Collection[str]) -> None:
     Raises:
         ValueError: the name cannot be that of a tool.
     """
-    kind, _, rest = name.partition(":")
+    kind, _, target = name.partition(":")
     if kind == "mcp":
-        server = rest.partition("/")[0]
+        server = target.partition("/")[0]
         if server not in servers:
-            known = ", ".join(servers) or "none"
-            raise ValueError(f"{name!r}: there is no MCP server {server!r} (known: {known})")
-    elif name not in _BUILT_IN and not (kind and rest):
+            known_servers = ", ".join(servers) or "none"
+            raise ValueError(
+                f"{name!r}: there is no MCP server {server!r} (known: {known_servers})"
+            )
+    elif name not in _BUILT_IN and not (kind and target):
         raise ValueError(_unknown(name))
 
 
@@ -52,14 +54,14 @@ def imported_tools(names: Iterable[str]) -> dict[str, Tool]:
     Raises:
         SettingsError: one of them cannot be imported, or is no tool.
     """
-    found: dict[str, Tool] = {}
+    tools: dict[str, Tool] = {}
     for name in names:
         if name not in _BUILT_IN and not name.startswith("mcp:"):
             try:
-                found[name] = as_tool(import_named(name, "tools"))
+                tools[name] = as_tool(import_named(name, "tools"))
             except RequestError as error:
                 raise SettingsError(f"{error} (from tools: {name})") from error
-    return found
+    return tools
 
 
 def resolved_tools(
@@ -76,7 +78,7 @@ def resolved_tools(
     Args:
         pool: sandbox of the built-in tools.
         servers: the MCP servers by name.
-        functions: what `imported_tools` has returned.
+        functions: the result of `imported_tools`.
         timeout_s: time limit of a call of a built-in tool.
         tool_format: wording of the built-in tools.
 
@@ -84,7 +86,7 @@ def resolved_tools(
         RequestError: a name is unknown, or a function cannot become a tool.
     """
 
-    def named(name: str) -> Iterator[Tool]:
+    def tools_named(name: str) -> Iterator[Tool]:
         if name in _BUILT_IN:
             yield _BUILT_IN[name](pool, timeout_s=timeout_s, tool_format=tool_format)
         elif name in functions:
@@ -96,15 +98,15 @@ def resolved_tools(
 
     if isinstance(tools, str):
         raise RequestError(f"tools: expected a list, not {tools!r}")
-    found: list[Tool] = []
+    resolved: list[Tool] = []
     for tool in tools:
         if isinstance(tool, str):
-            found += named(tool)
+            resolved += tools_named(tool)
         elif isinstance(tool, Mapping):
-            found.append(CallerTool(tool))
+            resolved.append(CallerTool(tool))
         else:
-            found.append(as_tool(tool))
-    return found
+            resolved.append(as_tool(tool))
+    return resolved
 
 
 def _of_server(name: str, servers: Mapping[str, McpServer]) -> Sequence[Tool]:
@@ -114,10 +116,10 @@ def _of_server(name: str, servers: Mapping[str, McpServer]) -> Sequence[Tool]:
         raise RequestError(f"tools: {error}") from error
     server, slash, tool = name.removeprefix("mcp:").partition("/")
     offered = servers[server].tools
-    wanted = [one for one in offered if one.name == tool or not slash]
+    wanted = [candidate for candidate in offered if candidate.name == tool or not slash]
     if slash and not wanted:
-        known = ", ".join(one.name for one in offered) or "none"
-        raise RequestError(f"tools: {name!r}: the server has no such tool; it has: {known}")
+        names = ", ".join(candidate.name for candidate in offered) or "none"
+        raise RequestError(f"tools: {name!r}: the server has no such tool; it has: {names}")
     return wanted
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentloop.errors import RequestError
 
-__all__ = ["for_template", "num_chars", "with_ids"]
+__all__ = ["for_template", "function_call", "num_chars", "tool_message", "with_ids"]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_DEPTH = 64
@@ -57,6 +57,16 @@ def with_ids(
             message = {**message, "tool_call_id": ids[answered]}
         changed.append(message)
     return changed
+
+
+def function_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a tool call of an assistant's message."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool_message(call_id: str, content: str) -> dict[str, Any]:
+    """Return the message with a call's response."""
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
 def num_chars(value: Any) -> int:

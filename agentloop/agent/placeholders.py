@@ -24,5 +24,5 @@ class Placeholders:
 
     def split(self, text: str) -> list[str]:
         """Split rendered text into markup, placeholder name, markup, ..., ending with markup."""
-        first, *rest = text.split(self._tag)
-        return [first, *(part for piece in rest for part in piece.partition("E")[::2])]
+        first, *pieces = text.split(self._tag)
+        return [first, *(part for piece in pieces for part in piece.partition("E")[::2])]

@@ -12,55 +12,14 @@ from dataclasses import dataclass, field
 
 import anyio
 
+from agentloop.agent.channels import StopFinder
 from agentloop.agent.rollout import Engine
 from agentloop.agent.text_stream import TextStream, TokenCodec
 from agentloop.inference.sglang.frames import Chunk, PromptLogprobs, TopLogprobs
 from agentloop.inference.turns import Generation
 from agentloop.trajectory import TurnEnd
 
-__all__ = ["GeneratedPiece", "RawGeneration", "StopFinder"]
-
-
-class StopFinder:
-    """Cuts text that arrives in pieces before the first stop sequence.
-
-    The first stop sequence to be completed wins; of several that end together, the longest.
-
-    Attributes:
-        found: Whether there was one. Nothing is returned after it.
-    """
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        """
-        Args:
-            stop: Stop sequences, none of them empty.
-        """
-        self.found = False
-        self._stop = stop
-        self._longest = max(map(len, stop), default=0)
-        self._held = ""  # the beginning of a possible stop sequence
-
-    def feed(self, text: str) -> str:
-        """Take the next text; return what no stop sequence can begin in any more."""
-        if self.found:
-            return ""
-        text = self._held + text
-        ends = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if ends:
-            self.found, self._held = True, ""
-            return text[: min(ends)[1]]
-        first = max(0, len(text) - self._longest + 1)
-        cut = next((at for at in range(first, len(text)) if self._may_begin(text[at:])), len(text))
-        self._held = text[cut:]
-        return text[:cut]
-
-    def flush(self) -> str:
-        """Return the text that was held back, now that no more comes."""
-        held, self._held = self._held, ""
-        return held
-
-    def _may_begin(self, text: str) -> bool:
-        return any(stop.startswith(text) for stop in self._stop)
+__all__ = ["GeneratedPiece", "RawGeneration"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +29,7 @@ class GeneratedPiece:
     Attributes:
         offsets: Where the text of each token begins, in characters from the generation's start.
         prompt: Log-probabilities of the prompt, if requested; in the first piece.
-        end: Why the generation ended; set in its last piece.
+        end: The cause of the generation's end; set in its last piece.
     """
 
     text: str
@@ -132,11 +91,11 @@ class RawGeneration:
                     vocab_size=self._vocab_size,
                     on_chunk=self._take,
                     on_placed=lambda server, decision: None,
-                    on_moved=lambda server, why: None,
+                    on_moved=lambda server, reason: None,
                 )
             finally:
                 # Lengths of prompts that somebody else wrote say nothing about those of rollouts.
-                self._engine.forget(generation.key, whole=False)
+                self._engine.forget(generation.key, is_complete=False)
 
     def _take(self, chunk: Chunk) -> None:
         if self._cut.cancel_called or not (chunk.ids or chunk.end):
@@ -145,13 +104,13 @@ class RawGeneration:
         for token in chunk.ids:
             offsets.append(self._num_chars)
             if token not in self._generation.stop_ids:
-                final += self._found(self._text.feed([token]))
-            if self._finder.found:
+                final += self._until_stop(self._text.feed([token]))
+            if self._finder.matched is not None:
                 break
         end = chunk.end
-        if end is not None and not self._finder.found:
-            final += self._found(self._text.flush()) + self._finder.flush()
-        if self._finder.found:
+        if end is not None and self._finder.matched is None:
+            final += self._until_stop(self._text.flush()) + self._finder.flush()
+        if self._finder.matched is not None:
             end = TurnEnd.STOP
             self._cut.cancel()
         num = len(offsets)
@@ -170,9 +129,9 @@ class RawGeneration:
 
     def cut_off(self) -> None:
         """Report the last piece of a generation that was cancelled: the text that was held back."""
-        final = self._found(self._text.flush()) + self._finder.flush()
+        final = self._until_stop(self._text.flush()) + self._finder.flush()
         self._on_piece(GeneratedPiece(final, end=TurnEnd.LENGTH))
 
-    def _found(self, text: str) -> str:
+    def _until_stop(self, text: str) -> str:
         self._num_chars += len(text)
         return self._finder.feed(text)

@@ -29,7 +29,7 @@ from agentloop.agent.constraints import Constraints
 from agentloop.agent.formats import Family
 from agentloop.agent.tool_formats import ToolFormat
 from agentloop.agent.tools import Schema, Tool, ToolFunction, Tools
-from agentloop.agent.truncation import truncated, without_middle
+from agentloop.agent.truncation import truncate, without_middle
 from agentloop.agent.turn_reader import TurnOptions, TurnReader
 from agentloop.errors import PromptTooLong, RequestError, ServerError, culprit
 from agentloop.events import (
@@ -62,17 +62,7 @@ from agentloop.trajectory import (
     TurnEnd,
 )
 
-__all__ = [
-    "Budget",
-    "Engine",
-    "Reply",
-    "Rollout",
-    "TurnOptions",
-    "prompt_of",
-    "too_long",
-    "truncated",
-    "without_middle",
-]
+__all__ = ["Budget", "Engine", "Reply", "Rollout", "TurnOptions", "prompt_of", "too_long"]
 
 # Tokens per frame where nobody reads along. A call in mid-turn waits for one and a half tokens on
 # average; a server spends a fifth less CPU time, and the reader half (docs/benchmarks.md).
@@ -167,7 +157,7 @@ class Engine(Protocol):
         on_moved: Callable[[str, str], None],
     ) -> None: ...
 
-    def forget(self, key: str, *, whole: bool) -> None: ...
+    def forget(self, key: str, *, is_complete: bool) -> None: ...
 
 
 # Ends from which the length of rollouts can be estimated. The others were imposed from outside.
@@ -229,6 +219,7 @@ class Rollout:
     prompt_ids: list[int] | None = None  # the rendered prompt, if the caller already has it
     num_turns_before: int = 0  # of its conversation, if a session keeps it
     elapsed_before_s: float = 0.0  # since that conversation began
+    keeps_cache: bool = False  # since a session goes on from it
     started_s: float = 0.0  # time.monotonic() when it began; times are relative to it
     _tools: Tools = field(init=False)
     _split: Callable[[bool], Splitter] = field(init=False)
@@ -266,18 +257,19 @@ class Rollout:
             prompt_ids = await prompt_of(self.chat, self.messages, schemas, longest)
         self._trajectory = Trajectory(self.id, list(prompt_ids), created_unix_s=time.time())
         self.emit(RolloutStarted(self._trajectory, self.group, self.messages))
-        whole = False
+        is_complete = False
         try:
             if self._is_cancelled:  # before it started
                 self._trajectory.stop_reason = StopReason.CANCELLED
             else:
                 await self._run_within_timeout(self._trajectory)
-            whole = self._trajectory.stop_reason in _COMPLETE
+            is_complete = self._trajectory.stop_reason in _COMPLETE
         except BaseException:
             self.emit(RolloutAbandoned(self.id))
             raise
         finally:
-            self.engine.forget(self.id, whole=whole)
+            if not self.keeps_cache:
+                self.engine.forget(self.id, is_complete=is_complete)
             self._trajectory.elapsed_s = self._elapsed_s()
             self._trajectory.answer = self._answer
         self.emit(RolloutFinished(self.id, self._trajectory))
@@ -336,7 +328,7 @@ class Rollout:
         if self.options.single_message:
             return StopReason.ANSWERED
         text: str | None = None
-        if not turn.calls and (text := await self._replied()) is None:
+        if not turn.calls and (text := await self._get_reply()) is None:
             return StopReason.ANSWERED
         if self._trajectory.message_of(num_turns) >= self.budget.max_turns:
             return StopReason.TURN_BUDGET
@@ -353,7 +345,7 @@ class Rollout:
             split=self._split,
         )
 
-    async def _replied(self) -> str | None:
+    async def _get_reply(self) -> str | None:
         """Return the user's reply to the newest answer, if there is to be one."""
         if self.reply is None:
             return None
@@ -430,17 +422,17 @@ class Rollout:
             stream_interval=1 if self.with_text else _UNREAD_INTERVAL,
             parameters={
                 **self.options.parameters,
-                **self._constraints.of(message, self.chat.thought_begun(self._trajectory, index)),
+                **self._constraints.of(message, self.chat.opening_tag(self._trajectory, index)),
             },
         )
 
-        def placed(server: str, decision: Explained) -> None:
+        def on_placed(server: str, decision: Explained) -> None:
             turn.servers.append(server)
             if turn.first_token_s is None:
                 turn.placed_s = self._elapsed_s()
             self.emit(TurnPlaced(self.id, index, server, decision))
 
-        def moved(server: str, reason: str) -> None:
+        def on_moved(server: str, reason: str) -> None:
             self.emit(TurnMoved(self.id, server, reason))
 
         try:
@@ -449,11 +441,11 @@ class Rollout:
                     generation,
                     vocab_size=self.chat.vocab_size,
                     on_chunk=reader.take,
-                    on_placed=placed,
-                    on_moved=moved,
+                    on_placed=on_placed,
+                    on_moved=on_moved,
                 )
         except RequestError as error:
-            raise self._constraints.explained(error, message) from error
+            raise self._constraints.explain(error, message) from error
         finally:
             turn.generated_s = self._elapsed_s()
             reader.flush()
@@ -481,7 +473,7 @@ class Rollout:
             return self.chat.user_message(reply, last_id=last_id)
         budget = self.budget
         contents = [
-            truncated(
+            truncate(
                 self.chat,
                 without_middle(result.content, budget.max_tool_response_chars),
                 budget.max_tool_response_tokens,

@@ -107,9 +107,9 @@ class JupyterCode:
                 yield _Notebook(session, self._timeout_s, self._format).run
 
 
-def _unavailable_notebook(why: str) -> RunTool:
+def _unavailable_notebook(reason: str) -> RunTool:
     async def run(arguments: Mapping[str, Any], /) -> ToolOutput:
-        return ToolOutput(ToolCallStatus.INFRASTRUCTURE, f"no notebook: {why}")
+        return ToolOutput(ToolCallStatus.INFRASTRUCTURE, f"no notebook: {reason}")
 
     return run
 
@@ -133,14 +133,14 @@ class _Notebook:
             try:
                 result = await self._session.run(arguments["code"], timeout_s=self._timeout_s)
             except SessionLost as error:
-                return self._lost(error)
+                return self._lost_cell_output(error)
             output = _output(result, arguments["code"], self._format)
             if result.status in _ENDS_SESSION or self._session.lost_by is LostBy.PROGRAM:
                 self._ended = True
                 return ToolOutput(output.status, output.content + _RESTARTED, output.started_s)
             return output
 
-    def _lost(self, error: SessionLost) -> ToolOutput:
+    def _lost_cell_output(self, error: SessionLost) -> ToolOutput:
         """Return the output of a cell that did not run because its process had already ended."""
         if error.by is not LostBy.PROGRAM:  # the model's state is lost, so the rollout must end
             return ToolOutput(ToolCallStatus.INFRASTRUCTURE, f"the notebook was lost: {error}")

@@ -22,7 +22,7 @@ __all__ = [
     "bad_arguments",
     "describe",
     "jupyter_code_schema",
-    "malformed",
+    "malformed_call",
     "paper_schema",
     "python_code_schema",
     "unknown_tool",
@@ -67,17 +67,17 @@ def describe(result: CallResult, code: str = "", *, tool_format: ToolFormat = "p
             return _release(result, code)
 
 
-def malformed(call: ToolCall, *, tool_format: ToolFormat = "plain") -> str:
+def malformed_call(call: ToolCall, *, tool_format: ToolFormat = "plain") -> str:
     """Return the feedback on a call that cannot be decoded."""
     if tool_format == "plain":
         return f"[malformed tool call] {call.error}"
     return f"Failed to decode tool call: {_decoding_error(call.raw) or call.error}"
 
 
-def unknown_tool(name: str, known: str, *, tool_format: ToolFormat = "plain") -> str:
+def unknown_tool(name: str, known_tools: str, *, tool_format: ToolFormat = "plain") -> str:
     """Return the feedback on a call of a tool that does not exist."""
     if tool_format == "plain":
-        return f"[unknown tool] there is no tool {name!r}; the tools are: {known}"
+        return f"[unknown tool] there is no tool {name!r}; the tools are: {known_tools}"
     return f"Error when executing tool: {name!r}"
 
 
@@ -118,8 +118,8 @@ def _ending(result: CallResult) -> str:
         case SandboxStatus.KILLED:
             return f"[killed] by signal {result.signal}"
         case _:
-            why = f": {result.error.message}" if result.error else ""
-            return f"[{result.status}]{why}"
+            detail = f": {result.error.message}" if result.error else ""
+            return f"[{result.status}]{detail}"
 
 
 def _paper(result: CallResult) -> str:
@@ -186,13 +186,13 @@ def python_code_schema(name: str, *, tool_format: ToolFormat = "plain") -> dict[
             "Execute Python code with standard input and capture standard output. Each call is a "
             "program of its own."
         )
-        code, given = "The Python program.", "Its standard input. Default: empty."
+        code, standard_input = "The Python program.", "Its standard input. Default: empty."
         required = ["code"]
     else:
-        description, code, given, required = _PYTHON, _CODE, _INPUT, ["code", "input"]
+        description, code, standard_input, required = _PYTHON, _CODE, _INPUT, ["code", "input"]
     properties = {
         "code": {**_STRING, "description": code},
-        "input": {**_STRING, "description": given},
+        "input": {**_STRING, "description": standard_input},
     }
     return _schema(name, description, properties, required)
 

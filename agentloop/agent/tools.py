@@ -28,8 +28,8 @@ import anyio.lowlevel
 import pydantic
 
 from agentloop.agent.tokenizer import quiet_about_torch
-from agentloop.agent.tool_formats import ToolFormat, malformed, unknown_tool
-from agentloop.aio import is_cancelled_from_outside
+from agentloop.agent.tool_formats import ToolFormat, malformed_call, unknown_tool
+from agentloop.aio import LimiterVar, is_cancelled_from_outside, limiter_in
 from agentloop.errors import InfrastructureFailed, RequestError
 from agentloop.plain_json import dumps, valid_text
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult
@@ -39,7 +39,6 @@ __all__ = [
     "FunctionTool",
     "Reopen",
     "Schema",
-    "ThreadLimit",
     "Tool",
     "ToolFunction",
     "ToolOutput",
@@ -163,14 +162,14 @@ class FunctionTool:
                 if inspect.isawaitable(value):  # an async function behind a synchronous wrapper
                     value = await value
                 return ToolOutput(ToolCallStatus.OK, _as_text(value), started_s)
-            except (
-                InfrastructureFailed
-            ) as error:  # of another agent, or a judge, that the function asked
+            except InfrastructureFailed as error:  # of another agent or a judge
                 return ToolOutput(ToolCallStatus.INFRASTRUCTURE, str(error), started_s)
-            except (Exception, SystemExit) as error:  # shown to the model, whatever it is
-                return ToolOutput(ToolCallStatus.ERROR, _as_error(error), started_s)
-            except asyncio.CancelledError as error:
-                if is_cancelled_from_outside():
+            except (
+                Exception,
+                SystemExit,
+                asyncio.CancelledError,
+            ) as error:  # for the model to read
+                if isinstance(error, asyncio.CancelledError) and is_cancelled_from_outside():
                     raise
                 return ToolOutput(ToolCallStatus.ERROR, _as_error(error), started_s)
         text = f"[timeout] stopped after {self.timeout_s:g} s"
@@ -268,8 +267,8 @@ class Tools:
         if isinstance(tool, CallerTool) or (tool is None and self._run_by_caller):
             return ToolOutput(ToolCallStatus.CALLER, "")  # the caller handles unknown names itself
         if tool is None:
-            known = ", ".join(self._tools) or "none"
-            text = unknown_tool(name, known, tool_format=self._format)
+            names = ", ".join(self._tools) or "none"
+            text = unknown_tool(name, names, tool_format=self._format)
             return ToolOutput(ToolCallStatus.UNKNOWN_TOOL, text)
         state = getattr(tool, "state", None)
         if state is None:
@@ -286,7 +285,7 @@ class Tools:
             begun_s: `time.monotonic()` at the start of the trajectory.
         """
         if call.error is not None:
-            text = malformed(call, tool_format=self._format)
+            text = malformed_call(call, tool_format=self._format)
             output = ToolOutput(ToolCallStatus.MALFORMED, text)
         else:
             output = await self.run(call.name, call.arguments)
@@ -322,12 +321,11 @@ class Tools:
             await opened.closing.wait()  # no deadline: ends with the trajectory, which has one
 
 
-ThreadLimit = anyio.lowlevel.RunVar[anyio.CapacityLimiter]
-_tool_threads = ThreadLimit("_tool_threads")
+_tool_threads = LimiterVar("_tool_threads")
 
 
 async def in_daemon_thread(
-    function: Callable[[], Any], max_threads: int, limit: ThreadLimit = _tool_threads
+    function: Callable[[], Any], max_threads: int, limit: LimiterVar = _tool_threads
 ) -> Any:
     """Run `function` in a thread that cannot keep the process from exiting.
 
@@ -337,11 +335,7 @@ async def in_daemon_thread(
         max_threads: how many may run at a time, of those that share `limit`.
     """
     loop_token = anyio.lowlevel.current_token()
-    try:
-        limiter = limit.get()
-    except LookupError:
-        limiter = anyio.CapacityLimiter(max_threads)
-        limit.set(limiter)
+    limiter = limiter_in(limit, max_threads)
     done = anyio.Event()
     outcome: list[tuple[bool, Any]] = []
     borrower = object()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentloop.agent.chat_format import ChatFormat
 
-__all__ = ["truncated", "without_middle"]
+__all__ = ["truncate", "without_middle"]
 
 
 def without_middle(content: str, limit: int | None) -> str:
@@ -18,7 +18,7 @@ def without_middle(content: str, limit: int | None) -> str:
     return f"{content[:half]}...(truncated)...{content[-half:]}"
 
 
-def truncated(chat: ChatFormat, content: str, limit: int) -> str | list[int]:
+def truncate(chat: ChatFormat, content: str, limit: int) -> str | list[int]:
     """Return `content`; if it has more than `limit` tokens, the ids of its head, a note, its tail.
 
     The ids of the note are not counted against `limit`.

@@ -31,7 +31,7 @@ class TurnOptions:
         ignore_end: Ignore the end-of-turn token and do not run calls, so that each turn uses its
             whole budget. For load tests.
         num_top_logprobs: Number of most likely tokens to record for each sampled token.
-        rules: What the turns must contain.
+        rules: Constraints on the text of the turns.
         stop_ids: Tokens that end a turn, besides those of the chat format.
         parameters: Further sampling parameters of each turn, as SGLang takes them. A server counts
             only what it samples for one turn, so penalties are for rollouts of a single turn, and a
@@ -186,9 +186,9 @@ class TurnReader:
 class _ThoughtLimit:
     """Counts the tokens of a thought."""
 
-    def __init__(self, channels: Splitter, most: int) -> None:
+    def __init__(self, channels: Splitter, max_tokens: int) -> None:
         self._channels = channels
-        self._most = most
+        self._max_tokens = max_tokens
         self._count = 0
 
     def is_reached(self, piece: str, token: Chunk) -> bool:
@@ -198,7 +198,7 @@ class _ThoughtLimit:
             pass
         is_thought = before is self._channels.channel is Channel.REASONING  # tags do not count
         self._count = self._count + len(token.ids) if is_thought else 0
-        return self._count >= self._most
+        return self._count >= self._max_tokens
 
 
 def _tokens(chunk: Chunk) -> Iterator[Chunk]:

@@ -27,7 +27,7 @@ __all__ = [
     "TokenPosition",
     "analyze",
     "k3",
-    "marked",
+    "mark_highest",
     "nearest_version",
 ]
 
@@ -127,7 +127,7 @@ class Analysis:
     kinds: Mapping[Kind, KindFigures]
 
 
-def marked(entropies: Sequence[float], share: float) -> list[bool]:
+def mark_highest(entropies: Sequence[float], share: float) -> list[bool]:
     """Mark the highest `share` (0 to 1) of the entropies, rounded up; of ties, the first."""
     num = math.ceil(round(share * len(entropies), 6))  # 0.1 * 30 is a little more than 3
     by_height = sorted(range(len(entropies)), key=lambda index: (-entropies[index], index))
@@ -141,7 +141,7 @@ def analyze(rollouts: Iterable[Sequence[Sampled]], share: float = 0.2) -> Analys
     thresholds = []
     for number, turns in enumerate(rollouts):
         entropies = [entropy for turn in turns for entropy in turn.entropies]
-        marks = iter(marks_list := marked(entropies, share))
+        marks = iter(marks_list := mark_highest(entropies, share))
         above = [entropy for entropy, mark in zip(entropies, marks_list, strict=True) if mark]
         if above:
             thresholds.append(min(above))
@@ -150,12 +150,12 @@ def analyze(rollouts: Iterable[Sequence[Sampled]], share: float = 0.2) -> Analys
                 place = TokenPosition(number, index, at)
                 counts[kind].add(turn.ids[at], turn.entropies[at], next(marks), place)
     kinds = {kind: count.figures() for kind, count in counts.items()}
-    num = sum(one.num for one in kinds.values())
-    total = math.fsum(one.total for one in counts.values())
+    num = sum(figures.num for figures in kinds.values())
+    total = math.fsum(count.total for count in counts.values())
     return Analysis(
         num_rollouts=len(thresholds),
         num=num,
-        num_marked=sum(one.num_marked for one in kinds.values()),
+        num_marked=sum(figures.num_marked for figures in kinds.values()),
         mean_entropy=total / num if num else 0.0,
         threshold=statistics.median(thresholds) if thresholds else 0.0,
         kinds=kinds,
@@ -185,16 +185,16 @@ class _Counts:
             TokenFigures(
                 id=id,
                 num=self.by_id[id],
-                num_marked=len(found),
-                mean_entropy=statistics.fmean(entropy for entropy, _ in found),
-                highest=max(found, key=lambda one: one[0])[1],
+                num_marked=len(occurrences),
+                mean_entropy=statistics.fmean(entropy for entropy, _ in occurrences),
+                highest=max(occurrences, key=lambda occurrence: occurrence[0])[1],
             )
-            for id, found in self.marked.items()
+            for id, occurrences in self.marked.items()
         ]
-        tokens.sort(key=lambda one: (-one.num_marked, -one.mean_entropy, one.id))
+        tokens.sort(key=lambda token: (-token.num_marked, -token.mean_entropy, token.id))
         return KindFigures(
             num=self.num,
-            num_marked=sum(one.num_marked for one in tokens),
+            num_marked=sum(token.num_marked for token in tokens),
             mean_entropy=self.total / self.num if self.num else 0.0,
             tokens=tuple(tokens),
         )
@@ -212,7 +212,7 @@ def nearest_version(sampled: Mapping[int, int], kept: Iterable[int]) -> int:
     """
 
     def distance(version: int) -> int:
-        return sum(abs(version - one) * num for one, num in sampled.items())
+        return sum(abs(version - sampled_version) * num for sampled_version, num in sampled.items())
 
     return min(sorted(kept, reverse=True), key=distance)
 
@@ -223,8 +223,8 @@ def k3(engine: Sequence[float], scored: Sequence[float]) -> float:
     This is the mean of exp(d) - d - 1 with d = scored - engine, as in the metric mismatch_kl; 0
     without tokens.
     """
-    found = []
-    for one, other in zip(engine, scored, strict=True):
-        d = max(-_MAX_LOG_RATIO, min(_MAX_LOG_RATIO, other - one))
-        found.append(math.expm1(d) - d)
-    return statistics.fmean(found) if found else 0.0
+    terms = []
+    for engine_logprob, scored_logprob in zip(engine, scored, strict=True):
+        d = max(-_MAX_LOG_RATIO, min(_MAX_LOG_RATIO, scored_logprob - engine_logprob))
+        terms.append(math.expm1(d) - d)
+    return statistics.fmean(terms) if terms else 0.0

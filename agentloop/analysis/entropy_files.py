@@ -71,12 +71,16 @@ class RecordedRollout:
     @property
     def sampled_logprobs(self) -> list[float]:
         """The engine's log-probabilities of the sampled tokens."""
-        return [one for one, sampled in zip(self.logprobs, self.mask, strict=True) if sampled]
+        return [
+            logprob
+            for logprob, is_sampled in zip(self.logprobs, self.mask, strict=True)
+            if is_sampled
+        ]
 
     def with_entropies(self, entropies: Entropies) -> tuple[Sampled, ...]:
         """Return the turns with their entropies."""
         pairs = zip(self.turns, entropies, strict=True)
-        return tuple(replace(turn, entropies=found) for turn, found in pairs)
+        return tuple(replace(turn, entropies=values) for turn, values in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +103,16 @@ class Origin:
         """Identify the weights in a folder. Raises RunFolderError if it cannot be read."""
         try:
             if (manifest := weights / "published.json").is_file():  # it has their checksums
-                told = manifest.read_bytes()
+                content = manifest.read_bytes()
             else:
                 files = sorted(weights.glob("*.safetensors"))
-                stats = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
-                told = repr(stats).encode()
+                stats = [
+                    (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files
+                ]
+                content = repr(stats).encode()
         except OSError as error:
             raise RunFolderError(f"{weights}: {error.strerror or error}") from error
-        identity = hashlib.sha256(told).hexdigest()[:16]
+        identity = hashlib.sha256(content).hexdigest()[:16]
         return cls(str(weights.resolve()), identity, version, temperature)
 
 
@@ -161,48 +167,48 @@ class EntropyFolder:
     def __init__(self, run: Path) -> None:
         self.path = run / "entropy"
 
-    def kept(
+    def load(
         self, number: int, rollouts: Sequence[RecordedRollout], origin: Origin
     ) -> GroupScores | None:
         """Return the cached entropies of a group, or None if there are none that are complete and
         match these rollouts and this origin."""
-        told = self._about().get(str(number))
-        if not isinstance(told, dict) or told.get("origin") != asdict(origin):
+        entry = self._entries().get(str(number))
+        if not isinstance(entry, dict) or entry.get("origin") != asdict(origin):
             return None
         try:
             rows = [row for _, row in read_jsonl(self._file(number))]
-            found = GroupScores([row["entropies"] for row in rows], float(told["mismatch_kl"]))
-            there = [(row["id"], [len(turn) for turn in row["entropies"]]) for row in rows]
+            scores = GroupScores([row["entropies"] for row in rows], float(entry["mismatch_kl"]))
+            cached = [(row["id"], [len(turn) for turn in row["entropies"]]) for row in rows]
         except (DataError, KeyError, TypeError, ValueError):
             return None
-        wanted = [(one.id, [len(turn.ids) for turn in one.turns]) for one in rollouts]
-        return found if there == wanted else None
+        expected = [(rollout.id, [len(turn.ids) for turn in rollout.turns]) for rollout in rollouts]
+        return scores if cached == expected else None
 
-    def keep(
-        self, number: int, rollouts: Sequence[RecordedRollout], origin: Origin, found: GroupScores
+    def save(
+        self, number: int, rollouts: Sequence[RecordedRollout], origin: Origin, scores: GroupScores
     ) -> None:
         """Cache the entropies of a group. Raises RunFolderError if they cannot be written."""
-        pairs = zip(rollouts, found.entropies, strict=True)
-        rows = [{"id": one.id, "entropies": entropies} for one, entropies in pairs]
-        about = self._about()
-        about[str(number)] = {"origin": asdict(origin), "mismatch_kl": found.mismatch_kl}
+        pairs = zip(rollouts, scores.entropies, strict=True)
+        rows = [{"id": rollout.id, "entropies": entropies} for rollout, entropies in pairs]
+        entries = self._entries()
+        entries[str(number)] = {"origin": asdict(origin), "mismatch_kl": scores.mismatch_kl}
         try:
             self.path.mkdir(exist_ok=True)
             # Write this file last: entropies that it does not list are computed again.
             _write(self._file(number), b"".join(orjson.dumps(row) + b"\n" for row in rows))
-            _write(self.path / "about.json", orjson.dumps(about, option=orjson.OPT_INDENT_2))
+            _write(self.path / "about.json", orjson.dumps(entries, option=orjson.OPT_INDENT_2))
         except OSError as error:
             raise RunFolderError(f"{self.path}: {error.strerror or error}") from error
 
     def _file(self, number: int) -> Path:
         return self.path / f"group-{number:07}.jsonl"
 
-    def _about(self) -> dict[str, Any]:
+    def _entries(self) -> dict[str, Any]:
         try:
-            about = json.loads((self.path / "about.json").read_bytes())
+            entries = json.loads((self.path / "about.json").read_bytes())
         except (OSError, ValueError):
             return {}
-        return about if isinstance(about, dict) else {}
+        return entries if isinstance(entries, dict) else {}
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -222,10 +228,10 @@ async def score(
         LearnerError: the learner failed, or a result is not finite.
         RunFolderError: a file cannot be written.
     """
-    some = [one for one in rollouts if any(one.mask)]
+    some = [rollout for rollout in rollouts if any(rollout.mask)]
     if not some:
-        return GroupScores([[[] for _ in one.turns] for one in rollouts], 0.0)
-    samples = [Sample(one.ids, one.mask, one.logprobs, 0.0, 0) for one in some]
+        return GroupScores([[[] for _ in rollout.turns] for rollout in rollouts], 0.0)
+    samples = [Sample(rollout.ids, rollout.mask, rollout.logprobs, 0.0, 0) for rollout in some]
     with tempfile.TemporaryDirectory(prefix=".scoring-", dir=folder) as temporary:
         batch, out = Path(temporary) / "batch", Path(temporary) / "scores"
         await anyio.to_thread.run_sync(write_batch, batch, samples)
@@ -237,16 +243,16 @@ def _read_scores(path: Path, rollouts: Sequence[RecordedRollout]) -> GroupScores
     from safetensors.numpy import load
 
     tensors = load(path.read_bytes())
-    mask = [one for rollout in rollouts if any(rollout.mask) for one in rollout.mask]
-    sampled = [index for index, one in enumerate(mask) if one]
+    mask = [is_sampled for rollout in rollouts if any(rollout.mask) for is_sampled in rollout.mask]
+    sampled = [index for index, is_sampled in enumerate(mask) if is_sampled]
     logprobs = tensors["logprobs"][sampled].tolist()
     entropies = tensors["entropies"][sampled].tolist()
     if not all(map(math.isfinite, (*logprobs, *entropies))):
         raise LearnerError("logprobs: the log-probability of a token is not finite")
-    engine = [one for rollout in rollouts for one in rollout.sampled_logprobs]
-    rounded = [round(max(0.0, one), _DIGITS) for one in entropies]
+    engine = [logprob for rollout in rollouts for logprob in rollout.sampled_logprobs]
+    rounded = [round(max(0.0, entropy), _DIGITS) for entropy in entropies]
     lengths = [len(turn.ids) for rollout in rollouts for turn in rollout.turns]
     ends = accumulate(lengths, initial=0)
     turns = iter([rounded[start:end] for start, end in pairwise(ends)])
-    found = [[next(turns) for _ in rollout.turns] for rollout in rollouts]
-    return GroupScores(found, k3(engine, logprobs))
+    by_rollout = [[next(turns) for _ in rollout.turns] for rollout in rollouts]
+    return GroupScores(by_rollout, k3(engine, logprobs))

@@ -22,7 +22,7 @@ from agentloop.distribution import install_hint
 from agentloop.errors import RunFolderError, SettingsError
 from agentloop.training.run_status import count_of
 
-__all__ = ["PANELS", "Panel", "labels_of", "plot_runs", "smoothed"]
+__all__ = ["PANELS", "Panel", "labels_of", "moving_average", "plot_runs"]
 
 Row = Mapping[str, Any]
 
@@ -141,32 +141,37 @@ def plot_runs(folders: Sequence[Path], *paths: Path, what: Sequence[str] = ()) -
 
 def labels_of(folders: Sequence[Path]) -> list[str]:
     """Return a label for each folder: as many trailing path parts as make them distinct."""
-    parts = [folder.resolve().parts for folder in folders]
+    all_parts = [folder.resolve().parts for folder in folders]
     labels = []
-    for one in parts:
-        others = [other for other in parts if other != one]
+    for parts in all_parts:
+        other_parts = [candidate for candidate in all_parts if candidate != parts]
         length = next(
-            (n for n in range(1, len(one)) if all(other[-n:] != one[-n:] for other in others)), 1
+            (
+                n
+                for n in range(1, len(parts))
+                if all(candidate[-n:] != parts[-n:] for candidate in other_parts)
+            ),
+            1,
         )
-        labels.append("/".join(one[-length:]))
-    seen: dict[str, int] = {}
+        labels.append("/".join(parts[-length:]))
+    counts: dict[str, int] = {}
     for index, label in enumerate(labels):  # the same folder given twice
-        seen[label] = seen.get(label, 0) + 1
-        if seen[label] > 1:
-            labels[index] = f"{label} ({seen[label]})"
+        counts[label] = counts.get(label, 0) + 1
+        if counts[label] > 1:
+            labels[index] = f"{label} ({counts[label]})"
     return labels
 
 
-def smoothed(values: Sequence[float], window: int) -> list[float]:
+def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Return the moving average over `window` neighbours on either side, fewer at the ends."""
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)
-    found = []
+    averages = []
     for index in range(len(values)):
         start, end = max(0, index - window), min(len(values), index + window + 1)
-        found.append((sums[end] - sums[start]) / (end - start))
-    return found
+        averages.append((sums[end] - sums[start]) / (end - start))
+    return averages
 
 
 _STYLE = {
@@ -200,40 +205,40 @@ def _pyplot() -> Any:
 
 def _read(folder: Path, problems: list[str]) -> list[Row]:
     """Read a run's metrics. Raises RunFolderError if there are none, or none are readable."""
-    path, found = folder / "metrics.jsonl", list[str]()
+    path, run_problems = folder / "metrics.jsonl", list[str]()
     if not path.exists():
         raise RunFolderError(f"there is nothing to plot: {path}: No such file or directory")
-    rows = read_rows(path, found)
+    rows = read_rows(path, run_problems)
     of_steps: list[Row] = [row for row in rows if isinstance(row.get("step"), int)]
     if num := len(rows) - len(of_steps):
-        found.append(f"{path.name}: {count_of(num, 'row')} without a step")
-    if found and not of_steps:
-        raise RunFolderError(f"there is nothing to plot: {folder}: {'; '.join(found)}")
-    problems += [f"{folder}: {problem}" for problem in found]
+        run_problems.append(f"{path.name}: {count_of(num, 'row')} without a step")
+    if run_problems and not of_steps:
+        raise RunFolderError(f"there is nothing to plot: {folder}: {'; '.join(run_problems)}")
+    problems += [f"{folder}: {problem}" for problem in run_problems]
     return of_steps
 
 
-def _panels(what: Sequence[str], runs: Sequence[Sequence[Row]]) -> list[Panel]:
+def _panels(names: Sequence[str], runs: Sequence[Sequence[Row]]) -> list[Panel]:
     """Return the panels to plot. Raises SettingsError if the runs do not have a named one."""
-    there = {
+    available = {
         name
         for rows in runs
         for row in rows
         for name, value in row.items()
         if _is_number(value) and name != "step"
     }
-    if not what:
+    if not names:
         for usual in (_USUAL, _SUPERVISED):
-            chosen = [PANELS[name] for name in usual if _names(PANELS[name]) & there]
+            chosen = [PANELS[name] for name in usual if _names(PANELS[name]) & available]
             if PANELS[usual[0]] in chosen or (chosen and usual is _SUPERVISED):
-                return chosen + _of_environments(there)
+                return chosen + _of_environments(available)
         return [PANELS[name] for name in _USUAL]  # no data yet: plot empty axes
     panels = []
-    for name in what:
-        panel = PANELS.get(name) or Panel(name, name, held_out=f"held_out/{name}" in there)
-        if not _names(panel) & there:
-            known = sorted({*PANELS, *there})
-            near = difflib.get_close_matches(name, known, n=3) or known
+    for name in names:
+        panel = PANELS.get(name) or Panel(name, name, held_out=f"held_out/{name}" in available)
+        if not _names(panel) & available:
+            choices = sorted({*PANELS, *available})
+            near = difflib.get_close_matches(name, choices, n=3) or choices
             raise SettingsError(
                 f"--what: {name}: these runs have no such metric; available: {', '.join(near)}"
             )
@@ -242,10 +247,20 @@ def _panels(what: Sequence[str], runs: Sequence[Sequence[Row]]) -> list[Panel]:
 
 
 def _of_environments(metrics: Collection[str]) -> list[Panel]:
-    """Return a panel with the reward of each environment of runs that have several."""
-    found = {name.removeprefix("held_out/") for name in metrics}
-    names = sorted(name for name in found if re.fullmatch("env/[^/]+/reward", name))
-    return [Panel(f"reward of {name.split('/')[1]}", name, held_out=True) for name in names]
+    """Return a panel for each metric of an environment.
+
+    These are its reward, if there are several environments, the parts of rewards and what
+    environments record.
+    """
+    metric_names = {name.removeprefix("held_out/") for name in metrics}
+    panels = []
+    for name in sorted(metric_names):
+        match = re.fullmatch("(?:env/([^/]+)/)?(reward|(?:part|recorded)/.+)", name)
+        if match and name != "reward":
+            environment, metric = match.groups()
+            of = f" of {environment}" if environment else ""
+            panels.append(Panel(metric.replace("/", " ", 1) + of, name, held_out=True))
+    return panels
 
 
 def _names(panel: Panel) -> set[str]:
@@ -281,17 +296,17 @@ def _lines(
     steps, values = _points(rows, panel.name)
     window = round(_SMOOTH_SHARE * len(values) / 2) if len(values) >= _SMOOTH_FROM else 0
     if panel.per:
-        both = [row for row in rows if _is_number(row.get(panel.per))]
-        steps, values = _points(both, panel.name)
+        complete_rows = [row for row in rows if _is_number(row.get(panel.per))]
+        steps, values = _points(complete_rows, panel.name)
         window = max(1, window)
-        seconds = smoothed([float(row[panel.per]) for row in both], window)
+        seconds = moving_average([float(row[panel.per]) for row in complete_rows], window)
         values = [
             value / max(per, 1e-9)
-            for value, per in zip(smoothed(values, window), seconds, strict=True)
+            for value, per in zip(moving_average(values, window), seconds, strict=True)
         ]
     elif window:
         axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
-        values = smoothed(values, window)
+        values = moving_average(values, window)
     if values:
         alone = {"marker": mark, "markersize": 4} if len(values) == 1 else {}
         axes.plot(steps, values, color=color, linewidth=1.6, linestyle=dashes, **alone)
@@ -318,8 +333,8 @@ def _is_number(value: object) -> bool:
 
 
 def _points(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
-    found = [(row["step"], float(row[name])) for row in rows if _is_number(row.get(name))]
-    return [step for step, _ in found], [value for _, value in found]
+    points = [(row["step"], float(row[name])) for row in rows if _is_number(row.get(name))]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def _legend(figure: Any, runs: Sequence[str], panels: Sequence[Panel]) -> None:

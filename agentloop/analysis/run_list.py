@@ -77,7 +77,7 @@ class RunSummary:
     """The summary of a run, as far as its files are readable.
 
     Attributes:
-        stage: such as "2/3 longer", or "sft" before the rollouts.
+        stage: number and name of the stage, "2/3 longer", or "sft" before the rollouts.
         step, num_steps: counted over all stages; None: unknown.
         reward, tool_errors: values of the last step that has them.
         held_out_reward: value of the last evaluation.
@@ -121,7 +121,7 @@ def is_run(folder: Path) -> bool:
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
-    for entry in sorted(os.scandir(folder), key=lambda one: one.name):
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
             continue
         path = folder / entry.name
@@ -141,28 +141,28 @@ def summarize(path: Path) -> RunSummary:
     kind = _kind(config)
     rows = read_rows(path / "metrics.jsonl", problems)
     if kind is RunKind.EVALUATE:
-        where = _of_evaluation(path, rows, problems)
+        progress = _of_evaluation(path, rows, problems)
     elif kind is RunKind.TRAIN:
-        where = _of_training(path, config, rows, problems)
+        progress = _of_training(path, config, rows, problems)
     else:
-        where = _Where(rows)
+        progress = _Progress(rows)
     try:
         checkpoints = tuple(sorted(checkpoints_in(path)))
     except OSError as error:
         checkpoints = ()
         problems.append(f"checkpoints: {error.strerror or error}")
-    state = _state(path, kind, where, problems)
+    state = _state(path, kind, progress, problems)
     num_bytes, changed = _size(path, problems)
     return RunSummary(
         path=path,
         kind=kind,
         state=state,
-        stage=where.stage,
-        step=where.step,
-        num_steps=where.num_steps,
-        reward=where.reward,
+        stage=progress.stage,
+        step=progress.step,
+        num_steps=progress.num_steps,
+        reward=progress.reward,
         held_out_reward=_last(rows, "held_out/reward"),
-        tool_errors=where.tool_errors,
+        tool_errors=progress.tool_errors,
         checkpoints=checkpoints,
         num_bytes=num_bytes,
         changed_unix_s=changed,
@@ -170,7 +170,7 @@ def summarize(path: Path) -> RunSummary:
     )
 
 
-class _Where:
+class _Progress:
     """The progress of a run and its last values, from its rows of metrics."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -184,40 +184,40 @@ class _Where:
 
 def _of_training(
     path: Path, config: Mapping[str, Any], rows: Sequence[Row], problems: list[str]
-) -> _Where:
-    where = _Where(rows)
+) -> _Progress:
+    progress = _Progress(rows)
     if not rows and (path / "sft" / "metrics.jsonl").is_file():
-        where = _Where(read_rows(path / "sft" / "metrics.jsonl", problems))
-        where.stage = "sft"
-        return where
+        progress = _Progress(read_rows(path / "sft" / "metrics.jsonl", problems))
+        progress.stage = "sft"
+        return progress
     try:
         stages = Stages.of(config)
     except (KeyError, TypeError, ValueError, AttributeError):
         problems.append("config.toml: the number of steps is missing")
     else:
-        where.stage, where.num_steps = _stage(rows, stages), stages.num_steps
-    return where
+        progress.stage, progress.num_steps = _stage(rows, stages), stages.num_steps
+    return progress
 
 
-def _of_evaluation(path: Path, rows: Sequence[Row], problems: list[str]) -> _Where:
+def _of_evaluation(path: Path, rows: Sequence[Row], problems: list[str]) -> _Progress:
     """Return the progress of an evaluation, counted in tasks.
 
     A task's row may occur twice, the second time with samples that were missing.
     """
     tasks = {row.get("group"): row for row in rows}
-    where = _Where(rows)
-    where.step = len(tasks) or None
-    where.reward = _mean(list(tasks.values()), "reward")
-    where.tool_errors = _mean(list(tasks.values()), "tool_errors_in_correct")
+    progress = _Progress(rows)
+    progress.step = len(tasks) or None
+    progress.reward = _mean(list(tasks.values()), "reward")
+    progress.tool_errors = _mean(list(tasks.values()), "tool_errors_in_correct")
     results = path / "results.json"
     if results.is_file():
         try:
-            told = orjson.loads(results.read_bytes())["all"]
-            where.num_steps = int(told["num_tasks"])
-            where.reward = float(told["avg_at_k"]["value"]) if told["avg_at_k"] else None
+            totals = orjson.loads(results.read_bytes())["all"]
+            progress.num_steps = int(totals["num_tasks"])
+            progress.reward = float(totals["avg_at_k"]["value"]) if totals["avg_at_k"] else None
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems.append(f"results.json: cannot be read: {error}")
-    return where
+    return progress
 
 
 def _config(path: Path, problems: list[str]) -> dict[str, Any]:
@@ -271,30 +271,30 @@ def read_rows(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 
 def _stage(rows: Sequence[Row], stages: Stages) -> str:
-    number = next((one for row in reversed(rows) if (one := _int(row.get("stage")))), 1)
+    number = next((stage for row in reversed(rows) if (stage := _int(row.get("stage")))), 1)
     if not 0 < number <= len(stages.names):
         return ""
     return f"{number}/{len(stages.names)} {stages.names[number - 1]}"
 
 
-def _state(path: Path, kind: RunKind, where: _Where, problems: list[str]) -> RunState:
+def _state(path: Path, kind: RunKind, progress: _Progress, problems: list[str]) -> RunState:
     try:
         if is_active(path):
             return RunState.RUNNING
     except OSError as error:
         problems.append(f".lock: {error.strerror or error}")
-    last = _changed(path / "metrics.jsonl")
+    last = _mtime(path / "metrics.jsonl")
     # The file written last tells how the run ended; others are from earlier ends.
     ends = {
         RunKind.TRAIN: path / "ended",
         RunKind.SFT: path / "model" / "config.json",
         RunKind.EVALUATE: path / "results.json",
     }
-    if kind in ends and 0 < last <= _changed(ends[kind]):
+    if kind in ends and 0 < last <= _mtime(ends[kind]):
         return RunState.ENDED
-    if where.num_steps and where.step is not None and where.step >= where.num_steps:
+    if progress.num_steps and progress.step is not None and progress.step >= progress.num_steps:
         return RunState.ENDED
-    if 0 < last <= _changed(path / "collapse.md"):
+    if 0 < last <= _mtime(path / "collapse.md"):
         return RunState.COLLAPSED
     if (failed := path / "failed").is_file():
         with suppress(OSError, IndexError):
@@ -303,7 +303,7 @@ def _state(path: Path, kind: RunKind, where: _Where, problems: list[str]) -> Run
     return RunState.STOPPED
 
 
-def _changed(path: Path) -> float:
+def _mtime(path: Path) -> float:
     """Return a file's modification time, or 0 if it does not exist."""
     try:
         return path.stat().st_mtime
@@ -316,33 +316,35 @@ def _size(path: Path, problems: list[str]) -> tuple[int, float]:
 
     The files of `agentloop runs entropy` do not count as written by the run.
     """
-    seen: set[tuple[int, int]] = set()
+    inodes: set[tuple[int, int]] = set()
     num_bytes, changed = 0, 0.0
 
-    def failed(error: OSError) -> None:
+    def report(error: OSError) -> None:
         problems.append(f"{Path(error.filename).name}: {error.strerror or error}")
 
-    for root, _, files in os.walk(path, onerror=failed):
-        own = "entropy" not in Path(root).relative_to(path).parts[:1]
+    for root, _, files in os.walk(path, onerror=report):
+        is_of_run = "entropy" not in Path(root).relative_to(path).parts[:1]
         for name in files:
             try:
                 stat = os.lstat(os.path.join(root, name))
             except OSError:  # an active run may remove files meanwhile
                 continue
-            if (key := (stat.st_dev, stat.st_ino)) not in seen:
-                seen.add(key)
+            if (key := (stat.st_dev, stat.st_ino)) not in inodes:
+                inodes.add(key)
                 num_bytes += stat.st_blocks * 512
-            if own:
+            if is_of_run:
                 changed = max(changed, stat.st_mtime)
     return num_bytes, changed
 
 
 def _last(rows: Sequence[Row], name: str) -> float | None:
-    return next((one for row in reversed(rows) if (one := _float(row.get(name))) is not None), None)
+    return next(
+        (value for row in reversed(rows) if (value := _float(row.get(name))) is not None), None
+    )
 
 
 def _mean(rows: Sequence[Row], name: str) -> float | None:
-    values = [one for row in rows if (one := _float(row.get(name))) is not None]
+    values = [value for row in rows if (value := _float(row.get(name))) is not None]
     return statistics.fmean(values) if values else None
 
 

@@ -13,7 +13,7 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.api.chat_completions import ChunkWriter, chunk_frame, is_first
 from agentloop.api.choices import RunChoice, choices_of, streamed_choices
 from agentloop.api.exchange import Exchange
-from agentloop.api.http import error_of, has_left, json_response, send, send_whole
+from agentloop.api.http import error_of, event_stream, has_left, json_response, send, send_whole
 from agentloop.api.requests import ChatRequest
 from agentloop.api.schemas import ChatCompletionChunk, Frame
 from agentloop.errors import AgentLoopError
@@ -40,7 +40,7 @@ class Answering:
 
     def writers(
         self,
-        asked: ChatRequest,
+        request: ChatRequest,
         model_name: str,
         *,
         is_agent: bool,
@@ -51,23 +51,23 @@ class Answering:
 
         Args:
             is_agent: whether calls are the agent's own, unless the request has tools.
-            tells_executed: as for `ChunkWriter`.
-            frame: that of an earlier answer, to repeat it.
+            tells_executed: whether the calls that the agent ran are told in the reasoning, too.
+            frame: fields of an earlier answer, to repeat it.
         """
         frame = frame or chunk_frame(f"chatcmpl-{uuid.uuid4().hex}", model_name)
         return [
             ChunkWriter(
                 frame,
                 index,
-                chat=self._chat.with_arguments(asked.template_arguments),
-                stop=asked.stop_sequences,
-                has_caller_tools=asked.has_caller_tools or not is_agent,
-                has_tools=is_agent or asked.has_caller_tools,
+                chat=self._chat.with_arguments(request.template_arguments),
+                stop=request.stop_sequences,
+                has_caller_tools=request.has_caller_tools or not is_agent,
+                has_tools=is_agent or request.has_caller_tools,
                 shows_malformed=not is_agent,
                 tells_executed=tells_executed,
-                token_text=self.token_text if asked.logprobs else None,
+                token_text=self.token_text if request.logprobs else None,
             )
-            for index in range(asked.n or 1)
+            for index in range(request.n or 1)
         ]
 
     async def answer(
@@ -88,7 +88,7 @@ class Answering:
             ConnectionError: the client has gone, or does not read.
         """
         if exchange.chat.stream:
-            return await self._streamed(request, exchange, writers, run, on_sending)
+            return await self._stream(request, exchange, writers, run, on_sending)
         choices = list(zip(writers, await choices_of(writers, run), strict=True))
         if exchange.chat.logprobs:  # building them takes seconds for many tokens
             response = await anyio.to_thread.run_sync(
@@ -103,7 +103,7 @@ class Answering:
         await send_whole(request, response, timeout_s=self._io_timeout_s)
         return response
 
-    async def _streamed(
+    async def _stream(
         self,
         request: web.Request,
         exchange: Exchange,
@@ -111,9 +111,7 @@ class Answering:
         run: RunChoice,
         on_sending: OnSending,
     ) -> web.StreamResponse:
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
+        response = event_stream()
         held: list[ChatCompletionChunk] = []
 
         async def write_event(chunk: ChatCompletionChunk) -> None:
@@ -124,8 +122,8 @@ class Answering:
                 await send(request, response, data, timeout_s=self._io_timeout_s)
 
         try:
-            async with streamed_choices(writers, run) as stream:
-                async for chunk in stream:  # no deadline: the rollouts have theirs
+            async with streamed_choices(writers, run) as (chunks, ended):
+                async for chunk in chunks:  # no deadline: the rollouts have theirs
                     if not response.prepared:  # before this, an error can still set the status
                         held.append(chunk)
                         if exchange.chat.is_constrained and is_first(chunk):
@@ -137,10 +135,11 @@ class Answering:
         except AgentLoopError as error:
             if not response.prepared:
                 raise
-            data = exchange.failed(*error_of(error))
+            data = exchange.fail(*error_of(error))
             await send(request, response, data, timeout_s=self._io_timeout_s)
             return response
-        last = b"".join(exchange.events(writers[0].usage(stream.trajectories)))
+        trajectories = [ended[index] for index in sorted(ended)]
+        last = b"".join(exchange.events(writers[0].usage(trajectories)))
         # All at once: a client that has the last event may go on from it before `send` returns.
         await send(request, response, last + exchange.end(), timeout_s=self._io_timeout_s)
         return response

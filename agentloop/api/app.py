@@ -11,7 +11,7 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from itertools import product
@@ -29,12 +29,18 @@ from agentloop.agent.sessions import ModelSession, ModelSessions
 from agentloop.agent.sessions.history import question_in
 from agentloop.aio import task_group
 from agentloop.api.answering import Answering
-from agentloop.api.bare_model import SESSION_ROUTES, BareModel, in_anthropics_form
+from agentloop.api.bare_model import (
+    COMPLETION,
+    MESSAGE,
+    RESPONSE,
+    SESSION_ROUTES,
+    TOKEN_COUNT,
+    BareModel,
+    in_anthropics_form,
+)
 from agentloop.api.completions import CompletionRequest, Completions
 from agentloop.api.dialects.anthropic import MessagesRequest, TokenCountRequest
-from agentloop.api.dialects.anthropic_answers import MessageAnswer, TokenCount
 from agentloop.api.dialects.responses import ResponsesRequest
-from agentloop.api.dialects.responses_stream import ResponseObject
 from agentloop.api.error_responses import ErrorResponses
 from agentloop.api.exchange import (
     ChatExchange,
@@ -59,8 +65,6 @@ from agentloop.api.mcp import AgentTool
 from agentloop.api.requests import ChatRequest, parse, with_overrides
 from agentloop.api.response_store import ResponseStore
 from agentloop.api.schemas import (
-    ChatCompletion,
-    ChatCompletionChunk,
     ErrorBody,
     HealthStatus,
     Model,
@@ -69,9 +73,9 @@ from agentloop.api.schemas import (
     TextChunk,
     TextCompletion,
     ToolDefinition,
-    UsageChunk,
 )
 from agentloop.distribution import version
+from agentloop.environments.served import ServedAgent
 from agentloop.errors import RequestError, ServerError, UnknownModel
 from agentloop.events import Emit
 from agentloop.inference.replicas import ServerView
@@ -102,7 +106,6 @@ __all__ = ["AgentService", "listening"]
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 
@@ -143,11 +146,16 @@ class AgentService:
     """The HTTP handlers of a runtime; they also map its errors to HTTP responses."""
 
     def __init__(
-        self, runtime: Runtime, settings: Settings, record: GroupFolder | None = None
+        self,
+        runtime: Runtime,
+        settings: Settings,
+        record: GroupFolder | None = None,
+        agent: ServedAgent | None = None,
     ) -> None:
         """
         Args:
             record: where conversations are recorded.
+            agent: the agent that is served; None: the built-in one, with the tools of the settings.
         """
         self._runtime = runtime
         self._settings = settings
@@ -157,7 +165,9 @@ class AgentService:
         self._num_refused = 0
         self._store = ResponseStore()
         self._answers = IdempotentAnswers(is_shared=True, max_answers=1024, max_ids=1 << 22)
-        self._agent_name = f"{runtime.model_name}-agent"
+        kind = "agent" if agent is None else agent.environment.name
+        self._agent_name = f"{runtime.model_name}-{kind}"
+        self.rollout = runtime.rollout if agent is None else agent.rollout
         self.recorder = Recorder(
             record,
             runtime.chat.last_user_text,
@@ -274,7 +284,7 @@ class AgentService:
 
     async def _answer(self, question: str, emit: Emit) -> None:
         async with self._slots:  # no deadline: `asking` has one for its start
-            self.recorder.add(await self._runtime.rollout(question, on_event=emit))
+            self.recorder.add(await self.rollout(question, on_event=emit))
 
     def _check_open(self) -> None:
         """Raise ServerError if the service is paused."""
@@ -308,74 +318,76 @@ class AgentService:
         return app
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, ChatExchange)
+        return await self._answer_by_model(request, ChatExchange)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, ResponsesExchange)
+        return await self._answer_by_model(request, ResponsesExchange)
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, MessagesExchange)
+        return await self._answer_by_model(request, MessagesExchange)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         return await self.bare.count_tokens(request)
 
-    async def _answered(self, request: web.Request, kind: type[Exchange]) -> web.StreamResponse:
+    async def _answer_by_model(
+        self, request: web.Request, kind: type[Exchange]
+    ) -> web.StreamResponse:
         """Answer by the model that a request names: the agent, or the bare model."""
         body = await self._body(request)
         exchange = kind.parse(body, self._store)
         async with self._answers.attempt(request, body) as attempt:
             if self._check_model(exchange.chat.model) == self.bare.name:
                 return await self.bare.answer(request, exchange, attempt)
-            return await self._answered_by_agent(request, exchange, attempt)
+            return await self._answer_by_agent(request, exchange, attempt)
 
-    async def _answered_by_agent(
+    async def _answer_by_agent(
         self, request: web.Request, exchange: Exchange, attempt: AnswerAttempt
     ) -> web.StreamResponse:
-        asked = exchange.chat
-        asked.refuse_for_agent()
+        chat_request = exchange.chat
+        chat_request.refuse_for_agent()
         self._check_open()
         writers = self._answering.writers(
-            asked,
+            chat_request,
             self._agent_name,
             is_agent=True,
             tells_executed=exchange.tells_executed,
             frame=attempt.frame,
         )
-        ended: dict[int, Trajectory] = {}
+        trajectories: dict[int, Trajectory] = {}
 
         async def run(index: int, emit: Emit) -> Trajectory:
-            options = self._options(asked, index)
+            options = self._options(chat_request, index)
             on_event = EventFanout(self.on_event, emit)
             async with self._slots:  # no deadline: until another rollout ends, which has its own
-                ended[index] = await self._runtime.rollout(
-                    asked.messages, on_event=on_event, **options
+                trajectories[index] = await self.rollout(
+                    chat_request.messages, on_event=on_event, **options
                 )
-            return _scorable(ended[index])
+            return _scorable(trajectories[index])
 
         try:
             return await self._answering.answer(
                 request, exchange, writers, attempt.runs(writers, run)
             )
         finally:
-            choices = [ended[index] for index in sorted(ended)]
-            self.recorder.add(*choices, question=question_in(asked.messages))
+            choices = [trajectories[index] for index in sorted(trajectories)]
+            self.recorder.add(*choices, question=question_in(chat_request.messages))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        asked = CompletionRequest.parse(await self._body(request))
-        if asked.model is not None and self._check_model(asked.model) != self.bare.name:
+        parameters = CompletionRequest.parse(await self._body(request))
+        if parameters.model is not None and self._check_model(parameters.model) != self.bare.name:
             raise RequestError(f"model: only {self.bare.name!r} has completions")
         self._check_open()
-        return await self._completions.answer(request, asked)
+        return await self._completions.answer(request, parameters)
 
     async def rollouts(self, request: web.Request) -> web.StreamResponse:
-        asked = parse(RolloutsRequest, await self._body(request))
+        body = parse(RolloutsRequest, await self._body(request))
         self._check_open()
-        sampling = _with(self._settings.sampling, asked.sampling)
-        budget = _with(self._settings.budget, asked.budget)
+        sampling = _with(self._settings.sampling, body.sampling)
+        budget = _with(self._settings.budget, body.budget)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         lines_in, lines = anyio.create_memory_object_stream[RolloutLine](0)
-        jobs = product(range(len(asked.prompts)), range(asked.n))
+        jobs = product(range(len(body.prompts)), range(body.n))
         name = uuid.uuid4().hex
         ended: dict[int, list[Trajectory]] = {}  # by prompt, until all of its samples are there
 
@@ -383,23 +395,23 @@ class AgentService:
             async with out:
                 for index, sample in jobs:  # shared: each worker takes the next
                     # no deadline: the reader below writes to a client, with one
-                    await out.send(await one(index, sample))
+                    await out.send(await run_sample(index, sample))
 
-        async def one(index: int, sample: int) -> RolloutLine:
+        async def run_sample(index: int, sample: int) -> RolloutLine:
             line: RolloutLine = {"index": index, "sample": sample}
             try:
                 # no deadline: until another rollout ends, which has its own
                 async with self._slots:
-                    trajectory = await self._runtime.rollout(
-                        asked.prompts[index],
-                        tools=asked.tools,
+                    trajectory = await self.rollout(
+                        body.prompts[index],
+                        tools=body.tools,
                         sampling=sampling.of_sibling(sample),
                         budget=budget,
-                        group=f"{name}.{index}" if asked.n > 1 else "",
+                        group=f"{name}.{index}" if body.n > 1 else "",
                         on_event=self.on_event,
                     )
                 ended.setdefault(index, []).append(trajectory)
-                if len(ended[index]) == asked.n:
+                if len(ended[index]) == body.n:
                     self.recorder.add(*ended.pop(index))
                 line["trajectory"] = trajectory.to_dict_per_token()
             except (RequestError, ServerError) as error:  # the status has been sent already
@@ -409,7 +421,7 @@ class AgentService:
         try:
             async with task_group(only_first=True) as tasks:
                 async with lines_in:
-                    num_jobs = len(asked.prompts) * asked.n
+                    num_jobs = len(body.prompts) * body.n
                     for _ in range(min(num_jobs, self._settings.serve.max_rollouts)):
                         tasks.start_soon(work, lines_in.clone())
                 async with lines:
@@ -418,7 +430,7 @@ class AgentService:
         finally:
             for siblings in ended.values():
                 self.recorder.add(*siblings)
-            for index in range(len(asked.prompts)):
+            for index in range(len(body.prompts)):
                 self._runtime.router.forget_group(f"{name}.{index}")
         return response
 
@@ -446,7 +458,7 @@ class AgentService:
     async def _answer_to(self, question: str) -> str:
         self._check_open()
         async with self._slots:  # no deadline: until another rollout ends, which has its own
-            trajectory = await self._runtime.rollout(question, on_event=self.on_event)
+            trajectory = await self.rollout(question, on_event=self.on_event)
         self.recorder.add(trajectory)
         return _scorable(trajectory).answer
 
@@ -475,22 +487,22 @@ class AgentService:
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
         await send(request, response, data, timeout_s=self._settings.serve.io_timeout_s)
 
-    def _options(self, asked: ChatRequest, index: int) -> dict[str, Any]:
-        sampling = with_overrides(self._settings.sampling, asked.sampling_overrides(), "sampling")
+    def _options(self, request: ChatRequest, index: int) -> dict[str, Any]:
+        sampling = with_overrides(self._settings.sampling, request.sampling_overrides(), "sampling")
         budget = self._settings.budget
-        if asked.token_limit is not None:
-            most = min(asked.token_limit, budget.max_sampled_tokens or asked.token_limit)
-            budget = budget.model_copy(update={"max_sampled_tokens": most})
-        if (limit := asked.thinking_token_budget) is not None:
+        if request.token_limit is not None:
+            max_tokens = min(request.token_limit, budget.max_sampled_tokens or request.token_limit)
+            budget = budget.model_copy(update={"max_sampled_tokens": max_tokens})
+        if (limit := request.thinking_token_budget) is not None:
             limit = min(limit, budget.max_thought_tokens or limit)
             budget = budget.model_copy(update={"max_thought_tokens": limit})
-        tools: list[Any] | None = list(asked.tools) if asked.tools else None
+        tools: list[Any] | None = list(request.tools) if request.tools else None
         return {
             "sampling": sampling.of_sibling(index),
             "budget": budget,
-            "options": asked.turn_options(),
-            "tools": [] if asked.tool_choice == "none" else tools,
-            "template_arguments": asked.template_arguments,
+            "options": request.turn_options(),
+            "tools": [] if request.tool_choice == "none" else tools,
+            "template_arguments": request.template_arguments,
         }
 
     def _check_model(self, name: str | None) -> str:
@@ -499,13 +511,13 @@ class AgentService:
         Raises:
             UnknownModel: there is no such model here.
         """
-        known = (self._agent_name, self.bare.name)
+        names = (self._agent_name, self.bare.name)
         if name is None:
             return self._agent_name
-        if name not in known:
+        if name not in names:
             raise UnknownModel(
-                f"model: {name!r} is not served here; this server has {known[0]!r}, which runs its "
-                f"own tools, and {known[1]!r}, which does not"
+                f"model: {name!r} is not served here; this server has {names[0]!r}, which runs its "
+                f"own tools, and {names[1]!r}, which does not"
             )
         return name
 
@@ -513,12 +525,6 @@ class AgentService:
 _ABOUT = (
     "The agent answers in OpenAI's protocol and runs its own tools. Whole trajectories are "
     "available as well. Details: docs/http.md."
-)
-_COMPLETION = Response(
-    "The answer, with `stream` as it is generated. An error after the status was sent is the last "
-    "event.",
-    {JSON: ChatCompletion, EVENTS: ChatCompletionChunk | UsageChunk | ErrorBody},
-    last_event="[DONE]",
 )
 _TEXT_COMPLETION = Response(
     "The continuations, with `stream` as they are generated.",
@@ -532,20 +538,16 @@ _HEALTH: Responses = {
 ROUTES = [
     Route("POST", "/v1/chat/completions", AgentService.chat_completions,
           "Answer a conversation; the agent runs its own tools",
-          {200: _COMPLETION, **UNKNOWN_MODEL, **BODY_ERRORS}, ChatRequest),
+          {**COMPLETION, **UNKNOWN_MODEL, **BODY_ERRORS}, ChatRequest),
     Route("POST", "/v1/responses", AgentService.responses,
           "Answer a conversation in the protocol of OpenAI's Responses",
-          {200: Response("The answer, with `stream` as it is generated.",
-                         {JSON: ResponseObject, EVENTS: dict[str, Any]}),
-           **UNKNOWN_MODEL, **BODY_ERRORS}, ResponsesRequest),
+          {**RESPONSE, **UNKNOWN_MODEL, **BODY_ERRORS}, ResponsesRequest),
     Route("POST", "/v1/messages", AgentService.messages,
           "Answer a conversation in Anthropic's protocol",
-          {200: Response("The answer, with `stream` as it is generated.",
-                         {JSON: MessageAnswer, EVENTS: dict[str, Any]}),
-           **in_anthropics_form({**UNKNOWN_MODEL, **BODY_ERRORS})}, MessagesRequest),
+          {**MESSAGE, **in_anthropics_form({**UNKNOWN_MODEL, **BODY_ERRORS})}, MessagesRequest),
     Route("POST", "/v1/messages/count_tokens", AgentService.count_tokens,
           "Count the tokens of a prompt",
-          {200: Response("The number.", {JSON: TokenCount}), **in_anthropics_form(BODY_ERRORS)},
+          {**TOKEN_COUNT, **in_anthropics_form(BODY_ERRORS)},
           TokenCountRequest),
     Route("POST", "/v1/completions", AgentService.completions,
           "Continue text or token ids with the bare model",

@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import prompt_of
-from agentloop.agent.sessions import Asked, ModelSession, ModelSessions
+from agentloop.agent.sessions import ModelSession, ModelSessions, TurnRequest
 from agentloop.agent.tools import CallerTool
 from agentloop.aio import Slot
 from agentloop.api.answering import Answering
@@ -53,7 +53,15 @@ from agentloop.plain_json import dumps
 from agentloop.sandbox.openapi import EVENTS, JSON, JSON_LINES, Response, Responses, Route
 from agentloop.trajectory import Message, Trajectory
 
-__all__ = ["SESSION_ROUTES", "BareModel", "in_anthropics_form"]
+__all__ = [
+    "COMPLETION",
+    "MESSAGE",
+    "RESPONSE",
+    "SESSION_ROUTES",
+    "TOKEN_COUNT",
+    "BareModel",
+    "in_anthropics_form",
+]
 
 _SESSIONS = "/v1/sessions/"
 
@@ -148,66 +156,70 @@ class BareModel:
         Args:
             session: where it is recorded; None: in a session of its own, which ends with it.
         """
-        asked = exchange.chat
+        chat_request = exchange.chat
         self._check_open()
-        writers = self._answering.writers(asked, self.name, is_agent=False, frame=attempt.frame)
-        own = session or self._sessions.open(is_listed=False)
+        writers = self._answering.writers(
+            chat_request, self.name, is_agent=False, frame=attempt.frame
+        )
+        recording = session or self._sessions.open(is_listed=False)
         unsent: dict[int, Trajectory] = {}
-        begun: set[int] = set()  # choices of which the client was sent something
+        sent: set[int] = set()  # choices of which the client was sent something
 
-        def as_message(index: int, found: Trajectory) -> Message:
+        def as_message(index: int, trajectory: Trajectory) -> Message:
             writer = writers[index]
-            if asked.stream or asked.logprobs:
+            if chat_request.stream or chat_request.logprobs:
                 # The history needs no log-probabilities, and building them takes long.
-                plain = asked.model_copy(update={"logprobs": None, "n": None})
+                plain = chat_request.model_copy(update={"logprobs": None, "n": None})
                 (writer,) = self._answering.writers(plain, self.name, is_agent=False)
-            return completion([(writer, found)])["choices"][0]["message"]
+            return completion([(writer, trajectory)])["choices"][0]["message"]
 
         async def run(index: int, emit: Emit) -> Trajectory:
             # In this order: one session may not take them all.
             # no deadline: until another request ends, which has its own
-            async with Slot(own.slots), Slot(self._slots):
-                one = self._asked(asked, index, own)
-                unsent[index] = found = await own.complete(one, partial(as_message, index), emit)
-            return found
+            async with Slot(recording.slots), Slot(self._slots):
+                turn_request = self._turn_request(chat_request, index, recording)
+                unsent[index] = trajectory = await recording.complete(
+                    turn_request, partial(as_message, index), emit
+                )
+            return trajectory
 
         try:
             return await self._answering.answer(
-                request, exchange, writers, attempt.runs(writers, run), begun.add
+                request, exchange, writers, attempt.runs(writers, run), sent.add
             )
         finally:
             if not attempt.is_remembered:
-                for index in unsent.keys() - begun:
-                    own.discard(unsent[index])
+                for index in unsent.keys() - sent:
+                    recording.discard(unsent[index])
             if session is None:
-                self._sessions.close(own)
+                self._sessions.close(recording)
 
-    def _asked(self, asked: ChatRequest, index: int, session: ModelSession) -> Asked:
-        sampling, options = None, asked.turn_options()
+    def _turn_request(self, request: ChatRequest, index: int, session: ModelSession) -> TurnRequest:
+        sampling, options = None, request.turn_options()
         if session.is_rollout:
             options = replace(options, parameters={})
         else:
-            base = with_overrides(session.sampling, asked.sampling_overrides(), "sampling")
+            base = with_overrides(session.sampling, request.sampling_overrides(), "sampling")
             sampling = base.of_sibling(index)
-        tools = asked.tools if asked.tools and asked.tool_choice != "none" else []
-        return Asked(
-            asked.messages,
+        tools = request.tools if request.tools and request.tool_choice != "none" else []
+        return TurnRequest(
+            request.messages,
             tools=[CallerTool(tool) for tool in tools],
             sampling=sampling,
-            has_seed=asked.seed is not None and not session.is_rollout,
-            max_tokens=asked.token_limit,
-            max_thought_tokens=asked.thinking_token_budget,
+            has_seed=request.seed is not None and not session.is_rollout,
+            max_tokens=request.token_limit,
+            max_thought_tokens=request.thinking_token_budget,
             options=options,
-            template_arguments=asked.template_arguments,
+            template_arguments=request.template_arguments,
         )
 
     # --- handlers -------------------------------------------------------------------------------
 
     async def open(self, request: web.Request) -> web.Response:
         body = await self._body(request)
-        asked = parse(ModelSessionRequest, body) if body.strip() else ModelSessionRequest()
+        options = parse(ModelSessionRequest, body) if body.strip() else ModelSessionRequest()
         self._check_open()
-        sampling = asked.sampling or self._sampling
+        sampling = options.sampling or self._sampling
         session = self._sessions.open(sampling=sampling)
         url = f"{request.url.origin()}{_SESSIONS}{session.key}"
         opened: OpenedModelSession = {
@@ -227,24 +239,26 @@ class BareModel:
         return json_response(session.status())
 
     async def trajectories(self, request: web.Request) -> web.StreamResponse:
-        found = self._session(request).trajectories
+        trajectories = self._session(request).trajectories
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
-        for one in found:
-            line = dumps({"trajectory": one.to_dict_per_token()}) + b"\n"
+        for trajectory in trajectories:
+            line = dumps({"trajectory": trajectory.to_dict_per_token()}) + b"\n"
             await send(request, response, line, timeout_s=self._io_timeout_s)
         return response
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, ChatExchange)
+        return await self._answer_in_session(request, ChatExchange)
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, MessagesExchange)
+        return await self._answer_in_session(request, MessagesExchange)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, ResponsesExchange)
+        return await self._answer_in_session(request, ResponsesExchange)
 
-    async def _answered(self, request: web.Request, kind: type[Exchange]) -> web.StreamResponse:
+    async def _answer_in_session(
+        self, request: web.Request, kind: type[Exchange]
+    ) -> web.StreamResponse:
         session = self._session(request)
         if session not in self._stores:
             self._stores[session], self._answers[session] = ResponseStore(), IdempotentAnswers()
@@ -256,10 +270,10 @@ class BareModel:
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """Count the tokens of a prompt, in a session or not."""
-        asked = TokenCountRequest.parse(await self._body(request)).to_chat()
-        chat = self._chat.with_arguments(asked.template_arguments)
-        tools = [CallerTool(tool).schema for tool in asked.tools or ()]
-        ids = await prompt_of(chat, asked.messages, tools, self._context_length())
+        chat_request = TokenCountRequest.parse(await self._body(request)).to_chat()
+        chat = self._chat.with_arguments(chat_request.template_arguments)
+        tools = [CallerTool(tool).schema for tool in chat_request.tools or ()]
+        ids = await prompt_of(chat, chat_request.messages, tools, self._context_length())
         count: TokenCount = {"input_tokens": len(ids)}
         return json_response(count)
 
@@ -278,6 +292,17 @@ class BareModel:
         return await read_body(request, self._io_timeout_s)
 
 
+_ANSWER = "The answer, with `stream` as it is generated."
+COMPLETION: Responses = {
+    200: Response(
+        f"{_ANSWER} An error after the status was sent is the last event.",
+        {JSON: ChatCompletion, EVENTS: ChatCompletionChunk | UsageChunk | ErrorBody},
+        last_event="[DONE]",
+    )
+}
+RESPONSE: Responses = {200: Response(_ANSWER, {JSON: ResponseObject, EVENTS: dict[str, Any]})}
+MESSAGE: Responses = {200: Response(_ANSWER, {JSON: MessageAnswer, EVENTS: dict[str, Any]})}
+TOKEN_COUNT: Responses = {200: Response("The number.", {JSON: TokenCount})}
 _KEY = {"key": "The session's key, as in its URL."}
 _UNKNOWN: Responses = {404: Response("No session is open under this key.", {JSON: ErrorBody})}
 _RECORD: Responses = {200: Response("What was recorded.", {JSON: SessionStatus}), **_UNKNOWN}
@@ -287,8 +312,10 @@ def in_anthropics_form(responses: Responses) -> Responses:
     """Return the responses of a route, with errors as Anthropic's clients expect them."""
     refused = Response("The token is missing or wrong, or the host or origin is.", {})
     return {
-        status: Response(one.description, {JSON: AnthropicError}) if status != 200 else one
-        for status, one in {401: refused, 403: refused, **responses}.items()
+        status: Response(response.description, {JSON: AnthropicError})
+        if status != 200
+        else response
+        for status, response in {401: refused, 403: refused, **responses}.items()
     }
 
 
@@ -307,25 +334,17 @@ SESSION_ROUTES = [
           parameters=_KEY),
     Route("POST", "/v1/sessions/{key}/v1/chat/completions", BareModel.chat_completions,
           "Continue a conversation by one message",
-          {200: Response("The answer, with `stream` as it is generated.",
-                         {JSON: ChatCompletion,
-                          EVENTS: ChatCompletionChunk | UsageChunk | ErrorBody},
-                         last_event="[DONE]"), **_UNKNOWN, **BODY_ERRORS},
-          ChatRequest, parameters=_KEY),
+          {**COMPLETION, **_UNKNOWN, **BODY_ERRORS}, ChatRequest, parameters=_KEY),
     Route("POST", "/v1/sessions/{key}/v1/responses", BareModel.responses,
           "Continue a conversation by one message, in the protocol of OpenAI's Responses",
-          {200: Response("The answer, with `stream` as it is generated.",
-                         {JSON: ResponseObject, EVENTS: dict[str, Any]}),
-           **_UNKNOWN, **BODY_ERRORS}, ResponsesRequest, parameters=_KEY),
+          {**RESPONSE, **_UNKNOWN, **BODY_ERRORS}, ResponsesRequest, parameters=_KEY),
     Route("POST", "/v1/sessions/{key}/v1/messages", BareModel.messages,
           "Continue a conversation by one message, in Anthropic's protocol",
-          {200: Response("The answer, with `stream` as it is generated.",
-                         {JSON: MessageAnswer, EVENTS: dict[str, Any]}),
-           **in_anthropics_form({**_UNKNOWN, **BODY_ERRORS})}, MessagesRequest, parameters=_KEY),
+          {**MESSAGE, **in_anthropics_form({**_UNKNOWN, **BODY_ERRORS})},
+          MessagesRequest, parameters=_KEY),
     Route("POST", "/v1/sessions/{key}/v1/messages/count_tokens", BareModel.count_tokens,
           "Count the tokens of a prompt",
-          {200: Response("The number.", {JSON: TokenCount}),
-           **in_anthropics_form({**_UNKNOWN, **BODY_ERRORS})},
+          {**TOKEN_COUNT, **in_anthropics_form({**_UNKNOWN, **BODY_ERRORS})},
           TokenCountRequest, parameters=_KEY),
     Route("GET", "/v1/sessions/{key}/v1/models", BareModel.models, "List the model",
           {200: Response("The model.", {JSON: ModelList}), **_UNKNOWN}, parameters=_KEY),

@@ -33,6 +33,7 @@ from agentloop.api.schemas import (
     TokenLogprob,
     Usage,
     UsageChunk,
+    usage_of,
 )
 from agentloop.events import (
     CallFinished,
@@ -60,7 +61,7 @@ __all__ = [
     "is_first",
 ]
 
-_MAX_TOLD_CHARS = 4000
+_MAX_DESCRIBED_CHARS = 4000
 
 TokenText = Callable[[int], str]
 """Returns the text of one token."""
@@ -208,9 +209,9 @@ class ChunkWriter:
             call = self._calls.pop(0)
             result = self._results[call.id]
             if self._tells_executed:
-                told = self._speech.interject(Channel.REASONING, _told(call, result))
-                yield from map(self._text_chunk, told)
-            executed = _executed(call, result)
+                pieces = self._speech.interject(Channel.REASONING, _describe_call(call, result))
+                yield from map(self._text_chunk, pieces)
+            executed = _executed_call(call, result)
             yield self._chunk({"executed_tools": [{"index": self._num_executed, **executed}]})
             self._num_executed += 1
 
@@ -224,7 +225,9 @@ class ChunkWriter:
             self._logprobs.append(
                 {
                     **_token(self._token_text(token), turn.logprobs[at]),
-                    "top_logprobs": [_token(self._token_text(one), lp) for lp, one in top],
+                    "top_logprobs": [
+                        _token(self._token_text(alternative), lp) for lp, alternative in top
+                    ],
                 }
             )
 
@@ -269,7 +272,7 @@ def completion(choices: Sequence[tuple[ChunkWriter, Trajectory]]) -> ChatComplet
         "object": "chat.completion",
         "created": frame["created"],
         "model": frame["model"],
-        "choices": [_choice(*one) for one in choices],
+        "choices": [_choice(*choice) for choice in choices],
         "usage": _usage([trajectory for _, trajectory in choices]),
     }
 
@@ -330,7 +333,7 @@ def _tool_call(call: ToolCall) -> AskedCall:
     }
 
 
-def _executed(call: ToolCall, result: ToolResult) -> ExecutedCall:
+def _executed_call(call: ToolCall, result: ToolResult) -> ExecutedCall:
     return {
         **_tool_call(call),
         "status": result.status,
@@ -339,12 +342,14 @@ def _executed(call: ToolCall, result: ToolResult) -> ExecutedCall:
     }
 
 
-def _told(call: ToolCall, result: ToolResult) -> str:
+def _describe_call(call: ToolCall, result: ToolResult) -> str:
     """Describe a call and its result, for people to read."""
-    values = [one if isinstance(one, str) else json.dumps(one) for one in call.arguments.values()]
+    values = [
+        value if isinstance(value, str) else json.dumps(value) for value in call.arguments.values()
+    ]
     lines = [f"\u25b6 {call.name or 'a call'}", *values, f"\u25c0 {result.status}", result.content]
     text = "\n".join(filter(None, lines))
-    return text if len(text) <= _MAX_TOLD_CHARS else f"{text[:_MAX_TOLD_CHARS]}..."
+    return text if len(text) <= _MAX_DESCRIBED_CHARS else f"{text[:_MAX_DESCRIBED_CHARS]}..."
 
 
 def _usage(trajectories: Sequence[Trajectory]) -> Usage:
@@ -355,9 +360,4 @@ def _usage(trajectories: Sequence[Trajectory]) -> Usage:
         # After a turn moved to another server, its sampled tokens were part of the prompt there.
         cached = min(prompt, first.turns[0].cached_tokens if first.turns else 0)
     sampled = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
-    return {
-        "prompt_tokens": prompt,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
-    }
+    return usage_of(prompt, cached, sampled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
@@ -15,7 +15,7 @@ from agentloop.errors import AgentLoopError
 from agentloop.events import Emit, Feed, ignore
 from agentloop.trajectory import Trajectory
 
-__all__ = ["ChoiceStream", "RunChoice", "choices_of", "streamed_choices"]
+__all__ = ["RunChoice", "choices_of", "streamed_choices"]
 
 RunChoice = Callable[[int, Emit], Awaitable[Trajectory]]
 """Runs the choice with a number to its end, emitting its events."""
@@ -27,57 +27,37 @@ async def choices_of(writers: Sequence[ChunkWriter], run: RunChoice) -> list[Tra
     Raises:
         AgentLoopError: that of the first choice that failed; the others are cancelled.
     """
-    if len(writers) == 1:  # nearly always
-        return [await run(0, ignore)]
-    found: dict[int, Trajectory] = {}
+    trajectories: dict[int, Trajectory] = {}
 
-    async def one(index: int) -> None:
-        found[index] = await run(index, ignore)
+    async def run_choice(index: int) -> None:
+        trajectories[index] = await run(index, ignore)
 
     async with task_group(only_first=True) as tasks:
         for index in range(len(writers)):
-            tasks.start_soon(one, index)
-    return [found[index] for index in range(len(writers))]
-
-
-class ChoiceStream:
-    """The chunks of all choices, to iterate over.
-
-    Attributes:
-        found: the trajectories of the choices that have ended, by their numbers.
-    """
-
-    def __init__(self, chunks: AsyncIterator[ChatCompletionChunk]) -> None:
-        self._chunks = chunks
-        self.found: dict[int, Trajectory] = {}
-
-    def __aiter__(self) -> AsyncIterator[ChatCompletionChunk]:
-        return self._chunks
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        """The trajectories of all choices, once the last chunk was read."""
-        return [self.found[index] for index in sorted(self.found)]
+            tasks.start_soon(run_choice, index)
+    return [trajectories[index] for index in range(len(writers))]
 
 
 @asynccontextmanager
 async def streamed_choices(
     writers: Sequence[ChunkWriter], run: RunChoice
-) -> AsyncIterator[ChoiceStream]:
+) -> AsyncIterator[tuple[AsyncIterable[ChatCompletionChunk], dict[int, Trajectory]]]:
     """Run all choices; leaving the context early cancels them.
+
+    Yields the chunks of all choices, and the trajectories of those that have ended, by number.
 
     Raises:
         AgentLoopError: that of the first choice that failed; the others are cancelled.
     """
     chunks_in, chunks = anyio.create_memory_object_stream[ChatCompletionChunk](0)
-    stream = ChoiceStream(chunks)
+    trajectories: dict[int, Trajectory] = {}
 
     async def write(index: int, out: MemoryObjectSendStream[ChatCompletionChunk]) -> None:
         feed, writer = Feed(), writers[index]
 
         async def choice() -> None:
             try:
-                stream.found[index] = await run(index, feed)
+                trajectories[index] = await run(index, feed)
             except AgentLoopError as error:
                 feed.close(error)
             else:
@@ -89,7 +69,7 @@ async def streamed_choices(
                 for chunk in writer.feed(event):
                     # no deadline: the reader writes to a client, with one
                     await out.send(chunk)
-            await out.send(writer.last(stream.found[index]))  # no deadline: as above
+            await out.send(writer.last(trajectories[index]))  # no deadline: as above
 
     async with task_group(only_first=True) as tasks:
         async with chunks_in:
@@ -97,6 +77,6 @@ async def streamed_choices(
                 tasks.start_soon(write, index, chunks_in.clone())
         try:
             async with chunks:
-                yield stream
+                yield chunks, trajectories
         finally:
             tasks.cancel_scope.cancel()

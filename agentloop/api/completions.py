@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import anyio
@@ -26,7 +25,7 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.raw_generation import GeneratedPiece, RawGeneration
 from agentloop.agent.text_stream import TextStream
 from agentloop.aio import task_group
-from agentloop.api.http import error_of, json_response, send
+from agentloop.api.http import error_of, event_line, event_stream, json_response, send
 from agentloop.api.requests import (
     UNSUPPORTED,
     Only,
@@ -36,11 +35,17 @@ from agentloop.api.requests import (
     validate,
 )
 from agentloop.api.sampling_fields import SamplingFields
-from agentloop.api.schemas import TextChoice, TextChunk, TextCompletion, TextLogprobs, Usage
+from agentloop.api.schemas import (
+    TextChoice,
+    TextChunk,
+    TextCompletion,
+    TextLogprobs,
+    Usage,
+    usage_of,
+)
 from agentloop.errors import AgentLoopError, PromptTooLong, RequestError, ServerUnavailable
 from agentloop.inference.sglang.frames import PromptLogprobs, TopLogprobs
 from agentloop.inference.turns import Generation
-from agentloop.plain_json import dumps
 from agentloop.trajectory import TurnEnd
 
 if TYPE_CHECKING:
@@ -76,14 +81,10 @@ _Texts = Annotated[list[_Text], pydantic.Field(min_length=1, max_length=_MAX_CHO
 _Lists = Annotated[list[_Ids], pydantic.Field(min_length=1, max_length=_MAX_CHOICES)]
 
 
-def _with_unsupported(schema: dict[str, Any]) -> None:
-    describe_unsupported(schema, NOT_FOR_COMPLETIONS)
-
-
 class CompletionRequest(SamplingFields):
     """The supported parameters of OpenAI's `POST /v1/completions`."""
 
-    model_config = pydantic.ConfigDict(json_schema_extra=_with_unsupported)
+    model_config = pydantic.ConfigDict(json_schema_extra=describe_unsupported(NOT_FOR_COMPLETIONS))
 
     prompt: _Text | _Texts | _Ids | _Lists
     max_tokens: int | None = pydantic.Field(None, ge=0)
@@ -115,9 +116,9 @@ class CompletionRequest(SamplingFields):
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts, each of which gets `n` choices."""
-        given: Any = self.prompt
-        is_one = isinstance(given, str) or isinstance(given[0], int)
-        return [given] if is_one else given
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+        return [prompt] if is_one else prompt
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -162,8 +163,8 @@ class ChoiceWriter:
         self._num_echoed = len(text)
         logprobs = None
         if scores is not None:
-            known = [None, *map(_finite, scores.logprobs[1:])]
-            logprobs = self._logprobs(self._ids, known, scores.top, offsets)
+            token_logprobs = [None, *map(_finite, scores.logprobs[1:])]
+            logprobs = self._logprobs(self._ids, token_logprobs, scores.top, offsets)
         return self._choice(text, logprobs, "length" if is_last else None)
 
     def piece(self, piece: GeneratedPiece) -> TextChoice:
@@ -198,11 +199,11 @@ class ChoiceWriter:
 
     def _alternatives(self, likely: Sequence[tuple[float, int]]) -> dict[str, float]:
         """Return log-probabilities by text; tokens that are parts of characters share a text."""
-        found: dict[str, float] = {}
+        by_text: dict[str, float] = {}
         for logprob, token in likely:
             text = self._token_text(token)
-            found[text] = max(found.get(text, _LEAST_LOGPROB), _finite(logprob))
-        return found
+            by_text[text] = max(by_text.get(text, _LEAST_LOGPROB), _finite(logprob))
+        return by_text
 
 
 _FINISH: dict[TurnEnd | None, Literal["stop", "length"] | None] = {
@@ -246,14 +247,16 @@ class Completions:
         self._slots = slots
         self._token_text = token_text
 
-    async def answer(self, request: web.Request, asked: CompletionRequest) -> web.StreamResponse:
+    async def answer(
+        self, request: web.Request, parameters: CompletionRequest
+    ) -> web.StreamResponse:
         """Answer a request.
 
         Raises:
             RequestError: It is invalid.
             ServerError: It could not be served.
         """
-        prompts = await self._prompts(asked)
+        prompts = await self._prompts(parameters)
         frame: TextChunk = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -262,15 +265,15 @@ class Completions:
             "choices": [],
         }
         try:
-            if asked.stream:
-                return await self._stream(request, asked, prompts, frame)
-            return await self._whole(asked, prompts, frame)
+            if parameters.stream:
+                return await self._stream(request, parameters, prompts, frame)
+            return await self._whole(parameters, prompts, frame)
         finally:
             for prompt in prompts:
                 self._runtime.router.forget_group(prompt.name)
 
     async def _whole(
-        self, asked: CompletionRequest, prompts: Sequence[_EncodedPrompt], frame: TextChunk
+        self, parameters: CompletionRequest, prompts: Sequence[_EncodedPrompt], frame: TextChunk
     ) -> web.Response:
         chunks: dict[int, list[TextChoice]] = {}
 
@@ -279,32 +282,30 @@ class Completions:
 
         async with task_group(only_first=True) as tasks:
             for prompt in prompts:
-                tasks.start_soon(self._continue, asked, prompt, keep)
-        choices = [_joined(chunks[index]) for index in sorted(chunks)]
+                tasks.start_soon(self._continue, parameters, prompt, keep)
+        choices = [_join(chunks[index]) for index in sorted(chunks)]
         body: TextCompletion = {**frame, "choices": choices, "usage": _usage(prompts)}
-        if asked.logprobs is not None:  # writing them takes long for many tokens
+        if parameters.logprobs is not None:  # writing them takes long for many tokens
             return await anyio.to_thread.run_sync(json_response, body)
         return json_response(body)
 
     async def _stream(
         self,
         request: web.Request,
-        asked: CompletionRequest,
+        parameters: CompletionRequest,
         prompts: Sequence[_EncodedPrompt],
         frame: TextChunk,
     ) -> web.StreamResponse:
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
+        response = event_stream()
         chunks_in, chunks = anyio.create_memory_object_stream[TextChoice](0)
         timeout_s = self._settings.serve.io_timeout_s
 
         async def write_event(body: Any) -> None:
-            await send(request, response, b"data: " + dumps(body) + b"\n\n", timeout_s=timeout_s)
+            await send(request, response, event_line(body), timeout_s=timeout_s)
 
         async def run(prompt: _EncodedPrompt, out: MemoryObjectSendStream[TextChoice]) -> None:
             async with out:
-                await self._continue(asked, prompt, out.send)
+                await self._continue(parameters, prompt, out.send)
 
         try:
             async with task_group(only_first=True) as tasks:
@@ -321,23 +322,23 @@ class Completions:
                 raise
             await write_event(error_of(error)[1])
             return response
-        if asked.stream_options and asked.stream_options.include_usage:
+        if parameters.stream_options and parameters.stream_options.include_usage:
             await write_event({**frame, "usage": _usage(prompts)})
         await send(request, response, b"data: [DONE]\n\n", timeout_s=timeout_s)
         return response
 
-    async def _prompts(self, asked: CompletionRequest) -> list[_EncodedPrompt]:
+    async def _prompts(self, parameters: CompletionRequest) -> list[_EncodedPrompt]:
         """Encode the prompts and check them.
 
         Raises:
             RequestError: A prompt is empty, too long, or has an id outside of the vocabulary.
         """
         chat, longest = self._runtime.chat, self._runtime.router.context_length
-        adds_special = asked.add_special_tokens is not False
+        adds_special = parameters.add_special_tokens is not False
         name, prompts = uuid.uuid4().hex, []
-        for number, given in enumerate(asked.prompts):
-            field = f"prompt[{number}]" if len(asked.prompts) > 1 else "prompt"
-            ids = given
+        for number, prompt in enumerate(parameters.prompts):
+            field = f"prompt[{number}]" if len(parameters.prompts) > 1 else "prompt"
+            ids = prompt
             if isinstance(ids, str):
                 encode = partial(chat.tokenizer.encode, ids, add_special_tokens=adds_special)
                 ids = (await anyio.to_thread.run_sync(encode)).ids
@@ -356,37 +357,39 @@ class Completions:
             prompts.append(_EncodedPrompt(number, ids, f"{name}.{number}"))
         return prompts
 
-    async def _continue(self, asked: CompletionRequest, prompt: _EncodedPrompt, out: Send) -> None:
+    async def _continue(
+        self, parameters: CompletionRequest, prompt: _EncodedPrompt, out: Send
+    ) -> None:
         """Generate the choices of a prompt."""
-        num_choices, limit = asked.n or 1, asked.token_limit
+        num_choices, limit = parameters.n or 1, parameters.token_limit
         writers = [
             ChoiceWriter(
                 prompt.number * num_choices + index,
                 prompt.ids,
                 self._runtime.chat,
-                num_logprobs=asked.logprobs,
+                num_logprobs=parameters.logprobs,
                 token_text=self._token_text,
             )
             for index in range(num_choices)
         ]
-        if asked.wants_prompt_logprobs and num_choices == 1 and limit <= 1:
-            await self._choice(asked, prompt, 0, writers[0], out, prompt_logprobs=True)
+        if parameters.wants_prompt_logprobs and num_choices == 1 and limit <= 1:
+            await self._choice(parameters, prompt, 0, writers[0], out, prompt_logprobs=True)
             return
-        if asked.echo:
+        if parameters.echo:
             scores = None
-            if asked.wants_prompt_logprobs:
-                scores = await self._scores(asked, prompt)
+            if parameters.wants_prompt_logprobs:
+                scores = await self._scores(parameters, prompt)
             for writer in writers:
                 await out(await _echo(writer, scores, is_last=limit == 0))
             if limit == 0:
                 return
         async with task_group(only_first=True) as tasks:
             for index, writer in enumerate(writers):
-                tasks.start_soon(self._choice, asked, prompt, index, writer, out)
+                tasks.start_soon(self._choice, parameters, prompt, index, writer, out)
 
     async def _choice(
         self,
-        asked: CompletionRequest,
+        parameters: CompletionRequest,
         prompt: _EncodedPrompt,
         index: int,
         writer: ChoiceWriter,
@@ -394,7 +397,7 @@ class Completions:
         prompt_logprobs: bool = False,
     ) -> None:
         """Generate a choice, after an echo of its prompt with log-probabilities if requested."""
-        generation = self._generation(asked, prompt, index, prompt_logprobs=prompt_logprobs)
+        generation = self._generation(parameters, prompt, index, prompt_logprobs=prompt_logprobs)
         # Each piece has a token or is the last.
         pieces_in, pieces = anyio.create_memory_object_stream[GeneratedPiece](
             generation.max_new_tokens + 2
@@ -402,7 +405,7 @@ class Completions:
 
         async def run() -> None:
             with pieces_in:
-                await self._run(asked, generation, pieces_in.send_nowait)
+                await self._run(parameters, generation, pieces_in.send_nowait)
 
         # no deadline for the slot: until another generation ends, which has one
         async with self._slots:
@@ -414,22 +417,26 @@ class Completions:
                             prompt.cached_tokens = min(piece.cached_tokens, len(prompt.ids))
                         if prompt_logprobs and piece.ids:
                             scores = _scores_of(piece, prompt.ids)
-                            await out(await _echo(writer, scores, is_last=asked.token_limit == 0))
-                        if asked.token_limit:
+                            await out(
+                                await _echo(writer, scores, is_last=parameters.token_limit == 0)
+                            )
+                        if parameters.token_limit:
                             prompt.num_sampled += len(piece.ids)
                             await out(writer.piece(piece))
 
-    async def _scores(self, asked: CompletionRequest, prompt: _EncodedPrompt) -> PromptLogprobs:
+    async def _scores(
+        self, parameters: CompletionRequest, prompt: _EncodedPrompt
+    ) -> PromptLogprobs:
         """Return the log-probabilities of a prompt, which all of its choices echo."""
-        generation = self._generation(asked, prompt, 0, prompt_logprobs=True)
+        generation = self._generation(parameters, prompt, 0, prompt_logprobs=True)
         pieces: list[GeneratedPiece] = []
         async with self._slots:  # no deadline: until another generation ends, which has one
-            await self._run(asked, generation, pieces.append)
+            await self._run(parameters, generation, pieces.append)
         return _scores_of(pieces[0], prompt.ids)
 
     async def _run(
         self,
-        asked: CompletionRequest,
+        parameters: CompletionRequest,
         generation: Generation,
         on_piece: Callable[[GeneratedPiece], None],
     ) -> None:
@@ -446,7 +453,7 @@ class Completions:
             chat,
             generation,
             vocab_size=chat.vocab_size,
-            stop=asked.stop_sequences,
+            stop=parameters.stop_sequences,
             on_piece=count,
         )
         timeout_s = self._settings.budget.timeout_s
@@ -458,33 +465,38 @@ class Completions:
             run.cut_off()
 
     def _generation(
-        self, asked: CompletionRequest, prompt: _EncodedPrompt, index: int, *, prompt_logprobs: bool
+        self,
+        parameters: CompletionRequest,
+        prompt: _EncodedPrompt,
+        index: int,
+        *,
+        prompt_logprobs: bool,
     ) -> Generation:
         settings, budget = self._settings, self._settings.budget
         num_prompt = len(prompt.ids)
-        stop_ids = () if asked.ignore_eos else self._runtime.chat.stop_ids
+        stop_ids = () if parameters.ignore_eos else self._runtime.chat.stop_ids
         limits = (
-            asked.token_limit,
+            parameters.token_limit,
             budget.max_response_tokens,
             budget.max_sampled_tokens,
             self._runtime.router.context_length - num_prompt,
         )
         name = uuid.uuid4().hex
-        is_returned = not prompt_logprobs or asked.token_limit == 1
+        is_returned = not prompt_logprobs or parameters.token_limit == 1
         return Generation(
             rid=name,
             key=name,
             ids=prompt.ids,
-            sampling=settings.sampling.model_copy(update=asked.sampling_overrides()).of_sibling(
-                index
-            ),
+            sampling=settings.sampling.model_copy(
+                update=parameters.sampling_overrides()
+            ).of_sibling(index),
             # A server samples a token anyway when it computes a prompt.
             max_new_tokens=1 if prompt_logprobs else min(x for x in limits if x is not None),
-            stop_ids=(*stop_ids, *(asked.stop_token_ids or ())),
+            stop_ids=(*stop_ids, *(parameters.stop_token_ids or ())),
             group=prompt.name,
             num_shared=num_prompt,
-            num_top_logprobs=asked.logprobs or 0,
-            parameters=asked.server_parameters() if is_returned else {},
+            num_top_logprobs=parameters.logprobs or 0,
+            parameters=parameters.server_parameters() if is_returned else {},
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -506,17 +518,19 @@ def _finite(logprob: float | None) -> float:
     return _LEAST_LOGPROB if logprob is None else max(logprob, _LEAST_LOGPROB)
 
 
-def _joined(chunks: Sequence[TextChoice]) -> TextChoice:
+def _join(chunks: Sequence[TextChoice]) -> TextChoice:
     """Return a choice from its chunks."""
-    told = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"] is not None]
     logprobs: TextLogprobs | None = None
-    if told:
-        logprobs = {
-            "tokens": list(chain.from_iterable(one["tokens"] for one in told)),
-            "token_logprobs": list(chain.from_iterable(one["token_logprobs"] for one in told)),
-            "top_logprobs": list(chain.from_iterable(one["top_logprobs"] for one in told)),
-            "text_offset": list(chain.from_iterable(one["text_offset"] for one in told)),
-        }
+    for chunk in chunks:
+        if chunk["logprobs"] is not None:
+            logprobs = logprobs or {
+                "tokens": [],
+                "token_logprobs": [],
+                "top_logprobs": [],
+                "text_offset": [],
+            }
+            for name, values in chunk["logprobs"].items():
+                logprobs[name] += values  # type: ignore[literal-required]
     return {
         "index": chunks[0]["index"],
         "text": "".join(chunk["text"] for chunk in chunks),
@@ -528,9 +542,5 @@ def _joined(chunks: Sequence[TextChoice]) -> TextChoice:
 def _usage(prompts: Sequence[_EncodedPrompt]) -> Usage:
     num_prompt = sum(len(prompt.ids) for prompt in prompts)
     num_sampled = sum(prompt.num_sampled for prompt in prompts)
-    return {
-        "prompt_tokens": num_prompt,
-        "prompt_tokens_details": {"cached_tokens": sum(p.cached_tokens or 0 for p in prompts)},
-        "completion_tokens": num_sampled,
-        "total_tokens": num_prompt + num_sampled,
-    }
+    num_cached = sum(prompt.cached_tokens or 0 for prompt in prompts)
+    return usage_of(num_prompt, num_cached, num_sampled)

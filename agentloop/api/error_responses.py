@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from agentloop.api.exchange import error_in_form_of
 from agentloop.api.http import error_body, error_of, json_response
@@ -16,8 +17,6 @@ from agentloop.sandbox.openapi import Route
 __all__ = ["ErrorResponses"]
 
 log = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ErrorResponses:
@@ -31,7 +30,7 @@ class ErrorResponses:
     ) -> None:
         """
         Args:
-            routes: What is offered, to be listed where something else is asked for.
+            routes: The service's routes, listed in the answer to a request of any other.
             begin: Called before each request.
         """
         self._routes = routes
@@ -43,7 +42,7 @@ class ErrorResponses:
         try:
             return await handler(request)
         except (RequestError, ServerError) as error:
-            return _failed(request, *error_of(error))
+            return _error_response(request, *error_of(error))
         except web.HTTPException as error:
             if error.status < 400:
                 raise
@@ -51,24 +50,26 @@ class ErrorResponses:
             message, code = error.text or error.reason, None
             if request.match_info.http_exception is not None:  # no route
                 message, code = self._not_offered(request), "unknown_url"
-            answer = _failed(request, error.status, error_body(message, kind, code=code))
+            answer = _error_response(request, error.status, error_body(message, kind, code=code))
             if isinstance(error, web.HTTPMethodNotAllowed):
                 answer.headers["Allow"] = error.headers["Allow"]
             return answer
         except ConnectionError as error:  # the client has disconnected and will not read this
-            return _failed(request, 408, error_body(str(error), "invalid_request_error"))
+            return _error_response(request, 408, error_body(str(error), "invalid_request_error"))
         except Exception:  # a bug: the client gets a well-formed error, the log the traceback
             # The route, not the path: that of a session has its key.
             route = request.match_info.route.resource
             where = route.canonical if route is not None else "an unknown path"
             log.exception("%s %s failed", request.method, where)
-            return _failed(request, 500, error_body("internal server error", "server_error"))
+            return _error_response(
+                request, 500, error_body("internal server error", "server_error")
+            )
 
     def _not_offered(self, request: web.Request) -> str:
-        offered = ", ".join(f"{one.method} {one.template}" for one in self._routes)
+        offered = ", ".join(f"{route.method} {route.template}" for route in self._routes)
         return f"{request.method} {request.path} does not exist; available: {offered}"
 
 
-def _failed(request: web.Request, status: int, body: ErrorBody) -> web.Response:
+def _error_response(request: web.Request, status: int, body: ErrorBody) -> web.Response:
     """Return an error in the form of the request's protocol."""
     return json_response(error_in_form_of(request.path, status, body), status=status)

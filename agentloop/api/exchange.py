@@ -14,10 +14,10 @@ from agentloop.api.dialects import anthropic_answers as messages
 from agentloop.api.dialects import responses_stream as responses
 from agentloop.api.dialects.anthropic import MessagesRequest
 from agentloop.api.dialects.responses import ResponsesRequest
+from agentloop.api.http import event_line
 from agentloop.api.requests import ChatRequest
 from agentloop.api.response_store import ResponseStore
 from agentloop.api.schemas import ChatCompletionChunk, ErrorBody
-from agentloop.plain_json import dumps
 from agentloop.trajectory import Trajectory
 
 __all__ = [
@@ -27,17 +27,11 @@ __all__ = [
     "MessagesExchange",
     "ResponsesExchange",
     "error_in_form_of",
-    "event_line",
     "named_event",
 ]
 
 Choices = Sequence[tuple[ChunkWriter, Trajectory]]
 """The choices of an answer, each with the writer of its chunks."""
-
-
-def event_line(data: Any) -> bytes:
-    """Return one event of a stream."""
-    return b"data: " + dumps(data) + b"\n\n"
 
 
 def named_event(name: str, data: Any) -> bytes:
@@ -77,7 +71,7 @@ class Exchange(Protocol):
         """Return what a stream ends with."""
         ...
 
-    def failed(self, status: int, body: ErrorBody) -> bytes:
+    def fail(self, status: int, body: ErrorBody) -> bytes:
         """Return what a stream ends with after an error."""
         ...
 
@@ -107,7 +101,7 @@ class ChatExchange:
     def end(self) -> bytes:
         return b"data: [DONE]\n\n"
 
-    def failed(self, status: int, body: ErrorBody) -> bytes:
+    def fail(self, status: int, body: ErrorBody) -> bytes:
         return event_line(body)
 
     def whole(self, choices: Choices) -> Any:
@@ -119,8 +113,8 @@ class MessagesExchange:
 
     tells_executed = False
 
-    def __init__(self, asked: MessagesRequest) -> None:
-        self.chat = asked.to_chat()
+    def __init__(self, request: MessagesRequest) -> None:
+        self.chat = request.to_chat()
         self._stream = messages.MessagesStream()
 
     @classmethod
@@ -134,12 +128,12 @@ class MessagesExchange:
     def end(self) -> bytes:
         return b""
 
-    def failed(self, status: int, body: ErrorBody) -> bytes:
-        return named_event(*messages.error_event(status, body))
+    def fail(self, status: int, body: ErrorBody) -> bytes:
+        return named_event("error", messages.error_form(status, body))
 
     def whole(self, choices: Choices) -> Any:
-        ((writer, found),) = choices
-        return messages.whole([*writer.whole(found), writer.usage([found])])
+        ((writer, trajectory),) = choices
+        return messages.whole([*writer.whole(trajectory), writer.usage([trajectory])])
 
 
 class ResponsesExchange:
@@ -147,12 +141,12 @@ class ResponsesExchange:
 
     tells_executed = False
 
-    def __init__(self, asked: ResponsesRequest, store: ResponseStore) -> None:
-        self._asked, self._store = asked, store
-        before = asked.previous_response_id
+    def __init__(self, request: ResponsesRequest, store: ResponseStore) -> None:
+        self._request, self._store = request, store
+        before = request.previous_response_id
         self._previous = store[before] if before is not None else ()
-        self.chat = asked.to_chat(self._previous)
-        self._stream = responses.ResponsesStream(asked)
+        self.chat = request.to_chat(self._previous)
+        self._stream = responses.ResponsesStream(request)
 
     @classmethod
     def parse(cls, body: bytes, store: ResponseStore) -> Self:
@@ -167,18 +161,20 @@ class ResponsesExchange:
         self._remember(self._stream.response)
         return b""
 
-    def failed(self, status: int, body: ErrorBody) -> bytes:
+    def fail(self, status: int, body: ErrorBody) -> bytes:
         return b"".join(named_event(*event) for event in self._stream.fail(status, body))
 
     def whole(self, choices: Choices) -> Any:
-        ((writer, found),) = choices
-        response = responses.whole(self._asked, [*writer.whole(found), writer.usage([found])])
+        ((writer, trajectory),) = choices
+        response = responses.whole(
+            self._request, [*writer.whole(trajectory), writer.usage([trajectory])]
+        )
         self._remember(response)
         return response
 
     def _remember(self, response: responses.ResponseObject) -> None:
-        if self._asked.store is not False:
-            conversation = self._asked.conversation(self._previous)
+        if self._request.store is not False:
+            conversation = self._request.conversation(self._previous)
             self._store.add(response["id"], [*conversation, *responses.messages_of(response)])
 
 

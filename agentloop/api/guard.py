@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Self
 
 import pydantic
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from agentloop.api.exchange import error_in_form_of
 from agentloop.api.http import error_body
 from agentloop.sandbox.guard import OPEN_PATHS, Guard, is_loopback
 
 __all__ = ["ApiGuard", "ServeSettings"]
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ServeSettings(pydantic.BaseModel):
@@ -94,5 +93,5 @@ def _with_bearer(headers: Mapping[str, str]) -> Mapping[str, str]:
     if "Authorization" in headers or "X-Api-Key" not in headers:
         return headers
     names = ("Host", "Origin")
-    given = {name: headers[name] for name in names if name in headers}
-    return {**given, "Authorization": f"Bearer {headers['X-Api-Key']}"}
+    kept = {name: headers[name] for name in names if name in headers}
+    return {**kept, "Authorization": f"Bearer {headers['X-Api-Key']}"}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import anyio
@@ -24,6 +26,8 @@ __all__ = [
     "UNKNOWN_MODEL",
     "error_body",
     "error_of",
+    "event_line",
+    "event_stream",
     "has_left",
     "json_response",
     "name_request",
@@ -57,6 +61,18 @@ REQUEST_ID = {
 }
 
 
+def event_stream() -> web.StreamResponse:
+    """Return a response of server-sent events, not prepared yet."""
+    return web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
+
+
+def event_line(data: Any) -> bytes:
+    """Return one event of a stream."""
+    return b"data: " + dumps(data) + b"\n\n"
+
+
 def json_response(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=dumps(body), status=status, content_type="application/json")
 
@@ -81,9 +97,9 @@ def error_of(error: AgentLoopError) -> tuple[int, ErrorBody]:
 
 async def name_request(request: web.Request, response: web.StreamResponse) -> None:
     """Set X-Request-Id on a response: the caller's own if it is well-formed, else a new one."""
-    given = request.headers.get("X-Request-Id", "")
-    is_plain = re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII)
-    name = given if is_plain else f"req_{uuid.uuid4().hex}"
+    request_id = request.headers.get("X-Request-Id", "")
+    is_plain = re.fullmatch(r"[\w.:-]{1,128}", request_id, re.ASCII)
+    name = request_id if is_plain else f"req_{uuid.uuid4().hex}"
     response.headers["X-Request-Id"] = name
     response.headers["Request-Id"] = name  # where Anthropic's clients look
 
@@ -114,11 +130,8 @@ async def send(
     Raises:
         ConnectionResetError: the client did not read in time.
     """
-    try:
-        with anyio.fail_after(timeout_s):
-            await response.write(data)
-    except TimeoutError:
-        raise _abandoned(request) from None
+    with _reading(request, timeout_s):
+        await response.write(data)
 
 
 def has_left(request: web.Request) -> bool:
@@ -132,16 +145,18 @@ async def send_whole(request: web.Request, response: web.Response, *, timeout_s:
     Raises:
         ConnectionResetError: the client has gone, or did not read in time.
     """
+    with _reading(request, timeout_s):
+        await response.prepare(request)
+        await response.write_eof()
+
+
+@contextmanager
+def _reading(request: web.Request, timeout_s: float) -> Iterator[None]:
+    """Close the connection, and raise ConnectionResetError, if the client does not read in time."""
     try:
         with anyio.fail_after(timeout_s):
-            await response.prepare(request)
-            await response.write_eof()
+            yield
     except TimeoutError:
-        raise _abandoned(request) from None
-
-
-def _abandoned(request: web.Request) -> ConnectionResetError:
-    """Close the connection of a client that does not read, and return the error to raise."""
-    if request.transport is not None:
-        request.transport.abort()  # close() would wait for the client
-    return ConnectionResetError("the client does not read the response")
+        if request.transport is not None:
+            request.transport.abort()  # close() would wait for the client
+        raise ConnectionResetError("the client does not read the response") from None

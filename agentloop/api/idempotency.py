@@ -47,10 +47,10 @@ class _SampledAnswer:
     def num_ids(self) -> int:
         """Number of ids that it holds in memory, those of likely tokens included."""
         return sum(
-            len(one.prompt_ids)
-            + one.num_response_tokens
-            + sum(len(likely) for turn in one.turns for likely in turn.top_logprobs or ())
-            for one in self.choices
+            len(choice.prompt_ids)
+            + choice.num_response_tokens
+            + sum(len(likely) for turn in choice.turns for likely in turn.top_logprobs or ())
+            for choice in self.choices
         )
 
 
@@ -87,20 +87,24 @@ class AnswerAttempt:
             return repeat
         if (remember := self._remember) is None:
             return run
-        found: dict[int, Trajectory] = {}
+        trajectories: dict[int, Trajectory] = {}
 
         async def first(index: int, emit: Emit) -> Trajectory:
-            found[index] = await run(index, emit)
-            if len(found) == len(writers):
+            trajectories[index] = await run(index, emit)
+            if len(trajectories) == len(writers):
                 self.is_remembered = True
-                remember(_SampledAnswer(writers[0].frame, [found[at] for at in sorted(found)]))
-            return found[index]
+                remember(
+                    _SampledAnswer(
+                        writers[0].frame, [trajectories[at] for at in sorted(trajectories)]
+                    )
+                )
+            return trajectories[index]
 
         return first
 
 
 @dataclass(slots=True)
-class _Known:
+class _KeyEntry:
     """A key that is in use."""
 
     digest: bytes
@@ -122,11 +126,11 @@ class IdempotentAnswers:
         """
         self._is_shared = is_shared
         self._max_answers, self._max_ids = max_answers, max_ids
-        self._known: dict[Hashable, _Known] = {}
+        self._entries: dict[Hashable, _KeyEntry] = {}
         self._num_ids: OrderedDict[Hashable, int] = OrderedDict()  # of the remembered answers
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._entries)
 
     @asynccontextmanager
     async def attempt(self, request: web.Request, body: bytes) -> AsyncIterator[AnswerAttempt]:
@@ -147,37 +151,37 @@ class IdempotentAnswers:
         digest = blake2b(request.path.encode() + b"\0" + body, digest_size=32).digest()
         name: Hashable = key
         if self._is_shared:
-            given = request.headers
-            name = key, digest, given.get("Authorization"), given.get("X-Api-Key")
-        while (known := self._known.get(name)) is not None:
-            if known.digest != digest:
+            headers = request.headers
+            name = key, digest, headers.get("Authorization"), headers.get("X-Api-Key")
+        while (entry := self._entries.get(name)) is not None:
+            if entry.digest != digest:
                 raise RequestError(
                     f"{_HEADER}: this key belongs to another request, with another body; "
                     "send a new key with each new request"
                 )
-            if known.answer is not None:
+            if entry.answer is not None:
                 self._num_ids.move_to_end(name)
-                yield AnswerAttempt(known.answer)
+                yield AnswerAttempt(entry.answer)
                 return
-            await known.changed.wait()  # no deadline: the earlier attempt's rollouts have theirs
-        known = self._known[name] = _Known(digest)
+            await entry.changed.wait()  # no deadline: the earlier attempt's rollouts have theirs
+        entry = self._entries[name] = _KeyEntry(digest)
 
         def remember(answer: _SampledAnswer) -> None:
-            known.answer = answer
-            known.changed.set()
+            entry.answer = answer
+            entry.changed.set()
             self._num_ids[name] = answer.num_ids
             self._forget_oldest()
 
         try:
             yield AnswerAttempt(remember=remember)
         finally:
-            if known.answer is None:
-                del self._known[name]
-                known.changed.set()
+            if entry.answer is None:
+                del self._entries[name]
+                entry.changed.set()
 
     def _forget_oldest(self) -> None:
         while len(self._num_ids) > self._max_answers or (
             len(self._num_ids) > 1 and sum(self._num_ids.values()) > self._max_ids
         ):
             name, _ = self._num_ids.popitem(last=False)
-            del self._known[name]
+            del self._entries[name]

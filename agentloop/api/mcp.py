@@ -63,7 +63,7 @@ class AgentTool:
             server, stateless=True, json_response=True, max_request_body_size=max(1, len(body))
         )
         async with manager.run():
-            return await _forwarded(manager.handle_request, request, body)
+            return await _forward(manager.handle_request, request, body)
 
     async def _list(self, context: Any, parameters: Any) -> Any:
         from mcp.types import ListToolsResult, Tool
@@ -89,7 +89,7 @@ class AgentTool:
             return result(str(error), is_error=True)
 
 
-async def _forwarded(
+async def _forward(
     application: Callable[..., Awaitable[None]], request: web.Request, body: bytes
 ) -> web.Response:
     """Return an ASGI application's response to a request."""

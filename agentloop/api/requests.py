@@ -9,7 +9,7 @@ change the answer are ignored, known or not.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import getitem
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -113,14 +113,18 @@ ONLY_BARE_MODEL: dict[str, Only] = {
 }
 
 
-def describe_unsupported(schema: dict[str, Any], unsupported: Mapping[str, Only]) -> None:
-    """Add to an object's JSON schema the values that are accepted of unsupported parameters."""
-    for name, only in unsupported.items():
-        schema["properties"][name] = {"enum": [*only.values, None]}
+def describe_unsupported(unsupported: Mapping[str, Only]) -> Callable[[dict[str, Any]], None]:
+    """Return what adds to a JSON schema the values that are accepted of unsupported parameters."""
+
+    def describe(schema: dict[str, Any]) -> None:
+        for name, only in unsupported.items():
+            schema["properties"][name] = {"enum": [*only.values, None]}
+
+    return describe
 
 
 def _with_unsupported(schema: dict[str, Any]) -> None:
-    describe_unsupported(schema, UNSUPPORTED)
+    describe_unsupported(UNSUPPORTED)(schema)
     wanted = {"top_logprobs": {"type": "integer", "minimum": 1}}
     schema["if"] = {"properties": wanted, "required": ["top_logprobs"]}
     schema["then"] = {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"]}
@@ -236,8 +240,8 @@ class ChatRequest(SamplingFields):
     @property
     def _answer_schema(self) -> dict[str, Any] | None:
         match self.response_format:
-            case SchemaFormat(json_schema=asked):
-                return asked.json_schema
+            case SchemaFormat(json_schema=answer_schema):
+                return answer_schema.json_schema
             case JsonFormat():
                 return {"type": "object"}
             case _:
@@ -259,8 +263,8 @@ def _check_supported(name: str, value: Any, only: Only) -> None:
         return
     advice = only.advice
     if not advice:
-        known = " or ".join(json.dumps(accepted) for accepted in only.values)
-        advice = f"leave it out{f', or use {known}' if known else ''}"
+        accepted_values = " or ".join(json.dumps(accepted) for accepted in only.values)
+        advice = f"leave it out{f', or use {accepted_values}' if accepted_values else ''}"
     raise Unsupported(f"{name}: {json.dumps(value):.60} is not supported by this server; {advice}")
 
 
@@ -318,10 +322,10 @@ def with_overrides(base: M, overrides: Mapping[str, Any], name: str) -> M:
 def _convert_integral_floats(value: Any, error: pydantic.ValidationError) -> None:
     """Convert floats without a fraction to integers, in place, where integers were expected."""
     for problem in error.errors(include_url=False):
-        given = problem["input"]
-        if problem["type"] == "int_type" and isinstance(given, float) and given.is_integer():
+        number = problem["input"]
+        if problem["type"] == "int_type" and isinstance(number, float) and number.is_integer():
             *above, last = _path(problem, value)
-            reduce(getitem, above, value)[last] = int(given)
+            reduce(getitem, above, value)[last] = int(number)
 
 
 def _error_message(error: pydantic.ValidationError, value: Any) -> str:

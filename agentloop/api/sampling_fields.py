@@ -66,9 +66,9 @@ class SamplingFields(pydantic.BaseModel):
     def sampling_overrides(self) -> dict[str, Any]:
         """Return the fields of `Sampling` that the request sets."""
         names = ("temperature", "top_p", "top_k", "min_p")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        overrides = {name: value for name in names if (value := getattr(self, name)) is not None}
         # SGLang does not accept negative seeds.
-        return given if self.seed is None else {**given, "seed": self.seed % (1 << 63)}
+        return overrides if self.seed is None else {**overrides, "seed": self.seed % (1 << 63)}
 
     def server_parameters(self) -> dict[str, Any]:
         """Return SGLang's parameters for what the request sets besides `Sampling`.
@@ -84,14 +84,14 @@ class SamplingFields(pydantic.BaseModel):
             raise RequestError(f"min_tokens: {self.min_tokens} are more than the limit of {limit}")
         if self.stop_token_ids and self.ignore_eos:
             raise RequestError("stop_token_ids: no token ends a generation with ignore_eos")
-        found: dict[str, Any] = {}
+        parameters: dict[str, Any] = {}
         for field, (name, neutral) in _SERVER_PARAMETERS.items():
             value = getattr(self, field)
             if value is not None and value != neutral:
-                found[name] = value
+                parameters[name] = value
         if self.logit_bias:
-            found["logit_bias"] = {str(int(id)): bias for id, bias in self.logit_bias.items()}
-        return found
+            parameters["logit_bias"] = {str(int(id)): bias for id, bias in self.logit_bias.items()}
+        return parameters
 
     @property
     def stop_sequences(self) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ __all__ = [
     "ToolDefinition",
     "Usage",
     "UsageChunk",
+    "usage_of",
 ]
 
 FinishReason = Literal["stop", "length", "tool_calls", "error"]
@@ -183,6 +184,15 @@ class Usage(_Answer):
     completion_tokens: int
     """All sampled tokens of all choices, including reasoning, tool calls and markup."""
     total_tokens: int
+
+
+def usage_of(num_prompt: int, num_cached: int, num_sampled: int) -> Usage:
+    return {
+        "prompt_tokens": num_prompt,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }
 
 
 class ChatCompletion(_Answer):

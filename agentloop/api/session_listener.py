@@ -75,7 +75,7 @@ async def listening_for_sessions(
         created=int(time.time()),
     )
     guard = ApiGuard(ServeSettings())
-    routes = [one for one in SESSION_ROUTES if "{key}/v1/" in one.path]
+    routes = [route for route in SESSION_ROUTES if "{key}/v1/" in route.path]
     app = web.Application(
         middlewares=[ErrorResponses(routes).middleware, guard.middleware],
         client_max_size=_MAX_BODY_BYTES,

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-import pydantic
 from rich.console import Console
 from rich.markup import escape
 
@@ -21,10 +20,11 @@ from agentloop.agent.channels import Channel, Channels, Splitter
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.cli import console as commands
 from agentloop.cli.chat_url import RunningService
+from agentloop.cli.playing import AskSettings, PlaySettings, check_player, playing
 from agentloop.config import load_known, load_settings
-from agentloop.environments.environment import EnvSettings, load, open_tasks, set_up
-from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
-from agentloop.environments.tasks.sources import Task, TasksSettings
+from agentloop.environments.environment import load, open_tasks
+from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import SettingsError
 from agentloop.events import (
     CallFinished,
@@ -40,9 +40,7 @@ from agentloop.events import (
     TurnStarted,
     ignore,
 )
-from agentloop.rollouts.player import environment_player
-from agentloop.rollouts.runner import GroupRunner
-from agentloop.runtime import Runtime, Settings
+from agentloop.observe.event_fanout import EventFanout
 from agentloop.training.run_folder import RunFolder, config_of
 from agentloop.training.run_status import count_of
 from agentloop.trajectory import (
@@ -55,23 +53,16 @@ from agentloop.trajectory import (
 )
 
 __all__ = [
-    "AskSettings",
     "Conversations",
     "Transcript",
+    "add_task_argument",
     "ask",
     "main",
     "play",
     "reward_in_words",
     "settings_of",
+    "task_of",
 ]
-
-
-class AskSettings(Settings):
-    """The settings of `agentloop chat`."""
-
-    env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
-    tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
-    reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
 
 
 _ENDINGS = {
@@ -266,40 +257,35 @@ def _source(call: ToolCall) -> str:
 
 
 async def ask(
-    runtime: Runtime, messages: list[Message], out: Console, *, also: Emit = ignore
+    rollout: Callable[..., Awaitable[Trajectory]],
+    chat: ChatFormat,
+    messages: list[Message],
+    out: Console,
+    *,
+    also: Emit = ignore,
 ) -> Trajectory:
-    """Run one rollout and print it as it happens; `also` is called with every event."""
-    transcript = Transcript(out, runtime.chat)
+    """Answer a conversation by `rollout`, such as `Runtime.rollout`, and print it as it happens.
 
-    async with runtime.stream(messages, on_event=also) as rollout:
-        async for event in rollout:  # no deadline: the rollout has one, and then ends this
-            transcript(event)
-    trajectory = rollout.trajectory
-    assert trajectory is not None
+    Args:
+        also: called with every event.
+    """
+    transcript = Transcript(out, chat)
+    trajectory = await rollout(messages, on_event=EventFanout(also, transcript))
     transcript.end(trajectory)
     return trajectory
 
 
-async def play(runtime: Runtime, settings: AskSettings, task: Task, out: Console) -> Reward:
+async def play(settings: PlaySettings, task: Task, out: Console) -> Reward:
     """Run one rollout of the environment, print it as it happens and return its reward.
 
     Raises:
         RequestError: the environment has failed.
     """
-    conversations = Conversations(out, runtime.chat)
-    async with (
-        set_up([load(settings.env)]),
-        Grader(settings.reward, pool=runtime.pool) as grader,
-    ):
-        player = environment_player(
-            settings.env,
-            runtime,
-            sampling=settings.sampling,
-            emit=conversations,
-            grader=grader,
-            with_text=True,
-        )
-        group = await GroupRunner(player, grader).run(task, "chat", size=1, budget=settings.budget)
+    with commands.ProgressLine("Starting the agent") as progress:
+        async with playing(settings, progress) as (groups_of, chat):
+            progress.stop()
+            groups = groups_of(Conversations(out, chat))
+            group = await groups.run(task, "chat", size=1, budget=settings.budget)
     (reward,) = group.rewards
     out.print(reward_in_words(reward), style="bold", markup=False, highlight=False, soft_wrap=True)
     return reward
@@ -311,7 +297,8 @@ def main(arguments: list[str]) -> int:
         description="Ask the agent a question and watch its tool calls and their results as they "
         "stream. Without a question, read questions until the end of the input. Ctrl-C cancels "
         "an answer; at the prompt it ends the chat. With env=NAME, play one rollout of an "
-        "environment and show its reward.",
+        "environment and show its reward; with endpoint.url, an endpoint plays in place of the "
+        "model.",
     )
     parser.add_argument("question", nargs="?", help='such as "What is 37 times 48?"')
     parser.add_argument(
@@ -327,18 +314,11 @@ def main(arguments: list[str]) -> int:
         help="talk to a service that is running, such as http://127.0.0.1:8000 of `agentloop "
         "serve`, instead of starting servers; serve.token is its token",
     )
-    parser.add_argument(
-        "--task",
-        type=int,
-        default=1,
-        metavar="N",
-        help="with env=NAME: play the N-th of its tasks; with tasks.held_out, of the held-out ones "
-        "(default: 1)",
-    )
+    add_task_argument(parser)
     commands.add_settings_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
     if options.list_settings:
-        print(commands.settings_text(AskSettings))
+        print(commands.settings_text(PlaySettings))
         return 0
     given = [] if options.question is None else [options.question, *options.settings]
     questions, settings = _split_questions(given)
@@ -347,8 +327,6 @@ def main(arguments: list[str]) -> int:
     question = questions[0] if questions else None
     if question is not None and not question.strip():
         parser.error("the question is empty")
-    if options.task < 1:
-        parser.error(f"--task: must be at least 1, not {options.task}")
     if options.url is not None:
         if options.run is not None:
             parser.error("--url and --run: the running service has a model of its own")
@@ -356,6 +334,23 @@ def main(arguments: list[str]) -> int:
     return commands.run(
         lambda: _chat(question, settings, options.run, options.task), explain=options.explain
     )
+
+
+def add_task_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--task",
+        type=_number_of_task,
+        default=1,
+        metavar="N",
+        help="with env=NAME: the N-th of its tasks; with tasks.held_out, of the held-out ones "
+        "(default: 1)",
+    )
+
+
+def _number_of_task(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return int(text)
 
 
 def _split_questions(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -373,7 +368,7 @@ def _split_questions(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return questions, settings
 
 
-def settings_of(arguments: list[str], run: Path | None, *, with_env: bool = True) -> AskSettings:
+def settings_of(arguments: list[str], run: Path | None, *, with_env: bool = True) -> PlaySettings:
     """Return the settings of the command line, on top of those of `run`.
 
     Args:
@@ -385,37 +380,44 @@ def settings_of(arguments: list[str], run: Path | None, *, with_env: bool = True
     """
     files, overrides = commands.split_settings(arguments)
     if run is None:
-        return load_settings(AskSettings, files, overrides)
+        return load_settings(PlaySettings, files, overrides)
     # Settings of training alone would be refused here, so only the known ones are read.
-    base = load_known(AskSettings, config_of(run, "--run"))
+    base = load_known(PlaySettings, config_of(run, "--run"))
     if not with_env:
         base.pop("env", None)
     base |= {"model": str(RunFolder.model_in(run)), "servers": []}
-    return load_settings(AskSettings, files, overrides, base=base)
+    return load_settings(PlaySettings, files, overrides, base=base)
 
 
 async def _chat(question: str | None, arguments: list[str], run: Path | None, number: int) -> int:
     settings = settings_of(arguments, run, with_env=question is None)
     task: Task | None = None
+    if settings.endpoint.url and not settings.env.name:
+        raise SettingsError(
+            "endpoint.url: an endpoint plays environments: name one by env=..., or ask the "
+            "endpoint by --url"
+        )
     if settings.env.name:
         if question is not None:
             raise SettingsError(
                 "env: the environment asks the questions: omit yours, and choose a task with --task"
             )
-        task = await commands.in_thread(_task, settings, number)
+        task = await commands.in_thread(task_of, settings, number)
+        check_player(settings)
     if run is not None and settings.model is not None:
         print(f"Model: {settings.model}{_origin(Path(settings.model), run)}", file=sys.stderr)
     out = Console()
+    if task is not None:
+        reward = await play(settings, task, out)
+        return 0 if reward.value is not None else 1
     async with commands.started(settings) as runtime:
-        if task is not None:
-            reward = await play(runtime, settings, task, out)
-            return 0 if reward.value is not None else 1
         if question is not None:
-            trajectory = await ask(runtime, [_from_user(question)], out)
+            asked = [_from_user(question)]
+            trajectory = await ask(runtime.rollout, runtime.chat, asked, out)
             return 0 if trajectory.stop_reason is StopReason.ANSWERED else 1
 
         async def answered(messages: list[Message]) -> list[Message]:
-            trajectory = await ask(runtime, messages, out)
+            trajectory = await ask(runtime.rollout, runtime.chat, messages, out)
             return runtime.chat.messages_of(trajectory.turns)
 
         await _converse(answered, out)
@@ -427,7 +429,7 @@ async def _chat_at(url: str, question: str | None, arguments: list[str]) -> int:
     files, overrides = commands.split_settings(arguments)
     if others := [*files, *(one for one in overrides if not one.startswith("serve.token="))]:
         raise SettingsError(f"--url: the running service has its own settings: omit {others[0]}")
-    token = load_settings(AskSettings, [], overrides).serve.token
+    token = load_settings(PlaySettings, [], overrides).serve.token
     out = Console()
     key = None if token is None else token.get_secret_value()
     async with RunningService.open(url, key) as service:
@@ -464,7 +466,7 @@ def _from_user(question: str) -> Message:
     return {"role": "user", "content": question}
 
 
-def _task(settings: AskSettings, number: int) -> Task:
+def task_of(settings: AskSettings, number: int) -> Task:
     """Return the task with this number, counted from 1.
 
     Raises:

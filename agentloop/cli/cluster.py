@@ -57,7 +57,7 @@ from agentloop.training.learner_client.launch import starts
 __all__ = [
     "ClusterPlan",
     "OnCluster",
-    "check_cluster",
+    "cluster_problems",
     "nodes_from",
     "on_cluster",
     "plan_on_cluster",
@@ -71,35 +71,34 @@ _GIB = 1 << 30
 _CALLS_PER_CPU = 4  # of the sandbox: most wait, such as for the next turn
 
 
-def check_cluster(settings: TrainSettings) -> None:
-    """Check the settings of a run on a cluster. Raises SettingsError: some do not go together."""
-    s = settings
+def cluster_problems(s: TrainSettings) -> Iterator[str]:
+    """Yield what contradicts the settings of the cluster.
+
+    Raises:
+        SettingsError: there is no cluster, but ranks on several machines.
+    """
     if not s.cluster.address:
-        s.ranks.require_one_machine()
         if s.cluster.runtimes:
-            raise SettingsError("cluster.runtimes: they need a Ray cluster: set cluster.address")
+            yield "cluster.runtimes: they need a Ray cluster: set cluster.address"
+        s.ranks.require_one_machine()
         return
     if s.servers:
-        raise SettingsError("servers: on a cluster, server.count of them are started: omit it")
+        yield "servers: on a cluster, server.count of them are started: omit it"
     if s.cluster.runtimes > s.server.count:
-        raise SettingsError(
+        yield (
             f"cluster.runtimes: {s.cluster.runtimes} must be at most server.count "
             f"({s.server.count}): each runtime has servers of its own"
         )
     if s.cluster.runtimes and s.cluster.colocated:
-        raise SettingsError("cluster.colocated: not with cluster.runtimes so far")
+        yield "cluster.colocated: not with cluster.runtimes so far"
     if s.sandbox.hosts and s.cluster.sandbox_hosts and not s.cluster.runtimes:
-        raise SettingsError("sandbox.hosts: set cluster.sandbox_hosts to 0 to use these")
+        yield "sandbox.hosts: set cluster.sandbox_hosts to 0 to use these"
     if s.ranks.launcher != "processes":
-        raise SettingsError(
-            "ranks.launcher: on a cluster, Ray starts the ranks: set it to processes"
-        )
+        yield "ranks.launcher: on a cluster, Ray starts the ranks: set it to processes"
     if s.weights.transport != "disk":
-        raise SettingsError("weights.transport: only disk works on a cluster so far")
+        yield "weights.transport: only disk works on a cluster so far"
     if s.sft is not None:
-        raise SettingsError(
-            "sft: not on a cluster so far: run `agentloop sft` first, and set model to its result"
-        )
+        yield "sft: not on a cluster so far: run `agentloop sft` first, and set model to its result"
 
 
 def nodes_from(shapes: Sequence[str]) -> list[ClusterNode]:

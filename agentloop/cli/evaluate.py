@@ -300,7 +300,7 @@ async def _open_groups(
             player = player_of(
                 s.environments, runtime, sampling=s.sampling, emit=dashboard.emit, grader=grader
             )
-            model = s.model or (runtime.router.model_path if s.servers else None)
+            model = s.model or (runtime.router.replicas.model_path if s.servers else None)
             groups = GroupRunner(player, grader, emit=dashboard.emit)
             try:
                 yield groups, s.model_copy(update={"model": model})

@@ -77,7 +77,7 @@ def revived(
         if is_to_end:  # for example by a second Ctrl-C while it was stopping
             say(f"Ended by {name}; continue with: agentloop train --resume {run}")
             return 128 - status
-        delay_s = restarts.died(time.monotonic())
+        delay_s = restarts.record_death(time.monotonic())
         if delay_s is None:
             say(
                 f"The training process was killed by {name}, more often than --restarts allows; "

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from agentloop.cli.console import in_thread
 from agentloop.cli.train_settings import TrainSettings
 from agentloop.environments.environment import set_up
 from agentloop.environments.rewards.reward import Grader
@@ -39,8 +40,10 @@ async def rollouts_of(
     Takes the options of `Rollouts`, too.
     """
     s = settings
+    # On a node of a cluster, this imports them.
+    environments = await in_thread(lambda: [one.load() for one in s.environments])
     async with (
-        set_up(one.load() for one in s.environments),
+        set_up(environments),
         Grader(s.reward, pool=runtime.pool) as grader,
         open_teacher(s.credit, runtime.chat.tokenizer) as teacher,
     ):

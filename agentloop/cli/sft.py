@@ -36,8 +36,9 @@ from agentloop.training.run_status import count_of
 from agentloop.training.sft import (
     DialogueSource,
     DialoguesSettings,
-    FineTuning,
+    FineTuningPlan,
     SupervisedSettings,
+    fine_tune,
     read_samples,
 )
 
@@ -112,18 +113,18 @@ async def sft(
     samples = await samples_of(settings, model, settings.chat, progress)
     config = to_toml(settings)
     async with RunFolder.open(resume) if resume else RunFolder.new(settings.run, config) as folder:
-        tuning = await anyio.to_thread.run_sync(FineTuning, settings.loop, samples, folder)
+        plan = await anyio.to_thread.run_sync(FineTuningPlan, settings.loop, samples, folder)
         if resume:
             folder.tell(config)  # only now: rejected settings must leave the run unchanged
         try:
             dashboard = RunDashboard(folder, progress, kind="sft", has_runtime=False)
             with folder.noting_failure():
                 async with dashboard.serve_page(settings.serve) if settings.page else nullcontext():
-                    if tuning.model is not None:
-                        return tuning.model
+                    if plan.model is not None:
+                        return plan.model
                     learner = learner_of(settings, model, settings.chat, folder, progress)
                     async with learner:
-                        return await imitate(settings, learner, tuning, progress, dashboard.emit)
+                        return await imitate(settings, learner, plan, progress, dashboard.emit)
         except anyio.get_cancelled_exc_class():
             progress.say(resume_hint("sft", folder.path))
             raise
@@ -192,18 +193,16 @@ def learner_of(
 async def imitate(
     settings: DialogueTraining,
     learner: KeptLearner,
-    tuning: FineTuning,
+    plan: FineTuningPlan,
     progress: console.ProgressLine,
     emit: Emit = ignore,
 ) -> Path:
-    """Train on the samples of `tuning` and return the folder of the new model.
+    """Train on the samples of a plan and return the folder of the new model.
 
     `emit` is called with the metrics of each step.
     """
     restarts = settings.ranks.max_restarts
-    return await tuning.run(
-        learner, report=progress, kept=learner, max_restarts=restarts, emit=emit
-    )
+    return await fine_tune(plan, learner, report=progress, max_restarts=restarts, emit=emit)
 
 
 def resume_hint(command: str, path: Path) -> str:

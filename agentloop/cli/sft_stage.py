@@ -40,7 +40,7 @@ from agentloop.environments.mixture import RunEnvironment, open_mixture
 from agentloop.errors import SettingsError
 from agentloop.models import SMALL
 from agentloop.plain_json import dumps
-from agentloop.rollouts.scripted import taught
+from agentloop.rollouts.scripted import teacher_dialogues
 from agentloop.runtime import Settings
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
@@ -54,7 +54,7 @@ from agentloop.training.sft import (
     DialogueSource,
     DialoguesSettings,
     EpochsSettings,
-    FineTuning,
+    FineTuningPlan,
     SupervisedSettings,
 )
 
@@ -201,8 +201,8 @@ async def make_start_model(
             # The dialogues are read by one core, while the learner starts on others.
             async with learner_of(training, model, chat, part, progress).starting() as learner:
                 samples = await samples_of(training, model, chat, progress)
-                tuning = await anyio.to_thread.run_sync(FineTuning, training.loop, samples, part)
-                await imitate(training, learner, tuning, progress, dashboard.on_start_event)
+                plan = await anyio.to_thread.run_sync(FineTuningPlan, training.loop, samples, part)
+                await imitate(training, learner, plan, progress, dashboard.on_start_event)
     checkpoints = made.with_name("checkpoints")  # not needed any more
     await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
     return made
@@ -219,7 +219,7 @@ async def with_taught(
 
     The file is kept, so that a resumed run reads the same dialogues.
     """
-    loaded = [one.load() for one in environments]
+    loaded = await console.in_thread(lambda: [one.load() for one in environments])
     if not data.teacher or _is_arithmetic(environments, loaded):
         return data
     file = anyio.Path(folder.path / "teacher.jsonl")
@@ -244,7 +244,7 @@ async def with_taught(
                 assert made is not None
                 lines += map(
                     dumps,
-                    await taught(
+                    await teacher_dialogues(
                         made,
                         task,
                         Random(f"{data.seed} {number}"),

@@ -51,8 +51,11 @@ from agentloop.training.loop import TrainingLoop
 from agentloop.training.queue import GroupQueue
 from agentloop.training.resume import load_newest
 from agentloop.training.rollouts import RollsOut
+from agentloop.training.run_context import RunContext
+from agentloop.training.run_control import RunControl
 from agentloop.training.run_folder import RunFolder, config_of
 from agentloop.training.run_status import count_of
+from agentloop.training.steps import Steps
 from agentloop.training.undo import finish_undo, undo
 from agentloop.training.weight_sync.sync import Serving
 
@@ -202,24 +205,29 @@ async def _roll_out_and_learn(
         record = LearnerRecord.of(learner_settings(settings), settings.ranks, ready, after=after)
         await record_learner(queue, record)
         watch = await stack.enter_async_context(watching(settings.watchdog, stalls, words))
-        loop = TrainingLoop(
+        context = RunContext(
             settings.loop,
-            rollouts=rollouts,
-            serving=serving,
-            learner=learner,
-            tasks=tasks,
-            queue=queue,
-            folder=folder,
-            report=progress,
+            tasks,
+            rollouts,
+            queue,
+            folder,
+            progress,
             stages=settings.stages,
             budget=settings.budget,
-            weights=settings.weights,
-            restored=restored,
-            kept=learner,
-            max_restarts=settings.ranks.max_restarts,
-            collapse=settings.collapse,
-            watch=watch,
+            control=RunControl(watch),
             emit=dashboard.emit,
+        )
+        steps = Steps(
+            learner,
+            queue,
+            folder,
+            restored=restored,
+            timeout_s=timeout_s,
+            say=progress.say,
+            max_restarts=settings.ranks.max_restarts,
+        )
+        loop = TrainingLoop(
+            context, steps, serving, weights=settings.weights, collapse=settings.collapse
         )
         dashboard.loop = loop
         stack.callback(dashboard.detach)

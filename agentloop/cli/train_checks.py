@@ -5,7 +5,9 @@ This is `agentloop train`'s, and its `--dry-run`'s.
 
 from __future__ import annotations
 
-from agentloop.cli.cluster import check_cluster
+from collections.abc import Iterator
+
+from agentloop.cli.cluster import cluster_problems
 from agentloop.cli.sft import model_folder, require_learner
 from agentloop.cli.train_settings import TrainSettings
 from agentloop.distribution import is_installed
@@ -27,69 +29,98 @@ def checked(settings: TrainSettings) -> TrainSettings:
     """Return the settings with the model's folder resolved.
 
     Raises:
-        SettingsError: settings contradict each other; the message names them.
+        SettingsError: settings contradict each other; the message names all that do.
     """
     s = settings
-    check_cluster(s)
-    model = model_folder(s.model or SMALL)
+    problems: list[str] = []
+    for section in (_model, cluster_problems, _sampling, _timeouts, _groups, _lengths, _stages):
+        try:
+            problems += section(s)
+        except SettingsError as error:
+            problems.append(str(error))
+    if problems:
+        raise SettingsError("; ".join(dict.fromkeys(problems)))
+    update: dict[str, object] = {"model": str(model_folder(s.model or SMALL))}
+    if s.cluster.address:  # other nodes have other working directories
+        update["run"] = s.run.model_copy(update={"folder": s.run.folder.absolute()})
+    return s.model_copy(update=update)
+
+
+def _model(s: TrainSettings) -> Iterator[str]:
     if s.servers and s.sft:
-        raise SettingsError("sft: `servers` already serve a model: run `agentloop sft` before them")
+        yield "sft: `servers` already serve a model: run `agentloop sft` before them"
     if s.servers and not s.model:
-        raise SettingsError("model: set the folder of the model that `servers` serve")
+        yield "model: set the folder of the model that `servers` serve"
+    model_folder(s.model or SMALL)
+
+
+def _sampling(s: TrainSettings) -> Iterator[str]:
     if s.sampling.temperature < _MIN_TEMPERATURE:
-        raise SettingsError(
+        yield (
             f"sampling.temperature: {s.sampling.temperature:g} is greedy: all rollouts of a task "
             "would be the same"
         )
     for name in ("top_p", "top_k", "min_p"):
         if getattr(s.sampling, name) != Sampling.model_fields[name].default:
-            raise SettingsError(
+            yield (
                 f"sampling.{name}: must keep its default in training: the log-probabilities of "
                 "servers and learner are those of the whole distribution"
             )
+    yield from s.credit.problems(
+        temperature=s.sampling.temperature, clip_low=s.learner.loss.clip_low
+    )
+
+
+def _timeouts(s: TrainSettings) -> Iterator[str]:
     group_s, ranks_s = s.weights.group_timeout_s, s.learner.collective_timeout_s
     if s.weights.transport == "group" and group_s >= ranks_s:
-        raise SettingsError(
+        yield (
             f"weights.group_timeout_s: {group_s:g} must be below learner.collective_timeout_s "
             f"({ranks_s:g}), which is how long the other ranks wait for rank 0"
         )
     give_up_s, step_s = s.watchdog.give_up_s, s.loop.step_timeout_s
     if 0 < give_up_s <= step_s:
-        raise SettingsError(
+        yield (
             f"watchdog.give_up_s: {give_up_s:g} must be above loop.step_timeout_s ({step_s:g}), "
             "or a long step would end the run"
         )
-    s.credit.check(temperature=s.sampling.temperature, clip_low=s.learner.loss.clip_low)
-    learns = s.loop.learn and (s.loop.steps or s.stages) and not s.credit.rule.needs_teacher
-    if learns and s.loop.group_size < max(2, s.roc.down_sample_to_n):
-        raise SettingsError(
-            f"loop.group_size: {s.loop.group_size} must be at least 2, and at least "
-            f"roc.down_sample_to_n ({s.roc.down_sample_to_n}), or every group would be rejected"
+
+
+def _groups(s: TrainSettings) -> Iterator[str]:
+    if not s.loop.learn or not (s.loop.steps or s.stages) or s.credit.rule.needs_teacher:
+        return
+    size, stop_at, down_sample_to = s.loop.group_size, s.loop.early_stop_at, s.roc.down_sample_to_n
+    if size < max(2, down_sample_to):
+        yield (
+            f"loop.group_size: {size} must be at least 2, and at least roc.down_sample_to_n "
+            f"({down_sample_to}), or every group would be rejected"
         )
-    if learns and 0 < s.loop.early_stop_at < s.roc.down_sample_to_n:
-        raise SettingsError(
-            f"loop.early_stop_at: {s.loop.early_stop_at} must be at least roc.down_sample_to_n "
-            f"({s.roc.down_sample_to_n}), or 0 to wait for all rollouts"
+    if 0 < stop_at < down_sample_to:
+        yield (
+            f"loop.early_stop_at: {stop_at} must be at least roc.down_sample_to_n "
+            f"({down_sample_to}), or 0 to wait for all rollouts"
         )
-    if learns and s.loop.early_stop_at > s.loop.group_size:
-        raise SettingsError(
-            f"loop.early_stop_at: {s.loop.early_stop_at} must be at most loop.group_size "
-            f"({s.loop.group_size}), or 0 to wait for all rollouts"
+    if stop_at > size:
+        yield (
+            f"loop.early_stop_at: {stop_at} must be at most loop.group_size ({size}), or 0 to wait "
+            "for all rollouts"
         )
-    most = s.as_one_stage().budget.max_response_tokens
-    if s.learner.micro_batch_tokens <= most:
-        raise SettingsError(
+
+
+def _lengths(s: TrainSettings) -> Iterator[str]:
+    num_tokens = s.as_one_stage().budget.max_response_tokens
+    if s.learner.micro_batch_tokens <= num_tokens:
+        yield (
             f"learner.micro_batch_tokens: {s.learner.micro_batch_tokens} must be above "
-            f"budget.max_response_tokens ({most}): a prompt comes on top"
+            f"budget.max_response_tokens ({num_tokens}): a prompt comes on top"
         )
+
+
+def _stages(s: TrainSettings) -> Iterator[str]:
     if s.stages and s.loop.steps != LoopSettings().steps:
-        raise SettingsError("loop.steps: not used with stages, each of which has its own: omit it")
+        yield "loop.steps: not used with stages, each of which has its own: omit it"
     if not s.loop.steps and not s.stages and not any(map(_holds_out, s.environments)):
-        raise SettingsError("tasks.held_out: set it: with loop.steps = 0 the run only evaluates")
-    update: dict[str, object] = {"model": str(model)}
-    if s.cluster.address:  # other nodes have other working directories
-        update["run"] = s.run.model_copy(update={"folder": s.run.folder.absolute()})
-    return s.model_copy(update=update)
+        yield "tasks.held_out: set it: with loop.steps = 0 the run only evaluates"
 
 
 def _holds_out(environment: RunEnvironment) -> bool:

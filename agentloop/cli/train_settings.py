@@ -6,6 +6,7 @@ from typing import Annotated
 
 import pydantic
 
+from agentloop.agent.rollout import Budget
 from agentloop.cli.sft import model_folder
 from agentloop.cli.sft_stage import SftStageSettings
 from agentloop.environments.environment import EnvSettings
@@ -33,9 +34,18 @@ __all__ = ["TrainSettings", "learner_settings"]
 StageName = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
+class TrainBudget(Budget):
+    """Limits of one rollout, with defaults for which every model has room, the small one too."""
+
+    max_response_tokens: int = pydantic.Field(
+        2048, ge=1, description=Budget.model_fields["max_response_tokens"].description
+    )
+
+
 class TrainSettings(Settings):
     """All settings of a training run, on top of those of a runtime."""
 
+    budget: TrainBudget = pydantic.Field(default_factory=lambda: TrainBudget())
     sft: SftStageSettings | None = pydantic.Field(
         None, description="Supervised fine-tuning before the rollouts."
     )

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import anyio
 
@@ -15,8 +15,14 @@ from agentloop.agent.sessions import ModelSession, ModelSessions
 from agentloop.agent.tools import Tool, ToolFunction
 from agentloop.environments.conversation import Conversation
 from agentloop.environments.endpoint import Endpoint
-from agentloop.environments.player import Player, PlayerHost, ResolveTools
-from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.player import (
+    OtherModel,
+    OtherModelHost,
+    Player,
+    PlayerHost,
+    ResolveTools,
+)
+from agentloop.environments.rewards.reward import Reward, finite_number
 from agentloop.environments.sandbox import EnvironmentSandbox
 from agentloop.errors import AgentLoopError, InfrastructureFailed, RequestError, ServerError
 from agentloop.events import Emit, Event, RolloutStarted
@@ -176,6 +182,7 @@ class Agent:
         self._found: dict[int, Trajectory] = {}
         self._others: dict[str, Agent] = {}
         self._given: dict[str, tuple[bool, Player | None]] = {}  # the arguments of `other`
+        self._recorded: dict[str, float] = {}
 
     @property
     def reward(self) -> float | None:
@@ -195,6 +202,25 @@ class Agent:
                 "(agent.other) have one that can be set"
             )
         self._reward = reward
+
+    def record(self, **values: SupportsFloat) -> None:
+        """Record measurements of the rollout, such as `agent.record(tries=3)`.
+
+        They have no effect on the reward. The mean of each over the rollouts with a reward is a
+        metric, such as `recorded/tries`. Of a name that is recorded again, the last value counts.
+
+        Raises:
+            RequestError: the rollout has ended.
+            ValueError: a value is no finite number of at most 1e30 in magnitude.
+        """
+        self._refuse_if_closed()
+        numbers = {name: finite_number(value, f"record: {name}") for name, value in values.items()}
+        (self._main or self)._recorded.update(numbers)
+
+    @property
+    def recorded(self) -> dict[str, float]:
+        """What has been recorded of the rollout so far, by name."""
+        return dict((self._main or self)._recorded)
 
     @property
     def failure(self) -> str | None:
@@ -321,13 +347,14 @@ class Agent:
 
         Args:
             is_trained: whether to train on its tokens.
-            player: what plays it instead of the model: an `Endpoint`, such as a stronger model or
-                an older checkpoint on another server, or a function of the messages so far, as in
-                `agentloop.play`. It is never trained on. Its budget is that of `agent`, without
-                the tokens: `max_tokens` limits each of an endpoint's messages.
+            player: what plays it instead of the model: an `Endpoint`, such as a stronger model; an
+                `agentloop.Runtime`, such as that of an older checkpoint; or a function of the
+                messages so far, as in `agentloop.play`. It is never trained on. Its budget is that
+                of `agent`, except that an endpoint and a function have no budget of tokens:
+                `max_tokens` limits each of an endpoint's messages.
 
         Raises:
-            TypeError: `player` is neither an endpoint nor a function.
+            TypeError: `player` is none of these.
             ValueError: the name is not an identifier, or this is another agent itself.
             RequestError: the arguments differ from those that the agent was made with.
         """
@@ -506,9 +533,12 @@ class Agent:
         return await self._grade(trajectory)
 
     def _host_of(self, player: Any) -> Host:
+        pool, resolve_tools = self._host.pool, self._host.resolve_tools
+        if isinstance(player, OtherModel):
+            return OtherModelHost(player, pool, resolve_tools)
         if not isinstance(player, Endpoint) and not callable(player):
-            raise TypeError(f"player: expected an endpoint or a function, not {player!r}")
-        return PlayerHost(player, self._host.pool, self._host.resolve_tools)
+            raise TypeError(f"player: expected an endpoint, a runtime or a function: {player!r}")
+        return PlayerHost(player, pool, resolve_tools)
 
     def _failed(self, why: str) -> InfrastructureFailed:
         """Record a failure of the infrastructure, and return it as an error."""

@@ -202,7 +202,7 @@ class Endpoint:
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[OpenAIClient]:
         """Share the connections with all who ask at the same time; the last one closes them."""
-        client = self._client = self._client or OpenAIClient(self._settings, named=self._named)
+        client = self._client = self._client or OpenAIClient(self._settings, prefix=self._named)
         self._num_users += 1
         try:
             yield client

@@ -14,7 +14,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import anyio
 
@@ -51,7 +51,15 @@ from agentloop.trajectory import (
     TurnEnd,
 )
 
-__all__ = ["Player", "PlayerHost", "ResolveTools", "Said", "Script"]
+__all__ = [
+    "OtherModel",
+    "OtherModelHost",
+    "Player",
+    "PlayerHost",
+    "ResolveTools",
+    "Said",
+    "Script",
+]
 
 Said = str | Message
 
@@ -59,7 +67,17 @@ Script = Callable[[list[Message]], Said | Awaitable[Said]]
 """A function, async or not, of the messages so far that returns what the model says next: text, or
 a message with tool calls, as made by `call`."""
 
-Player = Endpoint | Script
+
+@runtime_checkable
+class OtherModel(Protocol):
+    """Runs conversations of another model, exactly; implemented by `agentloop.Runtime`."""
+
+    async def rollout(
+        self, messages: Sequence[Message], *, tools: Sequence[Tool], **options: Any
+    ) -> Trajectory: ...
+
+
+Player = Endpoint | OtherModel | Script
 """What takes the place of the model in a conversation."""
 
 ResolveTools = Callable[[Sequence[Tool | ToolFunction | str]], list[Tool]]
@@ -67,15 +85,45 @@ ResolveTools = Callable[[Sequence[Tool | ToolFunction | str]], list[Tool]]
 
 
 @dataclass
+class OtherModelHost:
+    """Runs conversations with another model; implements `Host`.
+
+    Attributes:
+        pool: the sandbox of `agent.sandbox`.
+    """
+
+    model: OtherModel
+    pool: Any
+    resolve_tools: ResolveTools
+
+    @property
+    def session_listener(self) -> None:
+        """Implement `Host`: the other model serves no programs."""
+
+    async def listen_for_sessions(self) -> None:
+        """Implement `Host`."""
+
+    async def rollout(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool | ToolFunction | str],
+        **options: Any,
+    ) -> Trajectory:
+        """Implement `Host`."""
+        return await self.model.rollout(messages, tools=self.resolve_tools(tools), **options)
+
+
+@dataclass
 class PlayerHost:
-    """Runs conversations with a player in place of the model; implements `Host`.
+    """Runs conversations with an endpoint or a script in place of the model; implements `Host`.
 
     Attributes:
         pool: the sandbox of `agent.sandbox`.
         dialogues: gets the conversations, as `agentloop sft` reads them; None: they are not kept.
     """
 
-    player: Player
+    player: Endpoint | Script
     pool: Any
     resolve_tools: ResolveTools
     dialogues: list[dict[str, Any]] | None = None
@@ -112,7 +160,7 @@ class PlayerHost:
 class _Conversation:
     """A conversation of a player, run like a rollout of the model (agentloop/agent/rollout.py)."""
 
-    player: Player
+    player: Endpoint | Script
     record: Trajectory
     tools: Tools
     budget: Budget

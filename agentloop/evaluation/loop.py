@@ -295,11 +295,10 @@ def _rows(group: RolloutGroup, indexes: Sequence[int], name: str, common: Row) -
     samples: list[list[Row]] = [[] for _ in group.rollouts]
     figures = [asdict(RolloutFigures.of(rollout)) for rollout in group.rollouts]
     for row in group.rows():
-        position = row["rollout"]
-        row |= {**common, "rollout": indexes[position], "figures": figures[position]}
-        if row["reward"] is None:
-            row["dropped"] = "infrastructure"
-        later = row["trajectory"]["id"].removeprefix(f"{name}.{position}")  # "" or "+..."
-        row["trajectory"]["id"] = f"{common['group']}-{row['task']}.{indexes[position]}{later}"
-        samples[position].append(row)
+        position, index = row.rollout, indexes[row.rollout]
+        values = row.to_dict()
+        later = row.trajectory.id.removeprefix(f"{name}.{position}")  # "" or "+..."
+        values["trajectory"]["id"] = f"{common['group']}-{row.task}.{index}{later}"
+        extra = {**common, "rollout": index, "figures": figures[position]}
+        samples[position].append({**values, **extra})
     return samples

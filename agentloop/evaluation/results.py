@@ -9,7 +9,7 @@ from typing import Any
 
 from agentloop.evaluation.estimate import Estimate, avg_at_k, pass_at_k, sampling_error
 from agentloop.evaluation.loop import EvaluationSettings, Outcome
-from agentloop.rollouts.metrics import GroupFigures, about, mean, mean_parts, percent
+from agentloop.rollouts.metrics import GroupFigures, about, mean, mean_parts, mean_recorded, percent
 
 __all__ = ["Figures", "figures_of", "markdown", "notes", "results", "table", "text"]
 
@@ -28,6 +28,7 @@ class Figures:
         num_missing: Number of samples without one, because of infrastructure failures or tasks that
             could not be sampled.
         parts: Mean of each named part of the reward.
+        recorded: Mean of each value that the environment records.
         num_whole: Number of tasks without missing samples.
         length_mean: Mean number of sampled tokens; means are over samples with a reward.
         truncated: Share of samples that reached the budget of tokens or turns.
@@ -47,6 +48,7 @@ class Figures:
     truncated: float
     tool_errors_in_correct: float | None
     parts: Mapping[str, float]
+    recorded: Mapping[str, float]
 
 
 def figures_of(outcomes: Sequence[Outcome], settings: EvaluationSettings) -> Figures:
@@ -69,6 +71,7 @@ def figures_of(outcomes: Sequence[Outcome], settings: EvaluationSettings) -> Fig
         truncated=found.truncated,
         tool_errors_in_correct=found.tool_errors_in_correct,
         parts=mean_parts(groups),
+        recorded=mean_recorded(groups),
     )
 
 
@@ -131,6 +134,8 @@ def table(data: Mapping[str, Any]) -> list[list[str]]:
         rows.append(row(f"pass@{at}", *(_estimate(one["pass_at_k"][at]) for one in columns)))
     for part in data["all"]["parts"]:
         rows.append(row(f"part {part}", *(mean(one["parts"].get(part)) for one in columns)))
+    for key in data["all"]["recorded"]:
+        rows.append(row(f"recorded {key}", *(mean(one["recorded"].get(key)) for one in columns)))
     rows += [
         row("samples", *(str(one["num_samples"]) for one in columns)),
         row("missing", *(str(one["num_missing"]) for one in columns)),

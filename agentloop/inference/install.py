@@ -43,7 +43,7 @@ class Step:
 
     def missing(self) -> list[str]:
         """Return the requirements that are not satisfied."""
-        return [str(r) for r in self.requirements if not _satisfied(r, self.folder)]
+        return [str(r) for r in self.requirements if not _is_satisfied(r, self.folder)]
 
 
 def steps(*, accelerator: bool) -> list[Step]:
@@ -90,9 +90,9 @@ def install(on_progress: Callable[[str], None] = print) -> None:
             on_progress(f"Step {number} of {len(wanted)}")
             _run([*installer, *step.options, *map(str, step.requirements)], on_progress)
     importlib.invalidate_caches()
-    if left := missing(wanted):
+    if still_missing := missing(wanted):
         raise ServerStartError(
-            f"the installation finished, but these packages are missing: {', '.join(left)}"
+            f"the installation finished, but these packages are missing: {', '.join(still_missing)}"
         )
     on_progress(f"SGLang for the {kind} is installed.")
 
@@ -102,7 +102,7 @@ def _read(path: Path) -> list[Requirement]:
     return [Requirement(line) for line in lines if line and not line.startswith("#")]
 
 
-def _satisfied(requirement: Requirement, folder: Path | None) -> bool:
+def _is_satisfied(requirement: Requirement, folder: Path | None) -> bool:
     try:
         version = _version(requirement.name, folder)
     except importlib.metadata.PackageNotFoundError:
@@ -113,8 +113,8 @@ def _satisfied(requirement: Requirement, folder: Path | None) -> bool:
 def _version(name: str, folder: Path | None) -> str:
     if folder is None:
         return importlib.metadata.version(name)
-    for found in importlib.metadata.distributions(name=name, path=[str(folder)]):
-        return found.version
+    for distribution in importlib.metadata.distributions(name=name, path=[str(folder)]):
+        return distribution.version
     raise importlib.metadata.PackageNotFoundError(name)
 
 
@@ -143,15 +143,15 @@ def _run(command: list[str], on_progress: Callable[[str], None]) -> None:
 
 
 def _explain(command: list[str], returncode: int, tail: list[str]) -> str:
-    said = "\n".join(tail)
+    output = "\n".join(tail)
     hint = ""
-    if "No matching distribution" in said or "no matching distribution" in said:
+    if "No matching distribution" in output or "no matching distribution" in output:
         python = ".".join(map(str, sys.version_info[:3]))
         hint = (
             f"\nThe index has no wheel for Python {python} on {sys.platform}. "
             "The installation is tested with Python 3.11 on Linux x86-64."
         )
-    return f"`{' '.join(command)}` failed (exit status {returncode}):\n{said}{hint}"
+    return f"`{' '.join(command)}` failed (exit status {returncode}):\n{output}{hint}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -108,8 +108,8 @@ def sampling_fields(
 
     Those that have their default are left out: not every endpoint supports all of them.
     """
-    given = sampling.model_dump(exclude_defaults=True, exclude_none=True, exclude={"seed"})
-    return {"temperature": sampling.temperature, settings.token_limit: max_tokens, **given}
+    fields = sampling.model_dump(exclude_defaults=True, exclude_none=True, exclude={"seed"})
+    return {"temperature": sampling.temperature, settings.token_limit: max_tokens, **fields}
 
 
 def seed_of(sampling: Sampling) -> int | None:
@@ -175,11 +175,11 @@ def parse_completion(body: bytes) -> EndpointCompletion:
         ValueError: The body is not a chat completion.
     """
     try:
-        found = _Body.model_validate(loads(body))
+        completion = _Body.model_validate(loads(body))
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
-    choice = found.choices[0]
+    choice = completion.choices[0]
     message = choice.message
     reasoning = message.reasoning_content or message.reasoning
     content = message.content or ""
@@ -187,9 +187,9 @@ def parse_completion(body: bytes) -> EndpointCompletion:
     return EndpointCompletion(
         text=text,
         stop_reason=_stop_reason(choice),
-        num_prompt_tokens=found.usage.prompt_tokens if found.usage else None,
-        num_tokens=found.usage.completion_tokens if found.usage else None,
-        tool_calls=[_call(one, index) for index, one in enumerate(message.tool_calls or ())],
+        num_prompt_tokens=completion.usage.prompt_tokens if completion.usage else None,
+        num_tokens=completion.usage.completion_tokens if completion.usage else None,
+        tool_calls=[_call(call, index) for index, call in enumerate(message.tool_calls or ())],
     )
 
 
@@ -230,10 +230,10 @@ def delay_s(
 class OpenAIClient:
     """Sends requests to an endpoint. Close it with `aclose`."""
 
-    def __init__(self, settings: EndpointSettings, *, named: str = "endpoint.") -> None:
+    def __init__(self, settings: EndpointSettings, *, prefix: str = "endpoint.") -> None:
         """
         Args:
-            named: what precedes the names of settings in messages.
+            prefix: text before the names of settings in messages.
         """
         headers = {}
         if settings.api_key is not None:
@@ -246,7 +246,7 @@ class OpenAIClient:
             verify=settings.url.startswith("https:"),
         )
         self._settings = settings
-        self._named = named
+        self._prefix = prefix
         self.slots = anyio.CapacityLimiter(settings.max_concurrent)
 
     async def aclose(self) -> None:
@@ -302,15 +302,15 @@ class OpenAIClient:
         if answer.status_code != 200:
             raise self._refusal(answer)
         try:
-            names = [str(one["id"]) for one in orjson.loads(answer.content)["data"]]
+            names = [str(model["id"]) for model in orjson.loads(answer.content)["data"]]
         except (ValueError, KeyError, TypeError) as error:
             raise SettingsError(
-                f"{self._named}model: {self._where} does not list its models: set it"
+                f"{self._prefix}model: {self._where} does not list its models: set it"
             ) from error
         if len(names) != 1:
             names_ = ", ".join(names[:20]) or "none"
             raise SettingsError(
-                f"{self._named}model: set it to one of the models of {self._where}: {names_}"
+                f"{self._prefix}model: set it to one of the models of {self._where}: {names_}"
             )
         return names[0]
 
@@ -330,11 +330,11 @@ class OpenAIClient:
         except (TimeoutError, httpx.TimeoutException) as error:
             raise ServerUnavailable(
                 f"{self._where}: no answer within {self._settings.timeout_s:g} s "
-                f"({self._named}timeout_s)"
+                f"({self._prefix}timeout_s)"
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            what = str(error) or type(error).__name__
-            raise ServerUnavailable(f"{self._where}: {what}") from error
+            problem = str(error) or type(error).__name__
+            raise ServerUnavailable(f"{self._where}: {problem}") from error
 
     def _refusal(self, answer: httpx.Response) -> ServerRefused:
         """Return the error of a request that may succeed later.
@@ -348,10 +348,10 @@ class OpenAIClient:
         if status in _BUSY or status >= 500:
             return ServerRefused(description, status=status)
         if status in (401, 403):
-            raise SettingsError(f"{self._named}api_key: {description}")
+            raise SettingsError(f"{self._prefix}api_key: {description}")
         if status in (400, 413, 422):
             raise RequestError(description)
-        raise SettingsError(f"{self._named}url, {self._named}model: {description}")
+        raise SettingsError(f"{self._prefix}url, {self._prefix}model: {description}")
 
     @property
     def _where(self) -> str:

@@ -106,7 +106,7 @@ class Replica:
 
     def mark_exited(self, reason: str) -> None:
         """Record that the server's process ended; break its streams, also if it is retired."""
-        self._fail(self.health.exited, reason)
+        self._fail(self.health.mark_exited, reason)
         self.server.break_streams(reason)
 
     def _fail(self, record: Callable[[str], ServerState], reason: str) -> None:
@@ -316,10 +316,10 @@ class Replicas:
             self.retire(url)
         return any(self.is_enabled(other) for other in self._replicas)
 
-    def break_streams(self, why: str) -> None:
+    def break_streams(self, reason: str) -> None:
         """Break the streams of all servers."""
         for replica in self:
-            replica.server.break_streams(why)
+            replica.server.break_streams(reason)
 
     # --- their weights --------------------------------------------------------------------------
 
@@ -419,14 +419,14 @@ class Replicas:
             ServerError: It did not report.
         """
         reports = await replica.server.loads()
-        now = time.monotonic()
+        now_s = time.monotonic()
         ranks = replica.ranks
         num_retracted = 0
         for rank, report in zip(ranks, reports, strict=False):
             report = replace(report, num_retracted=replica.num_retracted[rank])
-            num_retracted += self._ledger.report(rank, report, now)
-        self._ledger.age(now)
-        self._on_report(now, num_retracted, max(map(self._ledger.reported_s, ranks)))
+            num_retracted += self._ledger.report(rank, report, now_s)
+        self._ledger.age(now_s)
+        self._on_report(now_s, num_retracted, max(map(self._ledger.reported_s, ranks)))
 
     async def _watch_streams(self) -> None:
         """Break streams that are silent for too long; their turns move to other servers."""

@@ -185,19 +185,6 @@ class Router:
 
     # --- servers --------------------------------------------------------------------------------
 
-    async def add(self, server: SGLangServer) -> None:
-        """Add a server; see `Replicas.add`."""
-        await self.replicas.add(server)
-
-    def retire(self, url: str) -> None:
-        """Retire a server; see `Replicas.retire`."""
-        self.replicas.retire(url)
-
-    @property
-    def servers(self) -> list[SGLangServer]:
-        """Servers that can be given weights."""
-        return self.replicas.servers
-
     @property
     def context_length(self) -> int:
         """Prompt and response tokens that every server can hold.
@@ -206,11 +193,6 @@ class Router:
             ServerUnavailable: All servers have been retired.
         """
         return self.replicas.context_length
-
-    @property
-    def model_path(self) -> str:
-        """The model that the servers report."""
-        return self.replicas.model_path
 
     def view(self) -> list[ServerView]:
         """Return the state of every server."""
@@ -224,11 +206,11 @@ class Router:
 
     def waits(self) -> list[tuple[str, float, str]]:
         """Return the waiting turns and groups in order: name, seconds waited, and reason."""
-        now = time.monotonic()
+        now_s = time.monotonic()
         turns = [
             (
                 waiting.request.generation.key,
-                now - waiting.since_s,
+                now_s - waiting.since_s,
                 waiting.request.decision.why if waiting.request.decision else "",
             )
             for waiting in self._queue
@@ -308,9 +290,9 @@ class Router:
                     f"a turn with {', '.join(generation.parameters)} cannot go on elsewhere: "
                     f"{failure}"
                 ) from failure
-            rest = turn.rest()
-            replica, decision = await self._place(rest, goes_first=num_migrations > 0)
-            failure = await self._stream(turn, rest, replica, decision, on_placed)
+            remaining = turn.remaining()
+            replica, decision = await self._place(remaining, goes_first=num_migrations > 0)
+            failure = await self._stream(turn, remaining, replica, decision, on_placed)
             if failure is None:
                 return
             on_moved(replica.url, str(failure))
@@ -320,13 +302,13 @@ class Router:
                     f"gave up after {num_migrations} servers: {failure}"
                 ) from failure
 
-    def forget(self, key: str, *, whole: bool = False) -> None:
-        """Release the cache of a trajectory that ended; its length counts only if `whole`.
+    def forget(self, key: str, *, is_complete: bool = False) -> None:
+        """Release the cache of a trajectory that ended; its length counts only if `is_complete`.
 
-        `whole` means that it ended normally, so that others can be expected to end alike.
+        `is_complete` means that it ended normally, so that others can be expected to end alike.
         """
         self._ledger.forget(key)
-        self._gate.ended(key, whole=whole)
+        self._gate.end_conversation(key, is_complete=is_complete)
         self._policy.forget(key)
         self._orders.pop(key, None)
 
@@ -351,7 +333,7 @@ class Router:
     async def _stream(
         self,
         turn: OngoingTurn,
-        rest: Generation,
+        remaining: Generation,
         replica: Replica,
         decision: Decision,
         on_placed: OnPlaced,
@@ -370,7 +352,7 @@ class Router:
         ended = False
         try:
             on_placed(replica.url, decision)
-            await TurnStream(turn, rest, replica, rank, self._ledger, self._gate).run()
+            await TurnStream(turn, remaining, replica, rank, self._ledger, self._gate).run()
             ended = True
             replica.health.request_succeeded()
             return None
@@ -380,13 +362,13 @@ class Router:
             if self._closed:  # our servers end with us: that is not a failure
                 raise ServerUnavailable(_CLOSED) from error
             replica.request_failed(str(error))
-            self._ledger.forget(rest.key)  # its cache there no longer attracts it
+            self._ledger.forget(remaining.key)  # its cache there no longer attracts it
             return error
         finally:
             if ended:
-                self._ledger.park(rest.rid, time.monotonic())
+                self._ledger.park(remaining.rid, time.monotonic())
             else:
-                self._ledger.release(rest.rid, time.monotonic())
+                self._ledger.release(remaining.rid, time.monotonic())
             self._place_waiting()
 
     # --- placement ------------------------------------------------------------------------------
@@ -412,15 +394,15 @@ class Router:
             self._ledger.release(generation.rid, time.monotonic())
             self._place_waiting()
             if isinstance(error, TimeoutError):
-                why = f": {request.decision.why}" if request.decision else ""
+                reason = f": {request.decision.why}" if request.decision else ""
                 raise ServerUnavailable(
                     "no server had free KV capacity within "
-                    f"{self._settings.wait_timeout_s:g} s{why}"
+                    f"{self._settings.wait_timeout_s:g} s{reason}"
                 ) from error
             raise
         if request.replica is None:
-            why = f"no remaining server can hold {len(generation.ids)} tokens"
-            raise ServerUnavailable(_CLOSED if self._closed else why)
+            reason = f"no remaining server can hold {len(generation.ids)} tokens"
+            raise ServerUnavailable(_CLOSED if self._closed else reason)
         assert request.decision is not None
         return request.replica, request.decision
 
@@ -459,13 +441,13 @@ class Router:
         """Place waiting turns that fit, in order."""
         if not len(self._queue):
             return
-        now = time.monotonic()
+        now_s = time.monotonic()
         ranks = self.replicas.accepting_ranks
         longest = self.replicas.longest_context
-        self._queue.place(now, lambda waiting: self._try_to_place(waiting, ranks, longest, now))
+        self._queue.place(now_s, lambda waiting: self._try_to_place(waiting, ranks, longest, now_s))
 
     def _try_to_place(
-        self, waiting: Waiting[_Request], ranks: list[DataParallelRank], longest: int, now: float
+        self, waiting: Waiting[_Request], ranks: list[DataParallelRank], longest: int, now_s: float
     ) -> bool:
         """Return whether the turn waits no longer.
 
@@ -478,8 +460,10 @@ class Router:
             request.settled.set()
             return True
         candidates = self._candidates(request.placement, ranks)
-        waited_s = now - waiting.since_s
-        decision = self._policy.choose(request.placement, candidates, now=now, waited_s=waited_s)
+        waited_s = now_s - waiting.since_s
+        decision = self._policy.choose(
+            request.placement, candidates, now_s=now_s, waited_s=waited_s
+        )
         request.decision = decision
         if decision.rank is None:
             return False

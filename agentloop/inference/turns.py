@@ -1,6 +1,6 @@
 """A turn on its way over one server, or several: what has been sampled, and what is left to do.
 
-Generation ──> OngoingTurn ──rest──> TurnStream on a server ──chunks──> the reader
+Generation ──> OngoingTurn ─remaining─> TurnStream on a server ──chunks──> the reader
                     ▲                     │
                     └───────ids───────────┘
 """
@@ -72,7 +72,7 @@ class OngoingTurn:
     on_chunk: OnChunk
     received: list[int] = field(default_factory=list)
 
-    def rest(self) -> Generation:
+    def remaining(self) -> Generation:
         """Return the part that is still to be generated."""
         return replace(
             self.generation,
@@ -101,7 +101,7 @@ class TurnStream:
     def __init__(
         self,
         turn: OngoingTurn,
-        rest: Generation,
+        remaining: Generation,
         replica: Replica,
         rank: DataParallelRank,
         ledger: KVLedger,
@@ -109,7 +109,7 @@ class TurnStream:
     ) -> None:
         self.aborted: Chunk | None = None  # the last chunk, if the server itself aborted
         self._turn = turn
-        self._rest = rest
+        self._remaining = remaining
         self._replica = replica
         self._rank = rank
         self._ledger = ledger
@@ -124,31 +124,31 @@ class TurnStream:
         Raises:
             ServerUnavailable, ServerRefused: The turn has not ended.
         """
-        rest, replica = self._rest, self._replica
+        remaining, replica = self._remaining, self._replica
         # A server added after the turn began may have a smaller context.
-        num_new = min(rest.max_new_tokens, replica.context_length - len(rest.ids))
-        params = rest.sampling.to_sglang(max_new_tokens=num_new, stop_ids=rest.stop_ids)
-        if rest.stream_interval > 1:
-            params["stream_interval"] = rest.stream_interval
+        num_new = min(remaining.max_new_tokens, replica.context_length - len(remaining.ids))
+        params = remaining.sampling.to_sglang(max_new_tokens=num_new, stop_ids=remaining.stop_ids)
+        if remaining.stream_interval > 1:
+            params["stream_interval"] = remaining.stream_interval
         await replica.server.generate(
-            rest.ids,
-            {**params, **rest.parameters},
-            rid=rest.rid,
+            remaining.ids,
+            {**params, **remaining.parameters},
+            rid=remaining.rid,
             on_chunk=self._take,
             rank=self._rank.number if replica.info.dp_size > 1 else None,
-            num_top_logprobs=rest.num_top_logprobs,
-            prompt_logprobs=rest.prompt_logprobs,
+            num_top_logprobs=remaining.num_top_logprobs,
+            prompt_logprobs=remaining.prompt_logprobs,
         )
         if self.aborted is not None:
             raise ServerUnavailable(f"{replica.url} aborted: {self.aborted.error}")
 
     def _take(self, chunk: Chunk) -> None:
         turn = self._turn
-        self._ledger.grow(self._rest.rid, len(chunk.ids))
+        self._ledger.grow(self._remaining.rid, len(chunk.ids))
         turn.received.extend(chunk.ids)
         generation = turn.generation
         num_tokens = self._num_before + len(turn.received)
-        self._gate.reached(generation.key, num_tokens, generation.num_shared)
+        self._gate.record_length(generation.key, num_tokens, generation.num_shared)
         if chunk.num_retractions:
             self._replica.num_retracted[self._rank] += chunk.num_retractions
         if chunk.end is None:

@@ -18,12 +18,12 @@ import anyio
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import NotThere
-from agentloop.observe.bottleneck import Part, ServedOn, Spent, split_tool_time, union_s
+from agentloop.observe.bottleneck import Part, ServedOn, Spent, split_tool_time
 from agentloop.observe.latency import Duration, of_turn, summary_of
 from agentloop.observe.record import RecordReader
 from agentloop.observe.runs import curves, read_metrics, runs_beside, start_metrics
 from agentloop.plain_json import dumps, loads
-from agentloop.trajectory import ToolCallStatus, Trajectory, rollout_of
+from agentloop.trajectory import ToolCallStatus, Trajectory, rollout_of, union_s
 
 __all__ = ["Archive", "read_group", "read_rollout"]
 
@@ -63,13 +63,13 @@ class Archive:
     _read: dict[tuple[Path, int], _Summary] = field(default_factory=dict)
 
     async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
-        seen: Any = None
+        last_extent: Any = None
         while True:
-            now = await anyio.to_thread.run_sync(_extent, self.folder)
-            if now != seen:
-                seen = now
-                whole = await self.frame()
-                for frame in _sliced(whole):
+            extent = await anyio.to_thread.run_sync(_extent, self.folder)
+            if extent != last_extent:
+                last_extent = extent
+                state = await self.frame()
+                for frame in _split(state):
                     yield "", dumps(frame)
             await anyio.sleep(_LOOK_EVERY_S)
             yield "", b""
@@ -78,19 +78,19 @@ class Archive:
         return await anyio.to_thread.run_sync(self._frame)
 
     async def rollout(self, key: str) -> dict[str, Any]:
-        found = await anyio.to_thread.run_sync(read_rollout, self.folder, key, self.chat)
-        if found is None:
+        rollout = await anyio.to_thread.run_sync(read_rollout, self.folder, key, self.chat)
+        if rollout is None:
             raise NotThere(f"rollout {key!r}: not found in {self.folder / 'trajectories'}")
-        return found
+        return rollout
 
     async def rollout_events(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
         yield "end", await self.rollout(key)
 
     async def group(self, name: str) -> dict[str, Any]:
-        found = await anyio.to_thread.run_sync(read_group, self.folder, name, self.chat)
-        if found is None:
+        group = await anyio.to_thread.run_sync(read_group, self.folder, name, self.chat)
+        if group is None:
             raise NotThere(f"group {name!r}: not found in {self.folder / 'trajectories'}")
-        return found
+        return group
 
     async def runs(self) -> list[dict[str, Any]]:
         return await anyio.to_thread.run_sync(runs_beside, self.folder)
@@ -119,13 +119,13 @@ class Archive:
         groups = [_relative_to(t0_ms, group) for group, *_ in summaries]
         rollouts = [_relative_to(t0_ms, row) for _, rows, *_ in summaries for row in rows]
         steps = read_metrics(self.folder)
-        now = {**(_results(self.folder) or _moment(self.folder, steps)), **self.progress()}
+        current = {**(_results(self.folder) or _moment(self.folder, steps)), **self.progress()}
         return {
             "rev": 0,
             "t": time.time(),
             "full": True,
             "about": {**self.about, "t0": t0, "live": False},
-            "now": now | (self._times(summaries, steps) if summaries else {}),
+            "now": current | (self._times(summaries, steps) if summaries else {}),
             "rollouts": rollouts,
             "groups": groups,
             "steps": [*start_metrics(self.folder), *steps],
@@ -147,7 +147,7 @@ def read_rollout(folder: Path, key: str, chat: ChatFormat | None) -> dict[str, A
     None means that it is missing or damaged.
     """
     rows = _rows_of(folder, key.rpartition(".")[0])
-    row = next((one for one in rows if one["trajectory"]["id"] == key), None)
+    row = next((candidate for candidate in rows if candidate["trajectory"]["id"] == key), None)
     if row is None:
         return None
     verdict = {
@@ -172,7 +172,7 @@ def read_group(folder: Path, name: str, chat: ChatFormat | None) -> dict[str, An
     if not rows:
         return None
     return {
-        **_group_row(rows, 0.0),
+        **_group_row(rows),
         "prompt": rows[0].get("question")
         or ("" if chat is None else chat.last_user_text(rows[0]["trajectory"]["prompt_ids"])),
         "answer": rows[0].get("truth"),
@@ -203,7 +203,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             row = loads(line)
-            _group_row([row], 0.0), _member(row, is_chosen=True)
+            _group_row([row]), _member(row, is_chosen=True)
         except _DAMAGED:
             continue
         rows.append(row)
@@ -223,8 +223,8 @@ def _summary(path: Path) -> _Summary:
             spans.append((created + turn["started_s"], created + turn["ended_s"]))
             for kind, seconds in _durations_of(turn):
                 durations[kind].append(seconds)
-    shown = [_rollout_row(row, 0.0) for row in rows]
-    return _group_row(rows, 0.0), shown, spent, durations, spans
+    shown = [_rollout_row(row) for row in rows]
+    return _group_row(rows), shown, spent, durations, spans
 
 
 def _durations_of(turn: Mapping[str, Any]) -> Iterator[tuple[Duration, float]]:
@@ -243,9 +243,12 @@ def _spent_on(turn: Mapping[str, Any]) -> Spent:
     first = sampled if first is None else first
     placed = turn.get("placed_s")
     placed = started if placed is None else placed
-    times = [(one["dispatched_s"], one["started_s"], one["ended_s"]) for one in turn["results"]]
+    times = [
+        (result["dispatched_s"], result["started_s"], result["ended_s"])
+        for result in turn["results"]
+    ]
     queued_s, ran_s = split_tool_time(times, sampled, max(sampled, ended))
-    found = Spent(num_turns=1, num_calls=len(times))
+    spent = Spent(num_turns=1, num_calls=len(times))
     for part, seconds in (
         (Part.KV, placed - started),
         (Part.PREFILL, first - placed),
@@ -253,8 +256,8 @@ def _spent_on(turn: Mapping[str, Any]) -> Spent:
         (Part.QUEUE, queued_s),
         (Part.TOOL, ran_s if times else 0.0),
     ):
-        found.seconds[part] = max(0.0, seconds)
-    return found
+        spent.seconds[part] = max(0.0, seconds)
+    return spent
 
 
 def _spent(summaries: Sequence[_Summary], steps: Sequence[Mapping[str, Any]]) -> Spent:
@@ -262,16 +265,16 @@ def _spent(summaries: Sequence[_Summary], steps: Sequence[Mapping[str, Any]]) ->
 
     Evaluations of a training run and its start are left out: their rollouts are not kept.
     """
-    whole = Spent(busy_s=union_s(span for *_, spans in summaries for span in spans))
+    total = Spent(busy_s=union_s(span for *_, spans in summaries for span in spans))
     for _, _, spent, *_ in summaries:
-        whole.add(spent)
+        total.add(spent)
     for name, part in (("learn_s", Part.LEARNER), ("sync_s", Part.SYNC)):
-        whole.seconds[part] = sum(row.get(name) or 0.0 for row in steps)
+        total.seconds[part] = sum(row.get(name) or 0.0 for row in steps)
     times = [time for *_, spans in summaries for span in spans for time in span]
-    free_s = max(times, default=0.0) - min(times, default=0.0) - whole.busy_s
-    between_s = whole.seconds[Part.LEARNER] + whole.seconds[Part.SYNC]
-    whole.window_s = whole.busy_s + min(free_s, between_s)
-    return whole
+    free_s = max(times, default=0.0) - min(times, default=0.0) - total.busy_s
+    between_s = total.seconds[Part.LEARNER] + total.seconds[Part.SYNC]
+    total.window_s = total.busy_s + min(free_s, between_s)
+    return total
 
 
 def _relative_to(t0_ms: int, row: dict[str, Any]) -> dict[str, Any]:
@@ -292,8 +295,8 @@ def _entropies(folder: Path, number: int, key: str) -> Sequence[Sequence[float]]
         try:
             row = loads(line)
             if row["id"] == key:
-                found: list[list[float]] = row["entropies"]
-                return found
+                entropies: list[list[float]] = row["entropies"]
+                return entropies
         except _DAMAGED:
             continue
     return None
@@ -304,54 +307,56 @@ def _group_of(row: Mapping[str, Any]) -> str:
     return name or str(row["group"])
 
 
-def _rollout_row(row: Mapping[str, Any], t0: float) -> dict[str, Any]:
-    """Return a row like `Row.to_row`.
+def _rollout_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row like `Row.to_row`, with Unix times in milliseconds.
 
     Older records lack the time of placement; their turns count as waiting until the first token.
     """
-    one = row["trajectory"]
-    start: int = round(1000 * (one["created_unix_s"] - t0))
+    trajectory = row["trajectory"]
+    start: int = round(1000 * trajectory["created_unix_s"])
 
     def at(seconds: float) -> int:
         return start + round(1000 * seconds)
 
     lanes: list[tuple[str, int]] = []
-    for turn in one["turns"]:
+    for turn in trajectory["turns"]:
         lanes.append(("wait", at(turn["started_s"])))
         if turn.get("placed_s") is not None:
             lanes.append(("prefill", at(turn["placed_s"])))
         if turn["first_token_s"] is not None:
             lanes.append(("decode", at(turn["first_token_s"])))
         not_run = {
-            one["call_id"] for one in turn["results"] if not ToolCallStatus(one["status"]).ran
+            result["call_id"]
+            for result in turn["results"]
+            if not ToolCallStatus(result["status"]).ran
         }
         if any(call["id"] not in not_run for call in turn["calls"]):
             lanes.append(("tool", at(turn["generated_s"])))
-        if row.get("session") and turn is not one["turns"][-1]:
+        if row.get("session") and turn is not trajectory["turns"][-1]:
             lanes.append(("client", at(turn["ended_s"])))
-    results = [result for turn in one["turns"] for result in turn["results"]]
+    results = [result for turn in trajectory["turns"] for result in turn["results"]]
     return {
-        "id": one["id"],
+        "id": trajectory["id"],
         "group": _group_of(row),
         "state": "done",
-        "stop": one["stop_reason"],
-        "turn": len(one["turns"]),
+        "stop": trajectory["stop_reason"],
+        "turn": len(trajectory["turns"]),
         # Without ids: those that an evaluated endpoint has counted; another agent counts none.
-        "tokens": sum(len(turn["output_ids"]) for turn in one["turns"])
-        or (0 if one.get("messages") else row.get("figures", {}).get("num_tokens", 0)),
-        "calls": sum(len(turn["calls"]) for turn in one["turns"]),
+        "tokens": sum(len(turn["output_ids"]) for turn in trajectory["turns"])
+        or (0 if trajectory.get("messages") else row.get("figures", {}).get("num_tokens", 0)),
+        "calls": sum(len(turn["calls"]) for turn in trajectory["turns"]),
         "failed_calls": sum(ToolCallStatus(result["status"]).failed for result in results),
         "server": next(
-            (turn["servers"][-1] for turn in reversed(one["turns"]) if turn["servers"]), ""
+            (turn["servers"][-1] for turn in reversed(trajectory["turns"]) if turn["servers"]), ""
         ),
         "reward": row["reward"],
         "start": start,
-        "end": at(one["elapsed_s"]),
+        "end": at(trajectory["elapsed_s"]),
         "lanes": lanes[-64:],
     }
 
 
-def _group_row(rows: Sequence[Mapping[str, Any]], t0: float) -> dict[str, Any]:
+def _group_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     by_rollout = {rollout_of(row["trajectory"]["id"]): row["reward"] for row in rows}
     rewards = [reward for reward in by_rollout.values() if reward is not None]
     starts = [row["trajectory"]["created_unix_s"] for row in rows]
@@ -367,8 +372,8 @@ def _group_row(rows: Sequence[Mapping[str, Any]], t0: float) -> dict[str, Any]:
         "mean_reward": sum(rewards) / len(rewards) if rewards else None,
         "kept": len({rollout_of(row["trajectory"]["id"]) for row in kept}) if is_chosen else None,
         "has_signal": any(row["advantage"] for row in kept) if is_chosen else None,
-        "start": round(1000 * (min(starts) - t0)),
-        "end": round(1000 * (max(ends) - t0)),
+        "start": round(1000 * min(starts)),
+        "end": round(1000 * max(ends)),
     }
 
 
@@ -379,7 +384,7 @@ def _is_chosen(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _member(row: Mapping[str, Any], *, is_chosen: bool) -> dict[str, Any]:
-    summary = _rollout_row(row, 0.0)
+    summary = _rollout_row(row)
     names = ("id", "state", "stop", "tokens", "calls", "failed_calls")
     return {
         **{name: summary[name] for name in names},
@@ -394,10 +399,10 @@ def _results(folder: Path) -> dict[str, Any]:
     """Return the headline metrics of an evaluation, or nothing for other runs."""
     try:
         results = loads((folder / "results.json").read_bytes())
-        k, whole = results["num_samples"], results["all"]
-        values = {"tasks": str(whole["num_tasks"]), "missing samples": str(whole["num_missing"])}
-        if (found := whole["avg_at_k"]) is not None:
-            text = f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+        k, totals = results["num_samples"], results["all"]
+        values = {"tasks": str(totals["num_tasks"]), "missing samples": str(totals["num_missing"])}
+        if (estimate := totals["avg_at_k"]) is not None:
+            text = f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
             values = {f"avg@{k}": text, **values}
     except (OSError, *_DAMAGED):
         return {}
@@ -422,13 +427,13 @@ def _moment(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _sliced(whole: dict[str, Any]) -> list[dict[str, Any]]:
+def _split(state: dict[str, Any]) -> list[dict[str, Any]]:
     """Split the state into frames with a bounded number of rows; the first replaces everything."""
-    rows = whole.pop("rollouts")
-    first = {**whole, "rollouts": rows[:_MAX_ROWS]}
-    head = {"rev": 0, "t": whole["t"], "full": False}
-    rest = range(_MAX_ROWS, len(rows), _MAX_ROWS)
-    return [first, *({**head, "rollouts": rows[at : at + _MAX_ROWS]} for at in rest)]
+    rows = state.pop("rollouts")
+    first = {**state, "rollouts": rows[:_MAX_ROWS]}
+    head = {"rev": 0, "t": state["t"], "full": False}
+    starts = range(_MAX_ROWS, len(rows), _MAX_ROWS)
+    return [first, *({**head, "rollouts": rows[at : at + _MAX_ROWS]} for at in starts)]
 
 
 def _extent(folder: Path) -> tuple[int, int]:

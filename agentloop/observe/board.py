@@ -51,6 +51,12 @@ _PARTS: Mapping[Lane, Part] = {
     "decode": Part.DECODE,
     "tool": Part.TOOL,
 }
+# Fields that the page gets.
+_ROW_FIELDS = (
+    *("id", "group", "state", "stop", "turn", "tokens", "calls", "failed_calls", "server"),
+    *("reward", "start", "end", "lanes"),
+)
+_GROUP_FIELDS = ("id", "task", "size", "mean_reward", "kept", "has_signal", "start", "end")
 _MAX_LANES = 64  # per row, the newest
 _MAX_STEPS = 5_000  # rows of metrics
 _RATE_S = 5.0  # window for rates
@@ -84,24 +90,8 @@ class Row:
     open_calls: set[str] = field(default_factory=set)
 
     def to_row(self) -> dict[str, Any]:
-        row = {
-            "id": self.id,
-            "group": self.group,
-            "state": self.state,
-            "stop": self.stop,
-            "turn": self.turn,
-            "tokens": self.tokens,
-            "calls": self.calls,
-            "failed_calls": self.failed_calls,
-            "server": self.server,
-            "reward": self.reward,
-            "start": self.start,
-            "end": self.end,
-            "lanes": self.lanes,
-        }
-        if self.more:
-            row["more"] = True
-        return row
+        row = {name: getattr(self, name) for name in _ROW_FIELDS}
+        return row | {"more": True} if self.more else row
 
 
 @dataclass(slots=True)
@@ -123,18 +113,8 @@ class GroupRow:
     end: int | None = None
 
     def to_row(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "task": self.task,
-            "size": self.size,
-            "state": "live" if self.end is None else "done",
-            "num_done": len(self.ended),
-            "mean_reward": self.mean_reward,
-            "kept": self.kept,
-            "has_signal": self.has_signal,
-            "start": self.start,
-            "end": self.end,
-        }
+        row = {name: getattr(self, name) for name in _GROUP_FIELDS}
+        return row | {"state": "live" if self.end is None else "done", "num_done": len(self.ended)}
 
 
 class Board:
@@ -215,8 +195,8 @@ class Board:
                     self._update_row(row, event)
 
     def _start(self, record: Trajectory, group: str) -> None:
-        now = self.ms()
-        row = Row(record, record.id, group, now, lanes=[("wait", now)])
+        now_ms = self.ms()
+        row = Row(record, record.id, group, now_ms, lanes=[("wait", now_ms)])
         self._recent.enter(row.id, Part.KV, self._clock(), ())
         before = self.rows.get(record.id)
         self.num_in_flight += before is None or before.state != "live"
@@ -224,8 +204,8 @@ class Board:
         self._ended.pop(record.id, None)
         self._removed.pop(record.id, None)  # it was started again, so readers must keep it
         self._lane_changes[record.id] = None
-        if (found := self.groups.get(group)) is not None:
-            found.members[record.id] = None
+        if (group_row := self.groups.get(group)) is not None:
+            group_row.members[record.id] = None
 
     def _update_row(self, row: Row, event: Event) -> None:
         match event:
@@ -278,29 +258,32 @@ class Board:
                 self._lane_changes[row.id] = None
                 if row.end is None:
                     return
-                now = self.ms()
-                if row.end < now:
+                now_ms = self.ms()
+                if row.end < now_ms:
                     row.lanes.append(("siblings", row.end))
                 end = self._clock()
                 self._recent.add(Part.REWARD, end - event.seconds, end)
-                row.lanes.append(("reward", max(now - round(1000 * event.seconds), row.end)))
-                row.end = now
+                row.lanes.append(("reward", max(now_ms - round(1000 * event.seconds), row.end)))
+                row.end = now_ms
                 self._trim(row)
 
     def _record_cache_hits(self, row: Row, turn: Turn) -> None:
         if row.record is None or not turn.output_ids:
             return
-        others = (len(one.output_ids) + len(one.observation_ids) for one in row.record.turns[:-1])
+        earlier_tokens = (
+            len(earlier.output_ids) + len(earlier.observation_ids)
+            for earlier in row.record.turns[:-1]
+        )
         last = self._cached.setdefault(row.server, deque(maxlen=_NUM_PROMPTS))
-        last.append((turn.cached_tokens, len(row.record.prompt_ids) + sum(others)))
+        last.append((turn.cached_tokens, len(row.record.prompt_ids) + sum(earlier_tokens)))
 
     def _record_step(self, metrics: Mapping[str, Any]) -> None:
         """Record the times of a step that has ended now: first the learner's, then the sync's."""
         end = self._clock()
         for name, part in (("sync_s", Part.SYNC), ("learn_s", Part.LEARNER)):
-            begun = end - (metrics.get(name) or 0.0)
-            self._recent.add(part, begun, end)
-            end = begun
+            start = end - (metrics.get(name) or 0.0)
+            self._recent.add(part, start, end)
+            end = start
 
     def _update_group(self, event: GroupStarted | GroupFinished) -> None:
         name = event.group
@@ -318,7 +301,9 @@ class Board:
                     event.is_chosen,
                 )
                 groups = self.groups.values()
-                alike = [one.id for one in groups if one.is_chosen == event.is_chosen]
+                alike = [
+                    candidate.id for candidate in groups if candidate.is_chosen == event.is_chosen
+                ]
                 for oldest in alike[: max(0, len(alike) - self._max_groups)]:
                     del self.groups[oldest]
                     self._changed_groups.pop(oldest, None)
@@ -387,9 +372,9 @@ class Board:
 
     def tick(self) -> None:
         """Record a sample for the rates; call it a few times a second."""
-        now = self._clock()
-        self._rates.append((now, self._num_tokens, self._num_calls))
-        while len(self._rates) > 2 and now - self._rates[0][0] > _RATE_S:
+        now_s = self._clock()
+        self._rates.append((now_s, self._num_tokens, self._num_calls))
+        while len(self._rates) > 2 and now_s - self._rates[0][0] > _RATE_S:
             self._rates.popleft()
 
     def now(self) -> dict[str, Any]:
@@ -410,7 +395,7 @@ class Board:
         """Return what the last minute was spent on.
 
         Args:
-            queued_share: of the calls that have not ended, those that wait for a slot.
+            queued_share: share of the calls in flight that wait for a slot.
         """
         return self._recent.spent(self._clock(), queued_share=queued_share)
 
@@ -420,11 +405,11 @@ class Board:
 
     def tools(self) -> dict[str, Any]:
         """Return the number of calls by status, and percentiles of recent latencies."""
-        found: dict[str, Any] = {"calls": dict(self.calls)}
+        summary: dict[str, Any] = {"calls": dict(self.calls)}
         if self._latencies:
-            found["latency_ms"] = _percentiles([latency for latency, _ in self._latencies])
-            found["queued_ms"] = _percentiles([queued for _, queued in self._latencies])
-        return found
+            summary["latency_ms"] = _percentiles([latency for latency, _ in self._latencies])
+            summary["queued_ms"] = _percentiles([queued for _, queued in self._latencies])
+        return summary
 
     def cached_fraction(self, server: str) -> float | None:
         """Return the share of recent prompt tokens that were in a server's cache."""
@@ -486,17 +471,17 @@ def _calls_of(row: Row) -> list[CallTimes]:
         return []
     t0 = row.record.created_unix_s
     return [
-        (t0 + one.dispatched_s, t0 + one.started_s, t0 + one.ended_s)
-        for one in row.record.turns[-1].results
+        (t0 + result.dispatched_s, t0 + result.started_s, t0 + result.ended_s)
+        for result in row.record.turns[-1].results
     ]
 
 
 def _pop_first(keys: dict[str, None], number: int) -> list[str]:
     """Remove and return the first `number` keys."""
-    found = [key for key, _ in zip(keys, range(number), strict=False)]
-    for key in found:
+    first = [key for key, _ in zip(keys, range(number), strict=False)]
+    for key in first:
         del keys[key]
-    return found
+    return first
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Where the time of rollouts goes, and which setting would change it. Pure: no clocks, no clients.
+"""Find where the time of rollouts goes, and which setting would change it. Pure.
 
     spans of rollouts, the learner's, of weight syncs ──> Spent ──> seconds by part, a sentence
 
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from agentloop.trajectory import union_s
 
 __all__ = [
     "CallTimes",
@@ -24,7 +26,6 @@ __all__ = [
     "Spent",
     "served_on",
     "split_tool_time",
-    "union_s",
 ]
 
 _MIN_SHARE = 0.05  # of the window; a smaller part is no bottleneck
@@ -67,7 +68,7 @@ def served_on(
     """Return the hardware of the servers, by the settings `servers` and `server.device`.
 
     Args:
-        has_accelerator: what device "auto" means on this machine; None: it is not the run's.
+        has_accelerator: whether device "auto" is an accelerator; None: it is not known.
     """
     if servers:
         return ServedOn.ATTACHED
@@ -115,10 +116,10 @@ class Spent:
     """Time by part, and the numbers of turns and calls that it was spent on.
 
     Attributes:
-        seconds: of each part, summed over all rollouts; of the learner and of weight syncs.
+        seconds: seconds by part, summed over all rollouts; also the learner's and weight syncs'.
         busy_s: seconds of the clock in which at least one rollout was in flight.
         window_s: seconds of the clock that this covers.
-        num_turns, num_calls: those that have ended.
+        num_turns, num_calls: turns and calls that have ended.
     """
 
     seconds: defaultdict[Part, float] = field(default_factory=lambda: defaultdict(float))
@@ -127,26 +128,26 @@ class Spent:
     num_turns: int = 0
     num_calls: int = 0
 
-    def add(self, other: Spent) -> None:
+    def add(self, spent: Spent) -> None:
         """Add the seconds and counts of another, whose window is part of this one's."""
-        for part, seconds in other.seconds.items():
+        for part, seconds in spent.seconds.items():
             self.seconds[part] += seconds
-        self.busy_s += other.busy_s
-        self.num_turns += other.num_turns
-        self.num_calls += other.num_calls
+        self.busy_s += spent.busy_s
+        self.num_turns += spent.num_turns
+        self.num_calls += spent.num_calls
 
     def by_part(self) -> dict[Part, float]:
         """Return the seconds of the clock of each part that took any; their sum is the window."""
         of_rollouts = {p: s for p, s in self.seconds.items() if p not in _BETWEEN and s > 0}
         total = sum(of_rollouts.values())
         busy_s = min(self.busy_s, self.window_s) if total else 0.0
-        found = {part: seconds * busy_s / total for part, seconds in of_rollouts.items()}
+        scaled = {part: seconds * busy_s / total for part, seconds in of_rollouts.items()}
         free_s = self.window_s - busy_s
         between = sum(self.seconds[part] for part in _BETWEEN)
         scale = min(1.0, free_s / between) if between > 0 else 0.0
-        found |= {part: self.seconds[part] * scale for part in _BETWEEN}
-        found[Part.OTHER] = free_s - between * scale
-        return {part: found[part] for part in Part if found.get(part, 0.0) > 1e-6}
+        scaled |= {part: self.seconds[part] * scale for part in _BETWEEN}
+        scaled[Part.OTHER] = free_s - between * scale
+        return {part: scaled[part] for part in Part if scaled.get(part, 0.0) > 1e-6}
 
     def sentence(self, on: ServedOn = ServedOn.UNKNOWN) -> str:
         """Return the largest part, its size and the setting that would change it; "": no part is.
@@ -154,13 +155,13 @@ class Spent:
         The size is that of a turn or of a call for parts of which they consist, and otherwise that
         of the whole window.
         """
-        known = {part: s for part, s in self.by_part().items() if part is not Part.OTHER}
-        if not known:
+        by_part = {part: s for part, s in self.by_part().items() if part is not Part.OTHER}
+        if not by_part:
             return ""
-        largest = max(known, key=lambda part: known[part])
-        if known[largest] < _MIN_SHARE * self.window_s:
+        largest = max(by_part, key=lambda part: by_part[part])
+        if by_part[largest] < _MIN_SHARE * self.window_s:
             return ""
-        what, advice = _WORDS[largest]
+        description, advice = _WORDS[largest]
         advice = advice or _BY_HARDWARE[on][largest]
         for parts, count, noun in (
             (_BY_CALL, self.num_calls, "call"),
@@ -171,8 +172,8 @@ class Spent:
                 size = f"{_of(self.seconds[largest] / count, total / count)} per {noun}"
                 break
         else:
-            size = _of(known[largest], self.window_s)
-        return f"{what}: {size}; {advice}"
+            size = _of(by_part[largest], self.window_s)
+        return f"{description}: {size}; {advice}"
 
     def to_dict(self, on: ServedOn = ServedOn.UNKNOWN) -> dict[str, Any]:
         """Return what the page shows."""
@@ -191,27 +192,18 @@ def _of(seconds: float, total: float) -> str:
     return f"{seconds:.{digits}f} of {total:.{digits}f} s"
 
 
-def union_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that at least one span covers."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
-
-
 def split_tool_time(
     calls: Iterable[CallTimes], start: float, end: float, *, queued_share: float = 0.0
 ) -> tuple[float, float]:
     """Split a rollout's time at its tools into that in the queue and that in which a tool runs.
 
     Args:
-        calls: those that have ended.
+        calls: the calls that have ended.
         start, end: since when the rollout has been at its tools, and until when.
-        queued_share: of the time that no call covers, since calls still run.
+        queued_share: the queue's share of the time that no call covers, since calls still run.
     """
-    within = [(max(start, sent), max(start, begun), min(end, at)) for sent, begun, at in calls]
-    ran_s = union_s((begun, at) for _, begun, at in within)
+    within = [(max(start, sent), max(start, started), min(end, at)) for sent, started, at in calls]
+    ran_s = union_s((started, at) for _, started, at in within)
     known_s = union_s((sent, at) for sent, _, at in within)
     queued_s = known_s - ran_s + queued_share * max(0.0, end - start - known_s)
     return queued_s, max(0.0, end - start - queued_s)
@@ -220,14 +212,14 @@ def split_tool_time(
 class RecentTime:
     """The time of the last minute by part, in buckets of a second. Times are of one clock."""
 
-    def __init__(self, begun: float, window_s: int = 60) -> None:
-        self._begun = begun
+    def __init__(self, start: float, window_s: int = 60) -> None:
+        self._start = start
         self._window_s = window_s
         self._buckets: dict[int, Spent] = {}
         self._open: dict[str, tuple[Part, float]] = {}  # what rollouts are at, and since when
-        self._busy_since = begun
+        self._busy_since = start
 
-    def enter(self, key: str, part: Part | None, now: float, calls: Iterable[CallTimes]) -> None:
+    def enter(self, key: str, part: Part | None, now_s: float, calls: Iterable[CallTimes]) -> None:
         """Note that a rollout is at another part now; None: at nothing that counts.
 
         Args:
@@ -235,44 +227,44 @@ class RecentTime:
         """
         was = self._open.get(key)
         if was is not None:
-            self._add_rollouts(self._buckets, *was, now, calls, 0.0)
+            self._add_rollouts(self._buckets, *was, now_s, calls, 0.0)
         if part is None:
             self._open.pop(key, None)
             if was is not None and not self._open:
-                self._spread(self._buckets, self._busy_since, now, _busy)
+                self._spread(self._buckets, self._busy_since, now_s, None)
         else:
             if not self._open:
-                self._busy_since = now
-            self._open[key] = part, now
+                self._busy_since = now_s
+            self._open[key] = part, now_s
 
     def add(self, part: Part, start: float, end: float) -> None:
         """Add time at a part that is known only now, such as the learner's."""
-        self._spread(self._buckets, start, end, _at(part))
+        self._spread(self._buckets, start, end, part)
 
-    def count(self, now: float, *, turns: int = 0, calls: int = 0) -> None:
+    def count(self, now_s: float, *, turns: int = 0, calls: int = 0) -> None:
         """Count turns and calls that end now."""
-        bucket = self._buckets.setdefault(int(now), Spent())
+        bucket = self._buckets.setdefault(int(now_s), Spent())
         bucket.num_turns += turns
         bucket.num_calls += calls
 
-    def spent(self, now: float, *, queued_share: float = 0.0) -> Spent:
+    def spent(self, now_s: float, *, queued_share: float = 0.0) -> Spent:
         """Return the time of the window that ends now.
 
         Args:
-            queued_share: of the calls that have not ended, those that wait for a slot.
+            queued_share: share of the calls in flight that wait for a slot.
         """
-        self._forget(now)
+        self._forget(now_s)
         open_: dict[int, Spent] = {}
         for part, since in self._open.values():
-            self._add_rollouts(open_, part, since, now, (), queued_share)
+            self._add_rollouts(open_, part, since, now_s, (), queued_share)
         if self._open:
-            self._spread(open_, self._busy_since, now, _busy)
-        first = int(now) - self._window_s + 1
-        found = Spent(window_s=max(0.0, now - max(first, self._begun)))
+            self._spread(open_, self._busy_since, now_s, None)
+        first = int(now_s) - self._window_s + 1
+        total = Spent(window_s=max(0.0, now_s - max(first, self._start)))
         for second, bucket in (*self._buckets.items(), *open_.items()):
             if second >= first:
-                found.add(bucket)
-        return found
+                total.add(bucket)
+        return total
 
     def _add_rollouts(
         self,
@@ -284,39 +276,36 @@ class RecentTime:
         queued_share: float,
     ) -> None:
         if part is not Part.TOOL:
-            self._spread(buckets, start, end, _at(part))
+            self._spread(buckets, start, end, part)
             return
         queued_s, ran_s = split_tool_time(calls, start, end, queued_share=queued_share)
         middle = start + queued_s
-        self._spread(buckets, start, middle, _at(Part.QUEUE))
-        self._spread(buckets, middle, middle + ran_s, _at(Part.TOOL))
+        self._spread(buckets, start, middle, Part.QUEUE)
+        self._spread(buckets, middle, middle + ran_s, Part.TOOL)
 
     def _spread(
         self,
         buckets: dict[int, Spent],
         start: float,
         end: float,
-        add: Callable[[Spent, float], None],
+        part: Part | None,
     ) -> None:
-        """Add a span to the seconds that it touches, as far as they are in the window."""
-        start = max(start, end - self._window_s, self._begun)
+        """Add a span to the seconds that it touches, as far as they are in the window.
+
+        Args:
+            part: part of the time; None: there was a rollout in flight.
+        """
+        start = max(start, end - self._window_s, self._start)
         while start < end:  # the clock may have gone backwards
             until = min(end, math.floor(start) + 1.0)
-            add(buckets.setdefault(int(start), Spent()), until - start)
+            bucket = buckets.setdefault(int(start), Spent())
+            if part is None:
+                bucket.busy_s += until - start
+            else:
+                bucket.seconds[part] += until - start
             start = until
         self._forget(end)
 
-    def _forget(self, now: float) -> None:
-        while self._buckets and (first := next(iter(self._buckets))) <= now - self._window_s - 1:
+    def _forget(self, now_s: float) -> None:
+        while self._buckets and (first := next(iter(self._buckets))) <= now_s - self._window_s - 1:
             del self._buckets[first]
-
-
-def _at(part: Part) -> Callable[[Spent, float], None]:
-    def add(bucket: Spent, seconds: float) -> None:
-        bucket.seconds[part] += seconds
-
-    return add
-
-
-def _busy(bucket: Spent, seconds: float) -> None:
-    bucket.busy_s += seconds

@@ -59,8 +59,8 @@ class Dashboard:
         Args:
             sources: the state that is shown besides the events.
             readers: further readers of the events.
-            queue: as for `Metrics`.
-            num_refused: as for `Metrics`.
+            queue: see `Metrics`.
+            num_refused: see `Metrics`.
         """
         self.board = Board()
         self.stalls = Stalls()

@@ -1,4 +1,4 @@
-"""How long turns and calls take: percentiles of those that ended lately. Pure: no clocks.
+"""Percentiles of how long turns and calls take, of those that ended lately. Pure: no clocks.
 
 turns, calls ──durations of four kinds──> the last minute's, or a run's ──> p50 and p95
 """
@@ -50,15 +50,15 @@ def nearest_rank(ordered: Sequence[float], share: float) -> float:
 
 def summary_of(durations: Mapping[Duration, Sequence[float]]) -> dict[str, Any]:
     """Return, of each kind that there are some of, their number and percentiles in milliseconds."""
-    found = {}
+    summary = {}
     for kind in Duration:
         if ordered := sorted(durations.get(kind, ())):
-            found[str(kind)] = {
+            summary[str(kind)] = {
                 "num": len(ordered),
                 "p50": round(1000 * nearest_rank(ordered, 0.5), 2),
                 "p95": round(1000 * nearest_rank(ordered, 0.95), 2),
             }
-    return found
+    return summary
 
 
 class RecentDurations:
@@ -69,14 +69,14 @@ class RecentDurations:
             kind: deque(maxlen=_MAX_KEPT) for kind in Duration
         }
 
-    def add(self, kind: Duration, now: float, seconds: float) -> None:
+    def add(self, kind: Duration, now_s: float, seconds: float) -> None:
         """Add the duration of something that ends now."""
-        self._kept[kind].append((now, seconds))
+        self._kept[kind].append((now_s, seconds))
 
-    def to_dict(self, now: float) -> dict[str, Any]:
+    def to_dict(self, now_s: float) -> dict[str, Any]:
         """Return what the page shows."""
         recent = {
-            kind: [seconds for at, seconds in kept if now - at < _WINDOW_S]
+            kind: [seconds for at, seconds in kept if now_s - at < _WINDOW_S]
             for kind, kept in self._kept.items()
         }
         return {"window_s": _WINDOW_S, "max_kept": _MAX_KEPT, "of": summary_of(recent)}

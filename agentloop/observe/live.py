@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import anyio
 
@@ -65,8 +65,7 @@ class Sources:
     read_group: Callable[[str], Awaitable[dict[str, Any] | None]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
+class _Frame(NamedTuple):
     rev: int
     data: bytes
 
@@ -90,7 +89,7 @@ class Live:
     _ended: dict[str, str] | None = None
     _ended_rev: int = 0
     # Set when the last reader leaves after the end.
-    _left: anyio.Event = field(default_factory=anyio.Event)
+    _all_left: anyio.Event = field(default_factory=anyio.Event)
 
     async def run(self) -> None:
         """Tick until cancelled."""
@@ -125,7 +124,7 @@ class Live:
         self._ended_rev = self._rev
         if self.num_readers:
             with anyio.move_on_after(_GOODBYE_S, shield=True):
-                await self._left.wait()
+                await self._all_left.wait()
 
     async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
         """Yield pairs of id and frame until the end; an empty frame is a keep-alive.
@@ -147,11 +146,11 @@ class Live:
                         last = frame
                     yield self._id(rev), last
                 # Iterate over a copy: frames may be added while a reader takes one.
-                for one in [frame for frame in self._frames if frame.rev > rev]:
-                    if one.rev > rev + 1:  # the ring has dropped the next frame
+                for update in [frame for frame in self._frames if frame.rev > rev]:
+                    if update.rev > rev + 1:  # the ring has dropped the next frame
                         break
-                    rev = one.rev
-                    yield self._id(rev), one.data
+                    rev = update.rev
+                    yield self._id(rev), update.data
                 if self._frames and self._frames[0].rev > rev + 1:
                     missed, rev = self._rev - rev, None
                     continue
@@ -165,30 +164,30 @@ class Live:
         finally:
             self.num_readers -= 1
             if self._ended is not None and not self.num_readers:
-                self._left.set()
+                self._all_left.set()
 
     async def frame(self) -> dict[str, Any]:
         """Return the whole state in one frame."""
-        whole: dict[str, Any] = {"rollouts": [], "groups": [], "steps": []}
+        state: dict[str, Any] = {"rollouts": [], "groups": [], "steps": []}
         async for data in self._all(0, taken=False):  # no deadline: reads memory only
             for name, value in loads(data).items():
-                if isinstance(value, list) and name in whole:
-                    whole[name] += value
+                if isinstance(value, list) and name in state:
+                    state[name] += value
                 elif name != "full" or value:
-                    whole[name] = value
-        return whole
+                    state[name] = value
+        return state
 
     async def rollout(self, key: str) -> dict[str, Any]:
         row = self.board.rows.get(key)
         if row is not None and row.record is not None:
             reader = RecordReader(row.record, self.sources.chat(), lambda: _verdict(row))
             return await anyio.to_thread.run_sync(reader.whole)
-        found = None
+        rollout = None
         if self.sources.read_rollout is not None:
-            found = await self.sources.read_rollout(key)
-        if found is None:
+            rollout = await self.sources.read_rollout(key)
+        if rollout is None:
             raise NotThere(f"rollout {key!r}: not found (only the newest rollouts are kept)")
-        return found
+        return rollout
 
     async def rollout_events(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
         row = self.board.rows.get(key)
@@ -215,9 +214,9 @@ class Live:
         if self.sources.read_group is not None and (
             group is None or (group.end is not None and not group.members.keys() <= rows.keys())
         ):
-            found = await self.sources.read_group(name)
-            if found is not None:
-                return found
+            stored = await self.sources.read_group(name)
+            if stored is not None:
+                return stored
         if group is None:
             raise NotThere(f"group {name!r}: not found (only the newest groups are kept)")
         members = [row for key in group.members if (row := rows.get(key)) is not None]
@@ -260,7 +259,7 @@ class Live:
             {"who": wait.rollout_id, "what": wait.what, "waited_s": round(wait.waited_s, 2)}
             for wait in self.stalls.waits(_MAX_WAITS)
         ]
-        now = {
+        values = {
             **self.board.now(),
             "num_waiting": s.num_waiting(),
             "no_progress_s": round(self.stalls.no_progress_s, 1),
@@ -272,11 +271,11 @@ class Live:
             spent = self.board.spent(queued_share=_queued_share(sandbox))
             self._spent = spent.to_dict(s.served_on())
             self._latency = self.board.latency()
-        now["spent"], now["latency"] = self._spent, self._latency
+        values["spent"], values["latency"] = self._spent, self._latency
         if self._ended is not None:
-            now["ended"] = self._ended
+            values["ended"] = self._ended
         return {
-            "now": now,
+            "now": values,
             "waits": waits,
             "servers": [self._server(view) for view in s.servers()],
             "sandbox": sandbox,
@@ -328,16 +327,8 @@ def _question(prompt: Any) -> str:
 
 
 def _verdict(row: Row) -> dict[str, Any]:
-    return {
-        "group": row.group,
-        "state": row.state,
-        "stop_reason": row.stop,
-        "reward": row.reward,
-        "answer": row.answer,
-        "reason": row.reason,
-        "advantage": row.advantage,
-        "dropped": row.dropped,
-    }
+    names = ("group", "state", "reward", "answer", "reason", "advantage", "dropped")
+    return {**{name: getattr(row, name) for name in names}, "stop_reason": row.stop}
 
 
 def _member(row: Row, *, is_chosen: bool) -> dict[str, Any]:

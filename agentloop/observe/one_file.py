@@ -44,8 +44,8 @@ def one_file(bodies: Mapping[str, Any]) -> str:
     )
     html = _SCRIPT.sub("", _STYLE.sub("", html))
     before, charset, after = html.partition(_CHARSET)
-    head, end_of_head, rest = after.partition("</head>")
-    body, end_of_body, tail = rest.rpartition("</body>")
+    head, end_of_head, after_head = after.partition("</head>")
+    body, end_of_body, tail = after_head.rpartition("</body>")
     return "".join(
         [
             *(before, charset),

@@ -223,8 +223,8 @@ class Page:
         return _json({"rollout": await self._ask(question)})
 
     async def _post_action(self, request: web.Request) -> web.StreamResponse:
-        given = request.headers.get("X-Control-Token", "").encode("utf-8", "surrogatepass")
-        if not secrets.compare_digest(given, self.control_token.encode()):
+        token = request.headers.get("X-Control-Token", "").encode("utf-8", "surrogatepass")
+        if not secrets.compare_digest(token, self.control_token.encode()):
             text = "the control token is missing or wrong; it was printed at startup"
             return _json({"error": text}, status=403)
         body = await _body(request, self._io_timeout_s)

@@ -28,8 +28,8 @@ def trace_of(frame: Mapping[str, Any]) -> dict[str, Any]:
     Groups are processes and rollouts are their threads. Times are microseconds since the time that
     the frame's rows are relative to. Of a rollout in flight, the last slice ends with the frame.
     """
-    about = frame.get("about", {})
-    t0 = about.get("t0") or 0.0
+    run = frame.get("about", {})
+    t0 = run.get("t0") or 0.0
     now_ms = round(1000 * (frame.get("t", t0) - t0))
     tasks = {group["id"]: group.get("task") for group in frame.get("groups", ())}
     processes: dict[str, int] = {}
@@ -48,7 +48,7 @@ def trace_of(frame: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"run": about.get("title", ""), "begun_unix_s": t0},
+        "otherData": {"run": run.get("title", ""), "begun_unix_s": t0},
     }
 
 
@@ -57,8 +57,8 @@ def _slices(
 ) -> Iterator[dict[str, Any]]:
     """Yield the rollout as a slice, and within it a slice for each of its lanes."""
     end = row["end"] if row["end"] is not None else max(now_ms, row["start"])
-    given = {name: row[name] for name in _ARGUMENTS if row.get(name) not in (None, "")}
-    yield _slice("rollout", row["start"], end, process, thread) | {"args": given}
+    arguments = {name: row[name] for name in _ARGUMENTS if row.get(name) not in (None, "")}
+    yield _slice("rollout", row["start"], end, process, thread) | {"args": arguments}
     lanes = row["lanes"]
     for (lane, begin), until in zip(lanes, [*(at for _, at in lanes[1:]), end], strict=True):
         begin, until = max(begin, row["start"]), min(until, end)

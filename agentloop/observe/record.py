@@ -13,15 +13,12 @@ from typing import Any
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.text_stream import TextStream
-from agentloop.trajectory import (
-    Message,
-    Trajectory,
-    Turn,
-)
+from agentloop.trajectory import Message, Trajectory, Turn
 
 __all__ = ["RecordReader"]
 
 _TAGS = re.compile("(</?(?:reason|think|answer)>)")  # each tag starts a new piece
+_COPIED = ("cached_tokens", "started_s", "placed_s", "first_token_s", "generated_s", "ended_s")
 
 Entropies = Sequence[Sequence[float]]
 """Entropy of each sampled token in nats, by turn."""
@@ -72,21 +69,21 @@ class RecordReader:
             return None
         self._last = last
         first = max(0, len(self._decoded) - 1)
-        known = 0
+        num_known = 0
         if self._decoded and self._chat is not None:
             # Repeat the last piece: bytes of a character that were held back may now belong to it.
-            known = max(0, len(self._decoded[first].pieces) - 1)
-        changes = [self._turn(first, known)]
+            num_known = max(0, len(self._decoded[first].pieces) - 1)
+        changes = [self._turn(first, num_known)]
         changes += [self._turn(index, 0) for index in range(first + 1, len(turns))]
-        return {"turn": first, "token": known, "turns": changes}
+        return {"turn": first, "token": num_known, "turns": changes}
 
-    def _turn(self, index: int, known: int) -> dict[str, Any]:
+    def _turn(self, index: int, num_known: int) -> dict[str, Any]:
         turn = self._record.turns[index]
         is_over = turn.ended_s > 0  # read this first: once it is true, the turn is complete
         num = min(len(turn.output_ids), len(turn.logprobs))
         entropies = None
         if self._entropies is not None and index < len(self._entropies):
-            entropies = self._entropies[index][known:num]
+            entropies = self._entropies[index][num_known:num]
         pieces = self._pieces(index, turn, num, is_over=is_over)
         calls = [asdict(call) for call in turn.calls]
         if not num and is_over:  # without ids, each call is a piece after those of the text
@@ -94,19 +91,14 @@ class RecordReader:
                 call |= {"start": start, "end": start + 1}
         heard = self._record.messages_between[index + 1 : index + 2]  # none while it speaks
         return {
-            "pieces": pieces[known:],
-            "ids": turn.output_ids[known:num],
-            "logprobs": turn.logprobs[known:num],
+            "pieces": pieces[num_known:],
+            "ids": turn.output_ids[num_known:num],
+            "logprobs": turn.logprobs[num_known:num],
             "entropies": entropies,
             "end": str(turn.end) if is_over else None,
             "versions": [asdict(span) for span in turn.versions],
             "servers": list(turn.servers),
-            "cached_tokens": turn.cached_tokens,
-            "started_s": turn.started_s,
-            "placed_s": turn.placed_s,
-            "first_token_s": turn.first_token_s,
-            "generated_s": turn.generated_s,
-            "ended_s": turn.ended_s,
+            **{name: getattr(turn, name) for name in _COPIED},
             "calls": calls,
             "results": [asdict(result) for result in turn.results],
             "observation": self._text(turn.observation_ids) or "".join(map(_in_words, heard)),
@@ -149,7 +141,9 @@ class _DecodedTurn:
 
 
 def _in_words(messages: Sequence[Message]) -> str:
-    return "\n\n".join(f"{one.get('role')}: {one.get('content') or ''}" for one in messages)
+    return "\n\n".join(
+        f"{message.get('role')}: {message.get('content') or ''}" for message in messages
+    )
 
 
 def _extent(turn: Turn) -> tuple[float, ...]:

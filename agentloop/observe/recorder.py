@@ -129,8 +129,8 @@ class Recorder:
                 with anyio.move_on_after(_CLOSE_S, shield=True):
                     await self._ended.wait()
                 self._writing.cancel()
-                if left := len(self._waiting):
-                    self._dropped.add(left, f"not written within {_CLOSE_S:g} s at the end")
+                if num_left := len(self._waiting):
+                    self._dropped.add(num_left, f"not written within {_CLOSE_S:g} s at the end")
                 self._dropped.report()
 
     @property
@@ -148,23 +148,23 @@ class Recorder:
             question: the user's last message; empty: the last one of the prompt.
         """
         if rollouts:
-            found = [_Rollout(one, question) for one in rollouts]
-            self._add(rollouts[0].id, found, is_session=False)
+            recorded = [_Rollout(rollout, question) for rollout in rollouts]
+            self._add(rollouts[0].id, recorded, is_session=False)
 
     def add_session(self, name: str, branches: Sequence[RecordedBranch]) -> None:
         """Record the branches of a session that was closed."""
         rollouts = [
-            _Rollout(one.record, one.question, one.reason, one.parent)
-            for one in branches
-            if one.record.turns
+            _Rollout(branch.record, branch.question, branch.reason, branch.parent)
+            for branch in branches
+            if branch.record.turns
         ]
         self._add(name, rollouts, is_session=True)
 
     def _add(self, name: str, rollouts: Sequence[_Rollout], *, is_session: bool) -> None:
         if self._folder is None or not rollouts:
             return
-        records = [one.record for one in rollouts]
-        num_tokens = sum(len(one.prompt_ids) + one.num_response_tokens for one in records)
+        records = [rollout.record for rollout in rollouts]
+        num_tokens = sum(len(record.prompt_ids) + record.num_response_tokens for record in records)
         is_full = self._num_waiting_tokens + num_tokens > _MAX_WAITING_TOKENS
         if self._waiting and (is_full or len(self._waiting) >= _MAX_WAITING_GROUPS):
             self._dropped.add(1, f"{len(self._waiting)} groups are already queued")
@@ -221,7 +221,7 @@ class Recorder:
         rollout = group.rollouts[index]
         record = rollout.record
         name = f"{number}-{group.name}"
-        ids = {one.record.id: f"{name}.{i}" for i, one in enumerate(group.rollouts)}
+        ids = {member.record.id: f"{name}.{i}" for i, member in enumerate(group.rollouts)}
         question = rollout.question or self._question_of(record.prompt_ids)
         return {
             "group": number,

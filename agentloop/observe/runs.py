@@ -17,7 +17,7 @@ _MAX_ROWS = 5_000
 
 def runs_beside(folder: Path) -> list[dict[str, Any]]:
     """Return the run in `folder` and its siblings, newest first."""
-    found: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
     for path in folder.parent.glob("*/metrics.jsonl"):
         run = path.parent
         if run.is_symlink() or run.name.startswith("."):
@@ -26,7 +26,7 @@ def runs_beside(folder: Path) -> list[dict[str, Any]]:
             stat, steps = path.stat(), _last_step(path)
         except OSError:  # being removed, or not a file
             continue
-        found.append(
+        runs.append(
             {
                 "name": run.name,
                 "steps": steps,
@@ -34,8 +34,8 @@ def runs_beside(folder: Path) -> list[dict[str, Any]]:
                 "current": run.name == folder.name,
             }
         )
-    found.sort(key=lambda one: -one["modified_unix_s"])
-    return found[:_MAX_RUNS] + [one for one in found[_MAX_RUNS:] if one["current"]]
+    runs.sort(key=lambda row: -row["modified_unix_s"])
+    return runs[:_MAX_RUNS] + [row for row in runs[_MAX_RUNS:] if row["current"]]
 
 
 def curves(folder: Path, run: str) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def curves(folder: Path, run: str) -> list[dict[str, Any]]:
         NotThere: There is no such run.
     """
     if run not in {
-        one["name"] for one in runs_beside(folder)
+        row["name"] for row in runs_beside(folder)
     }:  # untrusted input must not form a path
         raise NotThere(f"run {run!r}: not found in {folder.parent}")
     path = folder.parent / run

@@ -77,13 +77,13 @@ class Stalls:
         self.moved_s = self._clock()
 
     @contextmanager
-    def waiting(self, who: str, what: str) -> Iterator[None]:
+    def waiting(self, part: str, awaited: str) -> Iterator[None]:
         """Report a wait of a part other than a rollout, such as the learner's for a batch.
 
         Beginning and ending a wait both count as progress.
         """
         self.moved()
-        wait = (who, what, self.moved_s)
+        wait = (part, awaited, self.moved_s)
         self._others.append(wait)
         try:
             yield
@@ -92,10 +92,10 @@ class Stalls:
             self._others.remove(wait)
 
     def on_event(self, event: Event) -> None:
-        now = self.moved_s = self._clock()
+        now_s = self.moved_s = self._clock()
         match event:
             case RolloutStarted():
-                self._open[event.rollout_id] = _Open("its first turn", now)
+                self._open[event.rollout_id] = _Open("its first turn", now_s)
                 return
             case RolloutFinished() | RolloutAbandoned():
                 self._open.pop(event.rollout_id, None)
@@ -109,23 +109,23 @@ class Stalls:
         self._resting.discard(event.rollout_id)
         match event:
             case ClientAwaited():
-                wait.what, wait.since_s = "its client", now
+                wait.what, wait.since_s = "its client", now_s
                 wait.calls.clear()
                 self._resting.add(event.rollout_id)
             case TurnStarted() | TurnMoved():
-                wait.what, wait.since_s = "capacity on a server", now
+                wait.what, wait.since_s = "capacity on a server", now_s
             case TurnPlaced(server=server):
                 wait.server = server
-                wait.what, wait.since_s = f"the first token from {server}", now
+                wait.what, wait.since_s = f"the first token from {server}", now_s
             case TokensSampled():
-                wait.what, wait.since_s = f"more tokens from {wait.server}", now
+                wait.what, wait.since_s = f"more tokens from {wait.server}", now_s
             case CallStarted(call=call):
-                wait.calls[call.id] = (call.name, now)
+                wait.calls[call.id] = (call.name, now_s)
             case CallFinished(result=result):
                 wait.calls.pop(result.call_id, None)
             case TurnFinished():
                 wait.calls.clear()
-                wait.what, wait.since_s = "its next turn", now
+                wait.what, wait.since_s = "its next turn", now_s
 
     @property
     def no_progress_s(self) -> float:
@@ -138,7 +138,7 @@ class Stalls:
         """Seconds without progress, whether or not anything is waiting."""
         return self._clock() - self.moved_s
 
-    def waits(self, most: int | None = None) -> list[Wait]:
+    def waits(self, limit: int | None = None) -> list[Wait]:
         """Return the waits of rollouts, their open calls and other parts, longest first.
 
         Sessions that wait for their clients come last.
@@ -146,20 +146,20 @@ class Stalls:
         Args:
             most: Maximum number of waits to return.
         """
-        now = self._clock()
-        found = [(since_s, who, what) for who, what, since_s in self._others]
+        now_s = self._clock()
+        waits = [(since_s, part, awaited) for part, awaited, since_s in self._others]
         for rollout_id, wait in self._open.items():
             for name, since_s in wait.calls.values():
-                found.append((since_s, rollout_id, f"the tool {name}"))
+                waits.append((since_s, rollout_id, f"the tool {name}"))
             # A turn may be over while its calls run; then it only waits for the calls.
             if not wait.calls or wait.since_s >= max(since for _, since in wait.calls.values()):
-                found.append((wait.since_s, rollout_id, wait.what))
+                waits.append((wait.since_s, rollout_id, wait.what))
         longest = heapq.nsmallest(
-            len(found) if most is None else most,
-            found,
-            key=lambda one: (one[1] in self._resting, one[0]),
+            len(waits) if limit is None else limit,
+            waits,
+            key=lambda wait: (wait[1] in self._resting, wait[0]),
         )
-        return [Wait(who, what, now - since_s) for since_s, who, what in longest]
+        return [Wait(part, awaited, now_s - since_s) for since_s, part, awaited in longest]
 
     async def watch(self, after_s: float, more: Callable[[], str] = lambda: "") -> None:
         """Log each stall longer than `after_s`, and its end, until cancelled.

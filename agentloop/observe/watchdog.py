@@ -16,12 +16,12 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Self
 
 import anyio
 import pydantic
 
 from agentloop.aio import task_group
+from agentloop.config import as_limits
 from agentloop.errors import AgentLoopError
 from agentloop.observe.stalls import Stalls
 
@@ -70,11 +70,6 @@ class WatchdogLimits(WatchdogSettings):
         60.0, ge=0, description="Minimum time between two of these logs; omitted ones are counted."
     )
 
-    @classmethod
-    def of(cls, settings: WatchdogSettings) -> Self:
-        """Return `settings` with the usual limits, unless it has limits of its own."""
-        return settings if isinstance(settings, cls) else cls(**settings.model_dump())
-
 
 class NoProgress(AgentLoopError):
     """The run has made no progress for too long; the message lists what everyone is waiting for."""
@@ -89,7 +84,7 @@ class Heartbeat:
 
     def __init__(self, settings: WatchdogSettings, *, clock: Clock = time.monotonic) -> None:
         """Call it in the thread of the event loop."""
-        self.settings = WatchdogLimits.of(settings)
+        self.settings = as_limits(WatchdogLimits, settings)
         self._clock = clock
         self._thread_id = threading.get_ident()
         self._due_s: float | None = None
@@ -100,12 +95,12 @@ class Heartbeat:
 
     def beat(self, every_s: float) -> None:
         """Record a beat; the next one is due in `every_s` seconds."""
-        now = self._clock()
+        now_s = self._clock()
         if self._due_s is not None:
-            lag_s = max(0.0, now - self._due_s)
+            lag_s = max(0.0, now_s - self._due_s)
             self.largest_lag_s = max(self.largest_lag_s, lag_s)
             self._largest_since_s = max(self._largest_since_s, lag_s)
-        self._due_s = now + every_s
+        self._due_s = now_s + every_s
 
     def take_lag_s(self) -> float:
         """Return the largest lag since the last call."""
@@ -118,11 +113,11 @@ class Heartbeat:
         Call it from another thread. Each late beat is reported once, and at most one per
         `lag_logged_every_s`.
         """
-        due_s, now = self._due_s, self._clock()
-        if due_s is None or now - due_s < self.settings.max_lag_s or due_s == self._seen_due_s:
+        due_s, now_s = self._due_s, self._clock()
+        if due_s is None or now_s - due_s < self.settings.max_lag_s or due_s == self._seen_due_s:
             return None
         self._seen_due_s = due_s
-        if self._logged_s is not None and now - self._logged_s < self.settings.lag_logged_every_s:
+        if self._logged_s is not None and now_s - self._logged_s < self.settings.lag_logged_every_s:
             self._num_omitted += 1
             return None
         frame = sys._current_frames().get(self._thread_id)
@@ -131,8 +126,8 @@ class Heartbeat:
             return None
         stack = "".join(traceback.format_stack(frame)[-_STACK_DEPTH:])
         omitted = f" ({self._num_omitted} earlier occurrences not logged)" * bool(self._num_omitted)
-        self._logged_s, self._num_omitted = now, 0
-        return f"the event loop has been blocked for {now - due_s:.2f} s{omitted} by:\n{stack}"
+        self._logged_s, self._num_omitted = now_s, 0
+        return f"the event loop has been blocked for {now_s - due_s:.2f} s{omitted} by:\n{stack}"
 
 
 async def watch_lag(heart: Heartbeat) -> None:

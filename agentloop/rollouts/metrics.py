@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ __all__ = [
     "about_each",
     "mean",
     "mean_parts",
+    "mean_recorded",
     "percent",
     "rewards_of_each",
 ]
@@ -32,11 +34,12 @@ class RolloutFigures:
     """The figures of one scored rollout.
 
     Attributes:
-        reward: its reward; None: it has none.
-        no_reward: why it has none (`NoReward`).
+        reward: reward; None: there is none.
+        no_reward: reason for that (`NoReward`).
         reason: the same in words, or how it got its reward.
         parts: the named parts of its reward.
-        tool_errors: the share of its calls that failed; None: it made none.
+        recorded: what its environment has measured, by name.
+        tool_errors: share of its calls that failed; None: it made none.
         num_tokens: number of sampled tokens.
         truncated: whether it ran out of its budget of tokens or turns.
         versions: versions of the weights that sampled it.
@@ -46,6 +49,7 @@ class RolloutFigures:
     no_reward: str | None = None
     reason: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
+    recorded: Mapping[str, float] = field(default_factory=dict)
     tool_errors: float | None = None
     num_tokens: int = 0
     num_turns: int = 0
@@ -57,17 +61,20 @@ class RolloutFigures:
         """Compute the figures of a rollout, from the conversations of its own agent."""
         trajectories, reward = rollout.trajectories, rollout.reward
         assert reward is not None
-        num_tokens = sum(one.num_sampled_tokens for one in trajectories)
-        spans = (span for one in trajectories for turn in one for span in turn.versions)
+        num_tokens = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
+        spans = (
+            span for trajectory in trajectories for turn in trajectory for span in turn.versions
+        )
         return cls(
             reward.value,
             rollout.no_reward,
             reward.reason,
             dict(reward.parts),
+            dict(rollout.recorded),
             _tool_error_ratio(trajectories),
             num_tokens if rollout.num_tokens is None else rollout.num_tokens,
-            sum(len(one.turns) for one in trajectories),
-            any(one.stop_reason in _TRUNCATED for one in trajectories),
+            sum(len(trajectory.turns) for trajectory in trajectories),
+            any(trajectory.stop_reason in _TRUNCATED for trajectory in trajectories),
             sorted({span.version for span in spans}),
         )
 
@@ -77,8 +84,7 @@ class GroupFigures:
     """The figures of a group, as the journal keeps them.
 
     Attributes:
-        rejected: why no rollout of the group was selected; None: some were, or there was no
-            selection.
+        rejected: reason why no rollout was selected; None: some were, or there was no selection.
     """
 
     rollouts: Sequence[RolloutFigures] = field(default_factory=list)
@@ -147,7 +153,9 @@ def about(groups: Sequence[GroupFigures]) -> RolloutMetrics:
         tool_errors_in_correct=statistics.fmean(ratios) if ratios else None,
         num_rollouts=len(rollouts),
         num_without_reward=len(rollouts) - len(scored),
-        without_reward=dict(Counter(str(one.no_reward) for one in rollouts if one.reward is None)),
+        without_reward=dict(
+            Counter(str(rollout.no_reward) for rollout in rollouts if rollout.reward is None)
+        ),
         num_groups_rejected=sum(group.rejected is not None for group in groups),
         num_sampled_tokens=sum(lengths),
         length_mean=_fmean(lengths),
@@ -163,11 +171,12 @@ def about(groups: Sequence[GroupFigures]) -> RolloutMetrics:
 def about_each(groups: Iterable[tuple[str, GroupFigures]]) -> dict[str, Any]:
     """Compute the metrics of each environment, by names such as `env/guess/reward`.
 
-    The means of the parts of a reward are `env/guess/part/found`.
+    The means of the parts of a reward are `env/guess/part/found`, those of what the environment
+    records `env/guess/recorded/tries`.
 
     Args:
         groups: the name of each group's environment, and its figures. Groups without a name, of a
-            run with a single environment, have only the parts: `part/found`.
+            run with a single environment, have only these means: `part/found`.
     """
     groups_of: dict[str, list[GroupFigures]] = {}
     for name, group in groups:
@@ -178,29 +187,39 @@ def about_each(groups: Iterable[tuple[str, GroupFigures]]) -> dict[str, Any]:
         if name:
             of_all = about(groups_of[name]).row()
             metrics |= {f"{prefix}{metric}": value for metric, value in of_all.items()}
-        parts = mean_parts(groups_of[name])
+        parts, recorded = mean_parts(groups_of[name]), mean_recorded(groups_of[name])
         metrics |= {f"{prefix}part/{part}": mean for part, mean in parts.items()}
+        metrics |= {f"{prefix}recorded/{key}": mean for key, mean in recorded.items()}
     return metrics
 
 
 def mean_parts(groups: Sequence[GroupFigures]) -> dict[str, float]:
     """Return the mean of each named part of the reward, over the rollouts that have it."""
+    return _mean_of_each(rollout.parts for group in groups for rollout in group.rollouts)
+
+
+def mean_recorded(groups: Sequence[GroupFigures]) -> dict[str, float]:
+    """Return the mean of each recorded value, over the rollouts with a reward that have it."""
+    rollouts = (rollout for group in groups for rollout in group.rollouts)
+    return _mean_of_each(one.recorded for one in rollouts if one.reward is not None)
+
+
+def _mean_of_each(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
-    for group in groups:
-        for rollout in group.rollouts:
-            for part, value in rollout.parts.items():
-                values.setdefault(part, []).append(value)
-    return {part: statistics.fmean(values[part]) for part in sorted(values)}
+    for row in rows:
+        for name, value in row.items():
+            values.setdefault(name, []).append(value)
+    return {name: statistics.fmean(values[name]) for name in sorted(values)}
 
 
 def rewards_of_each(metrics: Mapping[str, Any]) -> str:
     """Return the rewards among the result of `about_each` in words; empty if there are none."""
-    told = [
+    rewards = [
         f"{name.split('/')[1]} {mean(value)}"
         for name, value in metrics.items()
-        if name.startswith("env/") and name.endswith("/reward") and "/part/" not in name
+        if re.fullmatch("env/[^/]+/reward", name)
     ]
-    return f" ({', '.join(told)})" if told else ""
+    return f" ({', '.join(rewards)})" if rewards else ""
 
 
 def _fmean(values: Sequence[float]) -> float:
@@ -210,7 +229,7 @@ def _fmean(values: Sequence[float]) -> float:
 def _tool_error_ratio(trajectories: Sequence[Trajectory]) -> float | None:
     """Return the share of a rollout's calls that failed, or None without calls."""
     ours = (ToolCallStatus.CANCELLED, ToolCallStatus.INFRASTRUCTURE)
-    results = [result for one in trajectories for result in one.results]
+    results = (result for trajectory in trajectories for result in trajectory.results)
     statuses = [result.status for result in results if result.status not in ours]
     return sum(status.failed for status in statuses) / len(statuses) if statuses else None
 

@@ -132,7 +132,10 @@ def player_of(environments: Sequence[RunEnvironment], runner: Runner, **options:
 
     Takes the options of `environment_player`, and raises the same.
     """
-    players = {one.name: environment_player(one.env, runner, **options) for one in environments}
+    players = {
+        environment.name: environment_player(environment.env, runner, **options)
+        for environment in environments
+    }
     return players[""] if "" in players else _MixedPlayer(environments, players)
 
 
@@ -151,10 +154,10 @@ def endpoint_player_of(
     """
     gate = _SlotGate(max_groups)
     players: dict[str, Player] = {}
-    for one in environments:
-        environment = one.load()
+    for run_environment in environments:
+        environment = run_environment.load()
         assert environment is not None, "an endpoint has no tools of its own"
-        players[one.name] = EnvironmentPlayer(environment, host, gate=gate, **options)
+        players[run_environment.name] = EnvironmentPlayer(environment, host, gate=gate, **options)
     return players[""] if "" in players else _MixedPlayer(environments, players)
 
 
@@ -182,7 +185,7 @@ class _MixedPlayer:
     def __init__(
         self, environments: Sequence[RunEnvironment], players: Mapping[str, Player]
     ) -> None:
-        self._environments = {one.name: one for one in environments}
+        self._environments = {environment.name: environment for environment in environments}
         self._players = players
 
     async def wait_for_capacity(self, size: int) -> None:
@@ -193,8 +196,8 @@ class _MixedPlayer:
         self, task: Task, *, budget: Budget, **options: Any
     ) -> AbstractAsyncContextManager[Sequence[Sibling]]:
         """Implement `Player`."""
-        own = self._environments[task.env].budget_of(budget)
-        return self._players[task.env].group(task, budget=own, **options)
+        environment_budget = self._environments[task.env].budget_of(budget)
+        return self._players[task.env].group(task, budget=environment_budget, **options)
 
 
 class EnvironmentPlayer:
@@ -218,7 +221,7 @@ class EnvironmentPlayer:
             emit: called with the events of all conversations.
             grader: checks answers for `agent.grade`; None: the environment must do so itself.
             gate: where a group waits until it may start; None: it starts at once.
-            with_text: as for `Agent`.
+            with_text: see `Agent`.
             has_names: whether seeds are derived from the name of the group, too.
         """
         self._environment = environment
@@ -256,7 +259,7 @@ class EnvironmentPlayer:
                 on_end = (await stack.enter_async_context(waiting)).end
             siblings = await self._siblings(task, size, name, budget, prompt_ids, on_end)
             yield siblings
-        failures = [one.failure for one in siblings if one.failure is not None]
+        failures = [sibling.failure for sibling in siblings if sibling.failure is not None]
         if len(failures) == size:
             raise EnvironmentFailed(f"environment {self._environment.name}: {failures[0]}")
 
@@ -336,7 +339,7 @@ class EnvironmentSibling:
 
     Attributes:
         counts: sampled tokens of conversations, where an endpoint has counted them.
-        failure: what the environment failed with, once it has.
+        failure: error of the environment, once it has failed.
     """
 
     environment: Environment
@@ -353,7 +356,11 @@ class EnvironmentSibling:
         self.on_end(self.agent.id, end.cut is None)
         if end.cut is _ENVIRONMENT and end.reward is not None:
             self.failure = end.reward.reason
-        counted = [self.counts[one.id] for one in record.trajectories if one.id in self.counts]
+        counted = [
+            self.counts[trajectory.id]
+            for trajectory in record.trajectories
+            if trajectory.id in self.counts
+        ]
         record.num_tokens = sum(counted) if counted else None
         return record
 
@@ -375,12 +382,14 @@ class EnvironmentSibling:
         def end_of(value: Any, error: BaseException | None) -> tuple[_End, RolloutRecord]:
             agent.close(None if error is None and not is_late else _ENVIRONMENT)
             if agent.failure is not None:
-                end = _End.lost(agent.failure, _INFRASTRUCTURE)
-            elif any(one.stop_reason is StopReason.CANCELLED for one in agent.trajectories):
-                end = _End.lost("it was cancelled", StopReason.CANCELLED)
+                end = _End.without_reward(agent.failure, _INFRASTRUCTURE)
+            elif any(
+                trajectory.stop_reason is StopReason.CANCELLED for trajectory in agent.trajectories
+            ):
+                end = _End.without_reward("it was cancelled", StopReason.CANCELLED)
             elif is_late:
-                why = f"the environment ran out of time ({self.timeout_s:g} s)"
-                end = _End.lost(why, _ENVIRONMENT)
+                reason = f"the environment ran out of time ({self.timeout_s:g} s)"
+                end = _End.without_reward(reason, _ENVIRONMENT)
             else:
                 end = self._end_of_value(value) if error is None else self._end_of_error(error)
             return end, _record(agent, end)
@@ -412,15 +421,15 @@ class EnvironmentSibling:
     def _end_of_value(self, value: Any) -> _End:
         """Return the end of a rollout of which the environment has returned a value."""
         try:
-            for one in (self.agent, *self.agent.others.values()):
-                check_turn_rewards(one.trajectories)
-                if one.reward is not None:
-                    one.reward = finite_number(one.reward, f"reward of {one.id}")
+            for agent in (self.agent, *self.agent.others.values()):
+                check_turn_rewards(agent.trajectories)
+                if agent.reward is not None:
+                    agent.reward = finite_number(agent.reward, f"reward of {agent.id}")
             if isinstance(value, Trajectory):
                 return _End(None, to_grade=value)
             return _End(reward_of(value, self.environment.weights))
         except Exception as error:  # a value may be anything
-            return _End.lost(f"the environment gave a bad value: {error}", _ENVIRONMENT)
+            return _End.without_reward(f"the environment gave a bad value: {error}", _ENVIRONMENT)
 
     def _end_of_error(self, error: BaseException) -> _End:
         """Return the end of a rollout in which the environment raised an error.
@@ -433,17 +442,19 @@ class EnvironmentSibling:
             if isinstance(leaf, RewardError):  # a function of the settings
                 raise leaf from None
             if isinstance(leaf, InfrastructureFailed | ServerError):
-                return _End.lost(str(leaf), _INFRASTRUCTURE)
+                return _End.without_reward(str(leaf), _INFRASTRUCTURE)
         cause = sole(error)
         if isinstance(self.environment, _BuiltIn):
             raise cause
-        what = summary_of(cause)
-        what += f" ({place})" if (place := place_of(cause)) else ""
+        description = summary_of(cause)
+        description += f" ({place})" if (place := place_of(cause)) else ""
         reward = self.environment.reward_of_error(error)
         if reward is not None:
-            return _End(Reward(reward, None, f"the agent caused {what}"), StopReason.ANSWERED)
+            return _End(
+                Reward(reward, None, f"the agent caused {description}"), StopReason.ANSWERED
+            )
         log.warning("%s failed on task %s", self.environment.name, self.task.id, exc_info=error)
-        return _End.lost(f"the environment raised {what}", _ENVIRONMENT)
+        return _End.without_reward(f"the environment raised {description}", _ENVIRONMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,9 +471,9 @@ class _End:
     to_grade: Trajectory | None = None
 
     @classmethod
-    def lost(cls, why: str, cut: StopReason) -> _End:
+    def without_reward(cls, reason: str, cut: StopReason) -> _End:
         """Return the end of a rollout without a reward."""
-        return cls(Reward(None, None, f"{_PREFIXES.get(cut, '')}{why}"), cut)
+        return cls(Reward(None, None, f"{_PREFIXES.get(cut, '')}{reason}"), cut)
 
 
 _NO_REWARD = {
@@ -472,17 +483,27 @@ _NO_REWARD = {
     StopReason.CANCELLED: NoReward.CANCELLED,
 }
 _PREFIXES = {_INFRASTRUCTURE: "infrastructure: "}
-_STRAGGLER = _End.lost("stopped: enough rollouts of its group had ended", StopReason.STRAGGLER)
+_STRAGGLER = _End.without_reward(
+    "stopped: enough rollouts of its group had ended", StopReason.STRAGGLER
+)
 
 
 def _record(agent: Agent, end: _End) -> RolloutRecord:
     """Return the record of a rollout as it is now."""
-    others = {
-        name: AgentRecord(_copies(other), other.reward, other.is_trained)
-        for name, other in agent.others.items()
+    other_records = {
+        name: AgentRecord(_copies(other_agent), other_agent.reward, other_agent.is_trained)
+        for name, other_agent in agent.others.items()
     }
     no_reward = None if end.cut is None else _NO_REWARD.get(end.cut)
-    record = RolloutRecord(agent.id, _copies(agent), end.reward, others, no_reward, end.to_grade)
+    record = RolloutRecord(
+        agent.id,
+        _copies(agent),
+        end.reward,
+        other_records,
+        no_reward,
+        end.to_grade,
+        recorded=agent.recorded,
+    )
     if not record.all_trajectories:  # a record, so that the reason is not lost
         reason = end.reward.reason if end.reward is not None and end.cut is not None else None
         empty = Trajectory(agent.id, [], [], end.cut or _ENVIRONMENT, reason)
@@ -501,6 +522,9 @@ def _record(agent: Agent, end: _End) -> RolloutRecord:
 def _copies(agent: Agent) -> list[Trajectory]:
     """Return an agent's conversations with turns that nobody else changes."""
     return [
-        replace(one, turns=[replace(turn, token_rewards=[*turn.token_rewards]) for turn in one])
-        for one in agent.trajectories
+        replace(
+            trajectory,
+            turns=[replace(turn, token_rewards=[*turn.token_rewards]) for turn in trajectory],
+        )
+        for trajectory in agent.trajectories
     ]

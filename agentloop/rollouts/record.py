@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.trajectory import StopReason, Trajectory
 
-__all__ = ["AgentRecord", "NoReward", "RolloutGroup", "RolloutRecord"]
+__all__ = [
+    "AgentRecord",
+    "ConversationRow",
+    "NoReward",
+    "RolloutGroup",
+    "RolloutRecord",
+    "TokenCredit",
+]
 
 
 class NoReward(StrEnum):
-    """Why a rollout has no reward."""
+    """The reason why a rollout has no reward."""
 
     INFRASTRUCTURE = "infrastructure"  # it failed
     ENVIRONMENT = "environment"  # it failed, or ran out of time
@@ -32,7 +41,7 @@ class AgentRecord:
     """The record of another agent of a rollout.
 
     Attributes:
-        reward: its own reward; None: it gets that of the rollout.
+        reward: reward of this agent; None: it gets that of the rollout.
         is_trained: whether its tokens are trained on.
     """
 
@@ -43,7 +52,7 @@ class AgentRecord:
     @property
     def whole(self) -> list[Trajectory]:
         """The conversations that were not stopped by the environment."""
-        return _whole(self.trajectories)
+        return _uninterrupted(self.trajectories)
 
 
 @dataclass(slots=True)
@@ -51,13 +60,14 @@ class RolloutRecord:
     """The record of one rollout.
 
     Attributes:
-        id: its name.
+        id: name of the rollout.
         trajectories: conversations of its agent with the model; of the built-in agent one.
-        reward: its reward, once it is scored; before that, what its environment says of it.
+        reward: reward, once it is scored; before that, the one that its environment returned.
         others: the other agents of its environment, by name.
-        no_reward: why there is no reward, once that is known.
+        no_reward: reason why there is no reward, once that is known.
         to_grade: the conversation whose answer is to be checked, for the reward.
         num_tokens: sampled tokens, as an endpoint has counted them; None: those of the record.
+        recorded: what its environment has measured, by name (`Agent.record`).
     """
 
     id: str
@@ -67,27 +77,28 @@ class RolloutRecord:
     no_reward: NoReward | None = None
     to_grade: Trajectory | None = None
     num_tokens: int | None = None
+    recorded: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def all_trajectories(self) -> list[Trajectory]:
         """The conversations of all agents, at least one."""
-        others = (one for other in self.others.values() for one in other.trajectories)
-        return [*self.trajectories, *others]
+        of_others = (agent.trajectories for agent in self.others.values())
+        return [*self.trajectories, *chain.from_iterable(of_others)]
 
     @property
     def whole(self) -> list[Trajectory]:
         """The conversations of its agent that were not stopped by the environment."""
-        return _whole(self.trajectories)
+        return _uninterrupted(self.trajectories)
 
     @property
     def trained(self) -> list[Trajectory]:
         """The conversations of all agents that may be trained on."""
-        others = (other.whole for other in self.others.values() if other.is_trained)
-        return [*self.whole, *(one for whole in others for one in whole)]
+        of_others = (agent.whole for agent in self.others.values() if agent.is_trained)
+        return [*self.whole, *chain.from_iterable(of_others)]
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(one.num_sampled_tokens for one in self.all_trajectories)
+        return sum(trajectory.num_sampled_tokens for trajectory in self.all_trajectories)
 
     @property
     def may_count(self) -> bool:
@@ -95,6 +106,108 @@ class RolloutRecord:
         if self.to_grade is not None:
             return not self.to_grade.stop_reason.is_unscorable
         return self.reward is not None and self.reward.value is not None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCredit:
+    """The advantages and weights of a trajectory's sampled tokens.
+
+    Each is one number if it is the same for all of them, otherwise a list with one for each.
+    """
+
+    advantages: float | list[float]
+    weights: float | list[float]
+
+    @classmethod
+    def of(cls, advantages: Sequence[float], weight: float) -> TokenCredit:
+        """Build the credit of a trajectory. Raises ValueError if a number is not finite."""
+        if not all(map(math.isfinite, [*advantages, weight])):
+            raise ValueError("an advantage or a weight is not finite")
+        if len(set(advantages)) <= 1:
+            return cls(advantages[0] if advantages else 0.0, weight)
+        return cls(list(advantages), weight)
+
+    @property
+    def mean_advantage(self) -> float:
+        """The mean over the sampled tokens, for people."""
+        if isinstance(self.advantages, list):
+            return math.fsum(self.advantages) / len(self.advantages)
+        return self.advantages
+
+    @property
+    def has_signal(self) -> bool:
+        """True if the advantage of any token differs from 0."""
+        if isinstance(self.advantages, list):
+            return any(self.advantages)
+        return bool(self.advantages)
+
+
+@dataclass(slots=True)
+class ConversationRow:
+    """A conversation of a rollout with its reward and selection: a line of a group's file.
+
+    Attributes:
+        task, truth: id of the task, and its answer.
+        rollout: number of the rollout in its group.
+        agent: name of the agent; empty: the rollout's own.
+        reward, parts, answer, reason: the rollout's `Reward`.
+        recorded: values that the environment has recorded of the rollout (`agent.record`).
+        advantage: mean advantage of its tokens; None: it was not selected for training.
+        credit: advantages and weights of its tokens; None: as above.
+        dropped: why the rollout was not selected (`DropReason`).
+    """
+
+    rollout: int
+    trajectory: Trajectory
+    task: str = ""
+    truth: str | None = None
+    agent: str = ""
+    reward: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    recorded: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
+    reason: str = ""
+    no_reward: NoReward | None = None
+    credit: TokenCredit | None = None
+    dropped: str | None = None
+
+    @property
+    def advantage(self) -> float | None:
+        return None if self.credit is None else self.credit.mean_advantage
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain data for JSON."""
+        credit = None if self.credit is None else asdict(self.credit)
+        return {
+            "task": self.task,
+            "truth": self.truth,
+            "rollout": self.rollout,
+            "agent": self.agent,
+            "reward": self.reward,
+            "parts": dict(self.parts),
+            "recorded": dict(self.recorded),
+            "answer": self.answer,
+            "reason": self.reason,
+            "no_reward": self.no_reward,
+            "advantage": self.advantage,
+            "credit": credit,
+            "dropped": self.dropped,
+            "trajectory": self.trajectory.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> ConversationRow:
+        """Rebuild a row from the output of `to_dict`; other keys are ignored.
+
+        Raises:
+            KeyError, TypeError, ValueError: as in `Trajectory.from_dict`.
+        """
+        values = {each.name: row[each.name] for each in fields(cls)}
+        if (no_reward := row["no_reward"]) is not None:
+            values["no_reward"] = NoReward(no_reward)
+        if (credit := row["credit"]) is not None:
+            values["credit"] = TokenCredit(**credit)
+        return cls(**{**values, "trajectory": Trajectory.from_dict(row["trajectory"])})
 
 
 @dataclass(slots=True)
@@ -106,7 +219,7 @@ class RolloutGroup:
 
     @property
     def rewards(self) -> list[Reward]:
-        return [one.reward for one in self.rollouts if one.reward is not None]
+        return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
 
     @property
     def mean_reward(self) -> float | None:
@@ -116,7 +229,7 @@ class RolloutGroup:
     @property
     def outage(self) -> str | None:
         """The failure of the infrastructure to which all rollouts were lost, if they were."""
-        if all(one.no_reward is NoReward.INFRASTRUCTURE for one in self.rollouts):
+        if all(rollout.no_reward is NoReward.INFRASTRUCTURE for rollout in self.rollouts):
             return self.rewards[0].reason
         return None
 
@@ -129,32 +242,34 @@ class RolloutGroup:
         for index, rollout in enumerate(self.rollouts):
             for trajectory in rollout.trajectories:
                 yield index, "", trajectory
-            for name, other in rollout.others.items():
-                for trajectory in other.trajectories:
+            for name, agent in rollout.others.items():
+                for trajectory in agent.trajectories:
                     yield index, name, trajectory
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[ConversationRow]:
         """Return a line of the group's file for each conversation, as if none was selected."""
+        rewards = self.rewards
         return [
-            {
-                "task": self.task.id,
-                "truth": self.task.answer,
-                "rollout": index,
-                "agent": agent,
-                "reward": reward.value,
-                "parts": dict(reward.parts),
-                "answer": reward.answer,
-                "reason": reward.reason,
-                "no_reward": self.rollouts[index].no_reward,
-                "advantage": None,
-                "credit": None,
-                "dropped": None,
-                "trajectory": trajectory.to_dict(),
-            }
+            ConversationRow(
+                index,
+                trajectory,
+                task=self.task.id,
+                truth=self.task.answer,
+                agent=agent,
+                reward=rewards[index].value,
+                parts=rewards[index].parts,
+                recorded=self.rollouts[index].recorded,
+                answer=rewards[index].answer,
+                reason=rewards[index].reason,
+                no_reward=self.rollouts[index].no_reward,
+            )
             for index, agent, trajectory in self.conversations
-            for reward in [self.rewards[index]]
         ]
 
 
-def _whole(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    return [one for one in trajectories if one.stop_reason is not StopReason.ENVIRONMENT]
+def _uninterrupted(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    return [
+        trajectory
+        for trajectory in trajectories
+        if trajectory.stop_reason is not StopReason.ENVIRONMENT
+    ]

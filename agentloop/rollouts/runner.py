@@ -39,7 +39,7 @@ Select = Callable[[RolloutGroup], GroupFinished]
 
 
 class Sibling(Protocol):
-    """One rollout of a group."""
+    """A rollout of a group."""
 
     async def play(self) -> RolloutRecord:
         """Run the rollout to its end; its failures are in the record."""
@@ -128,7 +128,7 @@ class GroupRunner:
         """
         Args:
             grader: checks the answers of rollouts that have no reward of an environment.
-            enough: as in `play_siblings`; ignored for groups that are not larger.
+            enough: see `play_siblings`; ignored for groups that are not larger.
             emit: called with events about groups and rewards.
         """
         self._player = player
@@ -171,14 +171,14 @@ class GroupRunner:
         finished = GroupFinished(name, is_chosen=is_chosen)
 
         async def score(rollout: RolloutRecord) -> None:
-            begun = time.monotonic()
+            started = time.monotonic()
             rollout.reward = await self._reward(task, rollout, flaw_of)
             if judge is not None and rollout.reward.value is not None:
                 await judge(rollout)
             reward = rollout.reward
             if reward.value is None and rollout.no_reward is None:
                 rollout.no_reward = NoReward.NOT_GIVEN
-            scored = reward.value, reward.answer, reward.reason, time.monotonic() - begun
+            scored = reward.value, reward.answer, reward.reason, time.monotonic() - started
             for trajectory in rollout.all_trajectories:
                 self._emit(RolloutScored(trajectory.id, *scored))
 

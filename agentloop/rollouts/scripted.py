@@ -30,7 +30,7 @@ from agentloop.rollouts.runner import GroupRunner
 from agentloop.sandbox import Pool
 from agentloop.trajectory import Message
 
-__all__ = ["PlayedRollout", "call", "play", "taught"]
+__all__ = ["PlayedRollout", "call", "play", "teacher_dialogues"]
 
 _TOOL_S = 4.0  # time limit of a call of a built-in tool, as by default
 
@@ -40,9 +40,9 @@ class PlayedRollout:
     """A rollout with a script in place of the model.
 
     Attributes:
-        reward: what the environment says that it is worth.
-        dialogues: its conversations, as `agentloop sft` reads them.
-        record: its record; without a model, it has no token ids.
+        reward: reward by the environment.
+        dialogues: conversations, as `agentloop sft` reads them.
+        record: record of the rollout; without a model, it has no token ids.
     """
 
     reward: Reward
@@ -73,19 +73,19 @@ async def play(
 
     Args:
         task: a task, or its fields.
-        budget: its numbers of turns and its time are kept to; it has no tokens.
+        budget: limits of turns and time; a script has no tokens to limit.
         pool: the sandbox, for environments that use `agent.sandbox` or the built-in tools.
-        tools: what to use for other tools that the environment names, by their names, such as
+        tools: stand-ins for other tools that the environment names, by their names, such as
             `{"mcp:people": [lookup]}`.
 
     Raises:
         RequestError: the environment failed.
     """
-    host = PlayerHost(script, pool, partial(_named, tools or {}, pool), [])
+    host = PlayerHost(script, pool, partial(_resolve_stand_ins, tools or {}, pool), [])
     return await _play(environment, _task_of(task), host, budget or Budget())
 
 
-async def taught(
+async def teacher_dialogues(
     environment: Environment,
     task: Task,
     random: Random,
@@ -107,10 +107,12 @@ async def taught(
     assert environment.teacher is not None
     host = PlayerHost(environment.teacher(task, random), pool, resolve, [])
     played = await _play(environment, task, host, budget)
-    for one in played.record.all_trajectories:
-        if one.error is not None:
-            raise RequestError(f"the teacher's rollout of task {task.id}: {one.error}")
-    return [one for one in played.dialogues if one["messages"][-1]["role"] == "assistant"]
+    for trajectory in played.record.all_trajectories:
+        if trajectory.error is not None:
+            raise RequestError(f"the teacher's rollout of task {task.id}: {trajectory.error}")
+    return [
+        dialogue for dialogue in played.dialogues if dialogue["messages"][-1]["role"] == "assistant"
+    ]
 
 
 async def _play(
@@ -123,24 +125,26 @@ async def _play(
     return PlayedRollout(group.rewards[0], host.dialogues, group.rollouts[0])
 
 
-def _named(
+def _resolve_stand_ins(
     stand_ins: Mapping[str, Sequence[Tool | ToolFunction]],
     pool: Pool | None,
     tools: Sequence[Tool | ToolFunction | str],
 ) -> list[Tool]:
     """Return the tools, with those given for the names among them."""
-    found: list[Tool] = []
+    resolved: list[Tool] = []
     for tool in tools:
         if not isinstance(tool, str):
-            found.append(as_tool(tool))
+            resolved.append(as_tool(tool))
         elif tool in stand_ins:
-            found += map(as_tool, stand_ins[tool])
+            resolved += map(as_tool, stand_ins[tool])
         elif pool is not None and ":" not in tool:
-            found += resolved_tools([tool], pool=pool, servers={}, functions={}, timeout_s=_TOOL_S)
+            resolved += resolved_tools(
+                [tool], pool=pool, servers={}, functions={}, timeout_s=_TOOL_S
+            )
         else:
-            how = f"tools={{{tool!r}: [...]}}" if ":" in tool else "pool="
-            raise RequestError(f"tools: {tool!r}: pass play({how}) for it")
-    return found
+            argument = f"tools={{{tool!r}: [...]}}" if ":" in tool else "pool="
+            raise RequestError(f"tools: {tool!r}: pass play({argument}) for it")
+    return resolved
 
 
 def _task_of(fields: Task | Mapping[str, Any]) -> Task:

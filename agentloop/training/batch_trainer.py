@@ -20,15 +20,10 @@ from agentloop.training.collapse import (
     checkpoint_before,
     report,
 )
-from agentloop.training.curriculum import Curriculum
-from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.held_out import HeldOutEval
-from agentloop.training.loop_settings import LoopSettings
-from agentloop.training.pace import Pace
 from agentloop.training.queue import Lease, StepNotes
-from agentloop.training.run_control import RunControl
-from agentloop.training.run_folder import RunFolder
-from agentloop.training.step_metrics import Learned, MetricsLog, StepMetrics
+from agentloop.training.run_context import RunContext
+from agentloop.training.step_metrics import Learned, StepMetrics
 from agentloop.training.steps import Steps
 from agentloop.training.weight_sync.loop import WeightSyncLoop
 
@@ -40,36 +35,24 @@ class BatchTrainer:
 
     def __init__(
         self,
-        settings: LoopSettings,
-        *,
-        buffer: GroupBuffer,
+        run: RunContext,
         steps: Steps,
         weights: WeightSyncLoop,
         held_out: HeldOutEval,
-        metrics: MetricsLog,
-        folder: RunFolder,
-        control: RunControl,
-        pace: Pace,
+        *,
         collapse: CollapseSettings,
-        curriculum: Curriculum,
         waits_for_weights: bool,
     ) -> None:
         """
         Args:
             waits_for_weights: whether a step ends only when servers have the new weights.
         """
-        self._settings = settings
-        self._buffer = buffer
+        self._run = run
         self._steps = steps
         self._weights = weights
         self._held_out = held_out
-        self._metrics = metrics
-        self._folder = folder
-        self._control = control
-        self._pace = pace
         self._collapse_settings = collapse
         self._collapse = Collapse(collapse)
-        self._curriculum = curriculum
         self._waits_for_weights = waits_for_weights
         self._waited_s = 0.0  # for the batch
 
@@ -85,31 +68,33 @@ class BatchTrainer:
 
     async def restore(self) -> None:
         """Repeat the steps since the newest checkpoint and restore the collapse detector."""
-        await self._steps.do_again(self._record_repeated)
-        rows = await self._metrics.rows()
+        await self._steps.repeat_since_checkpoint(self._record_repeated)
+        rows = await self._run.metrics.rows()
         self._collapse = Collapse.replay(self._collapse_settings, rows, step=self.step)
 
     async def _record_repeated(self, lease: Lease, learned: Learned) -> None:
         """Record the metrics of a repeated step unless they were before."""
-        if not await self._metrics.has(lease.step, "reward"):
+        if not await self._run.metrics.has(lease.step, "reward"):
             metrics = StepMetrics.of(lease, learned)
-            metrics.curriculum = self._curriculum.metrics()  # the last step's, as is this one
-            await self._metrics.add(metrics.row())
+            metrics.curriculum = self._run.curriculum.metrics()  # the last step's, as is this one
+            await self._run.metrics.add(metrics.row())
 
     async def wait_for_batch(self) -> bool:
         """Wait for a batch; return False if there will be none because the run is draining."""
-        total = self._settings.prompts_per_step
+        total = self._run.settings.prompts_per_step
 
         def is_over() -> bool:
-            num_done = min(total, self._buffer.num_finished)
-            self._pace.waits(f"the learner waits for rollouts: {num_done} of {total} groups")
-            is_drained = self._control.is_draining and not self._buffer.num_open
-            return self._buffer.has_batch or is_drained
+            num_done = min(total, self._run.buffer.num_finished)
+            self._run.pace.waits(f"the learner waits for rollouts: {num_done} of {total} groups")
+            is_drained = self._run.control.is_draining and not self._run.buffer.num_open
+            return self._run.buffer.has_batch or is_drained
 
-        begun = time.monotonic()
-        await self._control.wait_until(is_over, "the learner", lambda: "a batch of finished groups")
-        self._waited_s = time.monotonic() - begun
-        return self._buffer.has_batch
+        started_s = time.monotonic()
+        await self._run.control.wait_until(
+            is_over, "the learner", lambda: "a batch of finished groups"
+        )
+        self._waited_s = time.monotonic() - started_s
+        return self._run.buffer.has_batch
 
     async def train(self, stage: int, *, resets: bool) -> None:
         """Train on the batch that `wait_for_batch` has found.
@@ -122,36 +107,36 @@ class BatchTrainer:
             LearnerError: the learner is lost for good.
             RunCollapsed: the run has collapsed.
         """
-        begun = time.monotonic()
-        learns = self._settings.learn
+        started_s = time.monotonic()
+        learns = self._run.settings.learn
         notes = StepNotes(self.version, stage, resets, learns)
-        lease = await self._buffer.lease(self.step + 1, notes)
+        lease = await self._run.buffer.lease(self.step + 1, notes)
         if learns:
-            self._pace.waits("the learner is training")
+            self._run.pace.waits("the learner is training")
         metrics = StepMetrics.of(lease, await self._steps.learn(lease))
         metrics.wait_s = self._waited_s
         if metrics.learned.num_learned:
             learned_s = time.monotonic()
             await self._weights.publish()
             if self._waits_for_weights:
-                self._pace.waits("waiting for the servers to load the new weights")
+                self._run.pace.waits("waiting for the servers to load the new weights")
                 await self._weights.until_live()
             metrics.sync_s = time.monotonic() - learned_s
         else:
-            self._buffer.learned_nothing()
-        metrics.step_s = self._waited_s + time.monotonic() - begun
+            self._run.buffer.learned_nothing()
+        metrics.step_s = self._waited_s + time.monotonic() - started_s
         metrics.weights = self._weights.metrics
-        metrics.curriculum = self._curriculum.metrics()
-        metrics.loop_lag_s = self._control.watch.take_lag_s()
+        metrics.curriculum = self._run.curriculum.metrics()
+        metrics.loop_lag_s = self._run.control.watch.take_lag_s()
         await self._record(metrics)
 
     async def _record(self, metrics: StepMetrics) -> None:
         row = metrics.row()
-        await self._metrics.add(row)
-        self._pace.stepped(metrics)
+        await self._run.metrics.add(row)
+        self._run.pace.stepped(metrics)
         rollouts = metrics.rollouts
-        self._pace.report.say(
-            f"step {self.step}/{self._pace.num_steps}: reward {mean(rollouts.reward)}"
+        self._run.report.say(
+            f"step {self.step}/{self._run.pace.num_steps}: reward {mean(rollouts.reward)}"
             f"{rewards_of_each(metrics.environments)}, "
             f"tool errors in correct rollouts {percent(rollouts.tool_errors_in_correct)}, "
             f"{metrics.learned.num_learned} of {rollouts.num_rollouts} rollouts trained on, "
@@ -167,7 +152,7 @@ class BatchTrainer:
             is_last: whether the step was the last one of its stage.
             budget: budget of the evaluation's rollouts.
         """
-        s = self._settings
+        s = self._run.settings
         if s.evaluate_every and (is_last or self.step % s.evaluate_every == 0):
             await self.until_live()
             await self.evaluate(budget)
@@ -188,16 +173,18 @@ class BatchTrainer:
         Raises:
             RunCollapsed: always; the message says why, names the report and says how to continue.
         """
-        checkpoints = self._folder.checkpoints
+        checkpoints = self._run.folder.checkpoints
         good = checkpoint_before(verdict, checkpoints)
-        path = self._folder.path / "collapse.md"
-        text = report(verdict, await self._metrics.rows(), checkpoints)
+        path = self._run.folder.path / "collapse.md"
+        text = report(verdict, await self._run.metrics.rows(), checkpoints)
         await anyio.Path(path).write_text(text, "utf-8")
         advice = "there is no checkpoint from before the collapse: start a new run"
         if good is not None:
             await self.until_live()  # servers may be reading the weights that are removed
             await self._steps.go_back(checkpoints[good])
-            advice = f"continue with `agentloop train --resume {self._folder.path} --from {good}`"
+            advice = (
+                f"continue with `agentloop train --resume {self._run.folder.path} --from {good}`"
+            )
         raise RunCollapsed(
             f"the run has collapsed: {verdict.why}; {path} has the details; {advice}"
         )

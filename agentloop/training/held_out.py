@@ -9,12 +9,10 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from agentloop.agent.rollout import Budget
-from agentloop.environments.tasks.sources import Task, TaskSource
+from agentloop.environments.tasks.sources import Task
 from agentloop.rollouts.metrics import about, about_each, mean, percent, rewards_of_each
-from agentloop.training.pace import Pace
-from agentloop.training.rollouts import RolledOut, RollsOut, in_order
-from agentloop.training.run_control import RunControl
-from agentloop.training.step_metrics import MetricsLog
+from agentloop.training.rollouts import RolledOut, in_order
+from agentloop.training.run_context import RunContext
 
 __all__ = ["HeldOutEval", "TaskRunner"]
 
@@ -22,12 +20,10 @@ __all__ = ["HeldOutEval", "TaskRunner"]
 class TaskRunner:
     """Rolls out a group for each of a list of tasks and shows how far it has come."""
 
-    def __init__(self, rollouts: RollsOut, pace: Pace, control: RunControl) -> None:
-        self._rollouts = rollouts
-        self._pace = pace
-        self._control = control
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
 
-    async def run(
+    async def roll_out(
         self,
         tasks: Sequence[Task],
         name: str,
@@ -52,21 +48,20 @@ class TaskRunner:
             RequestError: no task is a valid request.
         """
         total = len(tasks) * size
-        self._pace.waits(f"the learner waits for {what}: 0 of {total}")
-        with self._control.watch.waiting("the learner", what):
+        pace = self._run.pace
+        pace.waits(f"the learner waits for {what}: 0 of {total}")
+        with self._run.control.watch.waiting("the learner", what):
             return await in_order(
-                self._rollouts,
+                self._run.rollouts,
                 tasks,
                 name,
                 size=size,
                 budget=budget,
                 oldest=version,
-                on_done=lambda num: self._pace.waits(
+                on_done=lambda num: pace.waits(
                     f"the learner waits for {what}: {num * size} of {total}"
                 ),
-                on_refused=lambda task, error: self._pace.report.say(
-                    f"Skipped task {task.id}: {error}"
-                ),
+                on_refused=lambda task, error: pace.report.say(f"Skipped task {task.id}: {error}"),
                 may_begin=may_begin,
             )
 
@@ -74,32 +69,18 @@ class TaskRunner:
 class HeldOutEval:
     """Evaluates the policy on held-out tasks of each environment, with one rollout each."""
 
-    def __init__(
-        self,
-        source: TaskSource,
-        runner: TaskRunner,
-        metrics: MetricsLog,
-        pace: Pace,
-        *,
-        max_tasks: int,
-    ) -> None:
-        """
-        Args:
-            max_tasks: number of tasks of each environment.
-        """
-        self._source = source
-        self._max_tasks = max_tasks
-        self._tasks: Sequence[Task] = ()
+    def __init__(self, run: RunContext, runner: TaskRunner) -> None:
+        self._run = run
         self._runner = runner
-        self._metrics = metrics
-        self._pace = pace
+        self._tasks: Sequence[Task] = ()
 
     async def find_tasks(self) -> None:
         """Find the held-out tasks, which may take a generator long. Without any, say so."""
-        found = await anyio.to_thread.run_sync(self._source.held_out, abandon_on_cancel=True)
-        self._tasks = _first_of_each(found, self._max_tasks)
-        if not found:
-            self._pace.report.say(
+        held_out = self._run.tasks.held_out
+        tasks = await anyio.to_thread.run_sync(held_out, abandon_on_cancel=True)
+        self._tasks = _first_of_each(tasks, self._run.settings.evaluate_tasks)
+        if not tasks:
+            self._run.report.say(
                 "There will be no evaluation: no tasks are held out (tasks.held_out)"
             )
 
@@ -109,9 +90,10 @@ class HeldOutEval:
         Raises:
             RequestError: no held-out task is a valid request.
         """
-        if not self._tasks or await self._metrics.has(step, "held_out/reward"):
+        run = self._run
+        if not self._tasks or await run.metrics.has(step, "held_out/reward"):
             return
-        found = await self._runner.run(
+        groups = await self._runner.roll_out(
             self._tasks,
             f"{step}-held-out",
             size=1,
@@ -119,14 +101,13 @@ class HeldOutEval:
             version=version,
             what="held-out tasks",
         )
-        values = about([group.figures for _, group in found])
-        each = about_each((task.env, group.figures) for task, group in found)
-        both = {**values.row(), **each}
-        row = {f"held_out/{name}": value for name, value in both.items()}
-        await self._metrics.add({"step": step, **row})
+        values = about([group.figures for _, group in groups])
+        each = about_each((task.env, group.figures) for task, group in groups)
+        row = {f"held_out/{name}": value for name, value in {**values.row(), **each}.items()}
+        await run.metrics.add({"step": step, **row})
         reward = mean(values.reward)
-        self._pace.values |= {"held-out reward": reward}
-        self._pace.report.say(
+        run.pace.values |= {"held-out reward": reward}
+        run.report.say(
             f"step {step}: held-out reward {reward}{rewards_of_each(each)}, "
             f"tool errors in correct rollouts {percent(values.tool_errors_in_correct)}"
         )
@@ -134,9 +115,9 @@ class HeldOutEval:
 
 def _first_of_each(tasks: Sequence[Task], number: int) -> list[Task]:
     """Return the first tasks of each environment, up to `number` of each."""
-    found, num = [], Counter[str]()
+    first, num = [], Counter[str]()
     for task in tasks:
         num[task.env] += 1
         if num[task.env] <= number:
-            found.append(task)
-    return found
+            first.append(task)
+    return first

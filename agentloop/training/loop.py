@@ -15,50 +15,35 @@ The tasks of a run, what each consumes, waits for, and what unblocks it:
     TrainingLoop._save  requests for checkpoints; waits for the step at hand
     Steps.watch         the learner's death between requests; restarts it
 
-`GroupBuffer` (group_buffer.py) is where they meet, and `RunControl` (run_control.py) wakes them.
+`GroupBuffer` (group_buffer.py) is where they meet, and `RunControl` (run_control.py) wakes them;
+both are in the `RunContext` (run_context.py) that all of them share.
 
 With `max_staleness` 0 rollouts and learner take turns, and all samples come from the newest policy.
 The journal (queue.py) records admitted, finished and leased groups, so that a killed run can be
-resumed: `restored` is the learner's state at its newest checkpoint, and the batches since then are
-repeated, the same ones in the same order.
+resumed: `Steps` begins at the learner's newest checkpoint, and the batches since then are repeated,
+the same ones in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 
-from agentloop.agent.rollout import Budget
 from agentloop.aio import task_group
-from agentloop.environments.tasks.sources import TaskSource
-from agentloop.events import Emit, ignore
 from agentloop.training.batch_trainer import BatchTrainer
 from agentloop.training.collapse import CollapseSettings
-from agentloop.training.curriculum import BY_SOLVE_RATE, EVERY_TASK, Curriculum
-from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.held_out import HeldOutEval, TaskRunner
-from agentloop.training.learner_client.client import KeptLearner, Learner, LearnerRefused
-from agentloop.training.learner_client.protocol import TrainingState
-from agentloop.training.loop_settings import LoopSettings, StageSettings
-from agentloop.training.pace import Pace
-from agentloop.training.queue import GroupQueue
-from agentloop.training.rollouts import RollsOut
-from agentloop.training.run_control import RunControl
-from agentloop.training.run_folder import RunFolder
-from agentloop.training.run_status import Reporter, StatusWatch
+from agentloop.training.learner_client.client import LearnerRefused
+from agentloop.training.run_context import RunContext
 from agentloop.training.stages import StageRunner
-from agentloop.training.step_metrics import MetricsLog
 from agentloop.training.steps import Steps
 from agentloop.training.weight_sync.loop import WeightSyncLoop
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Serving, publisher
 
 __all__ = ["TrainingLoop"]
-
-_MAX_QUEUE_BYTES = 8 << 30  # of finished groups on disk; above it, no further groups start
 
 
 @dataclass(slots=True)
@@ -74,107 +59,36 @@ class TrainingLoop:
 
     def __init__(
         self,
-        settings: LoopSettings,
-        *,
-        rollouts: RollsOut,
+        run: RunContext,
+        steps: Steps,
         serving: Serving,
-        learner: Learner,
-        tasks: TaskSource,
-        queue: GroupQueue,
-        folder: RunFolder,
-        report: Reporter,
-        stages: Mapping[str, StageSettings] | None = None,
-        budget: Budget | None = None,
+        *,
         weights: WeightsSettings | None = None,
-        restored: TrainingState | None = None,
-        kept: KeptLearner | None = None,
-        max_restarts: int = 0,
         collapse: CollapseSettings | None = None,
-        watch: StatusWatch | None = None,
-        emit: Emit = ignore,
     ) -> None:
-        """
-        Args:
-            tasks: the source of tasks, positioned at the queue's cursor.
-            restored: the state of the checkpoint that the learner has loaded (`load_newest`).
-            kept: the learner, if it may be restarted, up to `max_restarts` times in ten minutes.
-            emit: called with events about metrics and weights.
-        """
-        self._settings = settings
-        self._stages = dict(stages or {})
-        if not self._stages and settings.steps:
-            self._stages = {"": StageSettings(steps=settings.steps)}
-        self._budget = budget or Budget()
-        self._queue = queue
-        self._folder = folder
-        self._report = report
-        self._to_save: list[_CheckpointRequest] = []
-        self._control = control = RunControl(watch)
-        self._pace = Pace(report, sum(stage.steps for stage in self._stages.values()))
-        policy = BY_SOLVE_RATE if settings.curriculum else EVERY_TASK
-        self._curriculum = Curriculum(policy, seed=settings.seed)
-        self._buffer = GroupBuffer(
-            queue,
-            control,
-            batch_size=settings.prompts_per_step,
-            max_staleness=settings.max_staleness,
-            max_bytes=_MAX_QUEUE_BYTES,
-        )
-        self._steps = Steps(
-            learner,
-            queue,
-            folder,
-            restored=restored,
-            timeout_s=settings.step_timeout_s,
-            say=report.say,
-            kept=kept,
-            max_restarts=max_restarts,
-        )
         weights = weights or WeightsSettings()
+        self._context = run
+        self._control = run.control
+        self._steps = steps
+        self._to_save: list[_CheckpointRequest] = []
         self._weights = WeightSyncLoop(
-            self._steps,
-            publisher(weights, learner, folder.path),
+            run,
+            steps,
+            publisher(weights, steps.learner, run.folder.path),
             serving,
-            control,
             timeout_s=weights.timeout_s,
-            on_live=self._buffer.now_live,
-            emit=emit,
         )
-        metrics = MetricsLog(folder, emit)
-        runner = TaskRunner(rollouts, self._pace, control)
-        self._held_out = HeldOutEval(
-            tasks, runner, metrics, self._pace, max_tasks=settings.evaluate_tasks
-        )
+        runner = TaskRunner(run)
+        self._held_out = HeldOutEval(run, runner)
         self._trainer = BatchTrainer(
-            settings,
-            buffer=self._buffer,
-            steps=self._steps,
-            weights=self._weights,
-            held_out=self._held_out,
-            metrics=metrics,
-            folder=folder,
-            control=control,
-            pace=self._pace,
+            run,
+            steps,
+            self._weights,
+            self._held_out,
             collapse=collapse or CollapseSettings(),
-            curriculum=self._curriculum,
-            waits_for_weights=settings.max_staleness == 0 or weights.transport == "group",
+            waits_for_weights=run.settings.max_staleness == 0 or weights.transport == "group",
         )
-        self._stage_runner = StageRunner(
-            settings,
-            num_stages=len(self._stages),
-            budget=self._budget,
-            tasks=tasks,
-            queue=queue,
-            folder=folder,
-            rollouts=rollouts,
-            runner=runner,
-            curriculum=self._curriculum,
-            buffer=self._buffer,
-            trainer=self._trainer,
-            metrics=metrics,
-            control=control,
-            pace=self._pace,
-        )
+        self._stages = StageRunner(run, self._trainer, runner)
 
     @property
     def step(self) -> int:
@@ -226,16 +140,16 @@ class TrainingLoop:
 
     def view(self) -> dict[str, Any]:
         """Return the state of the loop as plain data, for the web page."""
-        buffer = self._buffer
+        buffer = self._context.buffer
         return {
-            "num_steps": self._pace.num_steps,
+            "num_steps": self._context.pace.num_steps,
             "step": self.step,
             "learner_version": str(self.version),
             "slots": buffer.num_slots,
             "slots_used": buffer.num_open + buffer.num_finished,
             "queue_groups": buffer.num_finished,
             "queue_bytes": buffer.num_bytes,
-            "max_staleness": self._settings.max_staleness,
+            "max_staleness": self._context.settings.max_staleness,
             "paused": self.is_paused,
             "draining": self.is_draining,
         }
@@ -268,34 +182,34 @@ class TrainingLoop:
                 tasks.start_soon(self._weights.sync_stale)
                 tasks.start_soon(self._save)
                 tasks.start_soon(self._steps.watch)
-                await self._run()
+                await self._train()
                 tasks.cancel_scope.cancel()
         finally:  # no weight sync is running any more
             await self._weights.close()
 
-    async def _run(self) -> None:
-        if self._settings.evaluate_every or not self._stages:
+    async def _train(self) -> None:
+        run = self._context
+        if run.settings.evaluate_every or not run.stages:
             await self._held_out.find_tasks()
         if self.step:
-            self._report.say(f"Resuming from the checkpoint of step {self.step}")
-        cursor = await self._queue.noted("cursor") or {}
-        self._curriculum.restore(
-            await self._queue.outcomes(), num_offered=cursor.get("num_offered", 0)
-        )
+            run.report.say(f"Resuming from the checkpoint of step {self.step}")
+        cursor = await run.queue.noted("cursor") or {}
+        outcomes = await run.queue.outcomes()
+        run.curriculum.restore(outcomes, num_offered=cursor.get("num_offered", 0))
         await self._trainer.restore()
-        self._buffer.reset(self.version)
+        run.buffer.reset(self.version)
         await self._weights.publish()
         await self._weights.until_live()
         if not self.step:
-            await self._trainer.evaluate(self._budget)
-        for number, (name, stage) in enumerate(self._stages.items(), 1):
-            await self._stage_runner.run(number, name, stage)
+            await self._trainer.evaluate(run.budget)
+        for number, (name, stage) in enumerate(run.stages.items(), 1):
+            await self._stages.run(number, name, stage)
             if self.is_draining:
-                command = f"agentloop train --resume {self._folder.path}"
-                self._report.say(f"Drained after step {self.step}; continue with: {command}")
+                command = f"agentloop train --resume {run.folder.path}"
+                run.report.say(f"Drained after step {self.step}; continue with: {command}")
                 break
-        if self._settings.learn and self.step:
+        if run.settings.learn and self.step:
             await self._steps.checkpoint(wait=True)
         await self._steps.leave_model()
         if not self.is_draining:
-            self._folder.end()
+            run.folder.end()

@@ -23,7 +23,7 @@ import anyio.to_thread
 
 from agentloop.errors import RunFolderError
 from agentloop.training.learner_client.batch import Sample, write_batch
-from agentloop.training.learner_client.client import Learner
+from agentloop.training.learner_client.client import RestartableLearner
 from agentloop.training.learner_client.protocol import LoadRequest, ScoreRequest, TrainingState
 from agentloop.training.learner_record import (
     LearnerRecord,
@@ -109,7 +109,7 @@ class Replayer:
         max_tokens: size of the longest conversation that it scores.
     """
 
-    learner: Learner
+    learner: RestartableLearner
     max_tokens: int
 
 
@@ -205,17 +205,11 @@ class Replay:
                     restored = (await learner.ask(load, timeout_s=timeout_s)).state
                 else:
                     restored = None
+                queue, folder = self._queue, self._folder
                 steps = Steps(
-                    learner,
-                    self._queue,
-                    self._folder,
-                    restored=restored,
-                    timeout_s=timeout_s,
-                    say=say,
+                    learner, queue, folder, restored=restored, timeout_s=timeout_s, say=say
                 )
-                publisher = FolderPublisher(
-                    learner, self._folder.path / "weights", WeightsSettings()
-                )
+                publisher = FolderPublisher(learner, folder.path / "weights", WeightsSettings())
                 if part is parts[0]:
                     begun = await self._published(steps, publisher, None, None)
                     on_step(begun)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 import anyio.lowlevel
@@ -19,11 +19,17 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import EnvironmentFailed, RequestError, ServerError, ServerRefused
 from agentloop.events import GroupFinished
 from agentloop.rollouts.metrics import GroupFigures
-from agentloop.rollouts.record import NoReward, RolloutGroup, RolloutRecord
+from agentloop.rollouts.record import (
+    ConversationRow,
+    NoReward,
+    RolloutGroup,
+    RolloutRecord,
+    TokenCredit,
+)
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.rollouts.stream import finished_groups
 from agentloop.training.credit.roc import Rejected, RocSettings, Selection, Trace, resample
-from agentloop.training.credit.rule import RewardedRollout, TokenCredit
+from agentloop.training.credit.rule import RewardedRollout
 from agentloop.training.credit.settings import CreditSettings, assign
 from agentloop.trajectory import Trajectory
 
@@ -58,8 +64,8 @@ class RolledOut(Protocol):
         """True if the group has a learning signal: an advantage other than 0."""
         ...
 
-    def rows(self) -> Sequence[Mapping[str, Any]]:
-        """Return the record of each rollout, with its reward and selection, as plain data."""
+    def rows(self) -> Sequence[ConversationRow]:
+        """Return each conversation with its reward and selection."""
         ...
 
 
@@ -196,13 +202,11 @@ class TrainingGroup:
             has_signal=self.has_signal,
         )
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[ConversationRow]:
         rows = self.group.rows()
         for row in rows:
-            credit = self.credit.get(row["trajectory"]["id"])
-            if credit is not None:
-                row |= {"advantage": credit.mean_advantage, "credit": asdict(credit)}
-            row["dropped"] = self.choice.dropped.get(row["rollout"])
+            row.credit = self.credit.get(row.trajectory.id)
+            row.dropped = self.choice.dropped.get(row.rollout)
         return rows
 
 

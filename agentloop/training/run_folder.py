@@ -20,6 +20,7 @@ import pydantic
 
 from agentloop.errors import RunFolderError, SettingsError
 from agentloop.plain_json import dumps, loads
+from agentloop.rollouts.record import ConversationRow
 from agentloop.training.learner_client.protocol import TrainingState
 
 __all__ = ["RunFolder", "RunSettings", "checkpoints_in", "config_of", "is_active", "training_state"]
@@ -249,6 +250,13 @@ class RunFolder:
         except OSError as error:
             raise RunFolderError(f"{self.path / path}: {error.strerror or error}") from error
         return _parsed(lines, self.path / path)
+
+    def read_conversations(self, path: str) -> list[ConversationRow]:
+        """Read the conversations of a group. Raises RunFolderError like `read_group`."""
+        try:
+            return [ConversationRow.from_dict(row) for row in self.read_group(path)]
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunFolderError(f"{self.path / path}: not a rollout: {error!r}") from error
 
     def metrics(self) -> list[dict[str, Any]]:
         """Read metrics.jsonl, ignoring an incomplete last line.

@@ -30,20 +30,20 @@ import pydantic
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.tools import Schema
-from agentloop.agent.truncation import truncated
+from agentloop.agent.truncation import truncate
 from agentloop.environments.tasks.sources import read_jsonl
 from agentloop.environments.tasks.teacher import lessons
 from agentloop.errors import DataError, RequestError, RunFolderError
 from agentloop.events import Emit, Measured, ignore
 from agentloop.training.learner_client.batch import Sample, write_batch
-from agentloop.training.learner_client.client import KeptLearner, Learner
+from agentloop.training.learner_client.client import RestartableLearner
 from agentloop.training.learner_client.protocol import PublishRequest, StepRequest, TrainingState
 from agentloop.training.recorded_dialogues import (
     check_tokenizer,
     is_recorded,
     recorded_rollout,
 )
-from agentloop.training.resume import ResumableLearner, load_newest, tell_other_loss
+from agentloop.training.resume import ResumableTraining, load_newest, report_other_loss
 from agentloop.training.run_folder import RunFolder, training_state
 from agentloop.training.run_status import Reporter, RunStatus, count_of
 from agentloop.trajectory import Message, Trajectory, Turn, TurnEnd
@@ -53,8 +53,9 @@ __all__ = [
     "DialogueSource",
     "DialoguesSettings",
     "EpochsSettings",
-    "FineTuning",
+    "FineTuningPlan",
     "SupervisedSettings",
+    "fine_tune",
     "learning_rate",
     "lineage",
     "read_dialogues",
@@ -255,7 +256,7 @@ def _add_turns(
         num_calls, num_results = len(turn.calls), len(contents)
         if goes_on and num_calls == num_results > 0:
             limit = max_tool_response_tokens
-            cut = [truncated(chat, content, limit) for content in contents]
+            cut = [truncate(chat, content, limit) for content in contents]
             turn.observation_ids = chat.observation(cut, turn.calls)
         elif goes_on or num_results or (num_calls and index < len(messages)):
             raise RequestError(
@@ -360,11 +361,14 @@ def learning_rate(step: int, num_steps: int, *, peak: float, warmup: float) -> f
     return peak * (1 + math.cos(math.pi * done)) / 2
 
 
-class FineTuning:
-    """A supervised run (`Trainer`). It resumes from the newest checkpoint in its folder.
+class FineTuningPlan:
+    """The steps of a supervised run, and what its folder has of it.
 
     Attributes:
-        step: the last completed step.
+        steps: (epoch, indices of samples) of each step.
+        lineage: checksums of the data after 0, 1, 2, ... steps.
+        version: version of the model.
+        losses: recorded losses by step.
         model: folder of the published model; None: training is not complete.
     """
 
@@ -376,162 +380,152 @@ class FineTuning:
         Raises:
             RunFolderError: the steps of the checkpoint were trained on other batches.
         """
-        self._settings = settings
-        self._samples = samples
-        self._folder = folder
-        self._steps = step_plan(
+        self.settings = settings
+        self.samples = samples
+        self.folder = folder
+        self.steps = step_plan(
             [len(sample.ids) for sample in samples],
             epochs=settings.epochs,
             batch_tokens=settings.batch_tokens,
             seed=settings.seed,
         )
-        self._lineage = lineage(samples, self._steps)
-        self._version = f"sft-{len(self._steps)}"
-        self._losses = {row["step"]: row.get("learner/loss") for row in folder.metrics()}
-        self.step = self._stands = 0
+        self.lineage = lineage(samples, self.steps)
+        self.version = f"sft-{len(self.steps)}"
+        self.losses = {row["step"]: row.get("learner/loss") for row in folder.metrics()}
         model = folder.path / "model"
-        self.model = model if _version_in(model) == self._version else None
+        self.model = model if _version_in(model) == self.version else None
         if self.model is None and (checkpoint := folder.checkpoint) is not None:
             self._check(training_state(checkpoint))
 
     def _check(self, state: TrainingState) -> None:
         step = state.step
-        if step >= len(self._lineage) or state.lineage != self._lineage[step]:
+        if step >= len(self.lineage) or state.lineage != self.lineage[step]:
             raise RunFolderError(
-                f"--resume: {self._folder.path}: the batches up to step {step} would differ from "
+                f"--resume: {self.folder.path}: the batches up to step {step} would differ from "
                 "those trained on: leave data.*, loop.batch_tokens, loop.seed and "
                 "learner.micro_batch_tokens as they were, or start a new run"
             )
 
-    async def run(
+    def state(self, step: int) -> TrainingState:
+        """Return the state after a step."""
+        return TrainingState(step=step, lineage=self.lineage[step])
+
+
+async def fine_tune(
+    plan: FineTuningPlan,
+    learner: RestartableLearner,
+    *,
+    report: Reporter,
+    max_restarts: int = 0,
+    emit: Emit = ignore,
+) -> Path:
+    """Train the steps of a plan, from its newest checkpoint on; return the model's folder.
+
+    Args:
+        max_restarts: restarts of a lost learner in ten minutes.
+        emit: called with the metrics of each step (`Measured`).
+
+    Raises:
+        LearnerError: the learner failed or did not respond in time.
+    """
+    restored: TrainingState | None = None
+    if plan.folder.checkpoint is not None:
+        report(f"Loading {plan.folder.checkpoint.name}")
+        timeout_s = plan.settings.step_timeout_s
+        restored = await load_newest(learner, plan.folder, timeout_s=timeout_s)
+    return await _FineTuning(plan, learner, restored, report, max_restarts, emit).run()
+
+
+class _FineTuning(ResumableTraining):
+    """A supervised run."""
+
+    def __init__(
         self,
-        learner: Learner,
-        *,
+        plan: FineTuningPlan,
+        learner: RestartableLearner,
+        restored: TrainingState | None,
         report: Reporter,
-        kept: KeptLearner | None = None,
-        max_restarts: int = 0,
-        emit: Emit = ignore,
-    ) -> Path:
-        """Train on all samples for `settings.epochs` epochs; return the published model's folder.
-
-        Args:
-            kept: the learner, if it may be restarted, up to `max_restarts` times in ten minutes.
-            emit: called with the metrics of each step (`Measured`).
-
-        Raises:
-            LearnerError: the learner failed or did not respond in time.
-        """
-        timeout_s = self._settings.step_timeout_s
-        restored: TrainingState | None = None
-        if self._folder.checkpoint is not None:
-            report(f"Loading {self._folder.checkpoint.name}")
-            restored = await load_newest(learner, self._folder, timeout_s=timeout_s)
-        self._learner = ResumableLearner(
+        max_restarts: int,
+        emit: Emit,
+    ) -> None:
+        super().__init__(
             learner,
-            self._folder,
-            self,
+            plan.folder,
             restored=restored,
-            timeout_s=timeout_s,
+            timeout_s=plan.settings.step_timeout_s,
             say=report.say,
-            kept=kept,
             max_restarts=max_restarts,
         )
-        self._say = report.say
+        self._plan = plan
+        self._report = report
         self._emit = emit
-        try:
-            return await self._run(report)
-        finally:
-            del self._learner  # break the reference cycle, which would keep the folder locked
 
-    async def _run(self, report: Reporter) -> Path:
-        self.step = first = self._stands
-        if first:
-            report.say(f"Resuming from the checkpoint of step {first}")
-        every, num_steps = self._settings.checkpoint_every, len(self._steps)
-        started = time.monotonic()
+    async def run(self) -> Path:
+        if first := self.state.step:
+            self._say(f"Resuming from the checkpoint of step {first}")
+        every, num_steps = self._plan.settings.checkpoint_every, len(self._plan.steps)
+        started_s = time.monotonic()
         for step in range(first + 1, num_steps + 1):
-            await self._learner.hear_of_checkpoint()
-            metrics = await self._learner.until_done(partial(self._learn, step), before=step)
-            self.step = step
-            left_s = (time.monotonic() - started) / (step - first) * (num_steps - step)
-            self._tell(report, metrics, left_s)
+            metrics = await self._train_step(step, partial(self._learn, step))
+            left_s = (time.monotonic() - started_s) / (step - first) * (num_steps - step)
+            self._show(metrics, left_s)
             if every and step % every == 0 and step < num_steps:
-                await self._learner.save()
-        await self._learner.hear_of_checkpoint(wait=True)
+                await self.checkpoint()
+        await self._check_checkpoint(wait=True)
         model = self._folder.path / "model"
-        await self._learner.ask(PublishRequest(folder=model, version=self._version))
-        self.model = model
+        await self._ask(PublishRequest(folder=model, version=self._plan.version))
         return model
+
+    async def _repeat_steps(self, before: int) -> None:
+        for step in range(self._learner_state.step + 1, before):
+            await self._learn(step)
 
     async def _learn(self, step: int) -> dict[str, Any]:
         """Train one step and return its metrics, which are recorded unless they were before."""
-        begun = time.monotonic()
-        epoch, indices = self._steps[step - 1]
+        started_s = time.monotonic()
+        plan, settings = self._plan, self._plan.settings
+        epoch, indices = plan.steps[step - 1]
         path = self._folder.path / "batches" / f"step-{step:05}.safetensors"
-        samples = [self._samples[i] for i in indices]
+        samples = [plan.samples[i] for i in indices]
         await anyio.to_thread.run_sync(write_batch, path, samples)
-        s = self._settings
-        learned = await self._learner.ask_once(
-            StepRequest(
-                batch=path,
-                lr=learning_rate(step, len(self._steps), peak=s.lr, warmup=s.warmup),
-                rescue=self._learner.checkpoint_folder(f"step-{step:05}-rescue"),
-                state=self._state(step - 1),
-            )
+        lr = learning_rate(step, len(plan.steps), peak=settings.lr, warmup=settings.warmup)
+        rescue = self._checkpoint_folder(f"step-{step:05}-rescue")
+        learned = await self._ask_once(
+            StepRequest(batch=path, lr=lr, rescue=rescue, state=plan.state(step - 1))
         )
         path.unlink()
-        self._stands = step
+        self._learner_state = plan.state(step)
         metrics: dict[str, Any] = {"step": step, "epoch": epoch}
         metrics |= {f"learner/{name}": value for name, value in learned.metrics().items()}
-        metrics["step_s"] = time.monotonic() - begun
-        loss = learned.loss
-        if step in self._losses:
-            tell_other_loss(self._say, step, self._losses[step], loss)
+        metrics["step_s"] = time.monotonic() - started_s
+        if step in plan.losses:
+            report_other_loss(self._say, step, plan.losses[step], learned.loss)
         else:
             self._folder.add_metrics(metrics)
             self._emit(Measured(metrics))
-            self._losses[step] = loss
+            plan.losses[step] = learned.loss
         return metrics
 
-    def state(self) -> TrainingState:
-        """Implement `Trainer`."""
-        return self._state(self.step)
-
-    def _state(self, step: int) -> TrainingState:
-        return TrainingState(step=step, lineage=self._lineage[step])
-
-    def stand(self, state: TrainingState) -> None:
-        """Implement `Trainer`."""
-        self._stands = state.step
-
-    async def redo(self, before: int) -> None:
-        """Implement `Trainer`."""
-        for step in range(self._stands + 1, before):
-            await self._learn(step)
-
-    async def saved(self, step: int) -> None:
-        """Implement `Trainer`: nothing depends on it."""
-
-    def _tell(self, report: Reporter, metrics: Mapping[str, Any], left_s: float) -> None:
-        step, num_steps, epoch = metrics["step"], len(self._steps), metrics["epoch"]
+    def _show(self, metrics: Mapping[str, Any], left_s: float) -> None:
+        step, num_steps, epoch = metrics["step"], len(self._plan.steps), metrics["epoch"]
         loss = metrics.get("learner/loss")
-        said = "none" if loss is None else f"{loss:.4f}"
-        report.show(
+        shown = "none" if loss is None else f"{loss:.4f}"
+        self._report.show(
             RunStatus(
                 "supervised fine-tuning",
                 step,
                 num_steps,
                 waits="the learner is training on the dialogues",
                 values={
-                    "epoch": f"{epoch} of {self._settings.epochs}",
-                    "loss": said,
+                    "epoch": f"{epoch} of {self._plan.settings.epochs}",
+                    "loss": shown,
                     "trained tokens/s": f"{metrics.get('learner/tokens_per_s') or 0:,.0f}",
                 },
                 left_s=left_s,
             )
         )
         if step % max(1, num_steps // _NUM_LINES) == 0 or step == num_steps:
-            report.say(f"step {step}/{num_steps}, epoch {epoch}: loss {said}")
+            self._say(f"step {step}/{num_steps}, epoch {epoch}: loss {shown}")
 
 
 def lineage(samples: Sequence[Sample], steps: Sequence[tuple[int, Sequence[int]]]) -> list[str]:
@@ -543,12 +537,12 @@ def lineage(samples: Sequence[Sample], steps: Sequence[tuple[int, Sequence[int]]
         hashlib.sha256(array("q", sample.ids).tobytes() + bytes(sample.mask)).digest()
         for sample in samples
     ]
-    found = [hashlib.sha256()]
+    checksums = [hashlib.sha256()]
     for _, indices in steps:
-        so_far = found[-1].copy()
-        so_far.update(hashlib.sha256(b"".join(contents[i] for i in indices)).digest())
-        found.append(so_far)
-    return [one.hexdigest() for one in found]
+        checksum = checksums[-1].copy()
+        checksum.update(hashlib.sha256(b"".join(contents[i] for i in indices)).digest())
+        checksums.append(checksum)
+    return [checksum.hexdigest() for checksum in checksums]
 
 
 def _version_in(model: Path) -> str | None:

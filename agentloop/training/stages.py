@@ -22,24 +22,19 @@ from typing import Any
 import anyio
 from anyio.abc import TaskStatus
 
-from agentloop.agent.rollout import Budget
 from agentloop.aio import in_run_thread
-from agentloop.environments.tasks.sources import Task, TaskSource
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.batch_trainer import BatchTrainer
 from agentloop.training.curriculum import FILTER_ROLLOUTS, NOT_SOLVED, Curriculum, GroupOutcome
-from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.held_out import TaskRunner
-from agentloop.training.loop_settings import LoopSettings, StageSettings
-from agentloop.training.pace import Pace
-from agentloop.training.queue import GroupQueue, QueuedGroup
-from agentloop.training.rollouts import RollsOut
-from agentloop.training.run_control import Drained, RunControl
-from agentloop.training.run_folder import RunFolder
+from agentloop.training.loop_settings import StageSettings
+from agentloop.training.queue import QueuedGroup
+from agentloop.training.run_context import RunContext
+from agentloop.training.run_control import Drained
 from agentloop.training.run_status import count_of
 from agentloop.training.stage_tasks import StageTasks
-from agentloop.training.step_metrics import MetricsLog
 
 __all__ = ["StageRunner"]
 
@@ -49,43 +44,15 @@ _MANY_REPLACED = 10  # log a warning after this many batches' worth of replaced 
 class StageRunner:
     """Runs the stages of a run, one after the other."""
 
-    def __init__(
-        self,
-        settings: LoopSettings,
-        *,
-        num_stages: int,
-        budget: Budget,
-        tasks: TaskSource,
-        queue: GroupQueue,
-        folder: RunFolder,
-        rollouts: RollsOut,
-        runner: TaskRunner,
-        curriculum: Curriculum,
-        buffer: GroupBuffer,
-        trainer: BatchTrainer,
-        metrics: MetricsLog,
-        control: RunControl,
-        pace: Pace,
-    ) -> None:
+    def __init__(self, run: RunContext, trainer: BatchTrainer, runner: TaskRunner) -> None:
         """
         Args:
-            budget: budget of a rollout, of which a stage may override parts.
             runner: rolls out the tasks that are filtered.
         """
-        self._settings = settings
-        self._num_stages = num_stages
-        self._usual_budget = self._budget = budget
-        self._tasks = tasks
-        self._queue = queue
-        self._folder = folder
-        self._rollouts = rollouts
-        self._runner = runner
-        self._curriculum = curriculum
-        self._buffer = buffer
+        self._run = run
         self._trainer = trainer
-        self._metrics = metrics
-        self._control = control
-        self._pace = pace
+        self._runner = runner
+        self._budget = run.budget
         self._num_replaced = 0  # groups in a row
         self._num_refused = Counter[str]()  # the same, by environment
 
@@ -96,42 +63,43 @@ class StageRunner:
             RequestError: too many tasks in a row were not valid requests.
             LearnerError, ServerError, RewardError: a failure that the run cannot recover from.
         """
-        title = f"stage {number} of {self._num_stages}: {name}" if name else "training"
-        note = await self._queue.noted(f"stage {number}")
+        run = self._run
+        title = f"stage {number} of {len(run.stages)}: {name}" if name else "training"
+        note = await run.queue.noted(f"stage {number}")
         done = 0 if note is None else min(self._trainer.step - note["begun"], stage.steps)
-        if done and await self._queue.noted(f"stage {number + 1}") is not None:
+        if done and await run.queue.noted(f"stage {number + 1}") is not None:
             done = stage.steps  # the stage has ended, even if its setting was raised since then
-            self._pace.enter(title, stage.steps, done)
+            run.pace.enter(title, stage.steps, done)
             return
-        self._pace.enter(title, stage.steps, done)
-        self._budget = stage.budget(self._usual_budget)
+        run.pace.enter(title, stage.steps, done)
+        self._budget = stage.budget(run.budget)
         if note is not None and note["tasks"] != [] and self._trainer.step == note["begun"] + done:
             # in case the process was killed before it
             await self._trainer.after_step(is_last=done == stage.steps, budget=self._budget)
         if done == stage.steps:
             return
-        if self._num_stages > 1:
+        if len(run.stages) > 1:
             left = count_of(stage.steps - done, "step")
-            self._say(f"{title[0].upper()}{title[1:]}, {left}{' left' if done else ''}")
-        tasks = StageTasks(self._tasks, number, self._curriculum)
+            run.report.say(f"{title[0].upper()}{title[1:]}, {left}{' left' if done else ''}")
+        tasks = StageTasks(run.tasks, number, run.curriculum)
         if note is None:
             try:
                 note = await self._begin(number, stage, tasks)
             except Drained:  # a resumed run filters all tasks again
                 return
         if note["tasks"] == []:
-            self._say("The stage is skipped: every rollout solves its tasks")
-            self._pace.skip()
+            run.report.say("The stage is skipped: every rollout solves its tasks")
+            run.pace.skip()
             return
         ids = None
         if note["tasks"]:
-            own = [Task(**task) for task in note["tasks"]]
-            cursor = await self._queue.noted("cursor") or {}
-            tasks.use(own, seed=f"{self._settings.seed} {title}", cursor=cursor)
-            ids = {task.id for task in own}
-        self._buffer.reset(self._trainer.version)
-        num_groups = (stage.steps - done) * self._settings.prompts_per_step
-        await self._buffer.begin_stage(tasks, num_groups=num_groups, ids=ids)
+            hard = [Task(**task) for task in note["tasks"]]
+            cursor = await run.queue.noted("cursor") or {}
+            tasks.use(hard, seed=f"{run.settings.seed} {title}", cursor=cursor)
+            ids = {task.id for task in hard}
+        run.buffer.reset(self._trainer.version)
+        num_groups = (stage.steps - done) * run.settings.prompts_per_step
+        await run.buffer.begin_stage(tasks, num_groups=num_groups, ids=ids)
         async with anyio.create_task_group() as admitting:
             admitting.start_soon(self._admit)
             for index in range(done, stage.steps):
@@ -147,15 +115,15 @@ class StageRunner:
 
     async def _begin(self, number: int, stage: StageSettings, tasks: StageTasks) -> dict[str, Any]:
         """Filter the tasks if the stage does so and record its beginning. Raises Drained."""
-        own: list[dict[str, Any]] | None = None
+        hard: list[dict[str, Any]] | None = None
         outcomes: list[tuple[str, GroupOutcome]] = []
         if stage.filter_tasks:
             left, outcomes = await self._filter(stage, tasks)
-            own = [*map(asdict, left)]
-        note = await self._queue.begin_stage(
+            hard = [*map(asdict, left)]
+        note = await self._run.queue.begin_stage(
             number,
             step=self._trainer.step,
-            tasks=own,
+            tasks=hard,
             cursor=tasks.cursor(),
             outcomes=outcomes,
         )
@@ -171,14 +139,14 @@ class StageRunner:
         """
         step = self._trainer.step
         tasks = source.take(stage.filter_tasks)
-        groups = await self._runner.run(
+        groups = await self._runner.roll_out(
             tasks,
             f"{step}-filter",
             size=FILTER_ROLLOUTS,
             budget=self._budget,
             version=self._trainer.version,
             what="the tasks to be filtered",
-            may_begin=partial(self._control.wait_while_paused, "the filter"),
+            may_begin=partial(self._run.control.wait_while_paused, "the filter"),
         )
         if not groups:
             raise RequestError("the environment failed on every task that was to be filtered")
@@ -190,10 +158,10 @@ class StageRunner:
         measured = Curriculum(NOT_SOLVED)
         measured.restore(outcomes, num_offered=0)
         left = [task for task, _ in groups if not measured.is_retired(task.id)]
-        if not await self._metrics.has(step, "filter/num_tasks"):
+        if not await self._run.metrics.has(step, "filter/num_tasks"):
             counts = {"filter/num_tasks": len(tasks), "filter/num_left": len(left)}
-            await self._metrics.add({"step": step, **counts})
-        self._say(
+            await self._run.metrics.add({"step": step, **counts})
+        self._run.report.say(
             f"Kept {len(left):,} of {count_of(len(tasks), 'task')}: the others were solved by all "
             f"of their {FILTER_ROLLOUTS} rollouts"
         )
@@ -205,26 +173,28 @@ class StageRunner:
         """Start groups while there is capacity."""
         async with anyio.create_task_group() as groups:
             while True:
-                await self._control.wait_until(self._may_admit, "the next task", self._blocked_by)
-                await self._rollouts.wait_for_capacity(self._settings.group_size)
+                await self._run.control.wait_until(
+                    self._may_admit, "the next task", self._blocked_by
+                )
+                await self._run.rollouts.wait_for_capacity(self._run.settings.group_size)
                 if self._may_admit():  # not paused or drained meanwhile
-                    await groups.start(self._roll_out, await self._buffer.admit())
+                    await groups.start(self._roll_out, await self._run.buffer.admit())
 
     def _may_admit(self) -> bool:
-        control = self._control
-        return self._buffer.can_admit and not control.is_paused and not control.is_draining
+        control = self._run.control
+        return self._run.buffer.can_admit and not control.is_paused and not control.is_draining
 
     def _blocked_by(self) -> str:
         """Return a phrase that names the reason why no task can be admitted."""
-        if self._control.is_draining:
+        if self._run.control.is_draining:
             return "the end of the run (draining)"
-        if self._control.is_paused:
+        if self._run.control.is_paused:
             return "the run to be resumed (paused)"
-        return "the end of the stage" if self._buffer.num_left < 1 else "a free slot"
+        return "the end of the stage" if self._run.buffer.num_left < 1 else "a free slot"
 
     async def _roll_out(self, group: QueuedGroup, *, task_status: TaskStatus[None]) -> None:
         """Roll out an admitted group and pass it to the buffer."""
-        s = self._settings
+        s = self._run.settings
         is_queued = False
 
         def on_queued() -> None:
@@ -236,7 +206,7 @@ class StageRunner:
         path, num_bytes = None, 0
         figures = GroupFigures()
         try:
-            rolled = await self._rollouts.group(
+            rolled = await self._run.rollouts.group(
                 group.task,
                 str(group.number),
                 size=s.group_size,
@@ -252,22 +222,24 @@ class StageRunner:
             has_signal, figures = rolled.has_signal, rolled.figures
             header = {"group": group.number, "version": group.version}
             path, num_bytes = await in_run_thread(
-                self._folder.add_group, group.number, [{**header, **row} for row in rolled.rows()]
+                self._run.folder.add_group,
+                group.number,
+                ({**header, **row.to_dict()} for row in rolled.rows()),  # encoded in the thread
             )
         if s.dynamic_sampling and not has_signal:
-            await self._buffer.discard(group, path=path, figures=figures)
+            await self._run.buffer.discard(group, path=path, figures=figures)
             self._count_replaced()
         else:
             self._num_replaced = 0
-            await self._buffer.finish(group, path=path, num_bytes=num_bytes, figures=figures)
+            await self._run.buffer.finish(group, path=path, num_bytes=num_bytes, figures=figures)
         on_queued()
 
     def _count_refused(self, task: Task, error: RequestError) -> None:
         """Report an invalid task. Raises RequestError after too many in one environment."""
-        self._say(f"Skipped task {task.id}: {error}")
+        self._run.report.say(f"Skipped task {task.id}: {error}")
         self._num_refused[task.env] += 1
         num = self._num_refused[task.env]
-        if num >= self._settings.prompts_per_step:
+        if num >= self._run.settings.prompts_per_step:
             whose = f" of {task.env}" if task.env else ""
             raise RequestError(
                 f"{error} ({count_of(num, 'task')}{whose} in a row refused)"
@@ -276,11 +248,8 @@ class StageRunner:
     def _count_replaced(self) -> None:
         """Report when many groups in a row had to be replaced, which may go on for ever."""
         self._num_replaced += 1
-        if self._num_replaced % (_MANY_REPLACED * self._settings.prompts_per_step) == 0:
-            self._say(
+        if self._num_replaced % (_MANY_REPLACED * self._run.settings.prompts_per_step) == 0:
+            self._run.report.say(
                 f"{self._num_replaced} groups in a row were replaced because all rewards within "
                 "each group were equal (loop.dynamic_sampling)"
             )
-
-    def _say(self, line: str) -> None:
-        self._pace.report.say(line)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from agentloop.aio import in_run_thread
-from agentloop.training.credit.rule import TokenCredit
+from agentloop.rollouts.record import TokenCredit
 from agentloop.training.learner_client.batch import Sample, write_batch
-from agentloop.training.learner_client.client import KeptLearner, Learner
+from agentloop.training.learner_client.client import RestartableLearner
 from agentloop.training.learner_client.protocol import (
     LoadRequest,
     PublishRequest,
@@ -31,7 +31,7 @@ from agentloop.training.learner_client.protocol import (
 )
 from agentloop.training.learner_record import note_weights
 from agentloop.training.queue import GroupQueue, Lease
-from agentloop.training.resume import ResumableLearner, tell_other_loss
+from agentloop.training.resume import ResumableTraining, report_other_loss
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.step_metrics import Learned
 from agentloop.training.weight_sync.transport import PublishedWeights, Publisher
@@ -40,71 +40,41 @@ from agentloop.trajectory import Trajectory
 __all__ = ["LeasedSample", "Steps", "leased_samples"]
 
 
-class Steps:
-    """The training steps of a learner (`Trainer`).
-
-    Attributes:
-        step: the last completed step; unchanged while a recovered learner repeats steps.
-        version: version of the learner's weights: the number of steps with anything to train on.
-    """
+class Steps(ResumableTraining):
+    """The training steps of a run; their samples are those of leased groups."""
 
     def __init__(
         self,
-        learner: Learner,
+        learner: RestartableLearner,
         queue: GroupQueue,
         folder: RunFolder,
         *,
         restored: TrainingState | None,
         timeout_s: float,
         say: Callable[[str], None],
-        kept: KeptLearner | None = None,
         max_restarts: int = 0,
     ) -> None:
-        """Take the arguments of `ResumableLearner`."""
-        self._queue = queue
-        self._folder = folder
-        self._timeout_s = timeout_s
-        self._say = say
-        self._published_in: Path | None = (
-            None  # folder of the newest weights published by this process
-        )
-        self._learner = ResumableLearner(
+        """Take the arguments of `ResumableTraining`, and the journal."""
+        super().__init__(
             learner,
             folder,
-            self,
             restored=restored,
             timeout_s=timeout_s,
             say=say,
-            kept=kept,
             max_restarts=max_restarts,
         )
-        self.step, self.version = self._step, self._version
+        self._queue = queue
+        self._published_in: Path | None = None  # folder of the newest weights of this process
 
-    def state(self) -> TrainingState:
-        """Implement `Trainer`."""
-        return TrainingState(step=self.step, version=self.version)
+    @property
+    def step(self) -> int:
+        """The last completed step; unchanged while a recovered learner repeats steps."""
+        return self.state.step
 
-    def stand(self, state: TrainingState) -> None:
-        """Implement `Trainer`. The learner may be behind `step` while steps are repeated."""
-        self._step, self._version = state.step, state.version
-
-    async def redo(self, before: int) -> None:
-        """Implement `Trainer`."""
-        for lease in await self._queue.rewind(self._step):
-            if lease.step < before:
-                self._compare(lease, await self._learn(lease))
-
-    async def saved(self, step: int) -> None:
-        """Implement `Trainer`."""
-        await self._queue.acknowledge(step)
-
-    async def watch(self) -> None:
-        """Recover the learner also if it is lost between requests, until cancelled.
-
-        Raises:
-            LearnerError: as in `learn`.
-        """
-        await self._learner.watch()
+    @property
+    def version(self) -> int:
+        """The version of the weights: the number of steps with anything to train on."""
+        return self.state.version
 
     async def learn(self, lease: Lease) -> Learned:
         """Train on a leased batch.
@@ -114,12 +84,7 @@ class Steps:
         Raises:
             LearnerError: the learner is lost for good, or has ended itself.
         """
-        async with self._learner.busy:  # no deadline: requests have one
-            await self._learner.hear_of_checkpoint()
-            learn = partial(self._learn, lease)
-            learned = await self._learner.until_done(learn, before=lease.step)
-            self.step, self.version = self._step, self._version
-            return learned
+        return await self._train_step(lease.step, partial(self._learn, lease))
 
     async def publish(self, publisher: Publisher) -> PublishedWeights:
         """Publish the current weights. Raises the errors of `learn`."""
@@ -130,15 +95,12 @@ class Steps:
             await self._note_weights(published.sha256)
             return published
 
-        async with self._learner.busy:  # no deadline: requests have one
-            return await self._learner.until_done(publish)
+        async with self._busy:  # no deadline: requests have one
+            return await self._retry(publish)
 
-    async def checkpoint(self, *, wait: bool = False) -> bool:
-        """Start writing a checkpoint; see `ResumableLearner.save`."""
-        async with self._learner.busy:  # no deadline: requests have one
-            return await self._learner.save(wait=wait)
-
-    async def do_again(self, on_done: Callable[[Lease, Learned], Awaitable[None]]) -> None:
+    async def repeat_since_checkpoint(
+        self, on_done: Callable[[Lease, Learned], Awaitable[None]]
+    ) -> None:
         """Repeat the steps since the newest checkpoint after a restart of this process.
 
         Args:
@@ -153,27 +115,33 @@ class Steps:
             self._compare(lease, learned)
             await on_done(lease, learned)
 
+    async def _repeat_steps(self, before: int) -> None:
+        for lease in await self._queue.rewind(self._learner_state.step):
+            if lease.step < before:
+                self._compare(lease, await self._learn(lease))
+
+    async def _checkpoint_complete(self, step: int) -> None:
+        await self._queue.acknowledge(step)
+
     async def _learn(self, lease: Lease) -> Learned:
-        begun = time.monotonic()
+        started_s = time.monotonic()
         learns = lease.notes.learns
         if learns and lease.notes.resets:
-            await self._learner.ask_once(ResetOptimizerRequest())
+            await self._ask_once(ResetOptimizerRequest())
         path = self._folder.path / "batches" / f"step-{lease.step:05}.safetensors"
-        num_learned = 0
+        num_learned, version = 0, self._learner_state.version
         if learns:
             num_learned = await in_run_thread(self._write_batch, path, lease)
         metrics: Mapping[str, Any] = {}
         if num_learned:
-            rescue = self._learner.checkpoint_folder(f"step-{lease.step:05}-rescue")
-            before = TrainingState(step=lease.step - 1, version=self._version)
-            reply = await self._learner.ask_once(
-                StepRequest(batch=path, rescue=rescue, state=before)
-            )
+            rescue = self._checkpoint_folder(f"step-{lease.step:05}-rescue")
+            before = TrainingState(step=lease.step - 1, version=version)
+            reply = await self._ask_once(StepRequest(batch=path, rescue=rescue, state=before))
             path.unlink()
-            self._version += 1
+            version += 1
             metrics = reply.metrics()
-        learned = Learned(num_learned, time.monotonic() - begun, metrics)
-        self._step = lease.step
+        learned = Learned(num_learned, time.monotonic() - started_s, metrics)
+        self._learner_state = TrainingState(step=lease.step, version=version)
         await self._queue.done(lease.step, learned.row())
         return learned
 
@@ -211,15 +179,14 @@ class Steps:
         await in_run_thread(partial(shutil.rmtree, weights, ignore_errors=True))
 
         async def load() -> None:
-            loaded = await self._learner.ask_once(LoadRequest(folder=checkpoint))
-            self.stand(loaded.state)
-            version = str(self._version)
-            await self._learner.ask_once(PublishRequest(folder=weights / version, version=version))
+            self._learner_state = (await self._ask_once(LoadRequest(folder=checkpoint))).state
+            version = str(self._learner_state.version)
+            await self._ask_once(PublishRequest(folder=weights / version, version=version))
 
-        async with self._learner.busy:  # no deadline: requests have one
+        async with self._busy:  # no deadline: requests have one
             # If the learner is lost, do not repeat steps: `load` replaces its weights anyway.
-            await self._learner.until_done(load, before=0)
-            self.step, self.version = self._step, self._version
+            await self._retry(load, before=0)
+            self.state = self._learner_state
 
     async def leave_model(self) -> None:
         """Leave only the learner's current weights in the run's folder.
@@ -228,10 +195,9 @@ class Steps:
         """
         folder = self._folder.path / "weights" / str(self.version)
         if self._published_in != folder:
-            async with self._learner.busy:  # no deadline: requests have one
-                version = str(self.version)
-                request = PublishRequest(folder=folder, version=version)
-                await self._note_weights((await self._learner.ask(request)).sha256)
+            async with self._busy:  # no deadline: requests have one
+                request = PublishRequest(folder=folder, version=str(self.version))
+                await self._note_weights((await self._ask(request)).sha256)
         await in_run_thread(_remove_others, folder)
 
     async def _note_weights(self, sha256: Mapping[str, str]) -> None:
@@ -241,7 +207,7 @@ class Steps:
 
     def _compare(self, lease: Lease, learned: Learned) -> None:
         before = (lease.result or {}).get("learner/loss")
-        tell_other_loss(self._say, lease.step, before, learned.loss)
+        report_other_loss(self._say, lease.step, before, learned.loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,16 +232,13 @@ def leased_samples(folder: RunFolder, lease: Lease) -> Iterator[LeasedSample]:
         RunFolderError: the file of a group is missing or damaged.
     """
     for place, group in enumerate(lease.groups):
-        for row in [] if group.path is None else folder.read_group(group.path):
-            if row["credit"] is not None:
-                trajectory = Trajectory.from_dict(row["trajectory"])
-                if trajectory.num_sampled_tokens:
-                    credit = TokenCredit(**row["credit"])
-                    yield LeasedSample(place, row["rollout"], trajectory, credit)
+        for row in [] if group.path is None else folder.read_conversations(group.path):
+            if row.credit is not None and row.trajectory.num_sampled_tokens:
+                yield LeasedSample(place, row.rollout, row.trajectory, row.credit)
 
 
 def _remove_others(folder: Path) -> None:
     """Remove the weights of other versions next to those in `folder`."""
-    for other in folder.parent.iterdir():
-        if other.name.isdigit() and other != folder:
-            shutil.rmtree(other, ignore_errors=True)
+    for path in folder.parent.iterdir():
+        if path.name.isdigit() and path != folder:
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,8 +1,8 @@
 """What the kernel counts for the cgroup of this worker: memory, processor time, OOM kills.
 
 Read from files that are opened when the worker starts: in a container those below /sys/fs/cgroup,
-for a local worker those that the pool has made a cgroup for. Without a cgroup there is only the
-number of OOM kills of the whole machine.
+for a local worker those of the cgroup that the pool has made, or, where it could make none, only
+the number of OOM kills of the whole machine.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ class CgroupCounters:
     """The counters behind these descriptors, by name, and what they say of a call."""
 
     def __init__(self, fds: dict[str, int]) -> None:
-        if "oom" not in fds:
-            fds = {"oom": os.open("/proc/vmstat", os.O_RDONLY | os.O_CLOEXEC)}
         self._fds = fds
         for fd in fds.values():
             os.set_inheritable(fd, False)

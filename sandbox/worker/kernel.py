@@ -63,8 +63,9 @@ def old_pid_space() -> None:
 
 def own_view(scratch: str, options: str) -> None:
     """Show this process a file system of its own at `scratch`, mounted with these options, and at
-    /proc the processes of its own pid namespace, read-only. Then enter a user namespace where it
-    is nobody, has no capability and can make no namespace below it. Raises OSError.
+    /proc, read-only, nothing but the processes of its own pid namespace. Then enter a user
+    namespace where it is nobody, has no capability and can make no namespace below it. Raises
+    OSError.
 
     RLIMIT_NPROC counts the processes of that namespace alone (Linux 5.14).
     """
@@ -72,7 +73,10 @@ def own_view(scratch: str, options: str) -> None:
     proc = os.open("/proc", os.O_PATH)  # of the worker: the new one can't be written to
     flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
     mount("tmpfs", scratch, flags, options)
-    mount("proc", "/proc", flags | MS_RDONLY)
+    try:
+        mount("proc", "/proc", flags | MS_RDONLY, "subset=pid")
+    except OSError:  # an option since Linux 5.8
+        mount("proc", "/proc", flags | MS_RDONLY)
     unshare(CLONE_NEWUSER)
     fd = os.open("sys/user/max_user_namespaces", os.O_WRONLY, dir_fd=proc)
     os.write(fd, b"0")

@@ -53,10 +53,10 @@ async def test_the_error_of_the_block_is_raised_by_itself() -> None:
 async def test_several_errors_are_raised_as_a_group() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         await fail_both(only_first=False)
-    assert {type(one) for one in caught.value.exceptions} == {KeyError, ValueError}
+    assert {type(error) for error in caught.value.exceptions} == {KeyError, ValueError}
 
 
-async def test_one_of_several_errors_can_be_enough() -> None:
+async def test_only_the_first_of_several_errors_can_be_raised() -> None:
     with pytest.raises((KeyError, ValueError)):
         await fail_both(only_first=True)
 
@@ -85,16 +85,16 @@ async def test_a_signal_wakes_those_that_wait_and_nobody_later() -> None:
 
 
 async def test_a_free_slot_is_taken_without_giving_way() -> None:
-    limiter, seen = anyio.CapacityLimiter(1), list[str]()
+    limiter, events = anyio.CapacityLimiter(1), list[str]()
 
     async def other() -> None:
-        seen.append("other")
+        events.append("other")
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(other)
         async with Slot(limiter):
-            assert (limiter.borrowed_tokens, seen) == (1, [])
-    assert (limiter.borrowed_tokens, seen) == (0, ["other"])
+            assert (limiter.borrowed_tokens, events) == (1, [])
+    assert (limiter.borrowed_tokens, events) == (0, ["other"])
 
 
 async def test_slots_are_taken_in_turn_and_none_is_lost() -> None:

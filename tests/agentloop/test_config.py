@@ -72,7 +72,7 @@ def file(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def test_nothing_gives_the_defaults() -> None:
+def test_settings_without_sources_are_the_defaults() -> None:
     assert load_settings(Everything) == Everything()
 
 
@@ -107,7 +107,7 @@ def test_an_override_needs_no_quotes(override: str, model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["server.prot=1"], r"^override 'server.prot=1': unknown .*did you mean 'server.port'\?"),
         (["zzz=1"], r"unknown setting 'zzz' \(known here: model, servers, server, wing\)"),
@@ -122,13 +122,13 @@ def test_an_override_needs_no_quotes(override: str, model: str) -> None:
         (["wing.flag=maybe", "server.port=x"], "server.port: .*; wing.flag: "),
     ],
 )  # fmt: skip
-def test_errors_name_the_setting_and_its_source(overrides: list[str], said: str) -> None:
-    with pytest.raises(SettingsError, match=said):
+def test_errors_name_the_setting_and_its_source(overrides: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
         load_settings(Everything, overrides=overrides)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[server]\nprot = 1", "bad.toml: unknown setting 'server.prot' .did you mean"),
         ("[server]\nport = 'x'", r"server.port: .*\(from .*bad.toml\)"),
@@ -136,8 +136,8 @@ def test_errors_name_the_setting_and_its_source(overrides: list[str], said: str)
         ("[server", "bad.toml: Expected .]. at the end"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(SettingsError, match=said):
+def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
         load_settings(Everything, [file(tmp_path, "bad.toml", text)])
 
 
@@ -171,14 +171,14 @@ def test_a_shared_base_is_overridden_by_both_files(tmp_path: Path) -> None:
     first = file(tmp_path, "first.toml", 'extends = "base.toml"\nserver.port = 2')
     second = file(tmp_path, "second.toml", 'extends = "base.toml"\nwing.flag = true')
     assert load_settings(Everything, [first, second]).server.port == 2
-    both = file(tmp_path, "both.toml", 'extends = ["first.toml", "second.toml"]')
-    assert load_settings(Everything, [both]).server.port == 2
+    extending = file(tmp_path, "both.toml", 'extends = ["first.toml", "second.toml"]')
+    assert load_settings(Everything, [extending]).server.port == 2
     # What is named by itself lies where it is named.
     assert load_settings(Everything, [first, tmp_path / "base.toml"]).server.port == 1
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("extends = 3", r"top\.toml: extends: expected a file name or a list of file names"),
         ('extends = [""]', r"top\.toml: extends: expected a file name or a list"),
@@ -192,17 +192,19 @@ def test_a_shared_base_is_overridden_by_both_files(tmp_path: Path) -> None:
         ('[server]\nextends = "bad.toml"', r"top\.toml: unknown setting 'server\.extends'"),
     ],
 )
-def test_an_error_in_an_extended_file_names_that_file(tmp_path: Path, text: str, said: str) -> None:
+def test_an_error_in_an_extended_file_names_that_file(
+    tmp_path: Path, text: str, message: str
+) -> None:
     file(tmp_path, "around.toml", 'extends = "./top.toml"')
     file(tmp_path, "bad.toml", "server.prot = 1")
     file(tmp_path, "worse.toml", 'server.port = "x"')
     file(tmp_path, "worst.toml", "[server")
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(SettingsError, match=message):
         load_settings(Everything, [file(tmp_path, "top.toml", text)])
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("AGENTLOOP_SERVER__PORT", "x", r"server.port: .*\(from the environment\)"),
         ("AGENTLOOP_SERVER__PROT", "1", "the environment: unknown setting 'server.prot'"),
@@ -215,10 +217,10 @@ def test_an_error_in_an_extended_file_names_that_file(tmp_path: Path, text: str,
     ],
 )
 def test_a_bad_variable_is_named(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(SettingsError, match=message):
         load_settings(Everything)
 
 
@@ -239,15 +241,15 @@ def test_an_error_of_a_section_blames_the_keys_that_it_names(more: list[str]) ->
     class Served(pydantic.BaseModel):
         serve: ServeSettings
 
-    given = ["serve.port=8123", "serve.host=0.0.0.0", *more]
+    overrides = ["serve.port=8123", "serve.host=0.0.0.0", *more]
     with pytest.raises(SettingsError, match=r"\(from override 'serve\.host'\)$"):
-        load_settings(Served, overrides=given)
+        load_settings(Served, overrides=overrides)
 
 
 def test_an_error_without_keys_blames_all_sources_of_the_section(tmp_path: Path) -> None:
-    one = file(tmp_path, "one.toml", "[server]\ntoken = 'x'")
+    path = file(tmp_path, "one.toml", "[server]\ntoken = 'x'")
     with pytest.raises(SettingsError, match=r"\(from .*one\.toml, override 'server\.port'\)$"):
-        load_settings(Everything, [one], ["server.port=13"])
+        load_settings(Everything, [path], ["server.port=13"])
 
 
 def test_every_setting_is_described() -> None:
@@ -368,8 +370,8 @@ def test_a_list_of_tables_is_read_from_every_source(
     assert load_settings(WithItems, [path], ["items=['c']"]).items == [Item(name="c")]
     assert load_settings(WithItems, [], ["items=[{name='c', weight=2}]"]).items[0].weight == 2
     monkeypatch.setenv("AGENTLOOP_ITEMS", '["d", {"name": "e", "args": {"x": null}}]')
-    found = load_settings(WithItems)
-    assert [one.name for one in found.items] == ["d", "e"]
+    settings = load_settings(WithItems)
+    assert [item.name for item in settings.items] == ["d", "e"]
     assert [*describe_settings(WithItems)] == [("items", "[]", "Items.")]
 
 
@@ -380,7 +382,7 @@ def test_a_list_of_tables_can_be_written_and_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("items=[{nmae='a'}]", "unknown setting 'items.0.nmae' .did you mean 'items.0.name'"),
         ("items=[{}, {weight=0}]", r"items\.1\.weight: .*greater than 0.*from override"),
@@ -389,6 +391,6 @@ def test_a_list_of_tables_can_be_written_and_read_back(tmp_path: Path) -> None:
         ("items.name=a", r"'items' is a list of tables"),
     ],
 )
-def test_errors_name_the_item_of_a_list(override: str, said: str) -> None:
-    with pytest.raises(SettingsError, match=said):
+def test_errors_name_the_item_of_a_list(override: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
         load_settings(WithItems, overrides=[override])

@@ -27,17 +27,17 @@ def test_every_hint_names_an_extra_that_exists() -> None:
     """This covers the documents, which must not name another project's distribution either."""
     files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tox.ini"]
     files += [*ROOT.glob("agentloop/**/*.py"), *ROOT.glob("tests/**/*.py")]
-    found = set()
+    extras = set()
     for file in files:
         text = file.read_text("utf-8")
         assert not re.search(r"pip install '?agentloop(?!-rl)\b", text), file
-        found |= set(re.findall(rf"{NAME}\[([a-z-]+)\]", text))
-        found |= set(re.findall(r"install_hint\(['\"]([a-z-]+)['\"]\)", text))
-    assert found - {"otel"} < set(PROJECT["optional-dependencies"])
-    assert "otel" in found
+        extras |= set(re.findall(rf"{NAME}\[([a-z-]+)\]", text))
+        extras |= set(re.findall(r"install_hint\(['\"]([a-z-]+)['\"]\)", text))
+    assert extras - {"otel"} < set(PROJECT["optional-dependencies"])
+    assert "otel" in extras
 
 
-def test_what_is_missing_is_named_with_the_command_to_install_it() -> None:
+def test_a_missing_package_is_named_with_the_command_to_install_it() -> None:
     require("train", {"json": "everything"})
     with pytest.raises(SettingsError) as caught:
         require("train", {"json": "everything", "nobody_has_this": "plots", "nor_this": "speed"})
@@ -56,7 +56,7 @@ def test_another_project_of_the_import_name_is_reported(
     monkeypatch.syspath_prepend(str(tmp_path))
     advice = "agentloop 0.2.2, another project, is installed too"
     assert advice in distribution.conflict()
-    (check,) = (one for one in examine() if one.name == "package agentloop")
+    (check,) = (result for result in examine() if result.name == "package agentloop")
     assert (check.is_there, check.is_optional) == (False, False)
     assert advice in check.remedy
     assert main(["env", "init", "a.b"]) == 2

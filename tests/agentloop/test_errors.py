@@ -20,7 +20,7 @@ BUG, DOWN, CUT = KeyError("a bug"), ServerError("down"), ServerUnavailable("cut 
 
 
 @pytest.mark.parametrize(
-    ("raised", "found"),
+    ("raised", "expected"),
     [
         (BUG, BUG),
         (DOWN, DOWN),
@@ -29,8 +29,10 @@ BUG, DOWN, CUT = KeyError("a bug"), ServerError("down"), ServerUnavailable("cut 
         (ExceptionGroup("", [ExceptionGroup("", [CUT]), DOWN]), CUT),
     ],
 )
-def test_the_culprit_is_no_victim_if_there_is_another(raised: Exception, found: Exception) -> None:
-    assert culprit(raised, ServerError, RequestError) is found
+def test_the_culprit_is_no_victim_if_there_is_another(
+    raised: Exception, expected: Exception
+) -> None:
+    assert culprit(raised, ServerError, RequestError) is expected
 
 
 def test_the_place_of_an_error_is_in_the_users_code() -> None:

@@ -90,7 +90,7 @@ def test_each_command_has_help_and_lists_its_settings(
 
 
 @pytest.mark.parametrize(
-    ("command", "setting", "said"),
+    ("command", "setting", "message"),
     [
         ("serve", "serve.prot=1", "did you mean 'serve.port'?"),
         ("serve", "serve.host=0.0.0.0", "set serve.token"),
@@ -100,10 +100,10 @@ def test_each_command_has_help_and_lists_its_settings(
     ],
 )
 def test_a_bad_setting_ends_a_command_before_anything_starts(
-    command: str, setting: str, said: str, capsys: pytest.CaptureFixture[str]
+    command: str, setting: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, setting]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -136,44 +136,44 @@ def test_a_question_is_found_wherever_it_stands(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["serve.port=1", ""], "the question is empty"),
         (["What", "serve.port=1", "is"], "expected one question, in quotes, not 'What', 'is'"),
     ],
 )
 def test_an_invalid_question_is_an_error(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["chat", *arguments])
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["runs", "view"], "error: expected the run's folder, such as runs/latest, or --sample"),
         (["runs", "entropy"], "are required: RUN"),
     ],
 )
 def test_only_what_is_required_is_said_to_be(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith(f"{said}\n")
+    assert capsys.readouterr().err.endswith(f"{message}\n")
 
 
 def test_an_interrupt_while_a_command_is_imported_is_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def interrupted(name: str) -> None:
+    def interrupt(name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("agentloop.__main__.import_module", interrupted)
+    monkeypatch.setattr("agentloop.__main__.import_module", interrupt)
     assert main(["serve"]) == 130
 
 

@@ -144,10 +144,10 @@ async def test_a_rollout_from_a_base_models_folder(form: str, tmp_path: Path) ->
     assert [chat.decode([token]) for token in chat.stop_ids] == [END, END_OF_TEXT]
     environment = load(recipe.env)
     assert environment is not None
-    asked = Asked()
-    await environment(Task("t", "What is 6 times 7?", "42"), asked)
+    recording = Asked()
+    await environment(Task("t", "What is 6 times 7?", "42"), recording)
     tools = resolved_tools(
-        asked.tools,
+        recording.tools,
         pool=cast(Pool, Programs()),
         servers={},
         functions={},
@@ -159,12 +159,12 @@ async def test_a_rollout_from_a_base_models_folder(form: str, tmp_path: Path) ->
     calls = [call_text(TOOLS[form], {"code": code, "input": ""}) for code in ("print()", "1 / 0")]
     broken = "<tool_call>\n{broken\n</tool_call>"
     # The second call of the first turn is ignored.
-    said = [f"Hm.\n{calls[0]}{calls[1]}", f"Once more.\n{calls[1]}", broken, "</reason>Done."]
-    engine = ScriptedEngine(*(list(chunks(written(chat, text + END))) for text in said))
+    texts = [f"Hm.\n{calls[0]}{calls[1]}", f"Once more.\n{calls[1]}", broken, "</reason>Done."]
+    engine = ScriptedEngine(*(list(chunks(written(chat, text + END))) for text in texts))
     rollout = Rollout(
         engine,
         chat,
-        asked.messages,
+        recording.messages,
         tools,
         budget=recipe.budget,
         tool_format=recipe.tool_format,
@@ -174,6 +174,6 @@ async def test_a_rollout_from_a_base_models_folder(form: str, tmp_path: Path) ->
     prompt = PROMPT.format(system=SYSTEM[form], schema=SCHEMAS[form])
     assert chat.decode(trajectory.prompt_ids) == prompt
     expected = [OBSERVATION.format(content=content) for content in RESPONSES[form]]
-    found = [chat.decode(turn.observation_ids) for turn in trajectory.turns]
-    assert found == [*expected, ""]
-    assert [turn.text for turn in trajectory.turns] == [text + END for text in said]
+    observations = [chat.decode(turn.observation_ids) for turn in trajectory.turns]
+    assert observations == [*expected, ""]
+    assert [turn.text for turn in trajectory.turns] == [text + END for text in texts]

@@ -27,7 +27,7 @@ QWEN3_14B = FOLDER / "qwen3-14b"
 NODE = Machine(ram_bytes=1 << 40, disk_free_bytes=8 << 40, num_gpus=8, gpu_bytes=79 << 30)
 
 
-def loaded(path: Path) -> pydantic.BaseModel:
+def load_recipe(path: Path) -> pydantic.BaseModel:
     commands = set(re.findall(r"^# .*agentloop (sft|train|evaluate) [a-z]", path.read_text(), re.M))
     if path.name.endswith("sft.toml"):
         assert commands == {"sft"}
@@ -45,7 +45,7 @@ def train_settings(name: str) -> TrainSettings:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipes_settings_are_valid(path: Path) -> None:
-    settings: Any = loaded(path)
+    settings: Any = load_recipe(path)
     assert not settings.run.name or settings.run.name == path.stem
 
 
@@ -56,7 +56,7 @@ def test_a_recipe_is_named_in_any_folder(
     monkeypatch.chdir(tmp_path)
     extending = tmp_path / "mine.toml"
     extending.write_text(f'extends = "{path.stem}"')
-    settings = loaded(path)
+    settings = load_recipe(path)
     assert load_settings(type(settings), [path.stem]) == settings
     assert load_settings(type(settings), [extending]) == settings
 
@@ -103,12 +103,12 @@ def test_the_papers_third_stage_has_other_problems() -> None:
 def test_the_papers_evaluation_asks_as_its_training_does() -> None:
     s = load_settings(EvaluateSettings, [FOLDER / "evaluate-paper.toml"])
     trained = train_settings("paper-stage3")
-    asked = ("system", "template", "kind")
-    assert [getattr(s.tasks, n) for n in asked] == [getattr(trained.tasks, n) for n in asked]
+    names = ("system", "template", "kind")
+    assert [getattr(s.tasks, n) for n in names] == [getattr(trained.tasks, n) for n in names]
     assert (s.env, s.reward) == (trained.env, trained.reward)
 
 
-def test_one_gpu_of_24_gb_is_enough_for_its_recipe(tmp_path: Path) -> None:
+def test_the_recipe_for_one_gpu_fits_into_24_gb(tmp_path: Path) -> None:
     qwen3_600m = """{"model_type": "qwen3", "dtype": "bfloat16", "hidden_size": 1024,
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
         "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936,
@@ -147,7 +147,7 @@ def paper_settings() -> ChatSettings:
     return train_settings("paper-stage1").chat
 
 
-def imitated(chat: ChatFormat, *turns: dict[str, Any]) -> str:
+def imitate(chat: ChatFormat, *turns: dict[str, Any]) -> str:
     """Return the text of a dialogue that is trained on, and the markup between."""
     dialogue = Dialogue([ASKED, *turns], [TOOL], "here")
     (trajectory,) = trajectories_of(chat, dialogue, max_tool_response_tokens=512)
@@ -165,13 +165,13 @@ def test_a_base_model_is_trained_in_the_papers_form_without_work_by_hand(tmp_pat
     assert prompt.endswith(
         "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n<reason>"
     )
-    said = imitated(
+    text = imitate(
         chat,
         {"role": "assistant", "content": "<reason>Hm.", "tool_calls": [CALL]},
         {"role": "tool", "content": "4"},
         {"role": "assistant", "content": "<reason>So.</reason><answer>\\boxed{4}</answer>"},
     )
-    assert said == (
+    assert text == (
         'Hm.\n<tool_call>\n{"name": "look", "arguments": {"n": 1}}\n</tool_call><|im_end|>\n'
         "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n<reason>So.</reason><answer>\\boxed{4}</answer><|im_end|>"
@@ -196,14 +196,14 @@ def test_a_turn_without_a_thought_is_learned_with_an_empty_one(
     tmp_path: Path, message: dict[str, Any], learned: str
 ) -> None:
     chat = ChatFormat.load(like_qwen3_base(tmp_path), paper_settings())
-    assert imitated(chat, {"role": "assistant", **message}) == learned + END
+    assert imitate(chat, {"role": "assistant", **message}) == learned + END
 
 
 OPENED = TEMPLATE.replace("assistant\n' }}", "assistant\n<reason>' }}")
 
 
 @pytest.mark.parametrize(
-    ("source", "content", "said"),
+    ("source", "content", "message"),
     [
         (OPENED, "It is 4.", r"messages\[1\].content: .* begin the content with <reason>"),
         # As in the authors' template, which writes a final answer as it writes a question.
@@ -215,11 +215,11 @@ OPENED = TEMPLATE.replace("assistant\n' }}", "assistant\n<reason>' }}")
     ],
 )
 def test_a_template_that_cannot_be_imitated_is_refused_with_what_to_do(
-    source: str, content: str, said: str
+    source: str, content: str, message: str
 ) -> None:
     chat = ChatFormat(tokenizer(), template(source))
-    with pytest.raises(DataError, match=said):
-        imitated(chat, {"role": "assistant", "content": content})
+    with pytest.raises(DataError, match=message):
+        imitate(chat, {"role": "assistant", "content": content})
 
 
 def test_the_template_is_kept_in_a_runs_settings(tmp_path: Path) -> None:

@@ -40,14 +40,16 @@ class Row:
 @cache
 def tables() -> Mapping[str, list[Row]]:
     """The rows of the document, by the recipe that they are about."""
-    found: dict[str, list[Row]] = {}
+    by_recipe: dict[str, list[Row]] = {}
     for section in re.split(r"^## ", (FOLDER / "sources.md").read_text(), flags=re.M)[1:]:
         name, _, text = section.partition("\n")
         lines = [line for line in text.splitlines() if line.startswith("|")]
         assert lines[0] == "| setting | here | there | where | why |"
         cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
-        found[name] = [Row(one.strip("`"), *others) for one, *others in cells]
-    return found
+        by_recipe[name] = [
+            Row(setting.strip("`"), *cells_of_row) for setting, *cells_of_row in cells
+        ]
+    return by_recipe
 
 
 def bases(name: str) -> list[str]:
@@ -70,9 +72,9 @@ def settings_in(values: Mapping[str, Any], at: str = "") -> Iterator[str]:
             yield f"{at}{name}"
 
 
-def is_said(setting: str, said: Mapping[str, Row]) -> bool:
+def is_said(setting: str, table: Mapping[str, Row]) -> bool:
     """Tables of arguments have one row, as a whole."""
-    return any(setting == one or setting.startswith(f"{one}.") for one in said)
+    return any(setting == name or setting.startswith(f"{name}.") for name in table)
 
 
 def toml(cell: str) -> Any:
@@ -92,32 +94,34 @@ ELSEWHERE = ("extends", "run.name", "env.args.system")
 
 
 def test_the_papers_recipes_and_the_releases_have_tables() -> None:
-    known = {path.name for path in FOLDER.glob("*.toml") if "paper" in path.name}
-    assert set(RECIPES) == known | {"release-8gpu.toml"}
+    names = {path.name for path in FOLDER.glob("*.toml") if "paper" in path.name}
+    assert set(RECIPES) == names | {"release-8gpu.toml"}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_value_of_a_recipe_has_a_source(name: str) -> None:
-    own = {row.setting: row for row in tables()[name]}
-    given = set(settings_in(tomllib.loads((FOLDER / name).read_text()))).difference(ELSEWHERE)
-    assert sorted(setting for setting in given if not is_said(setting, own)) == []
+    table = {row.setting: row for row in tables()[name]}
+    settings_given = set(settings_in(tomllib.loads((FOLDER / name).read_text()))).difference(
+        ELSEWHERE
+    )
+    assert sorted(setting for setting in settings_given if not is_said(setting, table)) == []
 
 
 def test_the_release_inherits_only_what_no_source_states() -> None:
-    own = {row.setting: row for row in tables()["release-8gpu.toml"]}
+    table = {row.setting: row for row in tables()["release-8gpu.toml"]}
     inherited = [row for base in bases("release-8gpu.toml")[:-1] for row in tables()[base]]
     stated = {row.setting for row in inherited if row.setting and row.there != NOT_STATED}
-    assert sorted(setting for setting in stated if not is_said(setting, own)) == []
+    assert sorted(setting for setting in stated if not is_said(setting, table)) == []
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_the_values_of_its_table(name: str) -> None:
     settings = load_settings(COMMANDS.get(name, TrainSettings), [FOLDER / name])
-    said = {setting: toml(row.here) for setting, row in rows(name).items()}
-    assert said["chat.template"] == "paper"
-    said["chat.template"] = (FOLDER / "paper.jinja").read_text()  # the settings hold the text
-    found = {setting: value(settings, setting) for setting in said}
-    assert found == said
+    expected = {setting: toml(row.here) for setting, row in rows(name).items()}
+    assert expected["chat.template"] == "paper"
+    expected["chat.template"] = (FOLDER / "paper.jinja").read_text()  # the settings hold the text
+    actual = {setting: value(settings, setting) for setting in expected}
+    assert actual == expected
 
 
 @pytest.mark.parametrize(("name", "row"), ROWS, ids=[f"{n}: {row.setting}" for n, row in ROWS])

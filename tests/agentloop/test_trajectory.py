@@ -79,8 +79,8 @@ def test_plain_data_is_json_and_can_be_read_again() -> None:
 
 @pytest.mark.parametrize("status", list(ToolCallStatus))
 def test_the_model_is_not_blamed_for_what_others_did(status: ToolCallStatus) -> None:
-    others = {"ok", "caller", "cancelled", "infrastructure"}
-    assert status.failed == (status.value not in others)
+    not_failures = {"ok", "caller", "cancelled", "infrastructure"}
+    assert status.failed == (status.value not in not_failures)
 
 
 def test_only_what_we_broke_or_stopped_goes_unscored() -> None:
@@ -130,17 +130,20 @@ def test_a_conversations_id_begins_with_its_rollouts(
 
 
 roles = st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), max_size=4)
-rest = st.lists(st.lists(st.sampled_from(["user", "tool"]), max_size=3), max_size=4)
+later_roles = st.lists(st.lists(st.sampled_from(["user", "tool"]), max_size=3), max_size=4)
 
 
-@given(roles, rest, st.booleans())
+@given(roles, later_roles, st.booleans())
 @settings(deadline=None)
 def test_messages_are_those_before_and_after_each_turn(
     before: list[str], after: list[list[str]], is_cut_off: bool
 ) -> None:
     prompt: list[Message] = [{"role": role} for role in before]
-    heard: list[list[Message]] = [[{"role": role} for role in one] for one in after]
+    between: list[list[Message]] = [[{"role": role} for role in roles_of] for roles_of in after]
     answer: Message = {"role": "assistant"}
-    messages = [*prompt, *(one for each in heard for one in [answer, *each])]
-    turns = [Turn(end=TurnEnd.STOP) for _ in heard] + [Turn()] * is_cut_off
-    assert Trajectory("t", [], turns, messages=messages).messages_between == [prompt, *heard]
+    messages = [
+        *prompt,
+        *(message for messages_heard in between for message in [answer, *messages_heard]),
+    ]
+    turns = [Turn(end=TurnEnd.STOP) for _ in between] + [Turn()] * is_cut_off
+    assert Trajectory("t", [], turns, messages=messages).messages_between == [prompt, *between]

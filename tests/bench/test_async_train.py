@@ -66,7 +66,7 @@ def test_no_sample_is_staler_than_allowed(results: dict[int, Result]) -> None:
     for age in (1, 2):
         assert 0 < max(results[age].staleness) <= age
     num_samples = 3 * SMALL.prompts_per_step * SMALL.group_size // 2
-    assert all(sum(one.staleness.values()) == num_samples for one in results.values())
+    assert all(sum(result.staleness.values()) == num_samples for result in results.values())
 
 
 def test_overlap_is_faster(results: dict[int, Result]) -> None:
@@ -76,17 +76,17 @@ def test_overlap_is_faster(results: dict[int, Result]) -> None:
 
 
 def test_no_run_is_faster_than_its_learner(results: dict[int, Result]) -> None:
-    for one in results.values():
-        assert one.step_s >= one.learner_s * (1 - 1e-9)
-        assert one.learner_idle == pytest.approx(1 - one.learner_s / one.step_s)
-        assert 0 <= one.servers_idle < 1
+    for result in results.values():
+        assert result.step_s >= result.learner_s * (1 - 1e-9)
+        assert result.learner_idle == pytest.approx(1 - result.learner_s / result.step_s)
+        assert 0 <= result.servers_idle < 1
 
 
 def test_without_overlap_a_step_is_the_sum_of_its_parts(results: dict[int, Result]) -> None:
     """Without overlap, servers are idle while the learner is busy and weights are loaded."""
-    (one,) = [results[0]]
-    busy_s = one.step_s * (1 - one.servers_idle)
-    assert busy_s + one.learner_s + SMALL.load_s <= one.step_s + 1e-6
+    (result,) = [results[0]]
+    busy_s = result.step_s * (1 - result.servers_idle)
+    assert busy_s + result.learner_s + SMALL.load_s <= result.step_s + 1e-6
 
 
 @pytest.mark.parametrize("age", [0, 1])
@@ -116,21 +116,21 @@ def test_the_loop_itself_takes_no_time(age: int, monkeypatch: pytest.MonkeyPatch
         live[int(version)] = anyio.current_time()
 
     async def noted_step(self: _SleepingLearner, batch: Path) -> None:
-        begun = anyio.current_time()
+        start_s = anyio.current_time()
         await step(self, batch)
-        learned.append((begun, anyio.current_time()))
+        learned.append((start_s, anyio.current_time()))
 
     monkeypatch.setattr(Servers, "group", noted_group)
     monkeypatch.setattr(Servers, "weights_loaded", noted_weights)
     monkeypatch.setattr(_SleepingLearner, "_step", noted_step)
     shape = replace(SMALL, params=ServerParams(), steps=6)  # admission never limits
     train(shape, "balanced", age, 1, Full(1000.0, 40.0, 10_000.0))
-    for index, (begun, _) in enumerate(learned[1:-1], 1):
+    for index, (start_s, _) in enumerate(learned[1:-1], 1):
         numbers = range(
             1 + index * shape.prompts_per_step, 1 + (index + 1) * shape.prompts_per_step
         )
         is_free = learned[index - 1][1] + shape.publish_s
-        assert begun == max(is_free, *(ended[number] for number in numbers))
+        assert start_s == max(is_free, *(ended[number] for number in numbers))
         assert {started[number] for number in numbers} == {live[max(0, index - age)]}
 
 
@@ -180,7 +180,9 @@ def test_real_runs_are_started_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train_(command: list[str], **options: Any) -> None:
-        age = int(next(one for one in command if one.startswith("loop.max_stal"))[-1])
+        age = int(
+            next(argument for argument in command if argument.startswith("loop.max_stal"))[-1]
+        )
         assert "loop.steps=3" in command
         assert command[-1] == "seed=1"
         run = tmp_path / f"staleness-{age}"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.check import BASELINES, CHECKS, Check, fallen, main, merged, to_toml
+from bench.check import BASELINES, CHECKS, Check, fallen, main, medians, to_toml
 
 figures = st.dictionaries(
     st.text("of a plain loop's", min_size=1), st.floats(0.01, 100), min_size=1
@@ -19,8 +19,8 @@ figures = st.dictionaries(
 @given(figures, st.data())
 def test_a_figure_falls_by_more_than_a_tenth(before: dict[str, float], data: st.DataObject) -> None:
     falls = {name: data.draw(st.booleans()) for name in before}
-    now = {name: value * (0.89 if falls[name] else 0.91) for name, value in before.items()}
-    assert fallen(before, now) == [name for name in before if falls[name]]
+    current = {name: value * (0.89 if falls[name] else 0.91) for name, value in before.items()}
+    assert fallen(before, current) == [name for name in before if falls[name]]
 
 
 def test_a_figure_that_is_missing_fell() -> None:
@@ -37,7 +37,7 @@ def test_the_file_holds_what_was_written(baselines: dict[str, dict[str, float]])
 
 def test_each_check_has_its_baselines() -> None:
     assert tomllib.loads(BASELINES.read_text()).keys() == CHECKS.keys()
-    assert merged([{"a": 3.0}, {"a": 1.0}, {"a": 2.0}]) == {"a": 2.0}
+    assert medians([{"a": 3.0}, {"a": 1.0}, {"a": 2.0}]) == {"a": 2.0}
 
 
 def test_a_fall_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

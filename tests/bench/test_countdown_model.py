@@ -52,10 +52,16 @@ def test_filler_starts_no_countdown_and_is_in_the_vocabulary() -> None:
 
 def test_a_folder_holds_what_its_config_says(tmp_path: Path) -> None:
     folder = save(tmp_path / "new" / "model", num_layers=2, context_length=512)
-    said = json.loads((folder / "config.json").read_text())
-    assert said == config(num_layers=2, context_length=512)
+    content = json.loads((folder / "config.json").read_text())
+    assert content == config(num_layers=2, context_length=512)
     tensors = load_file(folder / "model.safetensors")
-    assert tensors["model.embed_tokens.weight"].shape == (said["vocab_size"], said["hidden_size"])
-    assert tensors["lm_head.weight"].shape == (said["vocab_size"], said["hidden_size"])
-    heads = said["num_attention_heads"] * said["head_dim"]
-    assert tensors["model.layers.1.self_attn.o_proj.weight"].shape == (said["hidden_size"], heads)
+    assert tensors["model.embed_tokens.weight"].shape == (
+        content["vocab_size"],
+        content["hidden_size"],
+    )
+    assert tensors["lm_head.weight"].shape == (content["vocab_size"], content["hidden_size"])
+    heads = content["num_attention_heads"] * content["head_dim"]
+    assert tensors["model.layers.1.self_attn.o_proj.weight"].shape == (
+        content["hidden_size"],
+        heads,
+    )

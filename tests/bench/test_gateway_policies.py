@@ -39,8 +39,8 @@ def test_the_same_seed_decides_the_same(policy: str) -> None:
         chosen = []
         for number in range(60):
             key = f"k{number % 20}"
-            one = ask(key, group=f"g{number % 5}", num_shared=200)
-            rank = placement.choose(one, RANKS, now=float(number)).rank
+            request = ask(key, group=f"g{number % 5}", num_shared=200)
+            rank = placement.choose(request, RANKS, now_s=float(number)).rank
             chosen.append(rank)
             if rank is not None:
                 books.reserve(f"s{number}", rank, 500, 50, key=key)
@@ -55,7 +55,7 @@ def test_the_same_seed_decides_the_same(policy: str) -> None:
 def test_ties_do_not_always_go_to_the_first(policy: str) -> None:
     placement = make_policy(policy, ledger())
     counts = Counter(
-        placement.choose(ask(f"k{number}"), RANKS, now=0.0).rank for number in range(400)
+        placement.choose(ask(f"k{number}"), RANKS, now_s=0.0).rank for number in range(400)
     )
     assert set(counts) == set(RANKS)
     assert max(counts.values()) < 160
@@ -66,18 +66,18 @@ def test_only_ranks_that_are_offered_are_chosen(policy: str) -> None:
     books = ledger()
     placement = make_policy(policy, books)
     for number in range(8):
-        placement.choose(ask(f"k{number}"), RANKS, now=0.0)
+        placement.choose(ask(f"k{number}"), RANKS, now_s=0.0)
     for number in range(8):
-        decision = placement.choose(ask(f"k{number}"), RANKS[2:3], now=0.0)
+        decision = placement.choose(ask(f"k{number}"), RANKS[2:3], now_s=0.0)
         assert decision.rank == RANKS[2]
-    assert placement.choose(ask(), [], now=0.0).rank is None
+    assert placement.choose(ask(), [], now_s=0.0).rank is None
 
 
 def test_static_keeps_a_group_together_in_equal_shares() -> None:
     placement = make_policy("static", ledger())
     affinity = {
         group: {
-            placement.choose(ask(f"k{group}.{member}", group=f"g{group}"), RANKS, now=0.0).rank
+            placement.choose(ask(f"k{group}.{member}", group=f"g{group}"), RANKS, now_s=0.0).rank
             for member in range(4)
         }
         for group in range(8)
@@ -91,13 +91,13 @@ def test_counting_policies_see_counts() -> None:
     for number, rank in enumerate(RANKS[:3]):
         hold(books, rank, f"s{number}")
     for policy in ("least_requests", "sticky_least_loaded"):
-        assert make_policy(policy, books).choose(ask(), RANKS, now=0.0).rank == RANKS[3]
-    two = make_policy("power_of_two", books).choose(ask(), RANKS[2:], now=0.0)
+        assert make_policy(policy, books).choose(ask(), RANKS, now_s=0.0).rank == RANKS[3]
+    two = make_policy("power_of_two", books).choose(ask(), RANKS[2:], now_s=0.0)
     assert two.rank == RANKS[3]
     sticky = make_policy("sticky_least_loaded", books)
-    sticky.choose(ask(), RANKS, now=0.0)
+    sticky.choose(ask(), RANKS, now_s=0.0)
     for number in range(9):
         hold(books, RANKS[3], f"t{number}")
-    assert sticky.choose(ask(), RANKS, now=0.0).rank == RANKS[3]
+    assert sticky.choose(ask(), RANKS, now_s=0.0).rank == RANKS[3]
     sticky.forget("new")
-    assert sticky.choose(ask(), RANKS, now=0.0).rank != RANKS[3]
+    assert sticky.choose(ask(), RANKS, now_s=0.0).rank != RANKS[3]

@@ -16,9 +16,9 @@ from agentloop.cli.train_checks import checked
 from agentloop.cli.train_settings import TrainSettings
 from agentloop.config import load_settings
 from bench import gpu, gpu_servers, handover
-from bench.gpu_model import FULL, TINY, Here
+from bench.gpu_model import FULL, TINY, Setup
 
-ON_GPU, ON_CPU = Here("cuda", FULL, Path("/tmp")), Here("cpu", TINY, Path("/tmp"))
+ON_GPU, ON_CPU = Setup("cuda", FULL, Path("/tmp")), Setup("cpu", TINY, Path("/tmp"))
 DONE = 'print("hello"); write({"state": "done", "rows": [{"case": "x", "tokens/s": 1234.5}]})'
 WRITE = """
 import json, pathlib, sys
@@ -47,8 +47,8 @@ class Runs:
         return gpu.main([*usual, *more])
 
     def result(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "step.json").read_text())
-        return found
+        content: dict[str, Any] = json.loads((self.folder / "step.json").read_text())
+        return content
 
 
 @pytest.fixture
@@ -95,9 +95,9 @@ def test_parts_exist_and_are_short() -> None:
 
 
 def test_a_gpu_is_missing_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    for num_gpus, told in ((0, "torch sees no GPU"), (1, None)):
+    for num_gpus, reason in ((0, "torch sees no GPU"), (1, None)):
         monkeypatch.setattr(gpu, "_num_gpus", lambda n=num_gpus: n)
-        assert gpu.missing(gpu.Part("", ()), "cuda") == told
+        assert gpu.missing(gpu.Part("", ()), "cuda") == reason
     two = gpu.Part("", ("gpus",))
     assert "two GPUs" in str(gpu.missing(two, "cuda"))
     assert gpu.missing(two, "cpu") is None
@@ -106,28 +106,28 @@ def test_a_gpu_is_missing_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_list_has_a_command_for_each_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--list"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name, part in gpu.PARTS.items():
-        assert f"{name}: at most {part.limit_s:g} s" in said
-        assert f"-m bench.gpu --run {name} --device cuda --size full" in said
+        assert f"{name}: at most {part.limit_s:g} s" in output
+        assert f"-m bench.gpu --run {name} --device cuda --size full" in output
 
 
-@pytest.mark.parametrize("here", [ON_GPU, ON_CPU], ids=["gpu", "cpu"])
-def test_the_runs_settings_are_valid(here: Here, tmp_path: Path) -> None:
+@pytest.mark.parametrize("setup", [ON_GPU, ON_CPU], ids=["gpu", "cpu"])
+def test_the_runs_settings_are_valid(setup: Setup, tmp_path: Path) -> None:
     handover.make_model(tmp_path / "model", 8, 1024)
-    command, recipe, *overrides = gpu_servers.train_arguments(here, tmp_path / "model", 10)
+    command, recipe, *overrides = gpu_servers.train_arguments(setup, tmp_path / "model", 10)
     settings = checked(load_settings(TrainSettings, [Path(recipe)], overrides))
     assert command == "train"
     assert settings.loop.steps == 10
     assert settings.learner.dtype == "bfloat16"
-    assert (settings.server.device == "cuda") == here.on_gpu
-    assert ("--mem-fraction-static" in settings.server.extra_args) == here.on_gpu
+    assert (settings.server.device == "cuda") == setup.on_gpu
+    assert ("--mem-fraction-static" in settings.server.extra_args) == setup.on_gpu
 
 
-@pytest.mark.parametrize("here", [ON_GPU, ON_CPU], ids=["gpu", "cpu"])
-def test_the_options_of_a_handover_are_those_of_its_command(here: Here) -> None:
+@pytest.mark.parametrize("setup", [ON_GPU, ON_CPU], ids=["gpu", "cpu"])
+def test_the_options_of_a_handover_are_those_of_its_command(setup: Setup) -> None:
     usual = vars(handover.parser().parse_args(["stream"]))
-    assert usual.keys() - vars(gpu_servers.handover_options(here)).keys() == {"what", "repeats"}
+    assert usual.keys() - vars(gpu_servers.handover_options(setup)).keys() == {"what", "repeats"}
 
 
 @pytest.mark.real

@@ -43,15 +43,15 @@ def test_a_batch_has_prompts_turns_and_observations() -> None:
 
 
 @given(st.lists(st.integers(2, 100), min_size=1, max_size=40), st.integers(100, 400))
-@pytest.mark.parametrize("how", ["packed", "sorted", "unsorted"])
+@pytest.mark.parametrize("variant", ["packed", "sorted", "unsorted"])
 def test_each_sample_is_once_in_a_micro_batch_that_fits(
-    how: str, lengths: list[int], budget: int
+    variant: str, lengths: list[int], budget: int
 ) -> None:
-    batches = arrange(lengths, budget, how)
-    assert sorted(i for one in batches for i in one) == list(range(len(lengths)))
-    for one in batches:
-        widths = [lengths[i] for i in one]
-        assert (sum(widths) if how == "packed" else max(widths) * len(widths)) <= budget
+    batches = arrange(lengths, budget, variant)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        widths = [lengths[i] for i in batch]
+        assert (sum(widths) if variant == "packed" else max(widths) * len(widths)) <= budget
 
 
 def test_padding_is_to_the_longest_of_its_batch() -> None:
@@ -76,8 +76,8 @@ def test_a_ratio_is_of_the_same_round() -> None:
 
 def test_help_names_the_benchmarks() -> None:
     command = [sys.executable, "-m", "bench.learner", "--help"]
-    said = subprocess.check_output(command, text=True, cwd=ROOT)
-    assert "speed,packing,memory,ranks,all" in said
+    output = subprocess.check_output(command, text=True, cwd=ROOT)
+    assert "speed,packing,memory,ranks,all" in output
 
 
 @pytest.fixture
@@ -93,15 +93,15 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.real
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("how", ["chunked", "masked", "sorted", "unsorted"])
-def test_all_ways_of_the_plain_loop_are_the_same_training(how: str) -> None:
+@pytest.mark.parametrize("variant", ["chunked", "masked", "sorted", "unsorted"])
+def test_all_ways_of_the_plain_loop_are_the_same_training(variant: str) -> None:
     from agentloop.models import SMALL
     from agentloop.training.learner_client.settings import LearnerSettings
     from bench.plain_loop import Plain
 
     settings = LearnerSettings(model=SMALL, micro_batch_tokens=300, head_chunk_tokens=64)
     batch = agentic_batch(8, 480, 512)  # samples of 82, 113, 111 and 174 tokens
-    expected, found = (Plain(settings, one) for one in ("packed", how))
+    expected, measured = (Plain(settings, variant_name) for variant_name in ("packed", variant))
     for _ in range(2):
-        one, other = expected.step(batch), found.step(batch)
-        assert other == pytest.approx(one, rel=1e-3, abs=1e-5)
+        reference, result = expected.step(batch), measured.step(batch)
+        assert result == pytest.approx(reference, rel=1e-3, abs=1e-5)

@@ -1,4 +1,4 @@
-"""The parts that need no server: the played rollouts, their evaluation, and paced steps."""
+"""The parts that need no server: the played rollouts, their evaluation, and with_pace steps."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from bench.live_router import (
     Figures,
     Play,
     Script,
-    fitted,
+    fit_factors,
     modelled_gpu,
-    scaled,
+    scale_trace,
     scripts_of,
     shuffled_rounds,
     table,
 )
-from bench.pace import Pace, paced
+from bench.pace import Pace, with_pace
 from bench.router import RolloutSpec, TurnSpec, make_trace
 from bench.server_model import ServerParams
 
@@ -44,7 +44,7 @@ TRACE = [
 
 
 def test_ids_have_the_traces_lengths_and_encode_them() -> None:
-    trace = scaled(make_trace(3, num_groups=4, group_size=3), 16)
+    trace = scale_trace(make_trace(3, num_groups=4, group_size=3), 16)
     scripts = scripts_of(trace, 1)
     for spec, script in zip(trace, scripts, strict=True):
         assert len(script.prompt) == spec.num_prompt
@@ -59,12 +59,12 @@ def test_ids_have_the_traces_lengths_and_encode_them() -> None:
 
 
 def test_siblings_share_a_prompt_but_for_ids_of_their_own() -> None:
-    first, second, other = scripts_of(TRACE, 1)
+    first, second, of_other_group = scripts_of(TRACE, 1)
     num_shared = first.num_shared
     assert first.prompt[:num_shared] == second.prompt[:num_shared]
     assert first.prompt[num_shared:] != second.prompt[num_shared:]
-    assert other.prompt[:5] != first.prompt[:5]
-    assert [script.key for script in (first, second, other)] == ["a.0", "a.1", "b.0"]
+    assert of_other_group.prompt[:5] != first.prompt[:5]
+    assert [script.key for script in (first, second, of_other_group)] == ["a.0", "a.1", "b.0"]
 
 
 def test_the_same_seed_gives_the_same_ids() -> None:
@@ -100,14 +100,14 @@ async def test_whole_rollouts_are_goodput() -> None:
 
 @pytest.mark.anyio
 async def test_a_turn_requests_the_rest_of_the_budget() -> None:
-    asked = []
+    requested = []
 
     async def send(generation: Generation, on_chunk: OnChunk) -> None:
-        asked.append((len(generation.ids), generation.max_new_tokens))
+        requested.append((len(generation.ids), generation.max_new_tokens))
         await honest(generation, on_chunk)
 
     await Play(scripts_of(TRACE[:1], 1), send, budget=50).run(deadline_s=10)
-    assert asked == [(10, 50), (10 + 5 + 4, 50 - 5 - 4)]
+    assert requested == [(10, 50), (10 + 5 + 4, 50 - 5 - 4)]
 
 
 @pytest.mark.anyio
@@ -144,15 +144,15 @@ async def test_unfinished_rollouts_are_refused() -> None:
 @pytest.mark.anyio
 async def test_the_gate_holds_whole_groups() -> None:
     inside: set[str] = set()
-    most = 0
-    one = anyio.CapacityLimiter(1)
+    max_inside = 0
+    limiter = anyio.CapacityLimiter(1)
 
     @asynccontextmanager
     async def gate(group: str, scripts: Sequence[Script]) -> AsyncIterator[None]:
-        nonlocal most
-        async with one:
+        nonlocal max_inside
+        async with limiter:
             inside.add(group)
-            most = max(most, len(inside))
+            max_inside = max(max_inside, len(inside))
             yield
             inside.remove(group)
 
@@ -162,7 +162,7 @@ async def test_the_gate_holds_whole_groups() -> None:
         await honest(generation, on_chunk)
 
     figures = await Play(scripts_of(TRACE, 1), send, budget=50).run(deadline_s=10, gate=gate)
-    assert (figures.num_refused, most) == (0, 1)
+    assert (figures.num_refused, max_inside) == (0, 1)
 
 
 def test_ratios_are_to_kv_of_the_same_round() -> None:
@@ -172,11 +172,16 @@ def test_ratios_are_to_kv_of_the_same_round() -> None:
         Figures("smg:cache_aware", 0, makespan_s=20.0, goodput=50.0),
         Figures("smg:cache_aware", 1, makespan_s=40.0, goodput=25.0),
     ]
-    kv, other = (
+    kv, gateway_row = (
         [cell.strip() for cell in row.split("|")[1:-1]] for row in table(results).splitlines()[2:]
     )
     assert (kv[2], kv[5], kv[-1]) == ("1.00", "1.00", "4")
-    assert (other[0], other[2], other[5], other[-1]) == ("smg:cache_aware", "2.00", "0.50", "-")
+    assert (gateway_row[0], gateway_row[2], gateway_row[5], gateway_row[-1]) == (
+        "smg:cache_aware",
+        "2.00",
+        "0.50",
+        "-",
+    )
 
 
 # --- the model of time
@@ -185,12 +190,12 @@ def test_ratios_are_to_kv_of_the_same_round() -> None:
 def test_a_linear_relation_is_recovered() -> None:
     rows = [(1.0, n, n * n) for n in (1.0, 2.0, 5.0, 9.0)]
     values = [0.5 + 2.0 * n + 0.1 * n * n for _, n, _ in rows]
-    assert fitted(rows, values) == pytest.approx([0.5, 2.0, 0.1])
+    assert fit_factors(rows, values) == pytest.approx([0.5, 2.0, 0.1])
 
 
 def test_no_factor_is_negative() -> None:
     rows = [(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)]
-    assert min(fitted(rows, [3.0, 2.0, 1.0])) == 0.0
+    assert min(fit_factors(rows, [3.0, 2.0, 1.0])) == 0.0
 
 
 def test_a_full_pool_takes_as_long_as_it_does_unscaled() -> None:
@@ -246,8 +251,8 @@ def test_a_step_lasts_at_least_as_long_as_modelled(
 
     monkeypatch.setattr(bench.pace, "time", Time)
     pace = Pace(1.0, 0.1, 2.0, 0.1, 0.01)
-    assert paced(forward, pace, tmp_path)(None, _Batch(mode)) == "result"
+    assert with_pace(forward, pace, tmp_path)(None, _Batch(mode)) == "result"
     assert clock - 100.0 == pytest.approx(due_s, abs=0.01)  # part of the host's work is hidden
-    told = json.loads((tmp_path / f"{os.getpid()}.json").read_text())
-    assert told["steps"] == 1
-    assert told["late"] == (took_s > 0)
+    counters = json.loads((tmp_path / f"{os.getpid()}.json").read_text())
+    assert counters["steps"] == 1
+    assert counters["late"] == (took_s > 0)

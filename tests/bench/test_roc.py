@@ -38,8 +38,8 @@ def test_arms_differ_only_in_the_trained_rollouts() -> None:
         checked(load_settings(TrainSettings, [RECIPE], [f"model='{SMALL}'", "loop.steps=3", *arm]))
         for arm in ARMS.values()
     ]
-    for one in settings:
-        assert one.tasks == settings[0].tasks
-        assert one.sampling == settings[0].sampling
-        assert one.loop.group_size * one.loop.prompts_per_step == 128
-    assert [one.roc.down_sample_to_n for one in settings] == [0, 8, 8, 8]
+    for setting in settings:
+        assert setting.tasks == settings[0].tasks
+        assert setting.sampling == settings[0].sampling
+        assert setting.loop.group_size * setting.loop.prompts_per_step == 128
+    assert [setting.roc.down_sample_to_n for setting in settings] == [0, 8, 8, 8]

@@ -21,11 +21,11 @@ def job(name: str, prompt: int, output: int, *, group: str = "", shared: int = 0
 def run(server: ServerModel, jobs: list[tuple[float, Job]]) -> list[Job]:
     """Submit all jobs at their times and run to the end."""
     ended: list[Job] = []
-    todo = sorted(jobs, key=lambda one: one[0])
+    todo = sorted(jobs, key=lambda entry: entry[0])
     while todo or server.next_s < math.inf:
         if todo and todo[0][0] <= server.next_s:
-            now, one = todo.pop(0)
-            server.submit(one, now)
+            now_s, next_job = todo.pop(0)
+            server.submit(next_job, now_s)
         else:
             ended += server.advance()
         check(server)
@@ -35,17 +35,22 @@ def run(server: ServerModel, jobs: list[tuple[float, Job]]) -> list[Job]:
 def check(server: ServerModel) -> None:
     """Check that the sums match the jobs and fit into the pool."""
     running = list(server.running.values())
-    groups = {one.group for one in running if one.group}
-    own = sum(one._own + server._step - one.first_step for one in running)
-    assert server.num_locked == own + sum(server._prompts[group].num_tokens for group in groups)
+    groups = {running_job.group for running_job in running if running_job.group}
+    own_tokens = sum(
+        running_job._own + server._step - running_job.first_step for running_job in running
+    )
+    assert server.num_locked == own_tokens + sum(
+        server._prompts[group].num_tokens for group in groups
+    )
     assert server.num_cached == sum(server._lru.values())
     assert server.num_cached >= 0
     assert server.num_locked + server.num_cached <= server.params.capacity
     assert server._num_context == sum(
-        one.num_prompt + one.num_emitted + server._step - one.first_step for one in running
+        running_job.num_prompt + running_job.num_emitted + server._step - running_job.first_step
+        for running_job in running
     )
     for group, prompt in server._prompts.items():
-        assert prompt.num_running == sum(one.group == group for one in running)
+        assert prompt.num_running == sum(running_job.group == group for running_job in running)
 
 
 JOBS = st.lists(
@@ -77,31 +82,36 @@ def test_every_job_ends_once_with_all_its_tokens(
             )
         )
     ended = run(server, jobs)
-    assert sorted(one.name for one in ended) == sorted(one.name for _, one in jobs)
-    for when, one in jobs:
-        assert one.num_emitted == one.num_output
-        assert when <= one.first_token_s <= one.finished_s < math.inf
-        assert 0 <= one.num_cached < one.num_prompt
+    assert sorted(finished.name for finished in ended) == sorted(
+        finished.name for _, finished in jobs
+    )
+    for when, submitted in jobs:
+        assert submitted.num_emitted == submitted.num_output
+        assert when <= submitted.first_token_s <= submitted.finished_s < math.inf
+        assert 0 <= submitted.num_cached < submitted.num_prompt
     assert not server.running
     assert not server.waiting
     assert server.num_locked == 0
-    assert server.num_decoded == sum(one.num_output for _, one in jobs)
-    computed = sum(one.num_prompt - one.num_cached + one.num_recomputed for _, one in jobs)
+    assert server.num_decoded == sum(submitted.num_output for _, submitted in jobs)
+    computed = sum(
+        submitted.num_prompt - submitted.num_cached + submitted.num_recomputed
+        for _, submitted in jobs
+    )
     assert server.num_prefilled == computed
-    assert server.num_retracted == sum(one.num_retractions for _, one in jobs)
+    assert server.num_retracted == sum(submitted.num_retractions for _, submitted in jobs)
 
 
 def test_a_single_job_takes_the_computed_time() -> None:
     server = ServerModel(ServerParams())
     params = server.params
-    (one,) = run(server, [(1.0, job("a", 100, 50))])
+    (finished,) = run(server, [(1.0, job("a", 100, 50))])
     prefill_s = params.prefill_s + 100 * params.prefill_s_per_token
-    assert one.first_token_s == pytest.approx(1.0 + prefill_s)
+    assert finished.first_token_s == pytest.approx(1.0 + prefill_s)
     steps_s = sum(
         params.step_s + params.step_s_per_sequence + params.step_s_per_token * (101 + step)
         for step in range(49)
     )
-    assert one.finished_s == pytest.approx(1.0 + prefill_s + steps_s)
+    assert finished.finished_s == pytest.approx(1.0 + prefill_s + steps_s)
 
 
 def test_jumping_is_the_same_as_stepping() -> None:
@@ -112,23 +122,23 @@ def test_jumping_is_the_same_as_stepping() -> None:
     often = ServerModel(PARAMS)
     first = run(once, [(t, job(f"j{n}", p, o)) for n, (t, p, o) in enumerate(plan)])
     again = [(t, job(f"j{n}", p, o)) for n, (t, p, o) in enumerate(plan)]
-    seen: dict[str, int] = {}
+    last_emitted: dict[str, int] = {}
     second: list[Job] = []
-    todo = sorted(again, key=lambda one: one[0])
+    todo = sorted(again, key=lambda entry: entry[0])
     while todo or often.next_s < math.inf:
         if todo and todo[0][0] <= often.next_s:
-            now, one = todo.pop(0)
-            often.submit(one, now)
+            now_s, next_job = todo.pop(0)
+            often.submit(next_job, now_s)
         else:
-            now = often.next_s
+            now_s = often.next_s
             for running in often.running.values():
-                emitted = often.num_emitted(running, now)
-                assert emitted >= seen.get(running.name, 0)
-                seen[running.name] = emitted
+                emitted = often.num_emitted(running, now_s)
+                assert emitted >= last_emitted.get(running.name, 0)
+                last_emitted[running.name] = emitted
             second += often.advance()
-    assert [one.name for one in first] == [one.name for one in second]
-    for one, other in zip(first, second, strict=True):
-        assert one.finished_s == pytest.approx(other.finished_s)
+    assert [finished.name for finished in first] == [finished.name for finished in second]
+    for expected, actual in zip(first, second, strict=True):
+        assert expected.finished_s == pytest.approx(actual.finished_s)
 
 
 def test_a_returning_trajectory_finds_its_context() -> None:
@@ -141,9 +151,9 @@ def test_a_returning_trajectory_finds_its_context() -> None:
 def test_later_siblings_find_the_prompt_but_not_those_of_the_same_batch() -> None:
     server = ServerModel(ServerParams(chunk=100))
     jobs = [job(f"s{n}", 80, 20, group="g", shared=80) for n in range(4)]
-    run(server, [(0.0, one) for one in jobs])
-    assert [one.num_cached for one in jobs] == [0, 0, 79, 79] or [
-        one.num_cached for one in jobs
+    run(server, [(0.0, sibling) for sibling in jobs])
+    assert [sibling.num_cached for sibling in jobs] == [0, 0, 79, 79] or [
+        sibling.num_cached for sibling in jobs
     ] == [0, 79, 79, 79]
 
 
@@ -161,12 +171,12 @@ def test_a_pool_that_overflows_retracts(half: bool) -> None:
     params = ServerParams(capacity=1000, conservativeness=0.01, retract_half=half)
     server = ServerModel(params)
     jobs = [job(f"j{n}", 60, 120) for n in range(8)]
-    ended = run(server, [(0.0, one) for one in jobs])
+    ended = run(server, [(0.0, member) for member in jobs])
     assert len(ended) == 8
-    assert server.num_retracted == sum(one.num_retractions for one in jobs) > 0
+    assert server.num_retracted == sum(member.num_retractions for member in jobs) > 0
     if half:
         assert server.num_retracted >= 4
-    assert sum(one.num_recomputed for one in jobs) > 0
+    assert sum(member.num_recomputed for member in jobs) > 0
 
 
 def test_a_careful_server_does_not_overflow() -> None:

@@ -9,11 +9,11 @@ from bench import virtual_time
 
 
 def test_an_hour_takes_no_time_and_timers_keep_their_order() -> None:
-    seen: list[tuple[str, float]] = []
+    wakeups: list[tuple[str, float]] = []
 
     async def sleeper(name: str, seconds: float) -> None:
         await anyio.sleep(seconds)
-        seen.append((name, anyio.current_time()))
+        wakeups.append((name, anyio.current_time()))
 
     async def main() -> float:
         async with anyio.create_task_group() as tasks:
@@ -24,25 +24,25 @@ def test_an_hour_takes_no_time_and_timers_keep_their_order() -> None:
         return anyio.current_time()
 
     assert virtual_time.run(main) == 3660.0
-    assert seen == [("soon", 1.0), ("late", 3600.0)]
+    assert wakeups == [("soon", 1.0), ("late", 3600.0)]
 
 
 def test_work_of_threads_is_done_before_the_clock_advances() -> None:
-    def work(found: list[str]) -> str:
-        found.append("done")
+    def work(results: list[str]) -> str:
+        results.append("done")
         return "answer"
 
     async def main() -> None:
-        found: list[str] = []
+        results: list[str] = []
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(anyio.sleep, 0.001)
-            assert await anyio.to_thread.run_sync(work, found) == "answer"
+            assert await anyio.to_thread.run_sync(work, results) == "answer"
             assert anyio.current_time() == 0.0
-        assert found == ["done"]
+        assert results == ["done"]
         with anyio.CancelScope() as scope:
             scope.cancel()
-            await anyio.to_thread.run_sync(work, found)
-        assert found == ["done"]  # like a thread that never started
+            await anyio.to_thread.run_sync(work, results)
+        assert results == ["done"]  # like a thread that never started
 
     real = anyio.to_thread.run_sync
     virtual_time.run(main)

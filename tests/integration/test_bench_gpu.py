@@ -11,7 +11,7 @@ import pytest
 from agentloop.inference.processes.supervise import plan
 from agentloop.models import SMALL
 from bench import gpu_servers
-from bench.gpu_model import FULL, Here
+from bench.gpu_model import FULL, Setup
 from tests.patience import patient
 
 pytestmark = [
@@ -32,7 +32,7 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def test_sglang_takes_the_flags_of_a_gpu(tmp_path: Path) -> None:
-    here = Here("cuda", FULL, tmp_path)
+    here = Setup("cuda", FULL, tmp_path)
     flags = [
         (),
         ("--skip-tokenizer-init", "--enable-memory-saver"),
@@ -43,7 +43,7 @@ def test_sglang_takes_the_flags_of_a_gpu(tmp_path: Path) -> None:
         settings = gpu_servers.server_settings(here, *more)
         commands += [one.command for one in plan(SMALL, settings, log_dir=tmp_path)]
     (on_cpu,) = plan(
-        SMALL, gpu_servers.server_settings(Here("cpu", FULL, tmp_path)), log_dir=tmp_path
+        SMALL, gpu_servers.server_settings(Setup("cpu", FULL, tmp_path)), log_dir=tmp_path
     )
     python, module, name, *_ = commands[0]
     assert (module, name) == ("-m", "sglang.launch_server")

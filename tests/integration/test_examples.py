@@ -96,6 +96,49 @@ def test_two_agents_are_evaluated(tmp_path: Path, docker_engine: None, sglang_ur
     assert ids == sorted(["0", "0+checker", "1", "1+checker"] * 2)
 
 
+OLDER = """
+from contextlib import asynccontextmanager
+
+import agentloop
+
+
+@asynccontextmanager
+async def older(*, url: str):
+    sandbox = {"backend": "process", "workers": 1}
+    async with agentloop.Runtime(servers=[url], sandbox=sandbox) as runtime:
+        yield runtime
+
+
+@agentloop.environment(tasks=lambda rng: {"answer": str(rng.randint(1, 9))}, setup=older)
+async def against(task, agent, *, shared, url: str):
+    opponent = agent.other("opponent", player=shared)
+    question = "What is 37 times 48?"
+    found = await opponent.run(question, tools=["python_code_with_standard_io"])
+    agent.record(calls=len(found.calls))
+    await agent.chat(question)
+    return float("1776" in found.answer)
+"""
+
+
+def test_another_model_has_a_runtime_of_its_own(
+    tmp_path: Path, docker_engine: None, sglang_url: str
+) -> None:
+    (tmp_path / "older.py").write_text(OLDER)
+    settings = [f'servers=["{sglang_url}"]', f"env.args.url={sglang_url}", "tool_timeout_s=60"]
+    settings += ["sampling.temperature=0", "num_rollouts=2", "budget.max_response_tokens=300"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "agentloop", "env", "try", "older:against", *settings],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+        capture_output=True,
+        text=True,
+        timeout=patient(240),
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "reward     1.000 on average\n  calls: 1.000" in ended.stdout
+
+
 def test_an_mcp_server_is_used(tmp_path: Path, docker_engine: None, sglang_url: str) -> None:
     server = (
         'mcp.warehouse.command=["python", "-m", "agentloop.environments.examples.warehouse_server"]'

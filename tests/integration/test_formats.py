@@ -20,7 +20,7 @@ from agentloop import Runtime, Sampling, Settings, StopReason
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.chat_settings import ChatSettings
 from agentloop.agent.tools import Tools
-from agentloop.agent.truncation import truncated
+from agentloop.agent.truncation import truncate
 from agentloop.api.app import AgentService, listening
 from agentloop.api.guard import ServeSettings
 from agentloop.api.listen import bind
@@ -66,7 +66,7 @@ def conversation(chat: ChatFormat) -> tuple[list[int], list[bool]]:
     made = ToolCall("x", "multiply", arguments, "", 0, 0)
     prompt = chat.prompt([{"role": "user", "content": QUESTION}], Tools([multiply]).schemas)
     calls = chat.encode_assistant_turn({"role": "assistant", "content": "", "tool_calls": [call]})
-    response = chat.observation([truncated(chat, "1776", 512)], [made])
+    response = chat.observation([truncate(chat, "1776", 512)], [made])
     answer = chat.encode_assistant_turn({"role": "assistant", "content": ANSWER})
     ids = prompt + calls + response + answer
     sampled = [False] * len(prompt) + [True] * len(calls) + [False] * len(response)

@@ -80,7 +80,7 @@ class Service:
             rollouts = Rollouts(groups, RocSettings(down_sample_to_n=2), seed=1)
             group = await rollouts.group(task, name, size=4, budget=Budget(), oldest=0)
         if folder is not None:
-            rows = [{"group": int(name), "version": 0, **row} for row in group.rows()]
+            rows = [{"group": int(name), "version": 0, **row.to_dict()} for row in group.rows()]
             folder.add_group(int(name), rows)
         return f"{name}-{task.id}"
 
@@ -305,6 +305,7 @@ def test_a_runs_folder_is_shown_and_made_one_file(
     name = service.group("9", folder)
     for step in range(1, 4):
         row = {"step": step, "reward": step / 4, "tool_errors_in_correct": 0.1}
+        row |= {"part/found": 0.5, "held_out/recorded/tries": 4.0}
         folder.add_metrics(row | {"pass_at_k": 0.9})
     folder.add_metrics({"step": 4, "reward": 0.875, "tool_errors_in_correct": None})
     RunFolder(folder.path / "sft").add_metrics(
@@ -333,6 +334,10 @@ def test_a_runs_folder_is_shown_and_made_one_file(
         expect(shown.first).to_have_text("0.875")
         errors = page.get_by_role("region", name="Tool errors in correct rollouts").locator("b")
         expect(errors.first).to_have_text("–")
+        found = page.get_by_role("region", name="Parts of the reward")
+        expect(found.get_by_text("found", exact=True)).to_be_visible()
+        recorded = page.get_by_role("region", name="Recorded")
+        expect(recorded.get_by_text("tries, held out")).to_be_visible()
         expect(page.get_by_role("heading", name="@k")).to_have_text("pass@k")  # there is no avg@k
         page.get_by_label("Phase").select_option("supervised fine-tuning")
         loss = page.get_by_role("region", name="Loss").locator("b")

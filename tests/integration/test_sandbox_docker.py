@@ -41,7 +41,9 @@ from tests.sandbox.attacks import (
     num_seen,
 )
 from tests.sandbox.attribution import attribute
+from tests.sandbox.test_limits import check_memory_after_names, check_shares
 from tests.sandbox.test_pool import endless_before
+from tests.sandbox.test_sessions import check_unread_jobs
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]
 
@@ -433,6 +435,20 @@ async def test_what_the_engine_kept_is_reaped_at_the_next_start(engine: aiodocke
     async with Pool(SETTINGS.model_copy(update={"preload": []})):
         found = await engine.containers.list(all=True, filters={"label": [LABEL]})
         assert "left-over" not in json.dumps([c["Labels"] for c in found])
+
+
+async def test_names_that_a_call_has_looked_up_take_no_memory_from_the_next() -> None:
+    await check_memory_after_names(SETTINGS)
+
+
+async def test_calls_share_the_processors_however_many_processes_they_have() -> None:
+    async with Pool(SETTINGS.model_copy(update={"workers": 2, "preload": []})) as pool:
+        await check_shares(pool)
+
+
+async def test_a_session_that_reads_no_jobs_is_lost_by_its_program() -> None:
+    async with Pool(SETTINGS.model_copy(update={"preload": []})) as pool:
+        await check_unread_jobs(pool)
 
 
 @pytest.mark.timeout(1800)  # programs that never end have two seconds each

@@ -256,6 +256,20 @@ def test_a_client_that_leaves_cancels_its_rollout(http: httpx.Client) -> None:
 
 
 @pytest.mark.gate
+def test_the_agent_of_an_environment_is_served_by_its_name(sglang_url: str) -> None:
+    example = "env=agentloop.environments.examples.guess_number:guess"
+    process, url = start(sglang_url, example, "budget.max_response_tokens=200", "--task", "2")
+    try:
+        with httpx.Client(base_url=url, timeout=patient(60)) as http:
+            agent, _ = http.get("/v1/models").json()["data"]
+            body = {"model": agent["id"], "messages": QUESTION}
+            answer = http.post("/v1/chat/completions", json=body).json()
+    finally:
+        stop(process, signal.SIGINT)
+    assert agent["id"].endswith("-guess")
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
 def test_sigterm_ends_it_and_leaves_no_container(docker_engine: None, sglang_url: str) -> None:
     process, url = start(sglang_url)
     owners = ["docker", "ps", "-a", "--format", '{{.Label "agentloop.sandbox.owner"}}']

@@ -92,7 +92,7 @@ async def test_one_of_three_servers_is_killed_with_rollouts_in_flight(tmp_path: 
             )
             assert received == countdown_model.countdown(length)
             ids += received
-        router.forget(key, whole=True)
+        router.forget(key, is_complete=True)
 
     settings = ServerSettings(
         count=3, max_total_tokens=16_384, extra_args=("--skip-tokenizer-init",)

@@ -13,6 +13,7 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop
 from agentloop.environments.tasks.sources import Task
 from agentloop.models import SMALL
 from agentloop.rollouts.metrics import GroupFigures
+from agentloop.rollouts.record import ConversationRow, TokenCredit
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
@@ -72,8 +73,8 @@ async def admit_all(queue: GroupQueue, folder: RunFolder, num_steps: int) -> Non
             ids, mask = batch.ids[part].tolist(), batch.mask[part].tolist()
             turns = turns_of(ids, mask, batch.logprobs[part].tolist(), version=str(step - 1))
             trajectory = Trajectory(f"{step}.{index}", ids[: mask.index(1)], turns)
-            credit = {"advantages": (-1.0) ** index, "weights": 1.0}
-            rows.append({"trajectory": trajectory.to_dict(), "credit": credit, "rollout": index})
+            credit = TokenCredit((-1.0) ** index, 1.0)
+            rows.append(ConversationRow(index, trajectory, credit=credit).to_dict())
         group = await queue.admit(Task(str(step), "?", "1"), version=0, cursor={})
         path, num_bytes = folder.add_group(group.number, rows)
         await queue.finish(group.number, path=path, num_bytes=num_bytes, figures=GroupFigures())

@@ -531,6 +531,23 @@ hoard = b"1" * (100 << 20)
 time.sleep(60)
 """
 
+# Of the whole machine, or of the worker: by them, two calls that run at once could talk.
+COUNTERS = """
+for path in ("meminfo", "stat", "vmstat", "loadavg", "diskstats", "interrupts", "softirqs",
+             "schedstat", "zoneinfo", "buddyinfo", "pressure/cpu", "pressure/memory",
+             "sys/fs/file-nr", "sys/fs/inode-nr", "sys/fs/dentry-state", "net/sockstat"):
+    try:
+        print(path, open(f"/proc/{path}").read(20))
+    except OSError:
+        pass
+for path in ("memory.current", "pids.current", "cpu.stat", "memory/memory.usage_in_bytes",
+             "pids/pids.current", "cpuacct/cpuacct.usage"):
+    try:
+        print(path, open(f"/sys/fs/cgroup/{path}").read(20))
+    except OSError:
+        pass
+"""
+
 # What these hold together is within the bound: pages count once, however many processes have them.
 SHARED_BY_FORK = """
 import os, time
@@ -743,6 +760,7 @@ ATTACKS = [
     Attack("a database", DATABASE, (OK,), prints(SUMS)),
     Attack("pairs of sockets", ASYNC, (OK,), prints("hello\n42")),
     Attack("options of sockets", SOCKET_OPTIONS, (OK,), prints(""), wall="filter"),
+    Attack("counters", COUNTERS, (OK,), prints(""), wall="hidden"),
     Attack("system calls", SYSCALLS, (OK,), prints(""), wall="filter"),
     Attack("more system calls", MORE_SYSCALLS, (OK,), prints(""), wall="filter"),
     Attack("32-bit system calls", I386, (KILLED,), prints(""), wall="filter"),

@@ -111,14 +111,18 @@ for number in range(100_000):
 """
 
 
-async def test_names_that_a_call_has_looked_up_take_no_memory_from_the_next() -> None:
-    """The kernel keeps them, and counts them as memory of the worker's."""
-    small = SINGLE.model_copy(update={"memory_mib": 128})
+async def check_memory_after_names(settings: PoolSettings) -> None:
+    small = settings.model_copy(update={"workers": 1, "memory_mib": 128, "preload": []})
     async with Pool(small) as pool:
         for _ in range(2):
             assert (await pool.run(LOOKS_UP)).ok
             result = await pool.run(take(100))
             assert (result.result, result.attempt) == ("100", 1), result
+
+
+async def test_names_that_a_call_has_looked_up_take_no_memory_from_the_next() -> None:
+    """The kernel keeps them, and counts them as memory of the worker's."""
+    await check_memory_after_names(BARE)
 
 
 @pytest.fixture
@@ -187,9 +191,7 @@ time.process_time()
 """
 
 
-async def test_calls_share_the_processors_however_many_processes_they_have(pool: Pool) -> None:
-    if pool.stats()["slots"] == 1:
-        pytest.skip("one call at a time on this machine")
+async def check_shares(pool: Pool) -> None:
     used: dict[str, float] = {}
 
     async def run(code: str) -> None:
@@ -201,6 +203,12 @@ async def test_calls_share_the_processors_however_many_processes_they_have(pool:
         group.start_soon(run, BUSY)
         group.start_soon(run, FAIR)
     assert used[BUSY] < 4 * used[FAIR]  # 25 times as much, if each had the same
+
+
+async def test_calls_share_the_processors_however_many_processes_they_have(pool: Pool) -> None:
+    if pool.stats()["slots"] == 1:
+        pytest.skip("one call at a time on this machine")
+    await check_shares(pool)
 
 
 # -- what runs between cells ----------------------------------------------------------------

@@ -272,7 +272,7 @@ time.sleep(600)
 """
 
 
-async def test_a_session_that_reads_no_jobs_is_lost_by_its_program(pool: Pool) -> None:
+async def check_unread_jobs(pool: Pool) -> None:
     replaced = pool.stats()["replaced"]
     long = "#" + 60_000 * "x"  # a few fill the channel
     async with pool.session() as other, pool.session() as session:
@@ -283,6 +283,10 @@ async def test_a_session_that_reads_no_jobs_is_lost_by_its_program(pool: Pool) -
         assert (await other.run("x + 1")).result == "42"
     assert (await pool.run("1")).attempt == 1
     assert pool.stats()["replaced"] == replaced
+
+
+async def test_a_session_that_reads_no_jobs_is_lost_by_its_program(pool: Pool) -> None:
+    await check_unread_jobs(pool)
 
 
 TAKES_JOBS_AWAY = """

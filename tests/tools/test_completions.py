@@ -9,6 +9,6 @@ from tools.completions import text
 
 
 @pytest.mark.timeout(60)  # imports every command
-def test_what_a_shell_completes_is_up_to_date() -> None:
+def test_completions_are_up_to_date() -> None:
     hint = "run `python -m tools.completions` and review the difference"
     assert FILE.read_text("utf-8") == text(), hint

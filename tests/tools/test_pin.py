@@ -10,12 +10,12 @@ from tools.pin import ROOT, pins
 def test_every_pinned_environment_has_its_constraints() -> None:
     tox = ConfigParser(interpolation=None)
     tox.read(ROOT / "tox.ini")
-    own = {section.partition(":")[2] for section in tox if section.startswith("testenv:")}
+    environments = {section.partition(":")[2] for section in tox if section.startswith("testenv:")}
     # An environment that sets no variables of its own has PIP_CONSTRAINT of [testenv].
-    pinned = {name for name in own if "set_env" not in tox[f"testenv:{name}"]}
+    pinned = {name for name in environments if "set_env" not in tox[f"testenv:{name}"]}
     listed = {name.strip() for name in tox["tox"]["env_list"].split(",")}
     files = {file.stem for file in (ROOT / "constraints").glob("*.txt")}
-    assert sorted((pinned | (listed - own) | {"package", "tox"}) - files) == []
+    assert sorted((pinned | (listed - environments) | {"package", "tox"}) - files) == []
 
 
 def test_pins_are_versions_without_builds_and_folders() -> None:

@@ -39,12 +39,12 @@ def test_a_bar_in_a_table_needs_no_backslash() -> None:
 
 def test_the_navigation_has_every_document() -> None:
     texts, _ = pages(ROOT)
-    found = navigation(texts["README.md"])
-    assert next(iter(found)) == "Quick starts"
-    listed = {page for section in found.values() for page in section}
+    sections = navigation(texts["README.md"])
+    assert next(iter(sections)) == "Quick starts"
+    listed = {page for section in sections.values() for page in section}
     docs = ROOT / "docs"
-    own = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
-    assert own - listed == {"README.md"}
+    documents = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+    assert documents - listed == {"README.md"}
 
 
 def page(body: str, head: str = "") -> str:
@@ -52,7 +52,7 @@ def page(body: str, head: str = "") -> str:
 
 
 @pytest.mark.parametrize(
-    ("head", "body", "found"),
+    ("head", "body", "problem"),
     [
         ("", '<a href="b.html#top">b</a> <a href="#top">a</a> <a href="https://a.org">c</a>', ""),
         ("", '<a href="c.html">c</a>', "a.html: c.html leads nowhere"),
@@ -68,10 +68,10 @@ def page(body: str, head: str = "") -> str:
         ('<link rel="canonical" href="http://a.org/">', "", ""),
     ],
 )
-def test_what_is_wrong_is_found(tmp_path: Path, head: str, body: str, found: str) -> None:
+def test_problems_of_a_page_are_found(tmp_path: Path, head: str, body: str, problem: str) -> None:
     (tmp_path / "a.html").write_text(page(body, head))
     (tmp_path / "b.html").write_text(page(""))
-    assert problems(tmp_path) == ([found] if found else [])
+    assert problems(tmp_path) == ([problem] if problem else [])
 
 
 def test_fonts_of_another_host_are_found(tmp_path: Path) -> None:

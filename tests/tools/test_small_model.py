@@ -43,8 +43,8 @@ def test_labels_cover_exactly_the_assistants_text(shipped: tuple[Any, Any]) -> N
     for episode, (ids, labels) in zip(episodes, encode(tokenizer, episodes), strict=True):
         assert len(ids) == len(labels)
         learned = tokenizer.decode([label for label in labels if label >= 0])
-        said = [m["content"] for m in episode.messages if m["role"] == "assistant"]
-        pairs = zip(said, episode.trained, strict=True)
+        texts = [m["content"] for m in episode.messages if m["role"] == "assistant"]
+        pairs = zip(texts, episode.trained, strict=True)
         expected = "".join(f"{text}<|im_end|>" for text, trained in pairs if trained)
         # <reason> belongs to the prompt.
         assert learned == expected.replace("<reason>", "")

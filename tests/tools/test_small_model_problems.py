@@ -102,8 +102,8 @@ def test_a_wrong_attempt_is_shown_but_not_learned() -> None:
     rng = Random(6)
     for _ in range(300):
         episode = sample(rng)
-        said = [m["content"] for m in episode.messages if m["role"] == "assistant"]
-        for text, trained in zip(said, episode.trained, strict=True):
+        texts = [m["content"] for m in episode.messages if m["role"] == "assistant"]
+        for text, trained in zip(texts, episode.trained, strict=True):
             assert not (trained and "prnt" in text)
 
 

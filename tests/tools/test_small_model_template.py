@@ -117,8 +117,8 @@ def test_rendering_is_append_only_in_text_and_in_ids(tokenizer: Any) -> None:
     rng = Random(7)
     for _ in range(40):
         episode = sample(rng)
-        whole = render(tokenizer, episode.messages, tools=episode.tools)
-        ids = tokenizer.encode(whole)
+        rendered = render(tokenizer, episode.messages, tools=episode.tools)
+        ids = tokenizer.encode(rendered)
         for at, message in enumerate(episode.messages):
             if message["role"] == "assistant" and "<reason>" in message["content"]:
                 prompt = render(
@@ -128,7 +128,7 @@ def test_rendering_is_append_only_in_text_and_in_ids(tokenizer: Any) -> None:
                     add_generation_prompt=True,
                 )
                 prompt_ids = tokenizer.encode(prompt)
-                assert whole.startswith(prompt)
+                assert rendered.startswith(prompt)
                 assert ids[: len(prompt_ids)] == prompt_ids
 
 

@@ -18,7 +18,7 @@ from agentloop.agent.formats.nemotron import NEMOTRON
 from agentloop.agent.formats.qwen3_coder import QWEN3_CODER
 from agentloop.errors import ModelError
 
-__all__ = ["FAMILIES", "HERMES", "CallStream", "Family", "detect", "named"]
+__all__ = ["FAMILIES", "HERMES", "CallStream", "Family", "detect", "get_family"]
 
 # A template may have the signs of several: those with more specific ones come first.
 FAMILIES: tuple[Family, ...] = (
@@ -54,7 +54,7 @@ def detect(template: str) -> Family:
     )
 
 
-def named(name: str) -> Family:
+def get_family(name: str) -> Family:
     """Return the family with this name.
 
     Raises:

@@ -19,19 +19,19 @@ _END = "<｜end▁of▁sentence｜>"
 
 
 def _parse_v31(raw: str) -> Parsed:
-    name, found, arguments = raw.partition(_SEPARATOR)
-    if not found or not name.strip():
+    name, separator, arguments = raw.partition(_SEPARATOR)
+    if not separator or not name.strip():
         return "", {}, f"the tool call must have the form NAME{_SEPARATOR}{{...}}"
     return name.strip(), *decode_arguments(arguments)
 
 
 def _parse_v3(raw: str) -> Parsed:
-    _, found, call = raw.partition(_SEPARATOR)
-    name, fence, rest = call.partition("```json")
-    if not found or not fence or not name.strip():
+    _, separator, call = raw.partition(_SEPARATOR)
+    name, fence, arguments = call.partition("```json")
+    if not separator or not fence or not name.strip():
         form = f"function{_SEPARATOR}NAME\n```json\n{{...}}\n```"
         return "", {}, f"the tool call must have the form {form}"
-    return name.strip(), *decode_arguments(rest.rpartition("```")[0] or rest)
+    return name.strip(), *decode_arguments(arguments.rpartition("```")[0] or arguments)
 
 
 _MARKUP = Markup(thoughts=(_THINK,), calls=(_SECTION,), others=(_OPEN, _CLOSE, _SEPARATOR, _END))

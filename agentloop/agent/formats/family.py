@@ -135,11 +135,11 @@ class Family:
             return {"content": text.rstrip("\n")}
         splitter = self.make_channels(False, True)
         pieces = [*splitter.feed(text), *splitter.flush()]
-        said, thought = (
+        content, thought = (
             "".join(piece for channel, piece in pieces if channel is wanted)
             for wanted in (Channel.CONTENT, Channel.REASONING)
         )
         if not thought:
-            return {"content": said}
+            return {"content": content}
         # The templates of such families take either, in a message with calls.
-        return {"content": thought} if has_calls else {"content": said, "thinking": thought}
+        return {"content": thought} if has_calls else {"content": content, "thinking": thought}

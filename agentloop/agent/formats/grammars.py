@@ -37,10 +37,10 @@ class Grammar(Protocol):
         """Take the next text; return the calls that it closes."""
         ...
 
-    def finish(self, why: str | None) -> list[Found]:
+    def finish(self, reason: str | None) -> list[Found]:
         """Return the calls that the end of the region closes or leaves incomplete.
 
-        `why` says why the region was not closed by its marker; None if it was.
+        `reason` says why the region was not closed by its marker; None if it was.
         """
         ...
 
@@ -57,9 +57,9 @@ class Whole:
         self._parts.append(text)
         return []
 
-    def finish(self, why: str | None) -> list[Found]:
+    def finish(self, reason: str | None) -> list[Found]:
         raw = "".join(self._parts)
-        return [(raw, self._parse(raw) if why is None else ("", {}, why))]
+        return [(raw, self._parse(raw) if reason is None else ("", {}, reason))]
 
 
 class Blocks:
@@ -75,27 +75,27 @@ class Blocks:
 
     def feed(self, text: str) -> list[Found]:
         self._buffer += text
-        found: list[Found] = []
+        calls: list[Found] = []
         while True:
             marker = self._end if self._is_inside else self._begin
             at = self._buffer.find(marker, self._scanned)
             if at < 0:
                 self._scanned = max(self._scanned, len(self._buffer) - len(marker) + 1)
-                return found
+                return calls
             if self._is_inside:
                 raw = self._buffer[: at + len(marker)]
-                found.append((raw, self._parse(raw)))
+                calls.append((raw, self._parse(raw)))
                 self._num_found += 1
                 self._buffer, self._scanned = self._buffer[len(raw) :], 0
             else:
                 self._buffer, self._scanned = self._buffer[at:], len(marker)
             self._is_inside = not self._is_inside
 
-    def finish(self, why: str | None) -> list[Found]:
+    def finish(self, reason: str | None) -> list[Found]:
         raw = self._buffer.strip()
         if self._is_inside or (raw and not self._num_found):
-            said = why or f"{_UNCLOSED}: it begins with {self._begin} and ends with {self._end}"
-            return [(raw, ("", {}, said))]
+            error = reason or f"{_UNCLOSED}: it begins with {self._begin} and ends with {self._end}"
+            return [(raw, ("", {}, error))]
         return []
 
 
@@ -115,32 +115,32 @@ class JsonObjects:
         self._num_found = 0
 
     def feed(self, text: str) -> list[Found]:
-        found: list[Found] = []
+        calls: list[Found] = []
         while text and not self.is_over:
             if self._value.depth or text[0] == "{":
                 if (closed := self._value.feed(text)) is None:
-                    return found
+                    return calls
                 raw, text = closed
                 if self._is_text_without and not self._num_found and not _states_a_call(raw):
                     self.is_over = True
                     break
-                found.append((raw, decode_call(raw)))
+                calls.append((raw, decode_call(raw)))
                 self._num_found += 1
             elif text[0] in "[],; \t\r\n":
                 text = text[1:]
             else:
                 self.is_over = True
         self._rest += text
-        return found
+        return calls
 
-    def finish(self, why: str | None) -> list[Found]:
+    def finish(self, reason: str | None) -> list[Found]:
         raw = (self._value.text or self._rest).strip()
         if self._is_text_without and self.is_over:
             return []
         if self._value.depth or (raw and not self._num_found):
             if self._is_text_without and not (self._num_found or _states_a_call(raw)):
                 return []
-            error = why or decode_call(raw)[2] or _UNCLOSED
+            error = reason or decode_call(raw)[2] or _UNCLOSED
             return [(raw, ("", {}, error))]
         return []
 
@@ -165,10 +165,10 @@ class NamedObject:
         raw = self._name + closed[0]
         return [(raw, self._parse(raw))]
 
-    def finish(self, why: str | None) -> list[Found]:
+    def finish(self, reason: str | None) -> list[Found]:
         if self.is_over:
             return []
-        return [(self._name + self._value.text, ("", {}, why or _UNCLOSED))]
+        return [(self._name + self._value.text, ("", {}, reason or _UNCLOSED))]
 
 
 class PythonCalls:
@@ -181,15 +181,15 @@ class PythonCalls:
         self._is_inside = False
 
     def feed(self, text: str) -> list[Found]:
-        found: list[Found] = []
+        calls: list[Found] = []
         while text and not self.is_over:
             if self._value.depth:
                 if (closed := self._value.feed(text)) is None:
-                    return found
+                    return calls
                 raw, text = closed
                 self._name += raw
                 if raw[-1] == ")":
-                    found.append((self._name, decode_python_call(self._name)))
+                    calls.append((self._name, decode_python_call(self._name)))
                     self._name = ""
             elif self._is_inside and (name := _NAME_RE.match(text)):
                 self._name += name[0]
@@ -203,11 +203,11 @@ class PythonCalls:
                     self._value.feed(char)
                 elif self._name or char not in ", \t\r\n":
                     self.is_over = True  # the end of the list, or for example one of numbers
-        return found
+        return calls
 
-    def finish(self, why: str | None) -> list[Found]:
+    def finish(self, reason: str | None) -> list[Found]:
         if self._value.depth:
-            return [(self._name + self._value.text, ("", {}, why or _UNCLOSED))]
+            return [(self._name + self._value.text, ("", {}, reason or _UNCLOSED))]
         return []
 
 
@@ -260,8 +260,8 @@ class _Value:
         if self._is_escaped and text:
             self._is_escaped = False
             start = 1
-        while (found := self._next(text, start)) is not None:
-            char, start = found[0], found.end()
+        while (match := self._next(text, start)) is not None:
+            char, start = match[0], match.end()
             if char == "\\":
                 self._is_escaped = start == len(text)
                 start += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from agentloop.agent.channels import Channel, Markup
+from agentloop.agent.channels import Channel, Channels, Markup
 from agentloop.agent.formats.family import CallForm, Family
 from agentloop.agent.formats.values import Schemas, decode_arguments
 from agentloop.agent.text_stream import TokenCodec
@@ -22,7 +22,6 @@ _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _RECIPIENT_RE = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 _CHANNEL_RE = re.compile(r"<\|channel\|>\s*(\w+)")
-_MARKUP_RE = re.compile(r"<\|(?:start|channel|constrain|message|end|call|return)\|>")
 _TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
 _MAX_CALL_TOKENS = 65_536
 
@@ -48,22 +47,22 @@ class _Calls:
                 calls += self._end(None, self._position + 1)
                 self._header, self._start = [], self._position
             elif self._text is None and token == self._message_id:
-                found = _RECIPIENT_RE.search(self._chat.decode(self._header))
-                self._name, self._text = found[1] if found else None, []
+                recipient = _RECIPIENT_RE.search(self._chat.decode(self._header))
+                self._name, self._text = recipient[1] if recipient else None, []
             elif self._text is None:
                 self._header.append(token)
             elif self._name is not None:
                 self._text.append(token)
                 if len(self._text) > _MAX_CALL_TOKENS:
-                    why = f"it exceeds {_MAX_CALL_TOKENS} tokens"
-                    calls += self._end(why, self._position + 1)
+                    reason = f"it exceeds {_MAX_CALL_TOKENS} tokens"
+                    calls += self._end(reason, self._position + 1)
             self._position += 1
         return calls
 
     def finish(self) -> list[ToolCall]:
         return self._end("the turn ended before it closed", self._position)
 
-    def _end(self, why: str | None, end: int) -> list[ToolCall]:
+    def _end(self, reason: str | None, end: int) -> list[ToolCall]:
         """End a message."""
         text, name = self._text, self._name
         self._text = self._name = None
@@ -72,70 +71,43 @@ class _Calls:
         raw = self._chat.decode(text)
         call_id = f"{self._id_prefix}_{self._count}"
         self._count += 1
-        if why is not None:
-            error: str | None = f"the tool call was not closed with <|call|>: {why}"
+        if reason is not None:
+            error: str | None = f"the tool call was not closed with <|call|>: {reason}"
             return [ToolCall(call_id, "", {}, raw, self._start, end, error)]
         arguments, error = decode_arguments(raw)
         return [ToolCall(call_id, name, arguments, raw, self._start, end, error)]
 
 
-class HarmonyChannels:
+class HarmonyChannels(Channels):
     """Splits a turn's text by the channels that its headers name."""
 
     def __init__(self) -> None:
-        self._held = ""
-        self._header = ""
-        self._channel: Channel | None = None  # None: a call or an unknown channel, not shown
-        self._is_header = True
+        super().__init__(reasoning=False, markup=Markup(thoughts=(), calls=(), others=()))
+        self._header: str | None = ""  # None: in a message's text
 
     @property
     def channel(self) -> Channel | None:
-        return None if self._is_header else self._channel
-
-    def feed(self, text: str) -> Iterator[tuple[Channel, str]]:
-        self._held += text
-        start = 0
-        for match in _MARKUP_RE.finditer(self._held):
-            yield from self._emit(self._held[start : match.start()])
-            self._switch(match.group())
-            start = match.end()
-        rest = self._held[start:]
-        cut = rest.rfind("<")
-        if cut < 0 or not _begins_markup(rest[cut:]):
-            cut = len(rest)
-        self._held = rest[cut:]
-        yield from self._emit(rest[:cut])
-
-    def flush(self) -> Iterator[tuple[Channel, str]]:
-        """Yield the text that was held back, now that the turn is over."""
-        held, self._held = self._held, ""
-        yield from self._emit(held)
+        return super().channel if self._header is None else None
 
     def _emit(self, text: str) -> Iterator[tuple[Channel, str]]:
-        if self._is_header:
+        if self._header is None:
+            yield from super()._emit(text)
+        else:
             self._header += text
-        elif text and self._channel is not None:
-            yield self._channel, text
 
-    def _switch(self, markup: str) -> None:
-        if markup == _MESSAGE and self._is_header:
-            self._is_header = False
-            found = _CHANNEL_RE.search(self._header)
-            channel = found[1] if found else "final"
-            if _RECIPIENT_RE.search(self._header):
-                self._channel = None
-            else:
-                is_thought = channel == "analysis"
-                self._channel = Channel.REASONING if is_thought else Channel.CONTENT
-        elif markup in _ENDS:
-            self._is_header, self._header = True, ""
-        elif self._is_header:
-            self._header += markup
-
-
-def _begins_markup(text: str) -> bool:
-    names = ("start", "channel", "constrain", "message", "end", "call", "return")
-    return any(f"<|{name}|>".startswith(text) for name in names)
+    def _switch(self, tag: str) -> None:
+        if tag in _ENDS:
+            self._header = ""
+        elif self._header is None:
+            return
+        elif tag != _MESSAGE:
+            self._header += tag
+        else:
+            match = _CHANNEL_RE.search(self._header)
+            is_thought = match is not None and match[1] == "analysis"
+            self._channel = Channel.REASONING if is_thought else Channel.CONTENT
+            self._in_call = _RECIPIENT_RE.search(self._header) is not None
+            self._header = None
 
 
 HARMONY = Family(

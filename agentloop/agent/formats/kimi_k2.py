@@ -20,9 +20,9 @@ _ID_RE = re.compile(r"\s*(?:functions\.)?(?P<name>.+?)(?::\d+)?\s*", re.DOTALL)
 
 
 def _parse(raw: str) -> Parsed:
-    id, found, arguments = raw.partition(_ARGUMENTS)
+    id, separator, arguments = raw.partition(_ARGUMENTS)
     match = _ID_RE.fullmatch(id)
-    if not found or match is None:
+    if not separator or match is None:
         return "", {}, f"the tool call must have the form functions.NAME:INDEX{_ARGUMENTS}{{...}}"
     return match["name"], *decode_arguments(arguments)
 

@@ -57,15 +57,15 @@ class UnmarkedChannels:
             yield from self._channels.feed(text)
             return
         self._held += text
-        begun = self._held.lstrip().removeprefix(_PYTHON_TAG).lstrip()
-        if begun and begun[0] not in self._starts and not _PYTHON_TAG.startswith(begun):
+        beginning = self._held.lstrip().removeprefix(_PYTHON_TAG).lstrip()
+        if beginning and beginning[0] not in self._starts and not _PYTHON_TAG.startswith(beginning):
             yield from self._release()
 
     def flush(self) -> Iterator[tuple[Channel, str]]:
         """Yield the text that was held back, now that the turn is over. Again, yield nothing."""
         if self._held is not None:
-            begun = self._held.lstrip().removeprefix(_PYTHON_TAG)
-            if self._grammar.feed(begun):
+            text = self._held.lstrip().removeprefix(_PYTHON_TAG)
+            if self._grammar.feed(text):
                 self._held = ""
             else:
                 yield from self._release()

@@ -33,9 +33,9 @@ def _parse(raw: str) -> Parsed:
 def _call_id(call: ToolCall) -> str:
     """Return the id that the model sampled, or another one of nine characters."""
     head = _HEAD_RE.match(call.raw)
-    found = head["id"] if head else _id_in(call.raw)
-    if isinstance(found, str) and _ID_RE.fullmatch(found):
-        return found
+    sampled_id = head["id"] if head else _id_in(call.raw)
+    if isinstance(sampled_id, str) and _ID_RE.fullmatch(sampled_id):
+        return sampled_id
     return _history_id(call.id, call.name, 0)
 
 

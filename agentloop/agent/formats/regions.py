@@ -92,11 +92,11 @@ class RegionStream:
                 if token == self._open_id:
                     self._open(self._position)
                 return []
-            _, found, rest = self._split(self._text.feed([token]), self._opening)
-            if not found:
+            _, is_open, inside = self._split(self._text.feed([token]), self._opening)
+            if not is_open:
                 return []
             self._open(self._position)
-            return self._read(rest)
+            return self._read(inside)
         calls: list[ToolCall] = []
         if token == self._open_id:
             calls = self._end("another one opened inside it", self._position)
@@ -108,8 +108,8 @@ class RegionStream:
             calls = self._read(self._text.feed([token]))
             self._num_inside += 1
             if self._grammar is not None and self._num_inside > _MAX_REGION_TOKENS:
-                why = f"it exceeds {_MAX_REGION_TOKENS} tokens"
-                calls += self._end(why, self._position + 1)
+                reason = f"it exceeds {_MAX_REGION_TOKENS} tokens"
+                calls += self._end(reason, self._position + 1)
         return calls
 
     def _read(self, text: str) -> list[ToolCall]:
@@ -118,18 +118,18 @@ class RegionStream:
         while text or self._held:
             assert self._grammar is not None
             if self._closing is None or self._close_id is not None:
-                inside, found, rest = text, False, ""
+                inside, is_marker, after = text, False, ""
             else:
-                inside, found, rest = self._split(text, self._closing)
-            calls += self._made(self._grammar.feed(inside), self._position + 1)
-            if not found:
+                inside, is_marker, after = self._split(text, self._closing)
+            calls += self._make_calls(self._grammar.feed(inside), self._position + 1)
+            if not is_marker:
                 if self._closing is None and self._grammar.is_over and self._opening is not None:
                     self._grammar = None
                 return calls
             calls += self._end(None, self._position + 1)
             assert self._opening is not None
-            _, found, text = self._split(rest, self._opening)
-            if not found:
+            _, is_marker, text = self._split(after, self._opening)
+            if not is_marker:
                 return calls
             self._open(self._position)
         return calls
@@ -140,8 +140,8 @@ class RegionStream:
         A suffix that may be the marker's beginning is held back.
         """
         text, self._held = self._held + text, ""
-        before, found, after = text.partition(marker)
-        if found:
+        before, separator, after = text.partition(marker)
+        if separator:
             return before, True, after
         at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
         while at >= 0 and not marker.startswith(text[at:]):
@@ -157,24 +157,24 @@ class RegionStream:
         if self._open_id is not None:
             self._text, self._held = TextStream(self._chat), ""
 
-    def _end(self, why: str | None, end: int) -> list[ToolCall]:
-        """End the region: by its marker, or for the reason `why`."""
+    def _end(self, reason: str | None, end: int) -> list[ToolCall]:
+        """End the region: by its marker, or for another `reason`."""
         assert self._grammar is not None
-        found: list[Found] = []
-        if why is not None:
-            if rest := self._held + self._text.flush():
-                found += self._grammar.feed(rest)
+        calls: list[Found] = []
+        if reason is not None:
+            if unread := self._held + self._text.flush():
+                calls += self._grammar.feed(unread)
             if self._closing is not None:
-                why = f"the tool call was not closed with {self._closing}: {why}"
+                reason = f"the tool call was not closed with {self._closing}: {reason}"
             else:
-                why = f"the tool call is not complete: {why}"
-        found += self._grammar.finish(why)
+                reason = f"the tool call is not complete: {reason}"
+        calls += self._grammar.finish(reason)
         self._grammar, self._held = None, ""
-        return self._made(found, end)
+        return self._make_calls(calls, end)
 
-    def _made(self, found: Sequence[Found], end: int) -> list[ToolCall]:
+    def _make_calls(self, parsed: Sequence[Found], end: int) -> list[ToolCall]:
         calls = []
-        for raw, (name, arguments, error) in found:
+        for raw, (name, arguments, error) in parsed:
             call_id = f"{self._id_prefix}_{self._count}"
             self._count += 1
             calls.append(ToolCall(call_id, name, arguments, raw, self._start, end, error))

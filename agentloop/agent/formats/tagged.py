@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from agentloop.agent.formats.values import Parsed, Schemas, decode_json, typed
+from agentloop.agent.formats.values import Parsed, Schemas, decode_json, decode_value
 
 __all__ = ["TaggedForm"]
 
@@ -53,7 +53,7 @@ class TaggedForm:
                 value = value.removeprefix("\n").removesuffix("\n")
             key, is_string = match["key"].strip(), match.groupdict().get("string")
             arguments[key] = (
-                typed(value, properties.get(key))
+                decode_value(value, properties.get(key))
                 if is_string is None
                 else value
                 if is_string == "true"

@@ -22,8 +22,8 @@ __all__ = [
     "decode_call",
     "decode_json",
     "decode_python_call",
+    "decode_value",
     "parameters_of",
-    "typed",
 ]
 
 Parsed = tuple[str, dict[str, Any], str | None]
@@ -59,11 +59,6 @@ def decode_call(raw: str) -> Parsed:
         value = decode_json(raw)
     except ValueError as error:
         return "", {}, f"the tool call is not valid JSON: {error}"
-    return call_of(value)
-
-
-def call_of(value: Any) -> Parsed:
-    """Return the call that a JSON value states."""
     if not isinstance(value, dict):
         return "", {}, 'the tool call must be a JSON object {"name": ..., "arguments": {...}}'
     name = value.get("name")
@@ -191,7 +186,7 @@ def _key(node: ast.expr | None) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def typed(text: str, schema: Any) -> Any:
+def decode_value(text: str, schema: Any) -> Any:
     """Return the value that `text` stands for in an argument with this JSON schema.
 
     A string is taken literally. Anything else is JSON; text that is not stays as it is, for the
@@ -217,17 +212,17 @@ def _types(schema: Any) -> set[str]:
         return set()
     if "enum" in schema and "type" not in schema:
         return {_type_of(value) for value in schema["enum"]}
-    found = schema.get("type", ())
-    types = {found} if isinstance(found, str) else set(found)
+    declared = schema.get("type", ())
+    types = {declared} if isinstance(declared, str) else set(declared)
     for key in ("anyOf", "oneOf"):
-        for one in schema.get(key) or ():
-            types |= _types(one) or {"object"}
+        for alternative in schema.get(key) or ():
+            types |= _types(alternative) or {"object"}
     return types
 
 
 def _is_one_of(value: Any, types: set[str]) -> bool:
-    found = _type_of(value)
-    return found in types or (found == "integer" and "number" in types)
+    type_name = _type_of(value)
+    return type_name in types or (type_name == "integer" and "number" in types)
 
 
 def _type_of(value: Any) -> str:

@@ -11,6 +11,6 @@ turns that it has sampled in that history, and goes on from their exact ids.
 from __future__ import annotations
 
 from agentloop.agent.sessions.registry import ModelSessions, ServedSessions, SessionSettings
-from agentloop.agent.sessions.session import Asked, ModelSession
+from agentloop.agent.sessions.session import ModelSession, TurnRequest
 
-__all__ = ["Asked", "ModelSession", "ModelSessions", "ServedSessions", "SessionSettings"]
+__all__ = ["ModelSession", "ModelSessions", "ServedSessions", "SessionSettings", "TurnRequest"]

@@ -6,6 +6,7 @@ from typing import Any
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.continuation import QUESTION
+from agentloop.agent.openai_messages import tool_message
 from agentloop.agent.sessions.history import has_more_fields, reasoning_of, text_of
 from agentloop.agent.sessions.tree import Alike
 from agentloop.errors import RequestError
@@ -17,7 +18,7 @@ __all__ = ["alike_by"]
 def alike_by(chat: ChatFormat) -> Alike:
     """Return what compares messages of the assistant by how the template writes them."""
 
-    def written(message: Message, *, with_reasoning: bool) -> list[int]:
+    def render(message: Message, *, with_reasoning: bool) -> list[int]:
         calls = message.get("tool_calls") or []
         plain: dict[str, Any] = {"role": "assistant", "content": text_of(message)}
         if has_more_fields(message):
@@ -29,18 +30,18 @@ def alike_by(chat: ChatFormat) -> Alike:
         answers: list[Message] = [] if calls else [QUESTION]
         if calls:
             ids = [f"call{index:05}" for index in range(len(calls))]
-            plain["tool_calls"] = [{**one, "id": id} for one, id in zip(calls, ids, strict=True)]
-            answers += [{"role": "tool", "tool_call_id": id, "content": ""} for id in ids]
+            plain["tool_calls"] = [{**call, "id": id} for call, id in zip(calls, ids, strict=True)]
+            answers += [tool_message(id, "") for id in ids]
         return chat.prompt([QUESTION, plain, *answers])
 
-    def alike(sampled: Message, given: Message) -> bool:
-        with_reasoning = reasoning_of(given) is not None
+    def alike(sampled: Message, from_client: Message) -> bool:
+        with_reasoning = reasoning_of(from_client) is not None
         try:
-            one, other = (
-                written(message, with_reasoning=with_reasoning) for message in (sampled, given)
+            sampled_ids, given_ids = (
+                render(message, with_reasoning=with_reasoning) for message in (sampled, from_client)
             )
         except RequestError:
             return False
-        return one == other
+        return sampled_ids == given_ids
 
     return alike

@@ -47,19 +47,19 @@ _CALL_FIELDS = frozenset(("id", "type", "function"))
 _FUNCTION_FIELDS = frozenset(("name", "arguments"))
 
 
-def _none(kind: str, name: str) -> bool:
-    return False
-
-
-def keys_of(messages: Sequence[Message], reads: Reads = _none, begin: int = 0) -> list[bytes]:
+def keys_of(
+    messages: Sequence[Message], reads: Reads = lambda kind, name: False, begin: int = 0
+) -> list[bytes]:
     """Return a key for each message; the position of a response's call belongs to its key.
 
     Args:
-        reads: which other fields belong to it.
+        reads: returns whether another field belongs to it.
         begin: number of messages that need none.
     """
     keys: list[bytes] = []
-    before = (one for one in reversed(messages[:begin]) if one.get("role") == "assistant")
+    before = (
+        previous for previous in reversed(messages[:begin]) if previous.get("role") == "assistant"
+    )
     ids = call_ids_of(next(before, {}))  # of the newest message of the assistant
     for message in messages[begin:]:
         role = message.get("role")
@@ -81,17 +81,17 @@ def keys_of(messages: Sequence[Message], reads: Reads = _none, begin: int = 0) -
 
 
 def given_keys_of(
-    messages: Sequence[Message], known: Sequence[bytes], begin: int = 0
+    messages: Sequence[Message], sampled_keys: Sequence[bytes], begin: int = 0
 ) -> list[bytes]:
     """Return a key for each message as one that the client has written.
 
     Reasoning, and space around the text, are part of it.
 
     Args:
-        known: their keys by `keys_of`.
-        begin: as there.
+        sampled_keys: their keys by `keys_of`.
+        begin: number of messages that need none.
     """
-    keys = list(known)
+    keys = list(sampled_keys)
     for index, message in enumerate(messages[begin:]):
         thoughts = [message.get("reasoning_content"), message.get("reasoning")]
         text = text_of(message)
@@ -124,7 +124,9 @@ def text_of(message: Message) -> str:
 
 def question_in(messages: Sequence[Message]) -> str:
     """Return the text of the user's last message, or an empty one if there is none."""
-    return next((text_of(one) for one in reversed(messages) if one.get("role") == "user"), "")
+    return next(
+        (text_of(message) for message in reversed(messages) if message.get("role") == "user"), ""
+    )
 
 
 def reasoning_of(message: Message) -> str | None:
@@ -138,8 +140,9 @@ def has_more_fields(message: Message) -> bool:
     return not (
         _FIELDS.issuperset(message)
         and all(
-            _CALL_FIELDS.issuperset(one) and _FUNCTION_FIELDS.issuperset(one.get("function") or ())
-            for one in message.get("tool_calls") or ()
+            _CALL_FIELDS.issuperset(call)
+            and _FUNCTION_FIELDS.issuperset(call.get("function") or ())
+            for call in message.get("tool_calls") or ()
         )
     )
 
@@ -149,21 +152,21 @@ def call_ids_of(message: Message) -> list[str]:
     return [str(call.get("id") or "") for call in message.get("tool_calls") or ()]
 
 
-def with_our_ids(messages: Sequence[Message], given: Message, ours: Message) -> list[Message]:
+def with_our_ids(messages: Sequence[Message], from_client: Message, ours: Message) -> list[Message]:
     """Return the messages after a turn, whose responses refer to its calls by the ids we gave.
 
     Args:
-        given: the turn as its client has sent it back.
+        from_client: the turn as its client has sent it back.
         ours: the turn as its client got it.
     """
-    ids = dict(zip(call_ids_of(given), call_ids_of(ours), strict=False))
-    found = list(messages)
+    ids = dict(zip(call_ids_of(from_client), call_ids_of(ours), strict=False))
+    renamed = list(messages)
     for index, message in enumerate(messages):
         if message.get("role") == "assistant":  # the next turn has calls of its own
             break
         if (id := message.get("tool_call_id")) in ids:
-            found[index] = {**message, "tool_call_id": ids[id]}
-    return found
+            renamed[index] = {**message, "tool_call_id": ids[id]}
+    return renamed
 
 
 def _digest(value: Any) -> bytes:
@@ -171,14 +174,14 @@ def _digest(value: Any) -> bytes:
 
 
 def _more_fields(
-    value: Mapping[str, Any], known: frozenset[str], kind: str, reads: Reads
+    value: Mapping[str, Any], known_fields: frozenset[str], kind: str, reads: Reads
 ) -> list[Any]:
     """Return the names and the values of further fields that the template reads."""
-    if known.issuperset(value):
+    if known_fields.issuperset(value):
         return []
     return [
         [name, value[name]]
-        for name in sorted(value.keys() - known)
+        for name in sorted(value.keys() - known_fields)
         if value[name] not in (None, [], {}) and reads(kind, name)
     ]
 

@@ -82,9 +82,9 @@ class ModelSessions:
         """Open a session.
 
         Args:
-            name: its public name; None: a new one.
+            name: public name; None: a new one.
             is_listed: whether clients can find it by its key, and it counts as one of the open.
-            options: those of `ModelSession`.
+            options: arguments of `ModelSession`.
 
         Raises:
             ServerError: too many are open.

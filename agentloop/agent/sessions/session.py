@@ -25,11 +25,7 @@ from agentloop.agent.channels import answer_in
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import Budget, Engine, Rollout, TurnOptions, prompt_of, too_long
 from agentloop.agent.sessions.alike import alike_by
-from agentloop.agent.sessions.history import (
-    context_key,
-    request_key,
-    with_our_ids,
-)
+from agentloop.agent.sessions.history import context_key, request_key, with_our_ids
 from agentloop.agent.sessions.tree import Branch, Match, MessageTree, SampledTurn
 from agentloop.agent.tools import Schema, Tool, Tools
 from agentloop.errors import RequestError, ServerError
@@ -51,10 +47,9 @@ from agentloop.events import (
     ignore,
 )
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.inference.turns import Generation
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn, TurnEnd
 
-__all__ = ["Asked", "ModelSession"]
+__all__ = ["ModelSession", "TurnRequest"]
 
 AsMessage = Callable[[Trajectory], Message]
 """Returns a turn as the message that its client gets."""
@@ -70,12 +65,12 @@ _TURN_EVENTS = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class TurnRequest:
     """A request for one message of the model.
 
     Attributes:
         tools: the tools that the client runs.
-        sampling: its parameters; None: the session's.
+        sampling: sampling parameters; None: the session's.
         has_seed: whether their seed is the client's own.
         max_tokens: limit of the sampled tokens; None: the session's.
         max_thought_tokens: limit of a thought; None: the session's.
@@ -91,33 +86,16 @@ class Asked:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _ParkedEngine:
-    """Generates turns and keeps their KV cache, since the next request goes on from it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    @property
-    def context_length(self) -> int:
-        return self._engine.context_length
-
-    async def generate(self, generation: Generation, **options: Any) -> None:
-        await self._engine.generate(generation, **options)
-
-    def forget(self, key: str, *, whole: bool) -> None:
-        """Do nothing: the session forgets its branches when it is closed."""
-
-
 class ModelSession:
     """The conversations of one client with the model.
 
     Attributes:
-        name: its public name; branches are `NAME`, `NAME+1`, `NAME+2`, ...
-        key: what a client must know to use it; it cannot be guessed.
+        name: public name; branches are `NAME`, `NAME+1`, `NAME+2`, ...
+        key: secret that a client must know to use it.
         sampling: parameters of requests that bring none of their own.
         used_s: `time.monotonic()` when it was last used.
         num_cut: number of turns that were taken back.
-        slots: for requests to take one each, so that no client fills the queue of the servers: its
+        slots: limit of concurrent requests, so that no client fills the queue of the servers: its
             own requests, and those of others, would fail there as if the servers had.
         is_rollout: whether it is trained on. Requests then cannot change how tokens are sampled,
             and a branch has the budget of a conversation: `max_response_tokens` after its prompt.
@@ -166,7 +144,7 @@ class ModelSession:
 
     @property
     def failure(self) -> str | None:
-        """Why the infrastructure failed at a request that has not been answered since."""
+        """The failure of the infrastructure at a request that has not been answered since."""
         return next(reversed(self._failures.values()), None)
 
     @property
@@ -191,7 +169,8 @@ class ModelSession:
     def num_tokens(self) -> int:
         """Number of ids that its branches hold."""
         return sum(
-            len(one.record.prompt_ids) + one.record.num_response_tokens for one in self.branches
+            len(branch.record.prompt_ids) + branch.record.num_response_tokens
+            for branch in self.branches
         )
 
     @property
@@ -201,10 +180,10 @@ class ModelSession:
         Each token that was sampled and delivered is an output of exactly one of them. Requests in
         flight are left out: their turns may be taken back.
         """
-        return [found for one in self.branches if (found := one.finished).turns]
+        return [record for branch in self.branches if (record := branch.finished).turns]
 
     async def complete(
-        self, asked: Asked, as_message: AsMessage, on_event: Emit = ignore
+        self, request: TurnRequest, as_message: AsMessage, on_event: Emit = ignore
     ) -> Trajectory:
         """Sample the next message of a history.
 
@@ -228,41 +207,43 @@ class ModelSession:
         self._num_open += 1
         self._set_queued(False)
         try:
-            found = await self._complete(asked, as_message, on_event)
+            message = await self._complete(request, as_message, on_event)
         except ServerError as error:
             if len(self._failures) < _MAX_FAILURES:
-                self._failures[_key_of(asked)] = str(error)
+                self._failures[_key_of(request)] = str(error)
             raise
         else:
             if self._failures:  # another request, such as a sub-agent's, may still have failed
-                self._failures.pop(_key_of(asked), None)
-            return found
+                self._failures.pop(_key_of(request), None)
+            return message
         finally:
             self._num_open -= 1
             self.used_s = time.monotonic()
             if self.is_idle:
                 self._set_queued(False)
 
-    async def _complete(self, asked: Asked, as_message: AsMessage, on_event: Emit) -> Trajectory:
-        chat = self._chat.with_arguments(asked.template_arguments)
-        schemas = Tools(asked.tools).schemas
-        context = context_key(schemas, asked.template_arguments)
-        match = self._tree.match(context, asked.messages, alike_by(chat), chat.reads)
-        prompt = await self._prompt(chat, asked, schemas, match)
+    async def _complete(
+        self, request: TurnRequest, as_message: AsMessage, on_event: Emit
+    ) -> Trajectory:
+        chat = self._chat.with_arguments(request.template_arguments)
+        schemas = Tools(request.tools).schemas
+        context = context_key(schemas, request.template_arguments)
+        match = self._tree.match(context, request.messages, alike_by(chat), chat.reads)
+        prompt = await self._prompt(chat, request, schemas, match)
         self._check_open()
         branch = self._branch_for(prompt, match)
-        limits = self._limits(asked, len(prompt.ids), len(branch.record.prompt_ids))
+        limits = self._limits(request, len(prompt.ids), len(branch.record.prompt_ids))
         turns = branch.record.turns
-        branch.begin(is_read=on_event is not ignore, asked=match.question)
-        branch.asked_ids = prompt.ids
+        branch.begin(is_read=on_event is not ignore, question=match.question)
+        branch.pending_ids = prompt.ids
         try:
             with anyio.CancelScope() as branch.scope:
-                found = await self._sampled(chat, asked, prompt, branch, limits, on_event)
+                message = await self._sample(chat, request, prompt, branch, limits, on_event)
             self._check_open()
             if branch.scope.cancelled_caught:
                 raise RequestError("session: its requests were stopped")
-            if found.stop_reason.is_unscorable or found.stop_reason is StopReason.TIME_BUDGET:
-                raise ServerError(found.error or f"the turn ended: {found.stop_reason}")
+            if message.stop_reason.is_unscorable or message.stop_reason is StopReason.TIME_BUDGET:
+                raise ServerError(message.error or f"the turn ended: {message.stop_reason}")
         except ServerError:
             self._leave(branch, "the infrastructure failed before the end of the message")
             raise
@@ -272,29 +253,32 @@ class ModelSession:
         except BaseException:
             self._leave(branch)
             raise
-        branch.is_busy, branch.asked_ids = False, ()
-        branch.record.stop_reason = found.stop_reason
-        branch.record.answer = found.answer
+        branch.is_busy, branch.pending_ids = False, ()
+        branch.record.stop_reason = message.stop_reason
+        branch.record.answer = message.answer
         branch.record.elapsed_s = time.time() - branch.record.created_unix_s
-        self._tree.add(context, match, SampledTurn(branch, len(turns), as_message(found)))
+        self._tree.add(context, match, SampledTurn(branch, len(turns), as_message(message)))
         self._emit(ClientAwaited(branch.record.id))
-        return found
+        return message
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise RequestError("session: it has been closed")
 
     async def _prompt(
-        self, chat: ChatFormat, asked: Asked, schemas: Sequence[Schema], match: Match
+        self, chat: ChatFormat, request: TurnRequest, schemas: Sequence[Schema], match: Match
     ) -> _Prompt:
         """Return the ids of a request's prompt, and how they were made."""
         longest, reason = self._engine.context_length, ""
         if (turn := match.turn) is not None:
             last = turn.branch.record.turns[turn.num_turns - 1]
-            given, new = asked.messages[match.num_sampled - 1], asked.messages[match.num_sampled :]
+            from_client, new = (
+                request.messages[match.num_sampled - 1],
+                request.messages[match.num_sampled :],
+            )
             try:
                 following = await chat.continuation_async(
-                    with_our_ids(new, given, turn.message),
+                    with_our_ids(new, from_client, turn.message),
                     last.calls,
                     last_id=last.output_ids[-1],
                     num_calls=match.num_calls,
@@ -307,7 +291,7 @@ class ModelSession:
                 if len(ids) >= longest:
                     raise too_long(str(len(ids)), longest)
                 return _Prompt(ids, turn, following)
-        ids = await prompt_of(chat, asked.messages, schemas, longest)
+        ids = await prompt_of(chat, request.messages, schemas, longest)
         return _Prompt(ids, None, [], reason)
 
     def _branch_for(self, prompt: _Prompt, match: Match) -> Branch:
@@ -330,7 +314,7 @@ class ModelSession:
         if not self.branches or prompt.reason:
             return prompt.reason
         is_again = any(
-            prompt.ids in (one.record.prompt_ids, one.asked_ids) for one in self.branches
+            prompt.ids in (branch.record.prompt_ids, branch.pending_ids) for branch in self.branches
         )
         if is_again or match.num_known == len(match.keys):
             return "the same history was asked again"
@@ -338,10 +322,10 @@ class ModelSession:
             return f"messages[{match.num_known}] differs from what came there before"
         return "the tools, the template's variables or the first message differ"
 
-    async def _sampled(
+    async def _sample(
         self,
         chat: ChatFormat,
-        asked: Asked,
+        request: TurnRequest,
         prompt: _Prompt,
         branch: Branch,
         limits: Budget,
@@ -349,21 +333,22 @@ class ModelSession:
     ) -> Trajectory:
         """Sample a message, and record it in the branch as it streams."""
         record, base = branch.record, len(branch.record.turns)
-        sampling = asked.sampling or self.sampling
-        if not asked.has_seed:  # otherwise two branches from one turn would be the same
+        sampling = request.sampling or self.sampling
+        if not request.has_seed:  # otherwise two branches from one turn would be the same
             again = f" {branch.num_left}" if branch.num_left else ""
             sampling = sampling.of_group(f"{record.id} {base}{again}")
         rollout = Rollout(
-            engine=_ParkedEngine(self._engine),
+            engine=self._engine,
             chat=chat,
-            messages=asked.messages,
-            tools=asked.tools,
+            messages=request.messages,
+            tools=request.tools,
             sampling=sampling,
             budget=limits,
-            options=replace(asked.options, single_message=True),
+            options=replace(request.options, single_message=True),
             id=record.id,
             prompt_ids=prompt.ids,
             with_text=self._with_text or on_event is not ignore,
+            keeps_cache=True,
             num_turns_before=base,
             elapsed_before_s=time.time() - record.created_unix_s if base else 0.0,
         )
@@ -394,7 +379,7 @@ class ModelSession:
         rollout.emit = observe
         return await rollout.run()
 
-    def _limits(self, asked: Asked, num_before: int, num_prompt: int) -> Budget:
+    def _limits(self, request: TurnRequest, num_before: int, num_prompt: int) -> Budget:
         """Return the budget, lowered to the request's limits and to what is left of it.
 
         Args:
@@ -409,13 +394,15 @@ class ModelSession:
             if num_before >= longest:
                 raise too_long(str(num_before), longest)
             budget = budget.model_copy(update={"max_response_tokens": longest - num_before})
-        most = asked.max_tokens, budget.max_sampled_tokens, budget.max_turn_tokens
-        thought = asked.max_thought_tokens, budget.max_thought_tokens
+        token_limits = request.max_tokens, budget.max_sampled_tokens, budget.max_turn_tokens
+        thought_limits = request.max_thought_tokens, budget.max_thought_tokens
         return budget.model_copy(
             update={
-                "max_sampled_tokens": min((one for one in most if one is not None), default=None),
+                "max_sampled_tokens": min(
+                    (limit for limit in token_limits if limit is not None), default=None
+                ),
                 "max_thought_tokens": min(
-                    (one for one in thought if one is not None), default=None
+                    (limit for limit in thought_limits if limit is not None), default=None
                 ),
             }
         )
@@ -431,33 +418,35 @@ class ModelSession:
             self._emit(ClientAwaited(record.id))
         elif branch in self.branches:
             self.branches.remove(branch)
-            self._engine.forget(record.id, whole=False)
+            self._engine.forget(record.id, is_complete=False)
             self._emit(RolloutAbandoned(record.id))
 
-    def _leave(self, branch: Branch, why: str = _LEFT, *, keeps: bool = False) -> None:
+    def _leave(self, branch: Branch, reason: str = _LEFT, *, keeps: bool = False) -> None:
         """Take back a request that has no end; keep what its client has read in a branch.
 
         Args:
-            why: what has happened.
+            reason: the event that ended the request.
             keeps: keep also what the client has not read.
         """
         record, kept = branch.record, branch.num_kept
-        turns = [_stopped(one) for one in record.turns[kept:] if one.output_ids]
+        turns = [_copy_turn(turn) for turn in record.turns[kept:] if turn.output_ids]
         if not (branch.is_busy and turns and (branch.is_read or keeps)):
-            if branch.is_busy and turns and not kept and why == _LEFT:
-                self._unread = Branch(replace(record, turns=turns), why, question=branch.asked)
+            if branch.is_busy and turns and not kept and reason == _LEFT:
+                self._unread = Branch(
+                    replace(record, turns=turns), reason, question=branch.pending_question
+                )
             self._take_back(branch)
             return
         if kept:
             ids = SampledTurn(branch, kept, {}).ids + record.turns[kept - 1].observation_ids
             name, self._num_begun = f"{self.name}+{self._num_begun}", self._num_begun + 1
-            left = replace(record, id=name, prompt_ids=ids, turns=turns)
+            remainder = replace(record, id=name, prompt_ids=ids, turns=turns)
             branch.num_left += 1
             self._take_back(branch)
-            self._end(left)
-            self._begin(Branch(left, why, record.id, branch.asked))
+            self._end(remainder)
+            self._begin(Branch(remainder, reason, record.id, branch.pending_question))
         else:  # the branch has nothing else
-            branch.is_busy, branch.asked_ids = False, ()
+            branch.is_busy, branch.pending_ids = False, ()
             record.turns[:] = turns
             self._end(record)
 
@@ -493,7 +482,7 @@ class ModelSession:
         its time used up by the model and leave nothing.
         """
         were_any = not self.is_idle
-        for branch in [one for one in self.branches if one.is_busy]:
+        for branch in [branch for branch in self.branches if branch.is_busy]:
             self._leave(branch, "its client was stopped before the end of the message", keeps=True)
             if branch.scope is not None:
                 branch.scope.cancel()
@@ -503,15 +492,15 @@ class ModelSession:
         self._unread = None
         return were_any
 
-    def discard(self, found: Trajectory) -> None:
+    def discard(self, message: Trajectory) -> None:
         """Take back the newest message of a branch, of which its client was sent nothing."""
         if self._is_closed:  # its trajectories are in use
             return
         for branch in self.branches:
             turns = branch.record.turns
-            if turns and found.turns and turns[-1] is found.turns[-1] and not branch.is_busy:
+            if turns and message.turns and turns[-1] is message.turns[-1] and not branch.is_busy:
                 self._tree.remove(branch, len(turns))
-                branch.is_busy, branch.num_kept = True, len(turns) - len(found.turns)
+                branch.is_busy, branch.num_kept = True, len(turns) - len(message.turns)
                 self._take_back(branch)
                 return
 
@@ -530,7 +519,7 @@ class ModelSession:
                         branch.scope.cancel()
             for branch in self.branches:
                 record = branch.record
-                self._engine.forget(record.id, whole=stop_reason is None)
+                self._engine.forget(record.id, is_complete=stop_reason is None)
                 if stop_reason is not None:
                     record.stop_reason = stop_reason
                 self._emit(RolloutFinished(record.id, record))
@@ -541,12 +530,12 @@ class ModelSession:
         return {
             "name": self.name,
             "num_branches": len(self.branches),
-            "num_turns": sum(len(one.record.turns) for one in self.branches),
-            "num_sampled_tokens": sum(one.record.num_sampled_tokens for one in self.branches),
+            "num_turns": sum(len(branch.record.turns) for branch in self.branches),
+            "num_sampled_tokens": sum(branch.record.num_sampled_tokens for branch in self.branches),
             "num_cut": self.num_cut,
             "branches": [
-                {"id": one.record.id, "parent": one.parent, "reason": one.reason}
-                for one in self.branches
+                {"id": branch.record.id, "parent": branch.parent, "reason": branch.reason}
+                for branch in self.branches
             ],
         }
 
@@ -558,7 +547,7 @@ class _Prompt:
     Attributes:
         turn: the turn from whose ids it goes on, if there is one.
         following: the ids after that turn.
-        reason: why no turn's ids could be reused, although there was one.
+        reason: the cause why no turn's ids could be reused, although there was one.
     """
 
     ids: list[int]
@@ -567,13 +556,13 @@ class _Prompt:
     reason: str = ""
 
 
-def _key_of(asked: Asked) -> bytes:
+def _key_of(request: TurnRequest) -> bytes:
     """Return a key that a request shares with those that ask the same again."""
-    context = context_key(Tools(asked.tools).schemas, asked.template_arguments)
-    return request_key(context, asked.messages)
+    context = context_key(Tools(request.tools).schemas, request.template_arguments)
+    return request_key(context, request.messages)
 
 
-def _stopped(turn: Turn) -> Turn:
+def _copy_turn(turn: Turn) -> Turn:
     """Return a copy of a turn, which its stream, if it still runs, does not extend."""
     return replace(
         turn,

@@ -40,14 +40,14 @@ class Branch:
 
     Attributes:
         record: the trajectory; its prompt holds all ids before the branch began.
-        reason: why it is a branch of its own; empty for the first one.
+        reason: the cause of a branch of its own; empty for the first one.
         parent: the id of the branch that it continues, if it does.
         question: the user's last message when it began.
         is_busy: whether a request extends it at the moment.
-        asked_ids: the prompt of that request.
+        pending_ids: the prompt of that request.
         num_kept: number of its turns before that request.
         end: how it ended before that request: the record's reason, answer and time.
-        asked: the user's last message in that request.
+        pending_question: the user's last message in that request.
         is_read: whether the client of that request reads the tokens as they come.
         num_left: number of requests whose client left after it had read some.
         scope: where that request can be cancelled.
@@ -58,10 +58,10 @@ class Branch:
     parent: str | None = None
     question: str = ""
     is_busy: bool = False
-    asked_ids: Sequence[int] = ()
+    pending_ids: Sequence[int] = ()
     num_kept: int = 0
     end: tuple[StopReason, str, float] | None = None
-    asked: str = ""
+    pending_question: str = ""
     is_read: bool = False
     num_left: int = 0
     scope: anyio.CancelScope | None = None
@@ -76,17 +76,17 @@ class Branch:
             turns[-1] = replace(turns[-1], observation_ids=[])
         return replace(self.record, turns=turns)
 
-    def begin(self, *, is_read: bool = False, asked: str = "") -> None:
+    def begin(self, *, is_read: bool = False, question: str = "") -> None:
         """Let a request extend the branch."""
         record = self.record
-        self.is_busy, self.is_read, self.asked = True, is_read, asked
+        self.is_busy, self.is_read, self.pending_question = True, is_read, question
         self.num_kept = len(record.turns)
         self.end = record.stop_reason, record.answer, record.elapsed_s
 
     def take_back(self) -> None:
         """Remove what the newest request has added."""
         record = self.record
-        self.is_busy, self.asked_ids = False, ()
+        self.is_busy, self.pending_ids = False, ()
         del record.turns[self.num_kept :]
         if record.turns:
             record.turns[-1].observation_ids = []
@@ -136,32 +136,34 @@ class Node:
         """Return whether this is a message of the client with this key."""
         return self.turn is None and self.key == key
 
-    def child(self, key: bytes, given: bytes, message: Message, alike: Alike) -> Node | None:
+    def child(self, key: bytes, given_key: bytes, message: Message, alike: Alike) -> Node | None:
         """Return the child that is this message, the newest if several are.
 
         Args:
             key: the message's key as one that was sampled.
-            given: its key as one that the client has written.
+            given_key: the message's key as one that the client has written.
         """
-        found = [
-            one
-            for one in reversed(self.children)
-            if one.is_given(given) or (one.turn and not _is_edited(one.turn, message))
+        candidates = [
+            child
+            for child in reversed(self.children)
+            if child.is_given(given_key) or (child.turn and not _is_edited(child.turn, message))
         ]
-        if len(found) == len(self.children) == 1:  # nearly always
-            (only,) = found
+        if len(candidates) == len(self.children) == 1:  # nearly always
+            (only,) = candidates
             if only.turn is None or only.key == key:
                 return only
         if ids := call_ids_of(message):  # siblings may differ in nothing but the ids of their calls
-            found.sort(key=lambda one: one.turn is None or call_ids_of(one.turn.message) != ids)
-        for one in found:
-            if one.turn is None or one.key == key:
-                return one
+            candidates.sort(
+                key=lambda child: child.turn is None or call_ids_of(child.turn.message) != ids
+            )
+        for child in candidates:
+            if child.turn is None or child.key == key:
+                return child
         if message.get("role") != "assistant":
             return None
-        for one in found[:_MAX_COMPARED]:
-            if one.turn is not None and alike(one.turn.message, message):
-                return one
+        for child in candidates[:_MAX_COMPARED]:
+            if child.turn is not None and alike(child.turn.message, message):
+                return child
         return None
 
 
@@ -175,8 +177,8 @@ class Match:
         num_sampled: number of messages up to and including the last one that was sampled, or 0.
         num_calls: number of calls in these.
         question: the text of the user's last message.
-        digest: what tells the history, and its context, from others to the byte.
-        last: what tells its last message from others.
+        digest: hash of the history's bytes and its context.
+        last: hash of its last message.
         num_removed: number of messages that had been removed from the tree.
     """
 
@@ -235,25 +237,26 @@ class MessageTree:
             before = Match([Node() if root is None else root], [])
         begin = len(before.keys)
         keys = keys_of(messages, reads, begin)
-        given = given_keys_of(messages, keys, begin)
+        given_keys = given_keys_of(messages, keys, begin)
         nodes, num_sampled = [*before.nodes], before.num_sampled
-        for key, own, message in zip(keys, given, messages[begin:], strict=True):
-            if (node := nodes[-1].child(key, own, message, alike)) is None:
+        for key, given_key, message in zip(keys, given_keys, messages[begin:], strict=True):
+            if (node := nodes[-1].child(key, given_key, message, alike)) is None:
                 break
             nodes.append(node)
             if node.turn is not None:
                 num_sampled = len(nodes) - 1
         num_new = sum(
-            len(one.get("tool_calls") or ()) for one in messages[before.num_sampled : num_sampled]
+            len(message.get("tool_calls") or ())
+            for message in messages[before.num_sampled : num_sampled]
         )
         return Match(
             nodes,
-            [*before.keys, *given],
+            [*before.keys, *given_keys],
             num_sampled,
             before.num_calls + num_new,
             question_in(messages[begin:]) or before.question,
-            _extended(hashed, messages[begin:]).digest(),
-            _extended(_no_hash(), messages[-1:]).digest(),
+            _extend_hash(hashed, messages[begin:]).digest(),
+            _extend_hash(_no_hash(), messages[-1:]).digest(),
             self._num_removed,
         )
 
@@ -261,13 +264,15 @@ class MessageTree:
         self, hashed: hashlib.blake2b, messages: Sequence[Message]
     ) -> tuple[Match | None, hashlib.blake2b]:
         """Return the longest recent history with which these messages begin, and its hash."""
-        for one in sorted(self._recent.values(), key=lambda one: len(one.keys), reverse=True):
-            length = len(one.keys)
+        for recent in sorted(
+            self._recent.values(), key=lambda recent: len(recent.keys), reverse=True
+        ):
+            length = len(recent.keys)
             last = messages[length - 1 : length]
-            if last and _extended(_no_hash(), last).digest() == one.last:
-                found = _extended(hashed, messages[:length])
-                if found.digest() == one.digest:
-                    return one, found
+            if last and _extend_hash(_no_hash(), last).digest() == recent.last:
+                extended = _extend_hash(hashed, messages[:length])
+                if extended.digest() == recent.digest:
+                    return recent, extended
         return None, hashed
 
     def add(self, context: bytes, match: Match, turn: SampledTurn) -> None:
@@ -275,24 +280,24 @@ class MessageTree:
         root = self._roots.setdefault(context, match.nodes[0])
         is_whole = match.num_removed == self._num_removed
         nodes = [root, *match.nodes[1:]] if is_whole else [root]
-        for known in match.nodes[len(nodes) :]:
-            if known not in nodes[-1].children:
+        for matched in match.nodes[len(nodes) :]:
+            if matched not in nodes[-1].children:
                 break
-            nodes.append(known)
+            nodes.append(matched)
         # A parallel request may have added the same messages meanwhile.
         for key in match.keys[len(nodes) - 1 :]:
-            node = next((one for one in nodes[-1].children if one.is_given(key)), None)
-            nodes.append(node or self._added(nodes[-1], Node(key)))
-        self._added(nodes[-1], Node(keys_of([turn.message])[0], turn))
+            node = next((child for child in nodes[-1].children if child.is_given(key)), None)
+            nodes.append(node or self._add_child(nodes[-1], Node(key)))
+        self._add_child(nodes[-1], Node(keys_of([turn.message])[0], turn))
         if is_whole:
             self._recent[match.digest] = replace(match, nodes=nodes)
             self._recent.move_to_end(match.digest)
         if len(self._recent) > _MAX_RECENT:
             self._recent.popitem(last=False)
 
-    def _added(self, parent: Node, node: Node) -> Node:
+    def _add_child(self, parent: Node, node: Node) -> Node:
         """Add a child."""
-        if any(one.turn is not None for one in parent.children):
+        if any(child.turn is not None for child in parent.children):
             # What a client sends again may now be this one: the newest that it can be.
             self._recent.clear()
         parent.children.append(node)
@@ -313,20 +318,20 @@ class MessageTree:
 
 def _is_edited(turn: SampledTurn, message: Message) -> bool:
     """Return whether a client has changed the reasoning of a message, rather than left it out."""
-    given = reasoning_of(message)
-    return given is not None and given != (reasoning_of(turn.message) or "")
+    reasoning = reasoning_of(message)
+    return reasoning is not None and reasoning != (reasoning_of(turn.message) or "")
 
 
-def _extended(hashed: hashlib.blake2b, messages: Sequence[Message]) -> hashlib.blake2b:
+def _extend_hash(hashed: hashlib.blake2b, messages: Sequence[Message]) -> hashlib.blake2b:
     """Return a copy of a hash, of which further messages are a part."""
-    found = hashed.copy()
+    copy = hashed.copy()
     if messages:
         try:
             data = dumps(list(messages))[1:-1] + b","  # objects, each with a comma after it
         except ValueError:  # too deep, or a number that is too long
             data = secrets.token_bytes()
-        found.update(data)
-    return found
+        copy.update(data)
+    return copy
 
 
 def _no_hash() -> hashlib.blake2b:

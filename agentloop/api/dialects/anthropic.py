@@ -86,13 +86,13 @@ class CustomTool(pydantic.BaseModel):
     strict: bool | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        given = {
+        fields = {
             "description": self.description,
             "parameters": self.input_schema,
             "input_examples": self.input_examples,  # templates show the whole definition
             "strict": self.strict,
         }
-        present = {name: value for name, value in given.items() if value is not None}
+        present = {name: value for name, value in fields.items() if value is not None}
         return {"type": "function", "function": {"name": self.name, **present}}
 
 
@@ -156,14 +156,12 @@ class ContextManagement(pydantic.BaseModel):
 # --- requests -------------------------------------------------------------------------------------
 
 
-def _with_unsupported(schema: dict[str, Any]) -> None:
-    describe_unsupported(schema, UNSUPPORTED_IN_MESSAGES)
-
-
 class _Conversation(pydantic.BaseModel):
     """The parameters that the prompt is made from."""
 
-    model_config = pydantic.ConfigDict(json_schema_extra=_with_unsupported)
+    model_config = pydantic.ConfigDict(
+        json_schema_extra=describe_unsupported(UNSUPPORTED_IN_MESSAGES)
+    )
 
     model: str | None = None
     messages: list[Annotated[ConversationMessage, pydantic.Field(discriminator="role")]] = (
@@ -199,8 +197,8 @@ class _Conversation(pydantic.BaseModel):
 
     def to_chat(self) -> ChatRequest:
         """Return the same request for chat completions."""
-        given = {name: value for name, value in self._fields().items() if value is not None}
-        return validate(ChatRequest, given)
+        fields = {name: value for name, value in self._fields().items() if value is not None}
+        return validate(ChatRequest, fields)
 
     def _fields(self) -> dict[str, Any]:
         choice, config = self.tool_choice, self.output_config or OutputConfig()
@@ -223,11 +221,11 @@ class _Conversation(pydantic.BaseModel):
     @property
     def _template_arguments(self) -> dict[str, Any]:
         """The variables by which templates switch thinking on and off, under both of its names."""
-        given = self.chat_template_kwargs or {}
+        arguments = self.chat_template_kwargs or {}
         if self.thinking is None or self.thinking.type == "adaptive":
-            return given
+            return arguments
         thinks = self.thinking.type == "enabled"
-        return {"enable_thinking": thinks, "thinking": thinks, **given}
+        return {"enable_thinking": thinks, "thinking": thinks, **arguments}
 
     @property
     def _num_kept(self) -> int | None:
@@ -284,8 +282,11 @@ def _tool_choice(choice: FreeChoice | NamedChoice) -> Any:
     return "required" if choice.type == "any" else choice.type
 
 
-def _response_format(asked: OutputFormat) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"schema": asked.json_schema, "strict": True}}
+def _response_format(output_format: OutputFormat) -> dict[str, Any]:
+    return {
+        "type": "json_schema",
+        "json_schema": {"schema": output_format.json_schema, "strict": True},
+    }
 
 
 # --- what is refused by its type ------------------------------------------------------------------

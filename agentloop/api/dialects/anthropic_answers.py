@@ -33,7 +33,6 @@ __all__ = [
     "MessageAnswer",
     "MessagesStream",
     "TokenCount",
-    "error_event",
     "error_form",
     "whole",
 ]
@@ -126,15 +125,15 @@ class MessagesStream:
         for choice in chunk["choices"]:
             delta = choice["delta"]
             if "role" in delta:
-                yield _event("message_start", message=_begun(chunk))
+                yield _event("message_start", message=_empty_message(chunk))
             if text := delta.get("reasoning_content"):
                 yield from self._say("thinking", text)
             if text := delta.get("content"):
                 yield from self._say("text", text)
             for executed in delta.get("executed_tools", ()):
-                yield from self._executed(executed)
+                yield from self._executed_call(executed)
             for call in delta.get("tool_calls", ()):
-                yield from self._asked(call)
+                yield from self._caller_call(call)
             if choice["finish_reason"] is not None:
                 yield from self._close()
                 self._ending = _ending(choice)
@@ -150,7 +149,7 @@ class MessagesStream:
             self._open = kind
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _asked(self, call: AskedCall) -> Iterator[MessageEvent]:
+    def _caller_call(self, call: AskedCall) -> Iterator[MessageEvent]:
         function = call["function"]
         yield from self._close()
         yield self._start(
@@ -159,7 +158,7 @@ class MessagesStream:
         yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
         yield self._stop()
 
-    def _executed(self, call: ExecutedCall) -> Iterator[MessageEvent]:
+    def _executed_call(self, call: ExecutedCall) -> Iterator[MessageEvent]:
         yield from self._close()
         # Whole, not in deltas, which clients accept only for the calls that they run.
         yield self._start(
@@ -231,7 +230,7 @@ def _apply(delta: Mapping[str, str], block: dict[str, Any]) -> None:
             block[block["type"]] += delta[block["type"]]
 
 
-def _begun(chunk: ChatCompletionChunk) -> MessageAnswer:
+def _empty_message(chunk: ChatCompletionChunk) -> MessageAnswer:
     return {
         "id": "msg_" + chunk["id"].removeprefix("chatcmpl-"),
         "type": "message",
@@ -285,8 +284,3 @@ def error_form(status: int, body: ErrorBody, request_id: str | None = None) -> A
             "unsupported": ["thread"],
         }
     return {"type": "error", "error": error, "request_id": request_id}
-
-
-def error_event(status: int, body: ErrorBody, request_id: str | None = None) -> MessageEvent:
-    """Return the event that ends a stream with an error."""
-    return "error", {**error_form(status, body, request_id)}

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
+from agentloop.agent.openai_messages import function_call, tool_message
+
 __all__ = ["BLOCKS", "ConversationMessage", "TextBlock", "of_messages", "of_system"]
 
 _BILLING_HEADER = "x-anthropic-billing-header:"
@@ -139,8 +141,8 @@ def _role(message: ConversationMessage) -> str:
 
 
 def _blocks(message: ConversationMessage) -> Sequence[Any]:
-    given = message.content
-    blocks = [TextBlock(type="text", text=given)] if isinstance(given, str) else given
+    content = message.content
+    blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
     if message.role != "system":
         return blocks
     # Many chat templates refuse a system message that is not the first, or a role twice in a row.
@@ -169,7 +171,7 @@ def _of_user(blocks: Sequence[TextBlock | ToolResultBlock]) -> Iterator[dict[str
         if isinstance(block, TextBlock):
             texts.append(block.text)
         else:
-            yield _tool_message(block.tool_use_id, _result_text(block))
+            yield tool_message(block.tool_use_id, _result_text(block))
     if texts or not blocks:
         yield {"role": "user", "content": "\n\n".join(texts)}
 
@@ -234,24 +236,14 @@ class _AnswerTurn:
         if reasoning:
             message["reasoning_content"] = reasoning
         if self.calls:
-            message["tool_calls"] = [_call(block) for block in self.calls]
+            message["tool_calls"] = [
+                function_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+                for block in self.calls
+            ]
             message["content"] = content or None
         yield message
         for result in self.results:
-            yield _tool_message(result.tool_use_id, "\n".join(_texts(result.content)))
-
-
-def _call(block: ToolUseBlock | ExecutedUseBlock) -> dict[str, Any]:
-    arguments = json.dumps(block.input, ensure_ascii=False)
-    return {
-        "id": block.id,
-        "type": "function",
-        "function": {"name": block.name, "arguments": arguments},
-    }
-
-
-def _tool_message(call_id: str, text: str) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": call_id, "content": text}
+            yield tool_message(result.tool_use_id, "\n".join(_texts(result.content)))
 
 
 def _texts(content: str | Sequence[TextBlock] | None) -> list[str]:

@@ -8,7 +8,7 @@ The responses are in responses_stream.py, and the items of a conversation in res
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 
@@ -38,12 +38,12 @@ __all__ = ["UNSUPPORTED_RESPONSES", "ResponsesRequest"]
 
 _OUTPUT_LIMIT = "use max_output_tokens"
 _LOGPROBS = "message.output_text.logprobs"
-_SEARCHES = (
+_Search = Literal[
     "web_search",
     "web_search_2025_08_26",
     "web_search_preview",
     "web_search_preview_2025_03_11",
-)
+]
 
 
 def _in_these_terms(only: Only) -> Only:
@@ -106,12 +106,7 @@ class SearchTool(pydantic.BaseModel):
     Coding agents send it beside their own tools, whether or not a search is needed.
     """
 
-    type: Literal[
-        "web_search",
-        "web_search_2025_08_26",
-        "web_search_preview",
-        "web_search_preview_2025_03_11",
-    ]
+    type: _Search
 
 
 class NamespaceTool(pydantic.BaseModel):
@@ -122,7 +117,7 @@ class NamespaceTool(pydantic.BaseModel):
     description: str | None = None
     tools: list[Annotated[FlatFunctionTool | TextTool, pydantic.Field(discriminator="type")]]
 
-    def offered(self) -> list[FlatFunctionTool | TextTool]:
+    def qualified_tools(self) -> list[FlatFunctionTool | TextTool]:
         """Return the tools as the model is offered them."""
         return [
             tool.model_copy(
@@ -173,10 +168,6 @@ class ReasoningSettings(pydantic.BaseModel):
     """If set, the thought is sent as a summary, in full: clients that ask display only that."""
 
 
-def _describe(schema: dict[str, Any]) -> None:
-    describe_unsupported(schema, UNSUPPORTED_RESPONSES)
-
-
 _SAME_IN_CHAT = {
     *SamplingFields.model_fields,
     "top_logprobs",
@@ -189,7 +180,9 @@ _SAME_IN_CHAT = {
 class ResponsesRequest(SamplingFields):
     """The supported parameters of OpenAI's `POST /v1/responses`."""
 
-    model_config = pydantic.ConfigDict(json_schema_extra=_describe)
+    model_config = pydantic.ConfigDict(
+        json_schema_extra=describe_unsupported(UNSUPPORTED_RESPONSES)
+    )
 
     input: str | Annotated[list[Item], pydantic.Field(min_length=1)]
     instructions: str | None = None
@@ -217,8 +210,12 @@ class ResponsesRequest(SamplingFields):
         """
         value = load_object(body)
         refuse_unsupported(value, UNSUPPORTED_RESPONSES)
-        for one in _typed_objects(value):
-            one.check()
+        for path, item, supported, advice in _typed_objects(value):
+            kind = item.get("type") if isinstance(item, dict) else None
+            if isinstance(kind, str) and kind not in supported:
+                raise Unsupported(
+                    f'{path}.type: "{kind:.50}" is not supported by this server; {advice}'
+                )
         request = validate(cls, value)
         request.to_chat()  # raises for what is invalid as a whole
         return request
@@ -271,8 +268,8 @@ class ResponsesRequest(SamplingFields):
     @property
     def wants_summary(self) -> bool:
         """True if the thought is to be sent as a summary instead of as reasoning text."""
-        asked = self.reasoning.summary if self.reasoning else None
-        return asked not in (None, "none")
+        summary = self.reasoning.summary if self.reasoning else None
+        return summary not in (None, "none")
 
     @property
     def custom_tools(self) -> frozenset[str]:
@@ -292,13 +289,13 @@ class ResponsesRequest(SamplingFields):
     @property
     def _own_tools(self) -> list[FlatFunctionTool | TextTool]:
         """The tools that the caller runs."""
-        found: list[FlatFunctionTool | TextTool] = []
+        tools: list[FlatFunctionTool | TextTool] = []
         for tool in self.tools or ():
             if isinstance(tool, NamespaceTool):
-                found += tool.offered()
+                tools += tool.qualified_tools()
             elif not isinstance(tool, SearchTool):
-                found.append(tool)
-        return found
+                tools.append(tool)
+        return tools
 
     @property
     def offered_tools(self) -> list[FlatFunctionTool | TextTool]:
@@ -316,13 +313,13 @@ class ResponsesRequest(SamplingFields):
         if not isinstance(self.tool_choice, AllowedTools):
             return offered
         by_name = {(tool.type, tool.name): tool for tool in offered}
-        for index, one in enumerate(self.tool_choice.tools):
-            if (one.type, one.name) not in by_name:
+        for index, choice in enumerate(self.tool_choice.tools):
+            if (choice.type, choice.name) not in by_name:
                 raise RequestError(
-                    f"tool_choice.tools[{index}]: there is no {one.type} {one.name!r:.50} among "
-                    "the tools"
+                    f"tool_choice.tools[{index}]: there is no {choice.type} {choice.name!r:.50} "
+                    "among the tools"
                 )
-        allowed = {(one.type, one.name) for one in self.tool_choice.tools}
+        allowed = {(choice.type, choice.name) for choice in self.tool_choice.tools}
         return [tool for key, tool in by_name.items() if key in allowed]
 
     def _chat_tool_choice(self) -> Any:
@@ -331,8 +328,8 @@ class ResponsesRequest(SamplingFields):
                 return {"type": "function", "function": {"name": name}}
             case AllowedTools(mode=mode):
                 return mode
-            case asked:
-                return asked
+            case choice:
+                return choice
 
     def _response_format(self) -> Any:
         match self.text.format if self.text else None:
@@ -343,8 +340,8 @@ class ResponsesRequest(SamplingFields):
                 }
             case None:
                 return None
-            case asked:
-                return {"type": asked.type}
+            case text_format:
+                return {"type": text_format.type}
 
 
 def _as_function(tool: FlatFunctionTool | TextTool) -> dict[str, Any]:
@@ -361,8 +358,8 @@ def _as_function(tool: FlatFunctionTool | TextTool) -> dict[str, Any]:
             "required": ["input"],
             "additionalProperties": False,
         }
-    given = {name: value for name, value in function.items() if value is not None}
-    return {"type": "function", "function": given}
+    fields = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": fields}
 
 
 def _description(tool: TextTool) -> str | None:
@@ -376,45 +373,29 @@ def _passages(*texts: str | None) -> str | None:
     return "\n\n".join(text for text in texts if text) or None
 
 
-class _Typed(NamedTuple):
-    """An object in a body whose type may be unsupported."""
-
-    path: str
-    value: Any
-    known: tuple[str, ...]
-    advice: str
-
-    def check(self) -> None:
-        kind = self.value.get("type") if isinstance(self.value, dict) else None
-        if isinstance(kind, str) and kind not in self.known:
-            raise Unsupported(
-                f'{self.path}.type: "{kind:.50}" is not supported by this server; {self.advice}'
-            )
-
-
-def _typed_objects(body: dict[str, Any]) -> Iterator[_Typed]:
-    text_only = "send text"
-    own = ("function", "custom")
-    tools = (*own, "namespace", *_SEARCHES)
-    for at, item in _numbered("input", body.get("input")):
-        yield _Typed(at, item, INPUT_ITEMS, "leave it out, or send its text as a message")
+def _typed_objects(body: dict[str, Any]) -> Iterator[tuple[str, Any, tuple[str, ...], str]]:
+    """Yield the objects whose types may be unsupported: path, object, types, and advice."""
+    tool_types = ("function", "custom")
+    tools = (*tool_types, "namespace", *get_args(_Search))
+    for at, item in _with_paths("input", body.get("input")):
+        yield at, item, INPUT_ITEMS, "leave it out, or send its text as a message"
         if not isinstance(item, dict) or item.get("type") == "reasoning":
             continue
         for name in ("content", "output"):
-            for part_at, part in _numbered(f"{at}.{name}", item.get(name)):
-                yield _Typed(part_at, part, TEXT_PARTS, text_only)
-    for at, tool in _numbered("tools", body.get("tools")):
-        yield _Typed(at, tool, tools, "leave it out, or send a function instead")
+            for part_at, part in _with_paths(f"{at}.{name}", item.get(name)):
+                yield part_at, part, TEXT_PARTS, "send text"
+    for at, tool in _with_paths("tools", body.get("tools")):
+        yield at, tool, tools, "leave it out, or send a function instead"
         if isinstance(tool, dict) and tool.get("type") == "namespace":
-            for member_at, member in _numbered(f"{at}.tools", tool.get("tools")):
-                yield _Typed(member_at, member, own, "leave it out, or send a function instead")
+            for member_at, member in _with_paths(f"{at}.tools", tool.get("tools")):
+                yield member_at, member, tool_types, "leave it out, or send a function instead"
     choice = body.get("tool_choice")
-    yield _Typed("tool_choice", choice, ("function", "custom", "allowed_tools"), "use a function")
+    yield "tool_choice", choice, (*tool_types, "allowed_tools"), "use a function"
     if isinstance(choice, dict):
-        for at, tool in _numbered("tool_choice.tools", choice.get("tools")):
-            yield _Typed(at, tool, own, "leave it out")
+        for at, tool in _with_paths("tool_choice.tools", choice.get("tools")):
+            yield at, tool, tool_types, "leave it out"
 
 
-def _numbered(path: str, values: Any) -> Iterator[tuple[str, Any]]:
+def _with_paths(path: str, values: Any) -> Iterator[tuple[str, Any]]:
     for index, value in enumerate(values if isinstance(values, list) else ()):
         yield f"{path}[{index}]", value

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
+from agentloop.agent.openai_messages import function_call, tool_message
 from agentloop.errors import Unsupported
 from agentloop.trajectory import Message
 
@@ -170,34 +171,22 @@ def messages_of_items(items: Iterable[Item]) -> list[Message]:
                 turn.content = (turn.content or "") + _text(item.content)
             case FunctionCallItem():
                 name = name_in(item.namespace, item.name)
-                turn.calls.append(_call(item.call_id, name, item.arguments))
+                turn.calls.append(function_call(item.call_id, name, item.arguments))
             case CustomCallItem():
                 arguments = custom_arguments(item.input)
                 name = name_in(item.namespace, item.name)
-                turn.calls.append(_call(item.call_id, name, arguments))
+                turn.calls.append(function_call(item.call_id, name, arguments))
             case ExecutedCallItem():
-                turn.calls.append(_call(item.id, item.name, item.arguments))
-                turn.outputs.append(_output(item.id, item.output or ""))
+                turn.calls.append(function_call(item.id, item.name, item.arguments))
+                turn.outputs.append(tool_message(item.id, item.output or ""))
             case MessageItem() | CallOutputItem():
                 messages += turn.messages()
                 turn = _Turn()
                 if isinstance(item, MessageItem):
                     messages.append({"role": item.role, "content": _text(item.content)})
                 else:
-                    messages.append(_output(item.call_id, _text(item.output)))
+                    messages.append(tool_message(item.call_id, _text(item.output)))
     return [*messages, *turn.messages()]
-
-
-def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
-
-
-def _output(call_id: str, text: str) -> Message:
-    return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
 def _text(content: str | list[TextItemPart] | list[TextItemPart | RefusalPart]) -> str:

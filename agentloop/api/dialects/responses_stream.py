@@ -73,14 +73,14 @@ class _TextForm:
     index: str  # the name of the part's index
 
     def item(self, id: str, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        about: dict[str, Any]
+        content: dict[str, Any]
         if self is _MESSAGE:
-            about = {"type": "message", "role": "assistant", "content": parts}
+            content = {"type": "message", "role": "assistant", "content": parts}
         elif self is _SUMMARY:
-            about = {"type": "reasoning", "summary": parts, "encrypted_content": None}
+            content = {"type": "reasoning", "summary": parts, "encrypted_content": None}
         else:
-            about = {"type": "reasoning", "summary": [], "content": parts}
-        return {"id": id, "status": status, **about}
+            content = {"type": "reasoning", "summary": [], "content": parts}
+        return {"id": id, "status": status, **content}
 
     def part_of(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         part: dict[str, Any] = {"type": self.part, "text": text}
@@ -126,12 +126,12 @@ class ResponsesStream:
         response: The response so far; None before the first chunk.
     """
 
-    def __init__(self, asked: ResponsesRequest) -> None:
+    def __init__(self, request: ResponsesRequest) -> None:
         self.response: ResponseObject | None = None
-        self._asked = asked
-        self._custom_tools = asked.custom_tools
-        self._namespaces = asked.namespaces
-        self._thought = _SUMMARY if asked.wants_summary else _THOUGHT
+        self._request = request
+        self._custom_tools = request.custom_tools
+        self._namespaces = request.namespaces
+        self._thought = _SUMMARY if request.wants_summary else _THOUGHT
         self._output: list[dict[str, Any]] = []
         self._open: _OpenItem | None = None
         self._num_events = 0
@@ -143,7 +143,7 @@ class ResponsesStream:
     def feed(self, chunk: ChatCompletionChunk) -> Iterator[StreamEvent]:
         """Take the next chunk and yield its events."""
         if self.response is None:
-            self.response = _begun(self._asked, chunk)
+            self.response = _empty_response(self._request, chunk)
             for name in ("response.created", "response.in_progress"):
                 yield self._event(name, response=dict(self.response))
         for choice in chunk["choices"]:
@@ -214,7 +214,7 @@ class ResponsesStream:
         if content := delta.get("content"):
             yield from self._text(_MESSAGE, content)
         for executed in delta.get("executed_tools", ()):
-            yield from self._executed(executed)
+            yield from self._executed_call(executed)
         for call in delta.get("tool_calls", ()):
             yield from self._call(call)
         if choice["finish_reason"] is not None:
@@ -255,7 +255,7 @@ class ResponsesStream:
         logprobs = {"logprobs": written.logprobs} if form is _MESSAGE else {}
         yield self._event(f"{form.text_event}.done", **where, text=written.text, **logprobs)
         yield self._event(f"{form.part_event}.done", **where, part=part)
-        yield self._done(form.item(written.id, status, [part]))
+        yield self._finish_item(form.item(written.id, status, [part]))
 
     def _taken_logprobs(self) -> dict[str, Any]:
         """Return the log-probabilities of the tokens since the last delta, if it is of text."""
@@ -282,9 +282,9 @@ class ResponsesStream:
             text = function["arguments"]
             event = "response.function_call_arguments"
             yield from self._begin_call(item, "arguments", text, event)
-        yield self._done(item)
+        yield self._finish_item(item)
 
-    def _executed(self, call: ExecutedCall) -> Iterator[StreamEvent]:
+    def _executed_call(self, call: ExecutedCall) -> Iterator[StreamEvent]:
         yield from self._close("completed")
         function = call["function"]
         index, id = len(self._output), self._id("mcp")
@@ -301,7 +301,7 @@ class ResponsesStream:
         yield self._event(f"response.mcp_call.{status}", item_id=id, output_index=index)
         # The output is what the model read, also of a call that failed: `error` has another form in
         # every version of the API.
-        yield self._done({**item, "status": status, "output": call["output"], "error": None})
+        yield self._finish_item({**item, "status": status, "output": call["output"], "error": None})
         self._continued = {_MESSAGE, self._thought}
 
     def _begin_call(
@@ -318,7 +318,7 @@ class ResponsesStream:
         yield self._event(f"{event}.done", **where, **{name: text}, **called)
         item |= {name: text, "status": "completed"}
 
-    def _done(self, item: dict[str, Any]) -> StreamEvent:
+    def _finish_item(self, item: dict[str, Any]) -> StreamEvent:
         index = len(self._output)
         self._output.append(item)
         return self._event("response.output_item.done", output_index=index, item=item)
@@ -328,14 +328,14 @@ class ResponsesStream:
         return f"{prefix}_{self.response['id'].removeprefix('resp_')}_{len(self._output)}"
 
 
-def whole(asked: ResponsesRequest, chunks: Iterable[ChatCompletionChunk]) -> ResponseObject:
+def whole(request: ResponsesRequest, chunks: Iterable[ChatCompletionChunk]) -> ResponseObject:
     """Return the answer without a stream: the response in the last event of a stream.
 
     It is made from chunks, because a whole completion does not tell in which order the parts came.
     A stream sends a call of the caller's as soon as it is closed. Text that follows in the same
     turn comes after it there, and before it here; as messages both are the same.
     """
-    stream = ResponsesStream(asked)
+    stream = ResponsesStream(request)
     for chunk in chunks:
         for _ in stream.feed(chunk):
             pass
@@ -369,9 +369,9 @@ def error_form(body: ErrorBody) -> ErrorBody:
     return {"error": {**error, "message": name + error["message"][named.end() :], "param": name}}
 
 
-def _begun(asked: ResponsesRequest, chunk: ChatCompletionChunk) -> ResponseObject:
+def _empty_response(request: ResponsesRequest, chunk: ChatCompletionChunk) -> ResponseObject:
     """Return a response without output, which repeats the parameters of its request."""
-    text, reasoning, choice = asked.text, asked.reasoning, asked.tool_choice
+    text, reasoning, choice = request.text, request.reasoning, request.tool_choice
     answer_format = text.format if text and text.format else None
     response: Any = {
         "id": f"resp_{chunk['id'].removeprefix('chatcmpl-')}",
@@ -382,18 +382,18 @@ def _begun(asked: ResponsesRequest, chunk: ChatCompletionChunk) -> ResponseObjec
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
-        "metadata": asked.metadata or {},
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
         "output": [],
-        "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "previous_response_id": asked.previous_response_id,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
         "reasoning": {
             "effort": reasoning.effort if reasoning else None,
-            "summary": reasoning.summary if reasoning and asked.wants_summary else None,
+            "summary": reasoning.summary if reasoning and request.wants_summary else None,
         },
-        "store": asked.store is not False,
-        "temperature": asked.temperature,
+        "store": request.store is not False,
+        "temperature": request.temperature,
         "text": {
             "format": answer_format.model_dump(by_alias=True, exclude_none=True)
             if answer_format
@@ -403,15 +403,15 @@ def _begun(asked: ResponsesRequest, chunk: ChatCompletionChunk) -> ResponseObjec
         if isinstance(choice, pydantic.BaseModel)
         else choice or "auto",
         "tools": [
-            tool.model_dump(exclude_none=tool.type == "custom") for tool in asked.offered_tools
+            tool.model_dump(exclude_none=tool.type == "custom") for tool in request.offered_tools
         ],
-        "top_logprobs": asked.top_logprobs or 0,
-        "top_p": asked.top_p,
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": request.top_p,
         "truncation": "disabled",
         "usage": None,
     }
-    begun: ResponseObject = response
-    return begun
+    answer: ResponseObject = response
+    return answer
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -426,7 +426,10 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _logprob(token: TokenLogprob) -> dict[str, Any]:
-    return {**_likely(token), "top_logprobs": [_likely(one) for one in token["top_logprobs"]]}
+    return {
+        **_likely(token),
+        "top_logprobs": [_likely(alternative) for alternative in token["top_logprobs"]],
+    }
 
 
 def _likely(token: LikelyToken) -> dict[str, Any]:
@@ -442,7 +445,7 @@ def _custom_input(arguments: str) -> str:
     """Return the text for a custom tool, or the arguments if the model wrote other ones."""
     try:
         match pydantic_core.from_json(arguments):
-            case {"input": str(text), **others} if not others:
+            case {"input": str(text), **more} if not more:
                 return text
     except ValueError:
         pass

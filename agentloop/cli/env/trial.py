@@ -10,8 +10,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,35 +26,25 @@ from agentloop.cli import console
 from agentloop.cli.chat import Conversations, reward_in_words
 from agentloop.cli.env.timing import Activity, Timeline, seconds_by_activity
 from agentloop.cli.evaluate import tasks_of
-from agentloop.cli.without_servers import open_endpoint
+from agentloop.cli.playing import PlaySettings, check_player, playing
 from agentloop.config import load_settings
-from agentloop.distribution import is_installed
-from agentloop.environments.environment import EnvSettings, set_up
 from agentloop.environments.mixture import RunEnvironment
-from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
-from agentloop.environments.tasks.sources import Task, TasksSettings
-from agentloop.errors import RequestError, SettingsError
-from agentloop.events import Emit, Event, RolloutFinished, RolloutStarted
-from agentloop.inference.openai_client import EndpointSettings
-from agentloop.inference.processes.server_log import NOT_INSTALLED
+from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.tasks.sources import Task
+from agentloop.errors import RequestError
+from agentloop.events import Event, RolloutFinished, RolloutStarted
 from agentloop.observe.watchdog import Heartbeat, WatchdogSettings, watch_lag
 from agentloop.rollouts.metrics import mean
-from agentloop.rollouts.player import endpoint_player_of, environment_player
 from agentloop.rollouts.runner import GroupRunner
-from agentloop.runtime import Runtime, Settings
 from agentloop.training.run_status import count_of
 from agentloop.trajectory import Trajectory
 
 __all__ = ["TrySettings", "main"]
 
 
-class TrySettings(Settings):
+class TrySettings(PlaySettings):
     """The settings of `agentloop env try`, on top of those of a runtime."""
 
-    env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
-    tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
-    reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
-    endpoint: EndpointSettings = pydantic.Field(default_factory=lambda: EndpointSettings())
     num_rollouts: int = pydantic.Field(
         10, ge=1, le=1000, description="Number of rollouts, each of a different task."
     )
@@ -69,12 +58,18 @@ class _Trial:
     events: list[Event] = field(default_factory=list)
     timeline: Timeline = field(default_factory=Timeline)
     reward: Reward = field(default_factory=lambda: Reward(None, None, "it did not run"))
+    recorded: Mapping[str, float] = field(default_factory=dict)
     started_s: float = 0.0
     ended_s: float = 0.0
 
     def on_event(self, event: Event) -> None:
         self.timeline.on_event(event)
         self.events.append(event)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The parts of the reward, and what the environment has recorded besides."""
+        return {**self.reward.parts, **self.recorded}
 
     @property
     def records(self) -> list[Trajectory]:
@@ -101,6 +96,7 @@ class _Trial:
         try:
             group = await groups.run(self.task, name, size=1, budget=budget)
             (self.reward,) = group.rewards
+            self.recorded = group.rollouts[0].recorded
         except RequestError as error:
             self.reward = Reward(None, None, str(error))
         finally:
@@ -134,14 +130,10 @@ async def _try(name: str, arguments: list[str]) -> int:
     settings = load_settings(TrySettings, files, [*overrides, named])
     environment = RunEnvironment("", settings.env, settings.tasks)
     tasks = await console.in_thread(tasks_of, environment, settings.num_rollouts)
-    if settings.endpoint.url and settings.servers:
-        raise SettingsError("servers: not used with endpoint.url: omit one of the two")
-    is_ours = not settings.servers and not settings.endpoint.url
-    if is_ours and not is_installed("sglang"):  # before an image is pulled
-        raise SettingsError(NOT_INSTALLED)
+    check_player(settings)
     trials = [_Trial(task) for task in tasks]
     with console.ProgressLine("Starting the agent") as progress:
-        async with _opened(settings, environment, progress) as (groups_of, chat):
+        async with playing(settings, progress) as (groups_of, chat):
             progress(f"Running {count_of(len(trials), 'rollout')}")
 
             async def run(number: int, trial: _Trial) -> None:
@@ -162,47 +154,6 @@ async def _try(name: str, arguments: list[str]) -> int:
     return 1 if any(trial.reward.value is None for trial in trials) else 0
 
 
-@asynccontextmanager
-async def _opened(
-    settings: TrySettings, environment: RunEnvironment, progress: console.ProgressLine
-) -> AsyncIterator[tuple[Callable[[Emit], GroupRunner], ChatFormat | None]]:
-    """Start the agent; yield a function of a rollout's reader that returns what plays it.
-
-    With an endpoint in place of the model, there is no chat format.
-    """
-    s = settings
-    if s.endpoint.url:
-        async with (
-            set_up([environment.load()]),
-            open_endpoint(s, s.endpoint, progress=progress) as (host, _),
-            Grader(s.reward, pool=host.pool) as grader,
-        ):
-            play = partial(
-                endpoint_player_of,
-                [environment],
-                host,
-                max_groups=1,  # each rollout has a player of its own
-                sampling=s.sampling,
-                grader=grader,
-            )
-            yield lambda emit: GroupRunner(play(emit=emit), grader), None
-        return
-    async with (
-        set_up([environment.load()]),
-        Runtime(s, progress=progress) as runtime,
-        Grader(s.reward, pool=runtime.pool) as grader,
-    ):
-        play_ours = partial(
-            environment_player,
-            s.env,
-            runtime,
-            sampling=s.sampling,
-            grader=grader,
-            with_text=True,
-        )
-        yield lambda emit: GroupRunner(play_ours(emit=emit), grader), runtime.chat
-
-
 def _print_trial(trial: _Trial, title: str, chat: ChatFormat | None, out: Console) -> None:
     task = trial.task
     shown = {"answer": task.answer, **task.extra} if task.answer else task.extra
@@ -218,7 +169,7 @@ def _print_trial(trial: _Trial, title: str, chat: ChatFormat | None, out: Consol
 
 
 def _print_summary(trials: Sequence[_Trial]) -> None:
-    parts = list(dict.fromkeys(name for trial in trials for name in trial.reward.parts))
+    parts = list(dict.fromkeys(name for trial in trials for name in trial.figures))
     rows = []
     for number, trial in enumerate(trials, 1):
         records = trial.records
@@ -226,7 +177,7 @@ def _print_summary(trials: Sequence[_Trial]) -> None:
             (
                 str(number),
                 _value(trial.reward.value),
-                *(_value(trial.reward.parts.get(name)) for name in parts),
+                *(_value(trial.figures.get(name)) for name in parts),
                 str(sum(len(one.turns) for one in records)),
                 str(sum(len(one.calls) for one in records)),
                 str(trial.num_tokens),
@@ -239,7 +190,7 @@ def _print_summary(trials: Sequence[_Trial]) -> None:
     values = [trial.reward.value for trial in trials if trial.reward.value is not None]
     print(f"\nreward     {mean(statistics.fmean(values) if values else None)} on average")
     for name in parts:
-        found = [trial.reward.parts[name] for trial in trials if name in trial.reward.parts]
+        found = [trial.figures[name] for trial in trials if name in trial.figures]
         print(f"  {console.printable(name)}: {statistics.fmean(found):.3f}")
     reasons = Counter(trial.reward.reason for trial in trials if trial.reward.value is None)
     for reason, count in reasons.most_common():

@@ -203,7 +203,7 @@ async def _found(
     folder = EntropyFolder(run)
     found: dict[int, GroupScores] = {}
     for number, rollouts in groups.items():
-        kept = await anyio.to_thread.run_sync(folder.kept, number, rollouts, origin)
+        kept = await anyio.to_thread.run_sync(folder.load, number, rollouts, origin)
         if kept is not None:
             found[number] = kept
     missing = [number for number in groups if number not in found]
@@ -247,7 +247,7 @@ async def _found(
                     folder.path.absolute(),
                     timeout_s=settings.loop.step_timeout_s,
                 )
-                await anyio.to_thread.run_sync(folder.keep, number, groups[number], origin, one)
+                await anyio.to_thread.run_sync(folder.save, number, groups[number], origin, one)
                 found[number] = one
 
         await ranks.while_alive(score_all)

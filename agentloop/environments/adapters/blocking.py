@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 import anyio
 
-from agentloop.agent.tools import ThreadLimit, in_daemon_thread
+from agentloop.agent.tools import in_daemon_thread
+from agentloop.aio import LimiterVar
 
 __all__ = ["Blocking"]
 
 _CLOSE_S = 10.0
-_limits: dict[str, ThreadLimit] = {}
+_limits: dict[str, LimiterVar] = {}
 
 Result = TypeVar("Result")
 
@@ -37,7 +38,7 @@ class Blocking:
         """
         self._library = library
         self._timeout_s = timeout_s
-        self._limit = _limits.setdefault(library, ThreadLimit(f"_{library}_threads"))
+        self._limit = _limits.setdefault(library, LimiterVar(f"_{library}_threads"))
         self._is_abandoned = False
 
     async def call(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:

@@ -112,7 +112,7 @@ class Guardian:
         return self._status is None
 
     def _stop(self) -> None:
-        self._mapped = _mapped(_descendants(os.getpid()))
+        self._mapped = _mapped_inodes(_descendants(os.getpid()))
         if self._stop_timeout_s > 0 and self._status is None:
             os.kill(self._server, signal.SIGTERM)
             _until(lambda: not self._reap(), self._stop_timeout_s)
@@ -120,11 +120,11 @@ class Guardian:
 
     def _killed_all(self) -> bool:
         if sys.platform != "linux":  # without /proc only the session can be signalled
-            _signal_group(self._server, signal.SIGKILL)
-        left = list(_descendants(os.getpid()))
-        for pid in left:
-            _signal(pid, signal.SIGKILL)
-        return not self._reap() and not left
+            _kill(os.killpg, self._server)
+        running = list(_descendants(os.getpid()))
+        for pid in running:
+            _kill(os.kill, pid)
+        return not self._reap() and not running
 
     def _clean_up(self) -> None:
         """Remove the server's files: those that it mapped, and unmapped leftovers of SGLang."""
@@ -133,7 +133,7 @@ class Guardian:
         orphans = {path for path in files if path.startswith(_SGLANG_FILES)}
         if orphans:  # looking at every process takes long on a machine with many
             every = (int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat"))
-            in_use = _mapped(every)
+            in_use = _mapped_inodes(every)
             orphans = {path for path in orphans if files[path] not in in_use}
         for path, inode in files.items():
             if path in orphans or inode in self._mapped:
@@ -184,7 +184,7 @@ def _shared_memory() -> Iterator[tuple[str, str]]:
             yield entry.path, str(entry.inode())
 
 
-def _mapped(pids: Iterable[int]) -> set[str]:
+def _mapped_inodes(pids: Iterable[int]) -> set[str]:
     """Return the inodes in shared memory that these processes map.
 
     Inodes and not paths: a semaphore is mapped under the name it had before it was linked.
@@ -226,22 +226,17 @@ def _descendants(ancestor: int) -> Iterator[int]:
         children.setdefault(int(parent), []).append(pid)
         if state == "Z":
             zombies.add(pid)
-    found = list(children.get(ancestor, ()))
-    while found:
-        pid = found.pop()
-        found.extend(children.get(pid, ()))
+    pending = list(children.get(ancestor, ()))
+    while pending:
+        pid = pending.pop()
+        pending.extend(children.get(pid, ()))
         if pid not in zombies:
             yield pid
 
 
-def _signal(pid: int, number: int) -> None:
+def _kill(kill: Callable[[int, int], None], pid: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
-
-
-def _signal_group(group: int, number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
+        kill(pid, signal.SIGKILL)
 
 
 def main() -> int:

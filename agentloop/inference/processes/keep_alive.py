@@ -57,12 +57,12 @@ async def keep_alive(
         dead_since_s: float | None = None
         while True:
             await anyio.sleep(min(1.0, settings.unresponsive_s / 4))
-            now = time.monotonic()
+            now_s = time.monotonic()
             if not server.alive or server in starting or not clients.is_dead(server.url):
                 dead_since_s = None
             elif dead_since_s is None:
-                dead_since_s = now
-            elif now - dead_since_s >= settings.unresponsive_s:
+                dead_since_s = now_s
+            elif now_s - dead_since_s >= settings.unresponsive_s:
                 log.error("%s is unresponsive: killing its process", server.url)
                 await server.stop()
                 dead_since_s = None
@@ -70,20 +70,20 @@ async def keep_alive(
     async def keep(server: ServerProcess) -> None:
         restarts = Restarts(settings.max_restarts)
         while True:
-            how = await server.wait_dead()
+            ending = await server.wait_dead()
             while True:
-                clients.mark_exited(server.url, how.splitlines()[0])
+                clients.mark_exited(server.url, ending.splitlines()[0])
                 if not clients.is_enabled(server.url):
                     return
-                delay_s = restarts.died(time.monotonic())
+                delay_s = restarts.record_death(time.monotonic())
                 if delay_s is None:
-                    log.error("giving up %s: %s", server.url, how)
+                    log.error("giving up %s: %s", server.url, ending)
                     if not clients.give_up(server.url):
                         raise ServerError(
-                            f"no server is left: {server.url}: {how}", log_path=server.log_path
+                            f"no server is left: {server.url}: {ending}", log_path=server.log_path
                         )
                     return
-                log.error("%s died, restarting it: %s", server.url, how)
+                log.error("%s died, restarting it: %s", server.url, ending)
                 await anyio.sleep(delay_s)
                 clients.mark_restarting(server.url)
                 starting.add(server)
@@ -91,7 +91,7 @@ async def keep_alive(
                     await server.restart(log.info)
                     break
                 except ServerStartError as error:
-                    how = str(error)
+                    ending = str(error)
                     await server.stop()
                 finally:
                     starting.discard(server)

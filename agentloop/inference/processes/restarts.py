@@ -1,7 +1,7 @@
 """Pure: decides whether and when something that died is restarted.
 
 Servers (inference/processes/keep_alive.py), the learner (training/resume.py) and a
-training process that was killed (cli/respawn.py) all follow it. Time is passed in as `now` [s], on
+training process that was killed (cli/respawn.py) all follow it. Time is passed in as `now_s`, on
 any monotonic clock.
 """
 
@@ -22,12 +22,12 @@ class Restarts:
         self._window_s = window_s
         self._when: deque[float] = deque()
 
-    def died(self, now: float) -> float | None:
+    def record_death(self, now_s: float) -> float | None:
         """Return the delay in seconds until the restart: 0, 1, 2, 4, ... 30; None to give up."""
-        while self._when and now - self._when[0] >= self._window_s:
+        while self._when and now_s - self._when[0] >= self._window_s:
             self._when.popleft()
         if len(self._when) >= self._max_restarts:
             return None
         delay_s = 0.0 if not self._when else min(_MAX_DELAY_S, 2.0 ** (len(self._when) - 1))
-        self._when.append(now)
+        self._when.append(now_s)
         return delay_s

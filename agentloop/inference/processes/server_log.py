@@ -69,10 +69,10 @@ class ServerLog:
         """Return how the server ended, the log line that says why, and advice.
 
         Args:
-            exit_status: As a shell reports it (128 + signal).
+            exit_status: The status that a shell would report (128 + signal).
         """
         lines = self._lines()
-        causes = [found[0] for line in lines if (found := _CAUSE.search(line))]
+        causes = [match[0] for line in lines if (match := _CAUSE.search(line))]
         advice = _advice("\n".join(lines), exit_status, unexplained=not causes)
         return "\n".join([_describe_end(lines, exit_status) + ".", *causes[-1:], *advice])
 
@@ -122,7 +122,7 @@ def folder_kept_on_error() -> Iterator[Path]:
     try:
         yield folder
     except Exception as error:
-        keep = any(_has_log(one, folder) for one in leaves(error))
+        keep = any(_has_log(leaf, folder) for leaf in leaves(error))
         raise
     finally:
         if not keep:

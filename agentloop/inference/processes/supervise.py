@@ -40,11 +40,11 @@ __all__ = [
     "ServerProcess",
     "ServerSettings",
     "all_ready",
-    "guarded",
     "plan",
     "require_device",
     "running",
     "sglang_servers",
+    "start_guarded",
     "stdio_guarded",
     "stop_all",
 ]
@@ -269,8 +269,8 @@ class ServerProcess:
             while not await _is_ready(client, self.launch.ready_path):
                 if not self.alive:
                     raise ServerStartError(self._describe_end(), log_path=self.log_path)
-                if self.model_path and (now := self._log.stage()) != stage:
-                    stage = now
+                if self.model_path and (new_stage := self._log.stage()) != stage:
+                    stage = new_stage
                     on_progress(f"{self.launch.name}: {stage}")
                 await anyio.sleep(_POLL_S)
             # SGLang does this itself after a warm-up, which is skipped on a CPU. Without it, full
@@ -311,8 +311,8 @@ async def sglang_servers(
         raise ServerStartError(NOT_INSTALLED)
     launches = plan(model_path, settings, log_dir=log_dir)
     where = "CPU" if "cpu" in launches[0].command else "GPU"
-    what = f"{len(launches)} SGLang server{'s' * (len(launches) > 1)} on the {where}"
-    on_progress(f"Starting {what}; logs in {log_dir}")
+    servers_text = f"{len(launches)} SGLang server{'s' * (len(launches) > 1)} on the {where}"
+    on_progress(f"Starting {servers_text}; logs in {log_dir}")
     async with running(launches, on_progress=on_progress) as servers:
         yield servers
 
@@ -341,7 +341,7 @@ async def _spawn(launch: Launch) -> Process:
         ServerStartError: The log cannot be written, or no process can be created.
     """
     try:
-        return await guarded(
+        return await start_guarded(
             launch.command,
             launch.environment,
             launch.log_path,
@@ -351,7 +351,7 @@ async def _spawn(launch: Launch) -> Process:
         raise ServerStartError(f"{launch.name} cannot be started: {error}") from error
 
 
-async def guarded(
+async def start_guarded(
     command: Sequence[str],
     environment: Mapping[str, str],
     log_path: Path,
@@ -568,11 +568,11 @@ def _ports(settings: ServerSettings, host: str = "127.0.0.1") -> list[tuple[int,
     free = (port for port in candidates if _is_free(port, host))
     if settings.port == 0:
         return [(next(free), next(free)) for _ in range(settings.count)]
-    asked = [settings.port + index for index in range(settings.count)]
-    for port in asked:
+    ports = [settings.port + index for index in range(settings.count)]
+    for port in ports:
         if not _is_free(port, host):
             raise ServerStartError(f"port {port} is in use (`port` 0 finds free ones)")
-    return [(port, next(free)) for port in asked]
+    return [(port, next(free)) for port in ports]
 
 
 def _is_free(port: int, host: str) -> bool:

@@ -81,22 +81,22 @@ class Forecast:
         bucket, last = member.bucket, _NUM_BUCKETS - 1
         self._present[bucket] -= 1
         while num_tokens:
-            left = (bucket + 1) * self._width - member.num_tokens
-            step = num_tokens if bucket == last else min(num_tokens, left)
+            room = (bucket + 1) * self._width - member.num_tokens
+            step = num_tokens if bucket == last else min(num_tokens, room)
             self._grown[bucket] += step
             member.num_tokens += step
             num_tokens -= step
-            bucket += step == left and bucket < last
+            bucket += step == room and bucket < last
         self._present[bucket] += 1
         member.bucket = bucket
 
-    def end(self, key: str, *, whole: bool = True) -> None:
-        """Remove a rollout; only if it ended normally (`whole`) does its length count."""
+    def end(self, key: str, *, is_complete: bool = True) -> None:
+        """Remove a rollout; only if it ended normally (`is_complete`) does its length count."""
         member = self._members.pop(key, None)
         if member is None:
             return
         self._present[member.bucket] -= 1
-        if whole:
+        if is_complete:
             self._ended[member.bucket] += 1
             self._num_learnt += 1
             if self._num_learnt == self._window:
@@ -155,7 +155,7 @@ class Admission:
         self._changed_s = -math.inf
         self._num_retracted = 0
 
-    def observe(self, now: float, num_retracted: int, reported_s: float) -> str:
+    def observe(self, now_s: float, num_retracted: int, reported_s: float) -> str:
         """Update the target from the servers' reports; return "grow", "hold" or "cut", for the log.
 
         Args:
@@ -164,15 +164,15 @@ class Admission:
         """
         limits = self._limits
         self._num_retracted += num_retracted
-        if now - self._changed_s < limits.period_s:
+        if now_s - self._changed_s < limits.period_s:
             return "hold"
         if self._num_retracted:
             change, self.target = "cut", self.target * _CUT
-        elif now - reported_s < limits.report_ttl_s and self.target < limits.target:
+        elif now_s - reported_s < limits.report_ttl_s and self.target < limits.target:
             change, self.target = "grow", min(limits.target, self.target + _GROWTH)
         else:
             return "hold"
-        self._changed_s, self._num_retracted = now, 0
+        self._changed_s, self._num_retracted = now_s, 0
         return change
 
     def may_start(self, capacity: int, group_size: int, num_prompt: int = 0) -> bool:

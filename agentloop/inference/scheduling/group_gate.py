@@ -43,7 +43,7 @@ class AdmittedGroup:
 
     name: str
     keys: tuple[str, ...]
-    end: Callable[[str, bool], None] = lambda key, whole: None
+    end: Callable[[str, bool], None] = lambda key, is_complete: None
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class GroupGate:
         finally:
             self._names.discard(name)
 
-    def reached(self, key: str, num_tokens: int, num_shared: int = 0) -> None:
+    def record_length(self, key: str, num_tokens: int, num_shared: int = 0) -> None:
         """Record that a conversation holds `num_tokens` besides its group's prompt of `num_shared`;
         ignored if unknown."""
         rollout = rollout_of(key)
@@ -127,19 +127,19 @@ class GroupGate:
             self._num_tokens[rollout] = num_tokens
             self._admission.forecast.grow(rollout, num_tokens - before)
 
-    def ended(self, key: str, *, whole: bool) -> None:
-        """Record that a conversation ended; only if it ended normally (`whole`) does its length
-        count."""
+    def end_conversation(self, key: str, *, is_complete: bool) -> None:
+        """Record that a conversation ended; its length counts only if it ended normally
+        (`is_complete`)."""
         conversations = self._conversations.get(rollout_of(key))
         if conversations is not None:
             conversations.pop(key, None)
         else:
-            self._end(key, whole)
+            self._end(key, is_complete)
 
-    def _end(self, rollout: str, whole: bool) -> None:
+    def _end(self, rollout: str, is_complete: bool) -> None:
         if self._num_tokens.pop(rollout, None) is not None:
             del self._conversations[rollout]
-            self._admission.forecast.end(rollout, whole=whole)
+            self._admission.forecast.end(rollout, is_complete=is_complete)
             self.admit()
 
     def admit(self) -> None:
@@ -158,17 +158,17 @@ class GroupGate:
                 self._conversations[key] = None if first.is_single else {}
             first.admitted.set()
 
-    def observe(self, now: float, num_retracted: int, reported_s: float) -> str:
+    def observe(self, now_s: float, num_retracted: int, reported_s: float) -> str:
         """Pass the servers' reports to `Admission.observe` and admit groups that fit now."""
-        change = self._admission.observe(now, num_retracted, reported_s)
+        change = self._admission.observe(now_s, num_retracted, reported_s)
         self.admit()
         return change
 
     def waits(self) -> list[tuple[str, float, str]]:
         """Return the waiting groups in order: name, seconds waited, and reason."""
-        now = self._clock()
-        why = f"the {self._admission.num_in_flight} groups in flight will need all KV capacity"
-        return [(waiting.name, now - waiting.since_s, why) for waiting in self._waiting]
+        now_s = self._clock()
+        reason = f"the {self._admission.num_in_flight} groups in flight will need all KV capacity"
+        return [(waiting.name, now_s - waiting.since_s, reason) for waiting in self._waiting]
 
     async def _wait(self, waiting: _Waiting) -> None:
         self._waiting.append(waiting)
@@ -185,6 +185,6 @@ class GroupGate:
 
     def _leave(self, keys: tuple[str, ...]) -> None:
         for key in keys:
-            self._end(key, whole=False)
+            self._end(key, is_complete=False)
         self._admission.end()
         self.admit()

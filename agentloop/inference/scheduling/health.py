@@ -16,10 +16,11 @@ restarted it with its initial weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Health", "HealthLimits", "ServerState"]
+__all__ = ["Health", "ServerState"]
+
+_MAX_FAILURES = 3  # consecutive ones of a kind, after which a server is considered dead
 
 
 class ServerState(StrEnum):
@@ -50,18 +51,6 @@ class ServerState(StrEnum):
         return self in (ServerState.HEALTHY, ServerState.SUSPECT, ServerState.STALE)
 
 
-@dataclass(frozen=True, slots=True)
-class HealthLimits:
-    """Limits after which a failing server is considered dead.
-
-    Attributes:
-        max_request_failures, max_probe_failures: consecutive failures.
-    """
-
-    max_request_failures: int = 3
-    max_probe_failures: int = 3
-
-
 class Health:
     """State machine of one server.
 
@@ -69,8 +58,7 @@ class Health:
     weights have no versions (there is no training), every server counts as having the current ones.
     """
 
-    def __init__(self, limits: HealthLimits | None = None) -> None:
-        self._limits = limits or HealthLimits()
+    def __init__(self) -> None:
         self.state = ServerState.HEALTHY
         self.num_request_failures = 0
         self.num_probe_failures = 0
@@ -81,17 +69,17 @@ class Health:
         if self.state is ServerState.RESTARTING:  # a request to the previous process
             return self.state
         self.num_request_failures += 1
-        return self._failed(reason, self.num_request_failures >= self._limits.max_request_failures)
+        return self._record_failure(reason, self.num_request_failures >= _MAX_FAILURES)
 
     def request_succeeded(self) -> ServerState:
         """Record that a stream ended normally."""
         self.num_request_failures = 0
-        return self.state if self.num_probe_failures else self._answered()
+        return self.state if self.num_probe_failures else self._record_answer()
 
     def probe_failed(self, reason: str) -> ServerState:
         """Record that the server did not report ready in time; a starting server need not."""
         self.num_probe_failures += 1
-        return self._failed(reason, self.num_probe_failures >= self._limits.max_probe_failures)
+        return self._record_failure(reason, self.num_probe_failures >= _MAX_FAILURES)
 
     def probe_succeeded(self, *, has_weights: bool) -> ServerState:
         """Record that the server is ready; `has_weights` says whether its weights are current.
@@ -107,9 +95,9 @@ class Health:
         if not has_weights and self.state is not ServerState.RETIRED:
             self.state, self.reason = ServerState.STALE, "it has different weights"
             return self.state
-        return self._answered()
+        return self._record_answer()
 
-    def exited(self, reason: str) -> ServerState:
+    def mark_exited(self, reason: str) -> ServerState:
         """Record that the process ended, also while restarting: the server is dead at once."""
         if self.state is not ServerState.RETIRED:
             self.state, self.reason = ServerState.DEAD, reason
@@ -139,7 +127,7 @@ class Health:
         self.state, self.reason = ServerState.RETIRED, "retired"
         return self.state
 
-    def _failed(self, reason: str, too_often: bool) -> ServerState:
+    def _record_failure(self, reason: str, too_often: bool) -> ServerState:
         if self.state in (ServerState.RETIRED, ServerState.RESTARTING):
             return self.state
         if too_often:
@@ -148,7 +136,7 @@ class Health:
             self.state, self.reason = ServerState.SUSPECT, reason
         return self.state
 
-    def _answered(self) -> ServerState:
+    def _record_answer(self) -> ServerState:
         if self.state is ServerState.SUSPECT:
             self.state, self.reason = ServerState.HEALTHY, ""
         return self.state

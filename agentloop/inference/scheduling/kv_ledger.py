@@ -3,7 +3,7 @@
     KVLedger ──sequence──> KVPool, one per data-parallel rank of each server (kv_pool.py)
         └──trajectory──> the pool of its last turn, its affinity
 
-Time is passed in as `now` [s], on any monotonic clock.
+Time is passed in as `now_s`, on any monotonic clock.
 """
 
 from __future__ import annotations
@@ -104,20 +104,20 @@ class KVLedger:
         if live is not None and num_tokens:  # None if its server was removed
             live.pool.grow(live, num_tokens)
 
-    def park(self, sequence: str, now: float) -> None:
+    def park(self, sequence: str, now_s: float) -> None:
         """Record that a turn ended normally; its tokens stay in the prefix cache for a while."""
         live = self._live.pop(sequence, None)
         if live is None:
             return
         self.predictor.learn(live.group, live.num_generated)
-        live.pool.end(live, now)
-        live.pool.park(live, now, is_kept=self._affinity.get(live.key) is live.pool)
+        live.pool.end(live, now_s)
+        live.pool.park(live, now_s, is_kept=self._affinity.get(live.key) is live.pool)
 
-    def release(self, sequence: str, now: float) -> None:
+    def release(self, sequence: str, now_s: float) -> None:
         """Record that a turn was lost or cancelled; ignored if it is over."""
         live = self._live.pop(sequence, None)
         if live is not None:
-            live.pool.end(live, now)
+            live.pool.end(live, now_s)
 
     def forget(self, key: str) -> None:
         """Record that a trajectory ended, so that its parked tokens are no longer kept."""
@@ -131,7 +131,7 @@ class KVLedger:
 
     # --- reports --------------------------------------------------------------------------------
 
-    def report(self, rank: DataParallelRank, report: LoadReport, now: float) -> int:
+    def report(self, rank: DataParallelRank, report: LoadReport, now_s: float) -> int:
         """Correct the accounting by a server's report; return the requests retracted since the last
         one.
 
@@ -140,15 +140,15 @@ class KVLedger:
         nothing, because our requests may be in the server's queue. A report equal to the last one
         although tokens were streamed since is outdated and does not renew its age.
         """
-        return self.pools[rank].report(report, now)
+        return self.pools[rank].report(report, now_s)
 
-    def age(self, now: float) -> None:
+    def age(self, now_s: float) -> None:
         """Let old reports fade, and stop keeping tokens of trajectories that are away for long.
 
         Call it about once a second.
         """
         for pool in self.pools.values():
-            pool.age(now, self._away_s)
+            pool.age(now_s, self._away_s)
 
     def reported_s(self, rank: DataParallelRank) -> float:
         """Return when the last report with new content arrived."""

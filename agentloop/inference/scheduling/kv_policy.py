@@ -74,16 +74,18 @@ class KVPolicy(PlacementPolicy):
         self._starvation_threshold_s = starvation_threshold_s
 
     def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now: float, waited_s: float
+        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
     ) -> Decision:
         affinity = self._ledger.affinity(request.key)
-        options, fields = self._weigh(request, pools, affinity, now, waited_s)
+        options, fields = self._weigh(request, pools, affinity, now_s, waited_s)
         if not options:
             return Decision(None, self.name, "no server has free KV capacity for it", fields)
         chosen = self._best(options, affinity)
         if not chosen.fits:
-            why = f"its own server will have capacity in {chosen.wait_s:.2f} s; moving costs more"
-            return Decision(None, self.name, why, fields)
+            reason = (
+                f"its own server will have capacity in {chosen.wait_s:.2f} s; moving costs more"
+            )
+            return Decision(None, self.name, reason, fields)
         return Decision(chosen.pool.rank, self.name, _reason(chosen, affinity), fields)
 
     def _weigh(
@@ -91,7 +93,7 @@ class KVPolicy(PlacementPolicy):
         request: PlacementRequest,
         pools: Sequence[KVPool],
         affinity: KVPool | None,
-        now: float,
+        now_s: float,
         waited_s: float,
     ) -> tuple[list[_Option], list[tuple[Any, ...]]]:
         """Return the cheapest options, equal within `_TIE`, and the fields of each candidate.
@@ -120,10 +122,10 @@ class KVPolicy(PlacementPolicy):
             if pool is affinity or group in pool.prompts:
                 cached = min(num_tokens - 1, pool.num_cached(request.key, group))
                 need -= pool.num_shared(group)
-                own = pool.num_kept_for(request.key)
-                if own:  # it returns: its growth was accounted for when it first came
+                own_kept = pool.num_kept_for(request.key)
+                if own_kept:  # it returns: its growth was accounted for when it first came
                     need -= expected
-                    kept -= own
+                    kept -= own_kept
             free = pool.capacity - held - pool.num_reserved - kept
             fits = need <= free and batch < pool.max_sequences
             wait_s = evict_s = 0.0
@@ -136,7 +138,7 @@ class KVPolicy(PlacementPolicy):
                     fits, evict_s = True, stall_s * min(need - free, kept)
                 elif pool is affinity:
                     # If it has waited longer than expected, expect it to wait as long again.
-                    wait_s = max(waited_s, (need - free) / max(1.0, pool.freed_per_s(now)))
+                    wait_s = max(waited_s, (need - free) / max(1.0, pool.freed_per_s(now_s)))
                 else:
                     fields.append((pool.rank, False, free, need, cached, batch))
                     continue

@@ -13,7 +13,7 @@ Its tokens are
   Those of a trajectory that runs a tool are kept: it is expected to return soon;
 - of others: in use according to the server, but unknown here.
 
-Every sum is updated incrementally. Time is passed in as `now` [s], on any monotonic clock.
+Every sum is updated incrementally. Time is passed in as `now_s`, on any monotonic clock.
 """
 
 from __future__ import annotations
@@ -115,23 +115,23 @@ class KVPool:
 
     def num_cached(self, key: str, group: str) -> int:
         """Return how many tokens of this trajectory's next prompt are cached here."""
-        own = self._parked.get((key, False))
+        parked = self._parked.get((key, False))
         prompt = self.prompts.get(group) if group else None
-        return (own.num_tokens if own else 0) + (prompt.num_tokens if prompt else 0)
+        return (parked.num_tokens if parked else 0) + (prompt.num_tokens if prompt else 0)
 
     def num_kept_for(self, key: str) -> int:
         """Return the parked tokens that are kept for this trajectory's return."""
-        own = self._parked.get((key, False))
-        return own.num_tokens if own is not None and own.is_kept else 0
+        parked = self._parked.get((key, False))
+        return parked.num_tokens if parked is not None and parked.is_kept else 0
 
     def num_shared(self, group: str) -> int:
         """Return the prompt tokens that a live sibling already holds."""
         prompt = self.prompts.get(group) if group else None
         return prompt.num_tokens if prompt and prompt.num_live_siblings else 0
 
-    def freed_per_s(self, now: float) -> float:
+    def freed_per_s(self, now_s: float) -> float:
         """Return the recent rate at which ended turns freed tokens."""
-        return self._freed_per_s * math.exp(-max(0.0, now - self._freed_s) / _FREED_TAU_S)
+        return self._freed_per_s * math.exp(-max(0.0, now_s - self._freed_s) / _FREED_TAU_S)
 
     # --- sequences ------------------------------------------------------------------------------
 
@@ -140,9 +140,9 @@ class KVPool:
     ) -> LiveSequence:
         """Begin a turn with a prompt of `num_tokens`; see `KVLedger.reserve`."""
         num_prefill = max(1, num_tokens - self.num_cached(key, group))
-        own = self._parked.pop((key, False), None) if key else None
-        if own is not None:
-            self._unpark(own)
+        parked = self._parked.pop((key, False), None) if key else None
+        if parked is not None:
+            self._unpark(parked)
         if group and num_shared:
             num_own = num_tokens - min(self._share_prompt(group, num_shared), num_tokens)
         else:
@@ -164,23 +164,25 @@ class KVPool:
         live.budget = max(0, live.budget - num_tokens)
         self.num_live += num_tokens
         self._num_streamed += num_tokens
-        left = live.num_reserved - num_tokens
-        if left <= 0:
-            left = min(live.budget, self.predictor.remaining(live.group, live.num_generated))
-        self.num_reserved += left - live.num_reserved
-        live.num_reserved = left
+        num_reserved = live.num_reserved - num_tokens
+        if num_reserved <= 0:
+            num_reserved = min(
+                live.budget, self.predictor.remaining(live.group, live.num_generated)
+            )
+        self.num_reserved += num_reserved - live.num_reserved
+        live.num_reserved = num_reserved
         if self.num_live + self.num_parked > self.capacity:
             self._evict_excess()
 
-    def end(self, live: LiveSequence, now: float) -> None:
+    def end(self, live: LiveSequence, now_s: float) -> None:
         """Remove a live sequence; its group's prompt is parked with the last live sibling."""
         self.num_sequences -= 1
         self.num_live -= live.num_own
         self.num_reserved -= live.num_reserved
         self.num_prefill -= live.num_prefill
         num_freed = live.num_own + live.num_reserved
-        self._freed_per_s = self.freed_per_s(now) + num_freed / _FREED_TAU_S
-        self._freed_s = now
+        self._freed_per_s = self.freed_per_s(now_s) + num_freed / _FREED_TAU_S
+        self._freed_s = now_s
         if live.group:
             prompt = self.prompts[live.group]
             prompt.num_live_siblings -= 1
@@ -188,13 +190,13 @@ class KVPool:
                 self.num_live -= prompt.num_tokens
                 self._park((live.group, True), ParkedTokens(prompt.num_tokens, is_kept=False))
 
-    def park(self, live: LiveSequence, now: float, *, is_kept: bool) -> None:
+    def park(self, live: LiveSequence, now_s: float, *, is_kept: bool) -> None:
         """Put the tokens of a sequence that has ended into the prefix cache."""
         if live.key:
             old = self._parked.pop((live.key, False), None)
             if old is not None:  # replaced by the trajectory's later turn
                 self._unpark(old)
-            self._park((live.key, False), ParkedTokens(live.num_own, is_kept, now))
+            self._park((live.key, False), ParkedTokens(live.num_own, is_kept, now_s))
         if (live.group, True) in self._parked:  # more recently used than the tokens after it
             self._parked.move_to_end((live.group, True))
         self._evict_excess()
@@ -212,19 +214,19 @@ class KVPool:
 
     # --- reports and time -----------------------------------------------------------------------
 
-    def report(self, report: LoadReport, now: float) -> int:
+    def report(self, report: LoadReport, now_s: float) -> int:
         """Correct the accounting by the server's report; see `KVLedger.report`."""
         last = self._report
         if report == last and self._num_streamed != self._num_streamed_at_report:
-            self._fade(now)
+            self._fade(now_s)
             return 0
         tokens = max(0, min(report.num_used, self.capacity) - self.num_live)
         requests = max(0, report.num_running + report.num_waiting - self.num_sequences)
         before, self._excess = self._excess, (tokens, requests)
         self._confirmed = (min(tokens, before[0]), min(requests, before[1]))
-        self._report, self.reported_s = report, now
+        self._report, self.reported_s = report, now_s
         self._num_streamed_at_report = self._num_streamed
-        self._fade(now)
+        self._fade(now_s)
         self._evict_excess()
         num_new = report.num_retracted - (last.num_retracted if last else report.num_retracted)
         if num_new < 0:  # the server was restarted
@@ -232,11 +234,11 @@ class KVPool:
         self.num_retracted += num_new
         return num_new
 
-    def age(self, now: float, away_s: float) -> None:
+    def age(self, now_s: float, away_s: float) -> None:
         """Let an old report fade, and keep no tokens that were parked more than `away_s` ago."""
-        self._fade(now)
+        self._fade(now_s)
         for parked in self._parked.values():
-            if now - parked.since_s > away_s:
+            if now_s - parked.since_s > away_s:
                 self._unkeep(parked)
 
     # --- within ---------------------------------------------------------------------------------
@@ -277,8 +279,8 @@ class KVPool:
         if is_prompt:
             del self.prompts[name]
 
-    def _fade(self, now: float) -> None:
+    def _fade(self, now_s: float) -> None:
         """Weight the confirmed excess by the age of the report."""
-        left = max(0.0, 1.0 - (now - self.reported_s) / self.report_ttl_s)
-        self.num_others = math.ceil(self._confirmed[0] * left)
-        self.num_strangers = math.ceil(self._confirmed[1] * left)
+        weight = max(0.0, 1.0 - (now_s - self.reported_s) / self.report_ttl_s)
+        self.num_others = math.ceil(self._confirmed[0] * weight)
+        self.num_strangers = math.ceil(self._confirmed[1] * weight)

@@ -26,7 +26,7 @@ class PlacementRequest:
     """A turn that waits for a server.
 
     Attributes:
-        key: Its trajectory.
+        key: Name of its trajectory.
         group: The siblings that share the first `num_shared` tokens of the prompt; "" for none.
         num_tokens: Length of the prompt.
         budget: Tokens that it may generate.
@@ -111,7 +111,7 @@ class PlacementPolicy(ABC):
     """Chooses the rank of each turn, from the state of the KV caches in a ledger.
 
     Attributes:
-        name: Its name in the explanation of a decision.
+        name: The policy's name in the explanation of a decision.
     """
 
     name: ClassVar[str]
@@ -126,18 +126,18 @@ class PlacementPolicy(ABC):
         request: PlacementRequest,
         ranks: Sequence[DataParallelRank],
         *,
-        now: float,
+        now_s: float,
         waited_s: float = 0.0,
     ) -> Decision:
         """Choose one of `ranks`, which accept `request`; it has waited for `waited_s`."""
         if not ranks:
             return Decision(None, self.name, "no server accepts requests", ())
         pools = [self._ledger.pools[rank] for rank in ranks]
-        return self._choose(request, pools, now, waited_s)
+        return self._choose(request, pools, now_s, waited_s)
 
     @abstractmethod
     def _choose(
-        self, request: PlacementRequest, pools: Sequence[KVPool], now: float, waited_s: float
+        self, request: PlacementRequest, pools: Sequence[KVPool], now_s: float, waited_s: float
     ) -> Decision:
         """Choose one of `pools`, of which there is at least one."""
 

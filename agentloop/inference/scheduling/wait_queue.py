@@ -73,27 +73,25 @@ class WaitQueue(Generic[T]):
         del self._priorities[bisect_left(self._priorities, waiting.priority)]
         return True
 
-    def place(self, now: float, try_to_place: Callable[[Waiting[T]], bool]) -> int:
-        """Try to place the requests in order; return how many were placed.
+    def place(self, now_s: float, try_to_place: Callable[[Waiting[T]], bool]) -> None:
+        """Try to place the requests in order.
 
         `try_to_place` reserves capacity and returns True, or returns False.
         """
-        num_placed = num_stuck = index = 0
+        num_stuck = index = 0
         while index < len(self._priorities):
             waiting = self._waiting[self._priorities[index][3]]
             if try_to_place(waiting):
                 self.leave(waiting.name)
-                num_placed += 1
                 continue
             num_stuck += 1
             index += 1
             if (
                 num_stuck >= self._max_overtaken
-                or now - waiting.since_s >= self._starvation_threshold_s
+                or now_s - waiting.since_s >= self._starvation_threshold_s
             ):
                 break
-        return num_placed
 
-    def longest_wait_s(self, now: float) -> float:
+    def longest_wait_s(self, now_s: float) -> float:
         """Return how long the next request has waited; 0 if the queue is empty."""
-        return now - self._waiting[self._priorities[0][3]].since_s if self._priorities else 0.0
+        return now_s - self._waiting[self._priorities[0][3]].since_s if self._priorities else 0.0

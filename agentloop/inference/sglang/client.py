@@ -1,10 +1,10 @@
 """Client of one SGLang server, over SGLang's own protocol (0.5.23).
 
     SGLangServer ──generate──> http_stream.py ──bytes──> frames.py ──> chunks
-         ├── abort, loads, info, weight_version ──> control.py
+         ├── loads, info, weight_version ──> control.py
          └── weight_updates.py ──> control.py
 
-Source of the protocol: SGLang's `/generate`, `/abort_request`, `/v1/models`, `/server_info`,
+Source of the protocol: SGLang's `/generate`, `/v1/models`, `/server_info`,
 `/model_info` and `/v1/loads`. Token ids are sent and received.
 """
 
@@ -134,10 +134,10 @@ class SGLangServer(WeightUpdates):
             if stream.heard_s < limit:
                 stream.break_off(f"silent for {self._stall_timeout_s:g} s")
 
-    def break_streams(self, why: str) -> None:
+    def break_streams(self, reason: str) -> None:
         """Break all streams, because the server is dead or its results are not wanted."""
         for stream in self._streams:
-            stream.break_off(why)
+            stream.break_off(reason)
 
     async def loads(self) -> list[LoadReport]:
         """Return the current load of each rank, as the server reports it (SGLang: GET /v1/loads).
@@ -157,10 +157,6 @@ class SGLangServer(WeightUpdates):
             ]
         except (KeyError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url}/v1/loads: unexpected answer", status=200) from error
-
-    async def abort(self, rid: str) -> None:
-        """Ask the server to abort a request, without guarantee; takes ten seconds at most."""
-        await self._control.post("/abort_request", {"rid": rid})
 
     async def weight_version(self) -> str:
         """Return the version of the server's weights; also serves as a probe that does not
@@ -187,17 +183,20 @@ class SGLangServer(WeightUpdates):
         models = await self._control.get("/v1/models")
         try:
             (rank, *_) = info.get("internal_states") or [{}]
-            most = rank.get("effective_max_running_requests_per_dp")
-            found = ServerInfo(
+            max_running = rank.get("effective_max_running_requests_per_dp")
+            properties = ServerInfo(
                 model_path=info["model_path"],
                 context_length=int(models["data"][0]["max_model_len"]),
                 max_total_num_tokens=int(info["max_total_num_tokens"]),
                 version=info["version"],
                 dp_size=int(info.get("dp_size") or 1),
-                max_running_requests=None if most is None else int(most),
+                max_running_requests=None if max_running is None else int(max_running),
             )
-            if min(found.context_length, found.max_total_num_tokens, found.dp_size) < 1:
+            if (
+                min(properties.context_length, properties.max_total_num_tokens, properties.dp_size)
+                < 1
+            ):
                 raise ValueError("no capacity")
-            return found
+            return properties
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error

@@ -28,7 +28,9 @@ async def http_session(
     connector = aiohttp.TCPConnector(limit=0)
     headers = {"Authorization": f"Bearer {key.get_secret_value()}"} if key else None
     async with aiohttp.ClientSession(
-        connector=connector, json_serialize=_dumps, headers=headers
+        connector=connector,
+        json_serialize=lambda value: orjson.dumps(value).decode(),
+        headers=headers,
     ) as session:
         yield session
 
@@ -77,7 +79,7 @@ class ControlClient:
                 if response.status != 200:
                     raise refusal(self._url + path, response.status, content)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ServerUnavailable(f"{self._url}: {_describe(error)}") from error
+            raise ServerUnavailable(f"{self._url}: {str(error) or type(error).__name__}") from error
         try:
             return orjson.loads(content) if content else None
         except orjson.JSONDecodeError as error:
@@ -91,11 +93,3 @@ def refusal(where: str, status: int, body: bytes) -> ServerRefused:
     except (orjson.JSONDecodeError, KeyError, TypeError):
         message = body[:500].decode(errors="replace") or responses.get(status, "no message")
     return ServerRefused(f"{where}: {status}: {message}", status=status)
-
-
-def _describe(error: BaseException) -> str:
-    return str(error) or type(error).__name__
-
-
-def _dumps(value: Any) -> str:
-    return orjson.dumps(value).decode()

@@ -114,8 +114,8 @@ class FrameDecoder:
             if self._rest.find(b"\n\n", unseen) < 0:
                 return []
             data = bytes(self._rest)
-        *events, rest = data.split(b"\n\n")
-        self._rest = bytearray(rest)
+        *events, incomplete = data.split(b"\n\n")
+        self._rest = bytearray(incomplete)
         payloads = []
         for event in events:
             if event.startswith(b"data: ") and b"\n" not in event:
@@ -220,12 +220,12 @@ def _merge_frames(payloads: Sequence[bytes], num_tokens: int) -> list[Chunk]:
 def _prompt_logprobs(payload: bytes) -> PromptLogprobs:
     meta = _frame(payload)["meta_info"]
     try:
-        told = meta["input_token_logprobs"]
-        top = meta.get("input_top_logprobs") or [None] * len(told)
-        if len(told) != len(top):
-            raise InvalidFrame(f"{len(told)} ids of the prompt, alternatives of {len(top)}")
+        logprobs = meta["input_token_logprobs"]
+        top = meta.get("input_top_logprobs") or [None] * len(logprobs)
+        if len(logprobs) != len(top):
+            raise InvalidFrame(f"{len(logprobs)} ids of the prompt, alternatives of {len(top)}")
         return PromptLogprobs(
-            [entry[0] for entry in told],
+            [entry[0] for entry in logprobs],
             [[(entry[0], entry[1]) for entry in entries or ()] for entries in top],
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:

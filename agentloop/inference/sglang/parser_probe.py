@@ -1,4 +1,4 @@
-"""What SGLang's own parser of tool calls makes of streamed text.
+"""Run SGLang's own parser of tool calls on streamed text.
 
 SGLang is imported in a process of its own: `python -m agentloop.inference.sglang.parser_probe`
 reads a request from its standard input, and writes the calls that it found.
@@ -43,8 +43,8 @@ def calls_found_by_sglang(
         raise ModelError(f"SGLang's parser took longer than {_TIMEOUT_S:.0f} s") from error
     if done.returncode:
         raise ModelError(f"SGLang's parser failed: {done.stderr.strip()[-_TAIL:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return [[(name, arguments) for name, arguments in turn] for turn in found]
+    turns_calls = json.loads(done.stdout.splitlines()[-1])
+    return [[(name, arguments) for name, arguments in turn] for turn in turns_calls]
 
 
 def _json_or_text(text: str) -> Any:
@@ -76,9 +76,9 @@ def _read_turn(parser: Any, pieces: Sequence[str]) -> list[tuple[str, Any]]:
             call = calls.setdefault(item.tool_index, ["", ""])
             call[0] = item.name or call[0]
             call[1] += item.parameters or ""
-    index, rest = _rest_of_last_call(parser.detector)
+    index, unstreamed = _rest_of_last_call(parser.detector)
     if index in calls:
-        calls[index][1] += rest
+        calls[index][1] += unstreamed
     return [(name, _json_or_text(text)) for _, (name, text) in sorted(calls.items())]
 
 
@@ -94,8 +94,8 @@ def _rest_of_last_call(detector: Any) -> tuple[int, str]:
     arguments = read[index].get("arguments", {})
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    begun = streamed[index]
-    return index, arguments[len(begun) :] if arguments.startswith(begun) else ""
+    beginning = streamed[index]
+    return index, arguments[len(beginning) :] if arguments.startswith(beginning) else ""
 
 
 def _main() -> None:

@@ -78,8 +78,7 @@ class Checksum:
 
     Attributes:
         whole: Checksum of all weights.
-        ranks: For each process its tensor-parallel rank and the checksums by the server's tensor
-            names.
+        ranks: Each process's tensor-parallel rank, and its checksums by the server's tensor names.
     """
 
     whole: str
@@ -96,7 +95,7 @@ class WeightUpdates(ABC):
         self._is_loading = False  # or loading has failed: its weights are unknown
 
     @abstractmethod
-    def break_streams(self, why: str) -> None:
+    def break_streams(self, reason: str) -> None:
         """Break all streams, because the server is dead or its results are not wanted."""
 
     async def update_weights(

@@ -17,18 +17,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any
 
 import anyio
 import anyio.to_thread
 import pydantic
 
 from agentloop.aio import task_group
+from agentloop.config import as_limits
 from agentloop.events import (
     CallFinished,
+    CallStarted,
+    ClientAwaited,
     Event,
     GroupFinished,
     GroupStarted,
@@ -37,9 +40,12 @@ from agentloop.events import (
     RolloutFinished,
     RolloutScored,
     RolloutStarted,
+    TokensSampled,
     TurnFinished,
     TurnMoved,
     TurnPlaced,
+    TurnSampled,
+    TurnStarted,
     WeightsLoaded,
 )
 from agentloop.observe.exporters.drop_counter import DropCounter
@@ -81,17 +87,12 @@ class EventLogLimits(EventLogSettings):
         65_536, ge=1, description="Maximum number of queued lines; more are dropped and counted."
     )
 
-    @classmethod
-    def of(cls, settings: EventLogSettings) -> Self:
-        """Return `settings` with the usual limits, unless it has limits of its own."""
-        return settings if isinstance(settings, cls) else cls(**settings.model_dump())
-
 
 class EventLog:
     """The event log of a run; pass every event to `on_event`. Create it with `EventLog.open`."""
 
     def __init__(self, folder: Path, settings: EventLogSettings | None = None) -> None:
-        self._settings = EventLogLimits.of(settings or EventLogSettings())
+        self._settings = as_limits(EventLogLimits, settings or EventLogSettings())
         self._file = _File(folder, self._settings.max_mib * 2**20 // 2)
         self._waiting: list[Line] = []
         self._num_unrecorded = 0  # dropped lines that the file does not mention yet
@@ -128,10 +129,8 @@ class EventLog:
         return self._dropped.num
 
     def on_event(self, event: Event) -> None:
-        entry = _LINES.get(type(event))
-        if entry is not None:
-            name, line = entry
-            self._add(name, line(event))
+        if (entry := _line_of(event)) is not None:
+            self._add(*entry)
 
     def _add(self, name: str, line: Line) -> None:
         if not self._settings.enabled:
@@ -141,9 +140,9 @@ class EventLog:
             return
         self._waiting.append({"t": time.time(), "event": name, **line})
 
-    def _drop(self, num: int, why: str) -> None:
+    def _drop(self, num: int, reason: str) -> None:
         self._num_unrecorded += num
-        self._dropped.add(num, why)
+        self._dropped.add(num, reason)
 
     async def _keep_writing(self) -> None:
         while True:
@@ -214,133 +213,96 @@ def read_events(folder: Path) -> Iterator[Line]:
                         yield line
 
 
-# --- lines by type of event -----------------------------------------------------------------------
-
-
-def _rollout_started(event: RolloutStarted) -> Line:
-    record = event.record
-    return {
-        "rollout": record.id,
-        "group": event.group,
-        "created_unix_s": record.created_unix_s,
-        "num_prompt_tokens": len(record.prompt_ids),
-    }
-
-
-def _turn_placed(event: TurnPlaced) -> Line:
-    return {
-        "rollout": event.rollout_id,
-        "turn": event.turn,
-        "server": event.server,
-        "reason": event.reason,
-    }
-
-
-def _turn_moved(event: TurnMoved) -> Line:
-    reason = event.reason[:_MAX_TEXT]
-    return {"rollout": event.rollout_id, "server": event.server, "reason": reason}
-
-
-def _call_finished(event: CallFinished) -> Line:
-    result = event.result
-    return {
-        "rollout": event.rollout_id,
-        "turn": event.turn,
-        "call": result.call_id,
-        "name": result.name[:_MAX_TEXT],
-        "status": result.status,
-        "dispatched_s": result.dispatched_s,
-        "started_s": result.started_s,
-        "ended_s": result.ended_s,
-    }
-
-
-def _turn_finished(event: TurnFinished) -> Line:
-    turn = event.record
-    return {
-        "rollout": event.rollout_id,
-        "turn": event.turn,
-        "end": turn.end,
-        "num_tokens": len(turn.output_ids),
-        "num_cached_tokens": turn.cached_tokens,
-        "num_calls": len(turn.calls),
-        "servers": list(turn.servers),
-        "versions": list({span.version: None for span in turn.versions}),
-        "started_s": turn.started_s,
-        "first_token_s": turn.first_token_s,
-        "generated_s": turn.generated_s,
-        "ended_s": turn.ended_s,
-    }
-
-
-def _rollout_finished(event: RolloutFinished) -> Line:
-    trajectory = event.trajectory
-    return {
-        "rollout": event.rollout_id,
-        "stop_reason": trajectory.stop_reason,
-        "error": trajectory.error and trajectory.error[:_MAX_TEXT],
-        "num_turns": len(trajectory.turns),
-        "num_tokens": trajectory.num_sampled_tokens,
-        "elapsed_s": trajectory.elapsed_s,
-    }
-
-
-def _rollout_abandoned(event: RolloutAbandoned) -> Line:
-    return {"rollout": event.rollout_id}
-
-
-def _rollout_scored(event: RolloutScored) -> Line:
-    return {
-        "rollout": event.rollout_id,
-        "reward": event.reward,
-        "answer": event.answer and event.answer[:_MAX_TEXT],
-        "reason": event.reason[:_MAX_TEXT],
-        "seconds": event.seconds,
-    }
-
-
-def _group_started(event: GroupStarted) -> Line:
-    return {"group": event.group, "task": event.task_id, "size": event.size}
-
-
-def _group_finished(event: GroupFinished) -> Line:
-    return {
-        "group": event.group,
-        "kept": dict(event.kept),
-        "dropped": dict(event.dropped),
-        "mean_reward": event.mean_reward,
-        "has_signal": event.has_signal,
-    }
-
-
-def _measured(event: Measured) -> Line:
-    return {"row": dict(event.row)}
-
-
-def _weights_loaded(event: WeightsLoaded) -> Line:
-    return {
-        "version": event.version,
-        "seconds": event.seconds,
-        "loaded": list(event.loaded),
-        "failed": list(event.failed),
-    }
-
-
-# Tokens are omitted, and so are events whose data is repeated when a turn or call finishes.
-_LINES = cast(
-    dict[type, tuple[str, Callable[[Event], Line]]],
-    {
-        RolloutStarted: ("rollout_started", _rollout_started),
-        TurnPlaced: ("turn_placed", _turn_placed),
-        TurnMoved: ("turn_moved", _turn_moved),
-        CallFinished: ("call_finished", _call_finished),
-        TurnFinished: ("turn_finished", _turn_finished),
-        RolloutFinished: ("rollout_finished", _rollout_finished),
-        RolloutAbandoned: ("rollout_abandoned", _rollout_abandoned),
-        RolloutScored: ("rollout_scored", _rollout_scored),
-        GroupStarted: ("group_started", _group_started),
-        GroupFinished: ("group_finished", _group_finished),
-        Measured: ("measured", _measured),
-        WeightsLoaded: ("weights_loaded", _weights_loaded),
-    },
-)
+def _line_of(event: Event) -> tuple[str, Line] | None:
+    """Return the name and the values of an event's line, or None for events that are omitted."""
+    match event:
+        case TokensSampled() | TurnStarted() | TurnSampled() | CallStarted() | ClientAwaited():
+            return None  # too many, or repeated when a turn or call finishes
+        case RolloutStarted(record=record):
+            return "rollout_started", {
+                "rollout": record.id,
+                "group": event.group,
+                "created_unix_s": record.created_unix_s,
+                "num_prompt_tokens": len(record.prompt_ids),
+            }
+        case TurnPlaced():
+            return "turn_placed", {
+                "rollout": event.rollout_id,
+                "turn": event.turn,
+                "server": event.server,
+                "reason": event.reason,
+            }
+        case TurnMoved():
+            return "turn_moved", {
+                "rollout": event.rollout_id,
+                "server": event.server,
+                "reason": event.reason[:_MAX_TEXT],
+            }
+        case CallFinished(result=result):
+            return "call_finished", {
+                "rollout": event.rollout_id,
+                "turn": event.turn,
+                "call": result.call_id,
+                "name": result.name[:_MAX_TEXT],
+                "status": result.status,
+                "dispatched_s": result.dispatched_s,
+                "started_s": result.started_s,
+                "ended_s": result.ended_s,
+            }
+        case TurnFinished(record=turn):
+            return "turn_finished", {
+                "rollout": event.rollout_id,
+                "turn": event.turn,
+                "end": turn.end,
+                "num_tokens": len(turn.output_ids),
+                "num_cached_tokens": turn.cached_tokens,
+                "num_calls": len(turn.calls),
+                "servers": list(turn.servers),
+                "versions": list({span.version: None for span in turn.versions}),
+                "started_s": turn.started_s,
+                "first_token_s": turn.first_token_s,
+                "generated_s": turn.generated_s,
+                "ended_s": turn.ended_s,
+            }
+        case RolloutFinished(trajectory=trajectory):
+            return "rollout_finished", {
+                "rollout": event.rollout_id,
+                "stop_reason": trajectory.stop_reason,
+                "error": trajectory.error and trajectory.error[:_MAX_TEXT],
+                "num_turns": len(trajectory.turns),
+                "num_tokens": trajectory.num_sampled_tokens,
+                "elapsed_s": trajectory.elapsed_s,
+            }
+        case RolloutAbandoned():
+            return "rollout_abandoned", {"rollout": event.rollout_id}
+        case RolloutScored():
+            return "rollout_scored", {
+                "rollout": event.rollout_id,
+                "reward": event.reward,
+                "answer": event.answer and event.answer[:_MAX_TEXT],
+                "reason": event.reason[:_MAX_TEXT],
+                "seconds": event.seconds,
+            }
+        case GroupStarted():
+            return "group_started", {
+                "group": event.group,
+                "task": event.task_id,
+                "size": event.size,
+            }
+        case GroupFinished():
+            return "group_finished", {
+                "group": event.group,
+                "kept": dict(event.kept),
+                "dropped": dict(event.dropped),
+                "mean_reward": event.mean_reward,
+                "has_signal": event.has_signal,
+            }
+        case Measured():
+            return "measured", {"row": dict(event.row)}
+        case WeightsLoaded():
+            return "weights_loaded", {
+                "version": event.version,
+                "seconds": event.seconds,
+                "loaded": list(event.loaded),
+                "failed": list(event.failed),
+            }

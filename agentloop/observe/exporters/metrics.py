@@ -82,89 +82,65 @@ _ROLLOUT_GAUGES = (
 )
 _TASKS = {"": "trained", "held_out/": "held_out"}
 _VERSION = "weights/version"  # not a key of metrics rows: set by WeightsLoaded
+_UNITS = {"learner/peak_memory_gib": 2**30}
 _STEP_GAUGES = (
-    (_VERSION, "policy_version", "Version of the weights that the servers loaded last.", 1),
-    ("step", "train_step", "The learner's last step.", 1),
-    ("stage", "train_stage", "The stage of the last step.", 1),
+    (_VERSION, "policy_version", "Version of the weights that the servers loaded last."),
+    ("step", "train_step", "The learner's last step."),
+    ("stage", "train_stage", "The stage of the last step."),
     (
         "staleness_mean",
         "mean_staleness_versions",
         "Mean staleness of the last step's groups, in versions.",
-        1,
     ),
     (
         "staleness_max",
         "max_staleness_versions",
         "Maximum staleness of the last step's groups, in versions.",
-        1,
     ),
     (
         "curriculum/solve_rate",
         "curriculum_solve_ratio",
         "Mean solve rate of the tasks tried so far.",
-        1,
     ),
     (
         "curriculum/num_retired",
         "curriculum_retired_tasks",
         "Tasks that are retired because every rollout solved them.",
-        1,
     ),
     (
         "versions_mean",
         "mean_rollout_versions",
         "Mean number of policy versions per rollout of the last step.",
-        1,
     ),
     (
         "loop_lag_s",
         "step_event_loop_lag_seconds",
         "Largest lag of the event loop in the last step.",
-        1,
     ),
-    ("learner/loss", "learner_loss", "Loss of the last step.", 1),
-    (
-        "learner/entropy",
-        "learner_entropy_nats",
-        "Policy entropy per token in the last step.",
-        1,
-    ),
+    ("learner/loss", "learner_loss", "Loss of the last step."),
+    ("learner/entropy", "learner_entropy_nats", "Policy entropy per token in the last step."),
     (
         "learner/mismatch_kl",
         "learner_mismatch_kl_nats",
         "KL divergence per token between servers and learner in the last step.",
-        1,
     ),
     (
         "learner/grad_norm",
         "learner_gradient_norm",
         "Mean gradient norm of the last step's updates, before clipping.",
-        1,
     ),
-    ("learner/lr", "learner_learning_rate", "Learning rate of the last update.", 1),
-    (
-        "learner/clipped",
-        "learner_clipped_ratio",
-        "Share of clipped tokens in the last step.",
-        1,
-    ),
+    ("learner/lr", "learner_learning_rate", "Learning rate of the last update."),
+    ("learner/clipped", "learner_clipped_ratio", "Share of clipped tokens in the last step."),
     (
         "learner/tis_capped",
         "learner_tis_capped_ratio",
         "Share of importance weights at their cap in the last step.",
-        1,
     ),
-    (
-        "learner/mfu",
-        "learner_mfu_ratio",
-        "Model FLOPs utilization of the last batch.",
-        1,
-    ),
+    ("learner/mfu", "learner_mfu_ratio", "Model FLOPs utilization of the last batch."),
     (
         "learner/peak_memory_gib",
         "learner_peak_memory_bytes",
         "Peak memory of rank 0's accelerator in the last step.",
-        2**30,
     ),
 )
 # Keys in the rows of steps that are summed: key, metric, help.
@@ -183,7 +159,7 @@ _SUMMED = (
 _PHASES = {"wait_s": "wait", "learn_s": "learn", "sync_s": "sync"}
 
 
-class Metrics:
+class Metrics(Collector):
     """The metrics of a run or service; pass every event to `on_event` and serve `render()`."""
 
     def __init__(
@@ -191,8 +167,8 @@ class Metrics:
         servers: Callable[[], Sequence[ServerView]],
         num_waiting: Callable[[], int],
         *,
-        sandbox: Callable[[], Mapping[str, Any]] | None = None,
-        no_progress_s: Callable[[], float] | None = None,
+        sandbox: Callable[[], Mapping[str, Any]] = dict,
+        no_progress_s: Callable[[], float] = lambda: 0.0,
         queue: Callable[[], tuple[int, int]] | None = None,
         num_refused: Callable[[], int] | None = None,
         dropped: Mapping[str, Callable[[], int]] | None = None,
@@ -206,26 +182,22 @@ class Metrics:
             no_progress_s: `Stalls.no_progress_s`.
             queue: Number of finished groups that wait for the learner, and their bytes.
             num_refused: Number of requests refused while the service was paused.
-            dropped: For other readers of events, by name, the number of items they dropped.
+            dropped: Number of items that other readers of events have dropped, by their names.
         """
-        registry = CollectorRegistry()
-        state = _StateCollector(
-            servers,
-            num_waiting,
-            sandbox,
-            no_progress_s,
-            queue,
-            num_refused,
-            {} if dropped is None else dropped,  # may be empty now and be filled later
-        )
-        registry.register(state)
-        self._registry = registry
+        self._servers = servers
+        self._num_waiting = num_waiting
+        self._sandbox = sandbox
+        self._no_progress_s = no_progress_s
+        self._queue = queue
+        self._num_refused = num_refused
+        self._dropped = {} if dropped is None else dropped  # may be empty now and be filled later
         self._clock = clock
         self._turn_begun_s: dict[str, float] = {}  # by rollout, until the turn is placed
         # Tokens are by far the most frequent event, so count them without a lock.
         self._num_tokens = 0
         self._rows: dict[str, Any] = {}
-        registry.register(_EventCollector(lambda: self._num_tokens, self._rows))
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
         self._define_rollout_metrics()
         self._define_turn_metrics()
         self._define_training_metrics()
@@ -252,8 +224,8 @@ class Metrics:
                     self._turn_wait_s.observe(self._clock() - begun_s)
             case CallFinished(result=result):
                 # Names made up by the model or a client must not become labels.
-                known = result.status not in ("unknown_tool", "malformed", "caller")
-                self._calls.labels(result.name if known else "", result.status).inc()
+                is_tool = result.status not in ("unknown_tool", "malformed", "caller")
+                self._calls.labels(result.name if is_tool else "", result.status).inc()
                 self._call_s.observe(result.ended_s - result.dispatched_s)
                 self._call_wait_s.observe(max(0.0, result.started_s - result.dispatched_s))
             case TurnMoved():
@@ -432,67 +404,16 @@ class Metrics:
         self._loads.labels("loaded").inc(len(event.loaded))
         self._loads.labels("failed").inc(len(event.failed))
 
-
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _amount(value: Any) -> float:
-    """Return a value by which a counter may be increased."""
-    number = _number(value)
-    return number if number is not None and math.isfinite(number) and number > 0 else 0.0
-
-
-class _EventCollector(Collector):
-    """Collects the number of tokens and the last metrics row, which are kept as plain numbers."""
-
-    def __init__(self, num_tokens: Callable[[], int], rows: Mapping[str, Any]) -> None:
-        self._num_tokens = num_tokens
-        self._rows = rows
+    # --- at a scrape ------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily(
-            "agentloop_sampled_tokens", "Sampled tokens.", value=self._num_tokens()
-        )
-        for key, name, text, unit in _STEP_GAUGES:
-            if (value := _number(self._rows.get(key))) is not None:
-                yield GaugeMetricFamily(f"agentloop_{name}", text, value=value * unit)
-        for key, name, text in _ROLLOUT_GAUGES:
-            family = GaugeMetricFamily(f"agentloop_{name}", text, labels=["tasks"])
-            for prefix, tasks in _TASKS.items():
-                if (value := _number(self._rows.get(prefix + key))) is not None:
-                    family.add_metric([tasks], value)
-            if family.samples:
-                yield family
-
-
-class _StateCollector(Collector):
-    def __init__(
-        self,
-        servers: Callable[[], Sequence[ServerView]],
-        num_waiting: Callable[[], int],
-        sandbox: Callable[[], Mapping[str, Any]] | None,
-        no_progress_s: Callable[[], float] | None,
-        queue: Callable[[], tuple[int, int]] | None,
-        num_refused: Callable[[], int] | None,
-        dropped: Mapping[str, Callable[[], int]],
-    ) -> None:
-        self._servers = servers
-        self._num_waiting = num_waiting
-        self._sandbox = sandbox
-        self._no_progress_s = no_progress_s
-        self._queue = queue
-        self._num_refused = num_refused
-        self._dropped = dropped
-
-    def collect(self) -> Iterator[Metric]:
+        """Implement `Collector`: return what is kept as plain numbers, here or elsewhere."""
         yield _gauge("waiting_requests", "Requests that wait for KV capacity.", self._num_waiting())
         yield from self._of_servers()
-        if self._sandbox is not None and (stats := self._sandbox()):
+        if stats := self._sandbox():
             yield from _of_sandbox(stats)
-        if self._no_progress_s is not None:
-            text = "Time without progress while something is waiting."
-            yield _gauge("no_progress_seconds", text, self._no_progress_s())
+        text = "Time without progress while something is waiting."
+        yield _gauge("no_progress_seconds", text, self._no_progress_s())
         if self._queue is not None:
             num_groups, num_bytes = self._queue()
             yield _gauge("queue_groups", "Finished groups that wait for the learner.", num_groups)
@@ -505,10 +426,23 @@ class _StateCollector(Collector):
             yield CounterMetricFamily("agentloop_refused_requests", text, value=num)
         if self._dropped:
             text = "Items (lines, traces, rows) that a slow reader of events dropped."
-            family = CounterMetricFamily("agentloop_reader_dropped", text, labels=["reader"])
+            dropped = CounterMetricFamily("agentloop_reader_dropped", text, labels=["reader"])
             for reader, num_dropped in self._dropped.items():
-                family.add_metric([reader], num_dropped())
-            yield family
+                dropped.add_metric([reader], num_dropped())
+            yield dropped
+        yield CounterMetricFamily(
+            "agentloop_sampled_tokens", "Sampled tokens.", value=self._num_tokens
+        )
+        for key, name, text in _STEP_GAUGES:
+            if (value := _number(self._rows.get(key))) is not None:
+                yield _gauge(name, text, value * _UNITS.get(key, 1))
+        for key, name, text in _ROLLOUT_GAUGES:
+            family = GaugeMetricFamily(f"agentloop_{name}", text, labels=["tasks"])
+            for prefix, tasks in _TASKS.items():
+                if (value := _number(self._rows.get(prefix + key))) is not None:
+                    family.add_metric([tasks], value)
+            if family.samples:
+                yield family
 
     def _of_servers(self) -> Iterator[Metric]:
         families = {
@@ -546,6 +480,16 @@ class _StateCollector(Collector):
             state.add_metric([view.url, view.state], 1)
         yield state
         yield from gauges.values()
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _amount(value: Any) -> float:
+    """Return a value by which a counter may be increased."""
+    number = _number(value)
+    return number if number is not None and math.isfinite(number) and number > 0 else 0.0
 
 
 def _of_sandbox(stats: Mapping[str, Any]) -> Iterator[Metric]:

@@ -32,13 +32,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
 import pydantic
 
+from agentloop.config import as_limits
 from agentloop.distribution import install_hint, version
 from agentloop.errors import SettingsError
 from agentloop.events import (
@@ -150,11 +151,6 @@ class OtelLimits(OtelSettings):
         4096, ge=1, description="Maximum number of queued traces; more are dropped and counted."
     )
 
-    @classmethod
-    def of(cls, settings: OtelSettings) -> Self:
-        """Return `settings` with the usual limits, unless it has limits of its own."""
-        return settings if isinstance(settings, cls) else cls(**settings.model_dump())
-
 
 @dataclass(frozen=True, slots=True)
 class CallerSpan:
@@ -213,7 +209,7 @@ class Traces:
         is_scored: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self._settings = OtelLimits.of(settings)
+        self._settings = as_limits(OtelLimits, settings)
         self._model = model
         self._is_scored = is_scored
         self._decode = decode
@@ -450,11 +446,11 @@ class Traces:
         try:
             for trace in traces:
                 self._add_prompt(trace)
-            why = self._sender.send(traces)
+            reason = self._sender.send(traces)
         except Exception as error:  # the exporter does not document what it raises
-            why = f"{type(error).__name__}: {error}"
-        if why is not None:
-            self._dropped.add(len(traces), why)
+            reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            self._dropped.add(len(traces), reason)
         else:
             self.num_sent += len(traces)
 

@@ -13,21 +13,22 @@ import logging
 import math
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 import anyio
 import pydantic
 
+from agentloop.config import as_limits
 from agentloop.distribution import require
 from agentloop.events import Event, Measured
 from agentloop.observe.exporters.drop_counter import DropCounter
-from agentloop.observe.exporters.tfevents import EventFile
 
-__all__ = ["Sink", "Sinks", "SinksLimits", "SinksSettings", "masked"]
+__all__ = ["Sink", "Sinks", "SinksLimits", "SinksSettings", "mask_secrets"]
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +69,6 @@ class SinksLimits(SinksSettings):
     close_s: float = pydantic.Field(
         30.0, gt=0, description="Time at the end to write queued rows; the rest is dropped."
     )
-
-    @classmethod
-    def of(cls, settings: SinksSettings) -> Self:
-        """Return `settings` with the usual limits, unless it has limits of its own."""
-        return settings if isinstance(settings, cls) else cls(**settings.model_dump())
 
 
 class Sink(Protocol):
@@ -123,10 +119,10 @@ class Sinks:
         Raises:
             SettingsError: The package of a sink is not installed; the message names the extra.
         """
-        make, limits = make or _make, SinksLimits.of(settings)
+        make, limits = make or _make, as_limits(SinksLimits, settings)
         by_name: dict[str, Sink] = {name: make(name, limits, folder) for name in settings.report_to}
         sinks = cls(by_name, max_waiting=limits.max_waiting, close_s=limits.close_s)
-        plain = masked(config)
+        plain = mask_secrets(config)
         for worker in sinks._workers:
             worker.begin(run_name, plain)
         try:
@@ -194,12 +190,12 @@ class _SinkWorker:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Drop the rows that have not been written."""
         num_left = len(self._rows) + self._num_being_logged
         self._rows.clear()
         if num_left:
-            self.dropped.add(num_left, why)
+            self.dropped.add(num_left, reason)
         self.dropped.report()
 
     def _work(self) -> None:
@@ -223,13 +219,13 @@ class _SinkWorker:
         except BaseException as error:
             log.warning("%s could not be closed: %s", self.name, _describe(error))
 
-    def _fail(self, why: str) -> None:
-        self._failure = why
+    def _fail(self, reason: str) -> None:
+        self._failure = reason
         num_left = len(self._rows)
         self._rows.clear()
-        log.warning("%s gets no metrics: %s", self.name, why)
+        log.warning("%s gets no metrics: %s", self.name, reason)
         if num_left:
-            self.dropped.add(num_left, why)
+            self.dropped.add(num_left, reason)
 
 
 def _describe(error: BaseException) -> str:
@@ -250,21 +246,23 @@ def _numbers(row: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
     return step if isinstance(step, int) else 0, values
 
 
-def masked(config: Any) -> Any:
+def mask_secrets(config: Any) -> Any:
     """Return the settings as plain data with secrets replaced by asterisks.
 
     Secrets are values, other than numbers, whose key names a secret, and credentials in URLs.
     """
     if isinstance(config, Mapping):
         return {
-            str(key): _MASK if _SECRET.search(str(key)) and _may_be_secret(value) else masked(value)
+            str(key): _MASK
+            if _SECRET.search(str(key)) and _may_be_secret(value)
+            else mask_secrets(value)
             for key, value in config.items()
         }
     if isinstance(config, str):
         return re.sub(r"://[^\s'\"]*@", f"://{_MASK}@", config)
     if isinstance(config, Sequence):
-        return [masked(value) for value in config]
-    return config if isinstance(config, bool | int | float | None) else masked(str(config))
+        return [mask_secrets(value) for value in config]
+    return config if isinstance(config, bool | int | float | None) else mask_secrets(str(config))
 
 
 def _may_be_secret(value: object) -> bool:
@@ -276,14 +274,13 @@ def _may_be_secret(value: object) -> bool:
 
 
 def _make(name: SinkName, settings: SinksLimits, folder: Path) -> Sink:
+    require(name, {name: "sinks.report_to"})
     match name:
         case "tensorboard":
             return _TensorBoard(folder / "tensorboard")
         case "trackio":
-            require(name, {name: "sinks.report_to"})
             return _Trackio(settings.project)
         case "wandb":
-            require(name, {name: "sinks.report_to"})
             return _Wandb(settings.project, folder, 0.8 * settings.close_s)
 
 
@@ -294,13 +291,21 @@ class _TensorBoard:
         self._folder = folder
 
     def start(self, run_name: str, config: Mapping[str, Any]) -> None:
-        self._file = EventFile(self._folder)
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(self._folder))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._file.add(step, values)
+        from tensorboard.compat.proto.event_pb2 import Event as TensorBoardEvent
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        summary = Summary(value=scalars)
+        self._writer.add_event(TensorBoardEvent(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
 
     def close(self) -> None:
-        self._file.close()
+        self._writer.close()
 
 
 class _Trackio:

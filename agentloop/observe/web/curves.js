@@ -35,6 +35,8 @@
   const CHARTS = [
     { title: "Reward", note: "mean of the rollouts", series: both("reward"), most: 1 },
     { title: "avg@k and pass@k", note: "over k rollouts per task", series: null, most: 1 },
+    { title: "Parts of the reward", note: "as the environment names them, means of the rollouts", named: "part" },
+    { title: "Recorded", note: "by the environment, means of the rollouts", named: "recorded" },
     {
       title: "Tool errors in correct rollouts",
       note: "fraction of calls that failed",
@@ -131,6 +133,16 @@
     });
   };
 
+  // What environments name themselves: `part/found` of the only one, `env/guess/part/found` of several.
+  const namedBy = (kind, keys) => {
+    const pattern = new RegExp(`^(held_out/)?(?:env/([^/]+)/)?${kind}/(.+)$`);
+    const found = [...keys].sort().map((key) => pattern.exec(key)).filter(Boolean);
+    return found.map(([key, heldOut, environment, name]) => {
+      const label = `${environment ? `${environment}: ` : ""}${name}${heldOut ? ", held out" : ""}`;
+      return [key, label, heldOut ? "thick" : "thin"];
+    });
+  };
+
   const smoothed = (values, window) => {
     if (window <= 1) return values;
     const last = [];
@@ -178,6 +190,7 @@
       }
       let series = spec.series;
       if (spec.any) series = this.offer(keys);
+      else if (spec.named) series = namedBy(spec.named, keys);
       else if (series === null) series = atK(runs, keys);
       return runs.flatMap((run) =>
         series

@@ -32,7 +32,7 @@ import anyio.to_thread
 from agentloop.distribution import require, version
 from agentloop.errors import AgentLoopError, ServerStartError, SettingsError
 from agentloop.inference.processes.keyed import KEY_VARIABLE
-from agentloop.inference.processes.supervise import Launch, guarded
+from agentloop.inference.processes.supervise import Launch, start_guarded
 from agentloop.training.cluster.placement import ClusterNode, Placement
 from agentloop.training.cluster.settings import ClusterSettings
 
@@ -91,7 +91,7 @@ class ProcessHost:
             spot = replace(spot, gpus=tuple(map(str, ids)))
         launch = make(spot)
         environment = {**launch.environment, "CUDA_VISIBLE_DEVICES": ",".join(spot.gpus)}
-        self._process = await guarded(
+        self._process = await start_guarded(
             launch.command, environment, launch.log_path, stop_timeout_s=launch.stop_timeout_s
         )
         assert self._process.stdout is not None

@@ -28,6 +28,7 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentLoopError, ServerError, leaves
 from agentloop.plain_json import dumps, loads
 from agentloop.rollouts.metrics import GroupFigures
+from agentloop.rollouts.record import ConversationRow
 from agentloop.training.rollouts import Purpose, RollsOut
 from agentloop.training.weight_sync.sync import Serving, SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
@@ -40,8 +41,8 @@ __all__ = [
     "RolloutHost",
     "RolloutWorker",
     "RuntimeSync",
-    "packed",
-    "unpacked",
+    "pack",
+    "unpack",
 ]
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class GroupResult:
     """The rollouts of a group, or the name of an `error` of agentloop/errors.py with its `message`.
 
     Attributes:
-        rows: the `packed` records of the rollouts.
+        rows: the conversations of its rollouts, as `pack` encodes them.
         versions: versions of the weights that sampled the rollouts with a reward.
     """
 
@@ -245,7 +246,7 @@ class RolloutWorker:
             on_queued=on_queued,
         )
         rows = rolled.rows()
-        data = await anyio.to_thread.run_sync(packed, rows)
+        data = await anyio.to_thread.run_sync(pack, rows)
         return GroupResult(data, rolled.figures, rolled.has_signal, _versions_of(rows))
 
     # --- weights ----------------------------------------------------------------------------------
@@ -277,22 +278,21 @@ class RolloutWorker:
         return False
 
 
-def _versions_of(rows: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+def _versions_of(rows: Sequence[ConversationRow]) -> frozenset[str]:
     return frozenset(
-        span["version"]
+        span.version
         for row in rows
-        if row["reward"] is not None
-        for turn in row["trajectory"]["turns"]
-        for span in turn["versions"]
+        if row.reward is not None
+        for turn in row.trajectory
+        for span in turn.versions
     )
 
 
-def packed(rows: Sequence[Mapping[str, Any]]) -> bytes:
+def pack(rows: Sequence[ConversationRow]) -> bytes:
     """Serialize and compress rows. This is slow: call it in a thread."""
-    return zlib.compress(dumps(list(rows)), 1)
+    return zlib.compress(dumps([row.to_dict() for row in rows]), 1)
 
 
-def unpacked(data: bytes) -> list[dict[str, Any]]:
-    """Decode the output of `packed`. This is slow: call it in a thread."""
-    rows: list[dict[str, Any]] = loads(zlib.decompress(data))
-    return rows
+def unpack(data: bytes) -> list[ConversationRow]:
+    """Decode the output of `pack`. This is slow: call it in a thread."""
+    return [ConversationRow.from_dict(row) for row in loads(zlib.decompress(data))]

@@ -32,13 +32,14 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentLoopError, ServerError, ServerStartError
 from agentloop.inference.processes.restarts import Restarts
 from agentloop.rollouts.metrics import GroupFigures
+from agentloop.rollouts.record import ConversationRow
 from agentloop.training.cluster.ray_cluster import ActorLost
 from agentloop.training.cluster.rollout_host import (
     GroupRequest,
     GroupResult,
     OpenRollouts,
     RuntimeSync,
-    unpacked,
+    unpack,
 )
 from agentloop.training.rollouts import Purpose, RolledOut
 from agentloop.training.run_status import count_of
@@ -101,9 +102,9 @@ class _RemoteGroup:
 
     figures: GroupFigures
     has_signal: bool
-    all_rows: Sequence[Mapping[str, Any]]
+    all_rows: Sequence[ConversationRow]
 
-    def rows(self) -> Sequence[Mapping[str, Any]]:
+    def rows(self) -> Sequence[ConversationRow]:
         return self.all_rows
 
 
@@ -181,7 +182,7 @@ class RemoteRuntimes:
                 if not was_ready:
                     raise
                 how = str(error)
-            delay_s = restarts.died(time.monotonic())
+            delay_s = restarts.record_death(time.monotonic())
             if delay_s is None:
                 self._num_left -= 1
                 if not self._num_left:
@@ -324,7 +325,7 @@ class RemoteRuntimes:
         if not result.versions <= member.verified:
             unknown = ", ".join(sorted(result.versions - member.verified))
             raise ServerError(f"its weights of version {unknown} were never confirmed")
-        rows = await anyio.to_thread.run_sync(unpacked, result.rows)
+        rows = await anyio.to_thread.run_sync(unpack, result.rows)
         return _RemoteGroup(result.figures, result.has_signal, rows)
 
     # --- weights ----------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ objective that takes them. The weight of a token in the loss is the same for all
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -24,7 +23,6 @@ __all__ = [
     "CreditArguments",
     "CreditRule",
     "RewardedRollout",
-    "TokenCredit",
     "token_weights",
 ]
 
@@ -86,40 +84,6 @@ class CreditRule:
     objective: Objective = "grpo"
     needs_teacher: bool = False
     uses_turn_rewards: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TokenCredit:
-    """The advantages and weights of a trajectory's sampled tokens.
-
-    Each is one number if it is the same for all of them, otherwise a list with one for each.
-    """
-
-    advantages: float | list[float]
-    weights: float | list[float]
-
-    @classmethod
-    def of(cls, advantages: Sequence[float], weight: float) -> TokenCredit:
-        """Build the credit of a trajectory. Raises ValueError if a number is not finite."""
-        if not all(map(math.isfinite, [*advantages, weight])):
-            raise ValueError("an advantage or a weight is not finite")
-        if len(set(advantages)) <= 1:
-            return cls(advantages[0] if advantages else 0.0, weight)
-        return cls(list(advantages), weight)
-
-    @property
-    def mean_advantage(self) -> float:
-        """The mean over the sampled tokens, for people."""
-        if isinstance(self.advantages, list):
-            return math.fsum(self.advantages) / len(self.advantages)
-        return self.advantages
-
-    @property
-    def has_signal(self) -> bool:
-        """True if the advantage of any token differs from 0."""
-        if isinstance(self.advantages, list):
-            return any(self.advantages)
-        return bool(self.advantages)
 
 
 def token_weights(group: Sequence[RewardedRollout], how: Aggregate) -> list[list[float]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, ClassVar, Literal
 
 import pydantic
 
 from agentloop.errors import SettingsError
+from agentloop.rollouts.record import TokenCredit
 from agentloop.training.credit import cispo, distill, grpo, gspo, per_turn
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.rule import (
@@ -16,7 +17,6 @@ from agentloop.training.credit.rule import (
     CreditArguments,
     CreditRule,
     RewardedRollout,
-    TokenCredit,
     token_weights,
 )
 
@@ -61,7 +61,9 @@ class CreditSettings(pydantic.BaseModel):
 
     @pydantic.field_validator("args")
     @classmethod
-    def _are_the_rules(cls, args: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
+    def _check_arguments(
+        cls, args: dict[str, Any], info: pydantic.ValidationInfo
+    ) -> dict[str, Any]:
         rule = RULES.get(info.data.get("name", ""))
         if rule is None:  # the name is invalid, and has its own error
             return args
@@ -69,7 +71,8 @@ class CreditSettings(pydantic.BaseModel):
             rule.arguments.model_validate(args)
         except pydantic.ValidationError as error:
             problems = "; ".join(
-                f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()
+                f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+                for problem in error.errors()
             )
             known = ", ".join(rule.arguments.model_fields)
             raise ValueError(f"{problems} (arguments of {info.data['name']}: {known})") from error
@@ -79,23 +82,20 @@ class CreditSettings(pydantic.BaseModel):
     def rule(self) -> CreditRule:
         return RULES[self.name]
 
-    def check(self, *, temperature: float, clip_low: float) -> None:
-        """Check settings of other sections against the rule.
+    def problems(self, *, temperature: float, clip_low: float) -> Iterator[str]:
+        """Yield what is wrong with settings of other sections under this rule.
 
         Args:
             temperature: sampling.temperature.
             clip_low: learner.loss.clip_low.
-
-        Raises:
-            SettingsError: one of them contradicts the rule.
         """
         if self.rule.needs_teacher and temperature != 1:
-            raise SettingsError(
+            yield (
                 f"sampling.temperature: {temperature:g} must be 1 with credit = {self.name}: the "
                 "teacher's log-probabilities are those at temperature 1"
             )
         if clip_low > 1 and self.rule.objective != "cispo":
-            raise SettingsError(
+            yield (
                 f"learner.loss.clip_low: {clip_low:g} must be at most 1, since a ratio is never "
                 "negative"
             )
@@ -146,6 +146,6 @@ def assign(
     advantages = settings.rule.advantages(group, arguments, shuffler)
     weights = token_weights(group, settings.aggregate)
     return [
-        [TokenCredit.of(*one) for one in zip(*rollout, strict=True)]
+        [TokenCredit.of(*trajectory) for trajectory in zip(*rollout, strict=True)]
         for rollout in zip(advantages, weights, strict=True)
     ]

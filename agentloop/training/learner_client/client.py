@@ -33,7 +33,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from agentloop.aio import task_group
 from agentloop.errors import AgentLoopError
-from agentloop.inference.processes.supervise import guarded
+from agentloop.inference.processes.supervise import start_guarded
 from agentloop.training.learner_client.launch import (
     RanksSettings,
     Start,
@@ -62,6 +62,7 @@ __all__ = [
     "LearnerProcesses",
     "LearnerRefused",
     "RanksSettings",
+    "RestartableLearner",
     "Spawn",
     "learner_command",
     "started",
@@ -120,6 +121,31 @@ class Learner(Protocol):
             LearnerRefused: the learner refused the request.
             LearnerLost: a rank died or did not respond in time.
             LearnerEnded: the learner has ended itself.
+        """
+        ...
+
+
+class RestartableLearner(Learner, Protocol):
+    """A learner that can be restarted. The caller decides when, and loads a checkpoint afterwards.
+
+    try:
+        await learner.ask(StepRequest(batch=path), timeout_s=600)
+    except LearnerLost:
+        await learner.restart()
+        await learner.ask(LoadRequest(folder=newest), timeout_s=600)
+    """
+
+    async def lost(self) -> str:
+        """Wait, without a deadline, until a rank dies unexpectedly; return a description of how."""
+        ...
+
+    async def restart(self) -> None:
+        """End all ranks and start new ones with the weights that the settings name.
+
+        Requests made meanwhile wait. If the restart fails, all requests fail until one succeeds.
+
+        Raises:
+            LearnerLost, LearnerEnded: as in `started`.
         """
         ...
 
@@ -195,7 +221,7 @@ async def spawn_here(start: Start, log_path: Path) -> anyio.abc.Process:
     """Start a process on this machine, under a guardian. Shielded, so that none is left alone."""
     environment = {**os.environ, **start.environment}
     with anyio.CancelScope(shield=True):  # no deadline: a fork takes milliseconds
-        process = await guarded(
+        process = await start_guarded(
             start.command, environment, log_path, stop_timeout_s=0, folder=start.folder
         )
     return process  # noqa: RET504
@@ -364,14 +390,7 @@ async def started(
 
 
 class KeptLearner:
-    """A learner that can be restarted. The caller decides when, and loads a checkpoint afterwards.
-
-        async with KeptLearner(settings, ranks_settings, ...) as learner:
-            try:
-                await learner.ask(StepRequest(batch=path), timeout_s=600)
-            except LearnerLost:
-                await learner.restart()
-                await learner.ask(LoadRequest(folder=newest), timeout_s=600)
+    """A learner on this machine or a cluster (`RestartableLearner`).
 
     Attributes:
         num_starts: number of starts, including the first.
@@ -446,7 +465,7 @@ class KeptLearner:
         return self._learner.about
 
     async def lost(self) -> str:
-        """Wait, without a deadline, until a rank dies unexpectedly; return a description of how."""
+        """Implement `RestartableLearner`."""
         while True:
             await self._up.wait()  # no deadline: a learner may live for weeks
             life = self._processes
@@ -455,13 +474,7 @@ class KeptLearner:
                 return how
 
     async def restart(self) -> None:
-        """End all ranks and start new ones with the weights that the settings name.
-
-        Requests made meanwhile wait. If the restart fails, all requests fail until one succeeds.
-
-        Raises:
-            LearnerLost, LearnerEnded: as in `started`.
-        """
+        """Implement `RestartableLearner`."""
         async with self._restarting:
             self._up = anyio.Event()
             try:

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 import anyio
 
 from agentloop.errors import ServerError
-from agentloop.events import Emit, WeightsLoaded
+from agentloop.events import WeightsLoaded
 from agentloop.training.learner_client.client import LearnerLost
-from agentloop.training.run_control import RunControl
+from agentloop.training.run_context import RunContext
 from agentloop.training.step_metrics import WeightSyncMetrics
 from agentloop.training.steps import Steps
 from agentloop.training.weight_sync.sync import Serving, SyncResult
@@ -44,27 +43,23 @@ class WeightSyncLoop:
 
     def __init__(
         self,
+        run: RunContext,
         steps: Steps,
         publisher: Publisher,
         serving: Serving,
-        control: RunControl,
         *,
         timeout_s: float,
-        on_live: Callable[[int], None],
-        emit: Emit,
     ) -> None:
         """
         Args:
             timeout_s: time limit for the servers to load weights.
-            on_live: called with each version that servers have loaded.
         """
+        self._run = run
+        self._control = run.control
         self._steps = steps
         self._publisher = publisher
         self._serving = serving
-        self._control = control
         self._timeout_s = timeout_s
-        self._on_live = on_live
-        self._emit = emit
         self.metrics = WeightSyncMetrics()
         self._published: PublishedWeights | None = None  # to be loaded next
         self._last: SyncResult | None = None
@@ -114,8 +109,8 @@ class WeightSyncLoop:
                 len(synced.failed),
                 synced.num_verified,
             )
-            self._on_live(int(published.version))
-            self._emit(
+            self._run.buffer.now_live(int(published.version))
+            self._run.emit(
                 WeightsLoaded(published.version, synced.seconds, synced.loaded, [*synced.failed])
             )
             self._control.notify()

@@ -136,9 +136,9 @@ class Served:
         version = published.version
         self._router.replicas.require_weights(version, verified=True)
         with anyio.move_on_after(timeout_s):
-            while not self._router.servers:  # noqa: ASYNC110  # no event says so
+            while not self._router.replicas.servers:  # noqa: ASYNC110  # no event says so
                 await anyio.sleep(0.1)
-        proofs, failed = await published.sync_to(self._router.servers, timeout_s=timeout_s)
+        proofs, failed = await published.sync_to(self._router.replicas.servers, timeout_s=timeout_s)
         loaded, rest = self._take(version, proofs, failed, None)
         if not loaded:
             raise ServerError(f"no server has version {version}: {failed}")
@@ -158,7 +158,7 @@ class Served:
         Failures are logged.
         """
         stale = {view.url for view in self._router.view() if view.state is ServerState.STALE}
-        servers = [server for server in self._router.servers if server.url in stale]
+        servers = [server for server in self._router.replicas.servers if server.url in stale]
         if not servers:
             return True
         proofs, failed = await result.published.sync_to(servers, timeout_s=timeout_s)
@@ -200,7 +200,7 @@ class Served:
             )
 
     def _break_off(self, urls: Collection[str]) -> None:
-        for server in self._router.servers:
+        for server in self._router.replicas.servers:
             if server.url in urls:
                 server.break_streams("its new weights are not the learner's")
 

@@ -69,8 +69,8 @@ def main() -> None:
     for line in sys.stdin:
         message = json.loads(line)
         if "id" in message:
-            told = answer(message["method"], message.get("params"))
-            print(json.dumps({"jsonrpc": "2.0", "id": message["id"], **told}), flush=True)
+            reply = answer(message["method"], message.get("params"))
+            print(json.dumps({"jsonrpc": "2.0", "id": message["id"], **reply}), flush=True)
     if "stubborn" in sys.argv:
         time.sleep(600)
 

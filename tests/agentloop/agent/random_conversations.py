@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.call_forms import Call, Form
 
-__all__ = ["EXAMPLES", "chunks_of", "conversations", "damaged", "some_calls", "some_text"]
+__all__ = ["EXAMPLES", "chunks_of", "conversations", "damage", "some_calls", "some_text"]
 
 EXAMPLES = int(os.environ.get("AGENTLOOP_FORMAT_EXAMPLES", "1000"))
 """Conversations per family."""
@@ -114,7 +114,7 @@ def some_calls(
             return made
 
 
-def damaged(dice: random.Random, text: str, spelled: Sequence[str]) -> str:
+def damage(dice: random.Random, text: str, spelled: Sequence[str]) -> str:
     """Text as a model writes that fails: with pieces lost, repeated, moved or added, or cut."""
     for _ in range(dice.randint(1, 3)):
         a, b = sorted(dice.randint(0, len(text)) for _ in range(2))

@@ -60,10 +60,10 @@ def main() -> None:
             messages = _messages(dice)
             ids = chat.prompt(messages, TOOLS)
             ours = [added[id].content if id in added else id for id in ids]
-            if ours == (other := [rank_of(id) for id in theirs(messages)]):
+            if ours == (reference := [rank_of(id) for id in theirs(messages)]):
                 same += 1
             else:
-                _show(example, chat.decode(ids), ours, other)
+                _show(example, chat.decode(ids), ours, reference)
         print(f"{name}: {same} of {count} conversations have the same ids", flush=True)
 
 
@@ -88,10 +88,12 @@ def _messages(dice: random.Random) -> Messages:
     return messages[: dice.choice((1, 3, 5))]
 
 
-def _show(example: str, text: str, ours: Sequence[Token], other: Sequence[Token]) -> None:
-    differ = (i for i, (a, b) in enumerate(zip(ours, other, strict=False)) if a != b)
-    at = max(next(differ, min(len(ours), len(other))), 3)
-    print(f"{example}: {ours[at - 3 : at + 5]}, theirs {other[at - 3 : at + 5]}: {text[-300:]!r}")
+def _show(example: str, text: str, ours: Sequence[Token], reference: Sequence[Token]) -> None:
+    differ = (i for i, (a, b) in enumerate(zip(ours, reference, strict=False)) if a != b)
+    at = max(next(differ, min(len(ours), len(reference))), 3)
+    print(
+        f"{example}: {ours[at - 3 : at + 5]}, theirs {reference[at - 3 : at + 5]}: {text[-300:]!r}"
+    )
 
 
 def _chat(name: str, ranks: Iterable[str], pattern: str) -> ChatFormat:
@@ -113,10 +115,10 @@ def _mistral() -> tuple[ChatFormat, Callable[[int], Token], Callable[[Messages],
     from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
     file = importlib.resources.files("mistral_common") / "data" / "tekken_240718.json"
-    found = json.loads(file.read_text("utf-8"))
-    config = found["config"]
+    tekken = json.loads(file.read_text("utf-8"))
+    config = tekken["config"]
     first = config["default_num_special_tokens"]
-    vocab = found["vocab"][: config["default_vocab_size"] - first]
+    vocab = tekken["vocab"][: config["default_vocab_size"] - first]
     ranks = (f"{token['token_bytes']} {token['rank']}" for token in vocab)
     chat = _chat("mistralai-Mistral-Nemo-Instruct-2407", ranks, config["pattern"])
     encoder = MistralTokenizer.from_file(str(file))
@@ -148,7 +150,7 @@ def _harmony() -> tuple[ChatFormat, Callable[[int], Token], Callable[[Messages],
     encoder = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
     today = datetime.date.today().isoformat()
     system = harmony.SystemContent.new().with_conversation_start_date(today)
-    tools = [harmony.ToolDescription.new(**_described(tool)) for tool in TOOLS]
+    tools = [harmony.ToolDescription.new(**_describe(tool)) for tool in TOOLS]
     developer = harmony.DeveloperContent.new().with_function_tools(tools)
 
     def message_of(message: dict[str, Any]) -> Any:
@@ -170,13 +172,15 @@ def _harmony() -> tuple[ChatFormat, Callable[[int], Token], Callable[[Messages],
             harmony.Message.from_role_and_content(harmony.Role.SYSTEM, system),
             harmony.Message.from_role_and_content(harmony.Role.DEVELOPER, developer),
         ]
-        whole = harmony.Conversation.from_messages([*first, *map(message_of, messages)])
-        return list(encoder.render_conversation_for_completion(whole, harmony.Role.ASSISTANT))
+        conversation = harmony.Conversation.from_messages([*first, *map(message_of, messages)])
+        return list(
+            encoder.render_conversation_for_completion(conversation, harmony.Role.ASSISTANT)
+        )
 
     return chat, lambda id: encoder.decode([id]) if id >= len(ranks) - 1 else id, encode
 
 
-def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool["function"]
     return {key: function[key] for key in ("name", "description", "parameters")}
 

@@ -15,23 +15,23 @@ MARKUP = [*TAGS, "<tool_call>", "</tool_call>", "<", "</", "<|", "|>", f"<|{'a' 
 texts = st.lists(st.one_of(st.sampled_from(MARKUP), st.text(max_size=5)), max_size=10).map("".join)
 
 
-def told(text: str, cuts: list[int], *, reasoning: bool = False) -> dict[Channel, str]:
+def split_text(text: str, cuts: list[int], *, reasoning: bool = False) -> dict[Channel, str]:
     channels = Channels(reasoning=reasoning)
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    said = dict.fromkeys(Channel, "")
+    texts = dict.fromkeys(Channel, "")
     for start, stop in itertools.pairwise(edges):
         for channel, piece in channels.feed(text[start:stop]):
-            said[channel] += piece
+            texts[channel] += piece
     for channel, piece in channels.flush():
-        said[channel] += piece
-    return said
+        texts[channel] += piece
+    return texts
 
 
 @settings(max_examples=100, deadline=None)
 @given(texts, st.lists(st.integers(0, 60), max_size=6), st.booleans())
 @example(f"<|{'a' * 30}|>", list(range(40)), False)
 def test_channels_do_not_depend_on_chunking(text: str, cuts: list[int], reasoning: bool) -> None:
-    assert told(text, cuts, reasoning=reasoning) == told(text, [], reasoning=reasoning)
+    assert split_text(text, cuts, reasoning=reasoning) == split_text(text, [], reasoning=reasoning)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_channels_do_not_depend_on_chunking(text: str, cuts: list[int], reasonin
 def test_text_is_split_into_reasoning_and_content(
     text: str, reasoning: bool, thought: str, answer: str
 ) -> None:
-    said = told(text, [], reasoning=reasoning)
-    assert (said[Channel.REASONING], said[Channel.CONTENT]) == (thought, answer)
+    texts = split_text(text, [], reasoning=reasoning)
+    assert (texts[Channel.REASONING], texts[Channel.CONTENT]) == (thought, answer)
 
 
 def test_text_is_emitted_as_soon_as_it_is_unambiguous() -> None:
@@ -68,20 +68,20 @@ Said = list[tuple[Channel, str]]
 THOUGHT, CONTENT = Channel.REASONING, Channel.CONTENT
 
 
-def heard(turns: list[str], cuts: list[int], *, reasoning: bool, stop: list[str]) -> Said:
+def speak(turns: list[str], cuts: list[int], *, reasoning: bool, stop: list[str]) -> Said:
     """Return the output of a `Speech` for these turns, each cut at the same places."""
-    said: Said = []
+    pieces: Said = []
     speech = Speech(reasoning=reasoning, stop=stop)
     for text in turns:
         edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
         for start, end in itertools.pairwise(edges):
-            said += speech.feed(text[start:end])
-        said += speech.end_turn()
-    return said
+            pieces += speech.feed(text[start:end])
+        pieces += speech.end_turn()
+    return pieces
 
 
-def joined(said: Said, channel: Channel) -> str:
-    return "".join(piece for of, piece in said if of is channel)
+def join_channel(pieces: Said, channel: Channel) -> str:
+    return "".join(piece for of, piece in pieces if of is channel)
 
 
 stops = st.lists(st.text("ab\n ", min_size=1, max_size=4), max_size=4)
@@ -101,18 +101,18 @@ passages = st.lists(
 def test_speech_does_not_depend_on_chunking(
     turns: list[str], cuts: list[int], reasoning: bool, stop: list[str]
 ) -> None:
-    whole = heard(turns, [], reasoning=reasoning, stop=stop)
-    cut = heard(turns, cuts, reasoning=reasoning, stop=stop)
+    expected = speak(turns, [], reasoning=reasoning, stop=stop)
+    cut = speak(turns, cuts, reasoning=reasoning, stop=stop)
     for channel in Channel:
-        text = joined(whole, channel)
-        assert joined(cut, channel) == text
+        text = join_channel(expected, channel)
+        assert join_channel(cut, channel) == text
         assert text == text.strip()
-    seen: set[Channel] = set()
+    channels: set[Channel] = set()
     for channel, piece in cut:
         assert piece.strip()  # whitespace opens nothing, and follows nothing
-        assert channel in seen or piece == piece.lstrip()
+        assert channel in channels or piece == piece.lstrip()
         assert piece == piece.rstrip()
-        seen.add(channel)
+        channels.add(channel)
 
 
 @settings(max_examples=300, deadline=None)
@@ -122,14 +122,14 @@ def test_content_ends_before_the_first_stop_sequence_that_is_complete(
 ) -> None:
     num_leading = len(text) - len(text.lstrip())
     ends = [
-        (end, end - len(one))
+        (end, end - len(sequence))
         for end in range(num_leading + 1, len(text) + 1)
-        for one in stop
-        if text[:end].endswith(one)
+        for sequence in stop
+        if text[:end].endswith(sequence)
     ]
     expected = text[: min(ends)[1]] if ends else text
-    said = heard([text], cuts, reasoning=False, stop=stop)
-    assert joined(said, CONTENT) == expected.strip()
+    pieces = speak([text], cuts, reasoning=False, stop=stop)
+    assert join_channel(pieces, CONTENT) == expected.strip()
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_content_ends_before_the_first_stop_sequence_that_is_complete(
 def test_passages_have_no_whitespace_around_them(
     turns: list[str], reasoning: bool, thought: str, content: str
 ) -> None:
-    said = heard(turns, list(range(40)), reasoning=reasoning, stop=[])
-    assert (joined(said, THOUGHT), joined(said, CONTENT)) == (thought, content)
+    pieces = speak(turns, list(range(40)), reasoning=reasoning, stop=[])
+    assert (join_channel(pieces, THOUGHT), join_channel(pieces, CONTENT)) == (thought, content)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,9 @@ def test_passages_have_no_whitespace_around_them(
 def test_stop_sequences_are_searched_only_in_content(
     text: str, stop: list[str], content: str
 ) -> None:
-    assert joined(heard([text], list(range(40)), reasoning=True, stop=stop), CONTENT) == content
+    assert (
+        join_channel(speak([text], list(range(40)), reasoning=True, stop=stop), CONTENT) == content
+    )
     assert answer_in(text, reasoning=True, stop=stop) == content
 
 

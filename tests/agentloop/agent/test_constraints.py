@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentloop.agent.constraints import OutputRules, check_rules, constraint_of
-from agentloop.agent.formats import FAMILIES, HERMES, named
+from agentloop.agent.formats import FAMILIES, HERMES, get_family
 from agentloop.errors import RequestError
 
 SCHEMA = {"type": "object", "properties": {"q": {"type": "string"}}}
@@ -21,16 +21,16 @@ ANSWER = {"type": "object", "properties": {"n": {"type": "integer"}}}
 
 def tag(rules: OutputRules, *, family: Any = HERMES, tools: Any = TOOLS, **options: Any) -> Any:
     given = {"opened_thought": "", "message": 0, **options}
-    found = constraint_of(rules, family, tools, **given)
-    return json.loads(found["structural_tag"])["format"]["elements"] if found else None
+    parameters = constraint_of(rules, family, tools, **given)
+    return json.loads(parameters["structural_tag"])["format"]["elements"] if parameters else None
 
 
 def tags_in(value: Any) -> list[dict[str, Any]]:
     """The tags of a format, at any depth."""
     if isinstance(value, dict):
-        own = [value] if value.get("type") == "tag" else []
-        return own + [one for item in value.values() for one in tags_in(item)]
-    return [one for item in value for one in tags_in(item)] if isinstance(value, list) else []
+        tags = [value] if value.get("type") == "tag" else []
+        return tags + [tag for item in value.values() for tag in tags_in(item)]
+    return [tag for item in value for tag in tags_in(item)] if isinstance(value, list) else []
 
 
 def test_a_free_turn_has_no_constraint() -> None:
@@ -40,7 +40,7 @@ def test_a_free_turn_has_no_constraint() -> None:
 
 def test_a_required_call_is_one_of_the_tools() -> None:
     *_, calls = tag(OutputRules("required"))
-    begins = [one["begin"] for one in tags_in(calls)]
+    begins = [tag["begin"] for tag in tags_in(calls)]
     assert ['"search"' in begins[0], '"read"' in begins[1], len(begins)] == [True, True, 2]
     *_, calls = tag(OutputRules("read"), single_call=True)
     (only,) = tags_in(calls)
@@ -50,21 +50,24 @@ def test_a_required_call_is_one_of_the_tools() -> None:
 def test_a_thought_may_come_first_and_an_opened_one_ends_first() -> None:
     thought, _, _ = tag(OutputRules("required"))
     assert thought["type"] == "optional"
-    rest, _, _ = tag(OutputRules("required"), opened_thought="<think>\n")
-    assert (rest["begin"], rest["end"]) == ("", "</think>")
+    thought, _, _ = tag(OutputRules("required"), opened_thought="<think>\n")
+    assert (thought["begin"], thought["end"]) == ("", "</think>")
 
 
 def test_an_answer_is_json_and_calls_stay_possible() -> None:
     *_, answer = tag(OutputRules(schema=ANSWER), tools=[])
     assert (answer["type"], answer["json_schema"]) == ("json_schema", ANSWER)
     *_, either = tag(OutputRules(schema=ANSWER), message=1)
-    assert [one["type"] for one in either["elements"]] == ["tags_with_separator", "json_schema"]
+    assert [element["type"] for element in either["elements"]] == [
+        "tags_with_separator",
+        "json_schema",
+    ]
     *_, first = tag(OutputRules("required", ANSWER))
     assert first["type"] == "tags_with_separator"
 
 
 @pytest.mark.parametrize(
-    ("rules", "tools", "family", "said"),
+    ("rules", "tools", "family", "error"),
     [
         (OutputRules("required"), [], "hermes", "tool_choice: there are no tools"),
         (OutputRules("write"), TOOLS, "hermes", "no tool 'write'; the tools are search, read"),
@@ -72,17 +75,21 @@ def test_an_answer_is_json_and_calls_stay_possible() -> None:
     ],
 )
 def test_rules_that_cannot_be_kept_are_named(
-    rules: OutputRules, tools: Any, family: str, said: str
+    rules: OutputRules, tools: Any, family: str, error: str
 ) -> None:
-    with pytest.raises(RequestError, match=said):
-        check_rules(rules, named(family), tools)
+    with pytest.raises(RequestError, match=error):
+        check_rules(rules, get_family(family), tools)
 
 
-@pytest.mark.parametrize("family", [one for one in FAMILIES if one.call_form], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family.call_form], ids=lambda f: f.name
+)
 def test_every_form_names_the_tools(family: Any) -> None:
     check_rules(OutputRules("required"), family, TOOLS)
     *_, calls = tag(OutputRules("required"), family=family)
-    begins = [one["begin"] for one in tags_in(calls) if one["content"]["type"] == "json_schema"]
+    begins = [
+        entry["begin"] for entry in tags_in(calls) if entry["content"]["type"] == "json_schema"
+    ]
     assert len(begins) == 2
     assert "search" in begins[0]
     assert "read" in begins[1]

@@ -50,12 +50,12 @@ CHAT = chat_format()
 @pytest.fixture(scope="module")
 async def healthy() -> AsyncIterator[McpServer]:
     """A server that no test breaks."""
-    async with shared(SDK, env={"COLOUR": "${HOME}/blue"}) as server:
+    async with shared_server(SDK, env={"COLOUR": "${HOME}/blue"}) as server:
         yield server
 
 
 @asynccontextmanager
-async def shared(command: Sequence[str] = RAW, **settings: Any) -> AsyncIterator[McpServer]:
+async def shared_server(command: Sequence[str] = RAW, **settings: Any) -> AsyncIterator[McpServer]:
     given = McpServerSettings(command=tuple(command), **settings)
     async with mcp_servers({"calculator": given}) as servers:
         yield servers["calculator"]
@@ -79,7 +79,7 @@ def says(text: str) -> list[Step]:
     return list(chunks(ids, range(1, len(ids))))
 
 
-async def test_its_tools_are_found_and_called(healthy: McpServer) -> None:
+async def test_tools_are_listed_and_called(healthy: McpServer) -> None:
     tools = healthy.tools
     names = ["add", "fail", "wait", "variable", "end", "meet", "watch", "adjourn"]
     assert [tool.name for tool in tools] == names
@@ -95,7 +95,7 @@ async def test_its_tools_are_found_and_called(healthy: McpServer) -> None:
     assert ours.content == "(unset)"
 
 
-async def test_what_goes_wrong_in_a_tool_is_for_the_model_to_read(
+async def test_the_model_reads_errors_of_a_tool(
     healthy: McpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection, tools = healthy._client, healthy.tools
@@ -116,7 +116,7 @@ async def test_what_goes_wrong_in_a_tool_is_for_the_model_to_read(
 
 
 async def test_calls_run_concurrently_as_many_as_are_allowed() -> None:
-    async with shared(SDK, max_concurrent=2) as server, anyio.create_task_group() as tasks:
+    async with shared_server(SDK, max_concurrent=2) as server, anyio.create_task_group() as tasks:
         ended: list[str] = []
 
         async def one(name: str, /, **arguments: Any) -> None:
@@ -132,7 +132,7 @@ async def test_calls_run_concurrently_as_many_as_are_allowed() -> None:
 
 
 async def test_a_call_that_a_dead_server_takes_with_it_is_an_infrastructure_failure() -> None:
-    async with shared() as server:
+    async with shared_server() as server:
         lost = await call(server.tools, "end")
         assert lost.status is ToolCallStatus.INFRASTRUCTURE
         # It is restarted, and the next call waits for it.
@@ -141,7 +141,7 @@ async def test_a_call_that_a_dead_server_takes_with_it_is_an_infrastructure_fail
 
 
 async def test_a_server_that_dies_between_calls_is_restarted_before_the_next() -> None:
-    async with shared() as server:
+    async with shared_server() as server:
         pid = int((await call(server.tools, "processes")).content.split()[0])
         os.kill(pid, signal.SIGKILL)
         await eventually(lambda: server._client is None)
@@ -153,7 +153,7 @@ async def test_a_hung_server_is_an_infrastructure_failure_and_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agentloop.agent.mcp._PROBE_TIMEOUT_S", 0.2)
-    async with shared(timeout_s=10) as server:
+    async with shared_server(timeout_s=10) as server:
         server.settings = server.settings.model_copy(update={"timeout_s": 0.5})
         hung = await call(server.tools, "freeze")
         assert hung.status is ToolCallStatus.INFRASTRUCTURE
@@ -168,7 +168,7 @@ async def test_a_server_that_dies_too_often_ends_its_users(
     monkeypatch.setattr("agentloop.agent.mcp._MAX_RESTARTS", 1)
 
     async def use() -> None:
-        async with shared() as server:
+        async with shared_server() as server:
             for _ in range(2):
                 lost = await call(server.tools, "end")
                 assert lost.status is ToolCallStatus.INFRASTRUCTURE
@@ -178,7 +178,7 @@ async def test_a_server_that_dies_too_often_ends_its_users(
         await use()
 
 
-async def test_its_stderr_is_in_the_log_and_in_the_message(tmp_path: Path) -> None:
+async def test_stderr_is_in_the_log_and_in_the_message(tmp_path: Path) -> None:
     given = McpServerSettings(command=tuple(RAW))
     async with mcp_servers({"calculator": given}, log_dir=tmp_path / "logs") as servers:
         server = servers["calculator"]
@@ -243,7 +243,7 @@ async def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> No
     assert not file.exists() or not alive(int(file.read_text()))
 
 
-async def test_nothing_of_a_server_is_left_when_its_block_is_left() -> None:
+async def test_leaving_the_block_ends_all_processes_of_a_server() -> None:
     async with mcp_server([*RAW, "stubborn"]) as tools:
         pids = [int(pid) for pid in (await call(tools, "processes")).content.split()]
         assert len(pids) == 2
@@ -252,7 +252,7 @@ async def test_nothing_of_a_server_is_left_when_its_block_is_left() -> None:
 
 
 @pytest.mark.full
-async def test_nothing_of_a_server_is_left_when_we_are_killed() -> None:
+async def test_killing_the_runtime_ends_all_processes_of_a_server() -> None:
     program = f"""
 import anyio
 from agentloop import mcp_server
@@ -274,18 +274,18 @@ anyio.run(main)
 
 
 async def test_two_rollouts_have_a_server_each() -> None:
-    async with mcp_server(RAW) as one, mcp_server(RAW) as other:
-        assert (await call(one, "count")).content == "1"
-        assert (await call(one, "count")).content == "2"
-        assert (await call(other, "count")).content == "1"
+    async with mcp_server(RAW) as first, mcp_server(RAW) as second:
+        assert (await call(first, "count")).content == "1"
+        assert (await call(first, "count")).content == "2"
+        assert (await call(second, "count")).content == "1"
 
 
 async def called_twice(tools: Tools, name: str, *, adjourned: bool = False) -> list[str]:
     """Call a tool twice at the same time, and then perhaps `adjourn`; return both outputs."""
-    said: list[str] = []
+    outputs: list[str] = []
 
     async def one() -> None:
-        said.append((await tools.run(name, {})).content)
+        outputs.append((await tools.run(name, {})).content)
 
     async with anyio.create_task_group() as calls:
         for _ in range(2):
@@ -293,18 +293,18 @@ async def called_twice(tools: Tools, name: str, *, adjourned: bool = False) -> l
         await anyio.wait_all_tasks_blocked()
         if adjourned:
             await tools.run("adjourn", {})
-    return said
+    return outputs
 
 
 async def test_calls_of_a_rollouts_own_server_take_turns() -> None:
-    async with mcp_server(SDK) as found, Tools(found) as tools:
+    async with mcp_server(SDK) as server_tools, Tools(server_tools) as tools:
         assert await called_twice(tools, "meet", adjourned=True) == ["alone", "alone"]
 
 
 async def test_calls_that_only_read_and_calls_of_a_shared_server_run_together() -> None:
-    async with mcp_server(SDK, timeout_s=20) as found, Tools(found) as tools:
+    async with mcp_server(SDK, timeout_s=20) as server_tools, Tools(server_tools) as tools:
         assert await called_twice(tools, "watch") == ["together", "together"]
-    async with shared(SDK, timeout_s=20) as server, Tools(server.tools) as tools:
+    async with shared_server(SDK, timeout_s=20) as server, Tools(server.tools) as tools:
         assert await called_twice(tools, "meet") == ["together", "together"]
 
 
@@ -332,7 +332,7 @@ async def test_a_rollout_calls_it_in_mid_stream(healthy: McpServer) -> None:
 
 
 async def test_a_rollout_whose_call_was_lost_is_not_scored() -> None:
-    async with shared() as server:
+    async with shared_server() as server:
         engine = ScriptedEngine(says(call_text("end", {})))
         trajectory = await Rollout(
             engine=engine,
@@ -457,12 +457,12 @@ async def test_a_server_by_http_that_is_restarted_is_connected_to_again() -> Non
             tools = servers["far"].tools
             assert (await call(tools, "end", status=3)).status is ToolCallStatus.INFRASTRUCTURE
             async with over_http(port):
-                found: list[ToolCallStatus] = []
-                while ToolCallStatus.OK not in found:
-                    found.append((await call(tools, "add", a=1, b=2)).status)
+                statuses: list[ToolCallStatus] = []
+                while ToolCallStatus.OK not in statuses:
+                    statuses.append((await call(tools, "add", a=1, b=2)).status)
                 # A call may meet the old session, which the new server does not know.
-                assert set(found[:-1]) <= {ToolCallStatus.INFRASTRUCTURE}
-                assert len(found) <= 2
+                assert set(statuses[:-1]) <= {ToolCallStatus.INFRASTRUCTURE}
+                assert len(statuses) <= 2
 
 
 async def test_a_server_that_cannot_be_reached_says_so() -> None:
@@ -475,10 +475,10 @@ async def test_an_http_error_is_an_infrastructure_failure_and_headers_are_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MCP_TEST_TOKEN", "s3cret")
-    seen: list[str | None] = []
+    authorizations: list[str | None] = []
 
     async def answer(request: web.Request) -> web.Response:
-        seen.append(request.headers.get("Authorization"))
+        authorizations.append(request.headers.get("Authorization"))
         message = await request.json()
         if "id" not in message:
             return web.Response(status=202)
@@ -509,6 +509,6 @@ async def test_an_http_error_is_an_infrastructure_failure_and_headers_are_sent(
         async with mcp_server(url=url, headers=headers) as tools:
             lost = await call(tools, "look")
         assert lost.status is ToolCallStatus.INFRASTRUCTURE
-        assert set(seen) == {"Bearer s3cret"}
+        assert set(authorizations) == {"Bearer s3cret"}
     finally:
         await runner.cleanup()

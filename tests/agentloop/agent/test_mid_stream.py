@@ -17,7 +17,7 @@ from agentloop.agent.sandbox_tools import JupyterCode, PaperPythonCode, PythonCo
 from agentloop.events import CallFinished, Event
 from agentloop.sandbox import Pool
 from agentloop.trajectory import StopReason, ToolCallStatus
-from tests.agentloop.agent.test_mcp import RAW, SDK, shared
+from tests.agentloop.agent.test_mcp import RAW, SDK, shared_server
 from tests.agentloop.agent.test_tools import Stateful
 from tests.patience import patient
 from tests.sandbox.conftest import BARE
@@ -62,7 +62,7 @@ async def later() -> str:
 
 @asynccontextmanager
 async def of_a_shared_server() -> AsyncIterator[Any]:
-    async with shared(SDK) as server:
+    async with shared_server(SDK) as server:
         yield server.tools
 
 
@@ -99,7 +99,7 @@ async def pool() -> AsyncIterator[Pool]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.full
 async def test_a_call_ends_before_the_turn_that_wrote_it(kind: str, pool: Pool) -> None:
-    opened, name, arguments, said = KINDS[kind]
+    opened, name, arguments, output = KINDS[kind]
     ended = anyio.Event()
 
     def observe(event: Event) -> None:
@@ -110,9 +110,9 @@ async def test_a_call_ends_before_the_turn_that_wrote_it(kind: str, pool: Pool) 
         with anyio.fail_after(patient(30)):
             await ended.wait()
 
-    call, rest = written(CHAT, call_text(name, arguments)), written(CHAT, f" and more{END}")
+    call, after = written(CHAT, call_text(name, arguments)), written(CHAT, f" and more{END}")
     engine = ScriptedEngine(
-        [*chunks(call, end=None), until_ended, *chunks(rest, offset=len(call))],
+        [*chunks(call, end=None), until_ended, *chunks(after, offset=len(call))],
         chunks(written(CHAT, f"done{END}")),
     )
     async with opened(pool) as tools:
@@ -125,4 +125,4 @@ async def test_a_call_ends_before_the_turn_that_wrote_it(kind: str, pool: Pool) 
         ).run()
     assert trajectory.stop_reason is StopReason.ANSWERED
     (result,) = trajectory.results
-    assert (result.status, result.content.strip()) == (ToolCallStatus.OK, said)
+    assert (result.status, result.content.strip()) == (ToolCallStatus.OK, output)

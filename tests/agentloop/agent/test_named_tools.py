@@ -43,7 +43,7 @@ def far(*names: str) -> McpServer:
     return server
 
 
-def resolved(*tools: Any, functions: dict[str, Tool] | None = None) -> list[Tool]:
+def resolve(*tools: Any, functions: dict[str, Tool] | None = None) -> list[Tool]:
     return resolved_tools(
         tools,
         pool=cast(Pool, IdlePool()),
@@ -64,7 +64,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_each_name_leads_to_its_tools(module: str) -> None:
     functions = imported_tools([PythonCode.name, "mcp:far", f"{module}:convert"])
-    found = resolved(
+    tools = resolve(
         "mcp:far/fetch",
         PythonCode.name,
         f"{module}:convert",
@@ -72,12 +72,12 @@ def test_each_name_leads_to_its_tools(module: str) -> None:
         lambda_like,
         functions=functions,
     )
-    assert [tool.name for tool in found] == [
+    assert [tool.name for tool in tools] == [
         "fetch", PythonCode.name, "convert", "theirs", "lambda_like"
     ]  # fmt: skip
-    assert isinstance(found[1], PythonCode)
-    assert isinstance(found[3], CallerTool)
-    assert [tool.name for tool in resolved("mcp:far")] == ["find", "fetch"]
+    assert isinstance(tools[1], PythonCode)
+    assert isinstance(tools[3], CallerTool)
+    assert [tool.name for tool in resolve("mcp:far")] == ["find", "fetch"]
 
 
 def lambda_like() -> int:
@@ -95,14 +95,14 @@ def lambda_like() -> int:
 )
 def test_an_unknown_name_is_refused(name: str, message: str) -> None:
     with pytest.raises(RequestError) as refused:
-        resolved(name)
+        resolve(name)
     assert str(refused.value).startswith(f"tools: {message}")
 
 
 def test_a_function_that_the_settings_do_not_name_is_not_imported(module: str) -> None:
     """Otherwise a client of the service could run any function."""
     with pytest.raises(RequestError, match="that the setting `tools` names"):
-        resolved(f"{module}:convert")
+        resolve(f"{module}:convert")
     assert module not in sys.modules
 
 
@@ -114,7 +114,7 @@ def test_a_function_that_the_settings_do_not_name_is_not_imported(module: str) -
         ("number", "tools: 3 is neither a function nor a tool"),
     ],
 )
-def test_what_cannot_become_a_tool_is_refused(module: str, attribute: str, message: str) -> None:
+def test_an_object_that_is_not_a_tool_is_refused(module: str, attribute: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         imported_tools([f"{module}:{attribute}"])
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.agent.raw_generation import GeneratedPiece, RawGeneration, StopFinder
+from agentloop.agent.channels import StopFinder
+from agentloop.agent.raw_generation import GeneratedPiece, RawGeneration
 from agentloop.inference.sglang.frames import Chunk, PromptLogprobs
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.anyio
 CHAT = chat_format()
 
 
-async def generated(
+async def generate(
     *script: Step, stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = CHAT.stop_ids
 ) -> list[GeneratedPiece]:
     engine, pieces = ScriptedEngine(script), list[GeneratedPiece]()
@@ -51,11 +52,11 @@ def ids_of(pieces: list[GeneratedPiece]) -> list[int]:
 def test_text_is_cut_before_the_stop_sequence_that_is_complete_first(
     pieces: list[str], stop: list[str]
 ) -> None:
-    finder, whole = StopFinder(stop), "".join(pieces)
-    found = "".join([*map(finder.feed, pieces), finder.flush()])
-    ends = [(at + len(one), at) for one in stop if (at := whole.find(one)) >= 0]
-    assert finder.found == bool(ends)
-    assert found == (whole[: min(ends)[1]] if ends else whole)
+    finder, text = StopFinder(stop), "".join(pieces)
+    returned = "".join([*map(finder.feed, pieces), finder.flush()])
+    ends = [(at + len(sequence), at) for sequence in stop if (at := text.find(sequence)) >= 0]
+    assert (finder.matched is not None) == bool(ends)
+    assert returned == (text[: min(ends)[1]] if ends else text)
 
 
 def test_text_is_held_back_no_longer_than_needed() -> None:
@@ -66,7 +67,7 @@ def test_text_is_held_back_no_longer_than_needed() -> None:
 
 async def test_the_token_that_ends_it_is_reported_but_is_no_text() -> None:
     ids = written(CHAT, f"<tool_call> it is é{END}")
-    pieces = await generated(*chunks(ids, range(1, len(ids))))
+    pieces = await generate(*chunks(ids, range(1, len(ids))))
     assert text_of(pieces) == "<tool_call> it is é"
     assert ids_of(pieces) == ids
     assert [value for piece in pieces for value in piece.logprobs] == [
@@ -80,7 +81,7 @@ async def test_offsets_are_where_the_texts_of_tokens_begin(cuts: tuple[int, ...]
     text = "the é result"
     ids = written(CHAT, text)
     inside = [cut for cut in cuts if cut < len(ids)]
-    pieces = await generated(*chunks(ids, inside, end=TurnEnd.LENGTH))
+    pieces = await generate(*chunks(ids, inside, end=TurnEnd.LENGTH))
     offsets = [offset for piece in pieces for offset in piece.offsets]
     for offset, token in zip(offsets, ids, strict=True):
         spelled = CHAT.decode([token])
@@ -96,7 +97,7 @@ async def test_a_stop_sequence_ends_it(by_token: bool) -> None:
         await anyio.sleep_forever()
 
     script = chunks(ids, range(1, len(ids)) if by_token else (), end=None)
-    pieces = await generated(*script, never, stop=("r is",))
+    pieces = await generate(*script, never, stop=("r is",))
     assert text_of(pieces) == "the answe"
     assert pieces[-1].end is TurnEnd.STOP
     assert CHAT.decode(ids_of(pieces)).startswith("the answer is")
@@ -105,7 +106,7 @@ async def test_a_stop_sequence_ends_it(by_token: bool) -> None:
 
 async def test_half_a_character_and_half_a_stop_sequence_come_at_the_end() -> None:
     half = written(CHAT, "x stop é")[:-1]
-    pieces = await generated(*chunks(half, end=TurnEnd.LENGTH), stop=("stop é!",))
+    pieces = await generate(*chunks(half, end=TurnEnd.LENGTH), stop=("stop é!",))
     assert text_of(pieces) == CHAT.decode(half)
 
 
@@ -113,11 +114,11 @@ async def test_the_prompts_log_probabilities_come_with_the_first_piece() -> None
     scores = PromptLogprobs([None, -1.0], [[], []])
     first = Chunk([5], [-0.5], "v0", prompt=scores)
     empty, last = Chunk([], [], "v0"), Chunk([6], [-0.5], "v0", end=TurnEnd.LENGTH)
-    pieces = await generated(empty, first, last)
+    pieces = await generate(empty, first, last)
     assert [piece.prompt for piece in pieces] == [scores, None]
 
 
-async def test_one_that_is_cut_off_reports_what_it_held_back() -> None:
+async def test_a_generation_that_is_cut_off_reports_the_text_held_back() -> None:
     pieces: list[GeneratedPiece] = []
     waiting = anyio.Event()
 

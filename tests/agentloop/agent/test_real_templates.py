@@ -111,7 +111,7 @@ def controls_of(chat: ChatFormat) -> frozenset[int]:
 def num_conversations(name: str) -> int:
     """How many a template gets: a share of those of its family, and of the time that they take."""
     family = detect(template_of(name)).name
-    shared = sum(detect(template_of(other)).name == family for other in TEMPLATES)
+    shared = sum(detect(template_of(template)).name == family for template in TEMPLATES)
     return math.ceil(EXAMPLES / 4 / shared)
 
 
@@ -152,52 +152,56 @@ def test_a_prompt_has_the_ids_of_the_whole_rendered_text(name: str) -> None:
 def test_contents_add_no_control_token(name: str) -> None:
     chat, spelled = chat_of(name), control_tokens(template_of(name))
 
-    def written(asked: str, notes: Sequence[str], said: Sequence[str]) -> list[list[int]]:
-        calls = [ToolCall(call_id(name, i), "multiply", {}, "", 0, 0) for i in range(len(said))]
-        messages = [user(asked), calls_tool(name, *notes), *responds(name, *said)]
+    def render_parts(
+        question: str, notes: Sequence[str], responses: Sequence[str]
+    ) -> list[list[int]]:
+        calls = [
+            ToolCall(call_id(name, i), "multiply", {}, "", 0, 0) for i in range(len(responses))
+        ]
+        messages = [user(question), calls_tool(name, *notes), *responds(name, *responses)]
         parts = (
             chat.prompt(messages, TOOLS),
-            chat.observation(said, calls),
-            chat.user_message(asked),
+            chat.observation(responses, calls),
+            chat.user_message(question),
         )
         return [controls_in(chat, part) for part in parts]
 
     @functools.cache
     def without(many: int) -> list[list[int]]:
-        return written("ab", ["ab"] * many, ["ab"] * many)
+        return render_parts("ab", ["ab"] * many, ["ab"] * many)
 
     for example, dice in conversations(f"controls {name}", num_conversations(name)):
         many = num_calls(name, dice)
-        asked, *others = (f"a{some_text(dice, spelled)}b" for _ in range(1 + 2 * many))
-        assert written(asked, others[:many], others[many:]) == without(many), example
+        question, *texts = (f"a{some_text(dice, spelled)}b" for _ in range(1 + 2 * many))
+        assert render_parts(question, texts[:many], texts[many:]) == without(many), example
 
 
 @seeded
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in CANNOT_BE_IMITATED])
 @pytest.mark.full
-def test_what_follows_a_turn_is_what_the_template_writes(name: str) -> None:
+def test_continuations_equal_the_templates_text(name: str) -> None:
     chat = chat_of(name)
     thought = {"reasoning_content": "Hm."} if name in NEEDS_THOUGHT else {}
     for example, dice in conversations(f"follows {name}", num_conversations(name)):
-        asked = some_words(dice)
+        question = some_words(dice)
         if dice.random() < 0.4:
             answering = {"role": "assistant", "content": some_words(dice).strip(), **thought}
-            ids = chat.prompt([user(asked)]) + chat.encode_assistant_turn(answering)
-            ids += chat.user_message(asked)
-            whole = chat.prompt([user(asked), answering, user(asked)])
-            assert ids == whole or name in DROP_THOUGHTS | REPLACES_END, example
+            ids = chat.prompt([user(question)]) + chat.encode_assistant_turn(answering)
+            ids += chat.user_message(question)
+            rendered = chat.prompt([user(question), answering, user(question)])
+            assert ids == rendered or name in DROP_THOUGHTS | REPLACES_END, example
             continue
         many = range(num_calls(name, dice))
-        said = [some_words(dice) for _ in many]
+        responses = [some_words(dice) for _ in many]
         calls = [ToolCall(call_id(name, i), "multiply", {}, "", 0, 0) for i in many]
         calling = {**calls_tool(name, *(some_words(dice) for _ in many)), **thought}
-        ids = chat.prompt([user(asked)], TOOLS) + chat.encode_assistant_turn(calling)
-        ids += chat.observation(said, calls)
-        whole = chat.prompt([user(asked), calling, *responds(name, *said)], TOOLS)
+        ids = chat.prompt([user(question)], TOOLS) + chat.encode_assistant_turn(calling)
+        ids += chat.observation(responses, calls)
+        rendered = chat.prompt([user(question), calling, *responds(name, *responses)], TOOLS)
         if name in DROP_THOUGHTS and not thought:
-            assert chat.decode(whole).rpartition("multiply")[2] in chat.decode(ids), example
+            assert chat.decode(rendered).rpartition("multiply")[2] in chat.decode(ids), example
         else:
-            assert chat.decode(ids) == chat.decode(whole), example
+            assert chat.decode(ids) == chat.decode(rendered), example
 
 
 @pytest.mark.parametrize(
@@ -212,7 +216,7 @@ def test_ids_of_a_client_become_those_of_the_template(name: str, first: str, sec
     chat = chat_of(name)
     ids = ("call_oda7c1_1", "call_oda7c1_2")
 
-    def called(id: str) -> list[dict[str, Any]]:
+    def call_and_response(id: str) -> list[dict[str, Any]]:
         function = {"name": "multiply", "arguments": {"a": 37}}
         made = {"id": id, "type": "function", "function": function}
         return [
@@ -220,7 +224,9 @@ def test_ids_of_a_client_become_those_of_the_template(name: str, first: str, sec
             {"role": "tool", "tool_call_id": id, "content": "1776"},
         ]
 
-    text = chat.decode(chat.prompt([user("hi"), *called(ids[0]), *called(ids[1])], TOOLS))
+    text = chat.decode(
+        chat.prompt([user("hi"), *call_and_response(ids[0]), *call_and_response(ids[1])], TOOLS)
+    )
     assert text.count(first) == text.count(second) == 2
     assert not any(id in text for id in ids)
 
@@ -247,8 +253,8 @@ def test_a_turn_that_was_cut_after_a_call_is_closed_first(name: str, end: str) -
     call = ToolCall(call_id(name), "multiply", {}, "", 0, 0)
     (inside,) = chat.encode("x")
     cut = chat.decode(chat.observation(["1776"], [call], last_id=inside))
-    whole = chat.decode(
+    complete = chat.decode(
         chat.observation(["1776"], [call], last_id=chat.token_id(chat.end_of_calls))
     )
     assert cut.startswith(end)
-    assert cut.endswith(whole)
+    assert cut.endswith(complete)

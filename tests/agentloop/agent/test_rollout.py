@@ -92,8 +92,8 @@ def check(trajectory: Trajectory, engine: ScriptedEngine) -> None:
         assert (version is not None) == bool(bit)
         assert bit or logprob_ == 0.0
     at = len(trajectory.prompt_ids)
-    for turn, asked in zip(trajectory, engine.asked, strict=False):
-        assert asked.ids == ids[:at]  # each prompt extends the last one's ids
+    for turn, generation in zip(trajectory, engine.asked, strict=False):
+        assert generation.ids == ids[:at]  # each prompt extends the last one's ids
         assert len(turn.logprobs) == len(turn.output_ids)
         assert spans_cover(turn.versions, len(turn.output_ids))
         assert turn.text == CHAT.decode(turn.output_ids)
@@ -148,8 +148,8 @@ async def test_a_conversation_goes_on_while_the_user_replies() -> None:
     assert trajectory.stop_reason is StopReason.ANSWERED
     assert trajectory.answer == "62?"
     observed = [turn.observation_ids for turn in trajectory]
-    asked = [CHAT.user_message(text) for text in ("higher", "lower")]
-    assert observed == [asked[0], CHAT.observation(["75"]), asked[1], []]
+    questions = [CHAT.user_message(text) for text in ("higher", "lower")]
+    assert observed == [questions[0], CHAT.observation(["75"]), questions[1], []]
 
 
 @pytest.mark.parametrize(
@@ -190,10 +190,10 @@ async def test_events_are_emitted_in_order() -> None:
     events: list[Event] = []
     engine = ScriptedEngine(says(call_text("echo", {"text": "x"})), says("done"))
     await rollout(engine, [echo], emit=events.append).run()
-    told = [type(event) for event in events if not isinstance(event, TokensSampled)]
+    event_types = [type(event) for event in events if not isinstance(event, TokensSampled)]
     first = [TurnStarted, TurnPlaced, CallStarted, TurnSampled, CallFinished, TurnFinished]
     last = [TurnStarted, TurnPlaced, TurnSampled, TurnFinished]
-    assert told == [RolloutStarted, *first, *last, RolloutFinished]
+    assert event_types == [RolloutStarted, *first, *last, RolloutFinished]
     text = "".join(event.text for event in events if isinstance(event, TokensSampled))
     assert text == f"{call_text('echo', {'text': 'x'})}{END}done{END}"
 
@@ -210,10 +210,10 @@ async def test_a_call_starts_while_its_turn_is_generated() -> None:
         with anyio.fail_after(patient(15)):
             await started.wait()  # the turn cannot end before the call has begun
 
-    first, *rest = says(" and then some text")
+    first, *later = says(" and then some text")
     engine = ScriptedEngine(
         [*says(call_text("ping", {}), end=TurnEnd.LENGTH)[:-1],
-         *chunks(written(CHAT, "</tool_call>"), end=None), until_started, first, *rest],
+         *chunks(written(CHAT, "</tool_call>"), end=None), until_started, first, *later],
         says("done"),
     )  # fmt: skip
     trajectory = await rollout(engine, [ping]).run()
@@ -331,7 +331,9 @@ async def test_response_tokens_are_bounded_including_tool_responses(spare: int) 
     check(trajectory, engine)
     assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
     assert len(trajectory.turns) == (2 if spare else 1)
-    assert [asked.max_new_tokens for asked in engine.asked][1:] == ([spare] if spare else [])
+    assert [generation.max_new_tokens for generation in engine.asked][1:] == (
+        [spare] if spare else []
+    )
     assert trajectory.num_response_tokens <= used + spare
 
 
@@ -358,7 +360,7 @@ async def test_sampled_tokens_are_bounded_without_tool_responses() -> None:
     check(trajectory, engine)
     assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
     assert trajectory.num_sampled_tokens == 2 * len(call) + 2 < trajectory.num_response_tokens
-    assert [asked.max_new_tokens for asked in engine.asked] == [
+    assert [generation.max_new_tokens for generation in engine.asked] == [
         2 * len(call) + 2,
         len(call) + 2,
         2,
@@ -420,9 +422,9 @@ async def test_single_call_ends_a_turn_after_its_first_call(
     whose: str, tags: bool, cuts: list[int]
 ) -> None:
     chat = chat_format(tags=tags)
-    one, two = (call_text("echo", {"text": text}) for text in "ab")
-    ids = written(chat, f"so {one} {two}{END}")
-    first = len(written(chat, f"so {one}"))
+    first_call, second_call = (call_text("echo", {"text": text}) for text in "ab")
+    ids = written(chat, f"so {first_call} {second_call}{END}")
+    first = len(written(chat, f"so {first_call}"))
     engine = ScriptedEngine(
         [*chunks(ids, [min(cut, len(ids)) for cut in cuts])], list(chunks(written(chat, END)))
     )
@@ -478,8 +480,8 @@ async def test_calls_beyond_the_limit_of_a_turn_are_ignored(
 
 
 async def test_a_call_left_open_beyond_the_limit_is_ignored() -> None:
-    one = call_text("echo", {"text": "a"})
-    engine = ScriptedEngine(says(f"{one}<tool_call>"), says("done"))
+    call = call_text("echo", {"text": "a"})
+    engine = ScriptedEngine(says(f"{call}<tool_call>"), says("done"))
     trajectory = await rollout(engine, [echo], budget=Budget(max_calls_per_turn=1)).run()
     assert [result.content for result in trajectory.turns[0].results] == ["a"]
 
@@ -509,7 +511,7 @@ async def test_only_the_first_turn_must_call() -> None:
     options = TurnOptions(rules=OutputRules("required"))
     trajectory = await rollout(engine, [echo], options=options).run()
     check(trajectory, engine)
-    assert [bool(asked.parameters) for asked in engine.asked] == [True, False]
+    assert [bool(generation.parameters) for generation in engine.asked] == [True, False]
     assert trajectory.answer == "done"
 
 
@@ -526,15 +528,15 @@ async def test_a_forced_call_is_found_however_its_markers_are_spelled(rules: Out
 
 
 @pytest.mark.parametrize(
-    ("rules", "said"),
+    ("rules", "error"),
     [
         (OutputRules("required"), "^tool_choice: a tool's parameters cannot be enforced: Failed"),
         (OutputRules(schema={}), "^response_format: its schema or a tool's .*: Failed to"),
     ],
 )
-async def test_a_refused_grammar_names_its_field(rules: OutputRules, said: str) -> None:
+async def test_a_refused_grammar_names_its_field(rules: OutputRules, error: str) -> None:
     engine = ScriptedEngine([RequestError("Failed to compile structural_tag grammar: nope")])
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=error):
         await rollout(engine, [echo], options=TurnOptions(rules=rules)).run()
 
 
@@ -592,7 +594,7 @@ async def test_a_turn_records_the_likeliest_tokens() -> None:
     assert trajectory.turns[0].cached_tokens == 7
 
 
-async def test_one_turn_is_bounded() -> None:
+async def test_the_length_of_a_turn_is_bounded() -> None:
     engine = ScriptedEngine(says("abc", end=TurnEnd.LENGTH))
     trajectory = await rollout(engine, budget=Budget(max_turn_tokens=3)).run()
     assert engine.asked[0].max_new_tokens == 3
@@ -616,8 +618,8 @@ async def test_running_out_of_tokens_cancels_the_calls_of_the_turn(answers_first
     tool = Stateful(hang_at="" if answers_first else "run")
     waits: list[Step] = [anyio.wait_all_tasks_blocked]
     call = written(CHAT, call_text("stateful", {}))
-    rest = chunks(written(CHAT, " and"), end=TurnEnd.LENGTH, offset=len(call))
-    engine = ScriptedEngine([*chunks(call, end=None), *waits, *rest])
+    after = chunks(written(CHAT, " and"), end=TurnEnd.LENGTH, offset=len(call))
+    engine = ScriptedEngine([*chunks(call, end=None), *waits, *after])
     trajectory = await rollout(engine, [tool]).run()
     check(trajectory, engine)
     assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
@@ -716,13 +718,13 @@ def hook(at: anyio.Event) -> Callable[[], Any]:
 @pytest.mark.parametrize("where", ["before", "amid", "tool", "opening", "second turn"])
 async def test_cancellation_at_any_point_leaves_nothing_behind(where: str) -> None:
     tool = Stateful(hang_at={"tool": "run", "opening": "open"}.get(where, ""))
-    here = hook(tool.at)
+    cancel_point = hook(tool.at)
     first = says(call_text("stateful", {}))
     if where == "before":
-        first.insert(0, here)
+        first.insert(0, cancel_point)
     elif where == "amid":
-        first.insert(5, here)
-    second: list[Step] = [here] if where == "second turn" else says("done")
+        first.insert(5, cancel_point)
+    second: list[Step] = [cancel_point] if where == "second turn" else says("done")
     engine = ScriptedEngine(first, second)
     events: list[Event] = []
     with anyio.CancelScope() as scope:
@@ -744,13 +746,13 @@ async def test_cancel_at_any_point_sets_the_stop_reason_and_leaves_nothing_behin
     where: str,
 ) -> None:
     tool = Stateful(hang_at={"tool": "run", "opening": "open"}.get(where, ""))
-    here = hook(tool.at)
+    cancel_point = hook(tool.at)
     first = says(call_text("stateful", {}))
     if where == "waiting":  # no token has come
-        first.insert(0, here)
+        first.insert(0, cancel_point)
     elif where == "sampling":
-        first.insert(5, here)
-    engine = ScriptedEngine(first, [here] if where == "second turn" else says("done"))
+        first.insert(5, cancel_point)
+    engine = ScriptedEngine(first, [cancel_point] if where == "second turn" else says("done"))
     events: list[Event] = []
     made = rollout(engine, [tool], emit=events.append)
     trajectories: list[Trajectory] = []
@@ -840,8 +842,8 @@ async def test_a_long_tool_response_keeps_its_head_and_its_tail(length: int) -> 
     if len(ids) <= 41:
         assert body == content
         return
-    head, _, rest = body.partition("\n[... ")
-    note, _, tail = rest.partition(" ...]\n")
+    head, _, after = body.partition("\n[... ")
+    note, _, tail = after.partition(" ...]\n")
     assert "left out" in note
     assert CHAT.encode(head) == ids[:21]
     assert CHAT.encode(tail) == ids[-20:]

@@ -86,7 +86,7 @@ async def test_a_program_gets_its_input_and_its_deadline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
         ({}, "code: missing"),
         ({"code": 3}, "code: a string is expected"),
@@ -98,18 +98,18 @@ async def test_a_program_gets_its_input_and_its_deadline() -> None:
         ),
     ],
 )
-async def test_bad_arguments_never_reach_the_sandbox(arguments: dict[str, Any], said: str) -> None:
+async def test_bad_arguments_never_reach_the_sandbox(arguments: dict[str, Any], error: str) -> None:
     fake = FakePool()
     async with Tools([PythonCode(pool(fake)), JupyterCode(pool(fake))]) as tools:
         for name in (PythonCode.name, JupyterCode.name):
             output = await tools.run(name, arguments)
             assert output.status is ToolCallStatus.BAD_ARGUMENTS
-            assert said in output.content or name == JupyterCode.name
+            assert error in output.content or name == JupyterCode.name
     assert fake.asked == []
 
 
 @pytest.mark.parametrize(
-    ("given", "status", "text"),
+    ("call_result", "status", "text"),
     [
         (result(), ToolCallStatus.OK, "(no output)"),
         (result(stdout="a\n", result="3"), ToolCallStatus.OK, "a\n3"),
@@ -123,17 +123,19 @@ async def test_bad_arguments_never_reach_the_sandbox(arguments: dict[str, Any], 
         (result(SandboxStatus.KILLED, signal=9), ToolCallStatus.KILLED, "[killed] by signal 9"),
     ],
 )  # fmt: skip
-async def test_what_the_model_reads(given: CallResult, status: ToolCallStatus, text: str) -> None:
-    assert describe(given) == text
-    async with Tools([PythonCode(pool(FakePool(given)))]) as tools:
+async def test_results_of_programs_as_the_model_reads_them(
+    call_result: CallResult, status: ToolCallStatus, text: str
+) -> None:
+    assert describe(call_result) == text
+    async with Tools([PythonCode(pool(FakePool(call_result)))]) as tools:
         output = await tools.run(PythonCode.name, {"code": ""})
     assert (output.status, output.content) == (status, text)
 
 
 @pytest.mark.parametrize("status", [s for s in SandboxStatus if s.is_unscorable])
 async def test_sandbox_failures_are_infrastructure_failures(status: SandboxStatus) -> None:
-    given = CallResult.failed(1, status, "worker 7 was lost")
-    async with Tools([PythonCode(pool(FakePool(given)))]) as tools:
+    call_result = CallResult.failed(1, status, "worker 7 was lost")
+    async with Tools([PythonCode(pool(FakePool(call_result)))]) as tools:
         output = await tools.run(PythonCode.name, {"code": ""})
     assert output.status is ToolCallStatus.INFRASTRUCTURE
     assert "worker 7 was lost" in output.content

@@ -124,7 +124,7 @@ async def test_a_closed_thought_is_not_a_turn_of_the_budget() -> None:
     assert (record.answer, record.stop_reason) == ("It is 1776.", StopReason.ANSWERED)
     assert [result.content for result in record.results] == ["1776"]
     messages = CHAT.messages_of(record.turns)
-    assert [one["role"] for one in messages] == ["assistant", "tool", "assistant"]
+    assert [message["role"] for message in messages] == ["assistant", "tool", "assistant"]
     thought = CHAT.decode(model.ids[0][:4])
     assert messages[2]["content"] == f"{thought}{CLOSED}It is 1776."
 
@@ -142,7 +142,7 @@ async def test_a_forced_call_is_still_forced_after_the_thought() -> None:
     model = Model("<think>hello world, hello world", call, f"It is 1776.{END}")
     options = TurnOptions(rules=OutputRules("required"))
     await model.answer(2, max_turns=3, tools=[multiply], options=options)
-    forced = [bool(asked.parameters) for asked in model.engine.asked]
+    forced = [bool(generation.parameters) for generation in model.engine.asked]
     assert forced == [True, True, False]
 
 

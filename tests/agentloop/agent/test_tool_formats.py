@@ -14,7 +14,7 @@ from agentloop.agent.tool_formats import (
     bad_arguments,
     describe,
     jupyter_code_schema,
-    malformed,
+    malformed_call,
     paper_schema,
     python_code_schema,
     unknown_tool,
@@ -79,14 +79,14 @@ RELEASE = [
 ]
 
 
-@pytest.mark.parametrize(("given", "text"), PAPER)
-def test_a_response_in_the_papers_form(given: CallResult, text: str) -> None:
-    assert describe(given, CODE, tool_format="paper") == text
+@pytest.mark.parametrize(("call_result", "text"), PAPER)
+def test_a_response_in_the_papers_form(call_result: CallResult, text: str) -> None:
+    assert describe(call_result, CODE, tool_format="paper") == text
 
 
-@pytest.mark.parametrize(("given", "text"), RELEASE)
-def test_a_response_in_the_releases_form(given: CallResult, text: str) -> None:
-    assert describe(given, CODE, tool_format="release") == text
+@pytest.mark.parametrize(("call_result", "text"), RELEASE)
+def test_a_response_in_the_releases_form(call_result: CallResult, text: str) -> None:
+    assert describe(call_result, CODE, tool_format="release") == text
 
 
 @pytest.mark.parametrize("line", [None, 0, 9])
@@ -103,7 +103,7 @@ def test_a_traceback_that_was_cut_is_kept_as_it_is() -> None:
     assert "stderr: ...efined\n" in describe(cut, CODE, tool_format="release")
 
 
-def called(raw: str) -> ToolCall:
+def parse_call(raw: str) -> ToolCall:
     name, arguments, error = decode_call(raw)
     return ToolCall("call_0", name, arguments, raw, 0, 1, error)
 
@@ -121,17 +121,17 @@ def called(raw: str) -> ToolCall:
 def test_feedback_on_a_call_that_cannot_be_decoded(
     raw: str, error: str, tool_format: ToolFormat
 ) -> None:
-    text = malformed(called(raw), tool_format=tool_format)
+    text = malformed_call(parse_call(raw), tool_format=tool_format)
     assert text.startswith(f"Failed to decode tool call: {error}")
 
 
 @given(st.text(max_size=20))
 def test_every_malformed_call_gets_a_reason(raw: str) -> None:
-    call = called(raw)
+    call = parse_call(raw)
     if call.error is not None:
-        assert malformed(call) == f"[malformed tool call] {call.error}"
-        said = malformed(call, tool_format="release")
-        assert said.removeprefix("Failed to decode tool call: ").strip()
+        assert malformed_call(call) == f"[malformed tool call] {call.error}"
+        feedback = malformed_call(call, tool_format="release")
+        assert feedback.removeprefix("Failed to decode tool call: ").strip()
 
 
 def test_feedback_on_calls_that_cannot_run() -> None:
@@ -163,12 +163,12 @@ def test_schemas_by_wording() -> None:
 
 @given(st.text(max_size=40), st.integers(2, 30))
 def test_the_middle_of_a_long_text_is_cut_out(content: str, limit: int) -> None:
-    found = without_middle(content, limit)
+    shortened = without_middle(content, limit)
     if len(content) <= limit:
-        assert found == content
+        assert shortened == content
         return
     half = limit // 2
-    assert found[half:-half] == "...(truncated)..."
-    assert content.startswith(found[:half])
-    assert content.endswith(found[-half:])
+    assert shortened[half:-half] == "...(truncated)..."
+    assert content.startswith(shortened[:half])
+    assert content.endswith(shortened[-half:])
     assert without_middle(content, None) == content

@@ -75,16 +75,16 @@ def test_a_google_docstring_describes_the_arguments() -> None:
     assert properties["loud"]["type"] == "boolean"
 
 
-def undocumented(a: int) -> int:
+def without_docstring(a: int) -> int:
     return a
 
 
-def untyped(a) -> int:  # type: ignore[no-untyped-def]
+def without_types(a) -> int:  # type: ignore[no-untyped-def]
     """Take anything."""
     return 0
 
 
-def unresolved(a: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: F821
+def with_unknown_type(a: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: F821
     """Take what does not exist."""
     return 0
 
@@ -97,9 +97,9 @@ def splat(*args: int) -> int:
 @pytest.mark.parametrize(
     "function",
     [
-        undocumented,
-        untyped,
-        unresolved,
+        without_docstring,
+        without_types,
+        with_unknown_type,
         splat,
         functools.partial(multiply, 3),
         lambda: 0,
@@ -119,7 +119,7 @@ def test_duplicate_tool_names_are_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "error"),
     [
         ({}, "each must be"),
         ({"type": "function"}, "each must be"),
@@ -127,8 +127,8 @@ def test_duplicate_tool_names_are_rejected() -> None:
         ({"type": "function", "function": {"name": 3}}, "function.name is missing"),
     ],
 )
-def test_an_invalid_schema_is_rejected(schema: dict[str, Any], said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+def test_an_invalid_schema_is_rejected(schema: dict[str, Any], error: str) -> None:
+    with pytest.raises(RequestError, match=error):
         CallerTool(schema)
 
 
@@ -160,7 +160,7 @@ async def test_values_become_text(value: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
         ({}, "a: Field required"),
         ({"a": "many"}, "a: Input should be a valid integer"),
@@ -168,10 +168,10 @@ async def test_values_become_text(value: Any, text: str) -> None:
         ({"a": 1, "argument_0": 3}, "argument_0: Extra inputs"),
     ],
 )
-async def test_the_model_is_told_about_bad_arguments(arguments: dict[str, Any], said: str) -> None:
+async def test_the_model_is_told_about_bad_arguments(arguments: dict[str, Any], error: str) -> None:
     output = await call(multiply, **arguments)
     assert output.status is ToolCallStatus.BAD_ARGUMENTS
-    assert said in output.content
+    assert error in output.content
 
 
 async def test_parameters_may_have_any_name() -> None:
@@ -208,19 +208,19 @@ async def test_the_model_reads_a_tools_exception() -> None:
 
 
 async def test_a_tool_that_hangs_is_stopped() -> None:
-    left = anyio.Event()
+    cancelled = anyio.Event()
 
     async def hang() -> None:
         """Hang."""
         try:
             await anyio.sleep_forever()
         finally:
-            left.set()
+            cancelled.set()
 
     async with Tools([FunctionTool(hang, timeout_s=0.01)]) as tools:
         output = await tools.run("hang", {})
     assert output.status is ToolCallStatus.TIMEOUT
-    assert left.is_set()
+    assert cancelled.is_set()
 
 
 async def test_a_hanging_thread_is_abandoned_and_keeps_counting() -> None:
@@ -349,8 +349,8 @@ async def test_two_first_calls_at_once_open_once() -> None:
 async def test_a_lost_state_is_closed_and_opened_anew() -> None:
     tool = Stateful(lose_after=1)
     async with Tools([tool]) as tools:
-        said = [(await tools.run("stateful", {})).content for _ in range(4)]
-        assert said == ["1.1", "2.1", "3.1", "4.1"]
+        outputs = [(await tools.run("stateful", {})).content for _ in range(4)]
+        assert outputs == ["1.1", "2.1", "3.1", "4.1"]
         await anyio.wait_all_tasks_blocked()
         assert tool.num_open == 1  # a state that is lost holds nothing for the rest of it
     assert tool.num_open == 0
@@ -369,7 +369,7 @@ async def test_cancellation_at_any_point_leaves_nothing_behind(point: str) -> No
 
 
 @pytest.mark.parametrize("point", ["open", "run"])
-async def test_one_call_is_cancelled_and_the_next_can_run(point: str) -> None:
+async def test_after_a_cancelled_call_the_next_can_run(point: str) -> None:
     tool = Stateful(hang_at=point)
     async with Tools([tool]) as tools:
         async with anyio.create_task_group() as tasks:
@@ -425,10 +425,12 @@ async def test_whatever_a_tool_does_is_an_error_that_the_model_reads(
 
 async def test_an_async_function_in_a_plain_wrapper_is_awaited() -> None:
     @functools.wraps(greet)
-    def wrapped(name: str, *, loud: bool = False) -> Any:
+    def greet_wrapper(name: str, *, loud: bool = False) -> Any:
         return greet(name, loud=loud)
 
-    assert (await call(wrapped, name="you")).content == (await call(greet, name="you")).content
+    assert (await call(greet_wrapper, name="you")).content == (
+        await call(greet, name="you")
+    ).content
 
 
 def yields() -> Any:
@@ -485,11 +487,11 @@ class Ledger:
 @given(st.lists(st.tuples(st.sampled_from(["add", "double", "square"]), st.integers(0, 9))))
 def test_calls_at_once_give_the_results_of_calls_one_by_one(calls: list[tuple[str, int]]) -> None:
     async def results(*, at_once: bool) -> tuple[list[str], int]:
-        ledger, found = Ledger(), dict[int, str]()
+        ledger, outputs = Ledger(), dict[int, str]()
         async with Tools([ledger.add, ledger.double, ledger.square]) as tools:
 
             async def run(index: int, name: str, number: int) -> None:
-                found[index] = (await tools.run(name, {"number": number})).content
+                outputs[index] = (await tools.run(name, {"number": number})).content
 
             for index, (name, number) in enumerate(calls):
                 async with anyio.create_task_group() as tasks:
@@ -499,10 +501,10 @@ def test_calls_at_once_give_the_results_of_calls_one_by_one(calls: list[tuple[st
                 for index, (name, number) in enumerate(calls):
                     if at_once:
                         tasks.start_soon(run, index, name, number)
-        return [found[index] for index in range(len(calls))], ledger.most_running
+        return [outputs[index] for index in range(len(calls))], ledger.most_running
 
-    both = [anyio.run(partial(results, at_once=at_once)) for at_once in (False, True)]
-    assert both[0][0] == both[1][0]
+    runs = [anyio.run(partial(results, at_once=at_once)) for at_once in (False, True)]
+    assert runs[0][0] == runs[1][0]
 
 
 async def test_a_method_that_is_declared_concurrent_runs_beside_others() -> None:

@@ -55,7 +55,7 @@ def group(folder: Path, *rollouts: Trajectory, number: int = 1) -> Path:
     """Write a group of a run as training does."""
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
     path = folder / "trajectories" / f"group-{number:07}.jsonl"
-    rows = [{"task": "t", "reward": 1.0, "trajectory": one.to_dict()} for one in rollouts]
+    rows = [{"task": "t", "reward": 1.0, "trajectory": rollout.to_dict()} for rollout in rollouts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -96,12 +96,12 @@ def test_groups_are_found_by_number(tmp_path: Path) -> None:
 def test_a_rollout_is_read_as_training_writes_it(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", "")
     folder.add_group(3, [{"trajectory": rollout().to_dict()}])
-    (one,) = read_rollouts(group_files(folder.path)[3])
-    assert (one.id, one.versions) == ("1.0", {"1": 1, "2": 3})
-    assert one.ids == [1, 2, 5, 6, 7, 8, 9, 3]
-    assert one.sampled_logprobs == [-0.5, -1.0, -1.5, -2.0]
-    assert [turn.after_result for turn in one.turns] == [False, True, False]
-    assert [tuple(turn.calls) for turn in one.turns] == [((1, 3),), (), ()]
+    (read,) = read_rollouts(group_files(folder.path)[3])
+    assert (read.id, read.versions) == ("1.0", {"1": 1, "2": 3})
+    assert read.ids == [1, 2, 5, 6, 7, 8, 9, 3]
+    assert read.sampled_logprobs == [-0.5, -1.0, -1.5, -2.0]
+    assert [turn.after_result for turn in read.turns] == [False, True, False]
+    assert [tuple(turn.calls) for turn in read.turns] == [((1, 3),), (), ()]
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ async def test_each_token_gets_its_own(tmp_path: Path) -> None:
     empty = Trajectory("1.1", [1, 2], [Turn()])  # it waited too long
     rollouts = read_rollouts(group(tmp_path, rollout(), empty, rollout("1.2")))
     learner = Learner(off=-0.5)
-    found = await score(learner, rollouts, tmp_path, timeout_s=5)
-    one = [[0.05, 0.06, 0.07], [0.03], []]
-    assert found.entropies == [one, [[]], one]
-    assert found.mismatch_kl == pytest.approx(np.exp(-0.5) - 0.5)
+    scores = await score(learner, rollouts, tmp_path, timeout_s=5)
+    entropies = [[0.05, 0.06, 0.07], [0.03], []]
+    assert scores.entropies == [entropies, [[]], entropies]
+    assert scores.mismatch_kl == pytest.approx(np.exp(-0.5) - 0.5)
     assert learner.asked[0]["lengths"].tolist() == [8, 8]
     assert names_in(tmp_path) == ["trajectories"]
 
@@ -166,14 +166,14 @@ def rollouts(tmp_path: Path) -> list[RecordedRollout]:
     return read_rollouts(group(tmp_path, rollout(), rollout("1.1")))
 
 
-def test_what_is_kept_is_found_again(tmp_path: Path, rollouts: list[RecordedRollout]) -> None:
+def test_saved_entropies_are_loaded_again(tmp_path: Path, rollouts: list[RecordedRollout]) -> None:
     """The file has the form that the page reads: a line for each rollout, by its id."""
     folder = EntropyFolder(tmp_path)
-    found = GroupScores([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25)
-    assert folder.kept(1, rollouts, ORIGIN) is None
-    folder.keep(1, rollouts, ORIGIN, found)
-    folder.keep(2, rollouts, ORIGIN, found)
-    assert folder.kept(1, rollouts, ORIGIN) == found
+    scores = GroupScores([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25)
+    assert folder.load(1, rollouts, ORIGIN) is None
+    folder.save(1, rollouts, ORIGIN, scores)
+    folder.save(2, rollouts, ORIGIN, scores)
+    assert folder.load(1, rollouts, ORIGIN) == scores
     lines = (tmp_path / "entropy" / "group-0000001.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {"id": "1.0", "entropies": [[0.1, 0.2, 0.3], [0.4], []]},
@@ -185,12 +185,12 @@ def test_entropies_of_other_weights_or_rollouts_are_not_used(
     tmp_path: Path, rollouts: list[RecordedRollout]
 ) -> None:
     folder = EntropyFolder(tmp_path)
-    folder.keep(1, rollouts, ORIGIN, GroupScores([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25))
-    other = Origin("/weights/2", "other weights there", "2", 1.0)
-    assert folder.kept(1, rollouts, other) is None
-    assert folder.kept(2, rollouts, ORIGIN) is None
-    assert folder.kept(1, rollouts[::-1], ORIGIN) is None
-    assert folder.kept(1, rollouts[:1], ORIGIN) is None
+    folder.save(1, rollouts, ORIGIN, GroupScores([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25))
+    other_origin = Origin("/weights/2", "other weights there", "2", 1.0)
+    assert folder.load(1, rollouts, other_origin) is None
+    assert folder.load(2, rollouts, ORIGIN) is None
+    assert folder.load(1, rollouts[::-1], ORIGIN) is None
+    assert folder.load(1, rollouts[:1], ORIGIN) is None
 
 
 @pytest.mark.parametrize("name", ["group-0000001.jsonl", "about.json"])
@@ -199,12 +199,12 @@ def test_damaged_entropies_are_computed_again(
     tmp_path: Path, rollouts: list[RecordedRollout], name: str, damage: bytes
 ) -> None:
     folder = EntropyFolder(tmp_path)
-    found = GroupScores([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25)
-    folder.keep(1, rollouts, ORIGIN, found)
+    scores = GroupScores([[[0.1, 0.2, 0.3], [0.4], []]] * 2, 0.25)
+    folder.save(1, rollouts, ORIGIN, scores)
     (tmp_path / "entropy" / name).write_bytes(damage)
-    assert folder.kept(1, rollouts, ORIGIN) is None
-    folder.keep(1, rollouts, ORIGIN, found)
-    assert folder.kept(1, rollouts, ORIGIN) == found
+    assert folder.load(1, rollouts, ORIGIN) is None
+    folder.save(1, rollouts, ORIGIN, scores)
+    assert folder.load(1, rollouts, ORIGIN) == scores
 
 
 def test_a_place_that_cannot_be_written_is_named(
@@ -212,7 +212,7 @@ def test_a_place_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "entropy").touch()
     with pytest.raises(RunFolderError, match="entropy"):
-        EntropyFolder(tmp_path).keep(1, rollouts, ORIGIN, GroupScores([[], []], 0.0))
+        EntropyFolder(tmp_path).save(1, rollouts, ORIGIN, GroupScores([[], []], 0.0))
 
 
 def test_other_weights_in_the_same_place_are_others(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.analysis.plots import PANELS, labels_of, plot_runs, smoothed
+from agentloop.analysis.plots import PANELS, labels_of, moving_average, plot_runs
 from agentloop.errors import RunFolderError, SettingsError
 
 
@@ -48,7 +48,9 @@ def steps(num: int, **more: Any) -> list[dict[str, Any]]:
 def words(path: Path) -> list[str]:
     """Return the texts in an SVG file."""
     root = ElementTree.parse(path).getroot()
-    return [text for one in root.iter("{http://www.w3.org/2000/svg}text") if (text := one.text)]
+    return [
+        text for element in root.iter("{http://www.w3.org/2000/svg}text") if (text := element.text)
+    ]
 
 
 def titles(path: Path) -> set[str]:
@@ -57,9 +59,9 @@ def titles(path: Path) -> set[str]:
 
 @pytest.mark.full
 def test_runs_are_drawn_with_what_they_have(tmp_path: Path) -> None:
-    whole, empty = run(tmp_path / "whole", steps(70)), run(tmp_path / "empty", [])
+    long_run, empty = run(tmp_path / "whole", steps(70)), run(tmp_path / "empty", [])
     png, svg = tmp_path / "plots.png", tmp_path / "plots.svg"
-    plot_runs([whole, empty], png, svg)
+    plot_runs([long_run, empty], png, svg)
     assert png.read_bytes().startswith(b"\x89PNG")
     assert titles(svg) == {
         "reward",
@@ -77,21 +79,28 @@ def test_runs_are_drawn_with_what_they_have(tmp_path: Path) -> None:
 
 
 def test_the_parts_of_a_steps_time_are_plotted_for_a_single_run(tmp_path: Path) -> None:
-    one, other = run(tmp_path / "one", steps(3)), run(tmp_path / "other", steps(3))
+    first, second = run(tmp_path / "one", steps(3)), run(tmp_path / "other", steps(3))
     parts = {"waiting for rollouts", "training", "weight sync"}
-    plot_runs([one], tmp_path / "a.svg", what=["times"])
+    plot_runs([first], tmp_path / "a.svg", what=["times"])
     assert parts <= set(words(tmp_path / "a.svg"))
-    plot_runs([one, other], tmp_path / "b.svg", what=["times"])
+    plot_runs([first, second], tmp_path / "b.svg", what=["times"])
     assert not parts & set(words(tmp_path / "b.svg"))
 
 
 def test_the_reward_of_each_environment_is_plotted(tmp_path: Path) -> None:
     more = {"env/guess/reward": 0.5, "env/guess/length_mean": 9, "held_out/env/solve/reward": 1}
+    folder, out = run(tmp_path / "one", steps(3, **more)), tmp_path / "plots.svg"
+    plot_runs([folder], out)
+    assert {"reward", "reward of guess", "reward of solve"} <= set(words(out))
+    plot_runs([folder], out, what=["env/guess/length_mean"])
+    assert "reward of guess" not in words(out)
+
+
+def test_what_an_environment_names_itself_is_plotted(tmp_path: Path) -> None:
+    more = {"part/found": 0.5, "held_out/recorded/tries": 3, "env/guess/recorded/tries": 4}
     one, out = run(tmp_path / "one", steps(3, **more)), tmp_path / "plots.svg"
     plot_runs([one], out)
-    assert {"reward", "reward of guess", "reward of solve"} <= set(words(out))
-    plot_runs([one], out, what=["env/guess/length_mean"])
-    assert "reward of guess" not in words(out)
+    assert {"part found", "recorded tries", "recorded tries of guess"} <= set(words(out))
 
 
 def test_the_requested_metrics_are_plotted(tmp_path: Path) -> None:
@@ -137,14 +146,14 @@ def test_a_run_without_metrics_is_named(tmp_path: Path) -> None:
 
 def test_a_line_that_is_cut_is_left_out_and_a_damaged_one_told(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", steps(2))
-    whole = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(whole + '{"step": 3, "rew')
+    content = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(content + '{"step": 3, "rew')
     assert plot_runs([folder], tmp_path / "plots.svg", what=["reward"]) == []
     expected = (tmp_path / "plots.svg").read_bytes()
     for damage in ("{\n", '{"reward": 1}\n', "[]\n"):
-        (folder / "metrics.jsonl").write_text(damage + whole)
-        (told,) = plot_runs([folder], tmp_path / "plots.svg", what=["reward"])
-        assert f"{folder}: metrics.jsonl: " in told
+        (folder / "metrics.jsonl").write_text(damage + content)
+        (problem,) = plot_runs([folder], tmp_path / "plots.svg", what=["reward"])
+        assert f"{folder}: metrics.jsonl: " in problem
         assert (tmp_path / "plots.svg").read_bytes() == expected
         (folder / "metrics.jsonl").write_text(damage)
         with pytest.raises(RunFolderError, match=r"nothing to plot: .*metrics\.jsonl: "):
@@ -164,12 +173,12 @@ def test_places_that_are_none_are_named(tmp_path: Path) -> None:
 def test_a_package_that_is_missing_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = builtins.__import__
+    real_import = builtins.__import__
 
-    def without(name: str, *rest: Any, **more: Any) -> Any:
+    def without(name: str, *arguments: Any, **more: Any) -> Any:
         if name.partition(".")[0] == "matplotlib":
             raise ImportError(name)
-        return there(name, *rest, **more)
+        return real_import(name, *arguments, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(SettingsError, match=r"matplotlib: pip install 'agentloop-rl\[train\]'"):
@@ -188,8 +197,8 @@ def test_labels_are_as_long_as_they_must_be(tmp_path: Path) -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6)), st.integers(0, 10))
 def test_smoothing_is_a_mean_of_neighbours(values: list[float], window: int) -> None:
-    found = smoothed(values, window)
-    assert len(found) == len(values)
-    for index, one in enumerate(found):
+    averages = moving_average(values, window)
+    assert len(averages) == len(values)
+    for index, average in enumerate(averages):
         near = values[max(0, index - window) : index + window + 1]
-        assert one == pytest.approx(math.fsum(near) / len(near), abs=1e-3)
+        assert average == pytest.approx(math.fsum(near) / len(near), abs=1e-3)

@@ -27,19 +27,19 @@ STAGES = to_toml(
 EVALUATE = to_toml(EvaluateSettings())
 
 
-def rows(path: Path, *found: dict[str, Any]) -> None:
+def rows(path: Path, *content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    path.write_text("".join(json.dumps(row) + "\n" for row in content))
 
 
 def step(number: int, **more: Any) -> dict[str, Any]:
     return {"step": number, "stage": 1, "reward": number / 10, **more}
 
 
-def made(path: Path, config: str, *found: dict[str, Any]) -> Path:
+def make_run(path: Path, config: str, *metrics: dict[str, Any]) -> Path:
     """Create a run that has ended or was stopped, without a lock."""
     folder = RunFolder(path, config)
-    for row in found:
+    for row in metrics:
         folder.add_metrics(row)
     return path
 
@@ -63,7 +63,7 @@ async def test_an_active_run_is_distinguished_from_a_stopped_one(tmp_path: Path)
 
 
 def test_the_figures_are_of_the_last_steps_that_have_them(tmp_path: Path) -> None:
-    path = made(
+    path = make_run(
         tmp_path / "run",
         TRAIN,
         {"step": 0, "held_out/reward": 0.2},
@@ -75,23 +75,23 @@ def test_the_figures_are_of_the_last_steps_that_have_them(tmp_path: Path) -> Non
     (path / "checkpoints" / "step-00002").mkdir()
     (path / "checkpoints" / "step-00002" / "state.json").write_text('{"state": {"step": 2}}')
     (path / "checkpoints" / "step-00003").mkdir()  # not whole
-    found = summarize(path)
-    assert (found.kind, found.step, found.num_steps) == (RunKind.TRAIN, 3, 10)
-    assert (found.reward, found.held_out_reward, found.tool_errors) == (0.2, 0.5, 0.25)
-    assert (found.checkpoints, found.stage, found.problems) == ((2,), "", ())
+    summary = summarize(path)
+    assert (summary.kind, summary.step, summary.num_steps) == (RunKind.TRAIN, 3, 10)
+    assert (summary.reward, summary.held_out_reward, summary.tool_errors) == (0.2, 0.5, 0.25)
+    assert (summary.checkpoints, summary.stage, summary.problems) == ((2,), "", ())
 
 
 def test_stages_add_up(tmp_path: Path) -> None:
-    path = made(tmp_path / "run", STAGES, step(3), step(4, stage=2))
-    found = summarize(path)
-    assert (found.stage, found.step, found.num_steps) == ("2/2 long", 4, 7)
-    assert found.state is RunState.STOPPED
+    path = make_run(tmp_path / "run", STAGES, step(3), step(4, stage=2))
+    summary = summarize(path)
+    assert (summary.stage, summary.step, summary.num_steps) == ("2/2 long", 4, 7)
+    assert summary.state is RunState.STOPPED
     RunFolder(path).add_metrics(step(7, stage=2))
     assert summarize(path).state is RunState.ENDED
 
 
 def test_a_start_is_a_stage_before_the_first(tmp_path: Path) -> None:
-    path = made(tmp_path / "run", STAGES)
+    path = make_run(tmp_path / "run", STAGES)
     assert (summarize(path).stage, summarize(path).step) == ("1/2 short", None)
     rows(path / "sft" / "metrics.jsonl", {"step": 40, "epoch": 1})
     assert (summarize(path).stage, summarize(path).step) == ("sft", 40)
@@ -111,7 +111,7 @@ def test_a_start_is_a_stage_before_the_first(tmp_path: Path) -> None:
 def test_how_a_run_ended_is_seen_by_what_it_wrote_last(
     tmp_path: Path, config: str, sign: str, state: RunState
 ) -> None:
-    path = made(tmp_path / "run", config, step(1))
+    path = make_run(tmp_path / "run", config, step(1))
     assert summarize(path).state is RunState.STOPPED
     later(path / sign, path / "metrics.jsonl")
     assert summarize(path).state is state
@@ -120,11 +120,11 @@ def test_how_a_run_ended_is_seen_by_what_it_wrote_last(
 
 
 def test_a_run_that_an_error_ended_has_failed_until_it_goes_on(tmp_path: Path) -> None:
-    path = made(tmp_path / "run", TRAIN, step(1))
+    path = make_run(tmp_path / "run", TRAIN, step(1))
     with pytest.raises(ZeroDivisionError), RunFolder(path).noting_failure():
         _ = 1 / 0
-    found = summarize(path)
-    assert (found.state, found.problems) == (RunState.FAILED, ("division by zero",))
+    summary = summarize(path)
+    assert (summary.state, summary.problems) == (RunState.FAILED, ("division by zero",))
     with pytest.raises(asyncio.CancelledError), RunFolder(path).noting_failure():
         raise asyncio.CancelledError
     RunFolder(path).tell(TRAIN)
@@ -132,7 +132,7 @@ def test_a_run_that_an_error_ended_has_failed_until_it_goes_on(tmp_path: Path) -
 
 
 def test_a_resumed_run_no_longer_counts_as_ended(tmp_path: Path) -> None:
-    path = made(tmp_path / "run", TRAIN, step(1))
+    path = make_run(tmp_path / "run", TRAIN, step(1))
     RunFolder(path).end()
     assert summarize(path).state is RunState.ENDED
     RunFolder(path).tell(TRAIN)  # stopped before it wrote anything down
@@ -140,27 +140,32 @@ def test_a_resumed_run_no_longer_counts_as_ended(tmp_path: Path) -> None:
 
 
 def test_a_supervised_run_has_steps_and_no_reward(tmp_path: Path) -> None:
-    found = summarize(made(tmp_path / "run", SFT, {"step": 7, "learner/loss": 0.5}))
-    assert (found.kind, found.step, found.num_steps, found.reward) == (RunKind.SFT, 7, None, None)
+    summary = summarize(make_run(tmp_path / "run", SFT, {"step": 7, "learner/loss": 0.5}))
+    assert (summary.kind, summary.step, summary.num_steps, summary.reward) == (
+        RunKind.SFT,
+        7,
+        None,
+        None,
+    )
 
 
 def test_an_evaluation_is_told_by_its_tasks(tmp_path: Path) -> None:
     task = {"source": "s", "tool_errors_in_correct": 0.5}
-    path = made(
+    path = make_run(
         tmp_path / "run",
         EVALUATE,
         {"step": 1, "group": 1, "reward": 0.0, **task},
         {"step": 2, "group": 2, "reward": 1.0, **task},
         {"step": 3, "group": 1, "reward": 0.5, **task},  # again, with what was missing
     )
-    found = summarize(path)
-    assert (found.kind, found.step, found.num_steps) == (RunKind.EVALUATE, 2, None)
-    assert (found.reward, found.tool_errors) == (0.75, 0.5)
-    told = {"num_tasks": 2, "avg_at_k": {"value": 0.7, "low": 0, "high": 1}}
-    (path / "results.json").write_text(json.dumps({"all": told}))
+    summary = summarize(path)
+    assert (summary.kind, summary.step, summary.num_steps) == (RunKind.EVALUATE, 2, None)
+    assert (summary.reward, summary.tool_errors) == (0.75, 0.5)
+    results = {"num_tasks": 2, "avg_at_k": {"value": 0.7, "low": 0, "high": 1}}
+    (path / "results.json").write_text(json.dumps({"all": results}))
     later(path / "results.json", path / "metrics.jsonl")
-    found = summarize(path)
-    assert (found.state, found.num_steps, found.reward) == (RunState.ENDED, 2, 0.7)
+    summary = summarize(path)
+    assert (summary.state, summary.num_steps, summary.reward) == (RunState.ENDED, 2, 0.7)
     (path / "results.json").write_text("[]")
     assert summarize(path).problems[0].startswith("results.json: ")
 
@@ -181,53 +186,53 @@ def test_an_evaluation_is_told_by_its_tasks(tmp_path: Path) -> None:
 def test_damaged_files_are_reported_and_the_others_summarized(
     tmp_path: Path, name: str, damage: bytes | None, problem: str
 ) -> None:
-    path = made(tmp_path / "run", TRAIN, step(1), step(2))
+    path = make_run(tmp_path / "run", TRAIN, step(1), step(2))
     if damage is None:
         (path / name).unlink()
     else:
         (path / name).write_bytes(damage)
-    found = summarize(path)
-    assert problem in found.problems[0]
-    assert found.step == 2
+    summary = summarize(path)
+    assert problem in summary.problems[0]
+    assert summary.step == 2
 
 
 def test_a_line_that_is_being_written_is_no_damage(tmp_path: Path) -> None:
-    path = made(tmp_path / "run", TRAIN, step(1))
+    path = make_run(tmp_path / "run", TRAIN, step(1))
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')
-    found = summarize(path)
-    assert (found.step, found.problems) == (1, ())
+    summary = summarize(path)
+    assert (summary.step, summary.problems) == (1, ())
 
 
 @pytest.mark.parametrize("value", ["1", True, None, [1], {}, 10**30])
 def test_values_of_another_kind_are_no_figures(tmp_path: Path, value: Any) -> None:
-    path = made(tmp_path / "run", STAGES, step(1))
+    path = make_run(tmp_path / "run", STAGES, step(1))
     with (path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": value, "stage": value, "reward": value}) + "\n")
-    found = summarize(path)
-    assert found.problems == ()
-    assert found.stage in ("1/2 short", "")
+    summary = summarize(path)
+    assert summary.problems == ()
+    assert summary.stage in ("1/2 short", "")
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    path = made(tmp_path / "run", TRAIN, step(1))
+    path = make_run(tmp_path / "run", TRAIN, step(1))
     (path / "metrics.jsonl").unlink()
     (path / "metrics.jsonl").mkdir()
     assert summarize(path).problems == ("metrics.jsonl: Is a directory",)
 
 
 def test_the_size_is_what_the_disk_gives_for_it(tmp_path: Path) -> None:
-    path = made(tmp_path / "run", TRAIN, step(1))
+    path = make_run(tmp_path / "run", TRAIN, step(1))
     before = summarize(path).num_bytes
     (path / "weights" / "1").mkdir()
     (path / "weights" / "1" / "model").write_bytes(b"x" * 1_000_000)
     os.link(path / "weights" / "1" / "model", path / "weights" / "same")  # takes nothing more
-    found = summarize(path).num_bytes - before
-    assert 1_000_000 <= found < 1_100_000
+    num_bytes = summarize(path).num_bytes - before
+    assert 1_000_000 <= num_bytes < 1_100_000
 
 
 def test_entropies_do_not_make_a_run_younger(tmp_path: Path) -> None:
-    path = made(tmp_path / "run", TRAIN, step(1))
+    path = make_run(tmp_path / "run", TRAIN, step(1))
     changed = summarize(path).changed_unix_s
     later(path / "entropy" / "about.json", path / "metrics.jsonl")
     assert summarize(path).changed_unix_s == changed
@@ -247,8 +252,8 @@ def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
     (tmp_path / "others" / "config.toml").touch()
     (RunFolder(tmp_path / "c", TRAIN).path / ".lock").touch()  # it has not come to anything
     (tmp_path / "file.toml").touch()
-    found = [str(path.relative_to(tmp_path)) for path in find_runs(tmp_path)]
-    assert found == ["a", "b", "c", "deep/er/c"]
+    names = [str(path.relative_to(tmp_path)) for path in find_runs(tmp_path)]
+    assert names == ["a", "b", "c", "deep/er/c"]
     assert list(find_runs(tmp_path / "latest")) == [tmp_path / "latest"]
     with pytest.raises(OSError, match="nowhere"):
         list(find_runs(tmp_path / "nowhere"))

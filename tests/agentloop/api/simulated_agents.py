@@ -70,15 +70,15 @@ class RandomSGLang(FakeSGLang):
         self,
         request: web.Request,
         response: web.StreamResponse,
-        asked: dict[str, Any],
+        body: dict[str, Any],
         fault: Fault | None,
     ) -> None:
         number = len(self.log)
-        ids = self._message(number)[: asked["sampling_params"]["max_new_tokens"]]
+        ids = self._message(number)[: body["sampling_params"]["max_new_tokens"]]
         logprobs = [-(self._num_tokens + at + 1) / 1024 for at in range(len(ids))]
         self._num_tokens += len(ids)
         self._numbers.update(dict.fromkeys(logprobs, number))
-        self.log.append(sampled := Sampled(asked["input_ids"], ids, logprobs))
+        self.log.append(sampled := Sampled(body["input_ids"], ids, logprobs))
         cuts = sorted({0, self.random.randrange(len(ids)), self.random.randrange(len(ids))})
         for start, stop in zip(cuts, [*cuts[1:], len(ids)], strict=True):
             end = ids[-1] == CHAT.token_id(END)
@@ -121,7 +121,7 @@ def _tools(protocol: Protocol, names: Sequence[str]) -> list[dict[str, Any]]:
     match protocol:
         case "chat/completions":
             functions: list[Any] = [{"name": name, "parameters": schema} for name in names]
-            return [{"type": "function", "function": one} for one in functions]
+            return [{"type": "function", "function": function} for function in functions]
         case "responses":
             return [{"type": "function", "name": name, "parameters": schema} for name in names]
         case "messages":
@@ -137,9 +137,9 @@ def body_of(
         case "chat/completions":
             return {**body, "messages": messages}
         case "responses":
-            return {**body, "input": [item for one in messages for item in _items(one)]}
+            return {**body, "input": [item for message in messages for item in _items(message)]}
         case "messages":
-            turns = [{"role": _side(one), "content": _blocks(one)} for one in messages]
+            turns = [{"role": _side(message), "content": _blocks(message)} for message in messages]
             return {**body, "max_tokens": 4000, "messages": turns}
 
 
@@ -195,17 +195,21 @@ def message_of(protocol: Protocol, data: bytes, *, stream: bool) -> Message:
         for line in data.split(b"\n")
         if stream and line.startswith(b"data: ") and line != b"data: [DONE]"
     ]
-    whole = {} if stream else json.loads(data)
+    answer = {} if stream else json.loads(data)
     match protocol:
         case "chat/completions":
-            return _chat_message(events) if stream else _kept(whole["choices"][0]["message"])
+            return (
+                _chat_message(events)
+                if stream
+                else _without_extras(answer["choices"][0]["message"])
+            )
         case "responses":
-            return _of_items((events[-1]["response"] if stream else whole)["output"])
+            return _of_items((events[-1]["response"] if stream else answer)["output"])
         case "messages":
-            return _of_blocks(_joined(events) if stream else whole["content"])
+            return _of_blocks(_join_blocks(events) if stream else answer["content"])
 
 
-def _kept(message: Message) -> Message:
+def _without_extras(message: Message) -> Message:
     names = ("role", "content", "reasoning_content", "tool_calls")
     return {name: message[name] for name in names if name in message}
 
@@ -223,12 +227,12 @@ def _chat_message(events: Sequence[Any]) -> Message:
         message["reasoning_content"] = texts["reasoning_content"]
     if calls:
         message["tool_calls"] = [
-            {name: one[name] for name in one if name != "index"} for one in calls
+            {name: call[name] for name in call if name != "index"} for call in calls
         ]
     return message
 
 
-def _made(text: str, thought: str, calls: Sequence[tuple[str, str, str]]) -> Message:
+def _assistant_message(text: str, thought: str, calls: Sequence[tuple[str, str, str]]) -> Message:
     message: Message = {"role": "assistant", "content": text or None}
     if thought:
         message["reasoning_content"] = thought
@@ -246,14 +250,14 @@ def _of_items(items: Sequence[Any]) -> Message:
         return "".join(part["text"] for part in parts)
 
     calls = [item for item in items if item["type"] == "function_call"]
-    return _made(
+    return _assistant_message(
         text_of("message"),
         text_of("reasoning"),
-        [(one["call_id"], one["name"], one["arguments"]) for one in calls],
+        [(call["call_id"], call["name"], call["arguments"]) for call in calls],
     )
 
 
-def _joined(events: Sequence[Any]) -> list[dict[str, Any]]:
+def _join_blocks(events: Sequence[Any]) -> list[dict[str, Any]]:
     assert events[-1]["type"] == "message_stop"
     blocks: list[dict[str, Any]] = []
     for event in events:
@@ -269,11 +273,11 @@ def _joined(events: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _of_blocks(blocks: Sequence[Any]) -> Message:
-    calls = [one for one in blocks if one["type"] == "tool_use"]
-    return _made(
-        "".join(one["text"] for one in blocks if one["type"] == "text"),
-        "".join(one["thinking"] for one in blocks if one["type"] == "thinking"),
-        [(one["id"], one["name"], json.dumps(one["input"])) for one in calls],
+    calls = [block for block in blocks if block["type"] == "tool_use"]
+    return _assistant_message(
+        "".join(block["text"] for block in blocks if block["type"] == "text"),
+        "".join(block["thinking"] for block in blocks if block["type"] == "thinking"),
+        [(block["id"], block["name"], json.dumps(block["input"])) for block in calls],
     )
 
 
@@ -321,10 +325,10 @@ class FaultyLink:
                 data = await response.read()
                 assert response.status == 200, data
                 return data
-            seen = 0
+            num_bytes = 0
             async for piece in response.content.iter_any():
-                seen += len(piece)
-                if seen > max_bytes:
+                num_bytes += len(piece)
+                if num_bytes > max_bytes:
                     response.close()
                     break
         return None
@@ -354,7 +358,7 @@ class SimulatedAgent:
         for _ in range(num_steps):
             history = histories[-1]
             if not self.is_plain:
-                history = self._changed(self.random.choice(histories))
+                history = self._change_history(self.random.choice(histories))
                 if self.random.random() < 0.2:  # two at once, from the same history
                     async with anyio.create_task_group() as tasks:
                         tasks.start_soon(self._step, copy.deepcopy(history), histories)
@@ -365,8 +369,8 @@ class SimulatedAgent:
     async def _step(self, history: list[Message], histories: list[list[Message]]) -> None:
         answer = await self._ask(history)
         answers = [
-            {"role": "tool", "tool_call_id": one["id"], "content": self.random.choice(WORDS)}
-            for one in answer.get("tool_calls", ())
+            {"role": "tool", "tool_call_id": call["id"], "content": self.random.choice(WORDS)}
+            for call in answer.get("tool_calls", ())
         ]
         histories.append([*history, self._rewritten(answer), *(answers or [_user("Go on.")])])
 
@@ -394,7 +398,7 @@ class SimulatedAgent:
             answer.pop("reasoning_content", None)
         return answer
 
-    def _changed(self, history: Sequence[Message]) -> list[Message]:
+    def _change_history(self, history: Sequence[Message]) -> list[Message]:
         changed = copy.deepcopy(list(history))
         match self.random.randrange(8):
             case 0:
@@ -405,13 +409,13 @@ class SimulatedAgent:
                     at -= 1
                 return changed[: at + 1]
             case 2:
-                said = [one for one in changed if one["role"] == "assistant"]
-                for one in said[-1:]:
-                    one["content"] = f"edited {self.random.choice(WORDS)}"
+                answers = [message for message in changed if message["role"] == "assistant"]
+                for message in answers[-1:]:
+                    message["content"] = f"edited {self.random.choice(WORDS)}"
             case 3:
-                for one in changed:
-                    if "reasoning_content" in one:
-                        one["reasoning_content"] = "something else"
+                for message in changed:
+                    if "reasoning_content" in message:
+                        message["reasoning_content"] = "something else"
             case 4:
                 changed[-1]["content"] += " Now!"
         return changed

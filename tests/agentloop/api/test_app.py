@@ -15,10 +15,13 @@ import anyio
 import openai
 import pytest
 
+import agentloop
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.api.app import AgentService, listening
 from agentloop.api.guard import ServeSettings
 from agentloop.api.listen import bind
+from agentloop.environments.served import ServedAgent
+from agentloop.environments.tasks.task import Task
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.inference.replicas import ServerView
 from agentloop.inference.router import Router
@@ -113,11 +116,17 @@ async def service(
     *turns: Sequence[Step],
     chat: ChatFormat = CHAT,
     record: GroupFolder | None = None,
+    env: agentloop.Environment | None = None,
     **settings: Any,
 ) -> AsyncIterator[Service]:
     given = Settings.model_validate({"tools": [], "serve": {"port": 0}, **settings})
     router = PlayedRouter(*turns)
-    app = AgentService(PlayedRuntime(given, router, chat), given, record)
+    runtime = PlayedRuntime(given, router, chat)
+    agent: ServedAgent | None = None
+    if env is not None:
+        task = Task("t", "Play.", "42", extra={"top": 100})
+        agent = ServedAgent(env, runtime, task, given.sampling, given.budget)
+    app = AgentService(runtime, given, record, agent)
     with bind(given.serve) as bound:
         async with listening(app, bound) as url, http_session() as http:
             yield Service(url, router, http)
@@ -136,9 +145,9 @@ async def client(at: Service) -> AsyncIterator[openai.AsyncOpenAI]:
 
 async def test_openais_client_gets_its_answer_streamed_and_whole() -> None:
     async with service(says("It is 1776."), says("It is 1776.")) as at, client(at) as asks:
-        whole = await asks.chat.completions.create(model="fake-agent", messages=HELLO)
-        assert whole.choices[0].message.content == "It is 1776."
-        assert whole.choices[0].finish_reason == "stop"
+        completion = await asks.chat.completions.create(model="fake-agent", messages=HELLO)
+        assert completion.choices[0].message.content == "It is 1776."
+        assert completion.choices[0].finish_reason == "stop"
         stream = await asks.chat.completions.create(
             model="fake-agent", messages=HELLO, stream=True, stream_options={"include_usage": True}
         )
@@ -149,7 +158,7 @@ async def test_openais_client_gets_its_answer_streamed_and_whole() -> None:
                 text += choice.delta.content or ""
         assert text == "It is 1776."
         assert last is not None
-        assert last.usage == whole.usage
+        assert last.usage == completion.usage
         assert [model.id async for model in asks.models.list()] == ["fake-agent", "fake"]
         assert (await asks.models.retrieve("fake")).id == "fake"
     assert at.router.num_open == 0
@@ -162,20 +171,20 @@ async def test_a_clients_own_tools_make_the_round_trip() -> None:
         (choice,) = first.choices
         assert choice.finish_reason == "tool_calls"
         assert choice.message.tool_calls is not None
-        (asked,) = choice.message.tool_calls
-        assert asked.type == "function"
-        assert json.loads(asked.function.arguments) == {"n": 2**70}
-        answer = {"role": "tool", "tool_call_id": asked.id, "content": "42"}
+        (tool_call,) = choice.message.tool_calls
+        assert tool_call.type == "function"
+        assert json.loads(tool_call.function.arguments) == {"n": 2**70}
+        answer = {"role": "tool", "tool_call_id": tool_call.id, "content": "42"}
         again = [*HELLO, choice.message.model_dump(exclude_none=True), answer]
         second = await asks.chat.completions.create(model="fake", messages=again, tools=[THEIRS])
         assert second.choices[0].message.content == "done"
-    seen = CHAT.decode(at.router.asked[1].ids)
-    assert '{"n": 1180591620717411303424}' in seen
-    assert "<tool_response>\n42\n</tool_response>" in seen
+    prompt = CHAT.decode(at.router.asked[1].ids)
+    assert '{"n": 1180591620717411303424}' in prompt
+    assert "<tool_response>\n42\n</tool_response>" in prompt
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "error"),
     [
         (b"{nope", 400, "not valid JSON"),
         ({"messages": []}, 400, "messages: "),
@@ -193,19 +202,19 @@ async def test_a_clients_own_tools_make_the_round_trip() -> None:
         (b" " * (10 << 20), 413, "Maximum request body size"),
     ],
 )
-async def test_bad_input_has_a_clear_answer(body: Any, status: int, said: str) -> None:
+async def test_bad_input_has_a_clear_answer(body: Any, status: int, error: str) -> None:
     async with service() as at:
         async with at.post("/v1/chat/completions", body) as response:
             answer = await response.json()
         assert response.status == status
-        assert said in answer["error"]["message"]
+        assert error in answer["error"]["message"]
         async with at.http.get(f"{at.url}/healthz") as response:  # and nothing broke
             assert response.status == 200
         assert await at.metric("agentloop_rollouts_in_flight") == 0
     assert at.router.asked == []
 
 
-async def test_what_is_not_there_is_told_in_json_with_what_is() -> None:
+async def test_an_unknown_path_gets_a_json_error_that_lists_the_routes() -> None:
     async with service() as at:
         async with at.post("/v1/embeddings", {"input": "hello"}) as response:
             assert (response.status, response.content_type) == (404, "application/json")
@@ -241,22 +250,22 @@ async def test_errors_have_the_codes_that_clients_look_for(
 async def test_every_answer_has_a_request_id() -> None:
     async with service(says("It"), says("It"), serve={"port": 0, "token": "t"}) as at:
         given = {"Authorization": "Bearer t", "X-Request-Id": "my-request.1"}
-        asked = [("/v1/chat/completions", stream) for stream in (True, False)]
-        for path, stream in [*asked, ("/nowhere", False)]:
+        requests = [("/v1/chat/completions", stream) for stream in (True, False)]
+        for path, stream in [*requests, ("/nowhere", False)]:
             body = json.dumps({"messages": HELLO, "stream": stream})
             async with at.http.post(at.url + path, data=body, headers=given) as response:
                 assert response.headers["x-request-id"] == "my-request.1"
         given = {"X-Request-Id": "no id \u00e9"}
-        seen = set()
+        request_ids = set()
         for path in ("/health", "/healthz", "/v1/models"):  # the last is refused
             async with at.http.get(at.url + path, headers=given) as response:
                 assert response.status == (401 if path == "/v1/models" else 200)
-                seen.add(response.headers["x-request-id"])
-        assert len(seen) == 3
+                request_ids.add(response.headers["x-request-id"])
+        assert len(request_ids) == 3
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/healthz", "/v1/models", "/openapi.json"])
-async def test_what_can_be_got_can_be_asked_for_its_head(path: str) -> None:
+async def test_get_routes_accept_head(path: str) -> None:
     async with service() as at, at.http.head(at.url + path) as response:
         assert response.status == 200
 
@@ -287,7 +296,7 @@ async def test_a_stream_has_as_many_choices_as_were_asked_for() -> None:
     assert len(ids) == 1
     assert usage is not None
     assert usage.completion_tokens == num_logprobs == 3 * len(ids_of(CHAT, "It is 1776." + END))
-    seeds = sorted(asked.sampling.seed or 0 for asked in at.router.asked)
+    seeds = sorted(generation.sampling.seed or 0 for generation in at.router.asked)
     assert seeds == [0, 1, (1 << 63) - 1]
 
 
@@ -299,7 +308,7 @@ REFUSED: Any = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "reason"),
     [
         ({"response_format": REFUSED}, "response_format: its schema"),
         ({"tools": [THEIRS], "tool_choice": "required"}, "tool_choice: a tool's parameters"),
@@ -315,7 +324,7 @@ REFUSED: Any = {
     ],
 )
 async def test_a_constraint_that_cannot_be_kept_is_a_bad_request(
-    options: Any, said: str, stream: bool
+    options: Any, reason: str, stream: bool
 ) -> None:
     refusal = RequestError("http://fake: Failed to compile structural_tag grammar: nope")
     async with service([refusal], [refusal]) as at:
@@ -324,7 +333,7 @@ async def test_a_constraint_that_cannot_be_kept_is_a_bad_request(
             error = (await response.json())["error"]
         assert response.status == 400
         assert error["type"] == "invalid_request_error"
-        assert said in error["message"]
+        assert reason in error["message"]
 
 
 def _thinks_if_told(
@@ -355,10 +364,10 @@ async def test_variables_of_the_template_decide_whether_a_turn_begins_in_a_thoug
     async with service(says("Well.</think>\n" + call), chat=chat) as at:
         async with at.post("/v1/chat/completions", {**body, "stream": stream}) as response:
             text = await response.text()
-        (asked,) = at.router.asked
-    assert chat.decode(asked.ids).endswith("<think>\n") == thinks
+        (generation,) = at.router.asked
+    assert chat.decode(generation.ids).endswith("<think>\n") == thinks
     assert ("reasoning_content" in text) == thinks
-    (thought, *_) = json.loads(asked.parameters["structural_tag"])["format"]["elements"]
+    (thought, *_) = json.loads(generation.parameters["structural_tag"])["format"]["elements"]
     assert (thought["type"] == "tag") == thinks  # an opened thought must be closed
 
 
@@ -375,11 +384,13 @@ async def test_a_constrained_stream_equals_a_free_one(n: int) -> None:
             choices = sorted((event["choices"][0] for event in events), key=lambda c: c["index"])
             streams.append(choices)
         assert streams[0] == streams[1]
-    assert [bool(asked.parameters) for asked in at.router.asked] == [False] * n + [True] * n
+    assert [bool(generation.parameters) for generation in at.router.asked] == [False] * n + [
+        True
+    ] * n
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_choice_that_fails_fails_the_request(stream: bool) -> None:
+async def test_a_choice_that_fails_fails_the_request(stream: bool) -> None:
     async with service(says("It"), [ServerUnavailable("gone")], says("It")) as at:
         body = {"messages": HELLO, "stream": stream, "n": 3}
         async with at.post("/v1/chat/completions", body) as response:
@@ -392,8 +403,8 @@ async def test_one_choice_that_fails_fails_the_request(stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_sequence_ends_the_answer_and_the_generation(stream: bool) -> None:
-    rest = says("hello world, what STOP is 37")
-    async with service([*rest[:-1], anyio.sleep_forever]) as at:
+    script = says("hello world, what STOP is 37")
+    async with service([*script[:-1], anyio.sleep_forever]) as at:
         body = {"messages": HELLO, "stream": stream, "stop": ["nope", " STOP is"]}
         async with at.post("/v1/chat/completions", body) as response:
             text = await response.text()
@@ -413,20 +424,20 @@ async def test_a_stop_sequence_ends_the_answer_and_the_generation(stream: bool) 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_rollouts_know_the_span_of_their_caller(stream: bool) -> None:
-    seen: list[CallerSpan | None] = []
+    spans: list[CallerSpan | None] = []
 
     async def look() -> None:
-        seen.append(caller_span.get())
+        spans.append(caller_span.get())
 
     async with service(*[[look, *says("It")]] * 3) as at:
         for traceparent in [f"00-{'1' * 32}-{'2' * 16}-01", "no traceparent"]:
-            body = json.dumps({"messages": HELLO, "stream": stream, "n": 1 + (not seen)})
+            body = json.dumps({"messages": HELLO, "stream": stream, "n": 1 + (not spans)})
             headers = {"traceparent": traceparent}
             url = f"{at.url}/v1/chat/completions"  # in the same connection
             async with at.http.post(url, data=body, headers=headers) as response:
                 await response.read()
     caller = CallerSpan(int("1" * 32, 16), int("2" * 16, 16), True)
-    assert seen == [caller, caller, None]
+    assert spans == [caller, caller, None]
 
 
 async def test_no_more_tokens_are_sampled_than_were_asked_for() -> None:
@@ -434,11 +445,11 @@ async def test_no_more_tokens_are_sampled_than_were_asked_for() -> None:
     call = says(call_text("nope", {}))
     num = len(ids_of(CHAT, call_text("nope", {}) + END))
     async with service(call, says("done"), budget={"max_sampled_tokens": num + 9}) as at:
-        for asked, given in [(num + 2, 2), (num + 20, 9)]:
-            body = {"messages": HELLO, "max_tokens": asked}
+        for max_tokens, num_sampled in [(num + 2, 2), (num + 20, 9)]:
+            body = {"messages": HELLO, "max_tokens": max_tokens}
             async with at.post("/v1/chat/completions", body) as response:
                 assert response.status == 200
-            assert at.router.asked[-1].max_new_tokens == given
+            assert at.router.asked[-1].max_new_tokens == num_sampled
             at.router.play(call, says("done"))
 
 
@@ -457,10 +468,10 @@ async def test_an_infrastructure_failure_is_no_answer(stream: bool) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/rollouts", "stream"])
 async def test_a_client_that_leaves_cancels_what_it_asked_for(path: str) -> None:
-    here = anyio.Event()
+    is_running = anyio.Event()
 
     async def hang() -> None:
-        here.set()
+        is_running.set()
         await anyio.sleep_forever()
 
     body: dict[str, Any] = {"messages": HELLO, "stream": path == "stream"}
@@ -476,7 +487,7 @@ async def test_a_client_that_leaves_cancels_what_it_asked_for(path: str) -> None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
             with anyio.fail_after(patient(15)):
-                await here.wait()
+                await is_running.wait()
             tasks.cancel_scope.cancel()
         await eventually(lambda: at.router.num_open == 0)
         await eventually(lambda: len(at.router.forgotten) == 1)
@@ -502,10 +513,12 @@ async def test_the_samples_of_a_prompt_are_siblings_with_seeds_of_their_own() ->
         body = {"prompts": ["one", "two"], "n": 2, "sampling": {"seed": 5}}
         async with at.post("/v1/rollouts", body) as response:
             await response.read()
-        groups = {asked.group: asked.num_shared for asked in at.router.asked}
+        groups = {generation.group: generation.num_shared for generation in at.router.asked}
         assert len(groups) == 2
         assert all(num_shared == len(at.router.asked[0].ids) for num_shared in groups.values())
-        assert sorted(str(asked.sampling.seed) for asked in at.router.asked) == list("5566")
+        assert sorted(str(generation.sampling.seed) for generation in at.router.asked) == list(
+            "5566"
+        )
         assert sorted(at.router.forgotten_groups) == sorted(groups)
 
 
@@ -531,7 +544,9 @@ async def test_a_token_is_asked_for_where_one_is_set() -> None:
     ("field", "value"),
     [("top_k", 1 << 31), ("seed", 1 << 63), ("repetition_penalty", 1.3), ("ignore_eos", 1)],
 )
-async def test_what_would_harm_a_server_or_be_ignored_is_refused(field: str, value: Any) -> None:
+async def test_values_that_would_harm_a_server_or_be_ignored_are_refused(
+    field: str, value: Any
+) -> None:
     async with service() as at:
         body = {"messages": HELLO, field: value}
         async with at.post("/v1/chat/completions", body) as response:
@@ -565,7 +580,7 @@ async def test_whoever_reads_on_after_leaving_finds_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "error"),
     [
         ({"servers": ["foo"]}, "servers: .*http://HOST:PORT"),
         ({"servers": ["http://x:1/v1"]}, "servers"),
@@ -574,9 +589,9 @@ async def test_whoever_reads_on_after_leaving_finds_the_end() -> None:
     ],
 )
 def test_settings_given_in_python_are_named_where_they_are_wrong(
-    values: dict[str, Any], said: str
+    values: dict[str, Any], error: str
 ) -> None:
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(SettingsError, match=error):
         Runtime(**values)
 
 
@@ -603,7 +618,7 @@ NO_GZIP = "Host: localhost\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\
         f"POST /api/ask HTTP/1.1\r\n{NO_GZIP}".encode(),
     ],
 )
-async def test_what_is_no_http_has_its_answer_and_is_not_logged(
+async def test_a_malformed_http_request_gets_status_400_and_is_not_logged(
     sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with service() as at:
@@ -634,15 +649,15 @@ async def test_a_client_that_reads_nothing_is_not_waited_for(
     assert not caplog.records
 
 
-async def test_who_waits_is_told() -> None:
+async def test_waits_are_listed() -> None:
     async with service(says("It is 1776.")) as at:
         async with at.http.get(f"{at.url}/v1/waits") as response:
-            told = await response.json()
-    assert told["waits"] == []
-    assert told["no_progress_s"] == 0
-    why = "no server has free KV capacity for it"
-    assert told["waiting_for_capacity"] == [{"id": "r", "reason": why, "waited_s": 1.5}]
-    assert told["servers"][0]["state"] == "healthy"
+            answer = await response.json()
+    assert answer["waits"] == []
+    assert answer["no_progress_s"] == 0
+    reason = "no server has free KV capacity for it"
+    assert answer["waiting_for_capacity"] == [{"id": "r", "reason": reason, "waited_s": 1.5}]
+    assert answer["servers"][0]["state"] == "healthy"
 
 
 async def test_the_document_has_the_routes_that_there_are() -> None:
@@ -653,11 +668,13 @@ async def test_the_document_has_the_routes_that_there_are() -> None:
         for route in app.router.routes()
         if route.resource is not None and route.method != "HEAD"  # which GET has with it
     }
-    page = {one for one in routes if one[1].startswith(PAGE) or one[1] == "/"}
+    page = {route for route in routes if route[1].startswith(PAGE) or route[1] == "/"}
     async with service() as at, at.http.get(f"{at.url}/openapi.json") as response:
-        whole = await response.json()
-    told = {(method, path) for path, methods in whole["paths"].items() for method in methods}
-    assert told == routes - page - {("post", "/mcp")}  # which has a protocol of its own
+        document = await response.json()
+    documented = {
+        (method, path) for path, methods in document["paths"].items() for method in methods
+    }
+    assert documented == routes - page - {("post", "/mcp")}  # which has a protocol of its own
 
 
 async def test_rollouts_have_the_services_settings_but_for_what_is_asked() -> None:
@@ -667,12 +684,12 @@ async def test_rollouts_have_the_services_settings_but_for_what_is_asked() -> No
         async with at.post("/v1/rollouts", body) as response:
             (line,) = [json.loads(line) async for line in response.content]
     assert line["trajectory"]["stop_reason"] == "turn_budget"
-    (asked,) = at.router.asked
-    assert (asked.sampling.temperature, asked.sampling.top_p) == (0.5, 0.8)
+    (generation,) = at.router.asked
+    assert (generation.sampling.temperature, generation.sampling.top_p) == (0.5, 0.8)
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({"prompts": []}, "prompts: "),
         ({"prompts": [5]}, "prompts[0]: "),
@@ -684,16 +701,16 @@ async def test_rollouts_have_the_services_settings_but_for_what_is_asked() -> No
         ({"prompts": ["x"], "budget": None}, "budget: "),
     ],
 )
-async def test_rollouts_that_cannot_be_are_refused_by_the_field(body: Any, said: str) -> None:
+async def test_rollouts_that_cannot_be_are_refused_by_the_field(body: Any, message: str) -> None:
     async with service() as at:
         async with at.post("/v1/rollouts", body) as response:
             error = (await response.json())["error"]
     assert response.status == 400
-    assert error["message"].startswith(said)
-    assert error["param"] == said.partition(":")[0]
+    assert error["message"].startswith(message)
+    assert error["param"] == message.partition(":")[0]
 
 
-async def test_what_a_server_refuses_names_no_field() -> None:
+async def test_the_error_of_a_refusing_server_names_no_field() -> None:
     refused = RequestError("http://fake:1: it is too much")
     async with service([refused]) as at:
         async with at.post("/v1/chat/completions", {"messages": HELLO}) as response:

@@ -21,7 +21,7 @@ SECRET: dict[str, Any] = {"serve": {"port": 0, "token": "secret"}}
 
 
 @asynccontextmanager
-async def opened(at: Service, **body: Any) -> AsyncIterator[dict[str, Any]]:
+async def open_session(at: Service, **body: Any) -> AsyncIterator[dict[str, Any]]:
     """Open a session for the duration of the context; yield what the service says of it."""
     async with at.post("/v1/sessions", body) as response:
         assert response.status == 201
@@ -40,7 +40,7 @@ async def trajectories(at: Service, session: dict[str, Any]) -> list[dict[str, A
 
 async def test_openais_client_converses_in_a_session() -> None:
     call = call_text("theirs", {"n": 1})
-    async with service(says(call), says("done")) as at, opened(at) as session:
+    async with service(says(call), says("done")) as at, open_session(at) as session:
         asks = openai.AsyncOpenAI(base_url=session["base_url"], api_key="x", max_retries=0)
         async with asks:
             first = await asks.chat.completions.create(
@@ -55,7 +55,9 @@ async def test_openais_client_converses_in_a_session() -> None:
             second = await asks.chat.completions.create(
                 model="any-name", messages=history, tools=[THEIRS], stream=True
             )
-            pieces = [one.choices[0].delta.content or "" async for one in second if one.choices]
+            pieces = [
+                chunk.choices[0].delta.content or "" async for chunk in second if chunk.choices
+            ]
             assert "".join(pieces) == "done"
         (record,) = await trajectories(at, session)
         assert len(record["turns"]) == 2
@@ -63,12 +65,12 @@ async def test_openais_client_converses_in_a_session() -> None:
 
 
 async def test_the_clients_of_three_protocols_share_one_record() -> None:
-    async with service(says("one"), says("two"), says("three")) as at, opened(at) as session:
+    async with service(says("one"), says("two"), says("three")) as at, open_session(at) as session:
         chat = {"messages": [{"role": "user", "content": "a"}]}
         async with at.http.post(f"{session['base_url']}/chat/completions", json=chat) as answer:
             assert (await answer.json())["choices"][0]["message"]["content"] == "one"
-        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "one"}]
-        body: Any = {"max_tokens": 9, "messages": [*said, {"role": "user", "content": "b"}]}
+        history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "one"}]
+        body: Any = {"max_tokens": 9, "messages": [*history, {"role": "user", "content": "b"}]}
         url = f"{session['anthropic_base_url']}/v1/messages"
         async with at.http.post(url, json={"model": "m", **body}) as answer:
             assert (await answer.json())["content"] == [{"type": "text", "text": "two"}]
@@ -86,11 +88,15 @@ async def test_the_clients_of_three_protocols_share_one_record() -> None:
 
 
 async def test_a_response_is_continued_by_its_id_in_its_own_session_only() -> None:
-    async with service(says("one"), says("two")) as at, opened(at) as mine, opened(at) as other:
+    async with (
+        service(says("one"), says("two")) as at,
+        open_session(at) as mine,
+        open_session(at) as second,
+    ):
         async with at.http.post(f"{mine['base_url']}/responses", json={"input": "a"}) as answer:
             first = await answer.json()
         more = {"input": "b", "previous_response_id": first["id"]}
-        async with at.http.post(f"{other['base_url']}/responses", json=more) as answer:
+        async with at.http.post(f"{second['base_url']}/responses", json=more) as answer:
             assert answer.status == 400
             assert "previous_response_id" in (await answer.json())["error"]["message"]
         async with at.http.post(f"{mine['base_url']}/responses", json=more) as answer:
@@ -125,12 +131,14 @@ async def test_a_malformed_call_of_the_bare_model_is_text() -> None:
         service(says(f"I try. {broken}"), says(f"I try. {broken}")) as at,
         client(at) as asks,
     ):
-        whole = await asks.chat.completions.create(model="fake", messages=HELLO)
-        assert whole.choices[0].message.content == "I try.\n{oops\n"
-        assert whole.choices[0].finish_reason == "stop"
+        completion = await asks.chat.completions.create(model="fake", messages=HELLO)
+        assert completion.choices[0].message.content == "I try.\n{oops\n"
+        assert completion.choices[0].finish_reason == "stop"
         stream = await asks.chat.completions.create(model="fake", messages=HELLO, stream=True)
-        text = "".join([one.choices[0].delta.content or "" async for one in stream if one.choices])
-        assert text == whole.choices[0].message.content
+        text = "".join(
+            [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+        )
+        assert text == completion.choices[0].message.content
 
 
 async def test_anthropics_protocol_gets_its_errors_and_its_key() -> None:
@@ -165,7 +173,7 @@ async def test_a_sessions_key_replaces_the_token_and_nothing_else_does() -> None
 
 async def test_a_closed_session_is_gone() -> None:
     async with service(says("hi")) as at:
-        async with opened(at) as session:
+        async with open_session(at) as session:
             pass
         async with at.http.post(
             f"{session['base_url']}/chat/completions", json={"messages": HELLO}
@@ -175,7 +183,7 @@ async def test_a_closed_session_is_gone() -> None:
 
 
 async def test_open_sessions_are_bounded() -> None:
-    async with service(sessions={"max_open": 1}) as at, opened(at):
+    async with service(sessions={"max_open": 1}) as at, open_session(at):
         async with at.post("/v1/sessions", {}) as answer:
             assert answer.status == 503
             assert "sessions.max_open" in (await answer.json())["error"]["message"]
@@ -190,7 +198,7 @@ async def test_tokens_are_counted_without_a_server() -> None:
 
 async def test_a_session_that_a_page_ends_has_a_stop_reason() -> None:
     async with service(says("hi")) as at:
-        async with opened(at) as session:
+        async with open_session(at) as session:
             url = f"{session['base_url']}/chat/completions"
             async with at.http.post(url, json={"messages": HELLO}) as answer:
                 assert answer.status == 200

@@ -15,7 +15,7 @@ from agentloop.api.http import send
 from agentloop.api.response_store import ResponseStore
 from agentloop.errors import RequestError
 from tests.agentloop.api.test_app import HELLO, says, service
-from tests.agentloop.api.test_bare_model import opened, trajectories
+from tests.agentloop.api.test_bare_model import open_session, trajectories
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ async def test_a_bug_is_logged_without_the_sessions_key(
         raise KeyError("a bug")
 
     monkeypatch.setattr(ModelSession, "complete", broken)
-    async with service() as at, opened(at) as session:
+    async with service() as at, open_session(at) as session:
         url = f"{session['base_url']}/chat/completions"
         with caplog.at_level(logging.ERROR):
             async with at.http.post(url, json={"messages": HELLO}) as answer:
@@ -40,7 +40,7 @@ async def test_a_bug_is_logged_without_the_sessions_key(
 async def test_a_response_can_be_continued_as_soon_as_its_client_has_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with service(says("one"), says("two")) as at, opened(at) as session:
+    async with service(says("one"), says("two")) as at, open_session(at) as session:
         asks = openai.AsyncOpenAI(base_url=session["base_url"], api_key="x", max_retries=0)
         held = anyio.Event()
 
@@ -66,7 +66,11 @@ async def test_a_session_has_so_many_requests_in_flight(monkeypatch: pytest.Monk
     monkeypatch.setattr("agentloop.agent.sessions.session._MAX_IN_FLIGHT", 2)
     release = anyio.Event()
     turns = [[release.wait, *says("hi")] for _ in range(3)]
-    async with service(*turns) as at, opened(at) as session, anyio.create_task_group() as tasks:
+    async with (
+        service(*turns) as at,
+        open_session(at) as session,
+        anyio.create_task_group() as tasks,
+    ):
 
         async def ask() -> None:
             body = {"messages": HELLO, "n": 3}
@@ -97,7 +101,7 @@ def test_responses_are_remembered_up_to_a_size(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_a_client_that_leaves_in_the_middle_of_a_stream_has_its_tokens_recorded() -> None:
     turn = [*says("one two three")[:-1], anyio.sleep_forever]
-    async with service(turn) as at, opened(at) as session:
+    async with service(turn) as at, open_session(at) as session:
         body = {"messages": HELLO, "stream": True}
         url = f"{session['base_url']}/chat/completions"
         async with at.http.post(url, json=body) as answer:

@@ -97,9 +97,9 @@ def whole_of(trajectory: Trajectory, **options: Any) -> dict[str, Any]:
 
 def as_message(choice: dict[str, Any]) -> dict[str, Any]:
     """Return a choice in the form that `message_of` returns."""
-    told = choice["message"]
-    texts = {key: told.get(key) or "" for key in ("content", "reasoning_content")}
-    lists = {key: told.get(key, []) for key in ("tool_calls", "executed_tools")}
+    message = choice["message"]
+    texts = {key: message.get(key) or "" for key in ("content", "reasoning_content")}
+    lists = {key: message.get(key, []) for key in ("tool_calls", "executed_tools")}
     return {**texts, **lists, "logprobs": choice.get("logprobs", {}).get("content", [])}
 
 
@@ -174,7 +174,7 @@ async def test_joined_chunks_equal_the_completions_message(
         if trajectory.stop_reason is StopReason.STOP_SEQUENCE:
             assert choice["finish_reason"] == "stop"
             assert choice["matched_stop"] in stop
-            assert not any(one in joined["content"] for one in stop if one != "\n\n")
+            assert not any(sequence in joined["content"] for sequence in stop if sequence != "\n\n")
         return without_times(joined)
 
     assert await run(cuts) == await run([])
@@ -226,10 +226,10 @@ def test_executed_calls_are_sent_in_order_once_their_turn_is_sampled() -> None:
         CallFinished("t", 0, results[1]),
         TurnSampled("t", 0),
     ]
-    told = message_of([chunk for event in events for chunk in made.feed(event)])
-    assert told["executed_tools"] == []
-    told = message_of(list(made.feed(CallFinished("t", 0, results[0]))))
-    assert [call["id"] for call in told["executed_tools"]] == ["call_0", "call_1"]
+    message = message_of([chunk for event in events for chunk in made.feed(event)])
+    assert message["executed_tools"] == []
+    message = message_of(list(made.feed(CallFinished("t", 0, results[0]))))
+    assert [call["id"] for call in message["executed_tools"]] == ["call_0", "call_1"]
 
 
 @pytest.mark.parametrize("reason", list(StopReason))
@@ -255,7 +255,7 @@ def test_usage_counts_every_choice() -> None:
         Trajectory("t", [1, 2, 3], [Turn([1] * n, [0.0] * n, cached_tokens=2), Turn()])
         for n in (3, 4)
     ]
-    usage = completion([(writer(), one) for one in made])["usage"]
+    usage = completion([(writer(), trajectory) for trajectory in made])["usage"]
     assert usage == {
         "prompt_tokens": 3,
         "prompt_tokens_details": {"cached_tokens": 2},

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 HELLO = written(CHAT, "hello world")
 
 
-def scored(prompt: Sequence[int], text: str, *, num_top: int = 0) -> list[Step]:
+def prompt_script(prompt: Sequence[int], text: str, *, num_top: int = 0) -> list[Step]:
     """Return a script: the prompt's log-probabilities, and the first token of `text`."""
     (token, *_) = written(CHAT, text)
     top = [[(-0.25 * (1 + rank), rank) for rank in range(num_top)] for _ in prompt]
@@ -34,14 +34,14 @@ def continues(text: str) -> list[Step]:
     return list(chunks(ids, range(1, len(ids)), end=TurnEnd.LENGTH))
 
 
-async def asked(at: Service, **body: Any) -> Any:
+async def complete(at: Service, **body: Any) -> Any:
     async with at.post("/v1/completions", body) as response:
         answer = await response.json()
         assert response.status == 200, answer
     return answer
 
 
-async def streamed(at: Service, **body: Any) -> list[Any]:
+async def stream_chunks(at: Service, **body: Any) -> list[Any]:
     async with at.post("/v1/completions", {**body, "stream": True}) as response:
         assert response.status == 200
         lines = (await response.text()).split("\n\n")
@@ -49,26 +49,26 @@ async def streamed(at: Service, **body: Any) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
-async def refused(at: Service, status: int = 400, **body: Any) -> dict[str, Any]:
+async def complete_refused(at: Service, status: int = 400, **body: Any) -> dict[str, Any]:
     async with at.post("/v1/completions", body) as response:
         error: dict[str, Any] = (await response.json())["error"]
         assert response.status == status, error
     return error
 
 
-def parsed(**body: Any) -> CompletionRequest:
+def parse(**body: Any) -> CompletionRequest:
     return CompletionRequest.parse(json.dumps({"prompt": "x", **body}).encode())
 
 
 async def test_openais_client_gets_its_text_streamed_and_whole() -> None:
     async with service(says("It is 1776."), says("It is 1776.")) as at, client(at) as asks:
-        whole = await asks.completions.create(model="fake", prompt="hello world", max_tokens=9)
-        (choice,) = whole.choices
+        completion = await asks.completions.create(model="fake", prompt="hello world", max_tokens=9)
+        (choice,) = completion.choices
         assert (choice.text, choice.finish_reason, choice.logprobs) == ("It is 1776.", "stop", None)
         num_sampled = len(written(CHAT, "It is 1776." + END))
-        assert whole.usage is not None
-        assert whole.usage.prompt_tokens == len(HELLO)
-        assert whole.usage.completion_tokens == num_sampled
+        assert completion.usage is not None
+        assert completion.usage.prompt_tokens == len(HELLO)
+        assert completion.usage.completion_tokens == num_sampled
         stream = await asks.completions.create(
             model="fake", prompt="hello world", stream=True, stream_options={"include_usage": True}
         )
@@ -98,21 +98,23 @@ async def test_openais_client_gets_its_text_streamed_and_whole() -> None:
 )
 async def test_prompts_are_texts_or_ids(prompt: Any, ids: list[list[int]]) -> None:
     async with service(*[says("x")] * 4) as at:
-        answer = await asked(at, prompt=prompt, n=2, seed=3)
+        answer = await complete(at, prompt=prompt, n=2, seed=3)
         assert [choice["index"] for choice in answer["choices"]] == [*range(2 * len(ids))]
         assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
         generations = at.router.asked
-        assert [one.ids for one in generations] == [one for one in ids for _ in range(2)]
-        assert [one.sampling.seed for one in generations] == [3, 4] * len(ids)
-        groups = [one.group for one in generations[::2]]
-        assert [one.group for one in generations[1::2]] == groups
+        assert [generation.ids for generation in generations] == [
+            prompt for prompt in ids for _ in range(2)
+        ]
+        assert [generation.sampling.seed for generation in generations] == [3, 4] * len(ids)
+        groups = [generation.group for generation in generations[::2]]
+        assert [generation.group for generation in generations[1::2]] == groups
         assert at.router.forgotten_groups == groups
-        assert len({one.key for one in generations}) == len(generations)
+        assert len({generation.key for generation in generations}) == len(generations)
 
 
 async def test_parameters_are_passed_on() -> None:
     async with service(says("x")) as at:
-        await asked(
+        await complete(
             at,
             prompt=[5],
             temperature=0,
@@ -137,7 +139,7 @@ async def test_parameters_are_passed_on() -> None:
 
 async def test_no_token_ends_it_if_ends_are_ignored() -> None:
     async with service(continues(f"x{END}y")) as at:
-        answer = await asked(at, prompt=[5], ignore_eos=True)
+        answer = await complete(at, prompt=[5], ignore_eos=True)
         assert at.router.asked[0].stop_ids == ()
     assert answer["choices"][0]["text"] == f"x{END}y"
 
@@ -147,9 +149,9 @@ async def test_text_ends_before_a_stop_sequence(stream: bool) -> None:
     async with service(continues("the answer is 1776.")) as at:
         body = {"prompt": "x", "stop": ["r i", "s 1"], "logprobs": 0}
         if stream:
-            choices = [event["choices"][0] for event in await streamed(at, **body)]
+            choices = [event["choices"][0] for event in await stream_chunks(at, **body)]
         else:
-            choices = (await asked(at, **body))["choices"]
+            choices = (await complete(at, **body))["choices"]
     assert "".join(choice["text"] for choice in choices) == "the answe"
     assert choices[-1]["finish_reason"] == "stop"
     tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
@@ -158,54 +160,64 @@ async def test_text_ends_before_a_stop_sequence(stream: bool) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 async def test_a_harness_gets_log_probabilities_of_a_prompt_in_one_request(max_tokens: int) -> None:
-    async with service(scored(HELLO, "x", num_top=1)) as at:
-        answer = await asked(at, prompt=HELLO, echo=True, max_tokens=max_tokens, logprobs=1, seed=1)
+    async with service(prompt_script(HELLO, "x", num_top=1)) as at:
+        answer = await complete(
+            at, prompt=HELLO, echo=True, max_tokens=max_tokens, logprobs=1, seed=1
+        )
         (generation,) = at.router.asked
     assert (generation.prompt_logprobs, generation.max_new_tokens) == (True, 1)
     (choice,) = answer["choices"]
     assert choice["text"] == "hello world" + "x" * max_tokens
     assert choice["finish_reason"] == "length"
-    told = choice["logprobs"]
+    logprobs = choice["logprobs"]
     after = [logprob(0)] * max_tokens
-    assert told["token_logprobs"] == [None, *map(logprob, range(1, len(HELLO))), *after]
+    assert logprobs["token_logprobs"] == [None, *map(logprob, range(1, len(HELLO))), *after]
     texts = [CHAT.decode([token]) for token in HELLO]
-    assert told["tokens"] == texts + ["x"] * max_tokens
-    assert told["text_offset"] == [
+    assert logprobs["tokens"] == texts + ["x"] * max_tokens
+    assert logprobs["text_offset"] == [
         len("".join(texts[:at])) for at in range(len(texts) + max_tokens)
     ]
-    assert told["top_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
     for text, value, likely in zip(
-        texts[1:], told["token_logprobs"][1:], told["top_logprobs"][1:], strict=False
+        texts[1:], logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:], strict=False
     ):
         assert likely == {text: value, CHAT.decode([0]): -0.25}
     assert answer["usage"]["completion_tokens"] == max_tokens
 
 
 async def test_choices_share_the_log_probabilities_of_their_prompt() -> None:
-    async with service(scored(HELLO, "x"), continues("one"), continues("two")) as at:
-        answer = await asked(at, prompt=HELLO, echo=True, max_tokens=9, logprobs=0, n=2)
-        first, *others = at.router.asked
+    async with service(prompt_script(HELLO, "x"), continues("one"), continues("two")) as at:
+        answer = await complete(at, prompt=HELLO, echo=True, max_tokens=9, logprobs=0, n=2)
+        first, *later = at.router.asked
     assert (first.prompt_logprobs, first.max_new_tokens) == (True, 1)
-    assert [(one.prompt_logprobs, one.max_new_tokens) for one in others] == [(False, 9)] * 2
+    assert [(generation.prompt_logprobs, generation.max_new_tokens) for generation in later] == [
+        (False, 9)
+    ] * 2
     assert {choice["text"] for choice in answer["choices"]} == {"hello worldone", "hello worldtwo"}
     for choice in answer["choices"]:
-        told = choice["logprobs"]
-        assert told["token_logprobs"][: len(HELLO)] == [None, *map(logprob, range(1, len(HELLO)))]
-        assert "".join(told["tokens"]) == choice["text"]
-        assert all(len(entries) == len(told["tokens"]) for entries in told.values())
-        for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+        logprobs = choice["logprobs"]
+        assert logprobs["token_logprobs"][: len(HELLO)] == [
+            None,
+            *map(logprob, range(1, len(HELLO))),
+        ]
+        assert "".join(logprobs["tokens"]) == choice["text"]
+        assert all(len(entries) == len(logprobs["tokens"]) for entries in logprobs.values())
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
             assert choice["text"][offset:].startswith(token)
 
 
 async def test_a_limit_of_tokens_does_not_constrain_the_scoring() -> None:
-    async with service(scored(HELLO, "x"), continues("one two")) as at:
-        await asked(at, prompt=HELLO, echo=True, max_tokens=9, logprobs=0, min_tokens=5)
-        assert [one.parameters for one in at.router.asked] == [{}, {"min_new_tokens": 5}]
+    async with service(prompt_script(HELLO, "x"), continues("one two")) as at:
+        await complete(at, prompt=HELLO, echo=True, max_tokens=9, logprobs=0, min_tokens=5)
+        assert [generation.parameters for generation in at.router.asked] == [
+            {},
+            {"min_new_tokens": 5},
+        ]
 
 
 async def test_an_echo_without_log_probabilities_needs_no_server() -> None:
     async with service() as at:
-        answer = await asked(at, prompt="hello world", echo=True, max_tokens=0)
+        answer = await complete(at, prompt="hello world", echo=True, max_tokens=0)
         assert at.router.asked == []
     assert answer["choices"] == [
         {"index": 0, "text": "hello world", "logprobs": None, "finish_reason": "length"}
@@ -226,14 +238,14 @@ async def test_an_echo_without_log_probabilities_needs_no_server() -> None:
 async def test_a_stream_equals_the_whole(body: dict[str, Any]) -> None:
     script: list[list[Step]] = [continues("one é is one")] * 2
     if "echo" in body and "logprobs" in body:
-        script = [scored(HELLO, "one é is one", num_top=1), *script]
+        script = [prompt_script(HELLO, "one é is one", num_top=1), *script]
     async with service(*script) as at:
-        whole = await asked(at, **body)
+        completion = await complete(at, **body)
     async with service(*script) as at:
-        events = await streamed(at, **body, stream_options={"include_usage": True})
+        events = await stream_chunks(at, **body, stream_options={"include_usage": True})
     *events, last = events
-    assert (last["choices"], last["usage"]) == ([], whole["usage"])
-    for choice in whole["choices"]:
+    assert (last["choices"], last["usage"]) == ([], completion["usage"])
+    for choice in completion["choices"]:
         pieces = [
             piece for one in events for piece in one["choices"] if piece["index"] == choice["index"]
         ]
@@ -245,7 +257,7 @@ async def test_a_stream_equals_the_whole(body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({"prompt": []}, "prompt: "),
         ({"prompt": ""}, "prompt: "),
@@ -269,28 +281,30 @@ async def test_a_stream_equals_the_whole(body: dict[str, Any]) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_bad_request_names_the_field(body: dict[str, Any], said: str, stream: bool) -> None:
+async def test_a_bad_request_names_the_field(
+    body: dict[str, Any], message: str, stream: bool
+) -> None:
     async with service() as at:
-        error = await refused(at, **body, stream=stream)
-    assert said in error["message"]
+        error = await complete_refused(at, **body, stream=stream)
+    assert message in error["message"]
 
 
 async def test_another_model_is_not_served() -> None:
     async with service() as at:
-        error = await refused(at, 404, prompt="x", model="other")
+        error = await complete_refused(at, 404, prompt="x", model="other")
     assert error["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize("name", NOT_FOR_COMPLETIONS)
 def test_parameters_without_effect_are_accepted(name: str) -> None:
     for value in NOT_FOR_COMPLETIONS[name].values:
-        assert parsed(**{name: value}) == parsed()
+        assert parse(**{name: value}) == parse()
     with pytest.raises(Unsupported, match=f"^{name}: "):
-        parsed(**{name: "something else"})
+        parse(**{name: "something else"})
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_generation_that_fails_fails_the_request(stream: bool) -> None:
+async def test_a_generation_that_fails_fails_the_request(stream: bool) -> None:
     async with service(says("It"), [ServerUnavailable("gone")], says("It")) as at:
         body = {"prompt": "x", "n": 3, "stream": stream}
         async with at.post("/v1/completions", body) as response:
@@ -302,14 +316,14 @@ async def test_one_generation_that_fails_fails_the_request(stream: bool) -> None
 
 async def test_a_refusal_of_the_server_sets_the_status_of_a_stream() -> None:
     async with service([RequestError("http://fake: min_new_tokens must be less")]) as at:
-        error = await refused(at, prompt="x", stream=True)
+        error = await complete_refused(at, prompt="x", stream=True)
     assert "min_new_tokens" in error["message"]
 
 
 async def test_missing_log_probabilities_are_the_infrastructures_failure() -> None:
     async with service(continues("x"), continues("x")) as at:
         for max_tokens in (1, 2):
-            error = await refused(
+            error = await complete_refused(
                 at, 503, prompt=HELLO, echo=True, logprobs=1, max_tokens=max_tokens
             )
             assert "did not report log-probabilities" in error["message"]
@@ -321,10 +335,10 @@ async def test_a_generation_that_takes_too_long_is_cut_off() -> None:
 
     script: list[Step] = [*chunks(written(CHAT, "the answer"), end=None), hang]
     async with service(script, [hang], budget={"timeout_s": 0.05}) as at:
-        answer = await asked(at, prompt="x", stop="answer is")
+        answer = await complete(at, prompt="x", stop="answer is")
         (choice,) = answer["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("the answer", "length")
-        error = await refused(at, 503, prompt="x")
+        error = await complete_refused(at, 503, prompt="x")
         assert "no token was sampled" in error["message"]
         assert at.router.num_open == 0
 
@@ -349,11 +363,11 @@ async def test_the_bare_model_takes_these_parameters_in_chat_completions_too() -
 
 async def test_the_agent_has_no_completions() -> None:
     async with service() as at:
-        error = await refused(at, prompt="x", model="fake-agent")
+        error = await complete_refused(at, prompt="x", model="fake-agent")
     assert error["message"] == "model: only 'fake' has completions"
 
 
 async def test_the_settings_limit_tokens_as_well() -> None:
     async with service(says("x"), budget={"max_response_tokens": 5}) as at:
-        await asked(at, prompt="x", max_tokens=100)
+        await complete(at, prompt="x", max_tokens=100)
         assert at.router.asked[0].max_new_tokens == 5

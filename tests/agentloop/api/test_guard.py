@@ -133,7 +133,7 @@ def test_another_address_than_loopback_needs_a_token(host: str, token: str | Non
     [("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True),
      ("0.0.0.0", False), ("10.0.0.1", False), ("example.org", False), ("", False)],
 )  # fmt: skip
-def test_what_is_loopback(host: str, expected: bool) -> None:
+def test_loopback_hosts(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
 
 

@@ -21,6 +21,6 @@ from agentloop.errors import AgentLoopError, PromptTooLong, RequestError, Server
 def test_an_error_has_its_status_and_names_the_field(
     error: AgentLoopError, status: int, kind: str, param: str | None, code: str | None
 ) -> None:
-    found, body = error_of(error)
-    assert found == status
+    error_status, body = error_of(error)
+    assert error_status == status
     assert body["error"] == {"message": str(error), "type": kind, "param": param, "code": code}

@@ -20,7 +20,7 @@ from agentloop.errors import RequestError
 from agentloop.events import Emit, ignore
 from agentloop.trajectory import Trajectory
 from tests.agentloop.api.test_app import HELLO, Service, says, service
-from tests.agentloop.api.test_bare_model import opened, trajectories
+from tests.agentloop.api.test_bare_model import open_session, trajectories
 from tests.support import Step, chat_format, chunks, eventually
 
 pytestmark = pytest.mark.anyio
@@ -33,7 +33,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @asynccontextmanager
-async def asked(
+async def post_with_key(
     at: Service, url: str, body: dict[str, Any], key: str = "k"
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     async with at.http.post(url, json=body, headers={"Idempotency-Key": key}) as response:
@@ -41,7 +41,7 @@ async def asked(
 
 
 async def answer(at: Service, url: str, body: dict[str, Any], key: str = "k") -> str:
-    async with asked(at, url, body, key) as response:
+    async with post_with_key(at, url, body, key) as response:
         text = await response.text()
         assert response.status == 200, text
         return text
@@ -55,26 +55,26 @@ def events(text: str) -> list[Any]:
 def without_times(value: Any) -> Any:
     """Return an answer without what may differ when it is written again."""
     if isinstance(value, dict):
-        return {k: without_times(one) for k, one in value.items() if k != "completed_at"}
-    return [without_times(one) for one in value] if isinstance(value, list) else value
+        return {k: without_times(part) for k, part in value.items() if k != "completed_at"}
+    return [without_times(part) for part in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize("protocol", BODIES)
 async def test_a_retry_gets_the_same_answer(protocol: str) -> None:
-    async with service(says("one"), says("two")) as at, opened(at) as session:
+    async with service(says("one"), says("two")) as at, open_session(at) as session:
         url = f"{session['url']}/v1/{protocol}"
         first = await answer(at, url, BODIES[protocol])
         again = await answer(at, url, BODIES[protocol])
         assert without_times(json.loads(again)) == without_times(json.loads(first))
-        other = await answer(at, url, BODIES[protocol], key="another")
-        assert json.loads(other)["id"] != json.loads(first)["id"]
+        new = await answer(at, url, BODIES[protocol], key="another")
+        assert json.loads(new)["id"] != json.loads(first)["id"]
         assert len(at.router.asked) == 2
 
 
 @pytest.mark.parametrize("protocol", BODIES)
 async def test_a_stream_is_repeated(protocol: str) -> None:
     body = {**BODIES[protocol], "stream": True}
-    async with service(says("<think>hm</think>one")) as at, opened(at) as session:
+    async with service(says("<think>hm</think>one")) as at, open_session(at) as session:
         url = f"{session['url']}/v1/{protocol}"
         first = events(await answer(at, url, body))
         again = events(await answer(at, url, body))
@@ -87,7 +87,7 @@ async def test_a_stream_is_repeated(protocol: str) -> None:
 
 
 async def test_a_repeated_response_can_be_continued_by_its_id() -> None:
-    async with service(says("one"), says("two")) as at, opened(at) as session:
+    async with service(says("one"), says("two")) as at, open_session(at) as session:
         url = f"{session['base_url']}/responses"
         await answer(at, url, {"input": "a"})
         id = json.loads(await answer(at, url, {"input": "a"}))["id"]
@@ -97,10 +97,10 @@ async def test_a_repeated_response_can_be_continued_by_its_id() -> None:
 
 
 async def test_a_key_of_another_request_is_refused() -> None:
-    async with service(says("one")) as at, opened(at) as session:
+    async with service(says("one")) as at, open_session(at) as session:
         url = f"{session['base_url']}/chat/completions"
         await answer(at, url, {"messages": HELLO})
-        async with asked(at, url, {"messages": HELLO, "max_tokens": 3}) as refused:
+        async with post_with_key(at, url, {"messages": HELLO, "max_tokens": 3}) as refused:
             assert refused.status == 400
             message = (await refused.json())["error"]["message"]
         assert message.startswith("Idempotency-Key: ")
@@ -110,8 +110,10 @@ async def test_a_key_of_another_request_is_refused() -> None:
 async def test_an_invalid_key_is_refused(key: str) -> None:
     async with (
         service() as at,
-        opened(at) as session,
-        asked(at, f"{session['base_url']}/chat/completions", {"messages": HELLO}, key) as refused,
+        open_session(at) as session,
+        post_with_key(
+            at, f"{session['base_url']}/chat/completions", {"messages": HELLO}, key
+        ) as refused,
     ):
         assert refused.status == 400
         assert "Idempotency-Key" in (await refused.json())["error"]["message"]
@@ -119,12 +121,12 @@ async def test_an_invalid_key_is_refused(key: str) -> None:
 
 async def test_a_retry_waits_for_the_attempt_in_flight() -> None:
     gate = anyio.Event()
-    found: list[Any] = []
-    async with service([gate.wait, *says("one")]) as at, opened(at) as session:
+    answers: list[Any] = []
+    async with service([gate.wait, *says("one")]) as at, open_session(at) as session:
         url = f"{session['base_url']}/chat/completions"
 
         async def ask() -> None:
-            found.append(json.loads(await answer(at, url, {"messages": HELLO})))
+            answers.append(json.loads(await answer(at, url, {"messages": HELLO})))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
@@ -132,32 +134,35 @@ async def test_a_retry_waits_for_the_attempt_in_flight() -> None:
             tasks.start_soon(ask)
             await anyio.wait_all_tasks_blocked()
             gate.set()
-        assert found[0] == found[1]
+        assert answers[0] == answers[1]
         assert len(at.router.asked) == 1
 
 
-async def test_what_was_cut_is_sampled_anew() -> None:
+async def test_an_answer_that_was_cut_off_is_sampled_anew() -> None:
     gate = anyio.Event()
     hangs: list[Step] = [*chunks([1, 2], end=None), gate.wait]
     body = {"messages": HELLO, "stream": True}
-    async with service(hangs, says("two")) as at, opened(at) as session:
+    async with service(hangs, says("two")) as at, open_session(at) as session:
         url = f"{session['base_url']}/chat/completions"
-        async with asked(at, url, body) as response:
+        async with post_with_key(at, url, body) as response:
             await response.content.readany()
             response.close()
         text = await answer(at, url, body)
         assert "two" in "".join(
-            one["choices"][0]["delta"].get("content", "") for one in events(text)
+            chunk["choices"][0]["delta"].get("content", "") for chunk in events(text)
         )
-        cut, whole = await trajectories(at, session)
+        cut, complete = await trajectories(at, session)
         assert [turn["output_ids"] for turn in cut["turns"]] == [[1, 2]]  # its client has read it
-        assert len(whole["turns"]) == 1
+        assert len(complete["turns"]) == 1
 
 
 async def test_an_error_is_not_remembered() -> None:
-    async with service([RequestError("x: refused")], says("two")) as at, opened(at) as session:
+    async with (
+        service([RequestError("x: refused")], says("two")) as at,
+        open_session(at) as session,
+    ):
         url = f"{session['base_url']}/chat/completions"
-        async with asked(at, url, {"messages": HELLO}) as failed:
+        async with post_with_key(at, url, {"messages": HELLO}) as failed:
             assert failed.status == 400
         assert "two" in await answer(at, url, {"messages": HELLO})
 
@@ -166,7 +171,7 @@ async def test_an_error_is_not_remembered() -> None:
 async def test_an_answer_whose_client_has_left_is_kept_for_a_retry_only(
     has_key: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with service(says("one"), says("two")) as at, opened(at) as session:
+    async with service(says("one"), says("two")) as at, open_session(at) as session:
         url = f"{session['base_url']}/chat/completions"
         headers = {"Idempotency-Key": "k"} if has_key else {}
         with monkeypatch.context() as patch:
@@ -182,8 +187,12 @@ async def test_an_answer_whose_client_has_left_is_kept_for_a_retry_only(
 
 
 async def test_sessions_do_not_share_keys() -> None:
-    async with service(says("one"), says("two")) as at, opened(at) as mine, opened(at) as other:
-        for session, text in ((mine, "one"), (other, "two")):
+    async with (
+        service(says("one"), says("two")) as at,
+        open_session(at) as mine,
+        open_session(at) as second,
+    ):
+        for session, text in ((mine, "one"), (second, "two")):
             url = f"{session['base_url']}/chat/completions"
             assert text in await answer(at, url, {"messages": HELLO})
 

@@ -15,35 +15,39 @@ from agentloop.sandbox.openapi import document
 from agentloop.trajectory import ToolCall, Trajectory, Turn
 
 
-def made(has_token: bool = False) -> dict[str, Any]:
+def make_document(has_token: bool = False) -> dict[str, Any]:
     guard = ApiGuard(ServeSettings.model_validate({"token": "t" if has_token else None}))
     return document(
         ROUTES, info={}, needs_token=guard.needs_token, refusals=REFUSALS, headers=REQUEST_ID
     )
 
 
-def statuses(whole: dict[str, Any], path: str, method: str = "get") -> set[str]:
-    return set(whole["paths"][path][method]["responses"])
+def statuses(document: dict[str, Any], path: str, method: str = "get") -> set[str]:
+    return set(document["paths"][path][method]["responses"])
 
 
 def test_every_reference_resolves() -> None:
-    whole = made()
-    text = json.dumps(whole)
+    document = make_document()
+    text = json.dumps(document)
     named = set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', text))
     assert named
-    assert named == set(whole["components"]["schemas"])
+    assert named == set(document["components"]["schemas"])
     assert text.count('"$ref"') == text.count('"$ref": "#/components/schemas/')
 
 
 def test_operation_ids_are_unique() -> None:
-    whole = made()
-    names = [one["operationId"] for methods in whole["paths"].values() for one in methods.values()]
-    assert len(set(names)) == len(names) == len([one for one in ROUTES if one.responses])
+    document = make_document()
+    names = [
+        operation["operationId"]
+        for methods in document["paths"].values()
+        for operation in methods.values()
+    ]
+    assert len(set(names)) == len(names) == len([route for route in ROUTES if route.responses])
     assert all(name.isidentifier() for name in names)
 
 
 def test_a_token_is_required_if_set() -> None:
-    without, with_one = made(), made(has_token=True)
+    without, with_one = make_document(), make_document(has_token=True)
     assert "401" not in json.dumps(without)
     assert "securitySchemes" not in without["components"]
     assert with_one["components"]["securitySchemes"] == {
@@ -56,22 +60,27 @@ def test_a_token_is_required_if_set() -> None:
 
 
 def test_streams_are_described() -> None:
-    answers = made()["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
+    answers = make_document()["paths"]["/v1/chat/completions"]["post"]["responses"]["200"][
+        "content"
+    ]
     assert answers["application/json"] == {
         "schema": {"$ref": "#/components/schemas/ChatCompletion"}
     }
     data = answers["text/event-stream"]["schema"]["properties"]["data"]
-    events = [one["$ref"].rpartition("/")[2] for one in data["anyOf"][0]["contentSchema"]["anyOf"]]
+    events = [
+        reference["$ref"].rpartition("/")[2]
+        for reference in data["anyOf"][0]["contentSchema"]["anyOf"]
+    ]
     assert events == ["ChatCompletionChunk", "UsageChunk", "ErrorBody"]
     assert data["anyOf"][1] == {"const": "[DONE]"}
-    lines = made()["paths"]["/v1/rollouts"]["post"]["responses"]["200"]["content"]
+    lines = make_document()["paths"]["/v1/rollouts"]["post"]["responses"]["200"]["content"]
     assert lines["application/x-ndjson"]["schema"]["items"]["$ref"].endswith("/RolloutLine")
 
 
 def test_a_trajectory_has_the_fields_that_are_sent() -> None:
     call = ToolCall("c", "n", {}, "raw", 0, 1)
     sent = Trajectory("t", [1], [Turn([2], [0.5], calls=[call])]).to_dict_per_token()
-    schemas = made()["components"]["schemas"]
+    schemas = make_document()["components"]["schemas"]
     for name, value in [
         ("TrajectoryRecord", sent),
         ("Turn", sent["turns"][0]),
@@ -101,5 +110,5 @@ def test_a_trajectory_has_the_fields_that_are_sent() -> None:
     ],
 )
 def test_a_request_is_described_as_it_is_checked(field: str, schema: dict[str, Any]) -> None:
-    described = made()["components"]["schemas"]["ChatRequest"]["properties"][field]
+    described = make_document()["components"]["schemas"]["ChatRequest"]["properties"][field]
     assert {key: described[key] for key in schema} == schema

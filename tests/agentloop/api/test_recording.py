@@ -11,7 +11,7 @@ import pytest
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import Trajectory
 from tests.agentloop.api.test_app import HELLO, THEIRS, client, says, service
-from tests.agentloop.api.test_bare_model import opened, trajectories
+from tests.agentloop.api.test_bare_model import open_session, trajectories
 from tests.support import call_text
 
 pytestmark = pytest.mark.anyio
@@ -25,7 +25,7 @@ def groups(folder: RunFolder) -> list[list[dict[str, Any]]]:
 async def test_a_session_is_recorded_when_it_is_closed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "")
     async with service(says("one"), says("two"), record=folder) as at:
-        async with opened(at) as session:
+        async with open_session(at) as session:
             for _ in range(2):
                 async with at.http.post(
                     f"{session['base_url']}/chat/completions", json={"messages": HELLO}
@@ -34,10 +34,10 @@ async def test_a_session_is_recorded_when_it_is_closed(tmp_path: Path) -> None:
             served = await trajectories(at, session)
             assert groups(folder) == []
     ((first, second),) = groups(folder)
-    for row, told in zip((first, second), served, strict=True):
-        assert row["served_id"] == told["id"]
-        record = Trajectory.from_dict(row["trajectory"] | {"id": told["id"]})
-        assert record.to_dict_per_token() == told
+    for row, line in zip((first, second), served, strict=True):
+        assert row["served_id"] == line["id"]
+        record = Trajectory.from_dict(row["trajectory"] | {"id": line["id"]})
+        assert record.to_dict_per_token() == line
     assert second["branch"] == "the same history was asked again"
     assert (first["question"], first["answer"], second["answer"]) == ("hello", "one", "two")
 
@@ -59,7 +59,7 @@ async def test_a_branch_after_a_tool_response_keeps_its_question(tmp_path: Path)
     folder = RunFolder(tmp_path, "")
     call = call_text("theirs", {"n": 1})
     async with service(says(call), says("x"), says("y"), record=folder) as at:
-        async with opened(at) as session:
+        async with open_session(at) as session:
 
             async def ask(*messages: Any) -> Any:
                 async with at.http.post(
@@ -92,13 +92,13 @@ async def test_answers_of_the_agent_are_recorded_with_their_siblings(tmp_path: P
             lines = [json.loads(line) for line in (await response.text()).splitlines()]
         async with at.post("/api/ask", {"question": "y"}) as response:
             assert response.status == 200
-            asked = (await response.json())["rollout"]
-        async with at.http.get(f"{at.url}/api/rollouts/{asked}/stream") as response:
+            rollout = (await response.json())["rollout"]
+        async with at.http.get(f"{at.url}/api/rollouts/{rollout}/stream") as response:
             await response.text()  # until its end
-    found = groups(folder)
-    assert [[row["answer"] for row in group] for group in found[:2]] == [["a", "a"], ["b"]]
-    assert [group[0]["model"] for group in found[:2]] == ["fake-agent", "fake"]
-    assert {row["served_id"] for row in found[2]} == {one["trajectory"]["id"] for one in lines}
-    assert [row["question"] for row in found[2]] == ["x", "x"]
-    ((last),) = found[3]
-    assert (last["served_id"], last["question"], last["answer"]) == (asked, "y", "d")
+    recorded = groups(folder)
+    assert [[row["answer"] for row in group] for group in recorded[:2]] == [["a", "a"], ["b"]]
+    assert [group[0]["model"] for group in recorded[:2]] == ["fake-agent", "fake"]
+    assert {row["served_id"] for row in recorded[2]} == {line["trajectory"]["id"] for line in lines}
+    assert [row["question"] for row in recorded[2]] == ["x", "x"]
+    ((last),) = recorded[3]
+    assert (last["served_id"], last["question"], last["answer"]) == (rollout, "y", "d")

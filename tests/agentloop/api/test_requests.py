@@ -22,12 +22,12 @@ def body(**fields: Any) -> bytes:
     return json.dumps({"messages": HELLO, **fields}).encode()
 
 
-def said(**fields: Any) -> bytes:
+def message_body(**fields: Any) -> bytes:
     return json.dumps({"messages": [{"role": "user", **fields}]}).encode()
 
 
 def test_supported_parameters_are_parsed() -> None:
-    asked = ChatRequest.parse(
+    request = ChatRequest.parse(
         body(
             model="m",
             temperature=0,
@@ -46,12 +46,12 @@ def test_supported_parameters_are_parsed() -> None:
             ignore_eos=True,
         )
     )
-    assert asked.sampling_overrides() == {"temperature": 0, "top_p": 0.9, "seed": 3}
-    assert asked.token_limit == 10
-    assert asked.turn_options() == TurnOptions(
+    assert request.sampling_overrides() == {"temperature": 0, "top_p": 0.9, "seed": 3}
+    assert request.token_limit == 10
+    assert request.turn_options() == TurnOptions(
         ("a", "b"), single_call=True, ignore_end=True, num_top_logprobs=2
     )
-    assert asked.has_caller_tools
+    assert request.has_caller_tools
     assert ChatRequest.parse(body(max_tokens=1, max_completion_tokens=2)).token_limit == 2
     assert ChatRequest.parse(body(stop="a")).turn_options() == TurnOptions(("a",))
     assert not ChatRequest.parse(body(tools=[THEIRS], tool_choice="none")).has_caller_tools
@@ -93,18 +93,18 @@ _CALLED = {"id": "call_1", "type": "function", "function": {"name": "theirs", "a
 )
 def test_requests_of_harnesses_are_accepted(kind: Any, fields: dict[str, Any]) -> None:
     given = fields if kind is ChatRequest else {"prompt": "hello", **fields}
-    asked = kind.parse(json.dumps(given).encode())
+    request = kind.parse(json.dumps(given).encode())
     names = ("temperature", "max_tokens", "stop_token_ids")
-    assert [getattr(asked, one) for one in names] == [fields.get(one) for one in names]
+    assert [getattr(request, name) for name in names] == [fields.get(name) for name in names]
 
 
 def test_null_equals_a_missing_parameter() -> None:
     names = [*ChatRequest.model_fields, *UNSUPPORTED]
     given = {name: None for name in names if name != "messages"}
-    asked = ChatRequest.parse(body(**given))
-    assert asked == ChatRequest.parse(body())
-    assert asked.turn_options() == TurnOptions()
-    assert (asked.token_limit, asked.sampling_overrides()) == (None, {})
+    request = ChatRequest.parse(body(**given))
+    assert request == ChatRequest.parse(body())
+    assert request.turn_options() == TurnOptions()
+    assert (request.token_limit, request.sampling_overrides()) == (None, {})
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_null_equals_a_missing_parameter() -> None:
     ],
 )
 def test_parameters_without_effect_are_accepted(field: str, value: Any) -> None:
-    asked = ChatRequest.parse(body(**{field: value}))
-    asked.refuse_for_agent()
-    assert asked.turn_options() == TurnOptions()
+    request = ChatRequest.parse(body(**{field: value}))
+    request.refuse_for_agent()
+    assert request.turn_options() == TurnOptions()
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
@@ -160,7 +160,7 @@ def test_the_form_of_turns_may_be_constrained(field: str, value: Any, rules: Out
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ({"type": "json_schema"}, "response_format.json_schema: Field required"),
         ({"type": "xml"}, "response_format: .* 'type'"),
@@ -170,16 +170,16 @@ def test_the_form_of_turns_may_be_constrained(field: str, value: Any, rules: Out
         ),
     ],
 )
-def test_an_incomplete_response_format_is_named(value: Any, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+def test_an_incomplete_response_format_is_named(value: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         ChatRequest.parse(body(response_format=value))
 
 
 def test_variables_of_the_chat_template_come_with_a_request() -> None:
-    asked = ChatRequest.parse(
+    request = ChatRequest.parse(
         body(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
     )
-    assert asked.template_arguments == {"reasoning_effort": "low", "enable_thinking": False}
+    assert request.template_arguments == {"reasoning_effort": "low", "enable_thinking": False}
 
 
 @pytest.mark.parametrize(("seed", "sent"), [(0, 0), (-1, (1 << 63) - 1), (-(1 << 63), 0)])
@@ -189,8 +189,8 @@ def test_a_seed_may_be_negative(seed: int, sent: int) -> None:
 
 def test_integers_may_be_large_or_integral_floats() -> None:
     assert ChatRequest.parse(body(max_tokens=2**70)).token_limit == 2**70
-    asked = ChatRequest.parse(body(n=2.0, seed=1e3, tools=[]))
-    assert (asked.n, asked.seed) == (2, 1000)
+    request = ChatRequest.parse(body(n=2.0, seed=1e3, tools=[]))
+    assert (request.n, request.seed) == (2, 1000)
 
 
 def test_additional_fields_of_messages_and_tools_are_kept() -> None:
@@ -199,8 +199,8 @@ def test_additional_fields_of_messages_and_tools_are_kept() -> None:
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     function = {"name": "f", "parameters": {"properties": {"n": {"const": 2**70}}}, "more": 4}
     tool = {"type": "function", "function": function}
-    asked = ChatRequest.parse(body(messages=[message, answer], tools=[tool]))
-    assert (asked.messages, asked.tools) == ([message, answer], [tool])
+    request = ChatRequest.parse(body(messages=[message, answer], tools=[tool]))
+    assert (request.messages, request.tools) == ([message, answer], [tool])
 
 
 @pytest.mark.parametrize(
@@ -221,9 +221,9 @@ def test_unsupported_parameters_that_would_change_the_answer_are_refused(
 ) -> None:
     with pytest.raises(
         Unsupported, match=f"^{field}: .* is not supported by this server; "
-    ) as told:
+    ) as refusal:
         ChatRequest.parse(body(**{field: value}))
-    assert instead in str(told.value)
+    assert instead in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -240,16 +240,16 @@ def test_unsupported_parameters_that_would_change_the_answer_are_refused(
 def test_parameters_of_the_bare_model_are_refused_for_the_agent(
     field: str, value: Any, instead: str
 ) -> None:
-    asked = ChatRequest.parse(body(**{field: value}))
+    request = ChatRequest.parse(body(**{field: value}))
     with pytest.raises(
         Unsupported, match=f"^{field}: .* is not supported by this server; "
-    ) as told:
-        asked.refuse_for_agent()
-    assert instead in str(told.value)
+    ) as refusal:
+        request.refuse_for_agent()
+    assert instead in str(refusal.value)
 
 
 def test_parameters_of_the_bare_model_are_sglangs() -> None:
-    asked = ChatRequest.parse(
+    request = ChatRequest.parse(
         body(
             frequency_penalty=-1,
             presence_penalty=0.5,
@@ -260,7 +260,7 @@ def test_parameters_of_the_bare_model_are_sglangs() -> None:
             stop_token_ids=[5],
         )
     )
-    options = asked.turn_options()
+    options = request.turn_options()
     assert options.stop_ids == (5,)
     assert options.parameters == {
         "frequency_penalty": -1,
@@ -272,22 +272,22 @@ def test_parameters_of_the_bare_model_are_sglangs() -> None:
 
 
 def test_parameters_of_the_bare_model_may_not_contradict_each_other() -> None:
-    asked = ChatRequest.parse(body(min_tokens=3, max_tokens=2))
+    request = ChatRequest.parse(body(min_tokens=3, max_tokens=2))
     with pytest.raises(RequestError, match=r"^min_tokens: 3 are more than the limit of 2"):
-        asked.turn_options()
-    asked = ChatRequest.parse(body(stop_token_ids=[3], ignore_eos=True))
+        request.turn_options()
+    request = ChatRequest.parse(body(stop_token_ids=[3], ignore_eos=True))
     with pytest.raises(RequestError, match=r"^stop_token_ids: "):
-        asked.turn_options()
+        request.turn_options()
 
 
 def test_every_parameter_is_documented() -> None:
-    told = (Path(__file__).parents[3] / "docs" / "http.md").read_text()
+    document = (Path(__file__).parents[3] / "docs" / "http.md").read_text()
     for name in [*ChatRequest.model_fields, *CompletionRequest.model_fields, *UNSUPPORTED]:
-        assert f"`{name}`" in told, name
+        assert f"`{name}`" in document, name
 
 
 @pytest.mark.parametrize(
-    ("raw", "said"),
+    ("raw", "message"),
     [
         (b"", "not valid JSON"),
         (b"{", "not valid JSON"),
@@ -299,11 +299,14 @@ def test_every_parameter_is_documented() -> None:
         (b'{"messages": "hi"}', "messages: "),
         (b'{"messages": ["hi"]}', r"messages\[0\]: "),
         (b'{"messages": [{}]}', r"messages\[0\]\.role: "),
-        (said(content=5), r"messages\[0\]\.content: "),
-        (said(content=[{"type": "text"}]), r"messages\[0\]\.content\[0\]\.text: Field required"),
-        (said(content=[{"type": "image_url"}]), r"messages\[0\]\.content\[0\]\.t"),
+        (message_body(content=5), r"messages\[0\]\.content: "),
         (
-            said(tool_calls=[{"function": {"name": "f"}}]),
+            message_body(content=[{"type": "text"}]),
+            r"messages\[0\]\.content\[0\]\.text: Field required",
+        ),
+        (message_body(content=[{"type": "image_url"}]), r"messages\[0\]\.content\[0\]\.t"),
+        (
+            message_body(tool_calls=[{"function": {"name": "f"}}]),
             r"\.tool_calls\[0\]\.function\.arguments: ",
         ),
         (
@@ -341,6 +344,6 @@ def test_every_parameter_is_documented() -> None:
         (body(tools={}), "tools: "),
     ],
 )
-def test_a_bad_request_names_the_field(raw: bytes, said: str) -> None:
-    with pytest.raises(RequestError, match=f"^(the body is )?{said}|{said}"):
+def test_a_bad_request_names_the_field(raw: bytes, message: str) -> None:
+    with pytest.raises(RequestError, match=f"^(the body is )?{message}|{message}"):
         ChatRequest.parse(raw)

@@ -67,12 +67,12 @@ async def rig(random: Random) -> AsyncIterator[Rig]:
 @pytest.mark.full
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(NUM_BATCHES))
-async def test_what_is_recorded_equals_the_servers_log(seed: int) -> None:
+async def test_records_equal_the_servers_log(seed: int) -> None:
     assert await converse(BATCH, seed) > 0
 
 
 @pytest.mark.timeout(60)
-async def test_what_a_few_sessions_record_equals_the_servers_log() -> None:
+async def test_records_of_a_few_sessions_equal_the_servers_log() -> None:
     await converse(18, NUM_BATCHES)
 
 
@@ -103,23 +103,27 @@ async def converse(num_sessions: int, seed: int) -> int:
         used: set[int] = set()
         for session, agent in zip(sessions, agents, strict=True):
             records = await trajectories(at, session)
-            found = [check_record(at.fake, record, agent.reached) for record in records]
-            recorded = [number for numbers in found for number in numbers]
+            numbers_by_record = [check_record(at.fake, record, agent.reached) for record in records]
+            recorded = [number for numbers in numbers_by_record for number in numbers]
             assert agent.reached <= set(recorded)
             for number in recorded:
                 assert number not in used  # in another branch, or twice in this one
                 used.add(number)
             if agent.is_plain:  # whatever else there is was cut off while its client read it
-                (numbers,) = [one for one in found if agent.reached.intersection(one)]
+                (numbers,) = [
+                    numbers_of_record
+                    for numbers_of_record in numbers_by_record
+                    if agent.reached.intersection(numbers_of_record)
+                ]
                 assert len(numbers) == agent.num_asked
-                assert agent.has_keys or len(found) == 1
+                assert agent.has_keys or len(numbers_by_record) == 1
             async with at.http.delete(session["url"]) as response:
                 assert response.status == 200
         assert len(at.app.sessions) == 0
         (view,) = at.router.view()
         assert (view.num_running, view.num_held_tokens, view.num_reserved_tokens) == (0, 0, 0)
         assert sum(agent.link.num_faults for agent in agents) > num_sessions / 4
-        return sum(not one.is_whole for one in at.fake.log)
+        return sum(not numbers_of_record.is_whole for numbers_of_record in at.fake.log)
 
 
 async def trajectories(at: Rig, session: dict[str, Any]) -> list[dict[str, Any]]:

@@ -45,7 +45,7 @@ def writer(name: str, stop: Sequence[str]) -> ChunkWriter:
     )
 
 
-async def told(
+async def run_and_convert(
     name: str, turns: Sequence[str], dice: random.Random, stop: Sequence[str] = ()
 ) -> tuple[Trajectory, dict[str, str]]:
     """Return a rollout and its message, which is the same in a stream and as a whole."""
@@ -71,8 +71,8 @@ async def told(
             delta: Any = chunk["choices"][0]["delta"]
             for key in message:
                 message[key] += delta.get(key) or ""
-    whole: Any = completion([(writer(name, stop), trajectory)])["choices"][0]["message"]
-    assert message == {key: whole.get(key) or "" for key in message}
+    expected: Any = completion([(writer(name, stop), trajectory)])["choices"][0]["message"]
+    assert message == {key: expected.get(key) or "" for key in message}
     return trajectory, message
 
 
@@ -93,10 +93,12 @@ async def test_calls_of_a_turn_are_told_one_by_one_and_its_text_once(name: str) 
     form, calls = FORMS[name], CALLS[: 1 if FORMS[name].one_call else 2]
     calling, dice = form.before + form.text(calls), random.Random(name)
     for _ in range(4):
-        trajectory, message = await told(
+        trajectory, message = await run_and_convert(
             name, [calling, calling, answer(name, "The answer.")], dice
         )
-        assert [one.status for one in trajectory.results] == [ToolCallStatus.OK] * 2 * len(calls)
+        assert [result.status for result in trajectory.results] == [ToolCallStatus.OK] * 2 * len(
+            calls
+        )
         before = [form.before.strip()] * 2 if form.before else []
         assert message["content"] == "\n\n".join([*before, "The answer."])
         assert headings(message["reasoning_content"]) == reasoning_of(name, calls, 2)
@@ -110,11 +112,11 @@ async def test_stop_sequences_are_found_in_one_turn_only(name: str) -> None:
     before = form.before.strip() + "\n\n" if form.before else ""
     # "." ends one turn and "The" begins the next; the arguments of calls are no answer.
     stops = [".The", ".\n\nThe", "secret", "answer"]
-    trajectory, message = await told(name, turns, dice, stops)
+    trajectory, message = await run_and_convert(name, turns, dice, stops)
     assert trajectory.stop_reason is StopReason.STOP_SEQUENCE
     assert message["content"] == f"{before}The"
     assert headings(message["reasoning_content"]) == reasoning_of(name, calls, 1)
     if form.before:  # the answer ends in the first turn, so its calls are not told
-        trajectory, message = await told(name, turns, dice, ["look"])
+        trajectory, message = await run_and_convert(name, turns, dice, ["look"])
         assert trajectory.stop_reason is StopReason.STOP_SEQUENCE
         assert (message["content"], message["reasoning_content"]) == ("I", "")

@@ -42,6 +42,7 @@ async def two_talks(task: Any, agent: agentloop.Agent, *, half: float = 0.5) -> 
     async with anyio.create_task_group() as talks:
         talks.start_soon(ask, f"First question about {task.answer}?")
         talks.start_soon(ask, "Second question?")
+    agent.record(talks=2)
     return {"whole": 1.0, "half": half}
 
 

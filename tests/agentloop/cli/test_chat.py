@@ -52,7 +52,9 @@ def test_an_answer_that_is_interrupted_is_forgotten(
         def messages_of(self, turns: list[str]) -> list[Message]:
             return [{"role": "assistant", "content": turn} for turn in turns]
 
-    async def ask(runtime: object, messages: list[Message], out: object) -> SimpleNamespace:
+    async def ask(
+        rollout: object, chat: object, messages: list[Message], out: object
+    ) -> SimpleNamespace:
         seen.append([message["content"] for message in messages])
         if messages[-1]["content"] == "two":
             os.kill(os.getpid(), signal.SIGINT)
@@ -61,7 +63,7 @@ def test_an_answer_that_is_interrupted_is_forgotten(
 
     @asynccontextmanager
     async def started(settings: object) -> AsyncIterator[SimpleNamespace]:
-        yield SimpleNamespace(chat=PlayedChat())
+        yield SimpleNamespace(chat=PlayedChat(), rollout=None)
 
     monkeypatch.setattr("agentloop.cli.console.started", started)
     monkeypatch.setattr("agentloop.cli.chat.ask", ask)
@@ -174,6 +176,10 @@ def test_a_rollout_without_a_reward_is_a_failure(
     [
         (["What is 1 + 1?"], "env: the environment asks the questions: omit yours"),
         (["--task", "9", "tasks.held_out=2"], "--task: 9: the environment has only 2 tasks"),
+        (
+            ["endpoint.url=http://127.0.0.1:9", "servers=['http://127.0.0.1:8']"],
+            "servers: not used",
+        ),
         (["env.args.x=1"], "env.args.x: Extra inputs are not permitted"),
     ],
 )
@@ -182,6 +188,11 @@ def test_mistakes_are_told_before_a_server_is_started(
 ) -> None:
     assert main(["chat", *arguments, f"env.name={HERE}:two_talks"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_endpoint_needs_an_environment_to_play(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "endpoint.url=http://127.0.0.1:9"]) == 2
+    assert "endpoint.url: an endpoint plays environments: name one" in capsys.readouterr().err
 
 
 def test_a_run_of_an_environment_plays_it_and_answers_questions(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 # The size of the paper's steps.
 PAPER = (
     *("loop.steps=510", "loop.prompts_per_step=512", "loop.group_size=32"),
-    "roc.down_sample_to_n=16",
+    *("roc.down_sample_to_n=16", "budget.max_response_tokens=8192"),
 )
 
 
@@ -293,6 +293,10 @@ def test_nothing_is_warned_of_without_a_reason() -> None:
     )
     assert planned(*fits).warnings == ()
     assert planned(*fits[:3]).warnings == ()
+
+
+def test_the_defaults_suit_the_model_that_ships_with_agentloop() -> None:
+    assert plan(load_settings(TrainSettings), BIG).warnings == ()
 
 
 def test_a_plan_says_what_a_step_does() -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ import pytest
 import agentloop
 from agentloop.cli import console
 from agentloop.cli import train as train_module
+from agentloop.cli.rolling_out import rollouts_of
 from agentloop.cli.sft_stage import check_teachers
 from agentloop.cli.train import TrainSettings, main, train
 from agentloop.cli.train_checks import checked
@@ -28,6 +30,7 @@ from agentloop.environments.examples.guess_number import guess
 from agentloop.environments.mixture import open_mixture
 from agentloop.environments.tasks.sources import TaskSource
 from agentloop.errors import AgentLoopError, RunFolderError, SettingsError
+from agentloop.events import ignore
 from agentloop.models import SMALL
 from agentloop.training.learner_client import client as learner
 from agentloop.training.learner_client.settings import LearnerSettings
@@ -276,15 +279,28 @@ has_ended = True
 """
 
 
+async def start_training(settings: TrainSettings) -> None:
+    await train(settings, cast(Any, Said()))
+
+
+async def start_on_a_node(settings: TrainSettings) -> None:
+    async with rollouts_of(settings, cast(Any, None), ignore):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("start", [start_training, start_on_a_node])
 def test_a_signal_ends_a_run_whose_environment_is_slow_to_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[[TrainSettings], Awaitable[None]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delitem(sys.modules, "slow_to_import", raising=False)
     (tmp_path / "slow_to_import.py").write_text(SLOW_TO_IMPORT)
     monkeypatch.syspath_prepend(tmp_path)
     overrides = ["reward.function=exact", "env=slow_to_import:game", f"run.folder='{tmp_path}'"]
 
     async def run() -> int:
-        await train(load_settings(TrainSettings, overrides=overrides), cast(Any, Said()))
+        await start(load_settings(TrainSettings, overrides=overrides))
         return 0
 
     assert console.run(run) == 143
@@ -324,6 +340,14 @@ def test_a_group_is_given_up_before_the_ranks_give_each_other_up() -> None:
     checked(load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=91"]))
     by_disk = ["weights.group_timeout_s=90", "learner.collective_timeout_s=90"]
     checked(load_settings(TrainSettings, overrides=by_disk))
+
+
+def test_all_problems_of_the_settings_are_reported_at_once() -> None:
+    overrides = ["model=/no/such", "sampling.top_k=5", "loop.early_stop_at=99", "ranks.nodes=2"]
+    with pytest.raises(SettingsError) as raised:
+        checked(load_settings(TrainSettings, overrides=overrides))
+    named = [problem.partition(":")[0] for problem in str(raised.value).split("; ")]
+    assert named == ["model", "ranks.nodes", "sampling.top_k", "loop.early_stop_at"]
 
 
 def test_a_group_of_one_teaches_nothing() -> None:

@@ -21,7 +21,7 @@ from agentloop.environments.endpoint import Endpoint
 from agentloop.environments.environment import Environment
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.sources import TasksSettings, read_tasks
-from agentloop.errors import InfrastructureFailed, RequestError
+from agentloop.errors import InfrastructureFailed, RequestError, ServerUnavailable
 from agentloop.events import Event, RolloutStarted, TurnPlaced
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.observe.board import Board
@@ -29,6 +29,7 @@ from agentloop.observe.exporters.metrics import Metrics
 from agentloop.observe.record import RecordReader
 from agentloop.observe.stalls import Stalls
 from agentloop.rollouts.player import EnvironmentPlayer
+from agentloop.rollouts.record import NoReward
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
@@ -116,6 +117,30 @@ async def test_an_endpoint_plays_an_agent_with_tools() -> None:
     assert [one.id for one in opponent.trajectories] == ["1-t.0+opponent"]
     assert episode.trained == list(episode.trajectories)
     assert episode.num_sampled_tokens == 1  # the agent's own
+
+
+async def test_the_runtime_of_another_model_plays_an_agent_with_the_tools_of_the_environment() -> (
+    None
+):
+    older, newer = Model(), Model()
+    against, found = played_by(older, tools=[double], max_tokens=9)
+    (episode,) = await run(against, newer, size=1)
+    ((_, options),) = older.asked
+    assert [tool.name for tool in options["tools"]] == ["double"]
+    assert options["budget"].max_response_tokens == 9
+    assert len(newer.asked) == 1
+    opponent = episode.others["opponent"]
+    assert not opponent.is_trained
+    assert [one.ids for one in opponent.trajectories] == [found[0].ids]
+    assert episode.trained == list(episode.trajectories)
+
+
+async def test_a_failing_runtime_of_another_model_is_no_reward() -> None:
+    older = Model()
+    older.error = ServerUnavailable("gone")
+    against, _ = played_by(older)
+    (episode,) = await run(against, size=1)
+    assert episode.no_reward is NoReward.INFRASTRUCTURE
 
 
 async def test_an_endpoint_converses_message_by_message() -> None:
@@ -230,7 +255,7 @@ async def test_a_script_may_play_an_agent_in_training_and_in_a_test() -> None:
 
 
 async def test_a_player_must_be_one() -> None:
-    with pytest.raises(RequestError, match="TypeError: player: expected an endpoint or a function"):
+    with pytest.raises(RequestError, match="TypeError: player: expected an endpoint, a runtime or"):
         await run(played_by("http://a/v1")[0])
 
 
@@ -375,7 +400,7 @@ async def trained_on(path: Path) -> tuple[list[dict[str, Any]], list[Event]]:
     assert [one.num_tokens for one in group.figures.rollouts] == [1, 1]
     assert [one.num_turns for one in group.figures.rollouts] == [1, 1]
     folder = RunFolder(path / "run", "")
-    written, _ = folder.add_group(1, [{"group": 1, **row} for row in group.rows()])
+    written, _ = folder.add_group(1, [{"group": 1, **row.to_dict()} for row in group.rows()])
     opponents = [one for one in events if getattr(one, "rollout_id", "").endswith("+opponent")]
     return folder.read_group(written), opponents
 

@@ -159,7 +159,7 @@ async def test_persistent_failures_are_missing_not_wrong(tmp_path: Path) -> None
         assert outcome.rewards == [1, 1, 1]
         assert outcome.rollouts[0].reward is None
         assert outcome.rollouts[0].reason == "infrastructure: a server died"
-    assert rows(tmp_path / "run", 1)[0]["dropped"] == "infrastructure"
+    assert rows(tmp_path / "run", 1)[0]["no_reward"] == "infrastructure"
 
 
 async def test_good_samples_are_kept_if_the_environment_fails_on_each_repetition(

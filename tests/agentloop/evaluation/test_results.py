@@ -79,6 +79,12 @@ def test_the_parts_of_rewards_have_means_of_their_own() -> None:
     assert ["part short", "0.500", "-", "0.500"] in table(told)
 
 
+def test_what_environments_record_has_a_mean() -> None:
+    told = results([outcome("a", "one", 1.0, 0.0, recorded={"tries": 3})], SETTINGS, ABOUT)
+    assert told["sets"]["one"]["recorded"] == {"tries": 3}
+    assert ["recorded tries", "3.000"] in table(told)
+
+
 def test_results_are_plain_data() -> None:
     told = results([outcome("a", "s", 1.0, None)], SETTINGS, ABOUT)
     assert json.loads(json.dumps(told)) == told

@@ -86,21 +86,21 @@ ops = SimpleNamespace(load_library=load_library)
 
 
 def test_overlay_declares_what_torchvision_needs(site: Path) -> None:
-    said = _python("import torchvision; print(torchvision.seen)", OVERLAY, site)
-    assert said.strip() == "['torchvision::nms', 'torchvision::qnms']"
+    output = _python("import torchvision; print(torchvision.seen)", OVERLAY, site)
+    assert output.strip() == "['torchvision::nms', 'torchvision::qnms']"
 
 
 def test_overlay_does_not_change_a_torchvision_that_works(site: Path) -> None:
     works = site.rename(site.with_name("works"))
-    said = _python(
+    output = _python(
         "import torch, torchvision; print(torchvision.seen, len(torch.loaded))", OVERLAY, works
     )
-    assert said.strip() == "[] 1"
+    assert output.strip() == "[] 1"
 
 
 def test_overlay_does_not_import_torch(site: Path) -> None:
-    said = _python("import sys; print('torch' in sys.modules, len(sys.modules))", OVERLAY, site)
-    imported, modules = said.split()
+    output = _python("import sys; print('torch' in sys.modules, len(sys.modules))", OVERLAY, site)
+    imported, modules = output.split()
     assert imported == "False"
     assert int(modules) < 100
 

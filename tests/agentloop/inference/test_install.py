@@ -22,7 +22,7 @@ def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTLOOP_ACCELERATOR", "0")
 
 
-def _installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+def _fake_versions(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
     def version(name: str, folder: object = None) -> str:
         try:
             return versions[name]
@@ -44,24 +44,24 @@ def _all_pins() -> dict[str, str]:
 def test_pins_agree_with_the_project() -> None:
     project = tomllib.loads(PYPROJECT.read_text())
     lines = [*project["project"]["dependencies"], *project["dependency-groups"]["test"]]
-    asked = {r.name: r.specifier for r in map(Requirement, lines)}
+    required = {r.name: r.specifier for r in map(Requirement, lines)}
     pinned = {name: pin for name, pin in _all_pins().items() if pin != UNPINNED}
-    both = asked.keys() & pinned.keys()
-    assert {"transformers", "tokenizers", "openai"} <= both
-    assert [name for name in both if not asked[name].contains(pinned[name])] == []
+    shared = required.keys() & pinned.keys()
+    assert {"transformers", "tokenizers", "openai"} <= shared
+    assert [name for name in shared if not required[name].contains(pinned[name])] == []
 
 
 def test_install_does_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    _installed(monkeypatch, _all_pins() | {"torch": "2.13.0+cpu"})
+    _fake_versions(monkeypatch, _all_pins() | {"torch": "2.13.0+cpu"})
     monkeypatch.setattr(install, "_run", lambda *_: pytest.fail("nothing is missing"))
-    said: list[str] = []
-    install.install(said.append)
-    assert said == ["SGLang for the CPU is already installed."]
+    progress: list[str] = []
+    install.install(progress.append)
+    assert progress == ["SGLang for the CPU is already installed."]
 
 
 def test_install_runs_only_the_steps_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
     pins = _all_pins()
-    _installed(monkeypatch, versions := pins | {"sglang": "0.5.22"})
+    _fake_versions(monkeypatch, versions := pins | {"sglang": "0.5.22"})
     ran: list[list[str]] = []
 
     def run(command: list[str], on_progress: object) -> None:
@@ -79,7 +79,7 @@ def test_install_runs_only_the_steps_that_lack_something(monkeypatch: pytest.Mon
 
 def test_with_a_gpu_only_sglang_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTLOOP_ACCELERATOR", "1")
-    _installed(monkeypatch, versions := dict[str, str]())
+    _fake_versions(monkeypatch, versions := dict[str, str]())
     ran: list[list[str]] = []
 
     def run(command: list[str], on_progress: object) -> None:
@@ -93,20 +93,20 @@ def test_with_a_gpu_only_sglang_is_installed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_install_says_why_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    _installed(monkeypatch, {})
+    _fake_versions(monkeypatch, {})
     script = "print('Collecting torch'); print('ERROR: No matching distribution'); exit(1)"
     monkeypatch.setattr(install, "_installer", lambda: [sys.executable, "-c", script])
-    said: list[str] = []
+    progress: list[str] = []
     with pytest.raises(ServerStartError, match=r"tested with Python 3\.11") as caught:
-        install.install(said.append)
+        install.install(progress.append)
     assert "ERROR: No matching distribution" in str(caught.value)
-    assert "Collecting torch" in said
+    assert "Collecting torch" in progress
 
 
 def test_install_needs_an_installer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _installed(monkeypatch, {})
+    _fake_versions(monkeypatch, {})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert install.main([]) == 1

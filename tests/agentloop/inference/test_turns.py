@@ -22,11 +22,11 @@ def turn(*, max_new_tokens: int = 50) -> OngoingTurn:
 def test_the_rest_begins_where_the_last_stream_broke(streams: list[list[int]]) -> None:
     ongoing, names = turn(), set[str]()
     for number, ids in enumerate(streams):
-        rest = ongoing.rest()
-        names.add(rest.rid)
-        assert rest.ids == [1, 2, 3, *ongoing.received]
-        assert len(rest.ids) + rest.max_new_tokens == 3 + 50
-        assert (rest.key, rest.group) == ("t", "g")
+        remaining = ongoing.remaining()
+        names.add(remaining.rid)
+        assert remaining.ids == [1, 2, 3, *ongoing.received]
+        assert len(remaining.ids) + remaining.max_new_tokens == 3 + 50
+        assert (remaining.key, remaining.group) == ("t", "g")
         ongoing.received += ids
         assert ongoing.missing_end() is None
         assert len(names) == number + 1  # SGLang aborts by name: none is used twice

@@ -83,23 +83,23 @@ def archive(run: RunFolder) -> Archive:
 
 
 async def test_a_run_is_shown_as_it_was(run: RunFolder) -> None:
-    whole = await archive(run).frame()
-    assert whole["full"] is True
-    assert (whole["about"]["live"], whole["about"]["t0"]) == (False, 101.0)
-    assert [row["id"] for row in whole["rollouts"]] == ["1-a/b.0", "1-a/b.1", "2-a/b.0", "2-a/b.1"]
-    row = whole["rollouts"][2]
+    frame = await archive(run).frame()
+    assert frame["full"] is True
+    assert (frame["about"]["live"], frame["about"]["t0"]) == (False, 101.0)
+    assert [row["id"] for row in frame["rollouts"]] == ["1-a/b.0", "1-a/b.1", "2-a/b.0", "2-a/b.1"]
+    row = frame["rollouts"][2]
     assert (row["start"], row["end"]) == (1000, 3000)
     assert [(lane, at) for lane, at in row["lanes"]] == [
         ("wait", 1000), ("decode", 1125), ("tool", 1250), ("wait", 2000), ("decode", 2500),
     ]  # fmt: skip
     assert (row["calls"], row["failed_calls"], row["turn"]) == (1, 1, 2)
     assert row["server"] == "http://b"
-    group = whole["groups"][0]
+    group = frame["groups"][0]
     assert (group["id"], group["task"], group["size"]) == ("1-a/b", "a/b", 2)
     assert (group["mean_reward"], group["kept"], group["has_signal"]) == (1.0, 1, True)
-    assert [row["step"] for row in whole["steps"]] == [1, 2]
-    assert (whole["now"]["step"], whole["now"]["policy_version"]) == (2, "1")
-    orjson.dumps(whole)
+    assert [row["step"] for row in frame["steps"]] == [1, 2]
+    assert (frame["now"]["step"], frame["now"]["policy_version"]) == (2, "1")
+    orjson.dumps(frame)
 
 
 async def test_a_run_says_what_its_time_was_spent_on(run: RunFolder) -> None:
@@ -135,33 +135,33 @@ async def test_a_turn_that_says_when_it_was_placed_has_a_prefill(run: RunFolder)
     row = rollout("3-c.0")
     row["trajectory"]["turns"][0]["placed_s"] = 0.0625
     add(run, 3, [row])
-    told = (await archive(run).frame())["rollouts"][-1]
-    assert [lane for lane, _ in told["lanes"]][:3] == ["wait", "prefill", "decode"]
+    row = (await archive(run).frame())["rollouts"][-1]
+    assert [lane for lane, _ in row["lanes"]][:3] == ["wait", "prefill", "decode"]
 
 
 async def test_the_supervised_start_is_shown_and_compared(run: RunFolder) -> None:
     before = (await archive(run).frame())["steps"]
     RunFolder(run.path / "sft").add_metrics({"step": 1, "learner/loss": 2.0})
-    whole = [{"start/step": 1, "start/learner/loss": 2.0}, *before]
-    assert (await archive(run).frame())["steps"] == whole
-    assert await archive(run).curves(run.path.name) == whole
+    expected = [{"start/step": 1, "start/learner/loss": 2.0}, *before]
+    assert (await archive(run).frame())["steps"] == expected
+    assert await archive(run).curves(run.path.name) == expected
 
 
 async def test_rollouts_and_groups_can_be_opened(run: RunFolder) -> None:
     at = archive(run)
-    told = await at.rollout("1-a/b.0")
-    assert (told["group"], told["task"], told["reward"], told["state"]) == (
+    rollout = await at.rollout("1-a/b.0")
+    assert (rollout["group"], rollout["task"], rollout["reward"], rollout["state"]) == (
         "1-a/b", "a/b", 1.0, "done",
     )  # fmt: skip
-    assert told["prompt"] == "why?"
-    assert ["".join(turn["pieces"]) for turn in told["turns"]] == [
+    assert rollout["prompt"] == "why?"
+    assert ["".join(turn["pieces"]) for turn in rollout["turns"]] == [
         f"<tool_call>{{}}</tool_call>{END}", f"it is 42{END}",
     ]  # fmt: skip
-    assert told["turns"][0]["entropies"] is None
-    assert [event async for event in at.rollout_events("1-a/b.0")] == [("end", told)]
+    assert rollout["turns"][0]["entropies"] is None
+    assert [event async for event in at.rollout_events("1-a/b.0")] == [("end", rollout)]
     group = await at.group("1-a/b")
     assert group["prompt"] == "why?"
-    assert [(one["id"], one["kept"], one["dropped"]) for one in group["rollouts"]] == [
+    assert [(row["id"], row["kept"], row["dropped"]) for row in group["rollouts"]] == [
         ("1-a/b.0", True, None), ("1-a/b.1", False, "infrastructure"),
     ]  # fmt: skip
 
@@ -170,8 +170,8 @@ async def test_a_call_that_never_ran_has_no_tool_lane(run: RunFolder) -> None:
     row = rollout("3-c.0")
     row["trajectory"]["turns"][0]["results"][0]["status"] = "malformed"
     add(run, 3, [row])
-    told = (await archive(run).frame())["rollouts"][-1]
-    assert [lane for lane, _ in told["lanes"]] == ["wait", "decode", "wait", "decode"]
+    row = (await archive(run).frame())["rollouts"][-1]
+    assert [lane for lane, _ in row["lanes"]] == ["wait", "decode", "wait", "decode"]
 
 
 async def test_an_endpoints_answer_is_shown_without_ids(run: RunFolder) -> None:
@@ -199,8 +199,8 @@ async def test_an_agent_that_an_endpoint_plays_has_no_tokens(run: RunFolder) -> 
 
 async def test_without_a_model_text_is_shown_by_turn(run: RunFolder) -> None:
     at = Archive(run.path, {}, None)
-    told = await at.rollout("1-a/b.0")
-    assert len(told["turns"][0]["pieces"]) == len(told["turns"][0]["ids"])
+    rollout = await at.rollout("1-a/b.0")
+    assert len(rollout["turns"][0]["pieces"]) == len(rollout["turns"][0]["ids"])
     assert (await at.group("1-a/b"))["prompt"] == ""
 
 
@@ -226,7 +226,7 @@ async def test_invalid_names_are_not_found(run: RunFolder, name: str) -> None:
         await at.curves(name)
 
 
-def damaged() -> list[bytes]:
+def damaged_lines() -> list[bytes]:
     good = rollout("3-c.0") | {"group": 3}
     trajectory = good["trajectory"]
     rows: list[Any] = [
@@ -239,20 +239,20 @@ def damaged() -> list[bytes]:
         good | {"trajectory": trajectory | {"elapsed_s": None}},
         good | {"reward": "much"},
     ]  # fmt: skip
-    whole = json.dumps(good).encode()
-    lines = [whole[: len(whole) // 2], b"", b"\x00\xff", b"{}}", b"[" * 5000]
+    text = json.dumps(good).encode()
+    lines = [text[: len(text) // 2], b"", b"\x00\xff", b"{}}", b"[" * 5000]
     return [*lines, *(json.dumps(row).encode() for row in rows)]
 
 
-@pytest.mark.parametrize("line", damaged(), ids=lambda line: line[:30])
+@pytest.mark.parametrize("line", damaged_lines(), ids=lambda line: line[:30])
 async def test_only_a_damaged_line_is_skipped(run: RunFolder, line: bytes) -> None:
     good = json.dumps(rollout("3-c.1") | {"group": 3}).encode()
     path = run.path / "trajectories" / "group-0000003.jsonl"
     path.write_bytes(line + b"\n" + good + b"\n")
     at = archive(run)
-    whole = await at.frame()
-    assert [row["id"] for row in whole["rollouts"]][4:] == ["3-c.1"]
-    assert [one["id"] for one in (await at.group("3-c"))["rollouts"]] == ["3-c.1"]
+    frame = await at.frame()
+    assert [row["id"] for row in frame["rollouts"]][4:] == ["3-c.1"]
+    assert [row["id"] for row in (await at.group("3-c"))["rollouts"]] == ["3-c.1"]
     with pytest.raises(NotThere):
         await at.rollout("3-c.0")
     assert (await at.rollout("3-c.1"))["id"] == "3-c.1"
@@ -270,9 +270,9 @@ async def test_a_rollout_with_damaged_fields_is_not_found(run: RunFolder) -> Non
 
 async def test_an_empty_folder_is_an_empty_page(tmp_path: Path) -> None:
     at = Archive(tmp_path / "gone", {}, CHAT)
-    whole = await at.frame()
-    assert (whole["rollouts"], whole["groups"], whole["steps"]) == ([], [], [])
-    assert whole["now"] == {}
+    frame = await at.frame()
+    assert (frame["rollouts"], frame["groups"], frame["steps"]) == ([], [], [])
+    assert frame["now"] == {}
     async with aclosing(at.frames()) as frames:
         assert orjson.loads((await anext(frames))[1])["full"] is True
     assert await at.runs() == []
@@ -285,19 +285,24 @@ async def test_unrelated_files_are_ignored(run: RunFolder) -> None:
     (folder / ".group-0000004.jsonl.partial").write_text("{")
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('[1]\n{"step": 3\nnull\n{"step": 4}\n{"step": 5')
-    whole = await archive(run).frame()
-    assert len(whole["rollouts"]) == 4
-    assert [row["step"] for row in whole["steps"]] == [1, 2, 4]
+    frame = await archive(run).frame()
+    assert len(frame["rollouts"]) == 4
+    assert [row["step"] for row in frame["steps"]] == [1, 2, 4]
 
 
 async def test_entropies_are_included(run: RunFolder) -> None:
     at = archive(run)
     folder = run.path / "entropy"
     folder.mkdir()
-    told = [[0.5] * len(turn["ids"]) for turn in (await at.rollout("1-a/b.0"))["turns"]]
-    rows = [b"{broken", b"[]", b"{}", json.dumps({"id": "1-a/b.0", "entropies": told}).encode()]
+    entropies = [[0.5] * len(turn["ids"]) for turn in (await at.rollout("1-a/b.0"))["turns"]]
+    rows = [
+        b"{broken",
+        b"[]",
+        b"{}",
+        json.dumps({"id": "1-a/b.0", "entropies": entropies}).encode(),
+    ]
     (folder / "group-0000001.jsonl").write_bytes(b"\n".join(rows))
-    assert [turn["entropies"] for turn in (await at.rollout("1-a/b.0"))["turns"]] == told
+    assert [turn["entropies"] for turn in (await at.rollout("1-a/b.0"))["turns"]] == entropies
     assert (await at.rollout("1-a/b.1"))["turns"][0]["entropies"] is None
     assert (await at.rollout("2-a/b.0"))["turns"][0]["entropies"] is None
 
@@ -310,8 +315,8 @@ async def test_a_running_run_is_read_again(run: RunFolder, monkeypatch: pytest.M
         with anyio.fail_after(patient(15)):
             async for _, data in frames:
                 if data:
-                    found: dict[str, Any] = orjson.loads(data)
-                    return found
+                    decoded: dict[str, Any] = orjson.loads(data)
+                    return decoded
         raise AssertionError
 
     async with aclosing(at.frames()) as frames:
@@ -332,15 +337,15 @@ async def test_the_newest_groups_are_shown(run: RunFolder, monkeypatch: pytest.M
     monkeypatch.setattr(archive_module, "_MAX_ROWS", 1)
     assert {row["group"] for row in (await archive(run).frame())["rollouts"]} == {"2-a/b"}
     async with aclosing(archive(run).frames()) as frames:
-        found = [orjson.loads((await anext(frames))[1]) for _ in range(2)]
-    assert [frame["full"] for frame in found] == [True, False]
-    assert [row["id"] for frame in found for row in frame["rollouts"]] == ["2-a/b.0", "2-a/b.1"]
+        sent = [orjson.loads((await anext(frames))[1]) for _ in range(2)]
+    assert [frame["full"] for frame in sent] == [True, False]
+    assert [row["id"] for frame in sent for row in frame["rollouts"]] == ["2-a/b.0", "2-a/b.1"]
 
 
 def test_a_rollout_can_be_read_without_a_page(run: RunFolder) -> None:
-    told = read_rollout(run.path, "2-a/b.0", CHAT)
-    assert told is not None
-    assert told["id"] == "2-a/b.0"
+    rollout = read_rollout(run.path, "2-a/b.0", CHAT)
+    assert rollout is not None
+    assert rollout["id"] == "2-a/b.0"
     assert read_rollout(run.path, "2-a/b.7", CHAT) is None
 
 
@@ -359,12 +364,12 @@ def test_runs_are_listed_newest_first(run: RunFolder) -> None:
     (beside / "none" / "metrics.jsonl").write_text("")
     (beside / "nonsense").mkdir()
     (beside / "nonsense" / "metrics.jsonl").write_text('[]\n{"step": "x"}\n{"step": null}\n')
-    found = {one["name"]: one for one in runs_beside(run.path)}
-    assert {name: one["steps"] for name, one in found.items()} == {
+    runs = {listed["name"]: listed for listed in runs_beside(run.path)}
+    assert {name: listed["steps"] for name, listed in runs.items()} == {
         "one": 2, "two": 7, "odd name & more": 7, "none": 0, "nonsense": 0,
     }  # fmt: skip
-    assert [name for name, one in found.items() if one["current"]] == ["one"]
-    times = [one["modified_unix_s"] for one in runs_beside(run.path)]
+    assert [name for name, listed in runs.items() if listed["current"]] == ["one"]
+    times = [listed["modified_unix_s"] for listed in runs_beside(run.path)]
     assert times == sorted(times, reverse=True)
     assert curves(run.path, "odd name & more") == [{"step": 7}]
 
@@ -403,7 +408,7 @@ async def test_the_newest_published_weights_are_the_policy_version(
 @pytest.mark.parametrize("damage", [None, b"{", b'{"all": 1}'])
 async def test_an_evaluation_shows_its_results(run: RunFolder, damage: bytes | None) -> None:
     run.add_metrics({"step": 1, "group": "g", "reward": 1.0})
-    told = {
+    results = {
         "num_samples": 2,
         "all": {
             "num_tasks": 9,
@@ -411,7 +416,7 @@ async def test_an_evaluation_shows_its_results(run: RunFolder, damage: bytes | N
             "avg_at_k": {"value": 2 / 3, "low": 0.5, "high": 0.8},
         },
     }
-    (run.path / "results.json").write_bytes(damage or orjson.dumps(told))
+    (run.path / "results.json").write_bytes(damage or orjson.dumps(results))
     values = (await archive(run).frame())["now"].get("values")
     if damage:
         assert values is None

@@ -47,7 +47,7 @@ class Played:
             self.num_running -= 1
 
 
-def played(*, begins: bool = True) -> Played:
+def play_asks(*, begins: bool = True) -> Played:
     made = Played()
     if begins:
         made.may_begin.set()
@@ -55,7 +55,7 @@ def played(*, begins: bool = True) -> Played:
 
 
 async def test_asking_returns_the_id_of_the_rollout() -> None:
-    rollout = played()
+    rollout = play_asks()
     with anyio.fail_after(patient(15)):
         async with asking(rollout, rollout.events.append) as ask:
             assert await ask("why?") == "r1"
@@ -67,7 +67,7 @@ async def test_asking_returns_the_id_of_the_rollout() -> None:
 
 @pytest.mark.parametrize("error", [RequestError("too long"), ServerError("none is up")])
 async def test_an_error_before_the_start_is_raised_to_the_visitor_only(error: Exception) -> None:
-    rollout = played()
+    rollout = play_asks()
     rollout.before = error
     async with asking(rollout, rollout.events.append) as ask:
         for _ in range(100):  # none of them is counted as open
@@ -78,7 +78,7 @@ async def test_an_error_before_the_start_is_raised_to_the_visitor_only(error: Ex
 
 
 async def test_an_error_after_the_start_is_contained() -> None:
-    rollout = played()
+    rollout = play_asks()
     rollout.after = ServerUnavailable("gone")
     rollout.may_end.set()
     async with asking(rollout, rollout.events.append) as ask:
@@ -88,7 +88,7 @@ async def test_an_error_after_the_start_is_contained() -> None:
 
 
 async def test_a_programming_error_is_raised_unchanged() -> None:
-    rollout = played()
+    rollout = play_asks()
     rollout.after = ZeroDivisionError()
     rollout.may_end.set()
 
@@ -106,11 +106,11 @@ async def test_the_number_of_open_questions_is_bounded(
     monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
     monkeypatch.setattr(ask_module, "_MAX_OPEN", 3)
-    rollout = played()
+    rollout = play_asks()
     keys: list[str] = []
     refused: list[RequestError] = []
 
-    async def one(ask: Ask) -> None:
+    async def ask_once(ask: Ask) -> None:
         try:
             keys.append(await ask("why?"))
         except RequestError as error:
@@ -120,9 +120,9 @@ async def test_the_number_of_open_questions_is_bounded(
         async with anyio.create_task_group() as tasks:
             for _ in range(5):
                 if at_once:
-                    tasks.start_soon(one, ask)
+                    tasks.start_soon(ask_once, ask)
                 else:
-                    await one(ask)
+                    await ask_once(ask)
         assert (len(keys), len(refused)) == (3, 2)
         assert "3 questions are being answered" in str(refused[0])
         rollout.may_end.set()
@@ -130,7 +130,7 @@ async def test_the_number_of_open_questions_is_bounded(
         assert await ask("why?")
 
 
-async def cancelled(asks: Callable[[], Awaitable[Any]], until: Callable[[], bool]) -> None:
+async def cancel_when(asks: Callable[[], Awaitable[Any]], until: Callable[[], bool]) -> None:
     async def do() -> None:
         await asks()
 
@@ -144,10 +144,10 @@ async def test_a_visitor_who_leaves_before_the_start_cancels_the_rollout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ask_module, "_MAX_OPEN", 1)
-    rollout = played(begins=False)
+    rollout = play_asks(begins=False)
     async with asking(rollout, rollout.events.append) as ask:
         for number in range(1, 4):
-            await cancelled(lambda: ask("why?"), lambda: len(rollout.questions) == number)  # noqa: B023
+            await cancel_when(lambda: ask("why?"), lambda: len(rollout.questions) == number)  # noqa: B023
             assert rollout.num_running == 0
         with anyio.CancelScope() as scope:  # before anything of it has run
             scope.cancel()
@@ -157,14 +157,14 @@ async def test_a_visitor_who_leaves_before_the_start_cancels_the_rollout(
 
 
 async def test_a_visitor_who_leaves_after_the_start_leaves_it_running() -> None:
-    rollout = played()
+    rollout = play_asks()
     async with asking(rollout, rollout.events.append) as ask:
 
         async def visitor() -> None:
             await ask("why?")
             await anyio.sleep_forever()
 
-        await cancelled(visitor, lambda: bool(rollout.events))
+        await cancel_when(visitor, lambda: bool(rollout.events))
         assert rollout.num_running == 1
 
 
@@ -173,7 +173,7 @@ async def test_a_rollout_that_does_not_start_in_time_is_an_error(
 ) -> None:
     monkeypatch.setattr(ask_module, "_START_S", 0.02)
     monkeypatch.setattr(ask_module, "_MAX_OPEN", 1)
-    rollout = played(begins=False)
+    rollout = play_asks(begins=False)
     async with asking(rollout, rollout.events.append) as ask:
         for _ in range(2):
             with pytest.raises(RequestError, match=r"did not start within 0\.02 s"):

@@ -76,10 +76,10 @@ def result_of(key: str, status: ToolCallStatus, number: int = 0, took_s: float =
 
 def event_of(kind: str, key: str, number: int) -> Event:
     """Return an event of this kind about a rollout or its group."""
-    one, group = record(key, number), key.rpartition(".")[0]
+    trajectory, group = record(key, number), key.rpartition(".")[0]
     statuses = list(ToolCallStatus)
     events: dict[str, Event] = {
-        "start": RolloutStarted(one, group),
+        "start": RolloutStarted(trajectory, group),
         "turn": TurnStarted(key, number),
         "placed": TurnPlaced(key, number, f"http://{number % 3}", DECISION),
         "tokens": TokensSampled(key, number, [1] * number, ""),
@@ -87,8 +87,8 @@ def event_of(kind: str, key: str, number: int) -> Event:
         "call": CallStarted(key, 0, call_of(key, number)),
         "called": CallFinished(key, 0, result_of(key, statuses[number % len(statuses)], number)),
         "sampled": TurnSampled(key, 0),
-        "turned": TurnFinished(key, 0, one.turns[0]),
-        "finish": RolloutFinished(key, one),
+        "turned": TurnFinished(key, 0, trajectory.turns[0]),
+        "finish": RolloutFinished(key, trajectory),
         "abandon": RolloutAbandoned(key),
         "score": RolloutScored(key, float(number % 2), "42", "the same", number / 10),
         "group": GroupStarted(group, "task", "why?", "42", 2),
@@ -138,7 +138,7 @@ class Reader:
         return self
 
 
-def played(
+def play_script(
     script: Sequence[tuple[str, str, int]], board: Board, clock: Clock, reader: Reader | None = None
 ) -> None:
     for kind, key, number in script:
@@ -162,7 +162,7 @@ def test_memory_is_bounded_for_any_events(
 ) -> None:
     made, clock = board(max_ended=max_ended, max_groups=max_groups, max_kept_tokens=max_kept)
     for step in script:
-        played([step], made, clock)
+        play_script([step], made, clock)
         rows = made.rows.values()
         live = [row for row in rows if row.state == "live"]
         ended = [row for row in rows if row.state != "live"]
@@ -190,15 +190,15 @@ def test_applying_all_changes_gives_the_whole_state(
     max_rows: int,
 ) -> None:
     made, clock = board(max_ended=max_ended, max_groups=max_groups)
-    played(before, made, clock)
+    play_script(before, made, clock)
     reader = Reader()
     # All of it comes in slices, and meanwhile things go on.
     slices = made.all(max_rows, taken=True)
     reader.apply(next(slices))
-    played([step for step in between if step[0] != "take"], made, clock)
+    play_script([step for step in between if step[0] != "take"], made, clock)
     for slice_ in slices:
         reader.apply(slice_)
-    played(after, made, clock, reader)
+    play_script(after, made, clock, reader)
     while made.has_changed_rows:
         reader.apply(made.take(max_rows))
     reader.apply(made.take(max_rows))
@@ -215,11 +215,11 @@ def test_skip_discards_changes(
     before: list[tuple[str, str, int]], after: list[tuple[str, str, int]]
 ) -> None:
     made, clock = board(max_ended=2, max_groups=2)
-    played(before, made, clock)
+    play_script(before, made, clock)
     made.skip()
     assert made.take(1000) == {}
     reader = Reader().read_all(made, 2, taken=True)
-    played([step for step in after if step[0] != "take"], made, clock)
+    play_script([step for step in after if step[0] != "take"], made, clock)
     reader.apply(made.take(1000))
     fresh = Reader().read_all(made, 2, taken=False)
     assert (reader.rollouts, reader.groups) == (fresh.rollouts, fresh.groups)
@@ -247,12 +247,12 @@ def test_counters_are_correct_for_valid_histories(
     made, clock = board(max_ended=3)
     while scripts:  # interleaved
         script = draw.choice(scripts)
-        played([script.pop(0)], made, clock)
-        scripts = [one for one in scripts if one]
+        play_script([script.pop(0)], made, clock)
+        scripts = [script for script in scripts if script]
     ends = Counter(end for _, end in rollouts)
-    now = made.now()
-    assert now["in_flight"] == ends["goes on"]
-    assert now["rollouts_done"] == ends["finish"] + ends["abandon"]
+    counters = made.now()
+    assert counters["in_flight"] == ends["goes on"]
+    assert counters["rollouts_done"] == ends["finish"] + ends["abandon"]
     for index, (number, end) in enumerate(rollouts):
         if end == "goes on":
             assert made.rows[f"1-a.{index}"].tokens == number
@@ -260,9 +260,14 @@ def test_counters_are_correct_for_valid_histories(
 
 def test_a_restarted_rollout_is_in_flight_once() -> None:
     made, clock = board()
-    one = ("start", "1-a.0", 1)
-    for script in ([one, one], [("finish", "1-a.0", 1)] * 2, [one], [("abandon", "1-a.0", 1)]):
-        played(script, made, clock)
+    start = ("start", "1-a.0", 1)
+    for script in (
+        [start, start],
+        [("finish", "1-a.0", 1)] * 2,
+        [start],
+        [("abandon", "1-a.0", 1)],
+    ):
+        play_script(script, made, clock)
     assert made.now()["in_flight"] == 0
     assert made.now()["rollouts_done"] == 2
 
@@ -270,7 +275,7 @@ def test_a_restarted_rollout_is_in_flight_once() -> None:
 def test_an_evicted_rollout_that_restarts_is_present() -> None:
     made, clock = board(max_ended=0)
     reader = Reader().read_all(made, 9, taken=True)
-    played([("start", "1-a.0", 1), ("finish", "1-a.0", 1), ("start", "1-a.0", 1)], made, clock)
+    play_script([("start", "1-a.0", 1), ("finish", "1-a.0", 1), ("start", "1-a.0", 1)], made, clock)
     reader.apply(made.take(9))
     assert [row["state"] for row in reader.rollouts.values()] == ["live"]
 
@@ -278,7 +283,7 @@ def test_an_evicted_rollout_that_restarts_is_present() -> None:
 def test_an_evicted_group_that_restarts_is_present() -> None:
     made, clock = board(max_groups=1)
     reader = Reader().read_all(made, 9, taken=True)
-    played([("group", "1-a.0", 1), ("group", "2-b.0", 1), ("group", "1-a.0", 1)], made, clock)
+    play_script([("group", "1-a.0", 1), ("group", "2-b.0", 1), ("group", "1-a.0", 1)], made, clock)
     reader.apply(made.take(9))
     assert [*reader.groups] == ["1-a"]
 
@@ -321,11 +326,11 @@ def test_lanes_follow_the_state_of_a_rollout() -> None:
 
 def test_the_time_of_rollouts_is_split_by_what_they_do() -> None:
     made, clock = board()
-    one = record("1-a.0")
-    one.created_unix_s = clock.now
-    one.turns[0].results = [ToolResult("c", "python", ToolCallStatus.OK, "", 3.0, 8.0, 9.0)]
+    trajectory = record("1-a.0")
+    trajectory.created_unix_s = clock.now
+    trajectory.turns[0].results = [ToolResult("c", "python", ToolCallStatus.OK, "", 3.0, 8.0, 9.0)]
     script: list[tuple[float, Event]] = [
-        (0.0, RolloutStarted(one, "1-a")),
+        (0.0, RolloutStarted(trajectory, "1-a")),
         (1.0, event_of("placed", "1-a.0", 1)),
         (1.0, event_of("tokens", "1-a.0", 1)),
         (1.0, event_of("call", "1-a.0", 1)),
@@ -367,7 +372,9 @@ def test_a_branch_of_a_session_waits_for_its_client_between_two_requests() -> No
 
 def test_a_malformed_call_has_no_tool_lane() -> None:
     made, clock = board()
-    played([("start", "1-a.0", 0), ("placed", "1-a.0", 0), ("tokens", "1-a.0", 1)], made, clock)
+    play_script(
+        [("start", "1-a.0", 0), ("placed", "1-a.0", 0), ("tokens", "1-a.0", 1)], made, clock
+    )
     made.on_event(CallStarted("1-a.0", 0, replace(call_of("1-a.0"), error="not JSON")))
     made.on_event(TurnSampled("1-a.0", 0))
     assert [lane for lane, _ in made.rows["1-a.0"].lanes] == ["wait", "prefill", "decode"]
@@ -384,7 +391,7 @@ def test_old_lanes_are_dropped_and_marked() -> None:
     made, clock = board()
     turn = [("turn", "1-a.0", 0), ("placed", "1-a.0", 0), ("tokens", "1-a.0", 1)]
     end = [("finish", "1-a.0", 1), ("later", "", 2), ("score", "1-a.0", 1)]
-    played([("start", "1-a.0", 1), *turn * 40, *end], made, clock)
+    play_script([("start", "1-a.0", 1), *turn * 40, *end], made, clock)
     (row,) = made.take(9)["rollouts"]
     assert len(row["lanes"]) == MAX_LANES
     assert row["more"] is True
@@ -394,17 +401,17 @@ def test_old_lanes_are_dropped_and_marked() -> None:
 def test_events_of_unknown_rollouts_are_ignored() -> None:
     made, clock = board()
     kinds = [kind for kind in KINDS if kind not in ("start", "group", "measured", "weights")]
-    played([(kind, "1-a.0", 1) for kind in kinds], made, clock)
+    play_script([(kind, "1-a.0", 1) for kind in kinds], made, clock)
     assert made.take(9) == {}
     assert made.now()["in_flight"] == made.now()["rollouts_done"] == 0
 
 
 def test_a_finished_group_updates_its_rollouts() -> None:
     made, clock = board()
-    played([("group", "1-a.0", 1)], made, clock)
-    played([("start", key, 1) for key in ("1-a.0", "1-a.1")], made, clock)
+    play_script([("group", "1-a.0", 1)], made, clock)
+    play_script([("start", key, 1) for key in ("1-a.0", "1-a.1")], made, clock)
     assert made.take(9)["groups"][0]["state"] == "live"
-    played([("finish", key, 1) for key in ("1-a.0", "1-a.1")], made, clock)
+    play_script([("finish", key, 1) for key in ("1-a.0", "1-a.1")], made, clock)
     made.on_event(GroupFinished("1-a", {"1-a.0": 0.5}, {"1-a.1": "infrastructure"}, 0.5, True))
     (group,) = made.take(9)["groups"]
     assert (group["state"], group["num_done"], group["kept"]) == ("done", 2, 1)
@@ -417,8 +424,8 @@ def test_a_finished_group_updates_its_rollouts() -> None:
 def test_a_group_counts_rollouts_and_not_their_conversations() -> None:
     made, clock = board()
     keys = ("1-a.0", "1-a.0+1", "1-a.0+checker", "1-a.1")
-    played([("group", "1-a.0", 1), *(("start", key, 1) for key in keys)], made, clock)
-    played([("finish", key, 1) for key in keys], made, clock)
+    play_script([("group", "1-a.0", 1), *(("start", key, 1) for key in keys)], made, clock)
+    play_script([("finish", key, 1) for key in keys], made, clock)
     made.on_event(GroupFinished("1-a", dict.fromkeys(keys, 0.5), {}, 0.5, True))
     (group,) = made.take(9)["groups"]
     assert (group["num_done"], group["kept"]) == (2, 2)
@@ -427,7 +434,7 @@ def test_a_group_counts_rollouts_and_not_their_conversations() -> None:
 def test_the_page_reads_every_field_of_a_row_by_its_name() -> None:
     """The scripts are not typed: a field that is renamed here must be renamed there."""
     made, clock = board()
-    played([("group", "1-a.0", 1), ("start", "1-a.0", 1)], made, clock)
+    play_script([("group", "1-a.0", 1), ("start", "1-a.0", 1)], made, clock)
     taken = made.take(9)
     scripts = "".join(file.read_text("utf-8") for file in WEB.glob("*.js"))
     for row in (*taken["rollouts"], *taken["groups"]):
@@ -437,7 +444,7 @@ def test_the_page_reads_every_field_of_a_row_by_its_name() -> None:
 
 def test_rates_cover_the_last_seconds() -> None:
     made, clock = board()
-    played([("start", "1-a.0", 1), ("turn", "1-a.0", 0)], made, clock)
+    play_script([("start", "1-a.0", 1), ("turn", "1-a.0", 0)], made, clock)
     clock.now = made.t0
     assert made.now()["tokens_per_s"] == 0
     for _ in range(40):
@@ -453,7 +460,7 @@ def test_rates_cover_the_last_seconds() -> None:
 
 def test_a_clock_that_goes_backwards_gives_no_rate() -> None:
     made, clock = board()
-    played([("start", "1-a.0", 1), ("tokens", "1-a.0", 9)], made, clock)
+    play_script([("start", "1-a.0", 1), ("tokens", "1-a.0", 9)], made, clock)
     clock.now -= 3600
     made.tick()
     assert made.now()["tokens_per_s"] == 0
@@ -461,25 +468,25 @@ def test_a_clock_that_goes_backwards_gives_no_rate() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=50))
-def test_percentiles_are_those_of_the_last_calls(took: list[float]) -> None:
+def test_percentiles_are_those_of_the_last_calls(durations: list[float]) -> None:
     made, clock = board()
-    played([("start", "1-a.0", 1)], made, clock)
-    for seconds in took:
+    play_script([("start", "1-a.0", 1)], made, clock)
+    for seconds in durations:
         made.on_event(
             CallFinished("1-a.0", 0, result_of("1-a.0", ToolCallStatus.OK, took_s=seconds))
         )
-    told = made.tools()
-    assert told["calls"] == {"ok": len(took)}
+    tools = made.tools()
+    assert tools["calls"] == {"ok": len(durations)}
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
-        value = told["latency_ms"][name]
-        below = sum(round(1000 * one, 1) <= value for one in took)
-        assert below >= share * len(took)  # nearest rank: so many are not above it
-        assert value in [round(1000 * one, 1) for one in took]
+        value = tools["latency_ms"][name]
+        below = sum(round(1000 * duration, 1) <= value for duration in durations)
+        assert below >= share * len(durations)  # nearest rank: so many are not above it
+        assert value in [round(1000 * duration, 1) for duration in durations]
 
 
 def test_failed_calls_are_those_caused_by_the_model() -> None:
     made, clock = board()
-    played([("start", "1-a.0", 1)], made, clock)
+    play_script([("start", "1-a.0", 1)], made, clock)
     for status in ToolCallStatus:
         made.on_event(CallFinished("1-a.0", 0, result_of("1-a.0", status)))
     assert made.rows["1-a.0"].failed_calls == sum(status.failed for status in ToolCallStatus)
@@ -489,7 +496,7 @@ def test_failed_calls_are_those_caused_by_the_model() -> None:
 def test_the_cached_fraction_is_relative_to_prompt_tokens() -> None:
     made, clock = board()
     assert made.cached_fraction("http://0") is None
-    played([("start", "1-a.0", 2), ("placed", "1-a.0", 0)], made, clock)
+    play_script([("start", "1-a.0", 2), ("placed", "1-a.0", 0)], made, clock)
     made.on_event(TurnFinished("1-a.0", 0, record("1-a.0").turns[0]))
     assert made.cached_fraction("http://0") == 0.5  # one of two tokens
 
@@ -511,9 +518,9 @@ def test_frequently_changing_rows_do_not_starve_others(num: int, max_rows: int) 
     """A row that changes once is sent even while others change all the time."""
     made, clock = board()
     keys = [f"1-a.{index}" for index in range(num)]
-    played([("start", key, 1) for key in keys], made, clock)
-    seen: set[str] = set()
+    play_script([("start", key, 1) for key in keys], made, clock)
+    changed: set[str] = set()
     for _ in range(-(-num // max_rows)):
-        seen |= {row["id"] for row in made.take(max_rows)["rollouts"]}
-        played([("turn", key, 0) for key in seen], made, clock)
-    assert seen == set(keys)
+        changed |= {row["id"] for row in made.take(max_rows)["rollouts"]}
+        play_script([("turn", key, 0) for key in changed], made, clock)
+    assert changed == set(keys)

@@ -13,16 +13,16 @@ from agentloop.observe.bottleneck import (
     Spent,
     served_on,
     split_tool_time,
-    union_s,
 )
+from agentloop.trajectory import union_s
 
 SECONDS = st.floats(0.0, 100.0, allow_nan=False)
 
 
 def spent(window_s: float = 60.0, busy_s: float = 60.0, **seconds: float) -> Spent:
-    found = Spent(busy_s=busy_s, window_s=window_s, num_turns=10, num_calls=10)
-    found.seconds.update({Part(name): value for name, value in seconds.items()})
-    return found
+    total = Spent(busy_s=busy_s, window_s=window_s, num_turns=10, num_calls=10)
+    total.seconds.update({Part(name): value for name, value in seconds.items()})
+    return total
 
 
 def test_the_sentence_names_the_bottleneck_its_size_and_its_setting() -> None:
@@ -36,7 +36,7 @@ def test_the_sentence_names_the_bottleneck_its_size_and_its_setting() -> None:
 
 
 @pytest.mark.parametrize("part", ["kv", "prefill", "decode"])
-def test_on_a_cpu_no_further_servers_are_recommended(part: str) -> None:
+def test_no_further_servers_are_recommended_on_a_cpu(part: str) -> None:
     """They would share its cores."""
     assert "server.count" not in spent(**{part: 5.0}).sentence(ServedOn.CPU)
     assert "server.count" in spent(**{part: 5.0}).sentence(ServedOn.GPU)
@@ -46,7 +46,7 @@ def test_on_a_cpu_no_further_servers_are_recommended(part: str) -> None:
     assert "on GPUs" in unknown
 
 
-def test_what_the_servers_run_on_is_in_the_settings() -> None:
+def test_the_settings_say_which_hardware_serves() -> None:
     assert served_on(["http://gpu1:30000"], "auto") is ServedOn.ATTACHED
     assert served_on([], "cuda") is ServedOn.GPU
     assert served_on([], "cpu", has_accelerator=True) is ServedOn.CPU
@@ -70,18 +70,18 @@ def test_without_a_bottleneck_there_is_no_sentence(nothing: Spent) -> None:
 @given(st.dictionaries(st.sampled_from([part for part in Part if part != "other"]), SECONDS))
 def test_all_parts_together_are_the_window(seconds: dict[Part, float]) -> None:
     for busy_s in (0.0, 13.0, 60.0):
-        found = spent(busy_s=busy_s, **seconds)
-        assert sum(found.by_part().values()) == pytest.approx(60.0, abs=1e-3)
+        total = spent(busy_s=busy_s, **seconds)
+        assert sum(total.by_part().values()) == pytest.approx(60.0, abs=1e-3)
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS)), SECONDS, SECONDS, st.floats(0.0, 1.0))
 def test_queue_and_run_are_the_whole_time_at_tools(
-    calls: list[tuple[float, float, float]], start: float, took: float, share: float
+    calls: list[tuple[float, float, float]], start: float, duration: float, share: float
 ) -> None:
     sorted_calls = [tuple(sorted(call)) for call in calls]
-    queued_s, ran_s = split_tool_time(sorted_calls, start, start + took, queued_share=share)  # type: ignore[arg-type]
+    queued_s, ran_s = split_tool_time(sorted_calls, start, start + duration, queued_share=share)  # type: ignore[arg-type]
     assert min(queued_s, ran_s) >= -1e-9
-    assert queued_s + ran_s == pytest.approx(took)
+    assert queued_s + ran_s == pytest.approx(duration)
 
 
 def test_a_call_waits_before_it_runs() -> None:
@@ -97,32 +97,32 @@ def test_a_union_is_at_most_the_sum(spans: list[tuple[float, float]]) -> None:
 
 
 def test_two_rollouts_share_the_time_of_the_clock() -> None:
-    recent = RecentTime(begun=0.0)
+    recent = RecentTime(start=0.0)
     recent.enter("a", Part.KV, 0.0, ())
     recent.enter("b", Part.KV, 0.0, ())
     recent.enter("a", Part.DECODE, 2.0, ())
     recent.enter("b", None, 2.0, ())
     recent.enter("a", None, 6.0, ())
-    found = recent.spent(10.0)
-    assert (found.window_s, found.busy_s) == (10.0, 6.0)
-    assert found.seconds == {Part.KV: 4.0, Part.DECODE: 4.0}
-    assert found.by_part() == {Part.KV: 3.0, Part.DECODE: 3.0, Part.OTHER: 4.0}
+    total = recent.spent(10.0)
+    assert (total.window_s, total.busy_s) == (10.0, 6.0)
+    assert total.seconds == {Part.KV: 4.0, Part.DECODE: 4.0}
+    assert total.by_part() == {Part.KV: 3.0, Part.DECODE: 3.0, Part.OTHER: 4.0}
 
 
-def test_what_has_not_ended_counts_already() -> None:
-    recent = RecentTime(begun=0.0)
+def test_time_in_progress_counts_already() -> None:
+    recent = RecentTime(start=0.0)
     recent.enter("a", Part.TOOL, 1.0, ())
-    found = recent.spent(5.0, queued_share=0.75)
-    assert found.busy_s == 4.0
-    assert found.seconds == {Part.QUEUE: 3.0, Part.TOOL: 1.0}
+    total = recent.spent(5.0, queued_share=0.75)
+    assert total.busy_s == 4.0
+    assert total.seconds == {Part.QUEUE: 3.0, Part.TOOL: 1.0}
 
 
 def test_only_the_last_minute_counts() -> None:
-    recent = RecentTime(begun=0.0)
+    recent = RecentTime(start=0.0)
     recent.enter("a", Part.DECODE, 0.0, ())
     recent.enter("a", None, 100.0, ())
     recent.add(Part.LEARNER, 100.0, 130.0)
-    found = recent.spent(130.0)
-    assert found.window_s == pytest.approx(59.0)
-    assert found.seconds == pytest.approx({Part.DECODE: 29.0, Part.LEARNER: 30.0})
+    total = recent.spent(130.0)
+    assert total.window_s == pytest.approx(59.0)
+    assert total.seconds == pytest.approx({Part.DECODE: 29.0, Part.LEARNER: 30.0})
     assert not recent.spent(1000.0).by_part().keys() - {Part.OTHER}

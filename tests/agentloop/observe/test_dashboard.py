@@ -28,7 +28,7 @@ class PlayedExporter:
         self.events.append(event)
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator[PlayedExporter]:
+    async def open_exporter(self) -> AsyncIterator[PlayedExporter]:
         self.is_open = True
         yield self
         self.is_open = False
@@ -57,11 +57,11 @@ async def test_an_exporter_gets_events_while_it_is_open_and_its_drops_are_counte
     dashboard, exporter = Dashboard(Sources({})), PlayedExporter(num_dropped)
     inside = RolloutAbandoned("inside")
     dashboard.emit(RolloutAbandoned("before"))
-    async with dashboard.exporting("sinks", exporter.opened()):
+    async with dashboard.exporting("sinks", exporter.open_exporter()):
         dashboard.emit(inside)
     dashboard.emit(RolloutAbandoned("after"))
     assert exporter.events == [inside]
-    (line,) = (one for one in (await metrics_of(dashboard)).splitlines() if '"sinks"' in one)
+    (line,) = (line for line in (await metrics_of(dashboard)).splitlines() if '"sinks"' in line)
     assert line.endswith(" 5.0")
 
 

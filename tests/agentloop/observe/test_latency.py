@@ -12,8 +12,8 @@ SECONDS = st.floats(0.0, 100.0, allow_nan=False)
 
 
 def test_a_turn_has_three_durations() -> None:
-    found = dict(of_turn(1.0, 1.5, 3.5, 5))
-    assert found == {Duration.FIRST_TOKEN: 0.5, Duration.TURN: 2.5, Duration.TOKEN: 0.5}
+    durations = dict(of_turn(1.0, 1.5, 3.5, 5))
+    assert durations == {Duration.FIRST_TOKEN: 0.5, Duration.TURN: 2.5, Duration.TOKEN: 0.5}
 
 
 @pytest.mark.parametrize("first_token_s", [None, 4.0])
@@ -21,7 +21,7 @@ def test_a_turn_that_was_cut_off_before_it_sampled_has_none(first_token_s: float
     assert [*of_turn(1.0, first_token_s, 0.0, 0)] == []
 
 
-def test_one_token_says_nothing_about_the_time_per_token() -> None:
+def test_a_turn_of_one_token_has_no_time_per_token() -> None:
     assert Duration.TOKEN not in dict(of_turn(0.0, 1.0, 1.0, 1))
 
 
@@ -29,18 +29,18 @@ def test_one_token_says_nothing_about_the_time_per_token() -> None:
 def test_the_parts_of_a_turn_are_the_turn(
     started: float, waited: float, decoded: float, num: int
 ) -> None:
-    found = dict(of_turn(started, started + waited, started + waited + decoded, num))
-    parts = found[Duration.FIRST_TOKEN] + found[Duration.TOKEN] * (num - 1)
-    assert parts == pytest.approx(found[Duration.TURN], abs=1e-9)
+    durations = dict(of_turn(started, started + waited, started + waited + decoded, num))
+    parts = durations[Duration.FIRST_TOKEN] + durations[Duration.TOKEN] * (num - 1)
+    assert parts == pytest.approx(durations[Duration.TURN], abs=1e-9)
 
 
 @given(st.lists(SECONDS, min_size=1), st.floats(0.01, 1.0))
 def test_a_percentile_is_one_of_the_values_and_so_many_are_not_above_it(
     values: list[float], share: float
 ) -> None:
-    found = nearest_rank(sorted(values), share)
-    assert found in values
-    assert sum(one <= found for one in values) >= share * len(values) - 1e-9
+    percentile = nearest_rank(sorted(values), share)
+    assert percentile in values
+    assert sum(value <= percentile for value in values) >= share * len(values) - 1e-9
 
 
 def test_only_what_ended_in_the_last_minute_counts() -> None:
@@ -56,8 +56,8 @@ def test_the_number_of_durations_is_bounded() -> None:
     recent = RecentDurations()
     for _ in range(5000):
         recent.add(Duration.TURN, 0.0, 1.0)
-    told = recent.to_dict(1.0)
-    assert told["of"]["turn"]["num"] == told["max_kept"]
+    summary = recent.to_dict(1.0)
+    assert summary["of"]["turn"]["num"] == summary["max_kept"]
 
 
 def test_a_kind_without_durations_is_left_out() -> None:

@@ -31,7 +31,7 @@ from agentloop.observe.live import Live, Sources
 from agentloop.observe.stalls import Stalls
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
 from tests.agentloop.observe.test_board import Reader
-from tests.agentloop.observe.test_record import assembled
+from tests.agentloop.observe.test_record import apply_delta
 from tests.patience import patient
 from tests.support import END, chat_format, eventually, written
 
@@ -59,25 +59,25 @@ async def next_of(frames: Frames) -> tuple[str, dict[str, Any]]:
 
 async def test_frames_are_made_only_for_readers() -> None:
     at = live()
-    asked: list[int] = []
+    queries: list[int] = []
 
-    def counted() -> int:
-        asked.append(1)
+    def count_query() -> int:
+        queries.append(1)
         return 0
 
-    at.sources = Sources(ABOUT, num_waiting=counted)
+    at.sources = Sources(ABOUT, num_waiting=count_query)
     starts(at, "1.0")
     at.tick()
-    assert asked == []
+    assert queries == []
     assert not at.board.has_changed_rows  # and nothing is kept for later
     async with aclosing(at.frames()) as frames:
         await next_of(frames)
-        asked.clear()
+        queries.clear()
         at.tick()
-        assert asked == [1]
-    asked.clear()
+        assert queries == [1]
+    queries.clear()
     at.tick()
-    assert asked == []
+    assert queries == []
 
 
 async def test_the_first_frame_is_complete_and_the_next_has_changes() -> None:
@@ -104,12 +104,12 @@ async def test_the_first_frame_is_complete_and_the_next_has_changes() -> None:
 
 async def all_of(frames: Frames) -> tuple[str, list[dict[str, Any]]]:
     """Return the frames up to the first one with an id."""
-    found = []
+    frames_sent = []
     while True:
         name, frame = await next_of(frames)
-        found.append(frame)
+        frames_sent.append(frame)
         if name:
-            return name, found
+            return name, frames_sent
 
 
 async def test_every_reader_gets_each_step_once() -> None:
@@ -120,24 +120,24 @@ async def test_every_reader_gets_each_step_once() -> None:
         at.tick()
         at.board.on_event(Measured({"step": 2}))  # in no frame yet
         async with aclosing(at.frames()) as late:
-            told: list[Any] = []
+            steps: list[Any] = []
             for frame in (await all_of(late))[1]:
-                told += frame.get("steps", ())
+                steps += frame.get("steps", ())
             at.board.on_event(Measured({"step": 3}))
             at.tick()
             _, frame = await next_of(late)
-            told += frame["steps"]
-        assert [row["step"] for row in told] == [1, 2, 3]
+            steps += frame["steps"]
+        assert [row["step"] for row in steps] == [1, 2, 3]
 
 
 async def test_two_readers_are_given_the_same_bytes() -> None:
     at = live()
-    async with aclosing(at.frames()) as one, aclosing(at.frames()) as other:
-        await all_of(one), await all_of(other)
+    async with aclosing(at.frames()) as first, aclosing(at.frames()) as second:
+        await all_of(first), await all_of(second)
         assert at.num_readers == 2
         starts(at, "1.0")
         at.tick()
-        (name, data), (other_name, other_data) = await anext(one), await anext(other)
+        (name, data), (other_name, other_data) = await anext(first), await anext(second)
     assert name == other_name
     assert data is other_data
     assert at.num_readers == 0
@@ -145,8 +145,8 @@ async def test_two_readers_are_given_the_same_bytes() -> None:
 
 async def test_a_reader_resumes_from_its_last_frame() -> None:
     at = live()
-    async with aclosing(at.frames()) as other:  # so that frames are made
-        await all_of(other)
+    async with aclosing(at.frames()) as watcher:  # so that frames are made
+        await all_of(watcher)
         async with aclosing(at.frames()) as frames:
             last, _ = await all_of(frames)
         for key in ("1.0", "1.1"):
@@ -179,12 +179,12 @@ async def test_a_reader_resumes_from_its_last_frame() -> None:
 )  # fmt: skip
 async def test_a_reader_with_a_foreign_id_gets_everything(last: str | None) -> None:
     at = live()
-    async with aclosing(at.frames()) as other:
-        await all_of(other)
+    async with aclosing(at.frames()) as watcher:
+        await all_of(watcher)
         for _ in range(70):
             at.tick()
-        given = None if last is None else last.replace("{life}", at.life)
-        async with aclosing(at.frames(given)) as frames:
+        last_id = None if last is None else last.replace("{life}", at.life)
+        async with aclosing(at.frames(last_id)) as frames:
             _, frame = await next_of(frames)
         assert frame["full"] is True
 
@@ -207,31 +207,31 @@ async def test_a_reader_cannot_resume_within_the_first_state() -> None:
     async with aclosing(at.frames()) as frames:
         names = [(await next_of(frames))[0] for _ in range(2)]
         assert names == ["", ""]
-        name, rest = await all_of(frames)
+        name, slices = await all_of(frames)
         assert name
-        assert len(rest) == 2
+        assert len(slices) == 2
 
 
 async def test_every_reader_gets_the_end_and_nothing_after_it() -> None:
     at = live()
     ended = {"state": "finished", "text": "All done."}
-    found: list[dict[str, Any]] = []
+    moments: list[dict[str, Any]] = []
 
     async def read() -> None:
         async with aclosing(at.frames()) as frames:
             async for _, data in frames:
-                found.append(orjson.loads(data)["now"])
+                moments.append(orjson.loads(data)["now"])
 
     with anyio.fail_after(patient(15)):
         async with anyio.create_task_group() as tasks:
             for _ in range(2):
                 tasks.start_soon(read)
-            await eventually(lambda: len(found) == 2)
+            await eventually(lambda: len(moments) == 2)
             await at.end("finished", "All done.")
             assert at.num_readers == 0
-        assert [now.get("ended") for now in found] == [None, None, ended, ended]
+        assert [moment.get("ended") for moment in moments] == [None, None, ended, ended]
         await read()  # one who comes late
-    assert found[-1]["ended"] == ended
+    assert moments[-1]["ended"] == ended
 
 
 async def test_the_end_does_not_wait_for_a_stuck_reader(
@@ -256,11 +256,11 @@ async def test_a_slow_reader_gets_the_number_of_missed_frames_and_everything() -
         for _ in range(100):
             at.tick()
         starts(at, "1.1")
-        _, (first, *rest) = await all_of(slow)
+        _, (first, *slices) = await all_of(slow)
         assert first["full"] is True
         assert first["missed"] == 100
-        told = {row["id"] for frame in (first, *rest) for row in frame.get("rollouts", ())}
-        assert told == {"1.0", "1.1"}
+        ids = {row["id"] for frame in (first, *slices) for row in frame.get("rollouts", ())}
+        assert ids == {"1.0", "1.1"}
         at.tick()
         _, frame = await next_of(slow)
         assert frame["full"] is False
@@ -331,21 +331,21 @@ async def test_a_reader_of_any_speed_ends_with_the_whole_state(
             await read()
     finally:
         await frames.aclose()
-    whole = await at.frame()
-    assert reader.rollouts == {row["id"]: row for row in whole["rollouts"]}
-    assert reader.groups == {row["id"]: row for row in whole["groups"]}
-    assert reader.steps == whole["steps"]
+    frame = await at.frame()
+    assert reader.rollouts == {row["id"]: row for row in frame["rollouts"]}
+    assert reader.groups == {row["id"]: row for row in frame["groups"]}
+    assert reader.steps == frame["steps"]
     assert at.num_readers == 0
 
 
-async def test_one_frame_equals_all_slices() -> None:
+async def test_a_whole_frame_equals_all_slices() -> None:
     at = live()
     starts(at, *(f"1.{index}" for index in range(1700)))
     for number in range(1300):
         at.board.on_event(Measured({"step": number}))
     at.board.on_event(GroupStarted("1", "t", "?", None, 1))
     at.tick()
-    whole = await at.frame()
+    frame = await at.frame()
     reader = Reader()
     async with aclosing(at.frames()) as frames:
         _, slices = await all_of(frames)
@@ -353,13 +353,13 @@ async def test_one_frame_equals_all_slices() -> None:
     for slice_ in slices:
         reader.apply(slice_)
         assert sum(len(slice_.get(name, ())) for name in ("rollouts", "steps")) <= 500
-    assert [*reader.rollouts.values()] == whole["rollouts"]
-    assert [*reader.groups.values()] == whole["groups"]
-    assert reader.steps == whole["steps"]
-    assert [one["full"] for one in slices] == [True] + [False] * (len(slices) - 1)
-    assert whole["full"] is True
-    assert whole["about"] == slices[0]["about"]
-    assert whole["now"]["in_flight"] == 1700
+    assert [*reader.rollouts.values()] == frame["rollouts"]
+    assert [*reader.groups.values()] == frame["groups"]
+    assert reader.steps == frame["steps"]
+    assert [part["full"] for part in slices] == [True] + [False] * (len(slices) - 1)
+    assert frame["full"] is True
+    assert frame["about"] == slices[0]["about"]
+    assert frame["now"]["in_flight"] == 1700
 
 
 @pytest.mark.parametrize("where", ["at once", "amid all of it", "waiting", "before"])
@@ -386,7 +386,7 @@ async def test_a_cancelled_reader_is_no_longer_counted(where: str) -> None:
     assert at.num_readers == 0
 
 
-async def test_it_ticks_and_sends_keep_alives(
+async def test_the_page_ticks_and_sends_keep_alives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_module, "_KEEP_ALIVE_S", 0.01)
@@ -412,8 +412,8 @@ async def test_a_loop_that_wakes_early_has_no_lag(monkeypatch: pytest.MonkeyPatc
     async with aclosing(at.frames()) as frames, anyio.create_task_group() as tasks:
         first = (await all_of(frames))[1][0]
         tasks.start_soon(at.run)
-        _, told = await next_of(frames)
-        assert (first["now"]["loop_lag_ms"], told["now"]["loop_lag_ms"]) == (0, 0)
+        _, second = await next_of(frames)
+        assert (first["now"]["loop_lag_ms"], second["now"]["loop_lag_ms"]) == (0, 0)
         tasks.cancel_scope.cancel()
 
 
@@ -429,14 +429,14 @@ async def grown(
     at: Live, key: str, then: Callable[[], Coroutine[Any, Any, Any]]
 ) -> list[tuple[str, Any]]:
     """Return the stream of a rollout; `then` happens after its first event."""
-    told: list[tuple[str, Any]] = []
-    async with anyio.create_task_group() as tasks, aclosing(at.rollout_events(key)) as events:
+    events: list[tuple[str, Any]] = []
+    async with anyio.create_task_group() as tasks, aclosing(at.rollout_events(key)) as stream:
         with anyio.fail_after(patient(15)):
-            async for event in events:
-                told.append(event)
-                if len(told) == 1:
+            async for event in stream:
+                events.append(event)
+                if len(events) == 1:
                     tasks.start_soon(then)
-    return told
+    return events
 
 
 async def test_a_rollout_is_streamed_as_it_grows() -> None:
@@ -455,18 +455,18 @@ async def test_a_rollout_is_streamed_as_it_grows() -> None:
         record.stop_reason = StopReason.ANSWERED
         at.board.on_event(RolloutFinished("1.0", record))
 
-    told = await grown(at, "1.0", grow)
-    names = [name for name, _ in told]
+    events = await grown(at, "1.0", grow)
+    names = [name for name, _ in events]
     assert (names[0], names[-1]) == ("trajectory", "end")
     assert set(names[1:-1]) == {"delta"}
-    seen = told[0][1]
-    assert (seen["state"], seen["stop_reason"]) == ("live", None)
-    for _, delta in told[1:-1]:
-        seen = assembled(seen, delta)
-    last = told[-1][1]
+    state = events[0][1]
+    assert (state["state"], state["stop_reason"]) == ("live", None)
+    for _, delta in events[1:-1]:
+        state = apply_delta(state, delta)
+    last = events[-1][1]
     assert (last["state"], last["stop_reason"]) == ("done", "answered")
     assert ["".join(turn["pieces"]) for turn in last["turns"]] == [f"é🙂{END}", f"done{END}"]
-    for turn, final in zip(seen["turns"], last["turns"], strict=False):
+    for turn, final in zip(state["turns"], last["turns"], strict=False):
         assert turn["ids"] == final["ids"][: len(turn["ids"])]
     orjson.dumps(last)
 
@@ -476,32 +476,32 @@ async def test_a_finished_rollout_is_sent_at_once() -> None:
     at.board.on_event(RolloutStarted(record, "1"))
     at.board.on_event(RolloutFinished("1.0", record))
     at.board.on_event(RolloutScored("1.0", 1.0, "42", "the same", 0.1))
-    told = [event async for event in at.rollout_events("1.0")]
-    assert told[-1][0] == "end"
-    assert (told[-1][1]["reward"], told[-1][1]["answer"]) == (1.0, "42")
+    events = [event async for event in at.rollout_events("1.0")]
+    assert events[-1][0] == "end"
+    assert (events[-1][1]["reward"], events[-1][1]["answer"]) == (1.0, "42")
 
 
-@pytest.mark.parametrize("how", ["abandoned", "anew", "forgotten"])
-async def test_the_stream_of_a_rollout_ends_however_it_ends(how: str) -> None:
-    at = live(max_ended=0) if how == "forgotten" else live()
+@pytest.mark.parametrize("ending", ["abandoned", "anew", "forgotten"])
+async def test_the_stream_of_a_rollout_ends_however_it_ends(ending: str) -> None:
+    at = live(max_ended=0) if ending == "forgotten" else live()
     starts(at, "1.0")
 
     async def end() -> None:
-        if how == "anew":
+        if ending == "anew":
             starts(at, "1.0")
         else:
             at.board.on_event(RolloutAbandoned("1.0"))
 
-    told = await grown(at, "1.0", end)
-    assert told[-1][0] == "end"
+    events = await grown(at, "1.0", end)
+    assert events[-1][0] == "end"
 
 
 async def test_an_evicted_rollout_is_read_from_disk() -> None:
     at = live(max_kept_tokens=0)
-    asked: list[str] = []
+    keys: list[str] = []
 
     async def read(key: str) -> dict[str, Any] | None:
-        asked.append(key)
+        keys.append(key)
         return {"id": key} if key == "1.0" else None
 
     record = Trajectory("1.0", [9])
@@ -517,7 +517,7 @@ async def test_an_evicted_rollout_is_read_from_disk() -> None:
         await at.rollout("1.7")
     with pytest.raises(NotThere):
         await anext(at.rollout_events("1.7"))
-    assert asked == ["1.0", "1.0", "1.7", "1.7"]
+    assert keys == ["1.0", "1.0", "1.7", "1.7"]
 
 
 async def test_a_group_contains_its_rollouts() -> None:
@@ -530,8 +530,8 @@ async def test_a_group_contains_its_rollouts() -> None:
     group = await at.group("1-a")
     assert (group["task"], group["answer"], group["size"]) == ("a", "42", 2)
     assert group["prompt"] == "why?"
-    assert [one["id"] for one in group["rollouts"]] == ["1-a.0", "1-a.1"]
-    assert [one["kept"] for one in group["rollouts"]] == [None, None]
+    assert [row["id"] for row in group["rollouts"]] == ["1-a.0", "1-a.1"]
+    assert [row["kept"] for row in group["rollouts"]] == [None, None]
 
 
 async def test_a_partly_evicted_group_is_read_from_disk() -> None:

@@ -76,7 +76,7 @@ def hash_of(text: str) -> str:
     return f"'sha256-{digest}'"
 
 
-def test_nothing_is_loaded_from_elsewhere() -> None:
+def test_the_file_loads_nothing_from_elsewhere() -> None:
     page = Page(one_file({"api/frame": {}}))
     for tag, attributes in page.elements:
         for name in ("src", "href"):
@@ -88,10 +88,10 @@ def test_all_scripts_and_style_sheets_are_included() -> None:
     html = (WEB / "index.html").read_text("utf-8")
     wanted = re.findall(r'(?:src|href)="page/([^"]+)"', html)
     page = Page(one_file({}))
-    there = [text for tag in ("script", "style") for _, text in page.of(tag)]
+    texts = [text for tag in ("script", "style") for _, text in page.of(tag)]
     assert len(wanted) > 10
     for name in wanted:
-        assert (WEB / name).read_text("utf-8") in there, name
+        assert (WEB / name).read_text("utf-8") in texts, name
 
 
 def test_the_theme_script_runs_first_and_the_others_last() -> None:

@@ -140,12 +140,12 @@ async def page(
     **serve: Any,
 ) -> AsyncIterator[At]:
     settings = ServeSettings.model_validate({"port": 0, **serve})
-    asked: list[str] = []
+    questions: list[str] = []
 
     async def ask(question: str) -> str:
         if question == "nobody":
             raise ServerError("no server is up yet")
-        asked.append(question)
+        questions.append(question)
         return "r/1"
 
     shown, control = shown or Played(), Controls()
@@ -160,18 +160,18 @@ async def page(
     made.add_to(app)
     with bind(settings) as bound:
         async with serving(app, bound) as url, aiohttp.ClientSession() as http:
-            yield At(url, shown, control, http, asked)
+            yield At(url, shown, control, http, questions)
 
 
 def events(text: str) -> list[tuple[str, str, Any]]:
     """Parse server-sent events into id, event and data."""
-    found = []
+    parsed = []
     for block in text.split("\n\n"):
         fields = dict(line.split(": ", 1) for line in block.splitlines() if ": " in line)
         if "data" in fields:
             data = json.loads(fields["data"])
-            found.append((fields.get("id", ""), fields["event"], data))
-    return found
+            parsed.append((fields.get("id", ""), fields["event"], data))
+    return parsed
 
 
 async def answer_of(stream: ByteStream) -> bytes:
@@ -442,16 +442,16 @@ async def test_the_control_token_allows_actions() -> None:
     assert at.controls.done == [("cancel", "r/1")]
 
 
-@pytest.mark.parametrize("given", [None, "", "open", f"{TOKEN} ", f"{TOKEN}x", "ö", "\udcff\udcfe"])
-async def test_actions_require_the_control_token(given: str | None) -> None:
+@pytest.mark.parametrize("token", [None, "", "open", f"{TOKEN} ", f"{TOKEN}x", "ö", "\udcff\udcfe"])
+async def test_actions_require_the_control_token(token: str | None) -> None:
     async with page() as at:
         host, port = at.url.removeprefix("http://").split(":")
         body = b'{"do": "pause"}'
         head = f"POST /api/control HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
-        if given is not None:
-            if given.endswith(" "):
-                given = f"{given}x"
-            head += f"X-Control-Token: {given}\r\n"
+        if token is not None:
+            if token.endswith(" "):
+                token = f"{token}x"
+            head += f"X-Control-Token: {token}\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
         async with await anyio.connect_tcp(host, int(port)) as stream:
             await stream.send(head.encode("utf-8", "surrogateescape") + body)

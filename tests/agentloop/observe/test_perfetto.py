@@ -30,12 +30,12 @@ def slices(trace: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_rollout_is_a_thread_of_its_group_with_a_slice_for_each_lane() -> None:
     lanes = [("wait", 1000), ("prefill", 1500), ("decode", 2000), ("tool", 4000)]
     trace = trace_of(frame(row("1.0", lanes, 5000, "1")))
-    names = [one["args"]["name"] for one in trace["traceEvents"] if one["ph"] == "M"]
+    names = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
     assert names == ["group 1: 37 times 48", "1.0"]
-    whole, *parts = slices(trace)
-    assert (whole["name"], whole["ts"], whole["dur"]) == ("rollout", 1_000_000, 4_000_000)
-    assert whole["args"]["stop"] == "answered"
-    assert [(one["name"], one["ts"], one["dur"]) for one in parts] == [
+    rollout, *parts = slices(trace)
+    assert (rollout["name"], rollout["ts"], rollout["dur"]) == ("rollout", 1_000_000, 4_000_000)
+    assert rollout["args"]["stop"] == "answered"
+    assert [(event["name"], event["ts"], event["dur"]) for event in parts] == [
         ("waiting for KV capacity", 1_000_000, 500_000),
         ("prefill", 1_500_000, 500_000),
         ("decode", 2_000_000, 2_000_000),
@@ -44,9 +44,9 @@ def test_a_rollout_is_a_thread_of_its_group_with_a_slice_for_each_lane() -> None
 
 
 def test_a_rollout_in_flight_ends_with_the_frame() -> None:
-    whole, decode = slices(trace_of(frame(row("a", [("decode", 4000)], None))))
-    assert whole["ts"] + whole["dur"] == decode["ts"] + decode["dur"] == 10_000_000
-    assert "stop" not in whole["args"]
+    rollout, decode = slices(trace_of(frame(row("a", [("decode", 4000)], None))))
+    assert rollout["ts"] + rollout["dur"] == decode["ts"] + decode["dur"] == 10_000_000
+    assert "stop" not in rollout["args"]
 
 
 LANES = st.lists(
@@ -55,8 +55,8 @@ LANES = st.lists(
     max_size=6,
 ).map(lambda lanes: sorted(lanes, key=lambda lane: lane[1]))
 ROWS = st.builds(
-    lambda lanes, number, took, group: row(
-        f"{number}", lanes, None if took is None else lanes[-1][1] + took, group
+    lambda lanes, number, duration, group: row(
+        f"{number}", lanes, None if duration is None else lanes[-1][1] + duration, group
     ),
     LANES,
     st.integers(0, 99),
@@ -67,18 +67,18 @@ ROWS = st.builds(
 
 @given(st.lists(ROWS, max_size=5))
 def test_slices_lie_within_their_rollout_one_after_the_other(rows: list[dict[str, Any]]) -> None:
-    found = slices(trace_of(frame(*rows)))
-    assert sum(one["name"] == "rollout" for one in found) == len(rows)
-    whole: dict[str, Any] = {}
-    for one in found:
-        assert one["dur"] >= 0
-        if one["name"] == "rollout":
-            whole, at = one, one["ts"]
+    events = slices(trace_of(frame(*rows)))
+    assert sum(event["name"] == "rollout" for event in events) == len(rows)
+    rollout: dict[str, Any] = {}
+    for event in events:
+        assert event["dur"] >= 0
+        if event["name"] == "rollout":
+            rollout, at = event, event["ts"]
             continue
-        assert (one["pid"], one["tid"]) == (whole["pid"], whole["tid"])
-        assert one["ts"] >= at
-        at = one["ts"] + one["dur"]
-        assert at <= whole["ts"] + whole["dur"]
+        assert (event["pid"], event["tid"]) == (rollout["pid"], rollout["tid"])
+        assert event["ts"] >= at
+        at = event["ts"] + event["dur"]
+        assert at <= rollout["ts"] + rollout["dur"]
 
 
 def test_a_run_without_rollouts_has_an_empty_trace() -> None:

@@ -29,17 +29,17 @@ CHAT = chat_format()
 PER_TOKEN = ("pieces", "ids", "logprobs", "entropies")
 
 
-def assembled(whole: dict[str, Any], delta: dict[str, Any]) -> dict[str, Any]:
+def apply_delta(state: dict[str, Any], delta: dict[str, Any]) -> dict[str, Any]:
     """Apply a delta as the page does."""
     first, token, turns = delta["turn"], delta["token"], delta["turns"]
-    old = whole["turns"][first] if first < len(whole["turns"]) else None
+    old = state["turns"][first] if first < len(state["turns"]) else None
     new = [dict(turn) for turn in turns]
     if new and old is not None:
         for name in PER_TOKEN:
             if new[0][name] is not None and old[name] is not None:
                 assert token <= len(old[name])
                 new[0][name] = old[name][:token] + new[0][name]
-    return {**whole, "turns": whole["turns"][:first] + new}
+    return {**state, "turns": state["turns"][:first] + new}
 
 
 # A turn's text, how many tokens come at once, and what its observation says.
@@ -69,11 +69,11 @@ class Growing:
             turn.servers.append("http://fake")
             yield
             for size in [*cuts, len(ids)]:
-                here, ids = ids[:size], ids[size:]
+                chunk, ids = ids[:size], ids[size:]
                 at = len(turn.output_ids)
-                turn.output_ids += here
+                turn.output_ids += chunk
                 yield  # as another thread may see it
-                turn.logprobs += [logprob(at + i) for i in range(len(here))]
+                turn.logprobs += [logprob(at + i) for i in range(len(chunk))]
                 turn.versions = [VersionSpan("0", 0, len(turn.output_ids))]
                 yield
             turn.text = CHAT.decode(turn.output_ids)
@@ -98,21 +98,21 @@ def test_deltas_add_up_to_the_whole_trajectory(
 ) -> None:
     growing = Growing(script)
     reader = RecordReader(growing.record, chat)
-    seen: dict[str, Any] | None = None
+    state: dict[str, Any] | None = None
     for number, _ in enumerate(growing.steps()):
         if number == joins:
-            seen = reader.whole()
-        elif seen is not None and (not looks or looks[number % len(looks)]):
+            state = reader.whole()
+        elif state is not None and (not looks or looks[number % len(looks)]):
             delta = reader.delta()
-            seen = seen if delta is None else assembled(seen, delta)
-    if seen is None:
-        seen = reader.whole()
+            state = state if delta is None else apply_delta(state, delta)
+    if state is None:
+        state = reader.whole()
     if (delta := reader.delta()) is not None:
-        seen = assembled(seen, delta)
+        state = apply_delta(state, delta)
     assert reader.delta() is None
-    whole = RecordReader(growing.record, chat).whole()
-    assert seen["turns"] == whole["turns"]
-    assert reader.whole() == whole
+    expected = RecordReader(growing.record, chat).whole()
+    assert state["turns"] == expected["turns"]
+    assert reader.whole() == expected
 
 
 @settings(max_examples=50, deadline=None)
@@ -121,12 +121,12 @@ def test_there_is_one_piece_of_text_per_token(script: list[Any]) -> None:
     growing = Growing(script)
     for _ in growing.steps():
         pass
-    for told, turn in zip(
+    for sent, turn in zip(
         RecordReader(growing.record, CHAT).whole()["turns"], growing.record.turns, strict=True
     ):
-        assert len(told["pieces"]) == len(told["ids"]) == len(told["logprobs"])
-        assert told["ids"] == turn.output_ids
-        assert "".join(told["pieces"]) == CHAT.decode(turn.output_ids)
+        assert len(sent["pieces"]) == len(sent["ids"]) == len(sent["logprobs"])
+        assert sent["ids"] == turn.output_ids
+        assert "".join(sent["pieces"]) == CHAT.decode(turn.output_ids)
 
 
 def test_a_character_of_several_tokens_is_sent_when_complete() -> None:
@@ -141,14 +141,14 @@ def test_an_incomplete_character_is_sent_at_the_end() -> None:
     ids = written(CHAT, "a🙂")[:-1]
     turn = Turn(output_ids=ids, logprobs=[0.0] * len(ids))
     reader = RecordReader(Trajectory("r", [], [turn]), CHAT)
-    seen = reader.whole()
-    assert "".join(seen["turns"][0]["pieces"]) == "a"
+    state = reader.whole()
+    assert "".join(state["turns"][0]["pieces"]) == "a"
     turn.ended_s = 1.0
     delta = reader.delta()
     assert delta is not None
-    told = "".join(assembled(seen, delta)["turns"][0]["pieces"])
-    assert told == CHAT.decode(ids)
-    assert "�" in told
+    text = "".join(apply_delta(state, delta)["turns"][0]["pieces"])
+    assert text == CHAT.decode(ids)
+    assert "�" in text
 
 
 def test_the_verdict_is_included() -> None:
@@ -163,8 +163,10 @@ def test_the_verdict_is_included() -> None:
 @pytest.mark.parametrize("entropies", [None, [], [[0.5]], [[0.5, 0.25], [9.0]]])
 def test_entropies_are_included_as_far_as_known(entropies: list[list[float]] | None) -> None:
     turn = Turn(output_ids=[1, 2], logprobs=[-1.0, -2.0], ended_s=1.0)
-    told = RecordReader(Trajectory("r", [], [turn]), None, entropies=entropies).whole()["turns"][0]
-    assert told["entropies"] == (entropies[0] if entropies else None)
+    turn_sent = RecordReader(Trajectory("r", [], [turn]), None, entropies=entropies).whole()[
+        "turns"
+    ][0]
+    assert turn_sent["entropies"] == (entropies[0] if entropies else None)
 
 
 @settings(max_examples=25, deadline=None)

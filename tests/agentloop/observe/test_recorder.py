@@ -64,8 +64,8 @@ async def test_a_session_becomes_a_group_with_a_rollout_for_each_branch(tmp_path
     assert [row["parent"] for row in rows] == [None, "1-s.0"]
     assert [row["answer"] for row in rows] == ["so", "no"]
     assert {row["model"] for row in rows} == {"m"}
-    told = rows[1]["trajectory"]
-    assert Trajectory.from_dict({**told, "id": "s+2"}) == second
+    recorded = rows[1]["trajectory"]
+    assert Trajectory.from_dict({**recorded, "id": "s+2"}) == second
     (row,) = folder.read_group("trajectories/group-0000002.jsonl")
     assert (row["model"], row["session"], row["question"]) == ("m-agent", None, "when?\n\nNow?")
     assert (row["task"], row["title"]) == ("", "when? Now?")
@@ -82,7 +82,7 @@ async def test_the_page_shows_it(tmp_path: Path) -> None:
     group = await archive.group("1-s")
     assert (group["prompt"], group["size"], group["answer"]) == ("why?", 2, None)
     assert group["task"] == "why?"
-    assert [one["branch"] for one in group["rollouts"]] == ["", "it differs"]
+    assert [row["branch"] for row in group["rollouts"]] == ["", "it differs"]
     shown = await archive.rollout("1-s.1")
     assert (shown["answer"], shown["branch"], shown["parent"]) == ("so", "it differs", "1-s.0")
     frame = await archive.frame()
@@ -90,7 +90,9 @@ async def test_the_page_shows_it(tmp_path: Path) -> None:
     assert lanes == ["wait", "decode", "client", "wait", "decode"]
 
 
-async def test_it_goes_on_after_earlier_records_and_deletes_the_oldest(tmp_path: Path) -> None:
+async def test_recording_goes_on_after_earlier_records_and_deletes_the_oldest(
+    tmp_path: Path,
+) -> None:
     folder = RunFolder(tmp_path, "")
     async with recorder(folder).running() as recording:
         for name in "abc":
@@ -120,11 +122,11 @@ class SlowFolder:
         return f"{number}", 1
 
 
-async def test_what_the_disk_is_too_slow_for_is_dropped_and_counted(
+async def test_groups_that_the_disk_is_too_slow_for_are_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most = 3 * len(trajectory("a").ids)
-    monkeypatch.setattr(recorder_module, "_MAX_WAITING_TOKENS", most)
+    max_tokens = 3 * len(trajectory("a").ids)
+    monkeypatch.setattr(recorder_module, "_MAX_WAITING_TOKENS", max_tokens)
     folder = SlowFolder(tmp_path)
     async with recorder(folder).running() as recording:
         for name in "abcde":
@@ -178,7 +180,7 @@ async def test_a_full_disk_is_counted_and_the_service_goes_on(
     assert "No space left on device" in caplog.text
 
 
-async def test_nothing_is_kept_without_a_folder() -> None:
+async def test_without_a_folder_no_group_is_recorded() -> None:
     async with recorder(None).running() as recording:
         recording.add(trajectory("a"))
     assert recording.num_dropped == 0

@@ -137,8 +137,8 @@ def test_a_session_that_waits_for_its_client_is_no_stall() -> None:
     stalls.on_event(ClientAwaited("session"))
     clock.now_s += 60
     assert stalls.no_progress_s == 60  # of the other one
-    assert [one.rollout_id for one in stalls.waits()] == ["other", "session"]
-    assert [one.rollout_id for one in stalls.waits(1)] == ["other"]
+    assert [wait.rollout_id for wait in stalls.waits()] == ["other", "session"]
+    assert [wait.rollout_id for wait in stalls.waits(1)] == ["other"]
     stalls.on_event(RolloutAbandoned("other"))
     clock.now_s += 60
     assert stalls.no_progress_s == 0

@@ -14,21 +14,21 @@ from agentloop.trajectory import ToolCallStatus, ToolResult, Trajectory
 
 
 def test_a_line_counts_what_has_happened_since_the_last_one() -> None:
-    now = [0.0]
-    throughput = Throughput(lambda: now[0])
+    clock = [0.0]
+    throughput = Throughput(lambda: clock[0])
     record = Trajectory("a", [])
     result = ToolResult("c", "python", ToolCallStatus.OK, "", 0.0, 0.0, 1.0)
     throughput.on_event(RolloutStarted(record))
     throughput.on_event(TokensSampled("a", 0, [1] * 50, ""))
     throughput.on_event(CallFinished("a", 0, result))
-    now[0] = 10.0
+    clock[0] = 10.0
     assert throughput.line(2) == (
         "last 10 s: 5 tokens/s, 0.1 calls/s, 0 finished, 1 in flight, 2 waiting for KV capacity"
     )
-    now[0] = 20.0
+    clock[0] = 20.0
     assert throughput.line(0) == "last 10 s: 0 tokens/s, 0.0 calls/s, 0 finished, 1 in flight"
     throughput.on_event(RolloutFinished("a", record))
-    now[0] = 30.0
+    clock[0] = 30.0
     assert throughput.line(0) == "last 10 s: 0 tokens/s, 0.0 calls/s, 1 finished, 0 in flight"
 
 

@@ -37,11 +37,11 @@ class Clock:
 
 def elsewhere(look: Callable[[], str | None]) -> str | None:
     """Return what `look` returns in another thread, while this one waits here."""
-    found: list[str | None] = []
-    thread = threading.Thread(target=lambda: found.append(look()))
+    results: list[str | None] = []
+    thread = threading.Thread(target=lambda: results.append(look()))
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 def blocks_everything(heart: Heartbeat) -> str | None:
@@ -56,23 +56,23 @@ def test_the_blocking_code_is_reported() -> None:
     clock.now_s += 1.4
     assert blocks_everything(heart) is None
     clock.now_s += 0.2
-    said = blocks_everything(heart)
-    assert said is not None
-    assert "blocked for 1.10 s by:" in said
-    assert "in blocks_everything" in said
+    message = blocks_everything(heart)
+    assert message is not None
+    assert "blocked for 1.10 s by:" in message
+    assert "in blocks_everything" in message
     assert blocks_everything(heart) is None  # once is enough
 
 
 def test_reports_are_rate_limited_and_omissions_counted() -> None:
     clock = Clock()
     heart = Heartbeat(SETTINGS, clock=clock)
-    said = []
+    messages = []
     for _ in range(5):
         heart.beat(0.5)
         clock.now_s += 20
-        said.append(heart.look())
-    assert [bool(one) for one in said] == [True, False, False, True, False]
-    assert "(2 earlier occurrences not logged)" in (said[3] or "")
+        messages.append(heart.look())
+    assert [bool(message) for message in messages] == [True, False, False, True, False]
+    assert "(2 earlier occurrences not logged)" in (messages[3] or "")
 
 
 def test_the_largest_lag() -> None:
@@ -156,9 +156,9 @@ def test_a_second_stall_is_logged_again(caplog: pytest.LogCaptureFixture) -> Non
             progress.look()
             stalls.moved()
             progress.look()
-    first, *rest = caplog.messages
+    first, *later = caplog.messages
     assert "no progress for 99 s, and no waits are known" in first
-    assert rest == ["progress has resumed", first, "progress has resumed"]
+    assert later == ["progress has resumed", first, "progress has resumed"]
 
 
 def test_giving_up_can_be_disabled() -> None:

@@ -46,8 +46,9 @@ from agentloop.events import RolloutStarted
 from agentloop.inference.scheduling.group_gate import AdmittedGroup
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import dumps, loads
+from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 from agentloop.rollouts.player import EnvironmentPlayer
-from agentloop.rollouts.record import NoReward, RolloutRecord
+from agentloop.rollouts.record import NoReward, RolloutGroup, RolloutRecord
 from agentloop.rollouts.runner import GroupRunner, play_siblings
 from agentloop.sandbox import CallResult, CallStatus, LostBy, SandboxUnavailable, SessionLost
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
@@ -82,21 +83,23 @@ class Model:
     async def rollout(self, messages: Any, **options: Any) -> Trajectory:
         self.asked.append((messages, options))
         turn = Turn(output_ids=[1], logprobs=[-1.0], end=TurnEnd.STOP, text="hm")
-        found = Trajectory(options["id"], [9], [turn])
-        options["on_event"](RolloutStarted(found, ""))
+        trajectory = Trajectory(options["id"], [9], [turn])
+        options["on_event"](RolloutStarted(trajectory, ""))
         await anyio.lowlevel.checkpoint()
         if self.error is not None:
             raise self.error
-        found.answer = str(len(messages))
-        while options["reply"] is not None and await options["reply"](found.answer) is not None:
-            if len(found.turns) == self.max_turns:
-                found.stop_reason = StopReason.TURN_BUDGET
-                return found
+        trajectory.answer = str(len(messages))
+        while (
+            options["reply"] is not None and await options["reply"](trajectory.answer) is not None
+        ):
+            if len(trajectory.turns) == self.max_turns:
+                trajectory.stop_reason = StopReason.TURN_BUDGET
+                return trajectory
             await anyio.lowlevel.checkpoint()
-            found.turns.append(turn)
-            found.answer = str(int(found.answer) + 1)
-        found.stop_reason = self.stop_reason
-        return found
+            trajectory.turns.append(turn)
+            trajectory.answer = str(int(trajectory.answer) + 1)
+        trajectory.stop_reason = self.stop_reason
+        return trajectory
 
 
 async def run(
@@ -108,7 +111,7 @@ async def run(
     return await records_of(player, task, size=size, budget=budget, **options)
 
 
-async def graded(
+async def play_and_grade(
     environment: Environment, check: RewardFunction, *, timeout_s: float = 5
 ) -> Sequence[RolloutRecord]:
     async with Grader(function=check) as grader:
@@ -118,7 +121,7 @@ async def graded(
     return group.rollouts
 
 
-async def answered(trajectory: Trajectory, task: Task) -> Reward:
+async def grade_answer(trajectory: Trajectory, task: Task) -> Reward:
     return Reward(float(trajectory.answer), trajectory.answer, f"as {task.answer}")
 
 
@@ -128,7 +131,7 @@ async def test_a_conversation_that_is_returned_is_graded() -> None:
         await agent.chat("Think.")
         return await agent.run("?", system="Answer.")
 
-    for episode in await graded(asks, answered):
+    for episode in await play_and_grade(asks, grade_answer):
         assert episode.reward == Reward(2.0, "2", "as 42")
         assert len(episode.trajectories) == 2
 
@@ -139,12 +142,12 @@ async def test_grading_does_not_take_the_environments_time() -> None:
         return await agent.run("?")
 
     async def slow(trajectory: Trajectory, task: Task) -> float:
-        begun = anyio.current_time()
-        while anyio.current_time() < begun + 0.2:
+        started = anyio.current_time()
+        while anyio.current_time() < started + 0.2:
             await anyio.lowlevel.checkpoint()
         return 1.0
 
-    for episode in await graded(asks, slow, timeout_s=0.1):
+    for episode in await play_and_grade(asks, slow, timeout_s=0.1):
         assert episode.reward is not None
         assert episode.reward.value == 1.0
 
@@ -153,35 +156,63 @@ async def test_an_environment_may_combine_a_grade_with_other_parts() -> None:
     @agentloop.environment
     async def brief(task: Any, agent: Agent) -> dict[str, float]:
         checker = agent.other("checker")
-        found = await agent.run("?")
-        right = (await agent.grade(found)).value
+        trajectory = await agent.run("?")
+        right = (await agent.grade(trajectory)).value
         checked = await checker.grade(await checker.run("Is it right?", system="Check."))
         checker.reward = checked.value
         assert right is not None
         return {"right": right, "brief": 0.25}
 
-    for episode in await graded(brief, answered):
+    for episode in await play_and_grade(brief, grade_answer):
         assert episode.reward is not None
         assert episode.reward.parts == {"right": 1.0, "brief": 0.25}
         assert episode.others["checker"].reward == 2.0
+
+
+async def test_what_an_environment_records_is_beside_the_reward() -> None:
+    @agentloop.environment
+    async def measures(task: Any, agent: Agent) -> float:
+        agent.record(tries=1, depth=np.float32(2))
+        await agent.run("?")
+        agent.other("checker").record(tries=3)
+        return 1.0
+
+    for rollout in await run(measures):
+        assert rollout.recorded == {"tries": 3.0, "depth": 2.0}
+        assert rollout.reward is not None
+        assert (rollout.reward.value, rollout.reward.parts) == (1.0, {})
+        figures = RolloutFigures.of(rollout)
+        assert GroupFigures.from_dict(asdict(GroupFigures([figures]))).rollouts == [figures]
+    group = RolloutGroup(TASK, [rollout])
+    assert [row.recorded for row in group.rows()] == [{"tries": 3.0, "depth": 2.0}]
+
+
+async def test_a_recorded_value_must_be_a_number() -> None:
+    @agentloop.environment
+    async def measures(task: Any, agent: Agent) -> float:
+        agent.record(tries=math.nan)
+        return 1.0
+
+    with pytest.raises(RequestError, match="record: tries: expected a finite number"):
+        await run(measures)
 
 
 @pytest.mark.parametrize("inside", [False, True])
 async def test_a_reward_function_that_fails_ends_the_run_and_not_the_task(inside: bool) -> None:
     @agentloop.environment
     async def asks(task: Any, agent: Agent) -> Any:
-        found = await agent.run("?")
+        trajectory = await agent.run("?")
         if not inside:
-            return found
+            return trajectory
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(agent.grade, found)
+            tasks.start_soon(agent.grade, trajectory)
         return 1.0
 
     def broken(trajectory: Trajectory, task: Task) -> float:
         raise KeyError("board")
 
     with pytest.raises(RewardError, match="board"):
-        await graded(asks, broken)
+        await play_and_grade(asks, broken)
 
 
 class Gate:
@@ -201,7 +232,7 @@ class Gate:
         self.log.append((name, size, num_prompt, is_single))
         await self.opened.wait()
         yield AdmittedGroup(
-            name, (f"{name}.0",), lambda key, whole: self.log.append(f"{key} ended: {whole}")
+            name, (f"{name}.0",), lambda key, is_whole: self.log.append(f"{key} ended: {is_whole}")
         )
         self.log.append("left")
 
@@ -275,8 +306,8 @@ async def test_a_rollout_has_the_conversations_and_the_reward_of_its_environment
 
     model = Model()
     episodes = await run(two, model)
-    assert [one.id for one in episodes] == ["1-t.0", "1-t.1"]
-    ids = [[one.id for one in episode.trajectories] for episode in episodes]
+    assert [rollout.id for rollout in episodes] == ["1-t.0", "1-t.1"]
+    ids = [[trajectory.id for trajectory in episode.trajectories] for episode in episodes]
     assert ids == [["1-t.0", "1-t.0+1"], ["1-t.1", "1-t.1+1"]]
     for episode in episodes:
         assert episode.reward == Reward(3.0, None, "a 2, b 1", {"a": 2.0, "b": 1.0})
@@ -301,7 +332,7 @@ async def test_a_rollout_has_the_conversations_and_the_reward_of_its_environment
         (None, None),
     ],
 )
-def test_what_an_environment_may_return(value: Any, reward: float | None) -> None:
+def test_values_that_an_environment_may_return(value: Any, reward: float | None) -> None:
     assert reward_of(value, {"x": 2.0}).value == reward
 
 
@@ -331,11 +362,11 @@ def test_a_reward_that_is_no_finite_number_of_a_sane_size_is_refused(
 
 def test_rewards_of_numpy_become_plain_numbers() -> None:
     np = pytest.importorskip("numpy")
-    given = Reward(np.float32(0.5), np.int64(7), "why", {"x": np.bool_(True)})
-    for value in (given, {"x": np.float64(0.5)}, np.float32(0.5), np.bool_(False)):
-        found = reward_of(value, {})
-        assert loads(dumps(asdict(found), default=None)) == asdict(found)
-    assert reward_of(given, {}) == Reward(0.5, "7", "why", {"x": 1.0})
+    reward = Reward(np.float32(0.5), np.int64(7), "why", {"x": np.bool_(True)})
+    for value in (reward, {"x": np.float64(0.5)}, np.float32(0.5), np.bool_(False)):
+        converted = reward_of(value, {})
+        assert loads(dumps(asdict(converted), default=None)) == asdict(converted)
+    assert reward_of(reward, {}) == Reward(0.5, "7", "why", {"x": 1.0})
 
 
 @pytest.mark.parametrize("kind", ["other agent", "turn", "token"])
@@ -343,14 +374,14 @@ def test_rewards_of_numpy_become_plain_numbers() -> None:
 async def test_a_bad_number_costs_only_its_own_rollout_the_reward(kind: str, bad: Any) -> None:
     @agentloop.environment
     async def rewards(task: Any, agent: Agent) -> float:
-        found = await agent.run("?")
+        trajectory = await agent.run("?")
         number = bad if agent.id.endswith(".1") else 0.5
         if kind == "other agent":
             agent.other("checker").reward = number
         elif kind == "turn":
-            found.turns[0].reward = number
+            trajectory.turns[0].reward = number
         else:
-            found.turns[0].token_rewards = [number]
+            trajectory.turns[0].token_rewards = [number]
         return 1.0
 
     good, lost = await run(rewards)
@@ -395,8 +426,8 @@ async def test_an_environment_that_always_fails_refuses_the_task() -> None:
 async def test_a_rollout_that_its_environment_failed_has_no_reward() -> None:
     @agentloop.environment
     async def sometimes(task: Any, agent: Agent) -> float:
-        found = await agent.run("?")
-        return 1.0 if found.id.endswith(".0") else float("nan")
+        trajectory = await agent.run("?")
+        return 1.0 if trajectory.id.endswith(".0") else float("nan")
 
     good, bad = await run(sometimes)
     assert good.reward is not None
@@ -433,12 +464,12 @@ async def test_an_environment_that_hangs_ends_at_its_deadline() -> None:
 
     @agentloop.environment
     async def hangs(task: Any, agent: Agent) -> float:
-        found = await agent.run("?")
-        if found.id.endswith(".1"):
+        trajectory = await agent.run("?")
+        if trajectory.id.endswith(".1"):
             try:
                 await anyio.sleep_forever()
             finally:
-                ended.append(found.id)
+                ended.append(trajectory.id)
         return 1.0
 
     good, bad = await run(hangs, timeout_s=0.2)
@@ -512,13 +543,16 @@ async def test_conversations_that_the_environment_left_running_are_stopped() -> 
     for error in (running, later):
         assert isinstance(error, RequestError)
         assert "1-t.0 has ended" in str(error)
-    assert [one.stop_reason for one in episode.trajectories] == ["answered", "environment"]
-    assert [one.id for one in episode.trained] == ["1-t.0"]
+    assert [trajectory.stop_reason for trajectory in episode.trajectories] == [
+        "answered",
+        "environment",
+    ]
+    assert [trajectory.id for trajectory in episode.trained] == ["1-t.0"]
     assert len(model.asked) == 2
 
 
 @pytest.mark.parametrize("ends", ["cancels", "exits"])
-async def test_what_ends_a_task_or_the_process_is_one_rollouts_failure(ends: str) -> None:
+async def test_cancelled_error_and_system_exit_fail_a_single_rollout(ends: str) -> None:
     @agentloop.environment
     async def slips(task: Any, agent: Agent) -> float:
         await agent.run("?")
@@ -556,7 +590,7 @@ async def test_an_error_that_the_agent_causes_has_the_declared_reward() -> None:
     assert parsed.reward.value == -1.0
     assert parsed.reward.reason.startswith("the agent caused ValueError: 1 is no number (test_")
     # What it has written is trained on.
-    assert [one.stop_reason for one in parsed.trained] == [StopReason.ANSWERED]
+    assert [trajectory.stop_reason for trajectory in parsed.trained] == [StopReason.ANSWERED]
     assert done.reward is not None
     assert done.reward.value == 1.0
     assert broken.no_reward is NoReward.ENVIRONMENT
@@ -600,27 +634,27 @@ async def test_an_environment_that_ignores_its_cancellation_is_left_behind(
         await persists()
         return 2.0
 
-    done, left = await run(ignores, timeout_s=0.2)
+    done, late = await run(ignores, timeout_s=0.2)
     may_end.set()
     assert done.reward is not None
     assert done.reward.value == 1.0
-    assert left.reward == Reward(None, None, "the environment ran out of time (0.2 s)")
+    assert late.reward == Reward(None, None, "the environment ran out of time (0.2 s)")
 
 
-async def test_what_a_leaked_task_does_after_the_return_does_not_count() -> None:
+async def test_actions_of_a_leaked_task_after_the_return_do_not_count() -> None:
     refused: list[str] = []
     has_returned = anyio.Event()
 
     @agentloop.environment
     async def leaks(task: Any, agent: Agent) -> float:
-        found = await agent.run("?")
-        other = agent.other("black")
-        await other.run("?")
+        trajectory = await agent.run("?")
+        black = agent.other("black")
+        await black.run("?")
 
         async def acts_later() -> None:
             await has_returned.wait()
-            other.reward, found.turns[0].reward = float("nan"), 1e200
-            found.turns[0].token_rewards.append(1e200)
+            black.reward, trajectory.turns[0].reward = float("nan"), 1e200
+            trajectory.turns[0].token_rewards.append(1e200)
             for act in (lambda: agent.other("white"), lambda: agent.url):
                 with pytest.raises(RequestError, match="its environment has returned"):
                     act()
@@ -712,32 +746,35 @@ def test_types_of_task_and_agent_may_exist_for_a_type_checker_alone() -> None:
 async def test_stragglers_are_stopped_when_enough_have_ended() -> None:
     @agentloop.environment
     async def waits(task: Any, agent: Agent) -> float:
-        found = await agent.run("?")
-        if not found.id.endswith(".0"):
+        trajectory = await agent.run("?")
+        if not trajectory.id.endswith(".0"):
             await anyio.sleep_forever()
         return 1.0
 
-    first, *others = await run(waits, size=3, enough=1)
+    first, *stopped = await run(waits, size=3, enough=1)
     assert first.reward is not None
     assert first.reward.value == 1.0
-    assert [one.reward and one.reward.reason for one in others] == [
+    assert [rollout.reward and rollout.reward.reason for rollout in stopped] == [
         "stopped: enough rollouts of its group had ended"
     ] * 2
 
 
 @agentloop.environment(tasks=lambda rng: {"answer": rng.randint(1, 9), "top": 9}, weights={"x": 2})
-async def counting(task: Any, agent: Agent, *, most: int, name: str = "a") -> float:
-    return most
+async def counting(task: Any, agent: Agent, *, highest: int, name: str = "a") -> float:
+    return highest
 
 
 def test_arguments_are_checked_against_the_signature() -> None:
-    found = load(EnvSettings(name=f"{__name__}:counting", args={"most": "3"}))
-    assert found is not None
-    assert found.arguments == {"most": 3, "name": "a"}
+    environment = load(EnvSettings(name=f"{__name__}:counting", args={"highest": "3"}))
+    assert environment is not None
+    assert environment.arguments == {"highest": 3, "name": "a"}
     for arguments, problem in (
-        ({}, "env.args.most: Field required"),
-        ({"most": "x"}, "env.args.most: Input should be a valid integer"),
-        ({"most": 1, "mots": 2}, r"env.args.mots: Extra .* \(arguments of counting: most, name\)"),
+        ({}, "env.args.highest: Field required"),
+        ({"highest": "x"}, "env.args.highest: Input should be a valid integer"),
+        (
+            {"highest": 1, "mots": 2},
+            r"env.args.mots: Extra .* \(arguments of counting: highest, name\)",
+        ),
     ):
         with pytest.raises(SettingsError, match=problem):
             load(EnvSettings(name=f"{__name__}:counting", args=arguments))
@@ -778,12 +815,12 @@ def test_an_environments_tasks_are_the_same_at_each_start_and_held_out_ones_are_
     source = TaskSource.open(settings, function=make)
     first = [next(source) for _ in range(20)]
     cursor = source.cursor()
-    rest = [next(source) for _ in range(20)]
-    assert [next(TaskSource.open(settings, cursor, function=make))] == rest[:1]
+    later = [next(source) for _ in range(20)]
+    assert [next(TaskSource.open(settings, cursor, function=make))] == later[:1]
     assert first[0].top == 1000
     held_out = source.held_out()
     assert len(held_out) == 8
-    assert not {one.answer for one in held_out} & {one.answer for one in first + rest}
+    assert not {task.answer for task in held_out} & {task.answer for task in first + later}
     assert source.find(first[3].id) == first[3]
 
 
@@ -860,7 +897,7 @@ def test_a_task_function_is_refused_if_it_takes_what_the_environment_has_not() -
     async def game(task: Any, agent: Agent, *, top: int = 9) -> float:
         return 1.0
 
-    def good(rng: Random, *, top: int, other: int = 1) -> dict[str, Any]:
+    def good(rng: Random, *, top: int, bottom: int = 1) -> dict[str, Any]:
         return {}
 
     assert agentloop.environment(tasks=good)(game).tasks is good
@@ -904,11 +941,11 @@ def test_tasks_may_be_a_list_of_their_fields() -> None:
     assert len(source.held_out()) == 2
     epochs = [[next(source) for _ in range(4)] for _ in range(2)]
     assert sorted(task.id for task in epochs[0]) == sorted(task.id for task in epochs[1])
-    seen = {task.prompt: task.top for task in epochs[0] + source.held_out()}
-    assert seen == {f"{number}?": [number] for number in range(6)}
+    tops = {task.prompt: task.top for task in epochs[0] + source.held_out()}
+    assert tops == {f"{number}?": [number] for number in range(6)}
 
 
-async def test_what_a_rollout_changes_in_its_task_reaches_no_other() -> None:
+async def test_siblings_do_not_share_changes_of_their_task() -> None:
     @agentloop.environment
     async def deck(task: Any, agent: Agent) -> float:
         await agent.run(task.prompt)
@@ -917,10 +954,10 @@ async def test_what_a_rollout_changes_in_its_task_reaches_no_other() -> None:
     task = Task("t", "Draw.", "", extra={"cards": [1, 2, 3]})
     for _ in range(2):
         episodes = await run(deck, size=3, task=task)
-        assert [one.reward and one.reward.value for one in episodes] == [3, 3, 3]
+        assert [rollout.reward and rollout.reward.value for rollout in episodes] == [3, 3, 3]
 
 
-async def test_what_a_rollout_changes_in_its_arguments_reaches_no_other() -> None:
+async def test_siblings_do_not_share_changes_of_their_arguments() -> None:
     @agentloop.environment
     async def deck(task: Any, agent: Agent, *, cards: list[int], names: dict[str, Any]) -> float:
         await agent.run("Draw.")
@@ -930,7 +967,7 @@ async def test_what_a_rollout_changes_in_its_arguments_reaches_no_other() -> Non
     dealt = deck.with_arguments({"cards": [1, 2, 3], "names": {"first": []}})
     for _ in range(2):
         episodes = await run(dealt, size=3)
-        assert [one.reward and one.reward.value for one in episodes] == [4, 4, 4]
+        assert [rollout.reward and rollout.reward.value for rollout in episodes] == [4, 4, 4]
 
 
 def test_an_environments_tasks_replace_those_of_a_generator_and_of_nothing_else(
@@ -952,8 +989,8 @@ async def test_a_slow_server_is_not_the_environments_fault() -> None:
     @agentloop.environment
     async def twice(task: Any, agent: Agent) -> float:
         await agent.run("?")
-        begun = anyio.current_time()
-        while anyio.current_time() == begun:  # the event loop's clock has milliseconds
+        started = anyio.current_time()
+        while anyio.current_time() == started:  # the event loop's clock has milliseconds
             await anyio.lowlevel.checkpoint()
         await agent.run("And now?")
         return 1.0
@@ -1027,7 +1064,7 @@ async def test_an_environment_may_converse_message_by_message() -> None:
     assert episode.reward.value == 1.0
 
 
-async def test_who_is_to_blame_for_a_conversation_that_fails() -> None:
+async def test_a_failed_conversation_is_attributed_correctly() -> None:
     @agentloop.environment
     async def asks_too_much(task: Any, agent: Agent) -> float:
         async with agent.conversation() as talk:
@@ -1060,7 +1097,7 @@ async def test_a_question_that_is_given_up_ends_the_conversation() -> None:
     assert episode.reward.value == 1.0
 
 
-async def test_what_an_environment_stops_is_recorded_and_not_trained_on() -> None:
+async def test_stopped_conversations_are_recorded_and_not_trained_on() -> None:
     @agentloop.environment
     async def race(task: Any, agent: Agent) -> float:
         def never(answer: str) -> str:
@@ -1080,10 +1117,10 @@ async def test_what_an_environment_stops_is_recorded_and_not_trained_on() -> Non
 
     model = Model()
     (episode,) = await run(race, model, size=1)
-    stopped, whole = episode.trajectories
+    stopped, answered = episode.trajectories
     assert stopped.stop_reason is StopReason.ENVIRONMENT
     assert stopped.num_sampled_tokens
-    assert (whole.stop_reason, episode.whole) == (StopReason.ANSWERED, [whole])
+    assert (answered.stop_reason, episode.whole) == (StopReason.ANSWERED, [answered])
 
 
 async def test_a_failure_is_recorded_with_its_reason() -> None:
@@ -1108,21 +1145,21 @@ async def test_a_failure_is_recorded_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "why"),
+    ("returned", "reason"),
     [
         (0.0, "its agent did not run: nothing was sampled"),
         (None, "the environment gives none"),
     ],
 )
 async def test_a_rollout_without_a_conversation_has_a_record_and_no_reward(
-    returned: float | None, why: str
+    returned: float | None, reason: str
 ) -> None:
     @agentloop.environment
     async def early(task: Any, agent: Agent) -> float | None:
         return returned
 
     (episode,) = await run(early, size=1)
-    assert episode.reward == Reward(None, None, why)
+    assert episode.reward == Reward(None, None, reason)
     (record,) = episode.all_trajectories
     assert (record.turns, record.error, episode.whole) == ([], None, [])
 
@@ -1146,7 +1183,7 @@ async def test_other_agents_are_recorded_under_their_names() -> None:
 
     model = Model()
     (episode,) = await run(debate, model, size=1)
-    assert [one.id for one in episode.all_trajectories] == [
+    assert [trajectory.id for trajectory in episode.all_trajectories] == [
         "1-t.0",
         "1-t.0+checker",
         "1-t.0+checker+1",
@@ -1194,7 +1231,7 @@ async def test_an_invalid_argument_of_a_conversation_is_named(options: Any, prob
     (episode,) = await run(asks, size=1)
     assert episode.reward is not None
     assert episode.reward.value == 1.0
-    assert [one.id for one in episode.trajectories] == ["1-t.0"]
+    assert [trajectory.id for trajectory in episode.trajectories] == ["1-t.0"]
 
 
 async def test_another_agent_takes_the_same_arguments_each_time() -> None:
@@ -1235,9 +1272,9 @@ async def test_slow_replies_are_the_environments_own_fault() -> None:
 
     class Late(Model):
         async def rollout(self, messages: Any, **options: Any) -> Trajectory:
-            found = await super().rollout(messages, **options)
-            found.elapsed_s = 0.01
-            return found
+            trajectory = await super().rollout(messages, **options)
+            trajectory.elapsed_s = 0.01
+            return trajectory
 
     with pytest.raises(RequestError, match=r"its replies took .* s, most of the time"):
         await run(slow, Late(StopReason.TIME_BUDGET))
@@ -1278,27 +1315,27 @@ async def test_a_program_that_fails_is_a_result_and_a_sandbox_that_fails_is_not(
     status: CallStatus, reward: float | None
 ) -> None:
     @agentloop.environment
-    async def tested(task: Any, agent: Agent) -> float:
+    async def runs_program(task: Any, agent: Agent) -> float:
         await agent.run("Write a program.")
         return (await agent.sandbox.run(str(status))).ok
 
     model = Model()
     model.pool = Programs()
-    (episode,) = await run(tested, model, size=1)
+    (episode,) = await run(runs_program, model, size=1)
     assert episode.reward is not None
     assert episode.reward.value == reward
 
 
 async def test_a_session_that_cannot_be_opened_is_no_reward() -> None:
     @agentloop.environment
-    async def tested(task: Any, agent: Agent) -> float:
+    async def runs_program(task: Any, agent: Agent) -> float:
         async with agent.sandbox.session() as session:
             await session.run("1")
         return 1.0
 
     model = Model()
     model.pool = Programs()
-    (episode,) = await run(tested, model, size=1)
+    (episode,) = await run(runs_program, model, size=1)
     assert episode.reward is not None
     assert episode.reward.reason == "infrastructure: sandbox: no worker"
 
@@ -1308,7 +1345,7 @@ async def test_a_session_that_its_program_has_ended_is_a_result(by: LostBy) -> N
     ended: list[CallResult] = []
 
     @agentloop.environment
-    async def tested(task: Any, agent: Agent) -> float:
+    async def runs_program(task: Any, agent: Agent) -> float:
         async with agent.sandbox.session() as session:
             ended.append(await session.run("1"))
         await agent.chat("?")
@@ -1316,7 +1353,7 @@ async def test_a_session_that_its_program_has_ended_is_a_result(by: LostBy) -> N
 
     model = Model()
     model.pool = Lost(by)
-    (episode,) = await run(tested, model, size=1)
+    (episode,) = await run(runs_program, model, size=1)
     assert episode.reward is not None
     if by is LostBy.PROGRAM:
         assert ended[0].status is CallStatus.KILLED

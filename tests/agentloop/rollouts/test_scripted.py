@@ -21,7 +21,7 @@ from agentloop.environments.examples.warehouse import find
 from agentloop.environments.examples.warehouse_server import locate
 from agentloop.environments.tasks.sources import Task
 from agentloop.models import SMALL
-from agentloop.rollouts.scripted import taught
+from agentloop.rollouts.scripted import teacher_dialogues
 from agentloop.sandbox import Pool
 from agentloop.training.sft import DialoguesSettings, read_dialogues, trajectories_of
 
@@ -39,11 +39,11 @@ def task_of(fields: Mapping[str, Any]) -> Task:
 def halves(messages: Sequence[agentloop.Message]) -> agentloop.Message | str:
     """Search for the number by halves."""
     low, high = 1, 100
-    for said, heard in zip(messages[1::2], messages[2::2], strict=False):
-        number = said["tool_calls"][0]["function"]["arguments"]["number"]
-        if heard["content"] == "right":
+    for call, reply in zip(messages[1::2], messages[2::2], strict=False):
+        number = call["tool_calls"][0]["function"]["arguments"]["number"]
+        if reply["content"] == "right":
             return f"<reason>So</reason>It is {number}."
-        low, high = (number + 1, high) if heard["content"] == "higher" else (low, number - 1)
+        low, high = (number + 1, high) if reply["content"] == "higher" else (low, number - 1)
     return agentloop.call("guess", "<reason>Halve it.</reason>", number=(low + high) // 2)
 
 
@@ -66,7 +66,7 @@ async def test_the_dialogues_can_be_learned_from(tmp_path: Path) -> None:
     played = await agentloop.play(guess, TASK, halves)
     chat = ChatFormat.load(SMALL)
     file = tmp_path / "dialogues.jsonl"
-    file.write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in played.dialogues))
+    file.write_bytes(b"".join(orjson.dumps(dialogue) + b"\n" for dialogue in played.dialogues))
     (dialogue,) = read_dialogues(DialoguesSettings(paths=[file]))
     (trajectory,) = trajectories_of(chat, dialogue, max_tool_response_tokens=64)
     assert len(trajectory.turns) == 4
@@ -99,7 +99,7 @@ async def test_an_examples_teacher_is_understood_and_wins_sometimes(
         dialogues += played.dialogues
     assert 0 < sum(won) < 40
     file = tmp_path / "dialogues.jsonl"
-    file.write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in dialogues))
+    file.write_bytes(b"".join(orjson.dumps(dialogue) + b"\n" for dialogue in dialogues))
     chat = ChatFormat.load(SMALL)
     for dialogue in read_dialogues(DialoguesSettings(paths=[file])):
         trajectories_of(chat, dialogue, max_tool_response_tokens=64)
@@ -108,11 +108,11 @@ async def test_an_examples_teacher_is_understood_and_wins_sometimes(
 async def test_a_taught_rollout_that_its_budget_cuts_short_is_left_out() -> None:
     task = task_of(TASK)
     taught_by = partial(
-        taught,
+        teacher_dialogues,
         replace(guess, teacher=lambda task, rng: halves),
         task,
         Random(0),
-        resolve=lambda tools: [as_tool(one) for one in tools if not isinstance(one, str)],
+        resolve=lambda tools: [as_tool(tool) for tool in tools if not isinstance(tool, str)],
         pool=cast(Pool, None),
     )
     assert await taught_by(budget=agentloop.Budget(max_turns=3)) == []
@@ -129,10 +129,10 @@ async def test_a_tool_that_an_environment_names_must_be_given() -> None:
 
 
 async def test_a_script_plays_all_agents_and_replies() -> None:
-    def both(messages: Sequence[agentloop.Message]) -> str:
+    def play_both(messages: Sequence[agentloop.Message]) -> str:
         return "yes" if "Is this right?" in messages[-1]["content"] else "I say 6."
 
-    played = await agentloop.play(solve_and_check, {"prompt": "2, 3 or 6?", "answer": 6}, both)
+    played = await agentloop.play(solve_and_check, {"prompt": "2, 3 or 6?", "answer": 6}, play_both)
     assert played.reward.value == 1.0
     assert played.record.others["checker"].reward == 1.0
     assert len(played.dialogues) == 2
@@ -158,13 +158,13 @@ async def test_an_environment_that_fails_says_so() -> None:
 
 
 async def test_the_environment_is_told_answers_without_reasoning() -> None:
-    told: list[str] = []
+    answers: list[str] = []
 
     @agentloop.environment
     async def talk(task: Any, agent: agentloop.Agent) -> float:
-        await agent.run("?", reply=told.append)  # returns None: the conversation ends
+        await agent.run("?", reply=answers.append)  # returns None: the conversation ends
         return 1.0
 
     played = await agentloop.play(talk, TASK, lambda messages: "<think>Hm.</think> It is 37.")
-    assert told == ["It is 37."]
+    assert answers == ["It is 37."]
     assert played.dialogues[0]["messages"][-1]["content"] == "<think>Hm.</think> It is 37."

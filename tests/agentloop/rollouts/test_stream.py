@@ -37,10 +37,10 @@ async def run(task: str, on_queued: Callable[[], None]) -> list[Trajectory]:
 
 async def test_every_task_becomes_a_group() -> None:
     async with finished_groups(Source(20), run, wait_for_capacity, max_open=4) as groups:
-        found = [group async for group in groups]
-    assert sorted(group.index for group in found) == list(range(20))
-    assert all(group.task == f"task {group.index}" for group in found)
-    assert all(group.trajectories[0].id == group.task for group in found)
+        finished = [group async for group in groups]
+    assert sorted(group.index for group in finished) == list(range(20))
+    assert all(group.task == f"task {group.index}" for group in finished)
+    assert all(group.trajectories[0].id == group.task for group in finished)
 
 
 async def test_sources_may_be_asynchronous_or_empty() -> None:

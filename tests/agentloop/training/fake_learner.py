@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, TypeVar
 
+import anyio
+
 from agentloop.training.learner_client.protocol import Failure, Reply, Request, decode_reply
 
 __all__ = ["REPLIES", "FakeLearner"]
@@ -36,6 +38,14 @@ class FakeLearner:
         reply: R | Failure = decode_reply(line.encode(), request.reply_type)
         assert not isinstance(reply, Failure)
         return reply
+
+    async def lost(self) -> str:
+        """Implement `Learner`: by default it is never lost."""
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async def restart(self) -> None:
+        """Implement `Learner`."""
 
     async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
         """Carry out an operation; return the fields of its reply that matter."""

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, closing, nullcontext, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -46,15 +46,18 @@ from agentloop.training.collapse import CollapseSettings, RunCollapsed
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.group_buffer import GroupBuffer
-from agentloop.training.learner_client.client import Learner, LearnerError, LearnerLost
+from agentloop.training.learner_client.client import LearnerError, LearnerLost
 from agentloop.training.learner_client.protocol import TrainingState
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.queue import GroupQueue
 from agentloop.training.rollouts import Rollouts
+from agentloop.training.run_context import RunContext
+from agentloop.training.run_control import RunControl
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus, StatusWatch, Unwatched
 from agentloop.training.staleness import Slots
+from agentloop.training.steps import Steps
 from agentloop.training.undo import undo
 from agentloop.training.weight_sync import loop as weight_sync_loop
 from agentloop.training.weight_sync.settings import WeightsSettings
@@ -195,7 +198,7 @@ async def played(
     credit: CreditSettings | None = None,
     learner: PlayedLearner | None = None,
     restored: dict[str, Any] | None = None,
-    kept: Any = None,
+    max_restarts: int = 0,
     collapse: CollapseSettings | None = None,
     watch: StatusWatch | None = None,
     emit: Emit = ignore,
@@ -215,11 +218,13 @@ async def played(
             Grader(RewardSettings(function="exact"), reward) as grader,
         ):
             queue = await opened.enter_async_context(GroupQueue.open(run.path / "queue.sqlite"))
-            loop = TrainingLoop(
+            report = told or Told()
+            context = RunContext(
                 LoopSettings(
                     **{"prompts_per_step": 3, "group_size": 8, "evaluate_tasks": 4} | settings
                 ),
-                rollouts=Rollouts(
+                tasks,
+                Rollouts(
                     GroupRunner(
                         GroupPlayer(run_group, router.wait_for_capacity), grader, emit=emit
                     ),
@@ -227,21 +232,23 @@ async def played(
                     credit,
                     seed=0,
                 ),
-                serving=Served(router),
-                learner=cast(Learner, learner),
-                tasks=tasks,
-                queue=queue,
-                folder=run,
-                report=told or Told(),
-                stages=stages,
+                queue,
+                run,
+                report,
+                stages=stages or {},
                 budget=Budget(max_turns=10, max_response_tokens=100),
-                weights=weights,
-                restored=TrainingState(**restored) if restored else None,
-                kept=kept,
-                max_restarts=2,
-                collapse=collapse,
-                watch=watch,
+                control=RunControl(watch),
             )
+            steps = Steps(
+                learner,
+                queue,
+                run,
+                restored=TrainingState(**restored) if restored else None,
+                timeout_s=60,
+                say=report.say,
+                max_restarts=max_restarts,
+            )
+            loop = TrainingLoop(context, steps, Served(router), weights=weights, collapse=collapse)
             async with anyio.create_task_group() as people:
                 if meanwhile is not None:
                     people.start_soon(meanwhile, loop)
@@ -1102,7 +1109,7 @@ async def test_a_learner_that_is_lost_is_started_again_and_learns_the_same(
     told = Told()
     number = {"step": 4, "publish": 5}.get(op, 1)
     lost = Lost(op, number)
-    _, _, run = await played(tmp_path / "lost", learner=lost, kept=lost, told=told, **settings)
+    _, _, run = await played(tmp_path / "lost", learner=lost, max_restarts=2, told=told, **settings)
     if op == "saved" and not checkpoint_every:
         assert lost.num_starts == 1  # nothing is written beside the training
         return
@@ -1119,7 +1126,7 @@ async def test_a_learner_that_is_lost_is_started_again_and_learns_the_same(
 async def test_a_learner_is_not_started_for_ever(tmp_path: Path) -> None:
     lost = Lost("step", 1, for_good=True)
     with pytest.raises(ExceptionGroup) as caught:
-        await played(tmp_path, learner=lost, kept=lost, steps=1, evaluate_every=0)
+        await played(tmp_path, learner=lost, max_restarts=2, steps=1, evaluate_every=0)
     assert "lost too often (ranks.max_restarts)" in str(sole(caught.value))
     assert lost.num_starts == 3
 
@@ -1399,8 +1406,8 @@ async def test_a_learner_that_is_lost_while_rollouts_go_on_does_not_lead_them_as
 
     lost = LostMeanwhile("", 0)
     _, _, run = await played(
-        tmp_path, tasks=tasks, run_group=run_group, learner=lost, kept=lost, told=told, steps=4,
-        max_staleness=max_staleness, evaluate_every=0,
+        tmp_path, tasks=tasks, run_group=run_group, learner=lost, max_restarts=2, told=told,
+        steps=4, max_staleness=max_staleness, evaluate_every=0,
     )  # fmt: skip
     assert lost.num_starts == 2
     assert len(lost.learned) == 4
@@ -1436,7 +1443,7 @@ async def test_a_learner_that_is_lost_as_it_sends_to_a_server_that_came_back_is_
 
     lost = LostToo("join", 2)  # the first is as the run begins
     await played(
-        tmp_path, tasks=tasks, run_group=Waiting(tasks), fake=fake, learner=lost, kept=lost,
+        tmp_path, tasks=tasks, run_group=Waiting(tasks), fake=fake, learner=lost, max_restarts=2,
         weights=WeightsSettings(transport="group"), steps=1, prompts_per_step=1, evaluate_every=0,
     )  # fmt: skip
     assert lost.num_starts == 2
@@ -1517,7 +1524,7 @@ async def test_a_learner_that_is_lost_as_it_goes_back_leaves_the_good_weights_al
     tasks, lost = TaskSource.open(ARITHMETIC), Lost(op, number)
     with pytest.raises(ExceptionGroup) as caught:
         await played(
-            tmp_path, tasks=tasks, run_group=Falls(tasks), learner=lost, kept=lost, steps=9,
+            tmp_path, tasks=tasks, run_group=Falls(tasks), learner=lost, max_restarts=2, steps=9,
             collapse=CollapseSettings(window=1, patience=2), checkpoint_every=1, evaluate_every=0,
         )  # fmt: skip
     assert isinstance(sole(caught.value), RunCollapsed)
@@ -1843,7 +1850,7 @@ async def test_who_asks_for_a_checkpoint_and_leaves_does_no_harm(tmp_path: Path)
         await anyio.sleep_forever()
 
     await played(
-        tmp_path / "lost", tasks=tasks, run_group=run_group, learner=lost, kept=lost,
+        tmp_path / "lost", tasks=tasks, run_group=run_group, learner=lost, max_restarts=2,
         meanwhile=meanwhile, steps=4, evaluate_every=0,
     )  # fmt: skip
     assert lost.num_starts == 2

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import pytest
@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
 from agentloop.rollouts.metrics import GroupFigures
-from agentloop.training.learner_client.client import Learner, LearnerLost
+from agentloop.rollouts.record import ConversationRow, TokenCredit
+from agentloop.training.learner_client.client import LearnerLost
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import ReadyReply
 from agentloop.training.learner_client.settings import LearnerSettings
@@ -89,23 +90,23 @@ async def train(
     """Go on with a run as `agentloop train` does, with a learner that checkpoints every 2 steps."""
     async with GroupQueue.open(run / "queue.sqlite") as queue:
         folder, learner = RunFolder(run, ""), Lineage(seed, lost_at=lost_at)
-        restored = await load_newest(cast(Learner, learner), folder, timeout_s=5)
+        restored = await load_newest(learner, folder, timeout_s=5)
         after = 0 if restored is None else restored.step
         await record_learner(queue, record(after, seed))
         steps = Steps(
-            cast(Learner, learner),
+            learner,
             queue,
             folder,
             restored=restored,
             timeout_s=5,
             say=lambda line: None,
         )
-        publisher = FolderPublisher(cast(Learner, learner), run / "weights", WeightsSettings())
+        publisher = FolderPublisher(learner, run / "weights", WeightsSettings())
 
         async def nothing(*_: object) -> None:
             pass
 
-        await steps.do_again(nothing)
+        await steps.repeat_since_checkpoint(nothing)
         await steps.publish(publisher)
         for step in range(first, last + 1):
             await steps.learn(await lease(queue, folder, step))
@@ -118,22 +119,13 @@ async def lease(queue: GroupQueue, folder: RunFolder, step: int) -> Any:
     if leased := [one for one in await queue.rewind(step - 1) if one.step == step]:
         return leased[0]
     group = await queue.admit(Task("t", "?", "1"), version=0, cursor={})
+    versions = [VersionSpan("0", 0, 1), VersionSpan(str(step - 1), 1, 2)]
     rows = [
-        {
-            "credit": {"advantages": advantage, "weights": 1.0},
-            "trajectory": Trajectory(
-                f"{step}.{index}",
-                [step],
-                [
-                    Turn(
-                        [2, 3],
-                        [-0.5, -0.25],
-                        [VersionSpan("0", 0, 1), VersionSpan(str(step - 1), 1, 2)],
-                    )
-                ],
-            ).to_dict(),
-            "rollout": index,
-        }
+        ConversationRow(
+            index,
+            Trajectory(f"{step}.{index}", [step], [Turn([2, 3], [-0.5, -0.25], versions)]),
+            credit=TokenCredit(advantage, 1.0),
+        ).to_dict()
         for index, advantage in enumerate([0.5, -0.5])
     ]
     path, num_bytes = folder.add_group(group.number, rows)
@@ -154,7 +146,7 @@ class Repeated:
     @asynccontextmanager
     async def start(self, record: LearnerRecord) -> AsyncIterator[Replayer]:
         self.learners.append(record)
-        yield Replayer(cast(Learner, Lineage(record.settings["seed"])), max_tokens=100)
+        yield Replayer(Lineage(record.settings["seed"]), max_tokens=100)
 
     async def all_of(self, run: Path, first: int = 1, last: int | None = None) -> bool:
         async with Replay.open(run) as replay:

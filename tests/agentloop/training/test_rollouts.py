@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from agentloop.errors import (
 )
 from agentloop.events import Event, GroupFinished, GroupStarted
 from agentloop.rollouts.metrics import about
-from agentloop.rollouts.record import AgentRecord, RolloutRecord
+from agentloop.rollouts.record import AgentRecord, ConversationRow, RolloutRecord
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.credit.grpo import group_advantages
 from agentloop.training.credit.roc import RocSettings
@@ -104,15 +104,15 @@ async def test_a_rollout_that_failed_for_other_reasons_has_no_reward() -> None:
         ]
     )
     found = await rolled_out(group, is_tainted=lambda one: one.id == "tainted")
-    rows = {row["trajectory"]["id"]: row for row in found.rows()}
-    assert {key: row["reward"] for key, row in rows.items()} == {
+    rows = {row.trajectory.id: row for row in found.rows()}
+    assert {key: row.reward for key, row in rows.items()} == {
         "right": 1.0,
         "wrong": 0.0,
         **dict.fromkeys(["straggler", "silent", "old", "foreign", "tainted", "broken"]),
     }
-    assert {key for key, row in rows.items() if row["advantage"] is not None} == {"right", "wrong"}
-    assert rows["old"]["reason"] == "sampled with other weights: 2"
-    assert {key: row["no_reward"] for key, row in rows.items()} == {
+    assert {key for key, row in rows.items() if row.advantage is not None} == {"right", "wrong"}
+    assert rows["old"].reason == "sampled with other weights: 2"
+    assert {key: row.no_reward for key, row in rows.items()} == {
         "right": None,
         "wrong": None,
         "straggler": "not_given",  # by the grader; a player says that it was stopped
@@ -129,18 +129,23 @@ async def test_a_rollout_that_failed_for_other_reasons_has_no_reward() -> None:
 async def test_equal_rewards_are_no_signal() -> None:
     found = await rolled_out(Group([trajectory(str(n), RIGHT) for n in range(4)]))
     assert not found.has_signal
-    assert [row["advantage"] for row in found.rows()] == [None] * 4
+    assert [row.advantage for row in found.rows()] == [None] * 4
 
 
 async def rows_of(
     *records: RolloutRecord, name: str = "1", credit: CreditSettings | None = None
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, ConversationRow]:
     """Return the rows of a group by the trajectory's id."""
     async with Grader(RewardSettings(function="exact")) as grader:
         groups = GroupRunner(GroupPlayer(Group(records)), grader)
         rollouts = Rollouts(groups, RocSettings(down_sample_to_n=0), credit, seed=0)
         found = await rollouts.group(TASK, name, size=len(records), budget=BUDGET, oldest=3)
-    return {row["trajectory"]["id"]: dict(row) for row in found.rows()}
+    return {row.trajectory.id: row for row in found.rows()}
+
+
+def advantages(rows: Mapping[str, ConversationRow]) -> dict[str, float]:
+    """Return the mean advantages of the conversations that were selected."""
+    return {key: row.advantage for key, row in rows.items() if row.advantage is not None}
 
 
 def episode(key: str, reward: float | None, **others: AgentRecord) -> RolloutRecord:
@@ -160,12 +165,12 @@ async def test_each_agents_rewards_are_compared_among_its_own() -> None:
         episode("b", 0.0, **others("b", 5.0)),
         episode("c", None, **others("c", 9.0)),
     )
-    advantage = {key: row["advantage"] for key, row in rows.items()}
+    advantage = advantages(rows)
     assert advantage["a"] > 0 > advantage["b"]
     assert advantage["a"] == advantage["a+player"] == pytest.approx(advantage["b+checker"], 1e-4)
     assert advantage["b"] == advantage["b+player"] == pytest.approx(advantage["a+checker"], 1e-4)
-    assert {advantage[key] for key in advantage if key[0] == "c" or "judge" in key} == {None}
-    assert {row["agent"] for row in rows.values()} == {"", "checker", "judge", "player"}
+    assert set(advantage) == {"a", "a+player", "a+checker", "b", "b+player", "b+checker"}
+    assert {row.agent for row in rows.values()} == {"", "checker", "judge", "player"}
 
 
 async def test_another_agent_may_learn_where_the_rollouts_are_all_alike() -> None:
@@ -173,8 +178,9 @@ async def test_another_agent_may_learn_where_the_rollouts_are_all_alike() -> Non
         episode("a", 1.0, checker=AgentRecord([trajectory("a+checker", "")], 1.0)),
         episode("b", 1.0, checker=AgentRecord([trajectory("b+checker", "")], 0.0)),
     )
-    assert rows["a"]["advantage"] is None
-    assert rows["a+checker"]["advantage"] > 0 > rows["b+checker"]["advantage"]
+    advantage = advantages(rows)
+    assert set(advantage) == {"a+checker", "b+checker"}
+    assert advantage["a+checker"] > 0 > advantage["b+checker"]
 
 
 async def test_a_conversation_that_its_environment_stopped_is_not_trained_on() -> None:
@@ -182,8 +188,7 @@ async def test_a_conversation_that_its_environment_stopped_is_not_trained_on() -
     first = episode("a", 1.0)
     first.trajectories = [*first.trajectories, cut]
     rows = await rows_of(first, episode("b", 0.0))
-    assert rows["a"]["advantage"] > 0
-    assert rows["a+1"]["advantage"] is None
+    assert set(advantages(rows)) == {"a", "b"}
 
 
 async def test_a_stopped_conversation_does_not_change_what_later_ones_are_compared_with() -> None:
@@ -195,7 +200,7 @@ async def test_a_stopped_conversation_does_not_change_what_later_ones_are_compar
         episodes.append(RolloutRecord(key, [first, second], Reward(1.0, None, "")))
     episodes[-1].trajectories[0].stop_reason = StopReason.ENVIRONMENT
     rows = await rows_of(*episodes, credit=CreditSettings(name="per_turn"))
-    assert [rows[f"{key}+1"]["advantage"] for key in "abcd"] == pytest.approx(
+    assert [rows[f"{key}+1"].advantage for key in "abcd"] == pytest.approx(
         group_advantages([0.0, 1.0, 2.0, 3.0])
     )
 
@@ -210,26 +215,27 @@ async def test_the_rewards_of_all_agents_are_shuffled() -> None:
         credit = CreditSettings(args={"shuffle_rewards": True})
         rows[name] = await rows_of(*episodes, name=name, credit=credit)
     for agent in ("", "+checker"):
-        advantages = [
-            tuple(round(one[key + agent]["advantage"], 3) for key in "xyz") for one in rows.values()
+        shuffled = [
+            tuple(round(advantages(group)[key + agent], 3) for key in "xyz")
+            for group in rows.values()
         ]
-        assert {tuple(sorted(one)) for one in advantages} == {(-1.0, 0.0, 1.0)}
-        assert len(set(advantages)) > 1
-    assert rows["a"]["z"]["reward"] == 2.0  # the record has the true ones
+        assert {tuple(sorted(order)) for order in shuffled} == {(-1.0, 0.0, 1.0)}
+        assert len(set(shuffled)) > 1
+    assert rows["a"]["z"].reward == 2.0  # the record has the true ones
 
 
 async def test_an_environment_that_does_not_run_its_agent_is_told_so() -> None:
     idle = RolloutRecord("a", [], Reward(1.0, None, ""))
     rows = await rows_of(idle, episode("b", 0.0), episode("c", 1.0))
     assert set(rows) == {"b", "c"}
-    assert rows["c"]["advantage"] > 0 > rows["b"]["advantage"]
+    assert advantages(rows)["c"] > 0 > advantages(rows)["b"]
 
 
 async def test_the_selection_depends_on_the_name_alone() -> None:
     group = Group([trajectory(str(n), RIGHT if n % 2 else WRONG) for n in range(16)])
     kept = {
         name: [
-            [row["advantage"] is not None for row in found.rows()]
+            [row.advantage is not None for row in found.rows()]
             for found in [
                 await rolled_out(group, name=name, roc=RocSettings(down_sample_to_n=4))
                 for _ in range(2)
@@ -337,10 +343,10 @@ async def test_turns_that_an_environment_rewards_are_told_apart() -> None:
     group = Rewarding([1.0, 0.0, None])
     found = await rolled_out(group, credit=CreditSettings(name="per_turn"))
     assert found.has_signal
-    assert [row["advantage"] for row in found.rows()] == pytest.approx(
+    assert [row.advantage for row in found.rows()] == pytest.approx(
         group_advantages([1.0, 0.0, 0.0])
     )
-    assert {row["credit"]["weights"] for row in found.rows()} == {1 / 3}
+    assert {row.credit.weights for row in found.rows()} == {1 / 3}
 
 
 async def test_rewards_of_turns_without_effect_are_reported(
@@ -374,15 +380,15 @@ async def test_a_teacher_judges_all_rollouts_that_have_a_reward() -> None:
     judge = Judge()
     found = await rolled_out(group, credit=DISTILL, teacher=judge, roc=RocSettings())
     assert sorted(judge.asked) == ["right", "wrong"]
-    assert [row["advantage"] for row in found.rows()] == [0.75, 0.75, None]  # from -1 to -0.25
-    assert [row["reward"] for row in found.rows()] == [1.0, 0.0, None]
+    assert [row.advantage for row in found.rows()] == [0.75, 0.75, None]  # from -1 to -0.25
+    assert [row.reward for row in found.rows()] == [1.0, 0.0, None]
 
 
 async def test_rewards_may_count_beside_the_teacher() -> None:
     group = Group([trajectory("right", RIGHT), trajectory("wrong", WRONG)])
     credit = CreditSettings(name="distill", args={**DISTILL.args, "reward_coef": 2.0})
     found = await rolled_out(group, credit=credit, teacher=Judge())
-    assert [row["advantage"] for row in found.rows()] == pytest.approx(
+    assert [row.advantage for row in found.rows()] == pytest.approx(
         [0.75 + 2 * one for one in group_advantages([1.0, 0.0])]
     )
 
@@ -390,9 +396,9 @@ async def test_rewards_may_count_beside_the_teacher() -> None:
 async def test_a_teacher_that_fails_costs_the_reward_and_is_never_a_zero() -> None:
     group = Group([trajectory("a", RIGHT), trajectory("b", RIGHT)])
     found = await rolled_out(group, credit=DISTILL, teacher=Judge({"b"}))
-    assert [row["reward"] for row in found.rows()] == [1.0, None]
-    assert found.rows()[1]["reason"] == "infrastructure: the teacher did not answer"
-    assert [row["advantage"] for row in found.rows()] == [0.75, None]
+    assert [row.reward for row in found.rows()] == [1.0, None]
+    assert found.rows()[1].reason == "infrastructure: the teacher did not answer"
+    assert [row.advantage for row in found.rows()] == [0.75, None]
 
 
 async def test_a_teacher_that_fails_on_a_whole_group_is_an_outage(
@@ -414,8 +420,8 @@ async def test_a_rollout_that_the_teacher_refuses_has_no_reward() -> None:
 
     group = Group([trajectory("a", RIGHT), trajectory("b", RIGHT)])
     found = await rolled_out(group, credit=DISTILL, teacher=Short({"a", "b"}))
-    assert [row["reward"] for row in found.rows()] == [None, None]
-    assert {row["reason"] for row in found.rows()} == {
+    assert [row.reward for row in found.rows()] == [None, None]
+    assert {row.reason for row in found.rows()} == {
         "the teacher refuses it: the input is longer than the context"
     }
 
@@ -437,13 +443,13 @@ async def test_a_group_that_is_lost_to_the_infrastructure_is_rolled_out_again(
             return [replace(one, stop_reason=lost) for one in found]
 
     found = await rolled_out(Recovering([trajectory("a", RIGHT), trajectory("b", WRONG)]))
-    assert [row["reward"] for row in found.rows()] == [1.0, 0.0]
+    assert [row.reward for row in found.rows()] == [1.0, 0.0]
 
 
 async def test_a_group_of_which_one_rollout_survives_is_no_outage() -> None:
     lost = trajectory("b", RIGHT, stop_reason=StopReason.INFRASTRUCTURE)
     found = await rolled_out(Group([trajectory("a", RIGHT), lost]), num_tries=1)
-    assert [row["reward"] for row in found.rows()] == [1.0, None]
+    assert [row.reward for row in found.rows()] == [1.0, None]
 
 
 async def test_an_evaluation_needs_no_teacher() -> None:
@@ -451,4 +457,4 @@ async def test_an_evaluation_needs_no_teacher() -> None:
     group = Group([trajectory("a", RIGHT), trajectory("b", WRONG)])
     found = await rolled_out(group, credit=DISTILL, teacher=judge, purpose=Purpose.EVALUATE)
     assert judge.asked == []
-    assert [row["reward"] for row in found.rows()] == [1.0, 0.0]
+    assert [row.reward for row in found.rows()] == [1.0, 0.0]

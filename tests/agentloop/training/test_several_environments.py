@@ -87,6 +87,19 @@ def test_the_parts_of_a_reward_are_metrics() -> None:
     assert rewards_of_each({}) == ""
 
 
+def test_what_rollouts_with_a_reward_have_recorded_is_a_metric() -> None:
+    rollouts = [
+        RolloutFigures(1.0, recorded={"tries": 2.0}),
+        RolloutFigures(0.0, recorded={"tries": 5.0, "reward": 9.0}),
+        RolloutFigures(None, recorded={"tries": 100.0}),
+    ]
+    each = about_each([("guess", GroupFigures(rollouts))])
+    assert each["env/guess/recorded/tries"] == 3.5
+    assert rewards_of_each(each) == " (guess 0.500)"  # not what is recorded by that name
+    alone = about_each([("", GroupFigures(rollouts))])
+    assert alone == {"recorded/tries": 3.5, "recorded/reward": 9.0}
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 async def test_a_resumed_run_goes_on_with_the_same_sequence(tmp_path: Path, steps: int) -> None:
     tasks = mixed()

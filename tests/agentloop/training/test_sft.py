@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import pytest
@@ -25,14 +25,15 @@ from agentloop.errors import DataError, RunFolderError
 from agentloop.events import Event, Measured, ignore
 from agentloop.models import SMALL
 from agentloop.training.learner_client.batch import Sample
-from agentloop.training.learner_client.client import KeptLearner, Learner, LearnerLost
+from agentloop.training.learner_client.client import LearnerLost
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import RunStatus
 from agentloop.training.sft import (
     Dialogue,
     DialoguesSettings,
-    FineTuning,
+    FineTuningPlan,
     SupervisedSettings,
+    fine_tune,
     learning_rate,
     lineage,
     read_samples,
@@ -377,9 +378,8 @@ async def tune(
     samples = changed.pop("samples", SAMPLES)
     emit = changed.pop("emit", ignore)
     settings = SETTINGS.model_copy(update=changed)
-    kept = cast(KeptLearner, learner)
-    run = FineTuning(settings, samples, folder).run
-    return await run(kept, report=said or Said(), kept=kept, max_restarts=1, emit=emit)
+    plan = FineTuningPlan(settings, samples, folder)
+    return await fine_tune(plan, learner, report=said or Said(), max_restarts=1, emit=emit)
 
 
 def losses(folder: RunFolder) -> list[tuple[int, float]]:
@@ -437,20 +437,20 @@ async def test_a_run_that_ended_goes_on_as_if_nothing_had_been(tmp_path: Path, d
     other, learner = PlayedLearner(), PlayedLearner(dies)
     await tune(unbroken, other)
     with pytest.raises(LearnerLost):
-        await FineTuning(SETTINGS, SAMPLES, broken).run(cast(Learner, learner), report=Said())
+        await fine_tune(FineTuningPlan(SETTINGS, SAMPLES, broken), learner, report=Said())
     await learner.restart()
     model = await tune(broken, learner)
     assert (learner.weights, losses(broken)) == (other.weights, losses(unbroken))
-    assert FineTuning(SETTINGS, SAMPLES, broken).model == model, "it is done"
+    assert FineTuningPlan(SETTINGS, SAMPLES, broken).model == model, "it is done"
     longer = SETTINGS.model_copy(update={"epochs": 3})
-    assert FineTuning(longer, SAMPLES, broken).model is None
+    assert FineTuningPlan(longer, SAMPLES, broken).model is None
 
 
 @pytest.mark.anyio
 async def test_other_dialogues_are_no_run_to_go_on_with(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path / "run", ""), PlayedLearner(dies=4)
     with pytest.raises(LearnerLost):
-        await FineTuning(SETTINGS, SAMPLES, folder).run(cast(Learner, learner), report=Said())
+        await fine_tune(FineTuningPlan(SETTINGS, SAMPLES, folder), learner, report=Said())
     others = [*SAMPLES[:-1], Sample([9, 7], [0, 1], [0.0, 0.0], 0.0, 4)]
     for changed in ({"samples": others}, {"seed": 1}, {"batch_tokens": 6}):
         with pytest.raises(RunFolderError, match="the batches up to step 2 would differ"):
@@ -465,7 +465,7 @@ def test_a_damaged_model_is_named(tmp_path: Path, text: str) -> None:
     (folder.path / "model").mkdir()
     (folder.path / "model" / "published.json").write_text(text)
     with pytest.raises(RunFolderError, match=r"published\.json: cannot be read: .*; remove "):
-        FineTuning(SETTINGS, SAMPLES, folder)
+        FineTuningPlan(SETTINGS, SAMPLES, folder)
 
 
 @given(

@@ -7,14 +7,15 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import pytest
 
 from agentloop.environments.tasks.sources import Task
 from agentloop.rollouts.metrics import GroupFigures
-from agentloop.training.learner_client.client import Learner, LearnerLost
+from agentloop.rollouts.record import ConversationRow, TokenCredit
+from agentloop.training.learner_client.client import LearnerLost
 from agentloop.training.learner_client.protocol import TrainingState
 from agentloop.training.queue import GroupQueue, Lease, StepNotes
 from agentloop.training.run_folder import RunFolder
@@ -84,13 +85,12 @@ class Run:
 
     def steps(self, restored: TrainingState | None = None) -> Steps:
         return Steps(
-            cast(Learner, self.learner),
+            self.learner,
             self.queue,
             self.folder,
             restored=restored,
             timeout_s=5,
             say=self.said.append,
-            kept=cast(Any, self.learner),
             max_restarts=1,
         )
 
@@ -103,19 +103,16 @@ class Run:
             of_each: number of conversations of each rollout.
         """
         group = await self.queue.admit(Task("t", "?", "1"), version=0, cursor={})
-        trajectory = Trajectory("t", [1], [Turn([2], [-0.5])]).to_dict()
-        path, num_bytes = self.folder.add_group(
-            group.number,
-            [
-                {
-                    "advantage": one,
-                    "credit": None if one is None else {"advantages": one, "weights": 1.0},
-                    "trajectory": trajectory,
-                    "rollout": index // of_each,
-                }
-                for index, one in enumerate(advantages)
-            ],
-        )
+        trajectory = Trajectory("t", [1], [Turn([2], [-0.5])])
+        rows = [
+            ConversationRow(
+                index // of_each,
+                trajectory,
+                credit=None if advantage is None else TokenCredit(advantage, 1.0),
+            )
+            for index, advantage in enumerate(advantages)
+        ]
+        path, num_bytes = self.folder.add_group(group.number, [row.to_dict() for row in rows])
         await self.queue.finish(
             group.number, path=path, num_bytes=num_bytes, figures=GroupFigures()
         )
@@ -205,7 +202,7 @@ async def test_a_repeated_step_with_another_loss_is_reported(tmp_path: Path) -> 
             done.append((lease.step, learned.loss))
 
         steps = run.steps()
-        await steps.do_again(on_done)
+        await steps.repeat_since_checkpoint(on_done)
         assert done == [(1, 1.25)]
         assert (steps.step, steps.version) == (1, 1)
         assert run.said[-1] == "Step 1 had a loss of 1, but of 1.25 when it was repeated"

@@ -49,9 +49,9 @@ def _declare_operators(package: str) -> None:
 
 
 def _run_shadowed_sitecustomize() -> None:
-    here = os.path.dirname(os.path.abspath(__file__))
-    rest = [entry for entry in sys.path if os.path.abspath(entry) != here]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", rest)
+    folder = os.path.dirname(os.path.abspath(__file__))
+    path = [entry for entry in sys.path if os.path.abspath(entry) != folder]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
@@ -66,10 +66,10 @@ def _fork_instead_of_spawn() -> None:
 
     set_start_method = multiprocessing.set_start_method
 
-    def changed(method: str | None, force: bool = False) -> None:
+    def set_fork_instead(method: str | None, force: bool = False) -> None:
         set_start_method("fork" if method == "spawn" else method, force)
 
-    multiprocessing.set_start_method = changed
+    multiprocessing.set_start_method = set_fork_instead
 
 
 # Importing SGLang creates a million long-lived objects: with the default thresholds, a sixth of

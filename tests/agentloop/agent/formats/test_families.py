@@ -11,7 +11,7 @@ import pytest
 
 from agentloop.agent.channels import Channel, answer_in
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.agent.formats import FAMILIES, detect, harmony, named, regions
+from agentloop.agent.formats import FAMILIES, detect, get_family, harmony, regions
 from agentloop.errors import ModelError
 from agentloop.trajectory import ToolCall
 from bench.call_forms import FORMS, Call
@@ -19,7 +19,7 @@ from tests.agentloop.agent.random_conversations import (
     EXAMPLES,
     chunks_of,
     conversations,
-    damaged,
+    damage,
     some_calls,
 )
 from tests.agentloop.agent.real_models import TEMPLATES, control_tokens, template_of
@@ -54,30 +54,30 @@ def chat_of(name: str, *, single_tokens: bool = True) -> ChatFormat:
     """A small tokenizer, with the control tokens of all families or with none of them."""
     tags = [tag for tag in spelled if tag not in ("<|im_start|>", END)]
     chat = ChatFormat(tokenizer(tags if single_tokens else ()), template(), end_token=END)
-    chat.family = named(name)
+    chat.family = get_family(name)
     return chat
 
 
-def streamed(chat: ChatFormat, ids: Sequence[int], edges: Sequence[int]) -> list[ToolCall]:
+def stream_calls(chat: ChatFormat, ids: Sequence[int], edges: Sequence[int]) -> list[ToolCall]:
     stream = chat.family.calls(chat, TOOLS)
-    found = [call for a, b in itertools.pairwise(edges) for call in stream.feed(ids[a:b])]
-    return found + stream.finish()
+    calls = [call for a, b in itertools.pairwise(edges) for call in stream.feed(ids[a:b])]
+    return calls + stream.finish()
 
 
 def found_in(chat: ChatFormat, ids: Sequence[int]) -> list[ToolCall]:
-    return streamed(chat, ids, [0, len(ids)])
+    return stream_calls(chat, ids, [0, len(ids)])
 
 
 def split(chat: ChatFormat, text: str, edges: Sequence[int]) -> dict[Channel, str]:
     splitter = chat.family.channels(False)
-    said = dict.fromkeys(Channel, "")
+    texts = dict.fromkeys(Channel, "")
     for a, b in itertools.pairwise(edges):
         for channel, piece in splitter.feed(text[a:b]):
-            said[channel] += piece
+            texts[channel] += piece
     for channel, piece in splitter.flush():
-        said[channel] += piece
+        texts[channel] += piece
     assert not [*splitter.flush()]  # as after a second call that a client is told of
-    return said
+    return texts
 
 
 def test_each_family_has_a_form() -> None:
@@ -96,14 +96,14 @@ def test_calls_are_found_as_they_were_written_however_they_arrive(name: str) -> 
         is_damaged = dice.random() < 0.4
         text = f"{form.before}{form.text(made)}{END}"
         if is_damaged:
-            text = damaged(dice, text, spelled)
+            text = damage(dice, text, spelled)
         ids = written(chat, text)
-        found = streamed(chat, ids, chunks_of(dice, len(ids)))
-        assert found == found_in(chat, ids), example
-        said = [(call.name, call.arguments, call.error) for call in found]
+        calls = stream_calls(chat, ids, chunks_of(dice, len(ids)))
+        assert calls == found_in(chat, ids), example
+        parsed = [(call.name, call.arguments, call.error) for call in calls]
         if not is_damaged:
-            assert said == [(name, arguments, None) for name, arguments in made], example
-        for call in found:
+            assert parsed == [(name, arguments, None) for name, arguments in made], example
+        for call in calls:
             assert 0 <= call.start < call.end <= len(ids), example
             assert call.error is not None or call.name, example
             json.dumps([call.arguments, call.raw])  # it can be kept
@@ -114,8 +114,8 @@ def test_calls_are_found_as_they_were_written_however_they_arrive(name: str) -> 
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_a_call_runs_before_the_turn_ends(name: str) -> None:
     form, chat = FORMS[name], chat_of(name)
-    both: list[Call] = [("search", {"text": "x"}), ("python_code", {"number": 7})]
-    made = both[: 1 if form.one_call else 2]
+    calls: list[Call] = [("search", {"text": "x"}), ("python_code", {"number": 7})]
+    made = calls[: 1 if form.one_call else 2]
     ids = written(chat, f"{form.before}{form.text(made)}")
     stream = chat.family.calls(chat, TOOLS)
     closed = [number for number, token in enumerate(ids) for _ in stream.feed([token])]
@@ -141,19 +141,19 @@ def test_a_turn_goes_on_after_a_call_that_is_too_long(
     monkeypatch.setattr(harmony, "_MAX_CALL_TOKENS", 20)
     form, chat = FORMS[name], chat_of(name)
     text = form.text([("search", {"text": "a very long text " * 20})])
-    call, *others = found_in(chat, written(chat, f"{form.before}{text} And so on.{END}"))
+    call, *more_calls = found_in(chat, written(chat, f"{form.before}{text} And so on.{END}"))
     assert call.error is not None
-    assert not others
+    assert not more_calls
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))
-def test_neither_calls_nor_markup_are_shown(name: str) -> None:
+def test_calls_and_markup_are_not_shown(name: str) -> None:
     form, chat = FORMS[name], chat_of(name)
     text = form.before + form.text([("search", {"text": "secret"})])
     splitter = chat.family.channels(False)
     # A client is told of a call that has run before the turn is over: both flush.
-    said = [*splitter.feed(text), *splitter.flush(), *splitter.flush()]
-    shown = "".join(piece for channel, piece in said if channel is Channel.CONTENT)
+    pieces = [*splitter.feed(text), *splitter.flush(), *splitter.flush()]
+    shown = "".join(piece for channel, piece in pieces if channel is Channel.CONTENT)
     assert shown.strip() == form.before.strip()
 
 
@@ -208,4 +208,4 @@ def test_an_unknown_form_is_named() -> None:
     with pytest.raises(ModelError, match=r"shows no known form .* chat\.format .* hermes"):
         detect("{{ messages }}")
     with pytest.raises(ModelError, match=r"chat\.format: 'none' is not one of auto, .*hermes"):
-        named("none")
+        get_family("none")

@@ -50,19 +50,19 @@ def feed(
 def test_calls_do_not_depend_on_chunking(tags: bool, text: str, cuts: list[int]) -> None:
     chat = chat_format(tags=tags)
     ids = written(chat, text)
-    whole = feed(chat, ids, range(len(ids)))  # one token at a time
-    assert feed(chat, ids, [min(cut, len(ids)) for cut in cuts]) == whole
-    assert feed(chat, ids) == whole
+    expected = feed(chat, ids, range(len(ids)))  # one token at a time
+    assert feed(chat, ids, [min(cut, len(ids)) for cut in cuts]) == expected
+    assert feed(chat, ids) == expected
 
 
 @FAST
 @given(turns)
 def test_scanning_ids_and_text_finds_the_same_calls(text: str) -> None:
-    def told(tags: bool) -> list[Any]:
+    def read_calls(tags: bool) -> list[Any]:
         chat = chat_format(tags=tags)
         return [(c.name, c.arguments, c.error) for c in feed(chat, written(chat, text))]
 
-    assert told(True) == told(False)
+    assert read_calls(True) == read_calls(False)
 
 
 @FAST
@@ -129,7 +129,7 @@ def test_an_oversize_call_is_malformed_for_any_chunking(
 
 
 @pytest.mark.parametrize(
-    ("raw", "said"),
+    ("raw", "reason"),
     [
         ("", "not valid JSON"),
         ("{nope}", "not valid JSON"),
@@ -151,17 +151,17 @@ def test_an_oversize_call_is_malformed_for_any_chunking(
         ('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", "not valid JSON"),
     ],
 )
-def test_the_model_is_told_why_a_call_is_malformed(raw: str, said: str) -> None:
+def test_the_model_is_told_why_a_call_is_malformed(raw: str, reason: str) -> None:
     _, arguments, error = decode_call(raw)
     assert arguments == {}
     assert error is not None
-    assert said in error
+    assert reason in error
 
 
 @pytest.mark.parametrize("depth", [150, 100_000])
-@pytest.mark.parametrize(("left", "right"), [("[", "]"), ('{"a":', "}")])
-def test_deeply_nested_arguments_are_malformed(depth: int, left: str, right: str) -> None:
-    value = left * depth + ("1" if right == "}" else "") + right * depth
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+def test_deeply_nested_arguments_are_malformed(depth: int, opening: str, closing: str) -> None:
+    value = opening * depth + ("1" if closing == "}" else "") + closing * depth
     _, _, error = decode_call(f'{{"name": "f", "arguments": {{"a": {value}}}}}')
     assert error is not None
     assert "nested too deeply" in error

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentloop.agent.formats import values
-from agentloop.agent.formats.values import decode_python_call, typed
+from agentloop.agent.formats.values import decode_python_call, decode_value
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_arguments_are_literals_of_python_or_json(text: str, arguments: dict[str
         "-'a'",
     ],
 )
-def test_what_is_no_literal_is_an_error_that_is_the_same_each_time(value: str) -> None:
+def test_an_argument_that_is_not_a_literal_has_the_same_error_each_time(value: str) -> None:
     name, arguments, error = decode_python_call(f"f(x={value})")
     assert (name, arguments) == ("f", {})
     assert error == "the argument 'x' of the tool call is not a literal"
@@ -60,7 +60,7 @@ def test_what_is_no_literal_is_an_error_that_is_the_same_each_time(value: str) -
         f"f(x={'-' * 9000}1)",
     ],
 )
-def test_what_is_no_call_with_named_arguments_is_an_error(text: str) -> None:
+def test_text_other_than_a_call_with_named_arguments_is_an_error(text: str) -> None:
     _, arguments, error = decode_python_call(text)
     assert not arguments
     assert error
@@ -83,8 +83,8 @@ def test_what_is_no_call_with_named_arguments_is_an_error(text: str) -> None:
 def test_plain_text_gets_a_type_that_the_schema_allows(
     text: str, types: list[str], value: object
 ) -> None:
-    assert typed(text, {"type": types}) == value
-    assert typed(text, {"anyOf": [{"type": one} for one in types]}) == value
+    assert decode_value(text, {"type": types}) == value
+    assert decode_value(text, {"anyOf": [{"type": name} for name in types]}) == value
 
 
 _NAMES = ("f", "g.h", "None", "f.not", "é", "f ")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import Budget
-from agentloop.agent.sessions import Asked, ModelSession
+from agentloop.agent.sessions import ModelSession, TurnRequest
 from agentloop.agent.sessions.history import keys_of
 from agentloop.agent.tools import CallerTool
 from agentloop.api.chat_completions import ChunkWriter, chunk_frame, completion
@@ -59,15 +59,15 @@ def tool(call: Any, text: str) -> Message:
     return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
 
-def said(text: str) -> list[Chunk]:
+def reply(text: str) -> list[Chunk]:
     return chunks(written(CHAT, text + END))
 
 
-def as_message(found: Trajectory) -> Message:
+def as_message(trajectory: Trajectory) -> Message:
     writer = ChunkWriter(
         chunk_frame("c", "m"), 0, chat=CHAT, has_caller_tools=True, shows_malformed=True
     )
-    return completion([(writer, found)])["choices"][0]["message"]
+    return completion([(writer, trajectory)])["choices"][0]["message"]
 
 
 class Client:
@@ -84,10 +84,10 @@ class Client:
             emit=self.events.append,
         )
 
-    async def ask(self, *messages: Message, **asked: Any) -> Any:
+    async def ask(self, *messages: Message, **options: Any) -> Any:
         """Return the message that a client gets, as it would send it back."""
-        found = await self.session.complete(Asked(messages, **asked), as_message)
-        return copy.deepcopy(as_message(found))
+        trajectory = await self.session.complete(TurnRequest(messages, **options), as_message)
+        return copy.deepcopy(as_message(trajectory))
 
     @property
     def branches(self) -> list[Trajectory]:
@@ -95,30 +95,30 @@ class Client:
 
     @property
     def reasons(self) -> list[str]:
-        return [one.reason for one in self.session.branches]
+        return [branch.reason for branch in self.session.branches]
 
 
 async def test_a_conversation_is_one_branch_of_exact_ids() -> None:
-    client = Client(said("one"), said("two"), said("three"))
-    asked = [user("a")]
+    client = Client(reply("one"), reply("two"), reply("three"))
+    history = [user("a")]
     for text in ("b", "c", "d"):
-        asked.append(await client.ask(*asked))
-        asked.append(user(text))
+        history.append(await client.ask(*history))
+        history.append(user(text))
     (record,) = client.branches
     assert [len(turn.output_ids) for turn in record.turns] == [
-        len(said(t)[0].ids) for t in ("one", "two", "three")
+        len(reply(t)[0].ids) for t in ("one", "two", "three")
     ]
-    assert record.ids == CHAT.prompt(asked[:-1])[: len(record.ids)]
+    assert record.ids == CHAT.prompt(history[:-1])[: len(record.ids)]
     # Each prompt is the previous one, the sampled ids and what is new.
     for before, after in zip(client.engine.asked, client.engine.asked[1:], strict=False):
         assert after.ids[: len(before.ids)] == before.ids
-    assert [one.key for one in client.engine.asked] == ["s"] * 3
+    assert [generation.key for generation in client.engine.asked] == ["s"] * 3
     assert record.mask.count(1) == record.num_sampled_tokens
 
 
 async def test_calls_and_their_responses_go_on_from_the_sampled_ids() -> None:
     written_oddly = '<tool_call>\n{"name":"add",  "arguments":{"b":2,"a":1}}\n</tool_call>'
-    client = Client(said("I add." + written_oddly), said("3"))
+    client = Client(reply("I add." + written_oddly), reply("3"))
     first = await client.ask(user("1+2"), tools=[TOOL])
     (call,) = first["tool_calls"]
     call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=2)
@@ -133,13 +133,13 @@ async def test_calls_and_their_responses_go_on_from_the_sampled_ids() -> None:
 
 
 async def test_an_edited_answer_begins_a_branch_that_goes_on_from_the_turn_before() -> None:
-    client = Client(said("one"), said("two"), said("three"))
+    client = Client(reply("one"), reply("two"), reply("three"))
     first = await client.ask(user("a"))
     second = await client.ask(user("a"), first, user("b"))
     edited = {**second, "content": "something else"}
     await client.ask(user("a"), first, user("b"), edited, user("c"))
     main, branch = client.branches
-    assert [len(one.turns) for one in client.branches] == [2, 1]
+    assert [len(branch.turns) for branch in client.branches] == [2, 1]
     assert branch.prompt_ids[: len(main.prompt_ids)] == main.prompt_ids
     assert "something else" in CHAT.decode(branch.prompt_ids)
     assert branch.prompt_ids[len(main.prompt_ids) :][: len(main.turns[0].output_ids)] == (
@@ -150,7 +150,7 @@ async def test_an_edited_answer_begins_a_branch_that_goes_on_from_the_turn_befor
 
 
 async def test_asking_again_begins_a_branch_that_shares_its_past() -> None:
-    client = Client(said("one"), said("two"), said("other"))
+    client = Client(reply("one"), reply("two"), reply("other"))
     first = await client.ask(user("a"))
     await client.ask(user("a"), first, user("b"))
     await client.ask(user("a"), first, user("b"))
@@ -162,13 +162,18 @@ async def test_asking_again_begins_a_branch_that_shares_its_past() -> None:
 
 async def test_the_client_goes_on_from_the_sibling_whose_calls_it_answers() -> None:
     call = call_text("add", {"a": 1})
-    client = Client(said(call), said(call), said("from the first"), said("from the second"))
-    one = await client.ask(user("a"), tools=[TOOL])
-    two = await client.ask(user("a"), tools=[TOOL])
-    assert one["tool_calls"][0]["id"] != two["tool_calls"][0]["id"]
-    await client.ask(user("a"), one, tool(one["tool_calls"][0], "x"), tools=[TOOL])
-    await client.ask(user("a"), two, tool(two["tool_calls"][0], "x"), tools=[TOOL])
-    assert [CHAT.decode(one.turns[-1].output_ids) for one in client.branches] == [
+    client = Client(
+        reply(call),
+        reply(call),
+        reply("from the first"),
+        reply("from the second"),
+    )
+    first = await client.ask(user("a"), tools=[TOOL])
+    second = await client.ask(user("a"), tools=[TOOL])
+    assert first["tool_calls"][0]["id"] != second["tool_calls"][0]["id"]
+    await client.ask(user("a"), first, tool(first["tool_calls"][0], "x"), tools=[TOOL])
+    await client.ask(user("a"), second, tool(second["tool_calls"][0], "x"), tools=[TOOL])
+    assert [CHAT.decode(first.turns[-1].output_ids) for first in client.branches] == [
         f"from the first{END}",
         f"from the second{END}",
     ]
@@ -181,18 +186,18 @@ async def test_whitespace_that_the_template_drops_is_no_edit() -> None:
     )
     session = ModelSession("s", engine, trimmed, sampling=Sampling(), budget=Budget())
 
-    def message(found: Trajectory) -> Message:
-        return {"role": "assistant", "content": found.turns[-1].text.removesuffix(END)}
+    def message(trajectory: Trajectory) -> Message:
+        return {"role": "assistant", "content": trajectory.turns[-1].text.removesuffix(END)}
 
-    await session.complete(Asked([user("a")]), message)
+    await session.complete(TurnRequest([user("a")]), message)
     history = [user("a"), {"role": "assistant", "content": "one"}, user("b")]
-    await session.complete(Asked(history), message)
+    await session.complete(TurnRequest(history), message)
     assert len(session.branches) == 1
 
 
 async def test_space_around_a_message_is_no_edit() -> None:
     call = call_text("add", {"a": 1})
-    client = Client(said("I add." + call), said("two"))
+    client = Client(reply("I add." + call), reply("two"))
     first = await client.ask(user("a"), tools=[TOOL])
     # As Inspect joins a thought and an answer.
     sent = {**first, "content": "\nI add."}
@@ -209,15 +214,15 @@ async def test_a_message_with_calls_is_compared_as_the_template_writes_it() -> N
     session = ModelSession("s", engine, lowercase, sampling=Sampling(), budget=Budget())
     function = {"name": "add", "arguments": '{"a": 1}'}
 
-    def message(found: Trajectory) -> Message:
-        calls = [{"id": one.id, "function": function} for one in found.turns[-1].calls]
+    def message(trajectory: Trajectory) -> Message:
+        calls = [{"id": call.id, "function": function} for call in trajectory.turns[-1].calls]
         return {"role": "assistant", "content": "I add.", "tool_calls": calls}
 
     tools = [TOOL]
-    found = await session.complete(Asked([user("a")], tools=tools), message)
-    sent = {**message(found), "content": "i add."}
+    trajectory = await session.complete(TurnRequest([user("a")], tools=tools), message)
+    sent = {**message(trajectory), "content": "i add."}
     history = [user("a"), sent, tool(sent["tool_calls"][0], "x")]
-    await session.complete(Asked(history, tools=tools), message)
+    await session.complete(TurnRequest(history, tools=tools), message)
     assert len(session.branches) == 1
 
 
@@ -230,7 +235,7 @@ def chat_format_that(content: str) -> ChatFormat:
 
 @pytest.mark.parametrize("reasoning", [None, "thought", " thought\n"])
 async def test_reasoning_may_be_left_out_or_sent_back(reasoning: str | None) -> None:
-    client = Client(said("<think>thought</think>one"), said("two"))
+    client = Client(reply("<think>thought</think>one"), reply("two"))
     first = await client.ask(user("a"))
     assert first.pop("reasoning_content") == "thought"
     if reasoning is not None:
@@ -240,14 +245,14 @@ async def test_reasoning_may_be_left_out_or_sent_back(reasoning: str | None) -> 
 
 
 async def test_changed_reasoning_is_an_edit() -> None:
-    client = Client(said("<think>thought</think>one"), said("two"))
+    client = Client(reply("<think>thought</think>one"), reply("two"))
     first = await client.ask(user("a"))
     await client.ask(user("a"), {**first, "reasoning_content": "another"}, user("b"))
     assert len(client.branches) == 2
 
 
 async def test_other_tools_begin_a_branch() -> None:
-    client = Client(said("one"), said("two"))
+    client = Client(reply("one"), reply("two"))
     first = await client.ask(user("a"))
     await client.ask(user("a"), first, user("b"), tools=[TOOL])
     assert client.reasons[1].startswith("the tools, the template's variables")
@@ -255,27 +260,31 @@ async def test_other_tools_begin_a_branch() -> None:
 
 async def test_a_failed_turn_is_taken_back_and_can_be_asked_again() -> None:
     client = Client(
-        said("one"), [*chunks([1, 2], end=None), ServerUnavailable("gone")], said("two")
+        reply("one"),
+        [*chunks([1, 2], end=None), ServerUnavailable("gone")],
+        reply("two"),
     )
     first = await client.ask(user("a"))
     with pytest.raises(ServerError, match="gone"):
         await client.ask(user("a"), first, user("b"))
-    assert [len(one.turns) for one in client.branches] == [1]
+    assert [len(branch.turns) for branch in client.branches] == [1]
     assert client.branches[0].turns[0].observation_ids == []
     await client.ask(user("a"), first, user("b"))
-    assert [len(one.turns) for one in client.branches] == [2]
+    assert [len(branch.turns) for branch in client.branches] == [2]
     assert client.session.num_cut == 1
 
 
 async def test_a_first_turn_that_fails_leaves_no_branch() -> None:
-    client = Client([ServerUnavailable("gone")], said("one"))
+    client = Client([ServerUnavailable("gone")], reply("one"))
     with pytest.raises(ServerError):
         await client.ask(user("a"))
     assert client.branches == []
     await client.ask(user("a"))
     assert len(client.branches) == 1
     kinds = [
-        type(one) for one in client.events if isinstance(one, RolloutStarted | RolloutAbandoned)
+        type(event)
+        for event in client.events
+        if isinstance(event, RolloutStarted | RolloutAbandoned)
     ]
     assert kinds == [RolloutStarted, RolloutAbandoned, RolloutStarted]
 
@@ -287,20 +296,24 @@ async def test_a_client_that_leaves_takes_its_turn_with_it() -> None:
         started.set()
         await anyio.sleep_forever()
 
-    client = Client(said("one"), [*chunks([1, 2], end=None), hang], said("two"))
+    client = Client(reply("one"), [*chunks([1, 2], end=None), hang], reply("two"))
     first = await client.ask(user("a"))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(client.ask, user("a"), first, user("b"))
         await started.wait()
         tasks.cancel_scope.cancel()
-    assert [len(one.turns) for one in client.branches] == [1]
+    assert [len(branch.turns) for branch in client.branches] == [1]
     await client.ask(user("a"), first, user("b"))
-    assert [len(one.turns) for one in client.branches] == [2]
+    assert [len(branch.turns) for branch in client.branches] == [2]
 
 
 async def test_parallel_requests_from_one_turn_are_branches() -> None:
     gates = [anyio.Event(), anyio.Event()]
-    client = Client(said("one"), [gates[0].wait, *said("x")], [gates[1].wait, *said("y")])
+    client = Client(
+        reply("one"),
+        [gates[0].wait, *reply("x")],
+        [gates[1].wait, *reply("y")],
+    )
     first = await client.ask(user("a"))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(client.ask, user("a"), first, user("b"))
@@ -308,24 +321,24 @@ async def test_parallel_requests_from_one_turn_are_branches() -> None:
         await anyio.wait_all_tasks_blocked()
         for gate in reversed(gates):
             gate.set()
-    assert sorted(len(one.turns) for one in client.branches) == [1, 2]
-    assert sum(one.num_sampled_tokens for one in client.branches) == sum(
-        len(said(text)[0].ids) for text in ("one", "x", "y")
+    assert sorted(len(branch.turns) for branch in client.branches) == [1, 2]
+    assert sum(branch.num_sampled_tokens for branch in client.branches) == sum(
+        len(reply(text)[0].ids) for text in ("one", "x", "y")
     )
 
 
 async def test_a_delivery_that_failed_can_be_discarded() -> None:
-    client = Client(said("one"), said("two"), said("three"))
+    client = Client(reply("one"), reply("two"), reply("three"))
     first = await client.ask(user("a"))
-    lost = await client.session.complete(Asked([user("a"), first, user("b")]), as_message)
+    lost = await client.session.complete(TurnRequest([user("a"), first, user("b")]), as_message)
     client.session.discard(lost)
-    assert [len(one.turns) for one in client.branches] == [1]
+    assert [len(branch.turns) for branch in client.branches] == [1]
     await client.ask(user("a"), first, user("b"))
-    assert [len(one.turns) for one in client.branches] == [2]
+    assert [len(branch.turns) for branch in client.branches] == [2]
 
 
 async def test_closing_ends_its_branches_and_frees_their_cache() -> None:
-    client = Client(said("one"))
+    client = Client(reply("one"))
     await client.ask(user("a"))
     (record,) = client.session.close()
     assert record.stop_reason is StopReason.ANSWERED
@@ -336,18 +349,23 @@ async def test_closing_ends_its_branches_and_frees_their_cache() -> None:
 
 
 async def test_a_full_session_is_refused() -> None:
-    client = Client(said("one"), said("two"), max_tokens=5)
+    client = Client(reply("one"), reply("two"), max_tokens=5)
     await client.ask(user("a"))
     with pytest.raises(RequestError, match=r"session: it holds \d+ tokens"):
         await client.ask(user("b"))
 
 
 async def test_turns_and_branches_have_seeds_of_their_own_unless_the_client_sets_one() -> None:
-    client = Client(said("one"), said("two"), said("three"), sampling=Sampling(seed=1))
+    client = Client(
+        reply("one"),
+        reply("two"),
+        reply("three"),
+        sampling=Sampling(seed=1),
+    )
     await client.ask(user("a"))
     await client.ask(user("a"))
     await client.ask(user("a"), sampling=Sampling(seed=7), has_seed=True)
-    seeds = [one.sampling.seed for one in client.engine.asked]
+    seeds = [generation.sampling.seed for generation in client.engine.asked]
     assert len({1, *seeds}) == 4
     assert seeds[2] == 7
 
@@ -421,71 +439,76 @@ async def _play(actions: list[tuple[str, str, bool]], random: Any) -> None:
 async def test_only_a_request_that_is_alone_counts_as_waiting_for_a_server(
     monkeypatch: pytest.MonkeyPatch, num_requests: int, waited_s: float
 ) -> None:
-    now = 100.0
-    clock = SimpleNamespace(monotonic=lambda: now, time=lambda: now)
+    now_s = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now_s, time=lambda: now_s)
     monkeypatch.setattr("agentloop.agent.sessions.session.time", clock)
     sampling = anyio.Event()
-    turn: list[Step] = [sampling.wait, *said("one")]
+    turn: list[Step] = [sampling.wait, *reply("one")]
     client = Client(*[turn] * num_requests)
     generate, free = client.engine.generate, anyio.Event()
 
-    async def queued(*arguments: Any, **options: Any) -> None:
+    async def generate_when_free(*arguments: Any, **options: Any) -> None:
         await free.wait()
         await generate(*arguments, **options)
 
-    monkeypatch.setattr(client.engine, "generate", queued)
+    monkeypatch.setattr(client.engine, "generate", generate_when_free)
     async with anyio.create_task_group() as group:
         for _ in range(num_requests):
             group.start_soon(client.ask, user("a"))
         await anyio.wait_all_tasks_blocked()
         assert client.session.queued_s == 0.0
-        now += 5.0
+        now_s += 5.0
         assert client.session.queued_s == waited_s
         free.set()
         await anyio.wait_all_tasks_blocked()
-        now += 50.0  # the model samples: that is the rollout's own time
+        now_s += 50.0  # the model samples: that is the rollout's own time
         sampling.set()
     assert client.session.queued_s == waited_s
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-async def test_what_a_client_has_read_before_a_failure_stays_in_a_branch(is_read: bool) -> None:
+async def test_tokens_read_before_a_failure_stay_in_a_branch(is_read: bool) -> None:
     cut = written(CHAT, "two")
     client = Client(
-        said("one"), [*chunks(cut, end=None), ServerUnavailable("gone")], said("two"), said("3")
+        reply("one"),
+        [*chunks(cut, end=None), ServerUnavailable("gone")],
+        reply("two"),
+        reply("3"),
     )
     first = await client.ask(user("a"))
-    asked = Asked([user("a"), first, user("b")])
+    request = TurnRequest([user("a"), first, user("b")])
     reader = [client.events.append] if is_read else []
     with pytest.raises(ServerError, match="gone"):
-        await client.session.complete(asked, as_message, *reader)
-    second = await client.ask(*asked.messages)
-    await client.ask(*asked.messages, second, user("c"))
-    main, *others = client.branches
+        await client.session.complete(request, as_message, *reader)
+    second = await client.ask(*request.messages)
+    await client.ask(*request.messages, second, user("c"))
+    main, *side_branches = client.branches
     assert [len(turn.output_ids) for turn in main.turns] == [
-        len(said(text)[0].ids) for text in ("one", "two", "3")
+        len(reply(text)[0].ids) for text in ("one", "two", "3")
     ]
-    assert [[turn.output_ids for turn in one.turns] for one in others] == [[cut]] * is_read
+    assert [[turn.output_ids for turn in branch.turns] for branch in side_branches] == [
+        [cut]
+    ] * is_read
     if is_read:
-        assert others[0].prompt_ids == client.engine.asked[1].ids
+        assert side_branches[0].prompt_ids == client.engine.asked[1].ids
         assert client.reasons[1] == "the infrastructure failed before the end of the message"
 
 
 async def test_a_first_message_that_was_cut_off_and_is_asked_again_says_so() -> None:
-    client = Client([*chunks([5, 6], end=None), ServerUnavailable("gone")], said("one"))
+    client = Client([*chunks([5, 6], end=None), ServerUnavailable("gone")], reply("one"))
     with pytest.raises(ServerError):
-        await client.session.complete(Asked([user("a")]), as_message, client.events.append)
+        await client.session.complete(TurnRequest([user("a")]), as_message, client.events.append)
     await client.ask(user("a"))
     assert client.reasons == ["", "the same history was asked again"]
 
 
 @pytest.mark.parametrize("has_answer", [True, False])
-async def test_what_the_model_was_writing_is_kept_when_its_client_is_stopped(
+async def test_an_unfinished_message_is_kept_when_its_client_is_stopped(
     has_answer: bool,
 ) -> None:
     cut = written(CHAT, "endless")
     endless: list[Step] = [*chunks(cut, end=None), anyio.sleep_forever]
-    client = Client(*([said("one")] if has_answer else []), endless, is_rollout=True)
+    client = Client(*([reply("one")] if has_answer else []), endless, is_rollout=True)
     history: list[Message] = [user("a")]
     if has_answer:
         history += [await client.ask(*history), user("b")]
@@ -510,7 +533,7 @@ async def test_a_message_that_nobody_waited_for_is_kept_if_there_is_nothing_else
     asks_again: bool,
 ) -> None:
     cut = written(CHAT, "endless")
-    client = Client([*chunks(cut, end=None), anyio.sleep_forever], said("one"), is_rollout=True)
+    client = Client([*chunks(cut, end=None), anyio.sleep_forever], reply("one"), is_rollout=True)
     async with anyio.create_task_group() as group:
         group.start_soon(client.ask, user("a"))
         await anyio.wait_all_tasks_blocked()
@@ -520,7 +543,7 @@ async def test_a_message_that_nobody_waited_for_is_kept_if_there_is_nothing_else
         await client.ask(user("a"))
     client.session.stop_requests()
     (record,) = client.branches
-    assert record.turns[0].output_ids == (said("one")[0].ids if asks_again else cut)
+    assert record.turns[0].output_ids == (reply("one")[0].ids if asks_again else cut)
 
 
 @pytest.mark.parametrize(
@@ -537,7 +560,7 @@ async def test_another_field_of_a_message_counts_where_the_template_reads_it(
     source = TEMPLATE.replace("+ message.role +", "+ message.role + (message.mood or '') +")
     chat = ChatFormat(tokenizer(), template(source), end_token=END)
     assert chat.reads("user", "mood")
-    client = Client(said("one"), said("two"), chat=chat)
+    client = Client(reply("one"), reply("two"), chat=chat)
     first = await client.ask(user("a"))
     await client.ask({**user("a"), **message}, first, user("b"))
     assert len(client.branches) == 1 + is_read
@@ -548,12 +571,14 @@ async def test_a_history_that_was_asked_before_is_not_compared_again(
 ) -> None:
     compared: list[int] = []
 
-    def counted(messages: Sequence[Message], reads: Any = None, begin: int = 0) -> list[bytes]:
+    def count_compared(
+        messages: Sequence[Message], reads: Any = None, begin: int = 0
+    ) -> list[bytes]:
         compared.append(len(messages) - begin)
         return keys_of(messages, begin=begin)
 
-    monkeypatch.setattr("agentloop.agent.sessions.tree.keys_of", counted)
-    client = Client(*(said(str(number)) for number in range(6)))
+    monkeypatch.setattr("agentloop.agent.sessions.tree.keys_of", count_compared)
+    client = Client(*(reply(str(number)) for number in range(6)))
     history: list[Message] = [user("a")]
     for number in range(5):
         history += [await client.ask(*history), user(f"b{number}")]
@@ -564,15 +589,17 @@ async def test_a_history_that_was_asked_before_is_not_compared_again(
 
 
 async def test_a_branch_waits_for_its_client_after_each_message_and_each_failure() -> None:
-    client = Client(said("1"), [ServerUnavailable("gone")], said("2"))
+    client = Client(reply("1"), [ServerUnavailable("gone")], reply("2"))
     first = await client.ask(user("a"))
     history = [user("a"), first, user("b")]
     with pytest.raises(ServerError):
         await client.ask(*history)
     await client.ask(*history)
     kinds = (TurnStarted, TurnFinished, ClientAwaited)
-    told = [type(event) for event in client.events if isinstance(event, kinds)]
-    assert told == 3 * [TurnStarted, TurnFinished, ClientAwaited]
+    event_types = [type(event) for event in client.events if isinstance(event, kinds)]
+    assert event_types == 3 * [TurnStarted, TurnFinished, ClientAwaited]
     (record,) = client.branches
-    one, two = record.turns
-    assert one.started_s <= one.ended_s <= two.started_s <= two.ended_s <= record.elapsed_s
+    first, second = record.turns
+    assert (
+        first.started_s <= first.ended_s <= second.started_s <= second.ended_s <= record.elapsed_s
+    )

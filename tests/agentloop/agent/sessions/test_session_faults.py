@@ -8,12 +8,18 @@ import anyio
 import pytest
 
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.agent.sessions import Asked
+from agentloop.agent.sessions import TurnRequest
 from agentloop.agent.sessions.history import context_key, keys_of
 from agentloop.errors import RequestError, ServerError, ServerUnavailable
 from agentloop.events import Feed
 from agentloop.trajectory import Message, StopReason
-from tests.agentloop.agent.sessions.test_session import TOOL, Client, as_message, said, user
+from tests.agentloop.agent.sessions.test_session import (
+    TOOL,
+    Client,
+    as_message,
+    reply,
+    user,
+)
 from tests.support import END, TEMPLATE, call_text, chunks, template, tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -23,14 +29,16 @@ async def test_changed_reasoning_of_a_message_that_was_not_sampled_is_an_edit() 
     def example(thought: str) -> Message:
         return {"role": "assistant", "content": "4", "reasoning_content": thought}
 
-    client = Client(said("one"), said("two"))
-    before, after = ([user("2+2"), example(one), user("a")] for one in ("I add.", "I guess."))
+    client = Client(reply("one"), reply("two"))
+    before, after = (
+        [user("2+2"), example(thought), user("a")] for thought in ("I add.", "I guess.")
+    )
     first = await client.ask(*before)
     await client.ask(*after, first, user("b"))
     assert client.reasons == ["", "messages[1] differs from what came there before"]
 
 
-def test_what_is_kept_of_a_message_does_not_grow_with_it() -> None:
+def test_keys_of_long_messages_are_short() -> None:
     (key,) = keys_of([user("x" * 10_000)])
     assert len(key) <= 64
     assert len(context_key([], {"ignored_by_the_template": "x" * 10_000})) <= 64
@@ -50,7 +58,7 @@ async def test_a_turn_in_flight_is_in_no_trajectory() -> None:
         assert client.branches == []
         tasks.cancel_scope.cancel()
 
-    client = Client(said("one"), [*chunks([1, 2], end=None), hang])
+    client = Client(reply("one"), [*chunks([1, 2], end=None), hang])
     started = anyio.Event()
     first = await client.ask(user("a"))
     async with anyio.create_task_group() as tasks:
@@ -62,7 +70,7 @@ async def test_a_turn_in_flight_is_in_no_trajectory() -> None:
 
 
 async def test_an_answer_to_another_request_does_not_hide_a_failure() -> None:
-    client = Client([ServerUnavailable("gone")], said("one"), said("two"))
+    client = Client([ServerUnavailable("gone")], reply("one"), reply("two"))
     with pytest.raises(ServerError):
         await client.ask(user("of a sub-agent"))
     await client.ask(user("of the agent"))
@@ -72,34 +80,34 @@ async def test_an_answer_to_another_request_does_not_hide_a_failure() -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-async def test_what_a_client_has_read_before_it_left_is_recorded(is_streamed: bool) -> None:
+async def test_tokens_read_before_a_client_left_are_recorded(is_streamed: bool) -> None:
     started = anyio.Event()
 
     async def hang() -> None:
         started.set()
         await anyio.sleep_forever()
 
-    client = Client(said("one"), [*chunks([1, 2], end=None), hang], said("two"))
+    client = Client(reply("one"), [*chunks([1, 2], end=None), hang], reply("two"))
     first = await client.ask(user("a"))
     history = [user("a"), first, user("b")]
     feed: tuple[Any, ...] = (Feed(),) if is_streamed else ()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(client.session.complete, Asked(history), as_message, *feed)
+        tasks.start_soon(client.session.complete, TurnRequest(history), as_message, *feed)
         await started.wait()
         tasks.cancel_scope.cancel()
     await client.ask(*history)  # goes on where it was, since it may ask again
     assert len(client.branches[0].turns) == 2
-    outputs = [turn.output_ids for one in client.branches for turn in one.turns]
+    outputs = [turn.output_ids for branch in client.branches for turn in branch.turns]
     assert outputs.count([1, 2]) == int(is_streamed)
     if is_streamed:
-        left = client.branches[1]
-        assert left.prompt_ids == client.engine.asked[1].ids
-        assert len(left.turns[0].logprobs) == 2
-        assert sum(span.end - span.start for span in left.turns[0].versions) == 2
+        partial = client.branches[1]
+        assert partial.prompt_ids == client.engine.asked[1].ids
+        assert len(partial.turns[0].logprobs) == 2
+        assert sum(span.end - span.start for span in partial.turns[0].versions) == 2
         assert client.reasons[1] == "its client left before the end of the message"
 
 
-async def test_what_a_client_has_read_is_recorded_if_the_session_is_closed_meanwhile() -> None:
+async def test_tokens_read_before_the_session_was_closed_are_recorded() -> None:
     started = anyio.Event()
 
     async def hang() -> None:
@@ -111,7 +119,7 @@ async def test_what_a_client_has_read_is_recorded_if_the_session_is_closed_meanw
 
         async def ask() -> None:
             with pytest.raises(RequestError, match="closed"):
-                await client.session.complete(Asked([user("a")]), as_message, Feed())
+                await client.session.complete(TurnRequest([user("a")]), as_message, Feed())
 
         tasks.start_soon(ask)
         await started.wait()
@@ -128,7 +136,7 @@ async def test_responses_to_calls_whose_ids_a_client_has_changed_name_the_sample
     source = TEMPLATE.replace(written, f"+ message.tool_call_id {written}")
     assert source != TEMPLATE
     writes_ids = ChatFormat(tokenizer(), template(source), end_token=END)
-    client = Client(said(call_text("add", {"a": 1})), said("1"))
+    client = Client(reply(call_text("add", {"a": 1})), reply("1"))
     client.session._chat = writes_ids
     first = await client.ask(user("a"), tools=[TOOL])
     (call,) = first["tool_calls"]

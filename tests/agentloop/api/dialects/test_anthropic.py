@@ -21,8 +21,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 THEIRS = {"name": "theirs", "input_schema": {"type": "object"}}
 
 
-def text(said: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "text", "text": said, **fields}
+def text(content: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "text", "text": content, **fields}
 
 
 def body(**fields: Any) -> bytes:
@@ -33,14 +33,14 @@ def chat(**fields: Any) -> ChatRequest:
     return MessagesRequest.parse(body(**fields)).to_chat()
 
 
-def messages(*given: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+def messages(*turns: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
     """Return the messages for chat completions, without the last one."""
-    made = chat(messages=[*given, {"role": "user", "content": "now"}], **fields).messages
+    made = chat(messages=[*turns, {"role": "user", "content": "now"}], **fields).messages
     assert made[-1] == {"role": "user", "content": "now"}
     return [dict(message) for message in made[:-1]]
 
 
-def told(*blocks: dict[str, Any]) -> dict[str, Any]:
+def assistant(*blocks: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": list(blocks)}
 
 
@@ -57,7 +57,7 @@ def call(id: str = "c_0_0", arguments: str = "{}") -> dict[str, Any]:
 
 
 def test_parameters_become_those_of_chat_completions() -> None:
-    asked = chat(
+    request = chat(
         temperature=0.5,
         top_p=0.9,
         top_k=20,
@@ -71,7 +71,7 @@ def test_parameters_become_those_of_chat_completions() -> None:
         chat_template_kwargs={"lang": "en"},
     )
     function = {"name": "theirs", "description": "d", "parameters": {"type": "object"}}
-    assert asked == ChatRequest.parse(
+    assert request == ChatRequest.parse(
         json.dumps(
             {
                 "model": "m",
@@ -103,21 +103,21 @@ def test_parameters_become_those_of_chat_completions() -> None:
     ("theirs", "ours"), [("auto", "auto"), ("any", "required"), ("none", "none")]
 )
 def test_the_choice_of_a_tool(theirs: str, ours: str) -> None:
-    asked = chat(tools=[THEIRS], tool_choice={"type": theirs})
-    assert (asked.tool_choice, asked.parallel_tool_calls) == (ours, None)
+    request = chat(tools=[THEIRS], tool_choice={"type": theirs})
+    assert (request.tool_choice, request.parallel_tool_calls) == (ours, None)
 
 
 def test_thinking_is_switched_by_the_templates_variables() -> None:
     off = {"enable_thinking": False, "thinking": False}
     assert chat(thinking={"type": "disabled"}).template_arguments == off
     assert chat(thinking={"type": "adaptive", "display": "omitted"}).template_arguments == {}
-    asked = chat(thinking={"type": "disabled"}, chat_template_kwargs={"thinking": True})
-    assert asked.template_arguments == {"enable_thinking": False, "thinking": True}
+    request = chat(thinking={"type": "disabled"}, chat_template_kwargs={"thinking": True})
+    assert request.template_arguments == {"enable_thinking": False, "thinking": True}
 
 
 def test_a_format_may_also_be_given_by_its_older_name() -> None:
-    asked = chat(output_format={"type": "json_schema", "schema": {"type": "object"}})
-    assert asked.turn_options().rules.schema == {"type": "object"}
+    request = chat(output_format={"type": "json_schema", "schema": {"type": "object"}})
+    assert request.turn_options().rules.schema == {"type": "object"}
 
 
 def test_null_equals_a_missing_parameter() -> None:
@@ -131,7 +131,7 @@ def test_no_parameter_of_chat_completions_is_ignored() -> None:
     assert names - {*UNSUPPORTED_IN_MESSAGES} == {"stream_options"}  # it only asks for the usage
 
 
-def test_what_does_not_change_the_answer_is_ignored() -> None:
+def test_fields_that_do_not_change_the_answer_are_ignored() -> None:
     tool = {**THEIRS, "cache_control": {"type": "ephemeral"}, "eager_input_streaming": True}
     ignored = {
         "metadata": {"user_id": "u"},
@@ -144,9 +144,9 @@ def test_what_does_not_change_the_answer_is_ignored() -> None:
         "mcp_servers": [],
         "n": 1,
     }
-    said = [text("hello", cache_control={"type": "ephemeral"}, citations=None)]
-    asked = chat(tools=[tool], messages=[{"role": "user", "content": said}], **ignored)
-    assert asked == chat(tools=[THEIRS])
+    content = [text("hello", cache_control={"type": "ephemeral"}, citations=None)]
+    request = chat(tools=[tool], messages=[{"role": "user", "content": content}], **ignored)
+    assert request == chat(tools=[THEIRS])
 
 
 @pytest.mark.parametrize(
@@ -176,13 +176,13 @@ def test_what_does_not_change_the_answer_is_ignored() -> None:
             r'messages\[0\]\.content\[0\]\.content\[0\]\.type: "image"',
         ),
         (
-            {"messages": [*HELLO, told({"type": "server_tool_use"}), *HELLO]},
+            {"messages": [*HELLO, assistant({"type": "server_tool_use"}), *HELLO]},
             r'messages\[1\]\.content\[0\]\.type: "server_tool_use"',
         ),
-        ({"messages": [*HELLO, told(text("The"))]}, r"messages\[1\]\.role: .*\(prefill\)"),
+        ({"messages": [*HELLO, assistant(text("The"))]}, r"messages\[1\]\.role: .*\(prefill\)"),
     ],
 )
-def test_what_would_change_the_answer_is_refused_by_name(
+def test_fields_that_would_change_the_answer_are_refused_by_name(
     fields: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(Unsupported, match=f"^{named}"):
@@ -233,11 +233,11 @@ json_values = st.recursive(
 def test_any_body_is_parsed_or_refused(fields: dict[str, Any]) -> None:
     for model in (MessagesRequest, TokenCountRequest):
         try:
-            asked = model.parse(json.dumps(fields).encode())
+            request = model.parse(json.dumps(fields).encode())
         except RequestError as error:
             assert ": " in str(error)  # noqa: PT017
         else:
-            assert asked.to_chat().messages
+            assert request.to_chat().messages
 
 
 def test_the_system_prompt_is_the_first_message() -> None:
@@ -250,18 +250,18 @@ def test_the_system_prompt_is_the_first_message() -> None:
 def test_an_answer_is_one_message() -> None:
     thinking = {"type": "thinking", "thinking": "hm", "signature": "unsigned"}
     redacted = {"type": "redacted_thinking", "data": "x"}
-    (_, made) = messages(HELLO[0], told(redacted, thinking, text("a"), use(x="é"), text("b")))
+    (_, made) = messages(HELLO[0], assistant(redacted, thinking, text("a"), use(x="é"), text("b")))
     assert made == {
         "role": "assistant",
         "content": "ab",
         "reasoning_content": "hm",
         "tool_calls": [call(arguments='{"x": "é"}')],
     }
-    assert messages(HELLO[0], told(use()))[1]["content"] is None
+    assert messages(HELLO[0], assistant(use()))[1]["content"] is None
 
 
 def test_results_come_before_what_the_user_says() -> None:
-    said = {
+    user_message = {
         "role": "user",
         "content": [
             text("one"),
@@ -272,9 +272,9 @@ def test_results_come_before_what_the_user_says() -> None:
             text("two"),
         ],
     }
-    answer = told(*(use(id) for id in "abcd"))
-    asked = chat(messages=[*HELLO, answer, said])
-    assert asked.messages[2:] == [
+    answer = assistant(*(use(id) for id in "abcd"))
+    request = chat(messages=[*HELLO, answer, user_message])
+    assert request.messages[2:] == [
         {"role": "tool", "tool_call_id": "a", "content": "x\ny"},
         {"role": "tool", "tool_call_id": "b", "content": "[error] no"},
         {"role": "tool", "tool_call_id": "c", "content": "[error] no"},
@@ -284,7 +284,7 @@ def test_results_come_before_what_the_user_says() -> None:
 
 
 def test_adjacent_messages_of_a_role_are_one() -> None:
-    made = messages(HELLO[0], HELLO[0], told(text("a")), told(text("b")))
+    made = messages(HELLO[0], HELLO[0], assistant(text("a")), assistant(text("b")))
     assert [message["content"] for message in made] == ["hello\n\nhello", "ab"]
 
 
@@ -292,7 +292,9 @@ def test_an_instruction_in_mid_conversation_is_said_by_the_user() -> None:
     """Many chat templates refuse a system message that is not the first."""
     brief = {"role": "system", "content": [text("be"), text("brief")]}
     got = {"role": "user", "content": [result("c_0_0")]}
-    made = messages(HELLO[0], brief, told(use()), got, {**brief, "content": "stop"}, told(text("")))
+    made = messages(
+        HELLO[0], brief, assistant(use()), got, {**brief, "content": "stop"}, assistant(text(""))
+    )
     assert [message["role"] for message in made] == [
         "user",
         "assistant",
@@ -310,7 +312,7 @@ def test_calls_that_the_agent_ran_are_turns_of_their_own() -> None:
     ran, came = "mcp_tool_use", "mcp_tool_result"
     made = messages(
         HELLO[0],
-        told(
+        assistant(
             text("first"),
             use("c_0_0", ran),
             result("c_0_0", [text("x")], came, is_error=False),
@@ -344,7 +346,7 @@ def test_thinking_of_earlier_turns_is_cleared(keep: Any, thoughts: str) -> None:
         edit |= {"keep": keep}
 
     def thought(name: str, *more: dict[str, Any]) -> dict[str, Any]:
-        return told({"type": "thinking", "thinking": name}, *more)
+        return assistant({"type": "thinking", "thinking": name}, *more)
 
     made = messages(
         *[HELLO[0], thought("a", text("A")), HELLO[0], thought("b", text("B"))],
@@ -356,7 +358,7 @@ def test_thinking_of_earlier_turns_is_cleared(keep: Any, thoughts: str) -> None:
 
 
 def test_counting_takes_what_makes_the_prompt() -> None:
-    answer = told(text("Hi"))
+    answer = assistant(text("Hi"))
     given = {"model": "m", "messages": [*HELLO, answer], "tools": [THEIRS], "system": "S"}
     counted = TokenCountRequest.parse(json.dumps(given).encode()).to_chat()
     assert [message["role"] for message in counted.messages] == ["system", "user", "assistant"]

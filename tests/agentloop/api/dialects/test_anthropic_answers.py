@@ -17,7 +17,6 @@ from agentloop.api.chat_completions import ChunkWriter, chunk_frame, completion
 from agentloop.api.dialects.anthropic import MessagesRequest
 from agentloop.api.dialects.anthropic_answers import (
     MessagesStream,
-    error_event,
     error_form,
     whole,
 )
@@ -55,8 +54,8 @@ thoughts = words.map(lambda text: f"<think>{text}</think>")
 
 def turn_texts(*calls: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     """Texts of a turn: what is thought and said, and then calls."""
-    said = st.lists(thoughts | words, max_size=3).map("".join)
-    return st.tuples(said, st.lists(st.one_of(*calls), max_size=3).map("".join)).map("".join)
+    texts = st.lists(thoughts | words, max_size=3).map("".join)
+    return st.tuples(texts, st.lists(st.one_of(*calls), max_size=3).map("".join)).map("".join)
 
 
 echoes = words.map(lambda text: call_text("echo", {"text": text}))
@@ -122,8 +121,8 @@ def sent_back(content: Any, **fields: Any) -> list[dict[str, Any]]:
     """Return the messages of a next request whose client sends an answer back as it was read."""
     talk = [*HELLO, {"role": "assistant", "content": content}, *HELLO]
     body = json.dumps({"model": "m", "max_tokens": 9, "messages": talk, **fields})
-    asked = MessagesRequest.parse(body.encode()).to_chat()
-    return [dict(message) for message in asked.messages[1:-1]]
+    request = MessagesRequest.parse(body.encode()).to_chat()
+    return [dict(message) for message in request.messages[1:-1]]
 
 
 @pytest.mark.timeout(120)
@@ -171,12 +170,12 @@ async def test_an_agents_turns_that_are_sent_back_are_those_that_it_had(texts: l
         if executed:
             message["content"] = message["content"] or None
             names = ("id", "type", "function")
-            message["tool_calls"] = [{name: one[name] for name in names} for one in executed]
+            message["tool_calls"] = [{name: call[name] for name in names} for call in executed]
         if executed or message["content"] or "reasoning_content" in message or not expected:
             expected.append(message)
         expected += [
-            {"role": "tool", "tool_call_id": one["id"], "content": one["output"]}
-            for one in executed
+            {"role": "tool", "tool_call_id": call["id"], "content": call["output"]}
+            for call in executed
         ]
     assert sent_back(whole(chunks_with_usage(trajectory))["content"]) == expected
 
@@ -184,8 +183,8 @@ async def test_an_agents_turns_that_are_sent_back_are_those_that_it_had(texts: l
 async def test_the_events_of_an_answer() -> None:
     text = f"<think>hm</think>hi{call_text('theirs', {'n': 2**70})}"
     trajectory = await rolled_out([text], [CallerTool(THEIRS)])
-    told = events(chunks_with_usage(trajectory, has_caller_tools=True))
-    assert [(name, *(data.get("delta") or {"": 0})) for name, data in told] == [
+    stream_events = events(chunks_with_usage(trajectory, has_caller_tools=True))
+    assert [(name, *(data.get("delta") or {"": 0})) for name, data in stream_events] == [
         ("message_start", ""),
         ("content_block_start", ""),
         ("content_block_delta", "type", "thinking"),
@@ -200,8 +199,10 @@ async def test_the_events_of_an_answer() -> None:
         ("message_delta", "stop_reason", "stop_sequence"),
         ("message_stop", ""),
     ]
-    assert [data["index"] for _, data in told if "index" in data] == [0] * 4 + [1] * 3 + [2] * 3
-    start = told[0][1]["message"]
+    assert [data["index"] for _, data in stream_events if "index" in data] == [0] * 4 + [1] * 3 + [
+        2
+    ] * 3
+    start = stream_events[0][1]["message"]
     assert (start["id"], start["model"], start["content"]) == ("msg_1", "m", [])
 
 
@@ -292,8 +293,8 @@ def test_a_client_that_is_refused_a_thread_is_told_to_go_on_without() -> None:
 def test_the_client_knows_an_error_in_a_stream() -> None:
     status, body = error_of(ServerError("down"))
     answered = Trajectory("t", [1], stop_reason=StopReason.ANSWERED)
-    begun = events(chunks_with_usage(answered))[:1]
-    frames = b"".join(starmap(named_event, [*begun, error_event(status, body)]))
+    first_events = events(chunks_with_usage(answered))[:1]
+    frames = b"".join(starmap(named_event, [*first_events, ("error", error_form(status, body))]))
     with pytest.raises(anthropic.APIStatusError) as caught:
         read(frames, beta=False)
     assert caught.value.body["error"] == {"type": "overloaded_error", "message": "down"}

@@ -17,19 +17,19 @@ F = {"type": "function", "name": "f", "parameters": SCHEMA}
 G = {"type": "custom", "name": "g", "description": "Edits files."}
 
 
-def parsed(**fields: Any) -> ResponsesRequest:
+def parse(**fields: Any) -> ResponsesRequest:
     return ResponsesRequest.parse(json.dumps({"input": "hello", **fields}).encode())
 
 
 def chat(**fields: Any) -> ChatRequest:
-    return parsed(**fields).to_chat()
+    return parse(**fields).to_chat()
 
 
 def call(id: str, name: str = "f", arguments: str = "{}") -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def said(text: str, role: str = "user") -> dict[str, Any]:
+def message(text: str, role: str = "user") -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
@@ -38,7 +38,7 @@ def text(text: str, kind: str = "input_text") -> dict[str, Any]:
 
 
 def test_supported_parameters_are_translated() -> None:
-    asked = chat(
+    request = chat(
         model="m",
         instructions="Be brief.",
         temperature=0,
@@ -57,33 +57,33 @@ def test_supported_parameters_are_translated() -> None:
         reasoning={"effort": "low", "summary": "auto"},
         chat_template_kwargs={"a": 1},
     )
-    assert asked.messages == [said("Be brief.", "system"), said("hello")]
-    assert (asked.model, asked.stream, asked.token_limit) == ("m", True, 10)
-    assert asked.sampling_overrides() == {
+    assert request.messages == [message("Be brief.", "system"), message("hello")]
+    assert (request.model, request.stream, request.token_limit) == ("m", True, 10)
+    assert request.sampling_overrides() == {
         "temperature": 0,
         "top_p": 0.9,
         "top_k": 5,
         "min_p": 0.1,
         "seed": 3,
     }
-    options = asked.turn_options()
+    options = request.turn_options()
     assert (options.stop, options.single_call, options.num_top_logprobs) == (("a",), True, 2)
     assert options.rules == OutputRules("required")
-    assert asked.tools == [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
-    assert asked.template_arguments == {"reasoning_effort": "low", "a": 1}
-    assert asked.logprobs
+    assert request.tools == [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    assert request.template_arguments == {"reasoning_effort": "low", "a": 1}
+    assert request.logprobs
 
 
 def test_parameters_of_the_bare_model_are_left_to_the_service() -> None:
-    asked = chat(frequency_penalty=0.5, stop_token_ids=[3])
-    assert asked.server_parameters() == {"frequency_penalty": 0.5}
+    request = chat(frequency_penalty=0.5, stop_token_ids=[3])
+    assert request.server_parameters() == {"frequency_penalty": 0.5}
     with pytest.raises(Unsupported, match=r"^frequency_penalty: "):
-        asked.refuse_for_agent()
+        request.refuse_for_agent()
 
 
 def test_null_equals_a_missing_parameter() -> None:
     names = {*ResponsesRequest.model_fields, *UNSUPPORTED_RESPONSES} - {"input"}
-    assert parsed(**dict.fromkeys(names)) == parsed()
+    assert parse(**dict.fromkeys(names)) == parse()
     assert chat(**dict.fromkeys(names)) == chat()
 
 
@@ -143,11 +143,11 @@ def test_parameters_without_effect_are_accepted(field: str, value: Any) -> None:
         ),
     ],
 )
-def test_what_would_change_the_answer_is_refused_by_name(
+def test_fields_that_would_change_the_answer_are_refused_by_name(
     field: str, value: Any, named: str
 ) -> None:
     with pytest.raises(Unsupported, match=f"^{named}"):
-        parsed(**{field: value})
+        parse(**{field: value})
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_what_would_change_the_answer_is_refused_by_name(
 )
 def test_errors_name_the_field(field: str, value: Any, named: str) -> None:
     with pytest.raises(RequestError, match=f"^{named}"):
-        parsed(**{field: value})
+        parse(**{field: value})
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": NaN}'])
@@ -212,63 +212,63 @@ def test_items_of_one_turn_become_one_message() -> None:
         {"role": "user", "content": "bye"},
     ]
     assert chat(input=items, tools=[F, G]).messages == [
-        said("Be brief.", "developer"),
-        said("hello"),
+        message("Be brief.", "developer"),
+        message("hello"),
         {
-            **said("I compute.", "assistant"),
+            **message("I compute.", "assistant"),
             "reasoning_content": "first\n\nsecond",
             "tool_calls": [call("c1"), call("c2", "g", '{"input": "a \\"b\\""}')],
         },
         {"role": "tool", "tool_call_id": "c1", "content": "1"},
         {"role": "tool", "tool_call_id": "c2", "content": "2"},
-        {**said("No.", "assistant"), "reasoning_content": "aha"},
-        said("Really not.", "assistant"),
-        said("bye"),
+        {**message("No.", "assistant"), "reasoning_content": "aha"},
+        message("Really not.", "assistant"),
+        message("bye"),
     ]
 
 
 def test_calls_that_the_agent_has_run_are_part_of_the_history() -> None:
-    def executed(id: str) -> dict[str, Any]:
+    def executed_call(id: str) -> dict[str, Any]:
         names = {"name": "f", "arguments": "{}", "server_label": "agentloop"}
         return {"type": "mcp_call", "id": id, "output": f"out {id}", "error": None, **names}
 
     items = [
-        said("hello"),
-        said("I compute.", "assistant"),
-        executed("a"),
-        executed("b"),
-        said("3", "assistant"),
-        said("Why?"),
+        message("hello"),
+        message("I compute.", "assistant"),
+        executed_call("a"),
+        executed_call("b"),
+        message("3", "assistant"),
+        message("Why?"),
     ]
     assert chat(input=items).messages == [
-        said("hello"),
-        {**said("I compute.", "assistant"), "tool_calls": [call("a"), call("b")]},
+        message("hello"),
+        {**message("I compute.", "assistant"), "tool_calls": [call("a"), call("b")]},
         {"role": "tool", "tool_call_id": "a", "content": "out a"},
         {"role": "tool", "tool_call_id": "b", "content": "out b"},
-        said("3", "assistant"),
-        said("Why?"),
+        message("3", "assistant"),
+        message("Why?"),
     ]
 
 
 def test_a_request_continues_a_conversation_with_its_own_instructions() -> None:
-    first = parsed(instructions="Be brief.")
-    kept = [*first.conversation(), said("hi", "assistant")]
-    second = parsed(input="bye", instructions="Be long.", previous_response_id="resp_1")
+    first = parse(instructions="Be brief.")
+    kept = [*first.conversation(), message("hi", "assistant")]
+    second = parse(input="bye", instructions="Be long.", previous_response_id="resp_1")
     assert second.to_chat(kept).messages == [
-        said("Be long.", "system"),
-        said("hello"),
-        said("hi", "assistant"),
-        said("bye"),
+        message("Be long.", "system"),
+        message("hello"),
+        message("hi", "assistant"),
+        message("bye"),
     ]
-    assert second.conversation(kept) == [*kept, said("bye")]
+    assert second.conversation(kept) == [*kept, message("bye")]
 
 
 def test_the_tools_of_a_namespace_are_offered_under_both_names() -> None:
     group = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [F, G]}
-    asked = parsed(
+    request = parse(
         tools=[F, group],
         input=[
-            said("hello"),
+            message("hello"),
             {
                 "type": "function_call",
                 "call_id": "c1",
@@ -279,49 +279,49 @@ def test_the_tools_of_a_namespace_are_offered_under_both_names() -> None:
             {"type": "function_call_output", "call_id": "c1", "output": "1"},
         ],
     )
-    functions = [tool["function"] for tool in asked.to_chat().tools or ()]
-    assert [one["name"] for one in functions] == ["f", "crm__f", "crm__g"]
+    functions = [tool["function"] for tool in request.to_chat().tools or ()]
+    assert [function["name"] for function in functions] == ["f", "crm__f", "crm__g"]
     assert functions[2].get("description") == "Customers.\n\nEdits files."
-    assert asked.custom_tools == {"crm__g"}
-    assert asked.to_chat().messages[1]["tool_calls"] == [call("c1", "crm__f")]
+    assert request.custom_tools == {"crm__g"}
+    assert request.to_chat().messages[1]["tool_calls"] == [call("c1", "crm__f")]
     searches = {**group, "tools": [{"type": "web_search"}]}
     with pytest.raises(Unsupported, match=r"tools\[0\]\.tools\[0\]\.type"):
-        parsed(tools=[searches])
+        parse(tools=[searches])
 
 
 def test_a_custom_tool_becomes_a_function_of_one_text() -> None:
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
-    asked = parsed(
+    request = parse(
         tools=[{**G, "format": grammar}, {"type": "custom", "name": "h"}],
         tool_choice={"type": "custom", "name": "g"},
     )
-    first, second = asked.to_chat().tools or []
+    first, second = request.to_chat().tools or []
     assert first["function"]["name"] == "g"
     assert first["function"].get("description") == (
         "Edits files.\n\nThe input must match this Lark grammar:\n\nstart: /a+/"
     )
     assert (second["function"].get("parameters") or {})["required"] == ["input"]
     assert "description" not in second["function"]
-    assert asked.to_chat().turn_options().rules == OutputRules("g")
-    assert asked.custom_tools == {"g", "h"}
+    assert request.to_chat().turn_options().rules == OutputRules("g")
+    assert request.custom_tools == {"g", "h"}
 
 
 def test_allowed_tools_are_the_ones_that_are_offered() -> None:
     allowed = {"type": "allowed_tools", "tools": [{"type": "custom", "name": "g"}]}
-    asked = chat(tools=[F, G], tool_choice={**allowed, "mode": "required"})
-    assert [tool["function"]["name"] for tool in asked.tools or ()] == ["g"]
-    assert asked.tool_choice == "required"
+    request = chat(tools=[F, G], tool_choice={**allowed, "mode": "required"})
+    assert [tool["function"]["name"] for tool in request.tools or ()] == ["g"]
+    assert request.tool_choice == "required"
 
 
 def test_a_search_beside_other_tools_is_not_offered() -> None:
     search = {"type": "web_search", "external_web_access": False}
-    asked = chat(tools=[search, F])
-    assert [tool["function"]["name"] for tool in asked.tools or ()] == ["f"]
+    request = chat(tools=[search, F])
+    assert [tool["function"]["name"] for tool in request.tools or ()] == ["f"]
 
 
-def test_what_codex_sends() -> None:
+def test_a_request_of_codex_is_accepted() -> None:
     """The fields are those of `ResponsesApiRequest` and `ResponseItem` in its sources."""
-    asked = chat(
+    request = chat(
         model="m",
         instructions="You are a coding agent.",
         input=[
@@ -354,9 +354,9 @@ def test_what_codex_sends() -> None:
         include=["reasoning.encrypted_content"],
         prompt_cache_key="k",
     )
-    assert asked.messages == [
-        said("You are a coding agent.", "system"),
-        said("List the files."),
+    assert request.messages == [
+        message("You are a coding agent.", "system"),
+        message("List the files."),
         {
             "role": "assistant",
             "content": None,
@@ -373,7 +373,7 @@ def test_the_schema_describes_each_parameter(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "rules"),
+    ("answer_format", "rules"),
     [
         ({"type": "json_object"}, OutputRules(schema={"type": "object"})),
         (
@@ -382,5 +382,5 @@ def test_the_schema_describes_each_parameter(name: str) -> None:
         ),
     ],
 )
-def test_the_form_of_the_answer(asked: Any, rules: OutputRules) -> None:
-    assert chat(text={"format": asked}).turn_options().rules == rules
+def test_the_form_of_the_answer(answer_format: Any, rules: OutputRules) -> None:
+    assert chat(text={"format": answer_format}).turn_options().rules == rules

@@ -106,9 +106,11 @@ async def test_a_stream_ends_with_the_whole_response(
     # The text is that of chat completions, but for the blank lines between turns.
     message = completion([(writer(has_caller_tools), trajectory)])["choices"][0]["message"]
     history = messages_of(response)
-    text = "".join(one["content"] or "" for one in history if one["role"] == "assistant")
+    text = "".join(
+        message["content"] or "" for message in history if message["role"] == "assistant"
+    )
     assert "".join(text.split()) == "".join((message["content"] or "").split())
-    outputs = [one["content"] for one in history if one["role"] == "tool"]
+    outputs = [message["content"] for message in history if message["role"] == "tool"]
     assert outputs == [call["output"] for call in message.get("executed_tools", [])]
 
 

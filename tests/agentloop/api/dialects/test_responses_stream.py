@@ -69,7 +69,7 @@ def call(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
-def executed(id: str, output: str = "out", status: str = "ok") -> dict[str, Any]:
+def executed_call(id: str, output: str = "out", status: str = "ok") -> dict[str, Any]:
     return {**call(id, "py", {"code": "1"}), "status": status, "output": output, "duration_s": 0.1}
 
 
@@ -82,12 +82,12 @@ def usage() -> ChatCompletionChunk:
     return cast(ChatCompletionChunk, {**chunk(), "choices": [], "usage": USAGE})
 
 
-def streamed(
-    asked: ResponsesRequest, chunks: Iterable[ChatCompletionChunk]
+def stream_events(
+    parameters: ResponsesRequest, chunks: Iterable[ChatCompletionChunk]
 ) -> tuple[list[StreamEvent], dict[str, Any]]:
     """Return the events, and the response in the last one."""
-    stream = ResponsesStream(asked)
-    events = [event for one in chunks for event in stream.feed(one)]
+    stream = ResponsesStream(parameters)
+    events = [event for chunk in chunks for event in stream.feed(chunk)]
     return events, events[-1][1]["response"]
 
 
@@ -140,7 +140,7 @@ class SampledTurn:
         if self.content:
             made.append({"content": before + self.content})
         calls = [{"index": index, **self._call(index)} for index in range(len(self.calls))]
-        return made + [{"tool_calls": [one]} for one in calls]
+        return made + [{"tool_calls": [piece]} for piece in calls]
 
     def _call(self, index: int) -> dict[str, Any]:
         name, value = self.calls[index]
@@ -178,14 +178,16 @@ def splits(draw: st.DrawFn, deltas: list[dict[str, Any]]) -> list[dict[str, Any]
 def test_a_turn_comes_back_as_it_was_sampled(
     turn: SampledTurn, summary: str | None, data: st.DataObject
 ) -> None:
-    asked = request(tools=TOOLS, reasoning={"summary": summary})
+    parameters = request(tools=TOOLS, reasoning={"summary": summary})
     finish = "tool_calls" if turn.calls else "stop"
     chunks = chunks_of(*turn.deltas(), finish=finish)
-    events, response = streamed(asked, chunks_of(*data.draw(splits(turn.deltas())), finish=finish))
+    events, response = stream_events(
+        parameters, chunks_of(*data.draw(splits(turn.deltas())), finish=finish)
+    )
     check(events)
     assert response["status"] == "completed"
-    assert response == whole(asked, chunks)
-    assert messages_of(whole(asked, chunks)) == [turn.message()]
+    assert response == whole(parameters, chunks)
+    assert messages_of(whole(parameters, chunks)) == [turn.message()]
     # A client sends the items back as OpenAI's package read them.
     echo = Response.model_validate(response).model_dump(mode="json", exclude_unset=True)
     items = [{"role": "user", "content": "hello"}, *echo["output"]]
@@ -204,15 +206,15 @@ def test_calls_that_the_agent_ran_come_back_as_its_history(
     first: SampledTurn, results: list[str], last: SampledTurn, data: st.DataObject
 ) -> None:
     ran = [
-        {"executed_tools": [{"index": at, **executed(f"c{at}", one)}]}
-        for at, one in enumerate(results)
+        {"executed_tools": [{"index": at, **executed_call(f"c{at}", result)}]}
+        for at, result in enumerate(results)
     ]
-    asked = request()
+    parameters = request()
     deltas = [*first.deltas(), *ran, *last.deltas("\n\n")]
-    events, response = streamed(asked, chunks_of(*data.draw(splits(deltas))))
+    events, response = stream_events(parameters, chunks_of(*data.draw(splits(deltas))))
     check(events)
-    assert response == whole(asked, chunks_of(*deltas))
-    history = messages_of(whole(asked, chunks_of(*deltas)))
+    assert response == whole(parameters, chunks_of(*deltas))
+    history = messages_of(whole(parameters, chunks_of(*deltas)))
     assert [message["role"] for message in history] == [
         "assistant",
         *["tool"] * len(results),
@@ -229,7 +231,7 @@ def test_calls_that_the_agent_ran_come_back_as_its_history(
 
 def test_the_events_of_an_answer() -> None:
     deltas = [{"reasoning_content": "hm"}, {"content": "1"}, {"content": "2"}]
-    events, response = streamed(request(), chunks_of(*deltas))
+    events, response = stream_events(request(), chunks_of(*deltas))
     assert [name.removeprefix("response.") for name, _ in events] == [
         *("created", "in_progress"),
         *("output_item.added", "content_part.added", "reasoning_text.delta"),
@@ -249,8 +251,10 @@ def test_the_events_of_an_answer() -> None:
 
 
 def test_a_summary_is_sent_to_those_who_ask_for_one() -> None:
-    asked = request(reasoning={"summary": "auto"})
-    events, response = streamed(asked, chunks_of({"reasoning_content": "hm"}, {"content": "1"}))
+    parameters = request(reasoning={"summary": "auto"})
+    events, response = stream_events(
+        parameters, chunks_of({"reasoning_content": "hm"}, {"content": "1"})
+    )
     deltas = [data for name, data in events if name == "response.reasoning_summary_text.delta"]
     assert [data["delta"] for data in deltas] == ["hm"]
     assert "content" not in response["output"][0]
@@ -260,11 +264,11 @@ def test_a_summary_is_sent_to_those_who_ask_for_one() -> None:
 def test_executed_calls_have_their_output() -> None:
     deltas: list[dict[str, Any]] = [
         {"content": "I compute."},
-        {"executed_tools": [{"index": 0, **executed("c0", "1")}]},
-        {"executed_tools": [{"index": 1, **executed("c1", "boom", "error")}]},
+        {"executed_tools": [{"index": 0, **executed_call("c0", "1")}]},
+        {"executed_tools": [{"index": 1, **executed_call("c1", "boom", "error")}]},
         {"content": "\n\n1"},
     ]
-    events, response = streamed(request(), chunks_of(*deltas))
+    events, response = stream_events(request(), chunks_of(*deltas))
     check(events)
     kinds = [item["type"] for item in response["output"]]
     assert kinds == ["message", "mcp_call", "mcp_call", "message"]
@@ -278,9 +282,11 @@ def test_executed_calls_have_their_output() -> None:
     "arguments", [{"x": 1}, {"input": 1}, {"input": "a", "x": 1}, {"input": "a"}]
 )
 def test_a_custom_call_has_text(arguments: dict[str, Any]) -> None:
-    one = {"index": 0, **call("c", "g", arguments)}
-    asked = request(tools=TOOLS)
-    events, response = streamed(asked, chunks_of({"tool_calls": [one]}, finish="tool_calls"))
+    piece = {"index": 0, **call("c", "g", arguments)}
+    parameters = request(tools=TOOLS)
+    events, response = stream_events(
+        parameters, chunks_of({"tool_calls": [piece]}, finish="tool_calls")
+    )
     check(events)
     item = response["output"][0]
     assert item["type"] == "custom_tool_call"
@@ -288,10 +294,12 @@ def test_a_custom_call_has_text(arguments: dict[str, Any]) -> None:
 
 
 def test_a_call_names_the_namespace_of_its_tool() -> None:
-    asked = request(tools=[{"type": "namespace", "name": "crm", "tools": TOOLS}, *TOOLS])
+    parameters = request(tools=[{"type": "namespace", "name": "crm", "tools": TOOLS}, *TOOLS])
     names = ("crm__f", "crm__g", "f")
     calls = [{"index": i, **call(f"c{i}", name, {})} for i, name in enumerate(names)]
-    events, response = streamed(asked, chunks_of({"tool_calls": calls}, finish="tool_calls"))
+    events, response = stream_events(
+        parameters, chunks_of({"tool_calls": calls}, finish="tool_calls")
+    )
     check(events)
     assert [(item["type"], item["name"], item.get("namespace")) for item in response["output"]] == [
         ("function_call", "f", "crm"),
@@ -301,7 +309,7 @@ def test_a_call_names_the_namespace_of_its_tool() -> None:
 
 
 def test_an_answer_that_was_cut_off_is_incomplete() -> None:
-    events, response = streamed(request(), chunks_of({"content": "1"}, finish="length"))
+    events, response = stream_events(request(), chunks_of({"content": "1"}, finish="length"))
     check(events)
     assert (response["status"], response["incomplete_details"]) == (
         "incomplete",
@@ -313,7 +321,7 @@ def test_an_answer_that_was_cut_off_is_incomplete() -> None:
 
 def test_the_parameters_are_repeated_in_the_response() -> None:
     schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
-    asked = request(
+    parameters = request(
         instructions="Be brief.",
         tools=[*TOOLS, {"type": "web_search"}],
         tool_choice={"type": "custom", "name": "g"},
@@ -325,7 +333,7 @@ def test_the_parameters_are_repeated_in_the_response() -> None:
         metadata={"a": "b"},
         previous_response_id="resp_1",
     )
-    response = Response.model_validate(whole(asked, chunks_of({"content": "1"})))
+    response = Response.model_validate(whole(parameters, chunks_of({"content": "1"})))
     assert (response.id, response.created_at, response.model) == ("resp_0f", 1, "m")
     assert (response.instructions, response.temperature) == ("Be brief.", 0.5)
     assert (response.max_output_tokens, response.parallel_tool_calls) == (9, False)
@@ -343,7 +351,7 @@ def test_logprobs_of_all_tokens_are_at_the_last_message() -> None:
         likely = {"token": text, "logprob": -0.5, "bytes": None}
         return {**likely, "top_logprobs": [likely]}
 
-    asked = request(include=["message.output_text.logprobs"], top_logprobs=1)
+    parameters = request(include=["message.output_text.logprobs"], top_logprobs=1)
     chunks = [
         chunk(reasoning_content="hm", logprobs=[token("<think>"), token("hm")]),
         chunk(content="1", logprobs=[token("1")]),
@@ -351,18 +359,18 @@ def test_logprobs_of_all_tokens_are_at_the_last_message() -> None:
         chunk("stop"),
         usage(),
     ]
-    events, response = streamed(asked, chunks)
+    events, response = stream_events(parameters, chunks)
     for name, data in events:
         EVENTS[name].model_validate(data)
     sent = [data["logprobs"] for name, data in events if name == "response.output_text.delta"]
-    assert [[one["token"] for one in group] for group in sent] == [["<think>", "hm", "1"], []]
+    assert [[entry["token"] for entry in group] for group in sent] == [["<think>", "hm", "1"], []]
     part = Response.model_validate(response).output[-1].to_dict()["content"]
-    assert [one["token"] for one in part[0]["logprobs"]] == ["<think>", "hm", "1"]  # type: ignore[index]
+    assert [entry["token"] for entry in part[0]["logprobs"]] == ["<think>", "hm", "1"]  # type: ignore[index]
 
 
 def test_a_failure_ends_the_response() -> None:
     stream = ResponsesStream(request())
-    events = [event for one in chunks_of({"content": "1"})[:-2] for event in stream.feed(one)]
+    events = [event for chunk in chunks_of({"content": "1"})[:-2] for event in stream.feed(chunk)]
     events += stream.fail(*error_of(ServerError("all servers are gone")))
     check(events)
     response = events[-1][1]["response"]
@@ -397,9 +405,9 @@ def test_errors_name_the_fields_of_this_protocol(
     error: Any, status: int, param: str | None, message: str
 ) -> None:
     got, body = error_of(error)
-    told = error_form(body)["error"]
-    assert (got, told["param"], told["message"]) == (status, param, message)
-    assert told["code"] == getattr(error, "code", None)
+    form = error_form(body)["error"]
+    assert (got, form["param"], form["message"]) == (status, param, message)
+    assert form["code"] == getattr(error, "code", None)
 
 
 def test_openais_client_reads_the_stream() -> None:
@@ -409,8 +417,8 @@ def test_openais_client_reads_the_stream() -> None:
         {"content": "2"},
         {"tool_calls": [{"index": 0, **call("c", "f", {"a": 1})}]},
     ]
-    asked = request(tools=TOOLS)
-    events, response = streamed(asked, chunks_of(*deltas, finish="tool_calls"))
+    parameters = request(tools=TOOLS)
+    events, response = stream_events(parameters, chunks_of(*deltas, finish="tool_calls"))
     body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -422,7 +430,9 @@ def test_openais_client_reads_the_stream() -> None:
         OpenAI(api_key="-", http_client=httpx.Client(transport=transport)) as client,
         client.responses.stream(model="m", input="hello") as stream,
     ):
-        text = "".join(one.delta for one in stream if one.type == "response.output_text.delta")
+        text = "".join(
+            event.delta for event in stream if event.type == "response.output_text.delta"
+        )
         final = stream.get_final_response()
     assert text == final.output_text == "12"
     ids = [item["id"] for item in json.loads(final.to_json())["output"]]

@@ -17,6 +17,7 @@ from tests.agentloop.evaluation.fake_endpoint import FakeEndpoint, said
 from tests.support import FakeSGLang
 
 HERE = "tests.agentloop.cli.played"
+GUESS = "agentloop.environments.examples.guess_number:guess"
 
 
 @pytest.fixture
@@ -41,9 +42,19 @@ def test_an_environment_is_shown_with_all_parts(
     assert out.count(SAID) == 6
     assert out.count("reward 1.25 (whole 1, half 0.25)") == 3
     (head,) = (line for line in out.splitlines() if line.startswith("  rollout") or "turns" in line)
-    for name in ("reward", "whole", "half", "turns", "calls", "tokens", "model s", "waiting s"):
+    for name in (
+        "reward",
+        "whole",
+        "half",
+        "talks",
+        "turns",
+        "calls",
+        "tokens",
+        "model s",
+        "waiting s",
+    ):
         assert name in head
-    assert "reward     1.250 on average\n  whole: 1.000\n  half: 0.250" in out
+    assert "reward     1.250 on average\n  whole: 1.000\n  half: 0.250\n  talks: 2.000" in out
     assert "failed" not in out
     assert "s in all rollouts: model " in out
 
@@ -58,21 +69,19 @@ def test_a_transcript_has_the_messages_of_the_environment_between_those_of_the_m
     assert lines[at + 1 : at + 7] == expected
 
 
+@pytest.mark.parametrize(
+    "command", [["env", "try", GUESS, "num_rollouts=1"], ["chat", f"env={GUESS}"]]
+)
 def test_an_endpoint_plays_with_the_tools_of_the_environment(
-    capsys: pytest.CaptureFixture[str],
+    command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     guess = calls(("a", "guess", '{"number": 40}'), text="I try [40].")
     answer = said("I give up.", reasoning_content="Too large.")
     with start_blocking_portal() as portal:
         fake = FakeEndpoint(deque([guess, answer]))
         with portal.wrap_async_context_manager(fake.serving()):
-            settings = [f"endpoint.url={fake.url}", "num_rollouts=1", "sandbox.backend=process"]
-            assert (
-                main(
-                    ["env", "try", "agentloop.environments.examples.guess_number:guess", *settings]
-                )
-                == 0
-            )
+            settings = [f"endpoint.url={fake.url}", "sandbox.backend=process"]
+            assert main([*command, *settings]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
     at = next(number for number, line in enumerate(lines) if line.startswith("> Find my number"))
     assert lines[at + 1 : at + 4] == ["I try [40].", "\u25b6 guess", '\u2502 {"number": 40}']
@@ -143,8 +152,8 @@ def test_the_name_comes_first(
 def test_mistakes_are_told_before_anything_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentloop.cli.env.trial.Runtime", None)
-    monkeypatch.setattr("agentloop.cli.env.trial.is_installed", lambda name: name != "sglang")
+    monkeypatch.setattr("agentloop.cli.playing.Runtime", None)
+    monkeypatch.setattr("agentloop.cli.playing.is_installed", lambda name: name != "sglang")
     assert main(["env", "try", f"{HERE}:two_talks"]) == 2
     assert "SGLang is not installed" in capsys.readouterr().err
     assert main(["env", "try", "no_such_module:f"]) == 2

@@ -34,8 +34,8 @@ class Process:
         self._how = ""
         self._dead = anyio.Event()
 
-    def die(self, how: str) -> None:
-        self.alive, self._how = False, how
+    def die(self, ending: str) -> None:
+        self.alive, self._how = False, ending
         self._dead.set()
 
     async def wait_dead(self) -> str:
@@ -90,7 +90,7 @@ async def keep(clients: Clients, *processes: Process, **options: float) -> None:
 
 
 @asynccontextmanager
-async def kept(clients: Clients, *processes: Process, **options: float) -> AsyncIterator[None]:
+async def keeping(clients: Clients, *processes: Process, **options: float) -> AsyncIterator[None]:
     async with anyio.create_task_group() as tasks:
 
         async def run() -> None:
@@ -103,7 +103,7 @@ async def kept(clients: Clients, *processes: Process, **options: float) -> Async
 
 async def test_a_server_that_dies_is_restarted_and_its_clients_know_first() -> None:
     a, b, clients = Process("a"), Process("b"), Clients()
-    async with kept(clients, a, b):
+    async with keeping(clients, a, b):
         a.die("exit status 1\nthe log's tail")
         await eventually(lambda: a.alive)
     assert clients.calls == ["a exited: exit status 1", "a restarting"]
@@ -113,7 +113,7 @@ async def test_a_server_that_dies_is_restarted_and_its_clients_know_first() -> N
 async def test_a_server_that_was_retired_stays_dead() -> None:
     process, clients = Process("a"), Clients()
     clients.disabled.add("a")
-    async with kept(clients, process):
+    async with keeping(clients, process):
         process.die("ended")
         await eventually(lambda: clients.calls == ["a exited: ended"])
         await anyio.wait_all_tasks_blocked()
@@ -134,7 +134,7 @@ async def test_the_last_server_given_up_is_an_error_with_its_log() -> None:
 
 async def test_servers_of_others_are_enough() -> None:
     process, clients = Process("a"), Clients("elsewhere")
-    async with kept(clients, process, max_restarts=0):
+    async with keeping(clients, process, max_restarts=0):
         process.die("ended")
         await eventually(lambda: clients.calls[-1:] == ["a given up"])
         await anyio.wait_all_tasks_blocked()
@@ -157,7 +157,7 @@ async def test_a_restart_that_fails_is_cleaned_up_and_counts() -> None:
 async def test_an_unresponsive_server_is_killed_and_restarted() -> None:
     process, clients = Process("a"), Clients()
     clients.dead.add("a")
-    async with kept(clients, process, unresponsive_s=0.02):
+    async with keeping(clients, process, unresponsive_s=0.02):
         await eventually(lambda: process.num_stops == 1)
         clients.dead.clear()
         await eventually(lambda: process.alive)
@@ -177,7 +177,7 @@ async def test_a_server_need_not_answer_while_it_starts() -> None:
         return is_dead(url)
 
     clients.is_dead = counting  # type: ignore[method-assign]
-    async with kept(clients, process, Process("b"), unresponsive_s=0.02):
+    async with keeping(clients, process, Process("b"), unresponsive_s=0.02):
         process.die("killed")
         process.alive = True  # the new process runs, but is not ready
         await eventually(lambda: process.num_starts == 1)

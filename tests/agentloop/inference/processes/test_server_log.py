@@ -15,7 +15,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("said", "status", "expected"),
+    ("text", "status", "expected"),
     [
         ("", 3, ["ended with exit status 3."]),
         ("", 139, ["was killed by SIGSEGV."]),
@@ -65,8 +65,8 @@ def path(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_ending(path: Path, said: str, status: int, expected: list[str]) -> None:
-    path.write_text(said)
+def test_ending(path: Path, text: str, status: int, expected: list[str]) -> None:
+    path.write_text(text)
     assert ServerLog(path).ending(status).splitlines() == expected
 
 

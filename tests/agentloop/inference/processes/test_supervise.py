@@ -136,14 +136,14 @@ def stub(tmp_path: Path) -> Stub:
 
 
 async def test_is_ready_then_leaves_nothing(stub: Stub) -> None:
-    said: list[str] = []
-    async with running([stub.launch], on_progress=said.append) as [server]:
+    progress: list[str] = []
+    async with running([stub.launch], on_progress=progress.append) as [server]:
         assert (server.alive, server.returncode) == (True, None)
         assert stub.pids[0] == server.pid
         assert len(stub.left) == 5
     assert stub.left == []
     assert (server.alive, server.returncode) == (False, 128 + signal.SIGKILL)
-    assert "ready at http://127.0.0.1:" in said[-1]
+    assert "ready at http://127.0.0.1:" in progress[-1]
 
 
 async def test_leaves_nothing_when_the_body_raises(stub: Stub) -> None:
@@ -211,11 +211,11 @@ sys.exit(3)
     with pytest.raises(ServerStartError) as caught:
         async with running([stub.launch], on_progress=quiet):
             raise AssertionError("it died")
-    said, _, tail = str(caught.value).partition("The end of its log")
-    assert "stub ended with exit status 3" in said
-    assert sys.executable in said
-    assert "OSError: [Errno 98] address already in use" in said
-    assert "Another program has taken the port" in said
+    message, _, tail = str(caught.value).partition("The end of its log")
+    assert "stub ended with exit status 3" in message
+    assert sys.executable in message
+    assert "OSError: [Errno 98] address already in use" in message
+    assert "Another program has taken the port" in message
     assert "line 99" in tail
     assert "line 71" in tail
     assert "line 70" not in tail
@@ -301,7 +301,9 @@ anyio.run(main, backend_options={{"use_uvloop": {uvloop}}})
 @pytest.mark.parametrize("uvloop", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.full
-async def test_nothing_outlives_us(tmp_path: Path, number: signal.Signals, uvloop: bool) -> None:
+async def test_ending_the_runtime_ends_all_processes_of_its_servers(
+    tmp_path: Path, number: signal.Signals, uvloop: bool
+) -> None:
     stub = Stub(tmp_path)
     script = RUNTIME.format(
         here=str(Path(__file__).parent), folder=str(tmp_path), stop_timeout_s=0.0, uvloop=uvloop
@@ -310,10 +312,10 @@ async def test_nothing_outlives_us(tmp_path: Path, number: signal.Signals, uvloo
         [sys.executable, "-c", script], stderr=subprocess.DEVNULL, start_new_session=True
     ) as runtime:
         assert runtime.stdout is not None
-        said = b""
+        output = b""
         with anyio.fail_after(patient(60)):
-            while b"running" not in said:
-                said += await runtime.stdout.receive()
+            while b"running" not in output:
+                output += await runtime.stdout.receive()
         assert len(stub.left) == 5
         # To the whole process group, as a terminal does with Ctrl-C.
         os.killpg(runtime.pid, number)
@@ -336,7 +338,7 @@ def _option(launch: Launch, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "seen"),
+    ("chosen", "expected"),
     [
         ({}, "PASSIVE None None"),
         ({"OMP_WAIT_POLICY": "active"}, "active None None"),
@@ -345,18 +347,18 @@ def _option(launch: Launch, name: str) -> str:
     ],
 )
 async def test_threads_of_servers_sleep_while_waiting_unless_configured_otherwise(
-    tmp_path: Path, chosen: dict[str, str], seen: str
+    tmp_path: Path, chosen: dict[str, str], expected: str
 ) -> None:
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
     script = f"import os; print(*map(os.environ.get, {names}))"
     environment = {k: v for k, v in os.environ.items() if k not in names} | chosen
     log = tmp_path / "log"
-    process = await supervise.guarded(
+    process = await supervise.start_guarded(
         [sys.executable, "-c", script], environment, log, stop_timeout_s=0
     )
     async with process:
         await process.wait()
-    assert log.read_text().splitlines()[-1] == seen
+    assert log.read_text().splitlines()[-1] == expected
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -367,7 +369,7 @@ async def test_a_folder_of_a_process_is_removed_when_it_has_ended(
     folder.mkdir()
     (folder / "socket").touch()
     code = "import time; time.sleep(600)" if is_killed else "pass"
-    async with await supervise.guarded(
+    async with await supervise.start_guarded(
         [sys.executable, "-c", code], os.environ, tmp_path / "log", stop_timeout_s=0, folder=folder
     ) as process:
         assert process.stdin is not None
@@ -415,8 +417,8 @@ def test_the_kv_cache_of_a_large_model_is_bounded(model: Path, tmp_path: Path) -
     [launch] = plan(model, ServerSettings(device="cpu"), log_dir=tmp_path)
     bytes_a_token = 2 * 28 * 8 * 128 * 4
     assert int(_option(launch, "--max-total-tokens")) == 2 * 1024**3 // bytes_a_token
-    asked = ServerSettings(device="cpu", max_total_tokens=99)
-    [launch] = plan(model, asked, log_dir=tmp_path)
+    settings = ServerSettings(device="cpu", max_total_tokens=99)
+    [launch] = plan(model, settings, log_dir=tmp_path)
     assert _option(launch, "--max-total-tokens") == "99"
 
 
@@ -428,8 +430,8 @@ def test_a_name_may_be_downloaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("as_text", [False, True])
 def test_a_folder_that_holds_no_model(tmp_path: Path, as_text: bool) -> None:
-    for folder, said in ((tmp_path, r"no config\.json"), (tmp_path / "x", "does not exist")):
-        with pytest.raises(ModelError, match=said):
+    for folder, error in ((tmp_path, r"no config\.json"), (tmp_path / "x", "does not exist")):
+        with pytest.raises(ModelError, match=error):
             plan(str(folder) if as_text else folder, ServerSettings(), log_dir=tmp_path)
 
 
@@ -449,14 +451,14 @@ def test_a_port_in_use(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ServerSettings(device="cuda")
+    settings = ServerSettings(device="cuda")
     monkeypatch.setenv("AGENTLOOP_ACCELERATOR", "0")
     with pytest.raises(SettingsError, match=r"^server\.device: cuda, but no GPU is visible here"):
-        require_device(asked)
+        require_device(settings)
     for device in ("auto", "cpu"):
         require_device(ServerSettings(device=device))
     monkeypatch.setenv("AGENTLOOP_ACCELERATOR", "1")
-    require_device(asked)
+    require_device(settings)
 
 
 @pytest.mark.parametrize("argument", ["--port", "--host=0.0.0.0", "--device=cuda"])
@@ -514,18 +516,18 @@ class Seen:
 
 
 async def test_a_server_that_dies_is_started_again(stub: Stub) -> None:
-    seen = Seen()
+    clients = Seen()
     async with (
         running([stub.launch], on_progress=quiet) as [server],
         anyio.create_task_group() as t,
     ):
-        t.start_soon(seen.keep, [server])
+        t.start_soon(clients.keep, [server])
         first = stub.pids
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
         await until(lambda: server.alive and stub.pids != first and server.pid == stub.pids[0])
-        assert seen.exits == [(server.url, "stub was killed by SIGKILL.")]
-        assert seen.restarts == [server.url]
+        assert clients.exits == [(server.url, "stub was killed by SIGKILL.")]
+        assert clients.restarts == [server.url]
         assert not any(map(_runs, first))
         assert server.log_path.with_name(server.log_path.name + ".previous").exists()
         await until(lambda: _listens(server.url))
@@ -534,17 +536,17 @@ async def test_a_server_that_dies_is_started_again(stub: Stub) -> None:
 
 
 async def test_an_unresponsive_server_is_killed_and_restarted(stub: Stub) -> None:
-    seen = Seen()
+    clients = Seen()
     async with (
         running([stub.launch], on_progress=quiet) as [server],
         anyio.create_task_group() as t,
     ):
         first = stub.pids
         os.kill(first[0], signal.SIGSTOP)
-        seen.dead.add(server.url)
-        t.start_soon(partial(seen.keep, [server], unresponsive_s=0.1))
-        await until(lambda: seen.restarts)
-        seen.dead.clear()
+        clients.dead.add(server.url)
+        t.start_soon(partial(clients.keep, [server], unresponsive_s=0.1))
+        await until(lambda: clients.restarts)
+        clients.dead.clear()
         await until(lambda: _listens(server.url))
         assert not any(map(_runs, first))
         t.cancel_scope.cancel()
@@ -555,13 +557,13 @@ async def test_giving_up_a_server_is_logged_and_giving_up_the_last_one_raises(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stubs = [Stub(tmp_path / name) for name in "ab"]
-    seen = Seen()
+    clients = Seen()
     async with running([stub.launch for stub in stubs], on_progress=quiet) as servers:
         with pytest.RaisesGroup(
             pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="no server is left"))
         ):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(partial(seen.keep, servers, max_restarts=0))
+                tasks.start_soon(partial(clients.keep, servers, max_restarts=0))
                 for server in servers:
                     assert server.pid is not None
                     os.kill(server.pid, signal.SIGKILL)
@@ -569,31 +571,31 @@ async def test_giving_up_a_server_is_logged_and_giving_up_the_last_one_raises(
                     await until(lambda: not server.alive)  # noqa: B023
                     if server is servers[-1]:
                         await anyio.sleep_forever()
-    assert seen.restarts == []
+    assert clients.restarts == []
 
 
 async def test_an_unwanted_server_stays_dead(stub: Stub) -> None:
-    seen = Seen()
+    clients = Seen()
     async with running([stub.launch], on_progress=quiet) as [server]:
-        seen.unwanted.add(server.url)
+        clients.unwanted.add(server.url)
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(seen.keep, [server])
-            await until(lambda: seen.exits)
+            tasks.start_soon(clients.keep, [server])
+            await until(lambda: clients.exits)
             tasks.cancel_scope.cancel()
-    assert seen.restarts == []
+    assert clients.restarts == []
 
 
 async def test_healthy_servers_of_others_keep_the_runtime_alive(stub: Stub) -> None:
-    seen = Seen()
-    seen.others.add("http://elsewhere")
+    clients = Seen()
+    clients.others.add("http://elsewhere")
     async with running([stub.launch], on_progress=quiet) as [server]:
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(seen.keep, [server], max_restarts=0))
-            await until(lambda: server.url in seen.unwanted)
+            tasks.start_soon(partial(clients.keep, [server], max_restarts=0))
+            await until(lambda: server.url in clients.unwanted)
             tasks.cancel_scope.cancel()
 
 
@@ -601,35 +603,35 @@ async def test_a_restart_that_fails_counts_as_a_death(tmp_path: Path) -> None:
     """The server starts once; after that it exits immediately."""
     once = "import os, sys\nif os.path.exists(sys.argv[2]): sys.exit(3)\n" + STUB
     stub = Stub(tmp_path / "stub", once)
-    seen = Seen()
+    clients = Seen()
     with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="exit status 3")):
         async with running([stub.launch], on_progress=quiet) as [server]:
             assert server.pid is not None
             os.kill(server.pid, signal.SIGKILL)
-            await seen.keep([server], max_restarts=1)
-    assert [how for _, how in seen.exits] == [
+            await clients.keep([server], max_restarts=1)
+    assert [ending for _, ending in clients.exits] == [
         "stub was killed by SIGKILL.",
         "stub ended with exit status 3.",
     ]
 
 
-@pytest.mark.parametrize("how", ["removed", "in the way"])
+@pytest.mark.parametrize("obstacle", ["removed", "in the way"])
 @pytest.mark.full
 async def test_a_log_that_cannot_be_renamed_does_not_prevent_a_restart(
-    stub: Stub, how: str
+    stub: Stub, obstacle: str
 ) -> None:
-    seen = Seen()
+    clients = Seen()
     async with (
         running([stub.launch], on_progress=quiet) as [server],
         anyio.create_task_group() as t,
     ):
-        if how == "removed":
+        if obstacle == "removed":
             server.log_path.unlink()
         else:
             (server.log_path.with_name(server.log_path.name + ".previous") / "x").mkdir(
                 parents=True
             )
-        t.start_soon(seen.keep, [server])
+        t.start_soon(clients.keep, [server])
         first = stub.pids
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
@@ -640,7 +642,7 @@ async def test_a_log_that_cannot_be_renamed_does_not_prevent_a_restart(
 
 async def test_a_log_that_cannot_be_written_fails_the_start(tmp_path: Path) -> None:
     stub = Stub(tmp_path / "stub")
-    seen = Seen()
+    clients = Seen()
     with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="cannot be started")):
         async with running([stub.launch], on_progress=quiet) as [server]:
             server.log_path.unlink()
@@ -648,8 +650,8 @@ async def test_a_log_that_cannot_be_written_fails_the_start(tmp_path: Path) -> N
             server.log_path.with_name(server.log_path.name + ".previous").touch()
             assert server.pid is not None
             os.kill(server.pid, signal.SIGKILL)
-            await seen.keep([server], max_restarts=1)
-    assert len(seen.exits) == 2
+            await clients.keep([server], max_restarts=1)
+    assert len(clients.exits) == 2
     assert stub.left == []
     with pytest.raises(ServerStartError, match="cannot be started"):
         async with running([stub.launch], on_progress=quiet):
@@ -661,7 +663,7 @@ async def test_a_slow_restart_is_not_killed(tmp_path: Path) -> None:
     """The server need not answer during the restart, but afterwards."""
     slow = "import os, sys, time\nif os.path.exists(sys.argv[2]): time.sleep(1)\n" + STUB
     stub = Stub(tmp_path / "stub", slow)
-    seen = Seen()
+    clients = Seen()
     async with (
         running([stub.launch], on_progress=quiet) as [server],
         anyio.create_task_group() as t,
@@ -669,9 +671,9 @@ async def test_a_slow_restart_is_not_killed(tmp_path: Path) -> None:
         first = stub.pids
         os.kill(first[0], signal.SIGKILL)
         await until(lambda: not server.alive)
-        seen.dead.add(server.url)
-        t.start_soon(partial(seen.keep, [server], unresponsive_s=0.2))
-        await until(lambda: len(seen.exits) == 2)
+        clients.dead.add(server.url)
+        t.start_soon(partial(clients.keep, [server], unresponsive_s=0.2))
+        await until(lambda: len(clients.exits) == 2)
         assert stub.pids != first, "it was killed before it was ready"
         t.cancel_scope.cancel()
     assert stub.left == []
@@ -681,7 +683,7 @@ async def test_another_program_has_its_port(tmp_path: Path) -> None:
     """The other program's answers are not even valid HTTP; only the start fails."""
     script = "import os, sys, time\nif os.path.exists(sys.argv[2]): time.sleep(.5); sys.exit(3)\n"
     stub = Stub(tmp_path / "stub", script + STUB)
-    seen = Seen()
+    clients = Seen()
     nonsense = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nnope"
     num_asked = 0
 
@@ -701,7 +703,7 @@ async def test_another_program_has_its_port(tmp_path: Path) -> None:
         async with listener, anyio.create_task_group() as serving:
             serving.start_soon(listener.serve, answer, serving)
             with pytest.RaisesGroup(pytest.RaisesExc(ServerError, match="exit status 3")):
-                await seen.keep([server], max_restarts=1)
+                await clients.keep([server], max_restarts=1)
             assert num_asked
             serving.cancel_scope.cancel()
 

@@ -34,9 +34,9 @@ class Flight(RuleBasedStateMachine):
         if f"r{number}" in self.lengths:
             self.lengths[f"r{number}"] += tokens
 
-    @rule(number=st.integers(0, 20), whole=st.booleans())
-    def end(self, number: int, whole: bool) -> None:
-        self.forecast.end(f"r{number}", whole=whole)
+    @rule(number=st.integers(0, 20), is_complete=st.booleans())
+    def end(self, number: int, is_complete: bool) -> None:
+        self.forecast.end(f"r{number}", is_complete=is_complete)
         self.lengths.pop(f"r{number}", None)
 
     @invariant()
@@ -44,8 +44,8 @@ class Flight(RuleBasedStateMachine):
         buckets = [min(31, length // 10) for length in self.lengths.values()]
         assert self.forecast._present == [buckets.count(bucket) for bucket in range(32)]
         assert len(self.forecast) == len(self.lengths)
-        now = sum(10 * (bucket + 0.5) for bucket in buckets)
-        assert now - 1e-6 <= self.forecast.peak() <= 320 * len(buckets) + 1e-6
+        present = sum(10 * (bucket + 0.5) for bucket in buckets)
+        assert present - 1e-6 <= self.forecast.peak() <= 320 * len(buckets) + 1e-6
         assert self.forecast.peak(3) >= self.forecast.peak()
 
 
@@ -79,7 +79,7 @@ def test_running_rollouts_prevent_a_bias_towards_short_ones() -> None:
 def test_old_observations_count_little() -> None:
     """Rollouts have become shorter during a long run."""
 
-    def expected(window: int) -> float:
+    def predict_peak(window: int) -> float:
         forecast = Forecast(longest=3200, weight=1.0, window=window)
         for number, length in enumerate([2999] * 1000 + [999] * 500):
             forecast.start(f"r{number}")
@@ -87,8 +87,8 @@ def test_old_observations_count_little() -> None:
             forecast.end(f"r{number}")
         return forecast.peak(10)
 
-    assert expected(50) == pytest.approx(10_000, rel=0.1)
-    assert expected(10_000) > 15_000
+    assert predict_peak(50) == pytest.approx(10_000, rel=0.1)
+    assert predict_peak(10_000) > 15_000
 
 
 def test_a_rollout_starts_once() -> None:
@@ -135,7 +135,7 @@ def test_a_retraction_cuts_the_target_which_then_grows_back(
     assert made.target == 1.0
 
 
-def test_nothing_grows_when_reports_stop() -> None:
+def test_the_target_does_not_grow_when_reports_stop() -> None:
     made = admission()
     made.observe(0.0, 1, 0.0)
     assert made.observe(14.0, 0, 0.0) == "grow"

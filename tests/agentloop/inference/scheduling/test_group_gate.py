@@ -54,7 +54,7 @@ async def test_more_groups_than_fit_wait_in_order() -> None:
     assert gate.waits() == []
 
 
-async def test_one_group_always_may_start() -> None:
+async def test_a_group_may_always_start_if_none_is_in_flight() -> None:
     gate, inside = gate_of([10]), list[str]()
     ends = [anyio.Event(), anyio.Event()]
     async with anyio.create_task_group() as tasks:
@@ -77,9 +77,9 @@ async def test_rollouts_that_end_free_capacity_before_their_group_does() -> None
         tasks.start_soon(hold, gate, "b", inside, end)
         await anyio.wait_all_tasks_blocked()
         assert inside == ["a"]
-        gate.ended("somebody else's", whole=True)
+        gate.end_conversation("somebody else's", is_complete=True)
         for index in range(4):
-            gate.ended(f"a.{index}", whole=True)
+            gate.end_conversation(f"a.{index}", is_complete=True)
         await anyio.wait_all_tasks_blocked()
         assert inside == ["a", "b"]
         end.set()
@@ -93,25 +93,26 @@ async def test_a_rollout_of_several_conversations_holds_what_they_hold_together(
     alone = Forecast(longest=LONGEST, prior=200)
     alone.start("g.0")
     async with gate.group("g", 1, 0, is_single=False) as group:
-        gate.reached("g.0", 100)
-        gate.reached("g.0+black", 50)
+        gate.record_length("g.0", 100)
+        gate.record_length("g.0+black", 50)
         alone.grow("g.0", 150)
         assert forecast.peak() == alone.peak()
-        gate.ended("g.0", whole=True)  # its first conversation: the rollout goes on
-        gate.reached("g.0+1", 120)
+        # The rollout goes on after its first conversation.
+        gate.end_conversation("g.0", is_complete=True)
+        gate.record_length("g.0+1", 120)
         alone.grow("g.0", 20)
         assert forecast.peak() == alone.peak()
         assert len(forecast) == 1
         group.end("g.0", True)
         assert len(forecast) == 0
-        gate.reached("g.0+1", 300)  # a late one is not counted
+        gate.record_length("g.0+1", 300)  # a late one is not counted
         assert forecast.peak() == 0
 
 
 async def test_groups_of_conversations_are_admitted_by_the_prompt_that_siblings_shared() -> None:
     gate = gate_of([1400])
     async with gate.group("a", 1, 0, is_single=False):
-        gate.reached("a.0", 10, num_shared=1000)
+        gate.record_length("a.0", 10, num_shared=1000)
         with anyio.move_on_after(0.01) as waiting:
             async with gate.group("b", 1, 0, is_single=False):
                 raise AssertionError("two prompts of 1,000 tokens do not fit")
@@ -121,22 +122,22 @@ async def test_groups_of_conversations_are_admitted_by_the_prompt_that_siblings_
 
 
 async def test_a_source_is_asked_only_when_there_is_capacity() -> None:
-    gate, asked = gate_of([600]), list[int]()
+    gate, requests = gate_of([600]), list[int]()
     end = anyio.Event()
 
     async def source() -> None:
         for index in range(3):
             await gate.wait_for_capacity(4)
-            asked.append(index)
+            requests.append(index)
             tasks.start_soon(hold, gate, f"g{index}", [], end)
             await anyio.wait_all_tasks_blocked()
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(source)
         await anyio.wait_all_tasks_blocked()
-        assert asked == [0]
+        assert requests == [0]
         end.set()
-    assert asked == [0, 1, 2]
+    assert requests == [0, 1, 2]
 
 
 async def test_new_capacity_admits_groups_at_the_next_report() -> None:
@@ -182,7 +183,7 @@ async def test_a_name_is_taken_while_its_group_waits_and_free_afterwards() -> No
         tasks.cancel_scope.cancel()
     async with gate.group("b", 4, 50), anyio.create_task_group() as tasks:
         for index in range(4):  # all have ended, but the group has not
-            gate.ended(f"b.{index}", whole=True)
+            gate.end_conversation(f"b.{index}", is_complete=True)
         with pytest.raises(ValueError, match="'b' is already in flight"):
             async with gate.group("b", 4, 50):
                 pass
@@ -208,18 +209,18 @@ async def test_no_state_is_left_and_no_group_is_lost(
             await hold(gate, f"g{index}", inside, ends[index])
 
     async with anyio.create_task_group() as tasks:
-        for number, (what, index) in enumerate(script):
-            if what == "start" and index not in scopes:
+        for number, (action, index) in enumerate(script):
+            if action == "start" and index not in scopes:
                 tasks.start_soon(one, index)
                 await anyio.lowlevel.checkpoint()
-            elif what == "cancel" and index in scopes:
+            elif action == "cancel" and index in scopes:
                 scopes[index].cancel()
-            elif what == "end":
+            elif action == "end":
                 ends[index].set()
-            elif what == "grow":
-                gate.reached(f"g{index}.{number % 4}", number * 10)
-            elif what == "finish":
-                gate.ended(f"g{index}.{number % 4}", whole=True)
+            elif action == "grow":
+                gate.record_length(f"g{index}.{number % 4}", number * 10)
+            elif action == "finish":
+                gate.end_conversation(f"g{index}.{number % 4}", is_complete=True)
             if number % 3 == 0:
                 await anyio.lowlevel.checkpoint()
         for end in ends:

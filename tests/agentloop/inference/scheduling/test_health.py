@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.inference.scheduling.health import Health, HealthLimits, ServerState
+from agentloop.inference.scheduling.health import Health, ServerState
 
 HEALTHY, SUSPECT, DEAD, RESTARTING, STALE, RETIRED = ServerState
 
@@ -20,17 +20,17 @@ EVENTS: dict[str, Event] = {
     "probe fails": lambda health: health.probe_failed("timeout"),
     "probe, current": lambda health: health.probe_succeeded(has_weights=True),
     "probe, others": lambda health: health.probe_succeeded(has_weights=False),
-    "exits": lambda health: health.exited("signal 9"),
+    "exits": lambda health: health.mark_exited("signal 9"),
     "restarting": lambda health: health.restarting(),
     "weights missed": lambda health: health.weights_missed(),
     "weights loaded": lambda health: health.weights_loaded(),
     "retire": lambda health: health.retire(),
 }
 
-# Events that lead to each state; the limit is two failures of a kind.
+# Events that lead to each state; the limit is three failures of a kind.
 REACHED: dict[ServerState, list[str]] = {
     HEALTHY: [],
-    SUSPECT: ["request fails"],
+    SUSPECT: ["request fails", "request fails"],
     DEAD: ["exits"],
     RESTARTING: ["exits", "restarting"],
     STALE: ["weights missed"],
@@ -52,8 +52,8 @@ TABLE: dict[str, list[ServerState]] = {
 }
 
 
-def reached(state: ServerState) -> Health:
-    health = Health(HealthLimits(max_request_failures=2, max_probe_failures=2))
+def health_in(state: ServerState) -> Health:
+    health = Health()
     for event in REACHED[state]:
         EVENTS[event](health)
     assert health.state is state
@@ -63,7 +63,7 @@ def reached(state: ServerState) -> Health:
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("state", ServerState)
 def test_transitions(state: ServerState, event: str) -> None:
-    health = reached(state)
+    health = health_in(state)
     after = TABLE[event][list(ServerState).index(state)]
     assert EVENTS[event](health) is after
     assert health.state is after
@@ -85,7 +85,7 @@ def test_permissions_of_each_state() -> None:
 
 
 def test_failures_of_requests_and_of_probes_are_counted_apart() -> None:
-    health = Health(HealthLimits(max_request_failures=3, max_probe_failures=3))
+    health = Health()
     for _ in range(2):
         health.request_failed("broken pipe")
         health.probe_failed("timeout")
@@ -95,7 +95,7 @@ def test_failures_of_requests_and_of_probes_are_counted_apart() -> None:
 
 
 def test_a_probe_that_succeeds_does_not_excuse_requests_that_fail() -> None:
-    health = Health(HealthLimits(max_request_failures=3))
+    health = Health()
     for _ in range(3):
         assert health.state is HEALTHY
         health.request_failed("broken pipe")
@@ -117,7 +117,7 @@ def test_a_request_that_succeeds_does_not_excuse_probes_that_fail() -> None:
 
 
 def test_streams_of_the_previous_process_do_not_count() -> None:
-    health = reached(RESTARTING)
+    health = health_in(RESTARTING)
     for _ in range(5):
         health.request_failed("the connection was closed")
     health.probe_succeeded(has_weights=True)
@@ -125,7 +125,7 @@ def test_streams_of_the_previous_process_do_not_count() -> None:
 
 
 def test_a_server_that_came_back_says_why_it_is_stale() -> None:
-    health = reached(DEAD)
+    health = health_in(DEAD)
     health.probe_succeeded(has_weights=False)
     assert (health.state, health.reason) == (STALE, "it came back with different weights")
     health.weights_loaded()
@@ -135,7 +135,7 @@ def test_a_server_that_came_back_says_why_it_is_stale() -> None:
 @given(st.lists(st.sampled_from(sorted(EVENTS))))
 def test_only_servers_with_the_current_weights_are_healthy(events: list[str]) -> None:
     """After it missed a weight sync, a server serves only once it has the weights."""
-    health = Health(HealthLimits(max_request_failures=2, max_probe_failures=2))
+    health = Health()
     has_weights = True
     for event in events:
         before = health.state

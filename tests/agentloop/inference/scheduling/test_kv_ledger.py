@@ -39,7 +39,7 @@ class Ledger(RuleBasedStateMachine):
     def remove(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(sorted(self.ledger.pools)))
         self.ledger.remove(rank)
-        self.live = {name: one for name, one in self.live.items() if one[0] != rank}
+        self.live = {name: sequence for name, sequence in self.live.items() if sequence[0] != rank}
 
     @precondition(lambda self: self.ledger.pools)
     @rule(data=st.data(), key=KEYS, more=st.integers(1, 60), budget=st.integers(0, 50))
@@ -125,7 +125,7 @@ class Ledger(RuleBasedStateMachine):
             if not mine:
                 assert pool.num_reserved == pool.num_prefill == 0
             assert 0 <= pool.num_kept <= pool.num_parked
-            assert pool.num_parked == sum(one.num_tokens for one in pool._parked.values())
+            assert pool.num_parked == sum(parked.num_tokens for parked in pool._parked.values())
             assert pool.num_kept == sum(p.num_tokens for p in pool._parked.values() if p.is_kept)
             assert min(pool.num_reserved, pool.num_prefill) >= 0
             assert 0 <= pool.num_others <= pool.capacity
@@ -244,8 +244,8 @@ def test_an_excess_is_believed_when_two_reports_agree_and_fades() -> None:
 def test_a_report_below_our_accounting_changes_nothing() -> None:
     made = ledger(1000)
     made.reserve("s", A, 500, 100)
-    for now in range(3):
-        made.report(A, LoadReport(now, 0, 0), float(now))
+    for second in range(3):
+        made.report(A, LoadReport(second, 0, 0), float(second))
     assert made.pools[A].num_free == 490
 
 
@@ -256,9 +256,9 @@ def test_a_report_that_never_changes_fades() -> None:
     made.report(A, LoadReport(310, 1, 0, 5), 0.0)
     made.report(A, frozen, 1.0)
     assert made.pools[A].num_others == 200
-    for now in range(2, 12):  # tokens are streamed, but the report does not change
+    for second in range(2, 12):  # tokens are streamed, but the report does not change
         made.grow("s", 5)
-        assert made.report(A, frozen, float(now)) == 0
+        assert made.report(A, frozen, float(second)) == 0
     assert made.reported_s(A) == 1.0
     assert made.pools[A].num_others == 0
 
@@ -289,12 +289,12 @@ def test_a_prediction_is_a_remaining_length_that_was_observed(lengths: list[int]
     predictor = LengthPredictor(quantile=0.5, prior=77, window=40, min_samples=4)
     for length in lengths:
         predictor.learn("g", length)
-    left = predictor.remaining("g", far)
+    predicted = predictor.remaining("g", far)
     longer = sorted(length for length in lengths if length > far)
-    assert left == 77 or far + left in longer
-    assert left >= 1
+    assert predicted == 77 or far + predicted in longer
+    assert predicted >= 1
     if len(longer) >= 4:
-        assert far + left == longer[(len(longer) - 1) // 2]
+        assert far + predicted == longer[(len(longer) - 1) // 2]
 
 
 def test_siblings_take_precedence_and_old_lengths_are_forgotten() -> None:

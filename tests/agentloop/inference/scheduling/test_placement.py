@@ -24,7 +24,7 @@ def ledger(capacity: int = 10_000) -> KVLedger:
     return made
 
 
-def placed(
+def place(
     books: KVLedger,
     rank: DataParallelRank,
     name: str,
@@ -42,17 +42,17 @@ def ask(key: str = "new", tokens: int = 500, **options: object) -> PlacementRequ
 
 
 def choose(
-    books: KVLedger, one: PlacementRequest, *, waited_s: float = 0.0, seed: int = 0
+    books: KVLedger, request: PlacementRequest, *, waited_s: float = 0.0, seed: int = 0
 ) -> Decision:
-    return KVPolicy(books, seed=seed).choose(one, RANKS, now=0.0, waited_s=waited_s)
+    return KVPolicy(books, seed=seed).choose(request, RANKS, now_s=0.0, waited_s=waited_s)
 
 
 def test_kv_goes_where_it_fits() -> None:
     books = ledger(1000)
     for rank in RANKS[:3]:
-        placed(books, rank, rank.server, 700)
+        place(books, rank, rank.server, 700)
     for number in range(3):
-        placed(books, RANKS[3], f"s{number}", 10)
+        place(books, RANKS[3], f"s{number}", 10)
     assert choose(books, ask(tokens=400)).rank == RANKS[3]
     decision = choose(books, ask(tokens=900))
     assert (decision.rank, decision.why) == (None, "no server has free KV capacity for it")
@@ -61,7 +61,7 @@ def test_kv_goes_where_it_fits() -> None:
 def test_kv_prefers_the_less_busy_server() -> None:
     books = ledger()
     for number, rank in enumerate(RANKS[:3] * 3):
-        placed(books, rank, f"s{number}", 1000)
+        place(books, rank, f"s{number}", 1000)
     decision = choose(books, ask())
     assert decision.rank == RANKS[3]
     assert decision.why == "lowest cost"
@@ -69,15 +69,15 @@ def test_kv_prefers_the_less_busy_server() -> None:
 
 def test_kv_returns_to_its_context_while_that_is_cheaper() -> None:
     books = ledger(100_000)
-    placed(books, RANKS[1], "s", 5000)
+    place(books, RANKS[1], "s", 5000)
     books.park("s", 0.0)
     for number in range(8):
-        placed(books, RANKS[1], f"t{number}", 100)
+        place(books, RANKS[1], f"t{number}", 100)
     decision = choose(books, ask("ks", 5050))
     assert decision.rank == RANKS[1]
     assert decision.why == "its own server caches its context"
     for number in range(80):
-        placed(books, RANKS[1], f"u{number}", 500)
+        place(books, RANKS[1], f"u{number}", 500)
     decision = choose(books, ask("ks", 5050))
     assert decision.rank != RANKS[1]
     assert decision.why.startswith("moves: ")
@@ -87,12 +87,12 @@ def test_kv_waits_for_its_server_while_moving_costs_more() -> None:
     books = ledger(6000)
     for rank in RANKS[1:]:
         for number in range(100):  # a prefill stops all of them
-            placed(books, rank, f"{rank.server}{number}", 5)
-    placed(books, RANKS[0], "s", 2000)
+            place(books, rank, f"{rank.server}{number}", 5)
+    place(books, RANKS[0], "s", 2000)
     books.park("s", 0.0)
-    placed(books, RANKS[0], "big", 5800)
+    place(books, RANKS[0], "big", 5800)
     books.release("big", 0.0)
-    placed(books, RANKS[0], "bigger", 5900)
+    place(books, RANKS[0], "bigger", 5900)
     decision = choose(books, ask("ks", 2100))
     assert decision.rank is None
     assert "will have capacity in" in decision.why
@@ -103,22 +103,22 @@ def test_kv_waits_for_its_server_while_moving_costs_more() -> None:
 def test_kv_lets_siblings_share_until_others_are_much_less_busy() -> None:
     books = ledger(1_000_000)
     for number in range(3):
-        placed(books, RANKS[2], f"s{number}", 2010, group="g", shared=2000)
+        place(books, RANKS[2], f"s{number}", 2010, group="g", shared=2000)
     sibling = ask(tokens=2000, group="g", num_shared=2000)
     decision = choose(books, sibling)
     assert decision.rank == RANKS[2]
     assert decision.why == "shares its group's prompt"
     for number in range(300):
-        placed(books, RANKS[2], f"t{number}", 1000)
+        place(books, RANKS[2], f"t{number}", 1000)
     assert choose(books, sibling).rank != RANKS[2]
 
 
 def test_kv_keeps_capacity_for_returning_trajectories_unless_a_request_waited_for_long() -> None:
     books = ledger(1000)
     for rank in RANKS:
-        placed(books, rank, rank.server, 700)
+        place(books, rank, rank.server, 700)
         books.park(rank.server, 0.0)
-        placed(books, rank, f"{rank.server}2", 50)
+        place(books, rank, f"{rank.server}2", 50)
     assert choose(books, ask()).rank is None
     assert choose(books, ask(), waited_s=10.1).rank is not None
     assert choose(books, ask("ka", 750)).rank == RANKS[0]  # it is its own
@@ -127,8 +127,8 @@ def test_kv_keeps_capacity_for_returning_trajectories_unless_a_request_waited_fo
 def test_kv_counts_requests_of_others_as_reported() -> None:
     books = ledger()
     for rank in RANKS[:3]:
-        for now in range(2):
-            books.report(rank, LoadReport(9000, 40, 0), float(now))
+        for second in range(2):
+            books.report(rank, LoadReport(9000, 40, 0), float(second))
     assert {choose(books, ask(), seed=seed).rank for seed in range(9)} == {RANKS[3]}
 
 
@@ -138,29 +138,29 @@ def test_kv_never_admits_what_does_not_fit(held: list[tuple[int, int]], seed: in
     for number, (index, tokens) in enumerate(held):
         pool = books.pools[RANKS[index]]
         if tokens <= pool.num_free:
-            placed(books, pool.rank, f"s{number}", tokens)
+            place(books, pool.rank, f"s{number}", tokens)
             if number % 3 == 0:
                 books.park(f"s{number}", 0.0)
     growth = books.predictor.remaining("")  # learned from the turns that have been parked
     decision = choose(books, ask(tokens=2000), seed=seed)
-    for one in decision.candidates:
-        pool = books.pools[one.rank]
-        if one.rank == decision.rank and pool.num_sequences:
+    for candidate in decision.candidates:
+        pool = books.pools[candidate.rank]
+        if candidate.rank == decision.rank and pool.num_sequences:
             assert pool.num_free - pool.num_kept >= 2000 + growth
     if decision.rank is None:
-        assert all(not one.fits for one in decision.candidates)
+        assert all(not candidate.fits for candidate in decision.candidates)
 
 
 def test_a_decision_explains_its_candidates() -> None:
     books = ledger()
-    placed(books, RANKS[0], "s", 1000)
+    place(books, RANKS[0], "s", 1000)
     books.park("s", 0.0)
     decision = choose(books, ask("ks", 1200))
-    assert [one.rank for one in decision.candidates] == RANKS
-    own = decision.candidates[0]
-    assert (own.num_cached, own.need, own.fits) == (1001, 1200, True)
-    assert own.prefill_s == pytest.approx(199 * Costs().prefill_s_per_token)
-    assert own.cost_s == min(one.cost_s for one in decision.candidates)
+    assert [candidate.rank for candidate in decision.candidates] == RANKS
+    cached = decision.candidates[0]
+    assert (cached.num_cached, cached.need, cached.fits) == (1001, 1200, True)
+    assert cached.prefill_s == pytest.approx(199 * Costs().prefill_s_per_token)
+    assert cached.cost_s == min(candidate.cost_s for candidate in decision.candidates)
     lines = decision.explain().splitlines()
     assert lines[0] == "kv: its own server caches its context"
     assert [line[:4] for line in lines[1:]] == ["-> a", "   b", "   c", "   d"]
@@ -170,9 +170,9 @@ def test_a_decision_explains_its_candidates() -> None:
 def test_a_rank_without_capacity_is_shown_as_such() -> None:
     books = ledger(1000)
     for rank in RANKS[:3]:
-        placed(books, rank, rank.server, 700)
+        place(books, rank, rank.server, 700)
     decision = choose(books, ask(tokens=400))
-    assert [one.fits for one in decision.candidates] == [False] * 3 + [True]
+    assert [candidate.fits for candidate in decision.candidates] == [False] * 3 + [True]
     lines = decision.explain().splitlines()
     assert lines[1].startswith("   a#0 does not fit; needs 500 of 299 tokens")
     assert "decode" in lines[4]
@@ -181,14 +181,14 @@ def test_a_rank_without_capacity_is_shown_as_such() -> None:
 def test_costs_only_need_to_be_right_in_proportion() -> None:
     books = ledger(100_000)
     for number in range(12):
-        placed(books, RANKS[number % 3], f"s{number}", 1000 + 500 * number)
+        place(books, RANKS[number % 3], f"s{number}", 1000 + 500 * number)
         if number % 2:
             books.park(f"s{number}", 0.0)
     slow = Costs(**{name: 10 * cost for name, cost in dataclasses.asdict(Costs()).items()})
     for number in range(1, 12, 2):
-        one = ask(f"ks{number}", 1000 + 500 * number + 200)
-        fast_choice = KVPolicy(books).choose(one, RANKS, now=0.0)
-        slow_choice = KVPolicy(books, costs=slow).choose(one, RANKS, now=0.0)
+        request = ask(f"ks{number}", 1000 + 500 * number + 200)
+        fast_choice = KVPolicy(books).choose(request, RANKS, now_s=0.0)
+        slow_choice = KVPolicy(books, costs=slow).choose(request, RANKS, now_s=0.0)
         assert fast_choice.rank == slow_choice.rank
 
 
@@ -201,10 +201,12 @@ def test_a_full_batch_accepts_no_request() -> None:
         ledger.reserve(f"r{number}", DataParallelRank("full"), 10, 10)
     placement = KVPolicy(ledger)
     decision = placement.choose(
-        PlacementRequest("k", 10, 10), [DataParallelRank("full"), DataParallelRank("free")], now=0.0
+        PlacementRequest("k", 10, 10),
+        [DataParallelRank("full"), DataParallelRank("free")],
+        now_s=0.0,
     )
     assert decision.rank == DataParallelRank("free")
     decision = placement.choose(
-        PlacementRequest("k", 10, 10), [DataParallelRank("full")], now=0.0, waited_s=1000.0
+        PlacementRequest("k", 10, 10), [DataParallelRank("full")], now_s=0.0, waited_s=1000.0
     )
     assert decision.rank is None

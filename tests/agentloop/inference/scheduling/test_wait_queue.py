@@ -26,15 +26,16 @@ class Room(RuleBasedStateMachine):
 
     def in_order(self) -> list[Waiting[int]]:
         return sorted(
-            self.plain.values(), key=lambda one: (one.order, -one.expected, one.since_s, one.name)
+            self.plain.values(),
+            key=lambda entry: (entry.order, -entry.expected, entry.since_s, entry.name),
         )
 
     @rule(order=st.integers(0, 3), size=st.integers(1, 20))
     def enter(self, order: int, size: int) -> None:
         self.count += 1
-        one = Waiting(f"w{self.count}", order, size, self.now, size)
-        self.queue.enter(one)
-        self.plain[one.name] = one
+        entry = Waiting(f"w{self.count}", order, size, self.now, size)
+        self.queue.enter(entry)
+        self.plain[entry.name] = entry
 
     @rule(number=st.integers(0, 20))
     def leave(self, number: int) -> None:
@@ -45,34 +46,34 @@ class Room(RuleBasedStateMachine):
     def place(self, seconds: float, free: int) -> None:
         self.now += seconds
         before = self.in_order()
-        left = free
+        free_now = free
         gone: list[str] = []
 
-        def try_to_place(one: Waiting[int]) -> bool:
-            nonlocal left
-            if one.request > left:
+        def try_to_place(entry: Waiting[int]) -> bool:
+            nonlocal free_now
+            if entry.request > free_now:
                 return False
-            left -= one.request
-            gone.append(one.name)
+            free_now -= entry.request
+            gone.append(entry.name)
             return True
 
-        assert self.queue.place(self.now, try_to_place) == len(gone)
+        self.queue.place(self.now, try_to_place)
         for name in gone:
             del self.plain[name]
-        assert left >= 0
+        assert free_now >= 0
         overtaken: list[Waiting[int]] = []
-        for one in before:
-            if one.name not in gone:
-                overtaken.append(one)
+        for entry in before:
+            if entry.name not in gone:
+                overtaken.append(entry)
             else:
                 assert len(overtaken) < 3
-                assert all(self.now - other.since_s < 5.0 for other in overtaken)
+                assert all(self.now - entry.since_s < 5.0 for entry in overtaken)
         if before and before[0].request <= free:
             assert before[0].name in gone
 
     @invariant()
     def all_are_there_in_order(self) -> None:
-        assert [one.name for one in self.queue] == [one.name for one in self.in_order()]
+        assert [entry.name for entry in self.queue] == [entry.name for entry in self.in_order()]
         assert len(self.queue) == len(self.plain)
 
 
@@ -82,18 +83,19 @@ TestRoom.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 
 def test_the_oldest_group_goes_first_and_its_longest_before_others() -> None:
     queue: WaitQueue[int] = WaitQueue()
-    for one in (
+    for entry in (
         waiting("young", 2, 9),
         waiting("short", 1, 3),
         waiting("long", 1, 7, since_s=1.0),
         waiting("late", 1, 3, since_s=2.0),
     ):
-        queue.enter(one)
-    assert [one.name for one in queue] == ["long", "short", "late", "young"]
+        queue.enter(entry)
+    assert [entry.name for entry in queue] == ["long", "short", "late", "young"]
     with pytest.raises(ValueError, match="long is already waiting"):
         queue.enter(waiting("long"))
     assert queue.longest_wait_s(5.0) == 4.0
-    assert queue.place(5.0, lambda one: True) == 4
+    queue.place(5.0, lambda waiting: True)
+    assert not len(queue)
     assert queue.longest_wait_s(5.0) == 0.0
 
 
@@ -105,19 +107,19 @@ def test_a_large_request_is_overtaken_only_for_a_limited_time(small: list[int], 
     queue.enter(waiting("big", 0, big, since_s=0.0))
     running: list[tuple[float, int]] = [(0.5, 5)]
     placed_s = None
-    for now in range(100):
-        queue.enter(waiting(f"small{now}", 1, small[now % len(small)], since_s=float(now)))
-        running = [(end_s, size) for end_s, size in running if end_s > now]
+    for second in range(100):
+        queue.enter(waiting(f"small{second}", 1, small[second % len(small)], since_s=float(second)))
+        running = [(end_s, size) for end_s, size in running if end_s > second]
 
-        def try_to_place(one: Waiting[int], now: int = now) -> bool:
+        def try_to_place(entry: Waiting[int], second: int = second) -> bool:
             nonlocal running
-            if one.request + sum(size for _, size in running) > 10:
+            if entry.request + sum(size for _, size in running) > 10:
                 return False
-            running = [*running, (now + 2.5, one.request)]
+            running = [*running, (second + 2.5, entry.request)]
             return True
 
-        queue.place(float(now), try_to_place)
-        if placed_s is None and "big" not in {one.name for one in queue}:
-            placed_s = now
+        queue.place(float(second), try_to_place)
+        if placed_s is None and "big" not in {entry.name for entry in queue}:
+            placed_s = second
     assert placed_s is not None
     assert placed_s <= 10 + 3

@@ -145,7 +145,7 @@ async def test_the_body_of_a_refusal_is_kept_up_to_a_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "said"),
+    ("sent", "error"),
     [
         ([], "the connection was closed"),
         ([OK + b"Content-Length: 9\r\n\r\nhalf"], "the connection was closed"),
@@ -154,9 +154,9 @@ async def test_the_body_of_a_refusal_is_kept_up_to_a_limit() -> None:
         ([CHUNKED + b"zz\r\n"], "not valid HTTP"),
     ],
 )
-async def test_a_response_that_is_cut_or_invalid_is_broken(sent: list[bytes], said: str) -> None:
+async def test_a_response_that_is_cut_or_invalid_is_broken(sent: list[bytes], error: str) -> None:
     async with serving(sending(*sent)) as url:
-        with pytest.raises(StreamBroken, match=said):
+        with pytest.raises(StreamBroken, match=error):
             await receive(url)
 
 
@@ -169,9 +169,9 @@ async def test_an_error_of_the_reader_is_raised() -> None:
             await receive(url, on_data=refuse)
 
 
-@pytest.mark.parametrize("how", ["broken off", "cancelled"])
-async def test_a_stream_that_is_given_up_closes_its_connection(how: str) -> None:
-    closed, begun = anyio.Event(), anyio.Event()
+@pytest.mark.parametrize("cause", ["broken off", "cancelled"])
+async def test_a_stream_that_is_given_up_closes_its_connection(cause: str) -> None:
+    closed, received = anyio.Event(), anyio.Event()
 
     async def answer(client: SocketStream) -> None:
         await client.receive()
@@ -183,7 +183,7 @@ async def test_a_stream_that_is_given_up_closes_its_connection(how: str) -> None
     async with serving(answer) as url, anyio.create_task_group() as tasks:
 
         def on_data(data: bytes) -> bool:
-            begun.set()
+            received.set()
             return False
 
         stream = PostStream(url, b"{}", on_data)
@@ -194,8 +194,8 @@ async def test_a_stream_that_is_given_up_closes_its_connection(how: str) -> None
 
         tasks.start_soon(run)
         with anyio.fail_after(patient(10), shield=True):
-            await begun.wait()
-            if how == "broken off":
+            await received.wait()
+            if cause == "broken off":
                 stream.break_off("not wanted")
             else:
                 tasks.cancel_scope.cancel()

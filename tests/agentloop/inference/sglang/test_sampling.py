@@ -24,11 +24,11 @@ def test_parameters_have_sglangs_names_and_values() -> None:
 
 def test_each_group_has_its_own_seed() -> None:
     assert Sampling().of_group("a") == Sampling()
-    one, other = (Sampling(seed=7).of_group(name) for name in ("a", "b"))
-    assert one == Sampling(seed=7).of_group("a")
-    assert len({one.seed, other.seed, Sampling(seed=8).of_group("a").seed}) == 3
-    assert one.seed is not None
-    assert 0 <= one.seed < 1 << 63
+    first, second = (Sampling(seed=7).of_group(name) for name in ("a", "b"))
+    assert first == Sampling(seed=7).of_group("a")
+    assert len({first.seed, second.seed, Sampling(seed=8).of_group("a").seed}) == 3
+    assert first.seed is not None
+    assert 0 <= first.seed < 1 << 63
 
 
 def test_each_sibling_has_its_own_seed_within_63_bits() -> None:

@@ -53,7 +53,7 @@ def values(metrics: Metrics) -> dict[str, float]:
     return {name: float(value) for name, value in pairs}
 
 
-def made(views: list[ServerView] | None = None, num_waiting: int = 0) -> Metrics:
+def make_metrics(views: list[ServerView] | None = None, num_waiting: int = 0) -> Metrics:
     return Metrics(lambda: views or [], lambda: num_waiting)
 
 
@@ -76,8 +76,8 @@ def fed(events: Sequence[Event] = ()) -> Metrics:
 
 def families(metrics: Metrics) -> list[Metric]:
     """Return the samples without the creation times that the client adds."""
-    found = text_string_to_metric_families(metrics.render().decode())
-    return [family for family in found if not family.name.endswith("_created")]
+    parsed = text_string_to_metric_families(metrics.render().decode())
+    return [family for family in parsed if not family.name.endswith("_created")]
 
 
 async def echo(text: str) -> str:
@@ -87,7 +87,7 @@ async def echo(text: str) -> str:
 
 @pytest.mark.anyio
 async def test_a_rollout_is_counted() -> None:
-    metrics, chat = made(), chat_format()
+    metrics, chat = make_metrics(), chat_format()
     texts = [call_text("echo", {"text": "x"}) + call_text("nope", {}), "done"]
     turns = [written(chat, text + END) for text in texts]
     await Rollout(
@@ -97,18 +97,18 @@ async def test_a_rollout_is_counted() -> None:
         [echo],
         emit=metrics.on_event,
     ).run()
-    seen = values(metrics)
-    assert seen["agentloop_rollouts_in_flight"] == 0
-    assert seen['agentloop_rollouts_total{stop_reason="answered"}'] == 1
-    assert seen["agentloop_sampled_tokens_total"] == sum(map(len, turns))
-    assert seen['agentloop_tool_calls_total{status="ok",tool="echo"}'] == 1
-    assert seen['agentloop_tool_calls_total{status="unknown_tool",tool=""}'] == 1
-    assert seen["agentloop_first_token_seconds_count"] == 2
-    assert seen["agentloop_tool_call_seconds_count"] == 2
+    samples = values(metrics)
+    assert samples["agentloop_rollouts_in_flight"] == 0
+    assert samples['agentloop_rollouts_total{stop_reason="answered"}'] == 1
+    assert samples["agentloop_sampled_tokens_total"] == sum(map(len, turns))
+    assert samples['agentloop_tool_calls_total{status="ok",tool="echo"}'] == 1
+    assert samples['agentloop_tool_calls_total{status="unknown_tool",tool=""}'] == 1
+    assert samples["agentloop_first_token_seconds_count"] == 2
+    assert samples["agentloop_tool_call_seconds_count"] == 2
 
 
 def test_an_abandoned_rollout_is_no_longer_in_flight() -> None:
-    metrics = made()
+    metrics = make_metrics()
     metrics.on_event(RolloutStarted(Trajectory("r", [])))
     assert values(metrics)["agentloop_rollouts_in_flight"] == 1
     metrics.on_event(RolloutAbandoned("r"))
@@ -119,7 +119,7 @@ def test_an_abandoned_rollout_is_no_longer_in_flight() -> None:
     "status", [ToolCallStatus.UNKNOWN_TOOL, ToolCallStatus.MALFORMED, ToolCallStatus.CALLER]
 )
 def test_made_up_names_are_not_labels(status: ToolCallStatus) -> None:
-    metrics = made()
+    metrics = make_metrics()
     result = ToolResult("c", 'made"up\n', status, "", 0, 0, 1)
     metrics.on_event(CallFinished("r", 0, result))
     assert values(metrics)[f'agentloop_tool_calls_total{{status="{status}",tool=""}}'] == 1
@@ -130,23 +130,23 @@ def test_servers_are_queried_at_each_scrape() -> None:
         ServerView("http://a", ServerState.HEALTHY, 2, 30, 20, 10, 100),
         ServerView("http://b", ServerState.DEAD, 0, 0, 0, 0, 50, reason="gone"),
     ]
-    metrics = made(views, num_waiting=7)
+    metrics = make_metrics(views, num_waiting=7)
     metrics.on_event(TurnMoved("r", "http://b", "gone"))
-    seen = values(metrics)
-    assert seen["agentloop_waiting_requests"] == 7
-    assert seen["agentloop_turns_moved_total"] == 1
-    assert seen['agentloop_server_healthy{server="http://a"}'] == 1
-    assert seen['agentloop_server_healthy{server="http://b"}'] == 0
-    assert seen['agentloop_server_kv_held_tokens{server="http://a"}'] == 30
-    assert seen['agentloop_server_kv_reserved_tokens{server="http://a"}'] == 20
-    assert seen['agentloop_server_kv_parked_tokens{server="http://a"}'] == 10
-    assert seen['agentloop_server_state{server="http://b",state="dead"}'] == 1
+    samples = values(metrics)
+    assert samples["agentloop_waiting_requests"] == 7
+    assert samples["agentloop_turns_moved_total"] == 1
+    assert samples['agentloop_server_healthy{server="http://a"}'] == 1
+    assert samples['agentloop_server_healthy{server="http://b"}'] == 0
+    assert samples['agentloop_server_kv_held_tokens{server="http://a"}'] == 30
+    assert samples['agentloop_server_kv_reserved_tokens{server="http://a"}'] == 20
+    assert samples['agentloop_server_kv_parked_tokens{server="http://a"}'] == 10
+    assert samples['agentloop_server_state{server="http://b",state="dead"}'] == 1
     views.clear()
     assert not any("server=" in name for name in values(metrics))
 
 
 def test_a_run_is_counted() -> None:
-    seen = values(fed(story.run()))
+    samples = values(fed(story.run()))
     expected = {
         "agentloop_sampled_tokens_total": 18,
         "agentloop_rollouts_in_flight": 0,
@@ -186,25 +186,27 @@ def test_a_run_is_counted() -> None:
         'agentloop_step_phase_seconds_total{phase="wait"}': 3,
         "agentloop_learner_peak_memory_bytes": 2 * 2**30,
     }
-    assert {name: seen.get(name) for name in expected} == expected
-    assert 'agentloop_tool_errors_in_correct_ratio{tasks="trained"}' not in seen  # None in the row
+    assert {name: samples.get(name) for name in expected} == expected
+    assert (
+        'agentloop_tool_errors_in_correct_ratio{tasks="trained"}' not in samples
+    )  # None in the row
 
 
 def test_other_state_is_queried_at_each_scrape() -> None:
-    seen = values(fed())
-    assert seen["agentloop_sandbox_waiting_calls"] == 3
-    assert seen['agentloop_sandbox_calls_total{status="timeout"}'] == 1
-    assert seen["agentloop_sandbox_replaced_workers_total"] == 5
-    assert seen["agentloop_no_progress_seconds"] == 12.5
-    assert seen["agentloop_queue_groups"] == 3
-    assert seen["agentloop_queue_bytes"] == 4096
-    assert seen["agentloop_refused_requests_total"] == 9
-    assert seen['agentloop_server_policy_version{server="http://a"}'] == 7
-    assert seen['agentloop_reader_dropped_total{reader="event_log"}'] == 8
+    samples = values(fed())
+    assert samples["agentloop_sandbox_waiting_calls"] == 3
+    assert samples['agentloop_sandbox_calls_total{status="timeout"}'] == 1
+    assert samples["agentloop_sandbox_replaced_workers_total"] == 5
+    assert samples["agentloop_no_progress_seconds"] == 12.5
+    assert samples["agentloop_queue_groups"] == 3
+    assert samples["agentloop_queue_bytes"] == 4096
+    assert samples["agentloop_refused_requests_total"] == 9
+    assert samples['agentloop_server_policy_version{server="http://a"}'] == 7
+    assert samples['agentloop_reader_dropped_total{reader="event_log"}'] == 8
 
 
 def test_missing_parts_have_no_metrics() -> None:
-    names = {name.partition("{")[0] for name in values(made())}
+    names = {name.partition("{")[0] for name in values(make_metrics())}
     assert not {name for name in names if re.search("sandbox|queue|still|learner|policy", name)}
 
 
@@ -221,18 +223,18 @@ def test_a_turn_waits_until_it_is_placed() -> None:
 
 
 def test_steps_add_up_and_the_last_one_is_shown() -> None:
-    metrics = made()
+    metrics = make_metrics()
     metrics.on_event(Measured({"step": 1, "step_s": 2.0, "learner/entropy": 0.5, "num_learned": 3}))
     metrics.on_event(
         Measured({"step": 2, "step_s": 4.0, "learner/entropy": 0.25, "num_learned": 0})
     )
     metrics.on_event(Measured({"step": 2, "held_out/reward": 0.5}))
-    seen = values(metrics)
-    assert seen["agentloop_steps_total"] == 2
-    assert seen["agentloop_step_seconds_total"] == 6
-    assert seen["agentloop_trained_samples_total"] == 3
-    assert seen["agentloop_train_step"] == 2
-    assert seen["agentloop_learner_entropy_nats"] == 0.25
+    samples = values(metrics)
+    assert samples["agentloop_steps_total"] == 2
+    assert samples["agentloop_step_seconds_total"] == 6
+    assert samples["agentloop_trained_samples_total"] == 3
+    assert samples["agentloop_train_step"] == 2
+    assert samples["agentloop_learner_entropy_nats"] == 0.25
 
 
 @given(
@@ -243,29 +245,29 @@ def test_steps_add_up_and_the_last_one_is_shown() -> None:
 )
 def test_unusual_rows_are_handled(row: dict[str, Any]) -> None:
     """For example gradients that are not finite, or a learner of another version."""
-    metrics = made()
+    metrics = make_metrics()
     metrics.on_event(Measured(row))
     metrics.render()
 
 
 def test_a_version_that_is_not_a_number_is_not_shown() -> None:
-    metrics = made()
+    metrics = make_metrics()
     metrics.on_event(WeightsLoaded("default", 1.0, ["http://a"], []))
     assert "agentloop_policy_version" not in values(metrics)
 
 
 def test_groups_without_signal_are_counted() -> None:
-    metrics = made()
+    metrics = make_metrics()
     metrics.on_event(GroupFinished("g", {}, {"a": "equal rewards"}, 1.0, False))
     assert values(metrics)['agentloop_groups_total{outcome="no_signal"}'] == 1
 
 
 def test_negative_rewards() -> None:
-    metrics = made()
+    metrics = make_metrics()
     metrics.on_event(RolloutScored("r", -0.75, None, "", 0))
-    seen = values(metrics)
-    assert seen['agentloop_rollout_reward_bucket{le="0.0"}'] == 1
-    assert seen["agentloop_rollout_reward_sum"] == -0.75
+    samples = values(metrics)
+    assert samples['agentloop_rollout_reward_bucket{le="0.0"}'] == 1
+    assert samples["agentloop_rollout_reward_sum"] == -0.75
 
 
 # --- conventions, the dashboard, the document -----------------------------------------------------
@@ -280,9 +282,9 @@ _OTHER_UNITS = (
 
 def test_names_follow_the_conventions() -> None:
     """The rules of `promtool check metrics` (prometheus.io/docs/practices/naming)."""
-    found = families(fed(story.run()))
-    assert len(found) > 60
-    for family in found:
+    metrics = families(fed(story.run()))
+    assert len(metrics) > 60
+    for family in metrics:
         words = family.name.split("_")
         assert re.fullmatch(r"agentloop(_[a-z0-9]+)+", family.name), family.name
         assert family.documentation.strip(), family.name
@@ -317,10 +319,10 @@ def test_label_values_are_bounded() -> None:
     assert {name for name in values(again) if "_created" not in name} <= once | {outcome}
 
 
-def table(found: list[Metric]) -> list[str]:
+def table(metrics: list[Metric]) -> list[str]:
     """Return the rows of the table in docs/observability.md."""
     rows = []
-    for family in found:
+    for family in metrics:
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         name = family.name + "_total" * (family.type == "counter")
         cells = (f"`{name}`", family.type, ", ".join(sorted(labels)), family.documentation)
@@ -345,11 +347,11 @@ def expressions(panels: list[dict[str, Any]]) -> Iterator[str]:
 def test_the_dashboard_shows_every_metric_and_no_other() -> None:
     dashboard = json.loads((DOCS / "grafana.json").read_text("utf-8"))
     shown = set(re.findall(r"\bagentloop_\w+", " ".join(expressions(dashboard["panels"]))))
-    found = families(fed(story.run()))
-    there = {sample.name for family in found for sample in family.samples}
-    assert shown - there == set()
+    metrics = families(fed(story.run()))
+    defined = {sample.name for family in metrics for sample in family.samples}
+    assert shown - defined == set()
     forgotten = [
-        family.name for family in found if not {sample.name for sample in family.samples} & shown
+        family.name for family in metrics if not {sample.name for sample in family.samples} & shown
     ]
     assert forgotten == []
 

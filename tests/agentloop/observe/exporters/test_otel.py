@@ -89,19 +89,19 @@ class Collector:
 def value_of(value: Any) -> Any:
     kind = value.WhichOneof("value")
     if kind == "array_value":
-        return [value_of(one) for one in value.array_value.values]
+        return [value_of(element) for element in value.array_value.values]
     return getattr(value, kind)
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    return {one.key: value_of(one.value) for one in span.attributes}
+    return {attribute.key: value_of(attribute.value) for attribute in span.attributes}
 
 
 def settings(collector: Collector, **more: Any) -> OtelSettings:
     return OtelLimits(endpoint=collector.url, **{"every_s": 0.001, "close_s": 15, **more})
 
 
-async def exported(
+async def export_events(
     events: Sequence[Event], *, is_scored: bool = False, **more: Any
 ) -> tuple[Collector, Traces]:
     async with Collector().serving() as collector:
@@ -123,7 +123,7 @@ def ns(seconds: float) -> int:
 
 @pytest.mark.anyio
 async def test_a_rollout_is_a_trace() -> None:
-    collector, traces = await exported(story.of_rollout(story.trajectory(), "1-task"))
+    collector, traces = await export_events(story.of_rollout(story.trajectory(), "1-task"))
     assert (traces.num_sent, traces.num_dropped) == (1, 0)
     root, first, failed, made_up, second = collector.spans
     assert len({span.trace_id for span in collector.spans}) == 1
@@ -191,9 +191,11 @@ async def test_a_rollout_is_a_trace() -> None:
     assert attributes(made_up)["gen_ai.tool.name"] == "unknown"
     assert [span.status.code for span in collector.spans] == [0, 0, 2, 2, 0]
     (resource,) = collector.requests[0].resource_spans
-    about = {one.key: value_of(one.value) for one in resource.resource.attributes}
-    assert about["service.name"] == "agentloop"
-    assert about["agentloop.run"] == "a-run"
+    resource_attributes = {
+        attribute.key: value_of(attribute.value) for attribute in resource.resource.attributes
+    }
+    assert resource_attributes["service.name"] == "agentloop"
+    assert resource_attributes["agentloop.run"] == "a-run"
     (scope,) = resource.scope_spans
     assert scope.scope.name == "agentloop"
     assert scope.schema_url == "https://opentelemetry.io/schemas/1.41.1"
@@ -206,7 +208,7 @@ async def test_a_callers_trace_is_continued(flags: str) -> None:
     token = caller_span.set(CallerSpan.parse(f"00-{trace_id}-{span_id}-{flags}"))
     try:
         # The caller has decided whether it is traced, and not the rollout's id.
-        collector, _ = await exported(
+        collector, _ = await export_events(
             story.of_rollout(story.trajectory(), "1"), sampling_ratio=1e-9
         )
     finally:
@@ -214,10 +216,10 @@ async def test_a_callers_trace_is_continued(flags: str) -> None:
     if flags == "00":
         assert collector.spans == []
         return
-    root, *others = collector.spans
+    root, *children = collector.spans
     assert {span.trace_id.hex() for span in collector.spans} == {trace_id}
     assert root.parent_span_id.hex() == span_id
-    assert {span.parent_span_id for span in others} == {root.span_id}
+    assert {span.parent_span_id for span in children} == {root.span_id}
 
 
 @pytest.mark.parametrize(
@@ -250,11 +252,11 @@ async def test_content_is_sent_only_if_enabled() -> None:
         *story.of_rollout(record),
         RolloutScored(record.id, 1.0, "1776", "1776 is right", 0.1),
     ]
-    collector, _ = await exported(events, is_scored=True)
+    collector, _ = await export_events(events, is_scored=True)
     sent = b"".join(request.SerializeToString() for request in collector.requests)
     for text in (b"1/0", b"ZeroDivision", b"I compute", b"1776", b"rm -rf", b"prompt of"):
         assert text not in sent
-    collector, _ = await exported(events, is_scored=True, content=True)
+    collector, _ = await export_events(events, is_scored=True, content=True)
     root, first, failed, made_up, _ = map(attributes, collector.spans)
     assert json.loads(root["gen_ai.input.messages"]) == [
         {"role": "user", "parts": [{"type": "text", "content": "prompt of 1 2 3 4 5"}]}
@@ -280,7 +282,7 @@ async def test_long_and_strange_content_is_cut(monkeypatch: pytest.MonkeyPatch) 
     turn.text = "\ud800" + "x" * 1000
     turn.calls[0].arguments["code"] = 2**70
     turn.results[0] = ToolResult("c0", "python", ToolCallStatus.OK, "y" * 1000, 0, 0, 1)
-    collector, _ = await exported(story.of_rollout(record), content=True)
+    collector, _ = await export_events(story.of_rollout(record), content=True)
     _, first, call, *_ = map(attributes, collector.spans)
     text = json.loads(first["gen_ai.output.messages"])[0]["parts"][0]["content"]
     assert text == "?" + "x" * 19
@@ -295,8 +297,8 @@ async def test_a_trace_waits_for_the_reward() -> None:
         async with Traces.open(settings(collector), model="small", is_scored=True) as traces:
             for event in story.of_rollout(record):
                 traces.on_event(event)
-            other = story.trajectory("other")
-            for event in story.of_rollout(other):
+            trajectory = story.trajectory("other")
+            for event in story.of_rollout(trajectory):
                 traces.on_event(event)
             traces.on_event(RolloutScored("other", 0.25, None, "", 0))
             traces.on_event(RolloutScored("nobody", 1.0, None, "", 0))
@@ -310,7 +312,7 @@ async def test_a_trace_waits_for_the_reward() -> None:
 @pytest.mark.anyio
 async def test_a_failed_rollout_has_an_error_status() -> None:
     broken = story.trajectory(infrastructure=True)
-    collector, _ = await exported(story.of_rollout(broken))
+    collector, _ = await export_events(story.of_rollout(broken))
     root, *_, last = collector.spans
     assert attributes(root)["error.type"] == "infrastructure"
     assert root.status.message == "the server has gone"
@@ -319,7 +321,7 @@ async def test_a_failed_rollout_has_an_error_status() -> None:
     record = story.trajectory()
     record.elapsed_s = 0.0
     events: list[Event] = [RolloutStarted(record, "g"), RolloutAbandoned(record.id)]
-    collector, _ = await exported(events, is_scored=True)
+    collector, _ = await export_events(events, is_scored=True)
     root = collector.spans[0]
     assert attributes(root)["error.type"] == "abandoned"
     assert root.end_time_unix_nano == ns(3)
@@ -329,11 +331,13 @@ async def test_a_failed_rollout_has_an_error_status() -> None:
 async def test_headers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20secret")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
-    collector, _ = await exported(story.of_rollout(story.trajectory()))
+    collector, _ = await export_events(story.of_rollout(story.trajectory()))
     assert collector.headers[0]["Authorization"] == "Bearer secret"
     resource = collector.requests[0].resource_spans[0].resource
-    about = {one.key: value_of(one.value) for one in resource.attributes}
-    assert about["service.name"] == "mine"
+    resource_attributes = {
+        attribute.key: value_of(attribute.value) for attribute in resource.attributes
+    }
+    assert resource_attributes["service.name"] == "mine"
 
 
 @pytest.mark.anyio
@@ -343,20 +347,20 @@ async def test_a_share_of_the_rollouts_is_traced() -> None:
         for number in range(200)
         for event in story.of_rollout(Trajectory(f"{number}-task.0", [1]))
     ]
-    collector, traces = await exported(events, sampling_ratio=0.25)
+    collector, traces = await export_events(events, sampling_ratio=0.25)
     assert 20 < traces.num_sent < 80
-    again, _ = await exported(events, sampling_ratio=0.25)
+    again, _ = await export_events(events, sampling_ratio=0.25)
     ids = [
-        {attributes(span)["gen_ai.conversation.id"] for span in one.spans}
-        for one in (collector, again)
+        {attributes(span)["gen_ai.conversation.id"] for span in collected.spans}
+        for collected in (collector, again)
     ]
     assert ids[0] == ids[1]
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("status", "why"), [(404, "Not Found"), (413, HTTPStatus(413).phrase)])
+@pytest.mark.parametrize(("status", "reason"), [(404, "Not Found"), (413, HTTPStatus(413).phrase)])
 async def test_refused_traces_are_counted_and_logged(
-    status: int, why: str, caplog: pytest.LogCaptureFixture
+    status: int, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Collector(status=status).serving() as collector:
         async with Traces.open(settings(collector), model="small") as traces:
@@ -369,10 +373,10 @@ async def test_refused_traces_are_counted_and_logged(
                 traces.on_event(event)
             await eventually(lambda: traces.num_sent == 1)
     assert traces.num_dropped == 3
-    first, rest = caplog.messages
+    first, later = caplog.messages
     assert "dropped 1 (1 in total)" in first
-    assert why in first
-    assert "dropped 2 (3 in total)" in rest
+    assert reason in first
+    assert "dropped 2 (3 in total)" in later
 
 
 @pytest.mark.anyio
@@ -431,9 +435,11 @@ def test_an_invalid_endpoint_is_rejected(endpoint: str) -> None:
 
 
 def test_names_are_those_of_the_conventions() -> None:
-    known = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI")}
+    conventional = {
+        value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI")
+    }
     ours = {name for name in Attribute if name.startswith("gen_ai.")}
-    assert ours - known == set()
+    assert ours - conventional == set()
 
 
 def test_no_state_remains_after_a_rollout() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from agentloop.errors import SettingsError
 from agentloop.events import Measured, RolloutAbandoned
-from agentloop.observe.exporters.sinks import Sink, Sinks, SinksLimits, SinksSettings, masked
+from agentloop.observe.exporters.sinks import Sink, Sinks, SinksLimits, SinksSettings, mask_secrets
 from tests.agentloop.observe import story
 from tests.patience import patient
 from tests.support import eventually
@@ -35,18 +35,18 @@ class Fake:
         self.told: list[Any] = []
         self.threads: set[int] = set()
 
-    def _do(self, what: str, told: Any) -> None:
+    def _do(self, method: str, argument: Any) -> None:
         self.threads.add(threading.get_ident())
-        if what == self.at:
+        if method == self.at:
             self.reached.set()
             if self.error is not None:
                 raise self.error
             assert self.gate.wait(patient(15))
-        self.told.append((what, told))
+        self.told.append((method, argument))
 
     @property
     def steps(self) -> list[int]:
-        return [told[0] for what, told in self.told if what == "log"]
+        return [argument[0] for method, argument in self.told if method == "log"]
 
     def start(self, run_name: str, config: Mapping[str, Any]) -> None:
         self._do("start", (run_name, config))
@@ -58,7 +58,7 @@ class Fake:
         self._do("close", None)
 
 
-def opened(
+def open_sinks(
     folder: Path, trackio: Sink, wandb: Sink, settings: SinksSettings = BOTH, **config: Any
 ) -> Any:
     return Sinks.open(
@@ -76,9 +76,9 @@ def rows(*steps: int) -> list[Measured]:
 
 @pytest.mark.anyio
 async def test_a_sink_gets_the_numbers(tmp_path: Path) -> None:
-    one, other = Fake(), Fake()
+    first, second = Fake(), Fake()
     row = {"step": 3, "reward": 0.5, "stage": 1, "name": "x", "none": None, "is": True, "list": [1]}
-    async with opened(tmp_path, one, other, loop={"steps": 4}) as sinks:
+    async with open_sinks(tmp_path, first, second, loop={"steps": 4}) as sinks:
         sinks.on_event(RolloutAbandoned("r"))
         sinks.on_event(Measured(row | {"nan": math.nan, "inf": -math.inf}))
         sinks.on_event(Measured({"step": 3, "held_out/reward": 1.0}))
@@ -89,22 +89,22 @@ async def test_a_sink_gets_the_numbers(tmp_path: Path) -> None:
         ("log", (3, {"held_out/reward": 1.0})),
         ("close", None),
     ]
-    assert one.told == other.told == expected
-    assert threading.get_ident() not in one.threads | other.threads
-    assert one.threads.isdisjoint(other.threads)
+    assert first.told == second.told == expected
+    assert threading.get_ident() not in first.threads | second.threads
+    assert first.threads.isdisjoint(second.threads)
     assert sinks.num_dropped == {"trackio": 0, "wandb": 0}
 
 
 @pytest.mark.anyio
 async def test_a_slow_sink_blocks_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    slow, other = Fake("log"), Fake()
-    async with opened(tmp_path, slow, other) as sinks:
+    slow, healthy = Fake("log"), Fake()
+    async with open_sinks(tmp_path, slow, healthy) as sinks:
         for row in rows(1):
             sinks.on_event(row)
         await eventually(slow.reached.is_set)
         for row in rows(2, 3, 4, 5, 6):  # three of them may wait
             sinks.on_event(row)
-            await eventually(lambda step=row.row["step"]: step in other.steps)  # type: ignore[misc]
+            await eventually(lambda step=row.row["step"]: step in healthy.steps)  # type: ignore[misc]
         assert sinks.num_dropped == {"trackio": 2, "wandb": 0}
         slow.gate.set()
     assert slow.steps == [1, 2, 3, 4]
@@ -119,12 +119,12 @@ async def test_a_slow_sink_blocks_nothing(tmp_path: Path, caplog: pytest.LogCapt
 async def test_a_sink_that_cannot_start_is_logged_once(
     error: BaseException, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken, other = Fake("start", error), Fake()
-    async with opened(tmp_path, broken, other) as sinks:
+    broken, healthy = Fake("start", error), Fake()
+    async with open_sinks(tmp_path, broken, healthy) as sinks:
         await eventually(lambda: "trackio gets no metrics: it could not be started" in caplog.text)
         for row in rows(1, 2, 3, 4, 5):
             sinks.on_event(row)
-            await eventually(lambda step=row.row["step"]: step in other.steps)  # type: ignore[misc]
+            await eventually(lambda step=row.row["step"]: step in healthy.steps)  # type: ignore[misc]
     assert broken.told == []
     assert sinks.num_dropped == {"trackio": 5, "wandb": 0}
     assert len(caplog.records) == 3  # it, the first row, and all of them at the end
@@ -134,13 +134,13 @@ async def test_a_sink_that_cannot_start_is_logged_once(
 async def test_a_failing_sink_is_retried_with_the_next_row(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken, other = Fake("log", ValueError("on purpose\nand more")), Fake()
-    async with opened(tmp_path, broken, other) as sinks:
+    broken, healthy = Fake("log", ValueError("on purpose\nand more")), Fake()
+    async with open_sinks(tmp_path, broken, healthy) as sinks:
         sinks.on_event(rows(1)[0])
         await eventually(lambda: sinks.num_dropped["trackio"] == 1)
         broken.at = ""
         sinks.on_event(rows(2)[0])
-    assert [what for what, _ in broken.told] == ["start", "log", "close"]
+    assert [method for method, _ in broken.told] == ["start", "log", "close"]
     assert caplog.messages == [
         "rows of metrics for trackio: dropped 1 (1 in total): ValueError: on purpose"
     ]
@@ -151,27 +151,27 @@ async def test_a_failing_sink_is_retried_with_the_next_row(
 async def test_a_hanging_sink_does_not_delay_the_end(
     at: str, num_dropped: int, tmp_path: Path
 ) -> None:
-    hangs, other = Fake(at), Fake()
+    hangs, healthy = Fake(at), Fake()
     impatient = BOTH.model_copy(update={"close_s": 0.2})
     with anyio.fail_after(patient(15)):
-        async with opened(tmp_path, hangs, other, impatient) as sinks:
+        async with open_sinks(tmp_path, hangs, healthy, impatient) as sinks:
             for row in rows(1, 2):
                 sinks.on_event(row)
-            await eventually(lambda: other.steps == [1, 2])
+            await eventually(lambda: healthy.steps == [1, 2])
             await eventually(lambda: hangs.reached.is_set() or hangs.steps == [1, 2])
     assert sinks.num_dropped == {"trackio": num_dropped, "wandb": 0}
-    await eventually(lambda: other.told[-1] == ("close", None))
+    await eventually(lambda: healthy.told[-1] == ("close", None))
     hangs.gate.set()
 
 
 @pytest.mark.anyio
 async def test_a_sink_is_closed_if_the_run_fails(tmp_path: Path) -> None:
-    one, other = Fake(), Fake()
+    first, second = Fake(), Fake()
     with anyio.move_on_after(0):
-        async with opened(tmp_path, one, other) as sinks:
+        async with open_sinks(tmp_path, first, second) as sinks:
             sinks.on_event(rows(1)[0])
             await anyio.sleep_forever()
-    assert [what for what, _ in one.told] == ["start", "log", "close"]
+    assert [method for method, _ in first.told] == ["start", "log", "close"]
 
 
 @pytest.mark.anyio
@@ -184,7 +184,7 @@ async def test_without_sinks_nothing_is_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
+@pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
 async def test_a_package_that_is_missing_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,7 +225,7 @@ def test_an_unknown_sink_is_rejected() -> None:
     ],
 )
 def test_secrets_are_masked(config: Any, expected: Any) -> None:
-    assert masked(config) == expected
+    assert mask_secrets(config) == expected
 
 
 plain = st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from(["x", "http://a/b", ""])
@@ -238,7 +238,7 @@ nested = st.recursive(
 
 @given(nested)
 def test_values_that_are_not_secret_stay(config: Any) -> None:
-    assert masked(config) == config
+    assert mask_secrets(config) == config
 
 
 @given(nested, st.sampled_from(["token", "api_key", "hf_token", "Authorization", "db_password"]))
@@ -246,82 +246,4 @@ def test_no_secret_gets_through(config: Any, key: str) -> None:
     def hidden(inside: Any) -> Any:
         return {"outer": [{"a": inside}, {key: "hunter2"}, f"http://me:hunter2@{key}/"]}
 
-    assert "hunter2" not in str(masked(hidden(config)))
-
-
-# --- TensorBoard ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def parse() -> Callable[[bytes], Any]:
-    """Parse TensorFlow's event.proto, scalars only, with the real Protocol Buffers."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-    file = descriptor_pb2.FileDescriptorProto(name="event.proto", syntax="proto3", package="t")
-    kinds = {"double": 1, "float": 2, "int64": 3, "string": 9}
-    messages: dict[str, list[tuple[str, int, str, bool]]] = {
-        "Event": [
-            ("wall_time", 1, "double", False),
-            ("step", 2, "int64", False),
-            ("file_version", 3, "string", False),
-            ("summary", 5, ".t.Summary", False),
-        ],
-        "Summary": [("value", 1, ".t.Value", True)],
-        "Value": [("tag", 1, "string", False), ("simple_value", 2, "float", False)],
-    }
-    for name, fields in messages.items():
-        message = file.message_type.add(name=name)
-        for field, number, kind, is_repeated in fields:
-            made = message.field.add(name=field, number=number, label=3 if is_repeated else 1)
-            made.type = kinds.get(kind, 11)
-            if kind not in kinds:
-                made.type_name = kind
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    event = message_factory.GetMessageClass(pool.FindMessageTypeByName("t.Event"))
-    return lambda data: event.FromString(data)
-
-
-def records(data: bytes) -> list[bytes]:
-    """Return the data of each record; TensorBoard checks the checksums in tests/integration."""
-    found = []
-    while data:
-        size = int.from_bytes(data[:8], "little")
-        found.append(data[12 : 12 + size])
-        data = data[16 + size :]
-    return found
-
-
-@pytest.mark.anyio
-async def test_tensorboard_files_contain_the_values(
-    tmp_path: Path, parse: Callable[[bytes], Any]
-) -> None:
-    settings = SinksSettings(report_to=("tensorboard",))
-    async with Sinks.open(settings, folder=tmp_path, run_name="a-run", config={}) as sinks:
-        sinks.on_event(Measured({"step": 1, "reward": 0.5, "learner/loss": -1.5}))
-        sinks.on_event(Measured({"step": 2**40, "reward": 1e300, "ä": 3}))
-        sinks.on_event(Measured({"step": -1, "reward": 0.25}))
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    assert ".tfevents." in file.name
-    first, *events = map(parse, records(file.read_bytes()))
-    assert first.file_version == "brain.Event:2"
-    assert 1.7e9 < first.wall_time <= events[0].wall_time
-    told = [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in events]
-    assert told == [
-        (1, {"reward": 0.5, "learner/loss": -1.5}),
-        (2**40, {"reward": math.inf, "ä": 3.0}),
-        (-1, {"reward": 0.25}),
-    ]
-
-
-def test_the_checksum_matches_the_standard() -> None:
-    """CRC-32C of RFC 3720's B.4, unmasked."""
-    from agentloop.observe.exporters.tfevents import _checksum
-
-    def unmasked(data: bytes) -> int:
-        masked = int.from_bytes(_checksum(data), "little") - 0xA282EAD8 & 0xFFFFFFFF
-        return (masked >> 17 | masked << 15) & 0xFFFFFFFF
-
-    assert unmasked(b"123456789") == 0xE3069283
-    assert unmasked(bytes(32)) == 0x8A9136AA
-    assert unmasked(bytes(range(32))) == 0x46DD794E
+    assert "hunter2" not in str(mask_secrets(hidden(config)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from agentloop.aio import task_group
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import ServerError
 from agentloop.rollouts.metrics import GroupFigures
+from agentloop.rollouts.record import ConversationRow
 from agentloop.training.cluster.ray_cluster import ActorLost
 from agentloop.training.cluster.rollout_host import RolloutHost
 from agentloop.training.cluster.runtimes import RemoteRuntimes
@@ -23,17 +24,18 @@ from agentloop.training.rollouts import Purpose, RolledOut, RollsOut
 from agentloop.training.weight_sync.disk import PublishedFolder
 from agentloop.training.weight_sync.sync import Serving, SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
+from agentloop.trajectory import Trajectory, Turn, VersionSpan
 
 
 @dataclass
 class Group:
     """A group that was rolled out."""
 
-    rows_: Sequence[Mapping[str, Any]]
+    rows_: Sequence[ConversationRow]
     figures: GroupFigures = field(default_factory=GroupFigures)
     has_signal: bool = True
 
-    def rows(self) -> Sequence[Mapping[str, Any]]:
+    def rows(self) -> Sequence[ConversationRow]:
         return self.rows_
 
 
@@ -100,18 +102,17 @@ class Player:
         if self.error is not None:
             raise self.error
         version = self.sampled or self.versions[-1]
-        turn = {"versions": [{"version": version, "start": 0, "end": 1}]}
+        turn = Turn([1], [0.0], [VersionSpan(version, 0, 1)])
         return Group(
             [
-                {
-                    "task": task.id,
-                    "by": self.name,
-                    "index": index,
-                    "reward": 1.0,
-                    "version": version,
-                    "max_turns": budget.max_turns,
-                    "trajectory": {"turns": [turn]},
-                }
+                ConversationRow(
+                    index,
+                    Trajectory(f"{name}.{index}", [1], [turn]),
+                    task=task.id,
+                    reward=1.0,
+                    parts={"max_turns": budget.max_turns},
+                    reason=self.name,
+                )
                 for index in range(size)
             ]
         )

@@ -18,7 +18,7 @@ import pytest
 
 from agentloop.errors import ServerStartError
 from agentloop.inference.processes.keep_alive import keep_alive
-from agentloop.inference.processes.supervise import Launch, ServerSettings, guarded
+from agentloop.inference.processes.supervise import Launch, ServerSettings, start_guarded
 from agentloop.models import SMALL
 from agentloop.training.cluster.placed import (
     PlacedRun,
@@ -89,7 +89,7 @@ class FakeCluster:
     ) -> tuple[Launch, anyio.abc.Process]:
         self.started.append((placement.process.name, placement.node, shares_gpus))
         launch = make(Spot("127.0.0.1", port=port))
-        process = await guarded(
+        process = await start_guarded(
             launch.command, launch.environment, launch.log_path, stop_timeout_s=0
         )
         return launch, process

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import hypothesis
@@ -19,20 +19,24 @@ from agentloop.agent.rollout import Budget
 from agentloop.environments.rewards.reward import Grader, RewardSettings
 from agentloop.environments.tasks.sources import Task, TaskSource
 from agentloop.errors import PromptTooLong, RequestError, ServerError, ServerStartError, sole
+from agentloop.plain_json import dumps, loads
 from agentloop.rollouts.metrics import GroupFigures
+from agentloop.rollouts.record import ConversationRow
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.cluster import runtimes as runtimes_module
-from agentloop.training.cluster.rollout_host import RolloutActor, packed, unpacked
+from agentloop.training.cluster.rollout_host import RolloutActor, pack, unpack
 from agentloop.training.cluster.runtimes import RemoteRuntimes
 from agentloop.training.credit.roc import RocSettings
-from agentloop.training.learner_client.client import Learner
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.queue import GroupQueue
 from agentloop.training.rollouts import RolledOut, Rollouts
+from agentloop.training.run_context import RunContext
 from agentloop.training.run_folder import RunFolder
+from agentloop.training.steps import Steps
 from agentloop.training.weight_sync.disk import PublishedFolder
 from agentloop.training.weight_sync.sync import SyncResult
+from agentloop.trajectory import Trajectory
 from tests import emitted
 from tests.agentloop.training.cluster.player import Player, playing
 from tests.agentloop.training.test_loop import ARITHMETIC, Played, PlayedLearner, Told, played
@@ -75,7 +79,7 @@ async def groups(runtimes: RemoteRuntimes, *names: str, oldest: int = 0) -> dict
 
 def told(found: dict[str, RolledOut]) -> dict[str, list[tuple[str, int]]]:
     return {
-        name: [(row["task"], row["index"]) for row in group.rows()] for name, group in found.items()
+        name: [(row.task, row.rollout) for row in group.rows()] for name, group in found.items()
     }
 
 
@@ -84,7 +88,11 @@ def whole(*names: str) -> dict[str, list[tuple[str, int]]]:
 
 
 def by(found: dict[str, RolledOut]) -> set[tuple[str, str]]:
-    return {(row["by"], row["version"]) for group in found.values() for row in group.rows()}
+    return {
+        (row.reason, row.trajectory.turns[0].versions[0].version)
+        for group in found.values()
+        for row in group.rows()
+    }
 
 
 # --- groups -------------------------------------------------------------------------------------
@@ -103,7 +111,7 @@ async def test_groups_are_rolled_out_by_all_runtimes_and_come_back_whole(folder:
     assert told(found) == whole(*names)
     assert found["0"].has_signal
     assert found["0"].figures == GroupFigures()
-    assert found["0"].rows()[0]["max_turns"] == 7
+    assert found["0"].rows()[0].parts == {"max_turns": 7}
     assert sorted(one.asked + two.asked) == sorted(names)
     assert one.asked
     assert two.asked
@@ -416,20 +424,20 @@ async def test_a_run_with_runtimes_learns_what_it_learns_by_itself(tmp_path: Pat
         GroupQueue.open(run.path / "queue.sqlite") as queue,
         rolling_out("one", "two") as (runtimes, players),
     ):
-        loop = TrainingLoop(
+        report = Told()
+        context = RunContext(
             LoopSettings(
                 steps=2, prompts_per_step=3, group_size=8, evaluate_tasks=4, evaluate_every=2
             ),
-            rollouts=runtimes,
-            serving=runtimes,
-            learner=cast(Learner, learner),
-            tasks=TaskSource.open(ARITHMETIC),
-            queue=queue,
-            folder=run,
-            report=Told(),
+            TaskSource.open(ARITHMETIC),
+            runtimes,
+            queue,
+            run,
+            report,
             budget=Budget(max_turns=10, max_response_tokens=100),
         )
-        await loop.run()
+        steps = Steps(learner, queue, run, restored=None, timeout_s=60, say=report.say)
+        await TrainingLoop(context, steps, runtimes).run()
         assert await queue.counts() == {"trained": 6}
     assert len(players[0].actors) > 1
     assert [op for op, _ in learner.asked] == [op for op, _ in alone.asked]
@@ -443,5 +451,6 @@ async def test_a_run_with_runtimes_learns_what_it_learns_by_itself(tmp_path: Pat
 @hypothesis.given(emitted.calls, emitted.plain_data)
 @pytest.mark.full
 def test_rollouts_survive_the_way_unchanged(raw: str, more: Any) -> None:
-    rows = [{"trajectory": emitted.rollout(raw), "truth": more}]
-    assert repr(unpacked(packed(rows))) == repr(emitted.as_json(rows))
+    row = ConversationRow(0, Trajectory.from_dict(emitted.rollout(raw)), truth=more)
+    (read,) = unpack(pack([row]))
+    assert repr(loads(dumps(read.to_dict()))) == repr(loads(dumps(row.to_dict())))

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from agentloop.config import load_settings
 from agentloop.errors import SettingsError
+from agentloop.rollouts.record import ConversationRow, TokenCredit
 from agentloop.training.credit.grpo import group_advantages
 from agentloop.training.credit.rule import (
     Aggregate,
     RewardedRollout,
-    TokenCredit,
     token_weights,
 )
 from agentloop.training.credit.settings import RULES, CreditSettings, assign
@@ -240,21 +240,22 @@ def test_credit_comes_back_from_the_journal_and_goes_into_the_batch(
     load = pytest.importorskip("safetensors.numpy").load
     folder = tmp_path_factory.mktemp("journal")
     run = RunFolder(folder / "run", "")
-    rows = []
-    for some in tokens:
-        made = Trajectory("", [1, 2], [turn(len(some), some[0], some)])
-        credit = TokenCredit.of(some, 0.25)
-        row = {"advantages": credit.advantages, "weights": credit.weights}
-        rows.append({"credit": row, "trajectory": made.to_dict_per_token()})
-    path, _ = run.add_group(1, rows)
-    back = run.read_group(path)
-    assert [one["trajectory"]["turns"][0]["reward"] for one in back] == [one[0] for one in tokens]
-    assert [one["trajectory"]["turns"][0]["token_rewards"] for one in back] == tokens
+    rows = [
+        ConversationRow(
+            index,
+            Trajectory("", [1, 2], [turn(len(rewards), rewards[0], rewards)]),
+            credit=TokenCredit.of(rewards, 0.25),
+        )
+        for index, rewards in enumerate(tokens)
+    ]
+    path, _ = run.add_group(1, [row.to_dict() for row in rows])
+    read = run.read_conversations(path)
+    assert read == rows
     samples = []
-    for one in back:
-        credit, made = TokenCredit(**one["credit"]), one["trajectory"]
-        parts = made["ids"], made["mask"], made["logprobs"]
-        samples.append(Sample(*parts, credit.advantages, 0, credit.weights))
+    for row in read:
+        assert row.credit is not None
+        parts = row.trajectory.ids, row.trajectory.mask, row.trajectory.logprobs
+        samples.append(Sample(*parts, row.credit.advantages, 0, row.credit.weights))
     write_batch(folder / "batch", samples)
     batch = load((folder / "batch").read_bytes())
     sampled = batch["mask"] == 1
@@ -301,10 +302,11 @@ def test_the_short_form(tmp_path: Path) -> None:
 
 
 def test_settings_of_other_sections_are_checked_against_the_rule() -> None:
-    CreditSettings().check(temperature=0.7, clip_low=0.2)
-    CreditSettings(name="cispo").check(temperature=1.0, clip_low=5.0)
-    with pytest.raises(SettingsError, match=r"learner.loss.clip_low: 5 must be at most 1"):
-        CreditSettings(name="gspo").check(temperature=1.0, clip_low=5.0)
+    assert [*CreditSettings().problems(temperature=0.7, clip_low=0.2)] == []
+    assert [*CreditSettings(name="cispo").problems(temperature=1.0, clip_low=5.0)] == []
+    (problem,) = CreditSettings(name="gspo").problems(temperature=1.0, clip_low=5.0)
+    assert "learner.loss.clip_low: 5 must be at most 1" in problem
     distill = CreditSettings(name="distill", args={"teacher": "http://127.0.0.1:1"})
-    with pytest.raises(SettingsError, match=r"sampling.temperature: 0.7 must be 1"):
-        distill.check(temperature=0.7, clip_low=0.2)
+    temperature, clip_low = distill.problems(temperature=0.7, clip_low=5.0)
+    assert "sampling.temperature: 0.7 must be 1" in temperature
+    assert "learner.loss.clip_low: 5" in clip_low

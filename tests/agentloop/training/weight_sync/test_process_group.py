@@ -292,7 +292,7 @@ async def test_weights_that_the_learner_no_longer_has_are_not_given(tmp_path: Pa
         here.router.replicas.require_weights("0")
         here.router.replicas.require_weights("1", verified=True)
         here.learner.num_updates += 1
-        checksums, failed = await came.published.sync_to(here.router.servers, timeout_s=15)
+        checksums, failed = await came.published.sync_to(here.router.replicas.servers, timeout_s=15)
         assert (checksums, list(failed.values())) == ({}, ["open: these are gone"])
         assert here.nobody_waits()
 

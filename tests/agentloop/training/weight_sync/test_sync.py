@@ -139,7 +139,7 @@ async def test_turns_on_a_server_with_unknown_weights_move_elsewhere(weights: st
                 await eventually(lambda: all(len(ids) == 2 for ids in received))
                 for fake in others:
                     await stack.enter_async_context(fake.serving())
-                    await router.add(SGLangServer(fake.url, session))
+                    await router.replicas.add(SGLangServer(fake.url, session))
                 came = await Served(router).sync(ONE, timeout_s=LATE_S)
                 assert list(came.failed) == [first.url]
         assert states(router) == ["stale", "healthy", "healthy"]
@@ -212,7 +212,7 @@ async def test_it_waits_for_a_server_that_is_started_again() -> None:
         router.replicas.mark_exited(fake.url, "killed")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: Served(router).sync(ONE, timeout_s=15))
-            await eventually(lambda: not router.servers)
+            await eventually(lambda: not router.replicas.servers)
             fake.ready = True
         assert states(router) == ["healthy"]
 

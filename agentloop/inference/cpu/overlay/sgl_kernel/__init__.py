@@ -38,10 +38,10 @@ def assign_req_to_token_pool_cpu(
 
 def _ignoring_pin_memory(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+    def call_unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    return unpinned
+    return call_unpinned
 
 
 # LoRA and a few others pin host memory on any device; torch refuses that without an accelerator.

@@ -1,0 +1,97 @@
+"""Rollouts of one environment by the model of the settings, or by an endpoint in its place.
+
+settings ──playing──> a function of a reader of events ──> what runs a rollout of a task
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pydantic
+
+from agentloop.agent.chat_format import ChatFormat
+from agentloop.cli.without_servers import open_endpoint
+from agentloop.distribution import is_installed
+from agentloop.environments.environment import EnvSettings, load, set_up
+from agentloop.environments.mixture import RunEnvironment
+from agentloop.environments.rewards.reward import Grader, RewardSettings
+from agentloop.environments.tasks.sources import TasksSettings
+from agentloop.errors import SettingsError
+from agentloop.events import Emit
+from agentloop.inference.openai_client import EndpointSettings
+from agentloop.inference.processes.server_log import NOT_INSTALLED
+from agentloop.rollouts.player import endpoint_player_of, environment_player
+from agentloop.rollouts.runner import GroupRunner
+from agentloop.runtime import Progress, Runtime, Settings
+
+__all__ = ["AskSettings", "PlaySettings", "check_player", "playing"]
+
+
+class AskSettings(Settings):
+    """The settings of a runtime and of an environment."""
+
+    env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
+    tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
+    reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
+
+
+class PlaySettings(AskSettings):
+    """The same, with an endpoint that may play in place of the model."""
+
+    endpoint: EndpointSettings = pydantic.Field(default_factory=lambda: EndpointSettings())
+
+
+def check_player(settings: PlaySettings) -> None:
+    """Check that something can play, before anything is started.
+
+    Raises:
+        SettingsError: nothing can.
+    """
+    if settings.endpoint.url and settings.servers:
+        raise SettingsError("servers: not used with endpoint.url: omit one of the two")
+    is_ours = not settings.servers and not settings.endpoint.url
+    if is_ours and not is_installed("sglang"):  # before an image is pulled
+        raise SettingsError(NOT_INSTALLED)
+
+
+@asynccontextmanager
+async def playing(
+    settings: PlaySettings, progress: Progress
+) -> AsyncIterator[tuple[Callable[[Emit], GroupRunner], ChatFormat | None]]:
+    """Start the agent; yield a function of a rollout's reader that returns what plays it.
+
+    With an endpoint in place of the model, there is no chat format.
+    """
+    s = settings
+    if s.endpoint.url:
+        async with (
+            set_up([load(s.env)]),
+            open_endpoint(s, s.endpoint, progress=progress) as (host, _),
+            Grader(s.reward, pool=host.pool) as grader,
+        ):
+            play = partial(
+                endpoint_player_of,
+                [RunEnvironment("", s.env, s.tasks)],
+                host,
+                max_groups=1,  # each rollout has a player of its own
+                sampling=s.sampling,
+                grader=grader,
+            )
+            yield lambda emit: GroupRunner(play(emit=emit), grader), None
+        return
+    async with (
+        set_up([load(s.env)]),
+        Runtime(s, progress=progress) as runtime,
+        Grader(s.reward, pool=runtime.pool) as grader,
+    ):
+        play_ours = partial(
+            environment_player,
+            s.env,
+            runtime,
+            sampling=s.sampling,
+            grader=grader,
+            with_text=True,
+        )
+        yield lambda emit: GroupRunner(play_ours(emit=emit), grader), runtime.chat
