@@ -16,6 +16,7 @@ from typing import Any
 
 import aiodocker
 import anyio
+import anyio.lowlevel
 import pytest
 
 from agentloop.sandbox import CallStatus, Pool, PoolSettings, Session
@@ -477,3 +478,27 @@ async def test_a_runtime_that_the_engine_lacks_is_named(engine: aiodocker.Docker
     with pytest.raises(SandboxUnavailable, match="no-such-runtime"):
         async with Pool(settings):
             pass
+
+
+async def test_a_session_may_hold_more_than_its_next_cell(pool: Pool) -> None:
+    async with pool.session() as session:
+        assert (await session.run("x = b'1' * (200 << 20)")).ok
+        assert (await session.run("1", memory_mib=16)).status in (CallStatus.OK, CallStatus.OOM)
+
+
+OUTLIVING = """
+import os, time
+for _ in range(25):
+    if os.fork() == 0:
+        hoard = b"1" * (15 << 20)
+        time.sleep(600)
+"""
+
+
+async def test_a_call_with_little_memory_follows_one_with_much(engine: aiodocker.Docker) -> None:
+    async with Pool(SETTINGS.model_copy(update={"preload": [], "workers": 1})) as pool:
+        for _ in range(10):
+            async with anyio.create_task_group() as group:
+                group.start_soon(pool.run, OUTLIVING)
+                await anyio.lowlevel.checkpoint()
+                assert (await pool.run("1", memory_mib=16)).ok
