@@ -67,13 +67,7 @@ class Calls:
     def message(
         self, code: str, stdin: str, timeout_s: float | None, memory_mib: int | None
     ) -> dict[str, Any]:
-        """Return a call's message to a worker.
-
-        Raises:
-            ValueError: a limit is out of range.
-            TypeError: an argument has another type.
-            RuntimeError: the pool is not open.
-        """
+        """Return a call's message to a worker. Raises what `Pool.run` raises."""
         for name, text in (("code", code), ("stdin", stdin)):
             if not isinstance(text, str):
                 raise TypeError(f"{name} must be a str, not {type(text).__name__}")
@@ -83,9 +77,9 @@ class Calls:
         if memory_mib is not None:
             if not isinstance(memory_mib, int):
                 raise TypeError(f"memory_mib must be an int, not {type(memory_mib).__name__}")
-            if not 0 < memory_mib <= self.settings.memory_mib:
-                most = self.settings.memory_mib
-                raise ValueError(f"memory_mib must be between 1 and the pool's {most}")
+            limit = self.settings.memory_mib
+            if not 0 < memory_mib <= limit:
+                raise ValueError(f"memory_mib must be between 1 and the pool's {limit}")
         if not self.is_open:
             raise RuntimeError(NOT_OPEN)
         more = {} if memory_mib is None else {"memory_mib": memory_mib}
@@ -108,17 +102,17 @@ class Calls:
         """Return the result of a call that is refused without a run, or None."""
         size = len(message["code"]) + len(message["stdin"])
         if size > MAX_CODE_BYTES:
-            why = f"code and stdin have {size} characters; the maximum is {MAX_CODE_BYTES}"
-            return CallResult.failed(next_id(), CallStatus.SANDBOX_ERROR, why)
+            reason = f"code and stdin have {size} characters; the maximum is {MAX_CODE_BYTES}"
+            return CallResult.failed(next_id(), CallStatus.SANDBOX_ERROR, reason)
         full = self.queue.num_waiting >= self.settings.max_waiting
         if full and only is None and self.queue.worker_for_call() is None:
-            why = f"{self.settings.max_waiting} calls are waiting already"
-            return CallResult.failed(next_id(), CallStatus.OVERLOADED, why)
+            reason = f"{self.settings.max_waiting} calls are waiting already"
+            return CallResult.failed(next_id(), CallStatus.OVERLOADED, reason)
         return None
 
     async def _run(self, message: dict[str, Any]) -> CallResult:
         queue_s = 0.0
-        why = ""
+        reason = ""
         used: list[PoolWorker] = []
         for attempt in (1, 2):
             entered = time.monotonic()
@@ -126,20 +120,20 @@ class Calls:
             worker = await self._slot(Need.CALL, None, left_s, again=attempt > 1)
             queue_s += time.monotonic() - entered
             if worker is None:
-                return self._without_slot(queue_s, attempt, why)
+                return self._without_slot(queue_s, attempt, reason)
             used.append(worker)
             reply = await self._answer(worker, message)
             where = _where(worker, queue_s, attempt)
             if reply is not None and not (attempt == 1 and _failed_to_start(reply)):
                 return CallResult.from_frame(reply, id=message["id"], **where)
-            why = f"worker {worker.link.worker_id} was lost: {worker.link.why}"
+            reason = f"worker {worker.link.worker_id} was lost: {worker.link.why}"
             if reply is not None:
-                why = f"worker {worker.link.worker_id} failed: {reply.get('why')}"
+                reason = f"worker {worker.link.worker_id} failed: {reply.get('why')}"
         if await self._is_to_blame(used):
-            error = CallError("WorkerLost", f"{why}; nothing else ran there")
+            error = CallError("WorkerLost", f"{reason}; nothing else ran there")
             ended = {"signal": signal.SIGKILL, "error": error, **where}
             return CallResult(message["id"], CallStatus.KILLED, **ended)
-        return CallResult.failed(message["id"], CallStatus.SANDBOX_ERROR, why, **where)
+        return CallResult.failed(message["id"], CallStatus.SANDBOX_ERROR, reason, **where)
 
     async def _run_cell(self, message: dict[str, Any], worker: PoolWorker) -> CallResult | None:
         entered = time.monotonic()
@@ -152,13 +146,14 @@ class Calls:
             return None
         return CallResult.from_frame(reply, id=message["id"], **_where(worker, queue_s, 1))
 
-    def _without_slot(self, queue_s: float, attempt: int, why: str = "") -> CallResult:
+    def _without_slot(self, queue_s: float, attempt: int, reason: str = "") -> CallResult:
         """Return the result of a call that has waited for a slot in vain."""
         if not self.is_open:
             return CallResult.failed(next_id(), CallStatus.CANCELLED, "the pool was closed")
-        why = f"no slot within {self.settings.max_wait_s:g} s" + (f"; {why}" if why else "")
+        no_slot = f"no slot within {self.settings.max_wait_s:g} s"
+        reason = f"{no_slot}; {reason}" if reason else no_slot
         return CallResult.failed(
-            next_id(), CallStatus.OVERLOADED, why, queue_s=queue_s, attempt=attempt
+            next_id(), CallStatus.OVERLOADED, reason, queue_s=queue_s, attempt=attempt
         )
 
     async def _is_to_blame(self, used: Sequence[PoolWorker]) -> bool:
@@ -171,8 +166,8 @@ class Calls:
             return False
         since = time.monotonic() - SAME_MOMENT_S
         await anyio.sleep(SAME_MOMENT_S)
-        others = [worker for lost_s, worker in self._losses if lost_s > since]
-        return self.is_open and all(worker in used for worker in others)
+        lost_workers = [worker for lost_s, worker in self._losses if lost_s > since]
+        return self.is_open and all(worker in used for worker in lost_workers)
 
     async def _slot(
         self, need: Need, only: PoolWorker | None, left_s: float, *, again: bool = False

@@ -43,34 +43,39 @@ SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc
 DEVICES = ("null", "zero", "full", "random", "urandom")
 OOM_SCORE_ADJ = "500"  # set by root, the least that a call can go back to (container.py)
 HOME = "/scratch"  # the directory of calls; not /tmp: an interpreter may live there
+NO_PROGRAMS = MS_NOSUID | MS_NODEV | MS_NOEXEC
 COUNTED_TOGETHER = 255  # a status beyond the numbers of errors
 REFUSING = (
     ("user.max_user_namespaces", "0"),
     ("kernel.unprivileged_userns_clone", "0"),
     ("kernel.apparmor_restrict_unprivileged_userns", "1"),
 )
-ROOTED = "system files and the interpreter, read-only"
+# Their states where all walls stand; a state that begins with "no" is a missing one.
+LAYERS = {
+    "process isolation": "namespaces",
+    "network": "isolated",
+    "file system": "system files and the interpreter, read-only",
+    "uid": "one per worker",
+    "capabilities": "none in a call",
+    "system calls": "allow list (seccomp)",
+    "memory": "limit per process",
+    "process count": "limit per call",
+}
 
 libc = ctypes.CDLL(None, use_errno=True)
+libc.mount.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_ulong, ctypes.c_char_p]
 
 
-def checked(result: int, what: str) -> None:
+def check(result: int, action: str) -> None:
     if result != 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
+        raise OSError(code, f"{action}: {os.strerror(code)}")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
-    checked(
-        libc.mount(
-            source.encode(), target.encode(), kind.encode() or None,
-            ctypes.c_ulong(flags), data.encode() or None,
-        ),
-        f"mount {target}",
-    )  # fmt: skip
-
-
-# ---------------------------------------------------------------------------- namespaces
+    options = data.encode() or None
+    result = libc.mount(source.encode(), target.encode(), kind.encode() or None, flags, options)
+    check(result, f"mount {target}")
 
 
 def enter_spaces() -> tuple[str, str]:
@@ -103,10 +108,8 @@ def wait_for(pid: int, owned: int) -> None:
     inside that we live."""
     os.dup2(owned, 3)
     os.closerange(4, 1 << 20)
-    while True:
-        with contextlib.suppress(InterruptedError):
-            _, status = os.waitpid(pid, 0)
-            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    _, status = os.waitpid(pid, 0)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
 def die_with_parent(alive: int) -> None:
@@ -121,18 +124,13 @@ def die_with_parent(alive: int) -> None:
     os.close(alive)
 
 
-# ---------------------------------------------------------------------------- a small root
-
-
 def bind(source: str, root: str, read_only: bool = True) -> None:
     """Show a file or directory of the host at the same place below `root`."""
     target = root + source
-    if os.path.isdir(source):
-        os.makedirs(target, 0o755, exist_ok=True)
-    else:
-        os.makedirs(os.path.dirname(target), 0o755, exist_ok=True)
-        with open(target, "a"):
-            pass
+    is_dir = os.path.isdir(source)
+    os.makedirs(target if is_dir else os.path.dirname(target), 0o755, exist_ok=True)
+    if not is_dir:
+        open(target, "a").close()
     mount(source, target, flags=MS_BIND | MS_REC)
     if read_only:
         make_read_only(target)
@@ -148,8 +146,8 @@ def make_read_only(top: str) -> None:
         raise OSError(ctypes.get_errno(), f"mount_setattr {top}")
     for path in mounts_below(top):  # before Linux 5.12
         # A user namespace may not clear flags that the host has set: keep those.
-        seen = os.statvfs(path).f_flag & (MS_NODEV | MS_NOEXEC | MS_NOSUID)
-        mount("none", path, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | seen)
+        flags = os.statvfs(path).f_flag & NO_PROGRAMS
+        mount("none", path, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | flags)
 
 
 def mounts_below(top: str) -> Iterator[str]:
@@ -185,15 +183,14 @@ def build_root(base: str, proc: str = "") -> None:
         bind(f"/dev/{name}", base, read_only=False)
     for name in ("proc", "old", HOME[1:]):
         os.makedirs(f"{base}/{name}", exist_ok=True)
-    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
     try:
-        mount("proc", f"{base}/proc", "proc", flags, proc)
+        mount("proc", f"{base}/proc", "proc", NO_PROGRAMS, proc)
     except OSError:  # subset=pid is an option since Linux 5.8
-        mount("proc", f"{base}/proc", "proc", flags, proc.replace(",subset=pid", ""))
+        mount("proc", f"{base}/proc", "proc", NO_PROGRAMS, proc.replace(",subset=pid", ""))
     os.chdir(base)
-    checked(libc.pivot_root(b".", b"old"), "pivot_root")
+    check(libc.pivot_root(b".", b"old"), "pivot_root")
     os.chdir("/")
-    checked(libc.umount2(b"/old", MNT_DETACH), "umount of the host's root")
+    check(libc.umount2(b"/old", MNT_DETACH), "umount of the host's root")
     os.rmdir("/old")
 
 
@@ -212,10 +209,10 @@ def try_view(options: str) -> bool:
     if pid == 0:
         status = errno.EIO
         try:
-            checked(libc.unshare(CLONE_NEWNS), "unshare")
-            mount("tmpfs", HOME, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
-            mount("proc", HOME, "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
-            checked(libc.unshare(CLONE_NEWUSER), "unshare")
+            check(libc.unshare(CLONE_NEWNS), "unshare")
+            mount("tmpfs", HOME, "tmpfs", NO_PROGRAMS, options)
+            mount("proc", HOME, "proc", MS_RDONLY | NO_PROGRAMS)
+            check(libc.unshare(CLONE_NEWUSER), "unshare")
             status = COUNTED_TOGETHER
             resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))  # the user has more: we are three
             if os.fork():
@@ -230,7 +227,8 @@ def try_view(options: str) -> bool:
     return status == 0
 
 
-# ---------------------------------------------------------------------------- system calls
+ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+COMPARE = {"SCMP_CMP_NE": 1, "SCMP_CMP_EQ": 4, "SCMP_CMP_MASKED_EQ": 7}
 
 
 class Comparison(ctypes.Structure):
@@ -238,10 +236,6 @@ class Comparison(ctypes.Structure):
         ("arg", ctypes.c_uint), ("op", ctypes.c_int),
         ("a", ctypes.c_uint64), ("b", ctypes.c_uint64),
     )  # fmt: skip
-
-
-ALLOW, ERRNO = 0x7FFF0000, 0x00050000
-COMPARE = {"SCMP_CMP_NE": 1, "SCMP_CMP_EQ": 4, "SCMP_CMP_MASKED_EQ": 7}
 
 
 def load_filter(profile: dict[str, Any]) -> None:
@@ -269,14 +263,13 @@ def load_filter(profile: dict[str, Any]) -> None:
 def allow_views(profile: dict[str, Any]) -> None:
     """Let the zygote make the namespaces of a call. The call is refused them all the same: it has
     no capability, and its user namespace allows no other below it."""
-    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
     for name, index, value in (
         ("unshare", 0, CLONE_NEWPID),
         ("setns", 1, CLONE_NEWPID),
         ("unshare", 0, CLONE_NEWNS),
         ("unshare", 0, CLONE_NEWUSER),
-        ("mount", 3, flags),
-        ("mount", 3, flags | MS_RDONLY),
+        ("mount", 3, NO_PROGRAMS),
+        ("mount", 3, NO_PROGRAMS | MS_RDONLY),
     ):
         condition = {"index": index, "value": value, "op": "SCMP_CMP_EQ"}
         profile["syscalls"].append(
@@ -284,20 +277,15 @@ def allow_views(profile: dict[str, Any]) -> None:
         )
 
 
-# ---------------------------------------------------------------------------- capabilities
-
-
-def keep_caps(*kept: int) -> None:
+def keep_caps(*caps: int) -> None:
     """Drop all other capabilities, for good."""
     for number in range(64):
-        if number not in kept and libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
+        if number not in caps and libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
             break
-    there = (number for number in kept if libc.prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1)
-    mask = sum(1 << number for number in there)
-    header = struct.pack("<Ii", 0x20080522, 0)
-    low = mask & 0xFFFFFFFF
-    data = struct.pack("<6I", low, low, 0, 0, 0, 0)
-    checked(libc.capset(header, data), "capset")
+    available = [number for number in caps if libc.prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1]
+    mask = sum(1 << number for number in available)
+    header, data = struct.pack("<Ii", 0x20080522, 0), struct.pack("<6I", mask, mask, 0, 0, 0, 0)
+    check(libc.capset(header, data), "capset")
 
 
 def readable_by_others() -> bool:
@@ -311,30 +299,6 @@ def readable_by_others() -> bool:
     return True
 
 
-# ---------------------------------------------------------------------------- all together
-
-
-def describe(
-    spaces: str, why: str, rooted: str, filtered: str, apart: str, counted: bool
-) -> dict[str, str]:
-    """Return the states of the layers. `why`: the reason for missing namespaces. `apart`: what
-    separates calls that share the user's uid."""
-    walled = spaces != "none"
-    one_each = spaces == "root" or (not walled and os.getuid() == 0)
-    return {
-        "process isolation": "namespaces"
-        if walled
-        else f"no: this machine does not allow namespaces ({why})",
-        "network": "isolated" if walled else "no: calls have the network access of this machine",
-        "file system": rooted,
-        "uid": "one per worker" if one_each else apart,
-        "capabilities": "none in a call",
-        "system calls": filtered,
-        "memory": "limit per process",
-        "process count": "limit per call" if one_each or counted else "limit per worker",
-    }
-
-
 def start(spec: dict[str, Any]) -> None:
     for fd in spec["entries"]:  # of a cgroup
         os.write(fd, b"0")
@@ -342,67 +306,82 @@ def start(spec: dict[str, Any]) -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
         f.write(OOM_SCORE_ADJ)
     alive, owned = os.pipe()
-    spaces, why = enter_spaces()
+    spaces, reason = enter_spaces()
     if spaces != "none" and (pid := os.fork()):
         wait_for(pid, owned)
     os.close(owned)
-    told: dict[str, Any] = {
-        "counters": spec["counters"]
-    }  # the worker's settings, as they have come to be
-    rooted = "no: calls can read all files that the user can read"
-    apart, counted = "no: calls have the user's uid and may signal the user's processes", False
-    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    layers = dict(LAYERS)
+    settings: dict[str, Any] = {"counters": spec["counters"], "layers": layers}  # of the worker
     if spaces == "root":
-        build_root(spec["scratch"], "hidepid=2,subset=pid")
-        rooted = ROOTED
-        told["home"] = HOME
-        # It is root's, so that no call can close it to the next.
-        owner = f"uid=0,gid={spec['uid']},mode=0770"
-        mount("tmpfs", HOME, "tmpfs", flags, f"{spec['directory_size']},{owner}")
-        close_root()
+        settings |= confine_root(spec)
     elif spaces == "user":
-        view = f"{spec['directory_size']},mode=0700"
-        try:
-            build_root(spec["scratch"])
-            rooted = ROOTED
-            told["home"] = HOME
-            counted = try_view(view)
-            apart = "the user's, in separate user, mount and process namespaces per call"
-            told |= {"view": view, "counts_apart": counted}
-        except OSError as error:
-            refused = why_refused(str(error))
-            apart = (
-                f"no: calls have the user's uid, without rights outside the namespaces ({refused})"
+        settings |= confine_user(spec, layers)
+    else:
+        layers["process isolation"] = f"no: this machine does not allow namespaces ({reason})"
+        layers["network"] = "no: calls have the network access of this machine"
+        layers["file system"] = "no: calls can read all files that the user can read"
+        if os.getuid() != 0:
+            layers["uid"] = "no: calls have the user's uid and may signal the user's processes"
+            layers["process count"] = "limit per worker"
+        elif not readable_by_others():
+            raise OSError(
+                "as root without namespaces every call needs a uid of its own, and another uid "
+                f"can't read the interpreter ({os.path.realpath(os.__file__)}); use one that "
+                "others can read"
             )
-            if rooted == ROOTED:
-                mount("tmpfs", HOME, "tmpfs", flags, view)
-            else:
-                rooted = f"no: {refused}"
-        if rooted == ROOTED:
-            close_root()
-    elif os.getuid() == 0 and not readable_by_others():
-        raise OSError(
-            "as root without namespaces every call needs a uid of its own, and another uid can't "
-            f"read the interpreter ({os.path.realpath(os.__file__)}); use one that others can read"
-        )
-    told["own_proc"] = spaces == "root" or "view" in told
-    told["kill_by"] = {"root": "uid", "user": "pidns"}.get(spaces, "auto")
     if spaces == "user":
         allow_views(spec["seccomp"])
         keep_caps(CAP_KILL, CAP_SYS_ADMIN)
     elif os.getuid() == 0:
         keep_caps(CAP_KILL, CAP_SETUID, CAP_SETGID, CAP_SYS_RESOURCE)  # the last: OOM scores
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    filtered = "allow list (seccomp)"
     try:
         load_filter(spec["seccomp"])
     except OSError as error:
-        filtered = f"no: {error} (install libseccomp2)"
-    told["layers"] = describe(spaces, why, rooted, filtered, apart, counted)
+        layers["system calls"] = f"no: {error} (install libseccomp2)"
     if spaces != "none":
         die_with_parent(alive)
-    command = ["-P", "-s", "-c", spec["boot"], spec["connect"], json.dumps(told)]
+    command = ["-P", "-s", "-c", spec["boot"], spec["connect"], json.dumps(settings)]
     os.execv(sys.executable, [sys.executable, *command])
+
+
+def confine_root(spec: dict[str, Any]) -> dict[str, Any]:
+    """Enter the worker's root as root; return the worker's settings."""
+    build_root(spec["scratch"], "hidepid=2,subset=pid")
+    # It is root's, so that no call can close it to the next.
+    owner = f"uid=0,gid={spec['uid']},mode=0770"
+    mount("tmpfs", HOME, "tmpfs", NO_PROGRAMS, f"{spec['directory_size']},{owner}")
+    close_root()
+    return {"home": HOME, "own_proc": True, "kill_by": "uid"}
+
+
+def confine_user(spec: dict[str, Any], layers: dict[str, str]) -> dict[str, Any]:
+    """Enter the worker's root as an ordinary user, as far as this machine allows; return the
+    worker's settings."""
+    settings: dict[str, Any] = {"kill_by": "pidns"}
+    view = f"{spec['directory_size']},mode=0700"
+    is_rooted = False
+    try:
+        build_root(spec["scratch"])
+        is_rooted = True
+        counts_apart = try_view(view)
+    except OSError as error:
+        reason = why_refused(str(error))
+        layers["uid"] = (
+            f"no: calls have the user's uid, without rights outside the namespaces ({reason})"
+        )
+        layers["process count"] = "limit per worker"
+        if not is_rooted:
+            layers["file system"] = f"no: {reason}"
+            return settings
+        mount("tmpfs", HOME, "tmpfs", NO_PROGRAMS, view)
+    else:
+        layers["uid"] = "the user's, in separate user, mount and process namespaces per call"
+        if not counts_apart:
+            layers["process count"] = "limit per worker"
+        settings |= {"view": view, "counts_apart": counts_apart, "own_proc": True}
+    close_root()
+    return settings | {"home": HOME}
 
 
 def main() -> None:

@@ -409,9 +409,10 @@ async def attached(container: DockerContainer) -> AsyncIterator[Stream]:
 
 
 async def set_memory(docker: aiodocker.Docker, container: DockerContainer, num_bytes: int) -> None:
-    """Change the memory limit of a container, unless it holds more already (EBUSY of cgroup v1).
+    """Change the memory limit of a container.
 
     Raises:
+        OSError: the engine refused, such as while the container holds more.
         SandboxUnavailable: the engine failed.
     """
     limits = {"Memory": num_bytes, "MemorySwap": num_bytes}
@@ -420,10 +421,10 @@ async def set_memory(docker: aiodocker.Docker, container: DockerContainer, num_b
             await docker._query_json(
                 f"containers/{container.id}/update", method="POST", data=limits
             )
-    except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
+    except aiodocker.DockerError as error:
+        raise OSError(what_it_said(error)) from error
+    except (aiohttp.ClientError, OSError) as error:
         why = what_it_said(error) or "no answer in time"
-        if "device or resource busy" in why:
-            return
         raise SandboxUnavailable(f"the engine did not limit a worker's memory: {why}") from error
 
 

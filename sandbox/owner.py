@@ -73,19 +73,10 @@ def _end_owners(path: Path) -> None:
             subprocess.run(command, stdin=subprocess.DEVNULL, timeout=SWEEP_TIMEOUT_S, check=False)
 
 
-def _is_ours(path: Path) -> bool:
-    try:
-        return path.lstat().st_uid == os.getuid()
-    except FileNotFoundError:  # another pool has removed it
-        return False
-
-
-def reap_dirs() -> int:
-    """Remove the directories of dead owners and return their number."""
-    num = 0
+def reap_dirs() -> None:
+    """Remove the directories of this user's dead owners."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         tag = path.name.removeprefix(PREFIX).rpartition("-")[0]
-        if is_dead(tag) and _is_ours(path):
-            remove_tree(path)
-            num += 1
-    return num
+        with contextlib.suppress(FileNotFoundError):  # another pool has removed it
+            if is_dead(tag) and path.lstat().st_uid == os.getuid():
+                remove_tree(path)

@@ -212,10 +212,7 @@ def _opened(stack: ExitStack, path: str, flags: int) -> int:
 
 
 async def _set_memory(cgroup: Cgroup, num_bytes: int) -> None:
-    try:
-        cgroup.limit_memory(num_bytes)
-    except OSError as error:
-        raise SandboxUnavailable(f"a worker's memory could not be limited: {error}") from error
+    cgroup.limit_memory(num_bytes)
 
 
 def why_no_cgroup() -> str:

@@ -158,8 +158,8 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
             try:
                 Requirement(package)
             except InvalidRequirement as error:
-                why = str(error).partition("\n")[0]
-                raise ValueError(f"{package!r} is not a valid requirement: {why}") from None
+                reason = str(error).partition("\n")[0]
+                raise ValueError(f"{package!r} is not a valid requirement: {reason}") from None
         return packages
 
     @pydantic.model_validator(mode="after")

@@ -20,15 +20,5 @@ A small call costs what its page faults cost: every page that a child writes to 
 Python object's reference count is a write. So the zygote does once what can be done once, makes
 what it has loaded immortal, and rehearses a call before the first fork.
 
-    boot.py    the start: takes all else from the supervisor
-    server.py  the loop of pid 1       forked.py     what it holds of one child
-                                       workspace.py  killing and cleaning
-                                       counters.py   what the cgroup has counted
-    zygote.py  forks                   warm.py       what it loads and prepares
-    child.py   the call
-    spec.py    what the supervisor asked for
-    wire.py    what server, zygote and child say to each other
-    kernel.py  system calls and /proc
-
 The sources travel over the connection: nothing of ours is in the image, and no stale copy is run.
 """

@@ -13,29 +13,19 @@ import termios
 import time
 from typing import Any
 
-from agentloop.sandbox.worker.wire import (
-    FILE_JOB,
-    INLINE_JOB,
-    MAX_TEXT,
-    REPORT_BYTES,
-    REPORT_SIZE,
-    REPORT_START,
-    STARTED,
-    clip,
-    pack_job,
-)
+from agentloop.sandbox.worker import wire
+from agentloop.sandbox.worker.wire import REPORT_BYTES, REPORT_SIZE, STARTED, clip
 
 _INT = struct.Struct("i")
-_ZERO = bytes(_INT.size)
 MAX_STALE = 1000  # messages; more than a channel holds
 
 
 class Output:
     """Output of a child on one stream: the first and last bytes, and their number."""
 
-    def __init__(self, fd: int, keep: int) -> None:
+    def __init__(self, fd: int, keep_bytes: int) -> None:
         self.fd = fd
-        self.keep(keep)
+        self.keep(keep_bytes)
         self.head = bytearray()
         self.tail = bytearray()
         self.total = 0
@@ -45,7 +35,7 @@ class Output:
 
     def read(self) -> bool:
         """Take what the pipe holds, without waiting; False if that was nothing."""
-        (waiting,) = _INT.unpack(fcntl.ioctl(self.fd, termios.FIONREAD, _ZERO))
+        (waiting,) = _INT.unpack(fcntl.ioctl(self.fd, termios.FIONREAD, bytes(_INT.size)))
         if waiting:
             with contextlib.suppress(BlockingIOError):
                 self.add(os.read(self.fd, waiting))
@@ -88,10 +78,10 @@ class Call:
         # Of its output, where it names them; else the worker's settings hold.
         self.max_output_bytes: int | None = frame.get("max_output_bytes")
         self.keep_output_bytes: int | None = frame.get("keep_output_bytes")
-        lasting = self.session is not None
         if (mib := frame.get("memory_mib")) is not None:
             memory_bytes = min(memory_bytes, mib << 20)
-        self.job = pack_job(self.code, self.timeout_s, lasting, memory_bytes)
+        is_cell = self.session is not None
+        self.job = wire.pack_job(self.code, self.timeout_s, is_cell, memory_bytes)
         self.stdin: bytes = frame.get("stdin", "").encode("utf-8", "replace")
         self.started = 0.0  # when it was sent, by time.monotonic()
         self.started_ns = 0  # the same
@@ -144,14 +134,14 @@ class Forked:
             self.err.keep(call.keep_output_bytes)
         # A later cell may have no space left in its directory for its standard input.
         is_inline = call.session is None or not call.stdin
-        if is_inline and len(call.job) + len(call.stdin) <= INLINE_JOB:
+        if is_inline and len(call.job) + len(call.stdin) <= wire.INLINE_JOB:
             self.channel.send(call.job + call.stdin, socket.MSG_DONTWAIT)
             return
         with open(os.memfd_create("stdin", os.MFD_CLOEXEC), "wb", buffering=0) as file:
             for part in (call.stdin, call.job):
                 if file.write(part) != len(part):
                     raise OSError(errno.ENOSPC, "the job does not fit")
-            self.channel.send(FILE_JOB.pack(len(call.stdin)), socket.MSG_DONTWAIT)
+            self.channel.send(wire.FILE_JOB.pack(len(call.stdin)), socket.MSG_DONTWAIT)
             socket.send_fds(self.channel, [b"+"], [file.fileno()], socket.MSG_DONTWAIT)
 
     def receive(self) -> bytes | None:
@@ -192,22 +182,22 @@ class Forked:
         if not 0 < size <= REPORT_BYTES:
             return {}
         try:
-            given = json.loads(os.pread(self.report_fd, size, REPORT_START))
+            report = json.loads(os.pread(self.report_fd, size, wire.REPORT_START))
         except (ValueError, RecursionError):
             return {}
-        return given if isinstance(given, dict) else {}
+        return report if isinstance(report, dict) else {}
 
 
-def checked_error(given: Any) -> dict[str, Any] | None:
+def checked_error(error: Any) -> dict[str, Any] | None:
     """Return the child's report of its error in the form that the supervisor expects."""
-    if not isinstance(given, dict):
+    if not isinstance(error, dict):
         return None
-    line = given.get("line")
+    line = error.get("line")
     return {
-        "type": clip(str(given.get("type")), 256),
-        "message": clip(str(given.get("message")), 4096),
+        "type": clip(str(error.get("type")), 256),
+        "message": clip(str(error.get("message")), 4096),
         "line": line if isinstance(line, int) and abs(line) < 2**31 else None,
-        "traceback": clip(str(given.get("traceback")), MAX_TEXT + 256),
+        "traceback": clip(str(error.get("traceback")), wire.MAX_TEXT + 256),
     }
 
 

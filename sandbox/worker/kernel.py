@@ -35,7 +35,7 @@ def has_cap(number: int) -> bool:
 
 def can_have_cap(number: int) -> bool:
     """Return whether any process here, root included, can have the capability."""
-    return bool(libc.prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1)
+    return bool(_prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1)
 
 
 def drop_caps() -> None:
@@ -56,9 +56,9 @@ def new_pid_space() -> None:
 
 def old_pid_space() -> None:
     """The next namespace will lie beside the last one, not inside it."""
-    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-    libc.setns(own, CLONE_NEWPID)
-    os.close(own)
+    space = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    libc.setns(space, CLONE_NEWPID)
+    os.close(space)
 
 
 def own_view(scratch: str, options: str) -> None:
@@ -108,12 +108,12 @@ def count_own_processes() -> int:
 
 def parents() -> dict[int, int]:
     """The parent of every process in sight."""
-    found: dict[int, int] = {}
+    above: dict[int, int] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, IndexError, ValueError):
             with open(f"/proc/{name}/stat") as f:
-                found[int(name)] = int(f.read().rpartition(")")[2].split()[1])
-    return found
+                above[int(name)] = int(f.read().rpartition(")")[2].split()[1])
+    return above
 
 
 def children_of(pid: int) -> set[int]:
@@ -122,10 +122,10 @@ def children_of(pid: int) -> set[int]:
 
 def descendants(pid: int) -> list[int]:
     above = parents()
-    found = [pid]
-    for at in found:
-        found.extend(child for child, parent in above.items() if parent == at)
-    return found[1:]
+    pids = [pid]
+    for ancestor in pids:
+        pids.extend(child for child, parent in above.items() if parent == ancestor)
+    return pids[1:]
 
 
 def remove_below(path: str) -> None:
@@ -136,20 +136,20 @@ def remove_below(path: str) -> None:
     even if a living process puts links in the place of directories meanwhile. Raises OSError where
     something can't be removed.
     """
-    names = (f".{n}" for n in itertools.count())
-    with _opened(path) as top:
-        while found := _scan(top):
-            for name, is_dir in found:
+    new_names = (f".{n}" for n in itertools.count())
+    with _open_directory(path) as top:
+        while entries := _scan(top):
+            for name, is_dir in entries:
                 if not is_dir:
                     os.unlink(name, dir_fd=top)
                     continue
-                with _opened(name, top) as below:
-                    for inner, is_inner_dir in _scan(below):
-                        if is_inner_dir:
-                            _unlock(inner, below)  # moving it changes its ".."
-                            _move(inner, below, top, names)
+                with _open_directory(name, top) as below:
+                    for child, is_child_dir in _scan(below):
+                        if is_child_dir:
+                            _unlock(child, below)  # moving it changes its ".."
+                            _move(child, below, top, new_names)
                         else:
-                            os.unlink(inner, dir_fd=below)
+                            os.unlink(child, dir_fd=below)
                 os.rmdir(name, dir_fd=top)
 
 
@@ -157,7 +157,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
-def _opened(path: str, dir_fd: int | None = None) -> Iterator[int]:
+def _open_directory(path: str, dir_fd: int | None = None) -> Iterator[int]:
     """A directory whose modes let us read and change it."""
     _unlock(path, dir_fd)
     fd = os.open(path, _DIRECTORY, dir_fd=dir_fd)
@@ -184,8 +184,8 @@ def _scan(fd: int) -> list[tuple[str, bool]]:
         return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
 
 
-def _move(name: str, source: int, target: int, names: Iterator[str]) -> None:
-    for new in names:
+def _move(name: str, source: int, target: int, new_names: Iterator[str]) -> None:
+    for new in new_names:
         try:
             os.stat(new, dir_fd=target, follow_symlinks=False)
         except FileNotFoundError:

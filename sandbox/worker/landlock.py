@@ -43,18 +43,17 @@ def make_ruleset(home: str, own_proc: bool) -> int:
     handled = [files, TCP, ABSTRACT_SOCKETS | SIGNALS]
     num = 1 if version < 4 else 2 if version < 6 else 3
     data = struct.pack(f"<{num}Q", *handled[:num])
-    ruleset = _checked(CREATE_RULESET, data, ctypes.c_size_t(len(data)), 0)
+    ruleset = _check(CREATE_RULESET, data, ctypes.c_size_t(len(data)), 0)
     for path, rights in (*_open_to_all(own_proc), (home, files)):
         fd = os.open(path, os.O_PATH)
-        _checked(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("<Qi", rights & files, fd), 0)
+        _check(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("<Qi", rights & files, fd), 0)
         os.close(fd)
     return ruleset
 
 
 def restrict_self(ruleset: int) -> None:
     """Give up, in this process and its children, what the ruleset does not hold. Raises OSError."""
-    if _syscall(RESTRICT_SELF, ruleset, 0) != 0:
-        raise OSError(ctypes.get_errno(), "landlock")
+    _check(RESTRICT_SELF, ruleset, 0)
 
 
 def _open_to_all(own_proc: bool) -> Iterator[tuple[str, int]]:
@@ -69,7 +68,7 @@ def _open_to_all(own_proc: bool) -> Iterator[tuple[str, int]]:
             yield path, READ if os.path.isdir(path) else READ_FILE
 
 
-def _checked(*arguments: int | bytes | ctypes.c_size_t) -> int:
+def _check(*arguments: int | bytes | ctypes.c_size_t) -> int:
     result = int(_syscall(*arguments))
     if result < 0:
         raise OSError(ctypes.get_errno(), "landlock")

@@ -12,37 +12,37 @@ UNHIDDEN = "no: calls can read their names and arguments (hiding them needs Land
 
 
 class Spec:
-    """The settings of a worker, as given (a JSON object); sandbox/backend.py has their sources."""
+    """The settings of a worker, from a JSON object; sandbox/backend.py has their sources."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(self, spec: dict[str, Any]) -> None:
         #: The directory that calls find themselves in.
-        self.home: str = given["home"]
-        self.levels: list[list[str]] = given.get("levels", [[]])
+        self.home: str = spec["home"]
+        self.levels: list[list[str]] = spec.get("levels", [[]])
         #: The uid of calls; the next one is used by nobody but the server, to send signals.
-        self.uid: int | None = given.get("uid")
-        self.keep_bytes: int = given.get("keep_output_bytes", 64 * 1024)
-        self.max_output_bytes: int = given.get("max_output_bytes", 1 << 20)
-        self.memory_bytes: int = given.get("memory_bytes", 512 << 20)
-        self.file_bytes: int = given.get("file_bytes", 32 << 20)
-        self.processes: int = given.get("processes", 32)
+        self.uid: int | None = spec.get("uid")
+        self.keep_bytes: int = spec.get("keep_output_bytes", 64 * 1024)
+        self.max_output_bytes: int = spec.get("max_output_bytes", 1 << 20)
+        self.memory_bytes: int = spec.get("memory_bytes", 512 << 20)
+        self.file_bytes: int = spec.get("file_bytes", 32 << 20)
+        self.processes: int = spec.get("processes", 32)
         #: Descriptors of the cgroup's counters, by name; None: they are below /sys/fs/cgroup.
-        self.counters: dict[str, int] | None = given.get("counters")
+        self.counters: dict[str, int] | None = spec.get("counters")
         #: The cgroup limits the number of processes.
-        self.limits_processes: bool = given.get("limits_processes", False)
-        self.layers: dict[str, str] = given.get("layers", {})
+        self.limits_processes: bool = spec.get("limits_processes", False)
+        self.layers: dict[str, str] = spec.get("layers", {})
         #: Its /proc shows a call no process but its own.
-        self.own_proc: bool = given.get("own_proc", False)
+        self.own_proc: bool = spec.get("own_proc", False)
         #: Calls are confined by landlock.py; not where each sees mounts of its own.
-        self.uses_landlock: bool = "view" not in given and landlock.abi() >= landlock.LEAST_ABI
+        self.uses_landlock: bool = "view" not in spec and landlock.abi() >= landlock.LEAST_ABI
         hidden = self.own_proc or self.uses_landlock
         self.layers["other calls' processes"] = "hidden" if hidden else UNHIDDEN
         #: How everything of a call is killed: by its "uid", with its "pidns", by a walk of its
         #: "tree".
-        self.kill_by: str = given.get("kill_by", "auto")
+        self.kill_by: str = spec.get("kill_by", "auto")
         #: Mount options of a call's directory, where each call mounts its own (kernel.own_view).
-        self.view: str | None = given.get("view")
+        self.view: str | None = spec.get("view")
         #: RLIMIT_NPROC counts a call's processes alone, though all have one uid.
-        self.counts_apart: bool = given.get("counts_apart", False)
+        self.counts_apart: bool = spec.get("counts_apart", False)
         #: A descriptor of what calls may open; set by the zygote.
         self.ruleset: int | None = None
         #: The server is pid 1: with it everything ends.

@@ -2,7 +2,8 @@
 
 Each row is checked against the answer, and then by a harmless call (`AFTER`), which must find
 nothing of it. `wall` names what a row relies on beyond a process of its own: "uid" (one per call,
-or namespaces), "spaces" (namespaces), "filter" (system calls) or "hidden" (what others run).
+or namespaces), "spaces" (namespaces), "filter" (system calls), "hidden" (what others run) or
+"counted" (the memory of all processes of a call together).
 """
 
 from __future__ import annotations
@@ -476,19 +477,57 @@ threading.Thread(target=hold).start()
 ctypes.CDLL(None).pthread_exit(None)
 """
 
+# Sockets hold it, not processes: as many of them, with buffers as large, as there can be.
 SOCKET_BUFFERS = """
 import contextlib, os, socket, time
-for _ in range(4):
-    os.fork()
+for _ in range(28):
+    if os.fork() == 0:
+        break
 kept = []
 with contextlib.suppress(OSError):
     while True:
         kept += socket.socketpair()
         for end in kept[-2:]:
             end.setblocking(False)
+            with contextlib.suppress(PermissionError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
             with contextlib.suppress(BlockingIOError):
                 while True:
                     end.send(bytes(100_000))
+time.sleep(60)
+"""
+
+# Larger buffers (by force, too), and programs that run in the kernel, of two kinds in two places.
+SOCKET_OPTIONS = """
+import ctypes, socket, struct
+code = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+program = struct.pack("HxxxxxxQ", 1, ctypes.addressof(code))
+options = {7: 1 << 30, 8: 1 << 30, 32: 1 << 30, 33: 1 << 30,
+           26: program, 50: program, 51: program, 52: program}
+end, other = socket.socketpair()
+for option, value in options.items():
+    try:
+        end.setsockopt(socket.SOL_SOCKET, option, value)
+        print(option)
+    except OSError as error:
+        if error.errno != 1:
+            print(option, error)
+"""
+
+# Many mappings make it slow to count what their processes hold.
+MANY_MAPPINGS = """
+import ctypes, os, time
+lib = ctypes.CDLL(None)
+lib.mmap.restype = ctypes.c_void_p
+lib.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+lib.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+at = lib.mmap(None, 25_000 * 8192, 0, 0x22, -1, 0)
+for n in range(25_000):
+    lib.mprotect(at + n * 8192, 4096, 1)
+for _ in range(13):
+    if os.fork() == 0:
+        break
+hoard = b"1" * (100 << 20)
 time.sleep(60)
 """
 
@@ -654,7 +693,16 @@ ATTACKS = [
     Attack("memory that is shared and not mapped", SHARED_MEMORY, (OOM,)),
     Attack("files and memory", FILES_AND_MEMORY, (OOM,), wall="spaces"),
     Attack("processes without their first thread", HEADLESS, (OOM,)),
-    Attack("memory in sockets", SOCKET_BUFFERS, (OOM, TIMEOUT), timeout_s=5),
+    Attack("memory in sockets", SOCKET_BUFFERS, (OOM,), wall="counted"),
+    Attack("memory behind many mappings", MANY_MAPPINGS, (OOM,), wall="counted"),
+    Attack(
+        "huge pages",
+        "import mmap\n"
+        "mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)",
+        (ERROR,),
+        says("PermissionError"),
+        wall="filter",
+    ),
     Attack(
         "memory shared by fork", SHARED_BY_FORK, (OK,), prints(str([(250_000_000 % 7) << 8] * 5))
     ),
@@ -711,6 +759,7 @@ ATTACKS = [
     Attack("file locks", LOCKS, (OK,), prints("granted"), wall="filter"),
     Attack("a database", DATABASE, (OK,), prints(SUMS)),
     Attack("pairs of sockets", ASYNC, (OK,), prints("hello\n42")),
+    Attack("options of sockets", SOCKET_OPTIONS, (OK,), prints(""), wall="filter"),
     Attack("counters", COUNTERS, (OK,), prints(""), wall="hidden"),
     Attack("system calls", SYSCALLS, (OK,), prints(""), wall="filter"),
     Attack("more system calls", MORE_SYSCALLS, (OK,), prints(""), wall="filter"),

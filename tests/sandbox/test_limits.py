@@ -8,20 +8,21 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import anyio
 import pytest
 
-from agentloop.sandbox import CallStatus, Pool, PoolSettings, SessionLost
+from agentloop.sandbox import CallStatus, Overloaded, Pool, PoolSettings, SessionLost, cgroup
 from agentloop.sandbox.backend import REMAPPED_UIDS, UIDS, max_processes, random_uid, start_bytes
+from agentloop.sandbox.cgroup import Cgroup, NoCgroup, new_cgroup
 from agentloop.sandbox.container import host_config
 from agentloop.sandbox.owner import remove_tree
 from agentloop.sandbox.worker import kernel
 from agentloop.sandbox.worker.kernel import descendants, remove_below
 from tests.patience import patient
-from tests.sandbox.conftest import BARE
+from tests.sandbox.conftest import BARE, SINGLE
 from tests.sandbox.test_pool import runs, wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
@@ -100,6 +101,114 @@ async def test_processes_that_a_cell_left_running_count_with_the_next(pool: Pool
         assert late.status is CallStatus.OOM
         await wait_until(lambda: session.lost)
     assert (await pool.run("1")).ok
+
+
+LOOKS_UP = """
+import os
+name = f"/usr/{os.getpid()}-" + "n" * 220
+for number in range(100_000):
+    os.path.exists(name + str(number))
+"""
+
+
+async def check_memory_after_names(settings: PoolSettings) -> None:
+    small = settings.model_copy(update={"workers": 1, "memory_mib": 128, "preload": []})
+    async with Pool(small) as pool:
+        for _ in range(2):
+            assert (await pool.run(LOOKS_UP)).ok
+            result = await pool.run(take(100))
+            assert (result.result, result.attempt) == ("100", 1), result
+
+
+async def test_names_that_a_call_has_looked_up_take_no_memory_from_the_next() -> None:
+    """The kernel keeps them, and counts them as memory of the worker's."""
+    await check_memory_after_names(BARE)
+
+
+@pytest.fixture
+def outer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cgroup]:
+    """A cgroup around those of the workers of new pools, as a pod has one."""
+    try:
+        outer = new_cgroup()
+    except NoCgroup as error:
+        pytest.skip(f"no cgroup can be created here: {error}")
+    lines = []
+    for line in cgroup.MEMBERSHIP.read_text().splitlines():
+        number, names, path = line.split(":", 2)
+        paths = [p for c, p in outer.paths.items() if c in names.split(",") or not names]
+        lines.append(f"{number}:{names}:{path.rstrip('/')}/{paths[0].name if paths else ''}")
+    membership = tmp_path / "membership"
+    membership.write_text("\n".join(lines))
+    monkeypatch.setattr(cgroup, "MEMBERSHIP", membership)
+    yield outer
+    outer.remove()
+
+
+async def test_a_call_is_not_judged_for_memory_that_the_machine_has_not(outer: Cgroup) -> None:
+    outer.limit_memory(300 * MIB)
+    async with Pool(SINGLE) as pool:
+        result = await pool.run(take(400))
+        assert (result.status, result.attempt) == (CallStatus.SANDBOX_ERROR, 2), result
+        assert result.error is not None
+        assert "memory" in result.error.message
+        assert (await pool.run(take(100))).ok
+
+
+async def test_sessions_leave_calls_the_processes_that_they_may_have(outer: Cgroup) -> None:
+    """A limit on processes that lies around the pool bounds how many sessions it opens."""
+    outer.limit_processes(300)
+    sleepers = "import os, time\nfor _ in range(30):\n  if os.fork() == 0: time.sleep(600)"
+    threads = "import threading\nfor _ in range(30): threading.Thread(target=input).start()"
+    async with Pool(BARE) as pool, contextlib.AsyncExitStack() as stack:
+        with contextlib.suppress(Overloaded):
+            for _ in range(20):
+                session = await stack.enter_async_context(pool.session(max_wait_s=1))
+                assert (await session.run(sleepers)).ok
+        for _ in range(8):
+            result = await pool.run(threads, stdin="\n" * 30)
+            assert result.ok, result
+
+
+BUSY = """
+import mmap, os, struct, time
+used = mmap.mmap(-1, 4096)
+end = time.monotonic() + 2
+for n in range(25):
+    if os.fork() == 0:
+        os.setsid()  # its own group for the scheduler, as interactive ones have
+        while time.monotonic() < end:
+            used[8 * n : 8 * n + 8] = struct.pack("d", time.process_time())
+        os._exit(0)
+time.sleep(2)
+sum(struct.unpack("25d", used[:200]))
+"""
+FAIR = """
+import time
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    pass
+time.process_time()
+"""
+
+
+async def check_shares(pool: Pool) -> None:
+    used: dict[str, float] = {}
+
+    async def run(code: str) -> None:
+        result = await pool.run(code)
+        assert result.result is not None, result
+        used[code] = float(result.result)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(run, BUSY)
+        group.start_soon(run, FAIR)
+    assert used[BUSY] < 4 * used[FAIR]  # 25 times as much, if each had the same
+
+
+async def test_calls_share_the_processors_however_many_processes_they_have(pool: Pool) -> None:
+    if pool.stats()["slots"] == 1:
+        pytest.skip("one call at a time on this machine")
+    await check_shares(pool)
 
 
 # -- what runs between cells ----------------------------------------------------------------
@@ -188,12 +297,35 @@ threading.Thread(target=spin, daemon=True).start()
 """
 
 
+# None of its processes uses much, and none lives for long.
+CHAIN = (
+    AWAKE.rpartition("def spin")[0]
+    + """
+import os, time
+for _ in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        while True:
+            for n in range(50):
+                timer = ctypes.c_void_p()
+                lib.timer_create(1, event, ctypes.byref(timer))
+                lib.timer_settime(timer, 0, often, None)
+            end = time.process_time() + 0.03
+            while time.process_time() < end:
+                pass
+            if os.fork():
+                os._exit(0)
+"""
+)
+
+
 @pytest.mark.timeout(150)  # on a busy machine it uses little, and is found out late
 @pytest.mark.full
-async def test_a_session_that_wakes_itself_is_ended(alone: Pool) -> None:
+@pytest.mark.parametrize("code", [AWAKE, CHAIN], ids=["a thread", "a chain of processes"])
+async def test_a_session_that_wakes_itself_is_ended(alone: Pool, code: str) -> None:
     async with alone.session() as session, alone.session() as other:
         await other.run("x = 1")
-        assert (await session.run(AWAKE)).ok
+        assert (await session.run(code)).ok
         await wait_until(lambda: session.lost, within_s=120)
         with pytest.raises(SessionLost):
             await session.run("1")

@@ -19,7 +19,9 @@ from agentloop.sandbox import CallResult, CallStatus, LostBy, Pool, Session, Ses
 from agentloop.sandbox.link import Link, next_id
 from agentloop.sandbox.process import ProcessBackend
 from agentloop.sandbox.protocol import encode
+from agentloop.sandbox.slots import GRACE_S
 from agentloop.sandbox.worker.kernel import descendants
+from agentloop.sandbox.worker.server import INTERRUPT_GRACE_S, START_S
 from tests.patience import patient
 from tests.sandbox.chaos import children, kill
 from tests.sandbox.conftest import BARE
@@ -30,12 +32,12 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are st
 RUN = {"op": "run", "stdin": "", "timeout_s": 15}
 
 
-async def wait_until_lost(session: Session) -> None:
+async def wait_until_lost(session: Session, cell: str = "1") -> None:
     """Wait until a session is lost. Between cells its process is stopped, so run cells."""
-    with anyio.fail_after(patient(15)):
+    with anyio.fail_after(patient(30)):
         while session.lost_by is None:
             with contextlib.suppress(SessionLost):
-                await session.run("1")
+                await session.run(cell, timeout_s=1)
 
 
 async def lost_by(session: Session) -> LostBy:
@@ -257,6 +259,54 @@ def cpu_used(pid: int) -> float:
                 fields = Path(f"/proc/{found}/stat").read_text().rpartition(")")[2].split()
                 return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     raise ProcessLookupError(pid)
+
+
+ANSWERS_AND_READS_NOTHING = """
+import os, threading, time
+def answer():
+    while True:
+        time.sleep(0.01)
+        os.write(3, b"done")
+threading.Thread(target=answer, daemon=True).start()
+time.sleep(600)
+"""
+
+
+async def check_unread_jobs(pool: Pool) -> None:
+    replaced = pool.stats()["replaced"]
+    long = "#" + 60_000 * "x"  # a few fill the channel
+    async with pool.session() as other, pool.session() as session:
+        await other.run("x = 41")
+        await session.run(ANSWERS_AND_READS_NOTHING)
+        await wait_until_lost(session, long)
+        assert session.lost_by is LostBy.PROGRAM
+        assert (await other.run("x + 1")).result == "42"
+    assert (await pool.run("1")).attempt == 1
+    assert pool.stats()["replaced"] == replaced
+
+
+async def test_a_session_that_reads_no_jobs_is_lost_by_its_program(pool: Pool) -> None:
+    await check_unread_jobs(pool)
+
+
+TAKES_JOBS_AWAY = """
+import os
+for _ in range(8):
+    if os.fork() == 0:
+        while True:
+            os.read(3, 1 << 16)
+"""
+
+
+async def test_a_session_whose_children_take_its_jobs_is_lost_by_its_program(pool: Pool) -> None:
+    """Its cells are answered later than any other call. That is no sign of a worker that hangs."""
+    assert GRACE_S > 2 * (START_S + INTERRUPT_GRACE_S)
+    replaced = pool.stats()["replaced"]
+    async with pool.session() as session:
+        await session.run(TAKES_JOBS_AWAY)
+        await wait_until_lost(session)  # now and then it takes one itself
+        assert session.lost_by is LostBy.PROGRAM
+    assert pool.stats()["replaced"] == replaced
 
 
 async def test_random_numbers_differ_between_sessions_whichever_cell_draws(pool: Pool) -> None:
