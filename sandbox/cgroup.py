@@ -92,6 +92,8 @@ class Cgroup:
 
     def remove(self) -> None:
         """Kill all processes, and remove the cgroup once they are gone."""
+        with contextlib.suppress(OSError):
+            self.limit_processes(0)  # no fork outruns this
         give_up = time.monotonic() + REMOVE_TIMEOUT_S
         for path in dict.fromkeys(self.paths.values()):
             while path.exists() and time.monotonic() < give_up:

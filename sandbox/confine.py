@@ -339,6 +339,7 @@ def start(spec: dict[str, Any]) -> None:
         load_filter(spec["seccomp"])
     except OSError as error:
         layers["system calls"] = f"no: {error} (install libseccomp2)"
+    settings["dies_with_parent"] = spaces != "none"
     if spaces != "none":
         die_with_parent(alive)
     command = ["-P", "-s", "-c", spec["boot"], spec["connect"], json.dumps(settings)]

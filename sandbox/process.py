@@ -97,28 +97,39 @@ class ProcessBackend:
                 f"packages: calls in local processes use this Python, which lacks "
                 f"{', '.join(lacking)}: {sys.executable} -m pip install {' '.join(lacking)}"
             )
-        cgroup: Cgroup | None = None
+        cgroup = None if self._without_cgroup else self._new_cgroup()
+        scratch: Path | None = None
         try:
-            try:
-                if not self._without_cgroup:
-                    cgroup = new_cgroup()
-                    cgroup.limit_memory(start_bytes(self._settings))
-                    cgroup.limit_processes(max_processes(self._settings))
-                    cgroup.limit_cpu(1)
-            except (NoCgroup, OSError) as error:
-                raise SandboxUnavailable(f"a worker's cgroup failed: {error}") from error
-            async with self._worker(worker_id, cgroup) as link:
+            scratch = await anyio.to_thread.run_sync(make_scratch)
+            async with self._connect(worker_id, cgroup, scratch) as link:
                 yield link
         finally:
-            if cgroup is not None:
-                with anyio.CancelScope(shield=True):  # no deadline: remove() has one
+            with anyio.CancelScope(shield=True):  # no deadline: each of both has one
+                if cgroup is not None:
                     await anyio.to_thread.run_sync(cgroup.remove)
+                if scratch is not None:
+                    await anyio.to_thread.run_sync(remove_tree, scratch)
+
+    def _new_cgroup(self) -> Cgroup:
+        """Create the cgroup of a worker, with its limits. Raises SandboxUnavailable."""
+        cgroup: Cgroup | None = None
+        try:
+            cgroup = new_cgroup()
+            cgroup.limit_memory(start_bytes(self._settings))
+            cgroup.limit_processes(max_processes(self._settings))
+            cgroup.limit_cpu(1)
+        except (NoCgroup, OSError) as error:
+            if cgroup is not None:
+                cgroup.remove()
+            raise SandboxUnavailable(f"a worker's cgroup failed: {error}") from error
+        return cgroup
 
     @asynccontextmanager
-    async def _worker(self, worker_id: str, cgroup: Cgroup | None) -> AsyncIterator[Link]:
+    async def _connect(
+        self, worker_id: str, cgroup: Cgroup | None, scratch: Path
+    ) -> AsyncIterator[Link]:
         link = Link(worker_id)
         uid = random_uid(own_uids())
-        scratch = await anyio.to_thread.run_sync(make_scratch)
         protocol = SocketProtocol(link)
         process: anyio.abc.Process | None = None
         try:
@@ -161,7 +172,6 @@ class ProcessBackend:
                 if process is not None:
                     await _see_end(process)
                 protocol.abort()  # a frozen worker that was killed will not read any more
-                await anyio.to_thread.run_sync(remove_tree, scratch)
 
     @property
     def _cgroup_layers(self) -> dict[str, str]:

@@ -33,13 +33,12 @@ class Output:
     def keep(self, num_bytes: int) -> None:
         self.half = max(1, num_bytes // 2)
 
-    def read(self) -> bool:
-        """Take what the pipe holds, without waiting; False if that was nothing."""
+    def read(self) -> None:
+        """Take what the pipe holds, without waiting."""
         (waiting,) = _INT.unpack(fcntl.ioctl(self.fd, termios.FIONREAD, bytes(_INT.size)))
         if waiting:
             with contextlib.suppress(BlockingIOError):
                 self.add(os.read(self.fd, waiting))
-        return bool(waiting)
 
     def add(self, data: bytes) -> None:
         self.total += len(data)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import math
 import os
@@ -37,16 +36,14 @@ from agentloop.sandbox.worker.kernel import PR_SET_DUMPABLE, prctl
 from agentloop.sandbox.worker.spec import Spec
 from agentloop.sandbox.worker.wire import (
     FORK,
-    JOB_FD,
     MAX_TEXT,
     NEWS,
     NEWS_EXITED,
     NEWS_FORKED,
-    REPORT_FD,
     clip,
 )
 from agentloop.sandbox.worker.workspace import Workspace
-from agentloop.sandbox.worker.zygote import be_zygote
+from agentloop.sandbox.worker.zygote import be_zygote, keep_low_fds
 
 FORK_DELAY_S = 0.002
 INTERRUPT_GRACE_S = 2.0  # for a cell to end after an interrupt, on a machine that is busy
@@ -329,6 +326,8 @@ class WorkerServer:
     def fork_ahead(self) -> None:
         """Fork for the calls to come."""
         self.fork_at = math.inf
+        if self.current is not None:
+            self.watch_outputs(self.current)
         for level, child in enumerate(self.ahead):
             if child is None:
                 # EAGAIN or ETOOMANYREFS: the call that runs uses up what it may.
@@ -347,17 +346,25 @@ class WorkerServer:
         finally:
             child.close_far()
         self.children[child.number] = child
-        self.watch(child.out.fd, partial(self.on_output, child, child.out))
-        self.watch(child.err.fd, partial(self.on_output, child, child.err))
         return child
 
+    def watch_outputs(self, child: Forked) -> None:
+        """Read what a child writes. A short call, whose output its pipes hold, ends before that."""
+        for output in (child.out, child.err):
+            if output.fd not in self.handlers:
+                self.watch(output.fd, partial(self.on_output, child, output))
+
     def on_output(self, child: Forked, output: Output, events: int) -> None:
-        if not output.read() and events & select.POLLHUP:
-            self.unwatch(output.fd)
-            return
-        limit = child.call.max_output_bytes if child.call is not None else None
-        if child.out.total + child.err.total > (limit or self.spec.max_output_bytes):
+        if self.exceeds_output(child):
             self.kill(child, "output_limit")
+        elif events == select.POLLHUP:
+            self.unwatch(output.fd)
+
+    def exceeds_output(self, child: Forked) -> bool:
+        child.out.read()
+        child.err.read()
+        limit = child.call.max_output_bytes if child.call is not None else None
+        return child.out.total + child.err.total > (limit or self.spec.max_output_bytes)
 
     def cancel(self, call_id: int) -> None:
         for call in self.queue:
@@ -442,7 +449,10 @@ class WorkerServer:
         self.unwatch(child.channel.fileno())
         if not message or child.call is None or child.verdict is not None:
             return
-        if verdict := self.counters.oom_verdict():
+        verdict = self.counters.oom_verdict()
+        if verdict is None and self.exceeds_output(child):
+            verdict = "output_limit"
+        if verdict is not None:
             self.kill(child, verdict)
             return
         self.answer(child, time.monotonic(), None, 0.0, 0)
@@ -483,10 +493,10 @@ class WorkerServer:
         """Send the one answer that a call gets. `status` is None for a cell whose process lives."""
         call = child.call
         assert call is not None
-        child.call = None
         self.deadline = math.inf
-        child.out.read()
-        child.err.read()
+        if self.exceeds_output(child):
+            call.verdict = call.verdict or "output_limit"
+        child.call = None
         report = child.report()
         stdout, stdout_bytes, stdout_cut = child.out.take()
         stderr, stderr_bytes, stderr_cut = child.err.take()
@@ -568,20 +578,6 @@ def why_unstarted(call: Call, stderr: str) -> str:
         return f"the program had not begun {call.timeout_s + START_S:g} s after its call"
     fault = stderr.rstrip().rpartition("\n")[2]
     return f"its process did not get as far as the program{': ' if fault else ''}{fault}"
-
-
-def keep_low_fds(links: list[socket.socket]) -> list[socket.socket]:
-    """Occupy the numbers that a child uses, so that what a zygote receives lies above them."""
-    moved = []
-    for link in links:
-        fd = fcntl.fcntl(link, fcntl.F_DUPFD_CLOEXEC, REPORT_FD + 1)
-        moved.append(socket.socket(fileno=fd))
-        link.close()
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (JOB_FD, REPORT_FD):
-        if fd != null:
-            os.dup2(null, fd, inheritable=False)
-    return moved
 
 
 def main(given: dict[str, Any], read_control: int, write_control: int) -> None:

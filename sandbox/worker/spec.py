@@ -45,6 +45,8 @@ class Spec:
         self.counts_apart: bool = spec.get("counts_apart", False)
         #: A descriptor of what calls may open; set by the zygote.
         self.ruleset: int | None = None
+        #: The server ends with the process that started it.
+        self.dies_with_parent: bool = spec.get("dies_with_parent", False)
         #: The server is pid 1: with it everything ends.
         self.own_pids = os.getpid() == 1
         # Processes of the same uid that aren't the call's: in a user namespace those of the

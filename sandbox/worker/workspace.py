@@ -71,6 +71,8 @@ class Workspace:
         finally:
             os.setresuid(0, 0, 0)
             os.setresgid(0, 0, 0)
+            if self.spec.dies_with_parent:  # a change of uid resets this
+                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     # -- signals ----------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import os
 import resource
 import select
@@ -29,9 +30,31 @@ from agentloop.sandbox.worker.kernel import (
     prctl,
 )
 from agentloop.sandbox.worker.spec import Spec
-from agentloop.sandbox.worker.wire import FORK, NEWS, NEWS_EXITED, NEWS_FAILED, NEWS_FORKED
+from agentloop.sandbox.worker.wire import (
+    FORK,
+    JOB_FD,
+    NEWS,
+    NEWS_EXITED,
+    NEWS_FAILED,
+    NEWS_FORKED,
+    REPORT_FD,
+)
 
 NUM_FDS = 4  # of a child: its channel, its two outputs, its report
+
+
+def keep_low_fds(links: list[socket.socket]) -> list[socket.socket]:
+    """Occupy the numbers that a child uses, so that what a zygote receives lies above them."""
+    moved = []
+    for link in links:
+        fd = fcntl.fcntl(link, fcntl.F_DUPFD_CLOEXEC, REPORT_FD + 1)
+        moved.append(socket.socket(fileno=fd))
+        link.close()
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (JOB_FD, REPORT_FD):
+        if fd != null:
+            os.dup2(null, fd, inheritable=False)
+    return moved
 
 
 def be_zygote(spec: Spec, level: int, links: Sequence[socket.socket]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,29 @@ def test_cgroups_of_dead_owners_are_removed(top: Path, monkeypatch: pytest.Monke
     reap_cgroups()
     assert not dead.exists()
     assert alive.exists()
+
+
+HOPS = """
+import os, sys
+for path in sys.argv[1:]:
+    with open(path, "w") as file:
+        file.write("0")
+while True:  # it is never the same process for long
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may create cgroups here")
+def test_no_process_of_a_cgroup_outruns_its_end() -> None:
+    try:
+        made = new_cgroup()
+    except NoCgroup as error:
+        pytest.skip(str(error))
+    subprocess.run([sys.executable, "-S", "-c", HOPS, *made.entries], check=True)
+    made.remove()
+    assert not any(path.exists() for path in made.paths.values())
 
 
 def counters(root: Path, *, kills: int, refusals: int) -> CgroupCounters:

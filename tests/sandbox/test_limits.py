@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from agentloop.sandbox import CallStatus, Overloaded, Pool, PoolSettings, Sessio
 from agentloop.sandbox.backend import REMAPPED_UIDS, UIDS, max_processes, random_uid, start_bytes
 from agentloop.sandbox.cgroup import Cgroup, NoCgroup, new_cgroup
 from agentloop.sandbox.container import host_config
-from agentloop.sandbox.owner import remove_tree
 from agentloop.sandbox.worker import kernel
 from agentloop.sandbox.worker.kernel import descendants, remove_below
 from tests.patience import patient
@@ -397,29 +395,6 @@ def test_a_call_can_not_stop_who_kills_it() -> None:
         timeout=patient(50),
     )
     assert done.stdout == b"alive (0, 0, 0)\n"
-
-
-@needs_root
-def test_what_survived_its_worker_ends_before_its_directory_is_removed(tmp_path: Path) -> None:
-    scratch = tmp_path / "scratch"
-    (scratch / "0").mkdir(parents=True)
-    uid = 1_900_000_100
-    os.chown(scratch / "0", uid, uid)
-    hops = textwrap.dedent("""
-        import os
-        while True:  # it is never the same process for long
-            if os.fork():
-                os._exit(0)
-            os.setsid()
-    """)
-    python = "/usr/bin/python3"
-    if not Path(python).exists():
-        pytest.skip("needs a Python that every user may run")
-    subprocess.run([python, "-c", hops], user=uid, group=uid, cwd="/", check=True)
-    remove_tree(scratch)
-    assert not scratch.exists()
-    with pytest.raises(ProcessLookupError):
-        os.getpriority(os.PRIO_USER, uid)
 
 
 def test_a_link_put_in_the_place_of_a_directory_is_not_followed(
