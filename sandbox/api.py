@@ -23,8 +23,9 @@ def _integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Integer = Annotated[int, pydantic.BeforeValidator(_integral)]
-"""An integer in the sense of JSON Schema: also 1.0, but not a boolean or a string."""
+from_integral = pydantic.BeforeValidator(_integral)
+"""Takes an integer in the sense of JSON Schema: also 1.0, but not a boolean or a string. It is listed
+after bounds, which the document would lose otherwise."""
 
 
 class Refusal(TypedDict):
@@ -94,7 +95,7 @@ class RunRequest(pydantic.BaseModel, extra="forbid", strict=True):
     timeout_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
         default=None, description="Wall time limit in seconds. Default: the pool's."
     )
-    memory_mib: Annotated[Integer, Field(ge=1)] | None = Field(
+    memory_mib: Annotated[int, Field(ge=1), from_integral] | None = Field(
         default=None,
         description="Memory limit of all processes of the program together, in MiB. Default and "
         "maximum: the pool's.",

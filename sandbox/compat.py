@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from agentloop.sandbox.api import MAX_BATCH, Integer
+from agentloop.sandbox.api import MAX_BATCH, from_integral
 from agentloop.sandbox.results import CallResult, CallStatus
 from agentloop.sandbox.settings import MAX_KEPT_BYTES, OutputLimits
 
@@ -125,7 +125,7 @@ class RunCodeRequest(pydantic.BaseModel, strict=True):
     stdin: str | None = None
     compile_timeout: float = 10.0
     run_timeout: Annotated[float, Field(gt=0, le=3600)] = 10.0
-    memory_limit_MB: Annotated[Integer, Field(ge=-1, le=1 << 30)] = -1
+    memory_limit_MB: Annotated[int, Field(ge=-1, le=1 << 30), from_integral] = -1
     files: dict[str, str | None] = Field(default_factory=dict)
     fetch_files: list[str] = Field(default_factory=list)
 

@@ -116,6 +116,7 @@ class Pool:
         settings = self.settings
         hosts: list[Backend] = [HostBackend(url, settings) for url in settings.hosts]
         if hosts and settings.backend == "auto" and not settings.engines:
+            self._queue.max_running = self._queue.max_sessions = 0
             return hosts
         local = await self._choose_local(stack)
         self._queue.max_running, self._queue.max_sessions = local.max_running, local.max_sessions
@@ -287,7 +288,8 @@ class Pool:
         """Open a session: a process that keeps its variables between runs.
 
         Args:
-            max_wait_s: longest wait for a free session (default: the pool's setting); 0: none.
+            max_wait_s: longest wait for a free session when `max_sessions` are open (default: the
+                pool's setting); 0: none.
 
         Raises:
             Overloaded: no session was free in time.
@@ -363,7 +365,10 @@ class Pool:
     # -- sessions ---------------------------------------------------------------------------
 
     async def _reserve_session(self, max_wait_s: float) -> PoolWorker:
-        waiter = self._queue.enter(Need.SESSION)
+        queue = self._queue
+        if queue.num_sessions + queue.num_waiting_sessions < queue.max_sessions:
+            max_wait_s = max(max_wait_s, self.settings.start_timeout_s)  # one is started for it
+        waiter = queue.enter(Need.SESSION)
         self._notify()  # one more worker is wanted
         try:
             with anyio.move_on_after(max_wait_s):
