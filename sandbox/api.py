@@ -24,8 +24,8 @@ def _integral(value: Any) -> Any:
 
 
 from_integral = pydantic.BeforeValidator(_integral)
-"""Takes an integer in the sense of JSON Schema: also 1.0, but not a boolean or a string. It is listed
-after bounds, which the document would lose otherwise."""
+"""Takes an integer in the sense of JSON Schema: also 1.0, but not a boolean or a string. It is
+listed after bounds, which the document would lose otherwise."""
 
 
 class Refusal(TypedDict):
