@@ -26,13 +26,16 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import orjson
 from pydantic import BeforeValidator
 from pydantic_core import from_json
 
-__all__ = ["ValidText", "dumps", "is_encodable", "loads", "valid_text"]
+__all__ = ["JsonObject", "ValidText", "dumps", "is_encodable", "loads", "valid_text"]
+
+JsonObject: TypeAlias = dict[str, Any]
+"""A JSON object as `loads` returns it, before its fields are checked."""
 
 
 def valid_text(text: str) -> str:
