@@ -32,7 +32,6 @@ from pydantic_settings import EnvSettingsSource
 from agentloop.errors import SettingsError, summary_of
 
 __all__ = [
-    "as_limits",
     "describe_settings",
     "import_named",
     "load_known",
@@ -109,11 +108,6 @@ def with_values(settings: M, values: Mapping[str, Any], *, source: str) -> M:
         return type(settings).model_validate(merged)
     except pydantic.ValidationError as error:
         raise SettingsError(_explain(error, dict.fromkeys(values, source))) from error
-
-
-def as_limits(limits: type[M], settings: pydantic.BaseModel) -> M:
-    """Return `settings` as `limits`, a subclass of their class with fields that only tests set."""
-    return settings if isinstance(settings, limits) else limits(**settings.model_dump())
 
 
 def _layers(

@@ -536,11 +536,12 @@ class Runtime:
                 # Report problems with the model before the servers start, which takes long.
                 chat = await self._load_chat(model)
             if not urls:
+                log_dir = self.settings.log_dir or stack.enter_context(folder_kept_on_error())
                 processes = await stack.enter_async_context(
                     sglang_servers(
                         model or SMALL,
                         self.settings.server,
-                        log_dir=self._log_dir(stack),
+                        log_dir=log_dir,
                         on_progress=self._progress,
                     )
                 )
@@ -567,11 +568,6 @@ class Runtime:
         load = partial(ChatFormat.load, model, self.settings.chat)
         chat: ChatFormat = await in_daemon_thread(load, 1, _loading_threads)
         return chat
-
-    def _log_dir(self, stack: AsyncExitStack) -> Path:
-        if self.settings.log_dir is not None:
-            return self.settings.log_dir
-        return stack.enter_context(folder_kept_on_error())
 
 
 async def _keep(

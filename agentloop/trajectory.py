@@ -370,5 +370,5 @@ class Trajectory:
             )
             for turn in row["turns"]
         ]
-        others = {field.name: row[field.name] for field in fields(cls)}
-        return cls(**others | {"turns": turns, "stop_reason": StopReason(row["stop_reason"])})
+        values = {field.name: row[field.name] for field in fields(cls)}
+        return cls(**values | {"turns": turns, "stop_reason": StopReason(row["stop_reason"])})

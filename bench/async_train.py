@@ -201,7 +201,7 @@ class _SleepingLearner:
     async def ask(self, request: Request[R], *, timeout_s: float) -> R:
         return cast(R, await self._handle(request))
 
-    async def lost(self) -> str:
+    async def wait_lost(self) -> str:
         await anyio.sleep_forever()
         raise AssertionError
 
@@ -568,10 +568,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = model.add_argument
     add("--regimes", type=words, default=list(REGIMES), help=f"a list of {', '.join(REGIMES)}")
     add(
-        "--seeds",
-        type=numbers,
-        default=[1, 2, 3],
-        help="seeds of the lengths, separated by commas",
+        "--seeds", type=numbers, default=[1, 2, 3], help="seeds of the lengths, separated by commas"
     )
     add("--servers", type=int, default=usual.num_servers)
     add("--capacity", type=int, default=usual.params.capacity, help="KV tokens per server")
@@ -618,19 +615,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.command == "model":
         if unknown := set(args.regimes) - set(REGIMES):
             parser.error(f"no regime {sorted(unknown)}")
+        same = ("group_size", "max_turns", "budget", "load_s", "publish_s", "warm_up", "steps")
         shape = Shape(
             num_servers=args.servers,
             params=ServerParams(capacity=args.capacity),
             prompts_per_step=args.tasks,
-            group_size=args.group_size,
-            max_turns=args.max_turns,
-            budget=args.budget,
-            load_s=args.load_s,
-            publish_s=args.publish_s,
-            warm_up=args.warm_up,
-            steps=args.steps,
-            evaluate_every=args.evaluate_every,
-            enough=args.enough,
+            **{name: getattr(args, name) for name in (*same, "evaluate_every", "enough")},
         )
         results = run_all(shape, args.regimes, args.staleness, args.seeds)
         print(table(results))

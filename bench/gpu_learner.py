@@ -8,16 +8,17 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from safetensors.numpy import load_file
 
-from agentloop.training.learner_client.client import started
+from agentloop.training.learner_client.client import start_learner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import PublishRequest, StepRequest
 from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
@@ -60,7 +61,7 @@ async def passes(setup: Setup) -> list[Row]:
     rows = [
         await _steps(setup, f"passes of {one_pass.micro_batch_tokens:,}", one_pass, setup.batches())
     ]
-    with _environment("TORCH_COMPILE_DISABLE", "1"):
+    with patch.dict(os.environ, TORCH_COMPILE_DISABLE="1"):
         rows.append(await _steps(setup, "not compiled", setup.learner(), setup.batches()))
     return rows
 
@@ -142,7 +143,7 @@ async def step(setup: Setup) -> list[Row]:
     results: dict[str, tuple[Mapping[str, Any], Any]] = {}
     for device in (setup.device, "cpu"):
         name = f"{device}-{len(results)}"
-        hidden = _environment("CUDA_VISIBLE_DEVICES", "")
+        hidden = patch.dict(os.environ, CUDA_VISIBLE_DEVICES="")
         with hidden if device == "cpu" else nullcontext():
             results[name] = await _one_step(setup.folder / name, settings, batch)
     (metrics, update), (expected, reference) = results.values()
@@ -249,7 +250,7 @@ async def _steps(
     setup: Setup, name: str, settings: LearnerSettings, batches: Sequence[Path]
 ) -> Row:
     """Measure a learner's steps on all batches but the first."""
-    async with started(
+    async with start_learner(
         settings,
         _RANKS,
         log_dir=setup.folder / name,
@@ -274,7 +275,7 @@ async def _one_step(
     folder: Path, settings: LearnerSettings, batch: Path
 ) -> tuple[Mapping[str, Any], Any]:
     """Return a step's metrics and how it changes the weights, end to end."""
-    async with started(settings, _RANKS, log_dir=folder, on_progress=lambda _: None) as (
+    async with start_learner(settings, _RANKS, log_dir=folder, on_progress=lambda _: None) as (
         learner,
         _,
     ):
@@ -291,17 +292,3 @@ def _weights(folder: Path) -> Any:
     for path in sorted(folder.glob("*.safetensors")):
         weights |= load_file(path)
     return np.concatenate([weights[name].ravel() for name in sorted(weights)])
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable for processes that are started meanwhile."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -45,7 +45,7 @@ from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
 from agentloop.models import SMALL
-from agentloop.training.learner_client.client import Learner, started
+from agentloop.training.learner_client.client import Learner, start_learner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import PublishRequest
 from agentloop.training.learner_client.settings import LearnerSettings
@@ -133,7 +133,7 @@ async def parts(options: argparse.Namespace, folder: Path, tokens: int) -> Async
     )
     async with AsyncExitStack() as stack:
         learner, _ = await stack.enter_async_context(
-            started(
+            start_learner(
                 learner_settings,
                 RanksSettings(nproc_per_node=options.ranks),
                 log_dir=folder / "logs",

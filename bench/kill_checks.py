@@ -91,13 +91,13 @@ class Journal:
         )
 
     def of_step(self, step: int) -> list[dict[str, Any]]:
-        mine = [g for g in self.groups if g["step"] == step and g["state"] != "given back"]
+        mine = [g for g in self.groups if g["step"] == step and g["state"] != "discarded"]
         return sorted(mine, key=lambda group: group["place"])
 
 
 def _of_journal(run: Path, journal: Journal, settings: TrainSettings) -> Iterator[str]:
     for group in journal.groups:
-        if group["state"] not in ("trained", "given back"):
+        if group["state"] not in ("trained", "discarded"):
             yield f"group {group['number']} is {group['state']}"
     num_steps = sum(stage.steps for stage in settings.stages.values()) or settings.loop.steps
     if [*journal.steps] != [*range(1, num_steps + 1)]:

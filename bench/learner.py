@@ -45,7 +45,7 @@ from agentloop.inference.processes.openmp import wait_policy
 from agentloop.learner.batch import Batch, plan
 from agentloop.models import SMALL
 from agentloop.training.learner_client.batch import write_batch
-from agentloop.training.learner_client.client import started
+from agentloop.training.learner_client.client import start_learner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import StepRequest
 from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
@@ -219,7 +219,7 @@ async def learner_arm(
 ) -> Arm:
     name = f"ZeRO {settings.zero_stage}, {ranks} x {threads} threads"
     learner, _ = await stack.enter_async_context(
-        started(
+        start_learner(
             settings,
             RanksSettings(nproc_per_node=ranks, threads=threads),
             log_dir=folder / name,

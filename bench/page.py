@@ -23,19 +23,18 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import anyio
-import orjson
 from aiohttp import web
 
 from agentloop.api.guard import ServeSettings
 from agentloop.api.listen import bind, serving
-from agentloop.errors import NotThere
 from agentloop.events import (
     CallFinished,
     CallStarted,
+    Event,
     GroupFinished,
     GroupStarted,
     Measured,
@@ -48,8 +47,13 @@ from agentloop.events import (
     TurnStarted,
     WeightsLoaded,
 )
+from agentloop.inference.replicas import ServerView
+from agentloop.inference.scheduling.health import ServerState
 from agentloop.observe.board import Board
+from agentloop.observe.live import Live, Sources
 from agentloop.observe.page import Page
+from agentloop.observe.stalls import Stalls
+from agentloop.plain_json import dumps
 from agentloop.trajectory import StopReason, ToolCall, ToolCallStatus, ToolResult, Trajectory
 
 __all__ = ["Replay", "serve_page"]
@@ -61,37 +65,50 @@ _STEP = 20  # frames
 _MAX_ROWS = 500  # per frame, as in the runtime
 _MOVES = 0.3  # probability per frame that a rollout changes its state
 _KEEP_ALIVE_S = 15.0
+_SANDBOX = {"backend": "process", "workers": 1, "slots": 4, "waiting": 0}
 _READ_S = 600.0  # time limit of the page between two measurements
 
 
-@dataclass
-class Replay:
-    """A simulated run; an `agentloop.observe.page.PageData` for one reader at a time.
+class Replay(Live):
+    """A simulated run, for one reader at a time.
 
     Frames are sent as fast as they are read, up to the one that `let` has allowed. If `missed` is
     set, the next frame tells the reader that it was too slow for that many and replaces everything.
+
+    Args:
+        max_ended: Finished rollouts that the board keeps.
     """
 
-    in_flight: int = 100
-    num_frames: int = HOUR
-    seed: int = 0
-    max_ended: int = 2_000  # finished rollouts that the board keeps
-    max_groups: int = 500
-    sent: int = 0  # frames
-    missed: int = 0
-    board: Board = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        in_flight: int = 100,
+        num_frames: int = HOUR,
+        seed: int = 0,
+        *,
+        max_ended: int = 2_000,
+        max_groups: int = 500,
+    ) -> None:
+        self.in_flight = in_flight
+        self.num_frames = num_frames
+        self.sent = 0  # frames
+        self.missed = 0
         self._begun_s = time.time()
-        self._allowed, self._changed = self.num_frames, anyio.Event()
-        self._random = random.Random(self.seed)
+        self._allowed, self._changed = num_frames, anyio.Event()
+        self._random = random.Random(seed)
         self._live: dict[str, tuple[Trajectory, int]] = {}  # with the number of its state
         self._members: dict[str, list[str]] = {}
         self._num_groups = 0
-        self.board = Board(
-            clock=lambda: self._begun_s + FRAME_S * self.sent,
-            max_ended=self.max_ended,
-            max_groups=self.max_groups,
+        about = {"kind": "train", "title": "an hour", "version": "", "controls": []}
+        super().__init__(
+            Board(clock=self._clock, max_ended=max_ended, max_groups=max_groups),
+            Stalls(self._clock),
+            Sources(
+                {**about, "can_ask": False, "has_sandbox": True},
+                servers=lambda: [self._view(number) for number in range(4)],
+                num_waiting=lambda: self.sent % 7,
+                sandbox=lambda: {**_SANDBOX, "busy": self.sent % 5},
+                more=lambda: {"step": self.sent // _STEP},
+            ),
         )
 
     def let(self, frame: int) -> None:
@@ -102,15 +119,15 @@ class Replay:
 
     # --- simulation -------------------------------------------------------------------------------
 
-    def tick(self) -> None:
-        """Advance by half a second."""
+    def advance(self) -> None:
+        """Simulate half a second."""
         self.sent += 1
         while len(self._live) < self.in_flight:
             self._begin_group()
         for key, (record, at) in [*self._live.items()]:
             if at == 1:  # sampling
                 ids = [*range(self._random.randrange(1, 20))]
-                self.board.on_event(TokensSampled(key, 0, ids, "text"))
+                self._emit(TokensSampled(key, 0, ids, "text"))
             if self._random.random() < _MOVES:
                 self._move(key, record, at)
         if self.sent % _STEP == 0:
@@ -120,12 +137,12 @@ class Replay:
     def _begin_group(self) -> None:
         self._num_groups += 1
         group = f"{self._num_groups}-made-up"
-        self.board.on_event(GroupStarted(group, f"task {self._num_groups}", "What?", "42", _GROUP))
+        self._emit(GroupStarted(group, f"task {self._num_groups}", "What?", "42", _GROUP))
         self._members[group] = []
         for number in range(_GROUP):
             record = Trajectory(f"{group}.{number}", [1, 2, 3])
-            self.board.on_event(RolloutStarted(record, group))
-            self.board.on_event(TurnStarted(record.id, 0))
+            self._emit(RolloutStarted(record, group))
+            self._emit(TurnStarted(record.id, 0))
             self._live[record.id] = record, 0
             self._members[group].append(record.id)
 
@@ -133,28 +150,28 @@ class Replay:
         match at:
             case 0:
                 server = f"http://127.0.0.1:{30_001 + self._random.randrange(4)}"
-                self.board.on_event(TurnPlaced(key, 0, server, _NoWhy()))
+                self._emit(TurnPlaced(key, 0, server, _NoWhy()))
                 self._live[key] = record, 1
             case 1:
-                call = ToolCall(f"{self.sent}", "python", {}, "", 0, 0)
-                self.board.on_event(CallStarted(key, 0, call))
-                self.board.on_event(TurnSampled(key, 0))
+                call = ToolCall("call", "python", {}, "", 0, 0)
+                self._emit(CallStarted(key, 0, call))
+                self._emit(TurnSampled(key, 0))
                 self._live[key] = record, 2
             case _:
                 status = self._random.choice(
                     [ToolCallStatus.OK, ToolCallStatus.OK, ToolCallStatus.ERROR]
                 )
-                result = ToolResult("", "python", status, "", 0.0, 0.1, 0.2)
-                self.board.on_event(CallFinished(key, 0, result))
+                result = ToolResult("call", "python", status, "", 0.0, 0.1, 0.2)
+                self._emit(CallFinished(key, 0, result))
                 if self._random.random() < 0.3:
                     self._end(key, record)
                 else:
-                    self.board.on_event(TurnStarted(key, 0))
+                    self._emit(TurnStarted(key, 0))
                     self._live[key] = record, 0
 
     def _end(self, key: str, record: Trajectory) -> None:
         record.stop_reason = StopReason.ANSWERED
-        self.board.on_event(RolloutFinished(key, record))
+        self._emit(RolloutFinished(key, record))
         del self._live[key]
         group = key.rpartition(".")[0]
         members = self._members[group]
@@ -163,109 +180,59 @@ class Replay:
         del self._members[group]
         for member in members:
             reward = float(self._random.random() < 0.5)
-            self.board.on_event(RolloutScored(member, reward, "42", "it says 42", 0.01))
+            self._emit(RolloutScored(member, reward, "42", "it says 42", 0.01))
         kept = dict.fromkeys(members[: _GROUP // 2], 0.5)
         dropped = dict.fromkeys(members[_GROUP // 2 :], "positive")
-        self.board.on_event(GroupFinished(group, kept, dropped, 0.5, True))
+        self._emit(GroupFinished(group, kept, dropped, 0.5, True))
 
     def _measure(self, step: int) -> None:
         names = ("reward", "tool_errors_in_correct", "learner/entropy", "wait_s", "learn_s")
         row = {name: round(self._random.random(), 3) for name in names}
-        self.board.on_event(Measured({"step": step, "step_s": 2.5, "length_mean": 300, **row}))
-        self.board.on_event(WeightsLoaded(str(step), 0.1, [], []))
+        self._emit(Measured({"step": step, "step_s": 2.5, "length_mean": 300, **row}))
+        self._emit(WeightsLoaded(str(step), 0.1, [], []))
 
-    # --- the interface of `PageData` --------------------------------------------------------------
+    def _emit(self, event: Event) -> None:
+        self.board.on_event(event)
+        self.stalls.on_event(event)
+
+    def _view(self, number: int) -> ServerView:
+        is_well = (self.sent // 100 + number) % 9 > 0
+        return ServerView(
+            f"http://127.0.0.1:{30_001 + number}",
+            ServerState.HEALTHY if is_well else ServerState.DEAD,
+            num_running=4,
+            num_held_tokens=9_000,
+            num_reserved_tokens=900,
+            num_parked_tokens=90,
+            capacity_tokens=20_000,
+            weight_version=str(self.sent // _STEP),
+        )
+
+    def _clock(self) -> float:
+        return self._begun_s + FRAME_S * self.sent
+
+    # --- frames -----------------------------------------------------------------------------------
 
     async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
         """See `PageData`."""
-        state = await self.frame()
-        yield str(self.sent), orjson.dumps(state)
+        yield str(self.sent), dumps(await self.frame())
         while True:
             while self.sent >= self._allowed:
                 with anyio.move_on_after(_KEEP_ALIVE_S):
                     await self._changed.wait()
                 yield "", b""
-            self.tick()
+            self.advance()
             if self.missed:
                 missed, self.missed = self.missed, 0
-                yield str(self.sent), orjson.dumps({**await self.frame(), "missed": missed})
+                yield str(self.sent), dumps({**await self.frame(), "missed": missed})
                 self.board.skip()
                 continue
-            head = {"rev": self.sent, "t": self._t, "full": False, **self._moment()}
-            yield str(self.sent), orjson.dumps({**head, **self.board.take(_MAX_ROWS)})
+            frame = {**self._head(full=False), **self._moment(), **self.board.take(_MAX_ROWS)}
+            yield str(self.sent), dumps(frame)
             await anyio.lowlevel.checkpoint()
 
-    async def frame(self) -> dict[str, Any]:
-        """See `PageData`."""
-        state: dict[str, Any] = {"rollouts": [], "groups": [], "steps": []}
-        for slice_ in self.board.all(_MAX_ROWS):
-            for name, rows in slice_.items():
-                state[name] += rows
-        description = {
-            "kind": "train",
-            "title": "an hour",
-            "version": "",
-            "live": True,
-            "controls": [],
-        }
-        description |= {"can_ask": False, "has_sandbox": True, "t0": self.board.t0}
-        head = {"rev": self.sent, "t": self._t, "full": True, "missed": 0, "about": description}
-        return {**head, **self._moment(), **state}
-
-    async def rollout(self, key: str) -> dict[str, Any]:
-        """See `PageData`."""
-        raise NotThere(f"rollout {key!r} is simulated")
-
-    async def rollout_events(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
-        """See `PageData`."""
-        yield "end", await self.rollout(key)
-
-    async def group(self, name: str) -> dict[str, Any]:
-        """See `PageData`."""
-        raise NotThere(f"group {name!r}: it is made up")
-
-    async def runs(self) -> list[dict[str, Any]]:
-        """See `PageData`."""
-        return []
-
-    async def curves(self, run: str) -> list[dict[str, Any]]:
-        """See `PageData`."""
-        return [dict(row) for row in self.board.steps]
-
-    @property
-    def _t(self) -> float:
-        return self.board.t0 + FRAME_S * self.sent
-
-    def _moment(self) -> dict[str, Any]:
-        waits = [
-            {"who": key, "what": "python", "waited_s": round(1 + place / 7, 2)}
-            for place, key in enumerate([*self._live][:50])
-        ]
-        servers = [self._server(number) for number in range(4)]
-        sandbox = {"backend": "process", "workers": 1, "slots": 4, "busy": self.sent % 5}
-        return {
-            "now": {**self.board.now(), "num_waiting": self.sent % 7, "step": self.sent // _STEP},
-            "waits": waits,
-            "servers": servers,
-            "sandbox": {**sandbox, "waiting": 0, **self.board.tools()},
-        }
-
-    def _server(self, number: int) -> dict[str, Any]:
-        is_well = (self.sent // 100 + number) % 9 > 0
-        url = f"http://127.0.0.1:{30_001 + number}"
-        return {
-            "url": url,
-            "healthy": is_well,
-            "state": "healthy" if is_well else "dead",
-            "reason": "",
-            "num_running": 4,
-            "held": 9_000,
-            "reserved": 900,
-            "parked": 90,
-            "capacity": 20_000,
-            "version": str(self.sent // _STEP),
-            "cached_fraction": 0.5,
-        }
+    def _head(self, *, full: bool) -> dict[str, Any]:
+        return {"rev": self.sent, "t": self._clock(), "full": full}
 
 
 class _NoWhy:

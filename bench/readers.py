@@ -41,7 +41,7 @@ from agentloop.observe.board import Board
 from agentloop.observe.event_fanout import EventFanout
 from agentloop.observe.exporters.event_log import EventLog
 from agentloop.observe.exporters.metrics import Metrics
-from agentloop.observe.exporters.otel import OtelLimits, Traces
+from agentloop.observe.exporters.otel import OtelSettings, Traces
 from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from agentloop.observe.stalls import Stalls
 from bench.command import Lag, helper_process, quantile, words
@@ -49,6 +49,11 @@ from bench.watchers import rollout
 
 READERS = ("metrics", "stalls", "board", "event_log", "otel", "sinks")
 _ROW = {"step": 1, "step_s": 1.0, **{f"learner/{number}": 0.5 for number in range(40)}}
+
+
+class _PatientTraces(Traces):
+    CLOSE_S = 60
+    MAX_WAITING = 100_000
 
 
 def rollout_events(num_rollouts: int, draw: random.Random) -> Iterator[Event]:
@@ -84,8 +89,8 @@ async def reader(name: str, folder: Path, collector: str) -> AsyncIterator[Emit]
             async with EventLog.open(folder) as event_log:
                 yield event_log.on_event
         case "otel":
-            settings = OtelLimits(endpoint=collector, close_s=60, max_waiting=100_000)
-            async with Traces.open(settings, model="small", is_scored=True) as traces:
+            settings = OtelSettings(endpoint=collector)
+            async with _PatientTraces.open(settings, model="small", is_scored=True) as traces:
                 yield traces.on_event
             assert traces.num_dropped == 0
         case "sinks":

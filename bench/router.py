@@ -494,7 +494,7 @@ class Simulation:
             num_retracted += self.ledger.report(rank, report, self.now)
         self.ledger.age(self.now)
         if self.holds_back:
-            reported_s = max(self.ledger.reported_s(rank) for rank in self.ranks)
+            reported_s = max(self.ledger.pools[rank].reported_s for rank in self.ranks)
             self.admission.observe(self.now, num_retracted, reported_s)
             self._start_groups()
 
@@ -615,10 +615,7 @@ def main() -> None:
     )
     parser.add_argument("--retract", choices=("half", "needed"), default="needed")
     parser.add_argument(
-        "--conservativeness",
-        type=float,
-        default=1.0,
-        help="SGLang's --schedule-conservativeness",
+        "--conservativeness", type=float, default=1.0, help="SGLang's --schedule-conservativeness"
     )
     parser.add_argument(
         "--costs-off",

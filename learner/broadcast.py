@@ -133,8 +133,8 @@ class Broadcaster:
         config["dtype"] = config.get("dtype") or config.get("torch_dtype")  # the former name
         return {name: config.get(name) for name in _ASKED}
 
-    def open(self, address: str, port: int) -> Reply:
-        """Leave the previous group, if any, and create the store for a new one at `address`.
+    def open(self, address: str) -> Reply:
+        """Leave the previous group, if any, and create the store for a new one at a free port.
 
         Raises:
             ProcessGroupError: Listening there fails.
@@ -144,7 +144,7 @@ class Broadcaster:
         if not self._policy.world.first:
             return Reply()
         try:
-            listener = socket.create_server((address, port), family=_family(address))
+            listener = socket.create_server((address, 0), family=_family(address))
             port = listener.getsockname()[1]
             self._store = dist.TCPStore(
                 address, port, is_master=True, wait_for_workers=False,
@@ -152,7 +152,7 @@ class Broadcaster:
             )  # fmt: skip
         except (OSError, RuntimeError) as error:
             raise ProcessGroupError(
-                f"weights.address, weights.port: cannot listen at {address}:{port}: {error}"
+                f"weights.address: cannot listen at {address}: {error}"
             ) from error
         return OpenReply(port=port)
 

@@ -221,7 +221,7 @@ def _prepare(
             return lambda: broadcaster.layout(request.out)
         case OpenRequest():
             broadcaster.check(request.num_updates)
-            return lambda: broadcaster.open(request.address, request.port)
+            return lambda: broadcaster.open(request.address)
         case JoinRequest():
             broadcaster.check_timeout(request.within_s)
             return lambda: broadcaster.join(request)

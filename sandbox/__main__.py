@@ -1,71 +1,94 @@
-"""`python -m agentloop.sandbox doctor`: check this machine's isolation. `run`: run one program."""
+"""`python -m agentloop.sandbox doctor`: report the isolation layers of this machine, for containers
+and for local processes, and which of the two a pool uses by default.
+
+The exit status is 1 if a pool with default settings does not start.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import anyio
 
-from agentloop.sandbox.doctor import examine
 from agentloop.sandbox.errors import SandboxError
+from agentloop.sandbox.image import image_tag
 from agentloop.sandbox.pool import Pool
 from agentloop.sandbox.settings import PoolSettings
 
-tell = partial(print, file=sys.stderr, flush=True)
-# All control characters but tab and newline, including the 8-bit ones that terminals interpret.
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+PROBE = "import os; print(6 * 7, os.getuid())"
+ENGINE_TIMEOUT_S = 30.0  # shorter than a pool's, because a person is waiting
+NAMES = {"docker": "containers", "process": "local processes"}
 
 
-def for_terminal(text: str) -> str:
-    """Return a program's text with control characters spelled out, safe to print on a terminal."""
-    return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+async def examine(progress: Callable[[str], None]) -> dict[str, Any]:
+    """Start a worker of each backend, and then a pool with default settings.
+
+    Returns:
+        backends: the layers of each backend, with their states; only "unavailable" if no worker
+            starts.
+        backend: that of the pool, or None if it refuses to start, and `reason` says why.
+        isolated: whether it started.
+    """
+    backends = {
+        f"containers (image {image_tag()})": await _layers("docker", progress),
+        "local processes": await _layers("process", progress),
+    }
+    backend, reason = None, ""
+    try:
+        async with Pool(_settings("auto"), on_progress=progress) as pool:
+            backend = pool.stats()["backend"]
+    except SandboxError as error:
+        reason = str(error)
+    isolated = backend is not None
+    return {"isolated": isolated, "backend": backend, "reason": reason, "backends": backends}
 
 
-async def doctor(as_json: bool) -> int:
-    report = await examine(tell)
-    print(json.dumps(report.as_dict(), indent=2) if as_json else report)
-    return 0 if report.is_isolated else 1
+def as_text(report: dict[str, Any]) -> str:
+    """Format a report: an aligned block for each backend, and the verdict."""
+    lines = []
+    for title, layers in report["backends"].items():
+        width = max(map(len, layers))
+        lines += [title, *(f"  {name:<{width}}  {state}" for name, state in layers.items())]
+    if report["isolated"]:
+        verdict = (
+            f"By default, a pool on this machine runs calls in {NAMES[report['backend']]}, "
+            "isolated from each other, the network and the disk."
+        )
+    else:
+        verdict = f"By default, a pool does not start on this machine: {report['reason']}."
+    return "\n".join([*lines, "", verdict])
 
 
-async def run(settings: PoolSettings, timeout_s: float) -> int:
-    code = await anyio.to_thread.run_sync(sys.stdin.read)
-    async with Pool(settings, on_progress=tell) as pool:
-        result = await pool.run(code, timeout_s=timeout_s)
-    value = "" if result.result is None else f"{result.result}\n"
-    for stream, text in ((sys.stdout, result.stdout + value), (sys.stderr, result.stderr)):
-        stream.write(for_terminal(text) if stream.isatty() else text)
-    if not result.ok:
-        tell(f"[{result.status}, {result.run_s:.3f} s]")
-    return 0 if result.ok else result.exit_code or 1
+async def _layers(backend: str, progress: Callable[[str], None]) -> dict[str, str]:
+    settings = _settings(backend, allow_weak_isolation=True)  # to report missing layers
+    try:
+        async with Pool(settings, on_progress=progress) as pool:
+            with anyio.fail_after(30):
+                result = await pool.run(PROBE)
+            test_call = f"{result.status} in {result.run_s * 1000:.1f} ms"
+            return {**pool.stats()["layers"], "test call": test_call}
+    except SandboxError as error:
+        return {"unavailable": str(error)}
+
+
+def _settings(backend: str, **more: Any) -> PoolSettings:
+    minimal = {"workers": 1, "preload": [], "engine_timeout_s": ENGINE_TIMEOUT_S}
+    return PoolSettings.model_validate({"backend": backend, **minimal, **more})
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m agentloop.sandbox", description=__doc__)
-    actions = parser.add_subparsers(dest="action", required=True)
-    check = actions.add_parser(
-        "doctor",
-        help="list the isolation layers of this machine; exit status 1 if calls are not isolated",
-    )
-    check.add_argument("--json", action="store_true", help="print the result as JSON")
-    one = actions.add_parser("run", help="run the program read from standard input")
-    one.add_argument("--backend", default="auto", choices=["auto", "docker", "process"])
-    one.add_argument("--allow-weak-isolation", action="store_true")
-    one.add_argument("--timeout-s", type=float, default=4.0)
-    args = parser.parse_args(arguments)
-    if args.action == "doctor":
-        return anyio.run(doctor, args.json)
-    settings = PoolSettings(
-        backend=args.backend, workers=1, allow_weak_isolation=args.allow_weak_isolation
-    )
-    try:
-        return anyio.run(run, settings, args.timeout_s)
-    except (SandboxError, ValueError) as error:
-        tell(f"error: {error}")
-        return 2
+    parser.add_argument("action", choices=["doctor"])
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    options = parser.parse_args(arguments)
+    report = anyio.run(examine, partial(print, file=sys.stderr, flush=True))
+    print(json.dumps(report, indent=2) if options.json else as_text(report))
+    return 0 if report["isolated"] else 1
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ def _integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Integer = Annotated[int, pydantic.BeforeValidator(_integral)]
-"""An integer in the sense of JSON Schema: also 1.0, but not a boolean or a string."""
+from_integral = pydantic.BeforeValidator(_integral)
+"""Takes an integer in the sense of JSON Schema: also 1.0, but not a boolean or a string. It is
+listed after bounds, which the document would lose otherwise."""
 
 
 class Refusal(TypedDict):
@@ -40,13 +41,7 @@ class RefusalBody(TypedDict):
 
 
 class RequestRefused(SandboxError):
-    """A request is refused.
-
-    Attributes:
-        status: the HTTP status.
-        kind: identifier of the error, for programs.
-        field: name of the invalid field, if any.
-    """
+    """A request is refused with an HTTP status; `kind` identifies the error for programs."""
 
     def __init__(self, status: int, kind: str, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -83,13 +78,13 @@ class ValueCounter:
         return self.num
 
 
-def has_more_values(text: bytes, most: int) -> bool:
-    """Return whether a text has more than `most` values, without reading all of a long one."""
-    if len(text) <= most:
+def has_more_values(text: bytes, limit: int) -> bool:
+    """Return whether a text has more than `limit` values, without reading all of a long one."""
+    if len(text) <= limit:
         return False
     counter = ValueCounter()
     starts = range(0, len(text), 1 << 18)
-    return any(counter.feed(text[start : start + (1 << 18)]) > most for start in starts)
+    return any(counter.feed(text[start : start + (1 << 18)]) > limit for start in starts)
 
 
 class RunRequest(pydantic.BaseModel, extra="forbid", strict=True):
@@ -100,7 +95,7 @@ class RunRequest(pydantic.BaseModel, extra="forbid", strict=True):
     timeout_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
         default=None, description="Wall time limit in seconds. Default: the pool's."
     )
-    memory_mib: Annotated[int, Field(ge=1), pydantic.BeforeValidator(_integral)] | None = Field(
+    memory_mib: Annotated[int, Field(ge=1), from_integral] | None = Field(
         default=None,
         description="Memory limit of all processes of the program together, in MiB. Default and "
         "maximum: the pool's.",
@@ -168,20 +163,15 @@ def check(model: type[Model], fields: Any) -> Model:
         return model.model_validate(fields)
     except pydantic.ValidationError as error:
         if error.error_count() > MAX_ERRORS:  # listing all of them takes seconds
-            why = f"{error.error_count()} fields are invalid"
-            raise RequestRefused(400, "bad_request", why) from None
+            reason = f"{error.error_count()} fields are invalid"
+            raise RequestRefused(400, "bad_request", reason) from None
         problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join(map(str, problem["loc"])) or None
         message = f"{field}: {problem['msg']}" if field else problem["msg"]
         raise RequestRefused(400, "bad_request", message, field) from error
 
 
-def to_json(body: Any) -> bytes:
-    """Encode a body, which may be a CallResult, as JSON."""
-    return orjson.dumps(body)
-
-
 def to_line(index: int, result: CallResult) -> bytes:
     """Encode a line of a batch's response: the call's index in the request and its result."""
-    fields = {name: getattr(result, name) for name in CallResult.__slots__}
-    return orjson.dumps({"index": index, **fields}, option=orjson.OPT_APPEND_NEWLINE)
+    line = {"index": index, **dataclasses.asdict(result)}
+    return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import secrets
-import socket
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.link import Link
 from agentloop.sandbox.protocol import encode
 from agentloop.sandbox.settings import PoolSettings
-from agentloop.sandbox.sweep import runs
 
 UIDS = range(1_000_000_000, 2_147_000_000)  # no user's, and too many to meet by chance
-REMAPPED_UIDS = range(1024, 65_536)  # all that an engine has which maps its uids to others
-UID_BLOCK = 64  # are reserved together
-UID_TRIES = 2000
+REMAPPED_UIDS = range(1024, 65_534)  # all that an engine has which maps its uids to others
 
-NUM_READY = 4  # children forked ahead of their calls, of each preloaded set
 INODES = 2048  # files and directories of one call
-ZYGOTE_BYTES = 256 << 20  # what a zygote may hold, with the children that wait for calls
+ZYGOTE_BYTES = 256 << 20  # limit of what a worker holds for itself, for each preloaded set
 
 # The whole environment of a worker. The tunables halve the page faults of a child of a zygote with
 # large modules: its heap lies in huge pages.
@@ -39,8 +31,8 @@ TUNED = (
 
 # In the order of their imports.
 WORKER_MODULES = (
-    "kernel", "landlock", "spec", "wire", "child", "warm", "zygote", "forked", "lanes", "usage",
-    "limits", "server",
+    "kernel", "landlock", "spec", "wire", "child", "warm", "zygote", "forked", "workspace",
+    "counters", "connection", "server",
 )  # fmt: skip
 
 
@@ -65,40 +57,14 @@ def read_profile() -> str:
     return Path(__file__).with_name("seccomp.json").read_text()
 
 
-@contextmanager
-def uid_range(settings: PoolSettings, uids: range = UIDS) -> Iterator[int]:
-    """Reserve a uid for each lane, and one to spare. Yields the first.
+def random_uid(uids: range) -> int:
+    """Return a uid for the calls of a worker, such that the next one is free as well.
 
-    Two workers may not share a uid: RLIMIT_NPROC counts its processes on the whole machine, and a
-    worker kills all of them. A block is chosen by chance, since processes in different containers
-    can't ask each other. It is taken only if nobody in the same network namespace has reserved it
-    (by the name of a socket, which the kernel forgets with the process), and if none of its uids
-    has a process in sight. Raises SandboxUnavailable where no block is free.
+    A uid of its own, since the kernel limits some things per user, such as descriptors in flight.
+    Processes in different containers can't ask each other which are taken, so it is left to chance;
+    isolation does not depend on it.
     """
-    num_blocks = -(-(num_lanes(settings) + 1) // UID_BLOCK)
-    num_places = (len(uids) - num_blocks * UID_BLOCK) // UID_BLOCK + 1
-    for _ in range(UID_TRIES if num_places > 0 else 0):
-        first = uids.start + secrets.randbelow(num_places) * UID_BLOCK
-        blocks = range(first, first + num_blocks * UID_BLOCK, UID_BLOCK)
-        with ExitStack() as reserved:
-            if all(_reserve(reserved, block) for block in blocks):
-                yield first
-                return
-    raise SandboxUnavailable(
-        f"no {num_blocks * UID_BLOCK} user ids are free for another worker, of {len(uids)} here: "
-        "set fewer workers, slots_per_worker or sessions_per_worker"
-    )
-
-
-def _reserve(reserved: ExitStack, block: int) -> bool:
-    name = reserved.enter_context(socket.socket(socket.AF_UNIX))
-    try:
-        name.bind(f"\0agentloop-sandbox-uids-{block}")
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return False
-        raise SandboxUnavailable(f"user ids can't be reserved: {error}") from error
-    return not any(map(runs, range(block, block + UID_BLOCK)))
+    return uids.start + secrets.randbelow(len(uids) // 2) * 2
 
 
 def own_uids() -> range:
@@ -113,46 +79,25 @@ def own_uids() -> range:
     return range(largest.start + REMAPPED_UIDS.start, largest.stop)
 
 
-def machine_bytes() -> int:
-    """The memory of this machine, or what our own cgroup may have of it."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # "max"
-            limits.append(int(Path(path).read_text()))
-    return min(limits)
+def start_bytes(settings: PoolSettings) -> int:
+    """Return the memory limit of a worker until it is known what it needs for itself."""
+    return (settings.memory_mib << 20) + ZYGOTE_BYTES * (1 + len(settings.preload))
 
 
-def num_lanes(settings: PoolSettings) -> int:
-    """Calls that a worker can have begun: each in a uid and a directory of its own."""
-    levels = 1 + len(settings.preload)
-    # Twice the slots: a lane is being cleaned while the next call runs in another.
-    return 2 * settings.slots_per_worker + settings.sessions_per_worker + NUM_READY * levels
+def max_processes(settings: PoolSettings) -> int:
+    """Return the limit of processes of a worker: those of a call, the server, zygotes and the
+    children that they have forked ahead."""
+    return settings.processes_per_call + 4 + 2 * (1 + len(settings.preload))
 
 
-def worker_bytes(settings: PoolSettings, machine_bytes: int, num_workers: int) -> int:
-    """The most memory of a worker with all its calls, of `num_workers` on a machine.
-
-    As much as all slots may use, and as much again for sessions that rest; but no more than the
-    worker's part of three quarters of the machine. It is a bound, nothing is set aside for it.
-    """
-    own = ZYGOTE_BYTES * (1 + len(settings.preload))
-    call = settings.memory_mib << 20
-    slots = settings.slots_per_worker
-    wanted = own + call * (slots + min(slots, settings.sessions_per_worker))
-    there = machine_bytes * 3 // 4 // num_workers
-    return max(own + call, min(wanted * 8 // 7, there))  # an eighth: worker/limits.py
-
-
-def lane_size(settings: PoolSettings) -> str:
-    """Return the size of a lane's tmpfs as mount options: a call can fill only its own."""
+def directory_size(settings: PoolSettings) -> str:
+    """Return the size of the directory of calls as mount options."""
     return f"size={settings.scratch_mib}m,nr_inodes={INODES}"
 
 
 def greeting(settings: PoolSettings, **more: Any) -> bytes:
     """The first frame to a worker: its sources and its settings (sandbox/worker/spec.py)."""
     spec = {
-        "lanes": num_lanes(settings),
-        "ready": NUM_READY,
         "levels": [[], *settings.preload],
         "keep_output_bytes": settings.keep_output_bytes,
         "max_output_bytes": settings.max_output_bytes,
@@ -167,6 +112,10 @@ class Backend(Protocol):
     """A place where workers run."""
 
     name: str
+    max_running: int
+    """Calls that may run at a time on this machine."""
+    max_sessions: int
+    """Sessions that may be open on this machine."""
 
     def worker(self, worker_id: str) -> AbstractAsyncContextManager[Link]:
         """A started worker; leaving the context removes it with all that it ran.

@@ -1,14 +1,14 @@
 """The calls of a pool, each from its message to its result.
 
-    run() ──> check limits ──> a slot (slots.py) ──> the worker's reply ──> result
-                                  ▲                        │ the worker is lost, or failed
-                                  └── once more, alone ────┘
+    run() ──> check limits ──> a worker (slots.py) ──> its reply ──> result
+                                  ▲                       │ the worker is lost, or failed
+                                  └────── once more ──────┘
 
-A call whose worker is lost or fails is run once more, alone on a worker that runs no other call
-meanwhile. So no other call can harm it a second time, and the second run shows the cause. If that
-worker is lost as well, the call has ended two workers and gets the status `killed`: a program must
-not be able to make its own failure look like a failure of infrastructure. But if unrelated workers
-were lost at the same moment, the call is not to blame and gets the status `sandbox_error`.
+A call whose worker is lost or fails is run once more, on another worker. If that one is lost as
+well, the call has ended two workers, in which nothing else ran, and gets the status `killed`: a
+program must not be able to make its own failure look like a failure of infrastructure. But if
+unrelated workers were lost at the same moment, the call is not to blame and gets the status
+`sandbox_error`.
 
 A session's cell runs once, on the session's own worker.
 """
@@ -24,11 +24,11 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
-from agentloop.sandbox.errors import ProtocolError
+from agentloop.sandbox.errors import ProtocolError, SandboxUnavailable
 from agentloop.sandbox.link import Pending, next_id
 from agentloop.sandbox.results import CallError, CallResult, CallStatus
 from agentloop.sandbox.settings import MAX_CODE_BYTES, PoolSettings
-from agentloop.sandbox.slots import PoolWorker, SlotQueue
+from agentloop.sandbox.slots import Need, PoolWorker, SlotQueue
 
 NOT_OPEN = "the pool is not open: use it within `async with Pool() as pool`"
 MAX_TIMEOUT_S = 3600.0
@@ -40,9 +40,9 @@ class Calls:
 
     def __init__(self, settings: PoolSettings) -> None:
         self.settings = settings
-        self.queue = SlotQueue()
+        self.queue = SlotQueue(settings.workers, settings.max_sessions)
         self.counts: dict[str, int] = dict.fromkeys(CallStatus, 0)
-        # Times of losses of workers that were not reserved for a single call.
+        # When workers were lost.
         self._losses: deque[tuple[float, PoolWorker]] = deque(maxlen=64)
         self._group: TaskGroup | None = None
 
@@ -57,24 +57,17 @@ class Calls:
     def close(self) -> None:
         """Accept no more calls, and end those that wait for a slot."""
         self._group = None
-        for waiter in self.queue.waiting:
-            waiter.granted.set()  # without a worker
+        self.queue.wake_all()
 
     def note_loss(self, worker: PoolWorker) -> None:
         """Remember when a worker was lost, to find losses with a common cause."""
-        if not (worker.alive or worker.runs_alone or worker.is_host):
+        if not (worker.alive or worker.is_host):
             self._losses.append((time.monotonic(), worker))
 
     def message(
         self, code: str, stdin: str, timeout_s: float | None, memory_mib: int | None
     ) -> dict[str, Any]:
-        """Return a call's message to a worker.
-
-        Raises:
-            ValueError: a limit is out of range.
-            TypeError: an argument has another type.
-            RuntimeError: the pool is not open.
-        """
+        """Return a call's message to a worker. Raises what `Pool.run` raises."""
         for name, text in (("code", code), ("stdin", stdin)):
             if not isinstance(text, str):
                 raise TypeError(f"{name} must be a str, not {type(text).__name__}")
@@ -84,9 +77,9 @@ class Calls:
         if memory_mib is not None:
             if not isinstance(memory_mib, int):
                 raise TypeError(f"memory_mib must be an int, not {type(memory_mib).__name__}")
-            if not 0 < memory_mib <= self.settings.memory_mib:
-                most = self.settings.memory_mib
-                raise ValueError(f"memory_mib must be between 1 and the pool's {most}")
+            limit = self.settings.memory_mib
+            if not 0 < memory_mib <= limit:
+                raise ValueError(f"memory_mib must be between 1 and the pool's {limit}")
         if not self.is_open:
             raise RuntimeError(NOT_OPEN)
         more = {} if memory_mib is None else {"memory_mib": memory_mib}
@@ -109,42 +102,42 @@ class Calls:
         """Return the result of a call that is refused without a run, or None."""
         size = len(message["code"]) + len(message["stdin"])
         if size > MAX_CODE_BYTES:
-            why = f"code and stdin have {size} characters; the maximum is {MAX_CODE_BYTES}"
-            return CallResult.failed(next_id(), CallStatus.SANDBOX_ERROR, why)
-        full = len(self.queue.waiting) >= self.settings.max_waiting
-        if full and self.queue.slot_for(only) is None:
-            why = f"{self.settings.max_waiting} calls are waiting already"
-            return CallResult.failed(next_id(), CallStatus.OVERLOADED, why)
+            reason = f"code and stdin have {size} characters; the maximum is {MAX_CODE_BYTES}"
+            return CallResult.failed(next_id(), CallStatus.SANDBOX_ERROR, reason)
+        full = self.queue.num_waiting >= self.settings.max_waiting
+        if full and only is None and self.queue.worker_for_call() is None:
+            reason = f"{self.settings.max_waiting} calls are waiting already"
+            return CallResult.failed(next_id(), CallStatus.OVERLOADED, reason)
         return None
 
     async def _run(self, message: dict[str, Any]) -> CallResult:
         queue_s = 0.0
-        why = ""
+        reason = ""
         used: list[PoolWorker] = []
         for attempt in (1, 2):
             entered = time.monotonic()
             left_s = self.settings.max_wait_s - queue_s
-            worker = await self._slot(None, left_s, alone=attempt > 1)
+            worker = await self._slot(Need.CALL, None, left_s, again=attempt > 1)
             queue_s += time.monotonic() - entered
             if worker is None:
-                return self._without_slot(queue_s, attempt, why)
+                return self._without_slot(queue_s, attempt, reason)
             used.append(worker)
             reply = await self._answer(worker, message)
             where = _where(worker, queue_s, attempt)
             if reply is not None and not (attempt == 1 and _failed_to_start(reply)):
                 return CallResult.from_frame(reply, id=message["id"], **where)
-            why = f"worker {worker.link.worker_id} was lost: {worker.link.why}"
+            reason = f"worker {worker.link.worker_id} was lost: {worker.link.why}"
             if reply is not None:
-                why = f"worker {worker.link.worker_id} failed: {reply.get('why')}"
+                reason = f"worker {worker.link.worker_id} failed: {reply.get('why')}"
         if await self._is_to_blame(used):
-            error = CallError("WorkerLost", f"{why}; nothing else ran there")
+            error = CallError("WorkerLost", f"{reason}; nothing else ran there")
             ended = {"signal": signal.SIGKILL, "error": error, **where}
             return CallResult(message["id"], CallStatus.KILLED, **ended)
-        return CallResult.failed(message["id"], CallStatus.SANDBOX_ERROR, why, **where)
+        return CallResult.failed(message["id"], CallStatus.SANDBOX_ERROR, reason, **where)
 
     async def _run_cell(self, message: dict[str, Any], worker: PoolWorker) -> CallResult | None:
         entered = time.monotonic()
-        slot = await self._slot(worker, self.settings.max_wait_s, alone=False)
+        slot = await self._slot(Need.CELL, worker, self.settings.max_wait_s)
         queue_s = time.monotonic() - entered
         if slot is None:
             return self._without_slot(queue_s, 1) if worker.alive else None
@@ -153,13 +146,14 @@ class Calls:
             return None
         return CallResult.from_frame(reply, id=message["id"], **_where(worker, queue_s, 1))
 
-    def _without_slot(self, queue_s: float, attempt: int, why: str = "") -> CallResult:
+    def _without_slot(self, queue_s: float, attempt: int, reason: str = "") -> CallResult:
         """Return the result of a call that has waited for a slot in vain."""
         if not self.is_open:
             return CallResult.failed(next_id(), CallStatus.CANCELLED, "the pool was closed")
-        why = f"no slot within {self.settings.max_wait_s:g} s" + (f"; {why}" if why else "")
+        no_slot = f"no slot within {self.settings.max_wait_s:g} s"
+        reason = f"{no_slot}; {reason}" if reason else no_slot
         return CallResult.failed(
-            next_id(), CallStatus.OVERLOADED, why, queue_s=queue_s, attempt=attempt
+            next_id(), CallStatus.OVERLOADED, reason, queue_s=queue_s, attempt=attempt
         )
 
     async def _is_to_blame(self, used: Sequence[PoolWorker]) -> bool:
@@ -172,14 +166,16 @@ class Calls:
             return False
         since = time.monotonic() - SAME_MOMENT_S
         await anyio.sleep(SAME_MOMENT_S)
-        others = [worker for lost_s, worker in self._losses if lost_s > since]
-        return self.is_open and all(worker in used for worker in others)
+        lost_workers = [worker for lost_s, worker in self._losses if lost_s > since]
+        return self.is_open and all(worker in used for worker in lost_workers)
 
-    async def _slot(self, only: PoolWorker | None, left_s: float, alone: bool) -> PoolWorker | None:
+    async def _slot(
+        self, need: Need, only: PoolWorker | None, left_s: float, *, again: bool = False
+    ) -> PoolWorker | None:
         """Wait for a slot; return None if there was none in time or there will be none."""
         if not self.is_open:
             return None
-        waiter = self.queue.enter(only, alone)
+        waiter = self.queue.enter(need, only, again=again)
         if not waiter.granted.is_set():
             try:
                 with anyio.move_on_after(left_s):
@@ -199,10 +195,18 @@ class Calls:
         """
         message["id"] = next_id()
         try:
+            memory_mib = message.get("memory_mib", self.settings.memory_mib)
+            await worker.link.limit_memory(memory_mib << 20)
             pending: Pending = worker.link.submit(message)
         except ProtocolError as error:
             self.queue.free(worker)
             return {"status": "sandbox_error", "why": str(error), "attempt": 1}
+        except SandboxUnavailable as error:
+            self.queue.free(worker)
+            return {"status": "sandbox_error", "why": str(error)}
+        except BaseException:
+            self.queue.free(worker)
+            raise
         try:
             with anyio.move_on_after(message["timeout_s"] + worker.grace_s):
                 await pending.done.wait()

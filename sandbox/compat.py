@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from agentloop.sandbox.api import MAX_BATCH, Integer
+from agentloop.sandbox.api import MAX_BATCH, from_integral
 from agentloop.sandbox.results import CallResult, CallStatus
 from agentloop.sandbox.settings import MAX_KEPT_BYTES, OutputLimits
 
@@ -60,64 +60,57 @@ _REASONS = {
 }
 
 
-def refused_submission(submission: Submission, *, with_output: bool) -> dict[str, Any] | None:
-    """Return the response to a submission that cannot be run here, or None.
-
-    With output, standard error has the reason.
-    """
+def refused_submission(submission: Submission) -> dict[str, Any] | None:
+    """Return the response to a submission that cannot be run here, or None."""
     if submission.type != "python":
-        why = f"the type {submission.type!r} is not supported here, only 'python'"
+        reason = f"the type {submission.type!r} is not supported here, only 'python'"
     elif submission.options:
-        why = "options are not supported here"
+        reason = "options are not supported here"
     elif _size(submission.expected_output) > MAX_KEPT_BYTES:
-        why = f"expected_output has more than {MAX_KEPT_BYTES} bytes"
+        reason = f"expected_output has more than {MAX_KEPT_BYTES} bytes"
     else:
         return None
-    return _answer(submission, reason="invalid_input", output=("", why) if with_output else None)
+    return _submission_result(submission, reason="invalid_input", stderr=reason)
 
 
-def output_limits(submission: Submission) -> OutputLimits:
-    """Return output limits that keep as much output as the comparison needs."""
-    wanted = KEEP_BYTES + _size(submission.expected_output)
-    return OutputLimits(MAX_OUTPUT_BYTES, min(wanted, MAX_KEPT_BYTES))
+def submitted_call(submission: Submission, timeout_s: float) -> dict[str, Any]:
+    """Return the arguments of the call, which keeps as much output as the comparison needs."""
+    keep_bytes = min(KEEP_BYTES + _size(submission.expected_output), MAX_KEPT_BYTES)
+    return {
+        "code": submission.solution,
+        "stdin": submission.input or "",
+        "timeout_s": timeout_s,
+        "output": OutputLimits(MAX_OUTPUT_BYTES, keep_bytes),
+    }
 
 
-def judged(
-    submission: Submission, result: CallResult, *, with_output: bool, num_chars: int
-) -> dict[str, Any]:
+def submission_result(submission: Submission, result: CallResult, num_chars: int) -> dict[str, Any]:
     """Convert a result to Code Judge's format, with the first `num_chars` of each stream."""
     expected = submission.expected_output
-    stdout = result.stdout
-    if result.status is CallStatus.TIMEOUT:
-        stdout += TIMEOUT_LINE
-    return _answer(
+    timeout_line = TIMEOUT_LINE if result.status is CallStatus.TIMEOUT else ""
+    return _submission_result(
         submission,
         reason=_REASONS.get(result.status, ""),
         success=result.ok and (expected is None or result.stdout.strip() == expected.strip()),
         run_success=result.ok,
         cost=result.run_s,
-        output=(stdout[:num_chars], _stderr(result)[:num_chars]) if with_output else None,
+        stdout=(result.stdout + timeout_line)[:num_chars],
+        stderr=_stderr(result)[:num_chars],
     )
 
 
-def _answer(
-    submission: Submission,
-    *,
-    reason: str,
-    success: bool = False,
-    run_success: bool = False,
-    cost: float = 0.0,
-    output: tuple[str, str] | None,
-) -> dict[str, Any]:
-    """Return exactly the fields of Code Judge's SubmissionResult (JudgeResult without output)."""
-    answer = {
+def _submission_result(submission: Submission, **fields: Any) -> dict[str, Any]:
+    """Return exactly the fields of Code Judge's SubmissionResult."""
+    return {
         "sub_id": submission.sub_id or new_id(),
-        "success": success,
-        "run_success": run_success,
-        "cost": cost,
-        "reason": reason,
+        "success": False,
+        "run_success": False,
+        "cost": 0.0,
+        "reason": "",
+        "stdout": "",
+        "stderr": "",
+        **fields,
     }
-    return answer | dict(zip(("stdout", "stderr"), output or (), strict=False))
 
 
 def _size(text: str | None) -> int:
@@ -132,7 +125,7 @@ class RunCodeRequest(pydantic.BaseModel, strict=True):
     stdin: str | None = None
     compile_timeout: float = 10.0
     run_timeout: Annotated[float, Field(gt=0, le=3600)] = 10.0
-    memory_limit_MB: Annotated[Integer, Field(ge=-1, le=1 << 30)] = -1
+    memory_limit_MB: Annotated[int, Field(ge=-1, le=1 << 30), from_integral] = -1
     files: dict[str, str | None] = Field(default_factory=dict)
     fetch_files: list[str] = Field(default_factory=list)
 
@@ -140,20 +133,21 @@ class RunCodeRequest(pydantic.BaseModel, strict=True):
 def refused_code(request: RunCodeRequest) -> dict[str, Any] | None:
     """Return the response to a request that cannot be run here, or None."""
     if request.language != "python":
-        why = f"language: {request.language!r} is not supported here, only 'python'"
+        reason = f"language: {request.language!r} is not supported here, only 'python'"
     elif request.files or request.fetch_files:
-        why = "files, fetch_files: not supported here"
+        reason = "files, fetch_files: not supported here"
     else:
         return None
-    return _fusion("SandboxError", why, None)
+    return _fusion("SandboxError", reason, None)
 
 
-def memory_mib(request: RunCodeRequest, most: int) -> int | None:
-    """Return the memory limit of a request in MiB; `most`, the pool's limit, always applies."""
-    return min(request.memory_limit_MB, most) if request.memory_limit_MB > 0 else None
+def memory_mib(request: RunCodeRequest, limit: int) -> int | None:
+    """Return the memory limit of a request in MiB; `limit`, the pool's, always applies."""
+    return min(request.memory_limit_MB, limit) if request.memory_limit_MB > 0 else None
 
 
 RUN_CODE_OUTPUT = OutputLimits(MAX_OUTPUT_BYTES, MAX_KEPT_BYTES)
+MAX_RUN_CODE_BYTES = 2 * 6 * MAX_KEPT_BYTES  # of both streams, if each byte becomes \uXXXX
 
 
 def run_code_answer(result: CallResult) -> dict[str, Any]:
@@ -164,8 +158,8 @@ def run_code_answer(result: CallResult) -> dict[str, Any]:
     if result.status.is_unscorable:
         return _fusion("SandboxError", result.error.message if result.error else "", None)
     if result.ok and result.stdout_bytes > MAX_KEPT_BYTES:
-        why = f"the output has {result.stdout_bytes} bytes; the maximum is {MAX_KEPT_BYTES}"
-        return _fusion("SandboxError", why, None)
+        reason = f"the output has {result.stdout_bytes} bytes; the maximum is {MAX_KEPT_BYTES}"
+        return _fusion("SandboxError", reason, None)
     timed_out = result.status is CallStatus.TIMEOUT
     code = result.exit_code if result.exit_code is not None else -(result.signal or 1)
     run = {
@@ -191,5 +185,6 @@ def _fusion(status: str, message: str, run: dict[str, Any] | None) -> dict[str, 
 
 def _stderr(result: CallResult) -> str:
     """Return the program's standard error, or the reason why it never ran."""
-    failed = result.status.is_unscorable and result.error
-    return failed.message if failed else result.stderr
+    if result.status.is_unscorable and result.error:
+        return result.error.message
+    return result.stderr

@@ -18,6 +18,8 @@ import errno
 import json
 import os
 import resource
+import select
+import signal
 import struct
 import sys
 from collections.abc import Iterator
@@ -32,44 +34,48 @@ MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
-PR_SET_NO_NEW_PRIVS, PR_CAPBSET_READ, PR_CAPBSET_DROP = 38, 23, 24
-CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_PTRACE, CAP_SYS_ADMIN = 5, 6, 7, 19, 21
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_READ, PR_CAPBSET_DROP = 1, 38, 23, 24
+CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN = 5, 6, 7, 21
 CAP_SYS_RESOURCE = 24
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/certs")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 OOM_SCORE_ADJ = "500"  # set by root, the least that a call can go back to (container.py)
-INNER = "/home"  # where a call sees its lane's directory
-SCRATCH = "/scratch"  # not /tmp: an interpreter may live there
+HOME = "/scratch"  # the directory of calls; not /tmp: an interpreter may live there
+NO_PROGRAMS = MS_NOSUID | MS_NODEV | MS_NOEXEC
 COUNTED_TOGETHER = 255  # a status beyond the numbers of errors
 REFUSING = (
     ("user.max_user_namespaces", "0"),
     ("kernel.unprivileged_userns_clone", "0"),
     ("kernel.apparmor_restrict_unprivileged_userns", "1"),
 )
-ROOTED = "system files and the interpreter, read-only"
+# Their states where all walls stand; a state that begins with "no" is a missing one.
+LAYERS = {
+    "process isolation": "namespaces",
+    "network": "isolated",
+    "file system": "system files and the interpreter, read-only",
+    "uid": "one per worker",
+    "capabilities": "none in a call",
+    "system calls": "allow list (seccomp)",
+    "memory": "limit per process",
+    "process count": "limit per call",
+}
 
 libc = ctypes.CDLL(None, use_errno=True)
+libc.mount.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_ulong, ctypes.c_char_p]
 
 
-def checked(result: int, what: str) -> None:
+def check(result: int, action: str) -> None:
     if result != 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
+        raise OSError(code, f"{action}: {os.strerror(code)}")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
-    checked(
-        libc.mount(
-            source.encode(), target.encode(), kind.encode() or None,
-            ctypes.c_ulong(flags), data.encode() or None,
-        ),
-        f"mount {target}",
-    )  # fmt: skip
-
-
-# ---------------------------------------------------------------------------- namespaces
+    options = data.encode() or None
+    result = libc.mount(source.encode(), target.encode(), kind.encode() or None, flags, options)
+    check(result, f"mount {target}")
 
 
 def enter_spaces() -> tuple[str, str]:
@@ -97,27 +103,34 @@ def why_refused(error: str, settings: str = "/proc/sys") -> str:
     return error if os.getuid() != 0 else f"{error}: root lacks CAP_SYS_ADMIN, or a filter refuses"
 
 
-def wait_for(pid: int) -> None:
-    """The part of us that stays outside, so that the supervisor has a child to wait for."""
-    os.closerange(3, 1 << 20)
-    while True:
-        with contextlib.suppress(InterruptedError):
-            _, status = os.waitpid(pid, 0)
-            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+def wait_for(pid: int, owned: int) -> None:
+    """Stay outside, so that the supervisor has a child to wait for; `owned` tells the process
+    inside that we live."""
+    os.dup2(owned, 3)
+    os.closerange(4, 1 << 20)
+    _, status = os.waitpid(pid, 0)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
-# ---------------------------------------------------------------------------- a small root
+def die_with_parent(alive: int) -> None:
+    """Let the process inside be killed when the one outside is: as pid 1 it has no parent to see.
+
+    Args:
+        alive: the reading end of a pipe whose other end the one outside holds.
+    """
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if select.select([alive], [], [], 0)[0]:  # it ended before
+        os._exit(1)
+    os.close(alive)
 
 
 def bind(source: str, root: str, read_only: bool = True) -> None:
     """Show a file or directory of the host at the same place below `root`."""
     target = root + source
-    if os.path.isdir(source):
-        os.makedirs(target, 0o755, exist_ok=True)
-    else:
-        os.makedirs(os.path.dirname(target), 0o755, exist_ok=True)
-        with open(target, "a"):
-            pass
+    is_dir = os.path.isdir(source)
+    os.makedirs(target if is_dir else os.path.dirname(target), 0o755, exist_ok=True)
+    if not is_dir:
+        open(target, "a").close()
     mount(source, target, flags=MS_BIND | MS_REC)
     if read_only:
         make_read_only(target)
@@ -133,8 +146,8 @@ def make_read_only(top: str) -> None:
         raise OSError(ctypes.get_errno(), f"mount_setattr {top}")
     for path in mounts_below(top):  # before Linux 5.12
         # A user namespace may not clear flags that the host has set: keep those.
-        seen = os.statvfs(path).f_flag & (MS_NODEV | MS_NOEXEC | MS_NOSUID)
-        mount("none", path, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | seen)
+        flags = os.statvfs(path).f_flag & NO_PROGRAMS
+        mount("none", path, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | flags)
 
 
 def mounts_below(top: str) -> Iterator[str]:
@@ -152,8 +165,8 @@ def interpreter_dirs() -> list[str]:
     return sorted(d for d in dirs if not d.startswith("/usr/") and d not in SYSTEM)
 
 
-def build_root(base: str, num_lanes: int, proc: str = "") -> None:
-    """A root of system files, the interpreter and a directory for each lane; nothing else of the
+def build_root(base: str, proc: str = "") -> None:
+    """Enter a root of system files, the interpreter and a directory for calls; nothing else of the
     host. `proc`: mount options of /proc."""
     os.umask(0o022)
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
@@ -168,31 +181,22 @@ def build_root(base: str, num_lanes: int, proc: str = "") -> None:
             bind(path, base)
     for name in DEVICES:
         bind(f"/dev/{name}", base, read_only=False)
-    for name in ("proc", "old", SCRATCH[1:]):
+    for name in ("proc", "old", HOME[1:]):
         os.makedirs(f"{base}/{name}", exist_ok=True)
-    mount("proc", f"{base}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, proc)
-    for lane in range(num_lanes):
-        os.mkdir(f"{base}{SCRATCH}/{lane}")
+    try:
+        mount("proc", f"{base}/proc", "proc", NO_PROGRAMS, proc)
+    except OSError:  # subset=pid is an option since Linux 5.8
+        mount("proc", f"{base}/proc", "proc", NO_PROGRAMS, proc.replace(",subset=pid", ""))
     os.chdir(base)
-    checked(libc.pivot_root(b".", b"old"), "pivot_root")
+    check(libc.pivot_root(b".", b"old"), "pivot_root")
     os.chdir("/")
-    checked(libc.umount2(b"/old", MNT_DETACH), "umount of the host's root")
+    check(libc.umount2(b"/old", MNT_DETACH), "umount of the host's root")
     os.rmdir("/old")
 
 
 def close_root() -> None:
     """Make the root itself read-only, when everything is in it."""
     mount("none", "/", flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
-
-
-def mount_lane(path: str, gid: int, options: str) -> None:
-    """A file system for the calls of one lane. It is root's, so that no call can open its own to
-    others; and in a directory that others can't enter, not even to see how full it is."""
-    os.chown(path, 0, gid)
-    os.chmod(path, 0o710)
-    os.mkdir(path + INNER)
-    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
-    mount("tmpfs", path + INNER, "tmpfs", flags, f"{options},uid=0,gid={gid},mode=0770")
 
 
 def try_view(options: str) -> bool:
@@ -205,10 +209,10 @@ def try_view(options: str) -> bool:
     if pid == 0:
         status = errno.EIO
         try:
-            checked(libc.unshare(CLONE_NEWNS), "unshare")
-            mount("tmpfs", SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
-            mount("proc", SCRATCH, "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
-            checked(libc.unshare(CLONE_NEWUSER), "unshare")
+            check(libc.unshare(CLONE_NEWNS), "unshare")
+            mount("tmpfs", HOME, "tmpfs", NO_PROGRAMS, options)
+            mount("proc", HOME, "proc", MS_RDONLY | NO_PROGRAMS)
+            check(libc.unshare(CLONE_NEWUSER), "unshare")
             status = COUNTED_TOGETHER
             resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))  # the user has more: we are three
             if os.fork():
@@ -223,7 +227,8 @@ def try_view(options: str) -> bool:
     return status == 0
 
 
-# ---------------------------------------------------------------------------- system calls
+ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+COMPARE = {"SCMP_CMP_NE": 1, "SCMP_CMP_EQ": 4, "SCMP_CMP_MASKED_EQ": 7}
 
 
 class Comparison(ctypes.Structure):
@@ -231,10 +236,6 @@ class Comparison(ctypes.Structure):
         ("arg", ctypes.c_uint), ("op", ctypes.c_int),
         ("a", ctypes.c_uint64), ("b", ctypes.c_uint64),
     )  # fmt: skip
-
-
-ALLOW, ERRNO = 0x7FFF0000, 0x00050000
-COMPARE = {"SCMP_CMP_EQ": 4, "SCMP_CMP_MASKED_EQ": 7}
 
 
 def load_filter(profile: dict[str, Any]) -> None:
@@ -262,14 +263,13 @@ def load_filter(profile: dict[str, Any]) -> None:
 def allow_views(profile: dict[str, Any]) -> None:
     """Let the zygote make the namespaces of a call. The call is refused them all the same: it has
     no capability, and its user namespace allows no other below it."""
-    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
     for name, index, value in (
         ("unshare", 0, CLONE_NEWPID),
         ("setns", 1, CLONE_NEWPID),
         ("unshare", 0, CLONE_NEWNS),
         ("unshare", 0, CLONE_NEWUSER),
-        ("mount", 3, flags),
-        ("mount", 3, flags | MS_RDONLY),
+        ("mount", 3, NO_PROGRAMS),
+        ("mount", 3, NO_PROGRAMS | MS_RDONLY),
     ):
         condition = {"index": index, "value": value, "op": "SCMP_CMP_EQ"}
         profile["syscalls"].append(
@@ -277,20 +277,15 @@ def allow_views(profile: dict[str, Any]) -> None:
         )
 
 
-# ---------------------------------------------------------------------------- capabilities
-
-
-def keep_caps(*kept: int) -> None:
+def keep_caps(*caps: int) -> None:
     """Drop all other capabilities, for good."""
     for number in range(64):
-        if number not in kept and libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
+        if number not in caps and libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
             break
-    there = (number for number in kept if libc.prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1)
-    mask = sum(1 << number for number in there)
-    header = struct.pack("<Ii", 0x20080522, 0)
-    low = mask & 0xFFFFFFFF
-    data = struct.pack("<6I", low, low, 0, 0, 0, 0)
-    checked(libc.capset(header, data), "capset")
+    available = [number for number in caps if libc.prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1]
+    mask = sum(1 << number for number in available)
+    header, data = struct.pack("<Ii", 0x20080522, 0), struct.pack("<6I", mask, mask, 0, 0, 0, 0)
+    check(libc.capset(header, data), "capset")
 
 
 def readable_by_others() -> bool:
@@ -304,90 +299,90 @@ def readable_by_others() -> bool:
     return True
 
 
-# ---------------------------------------------------------------------------- all together
-
-
-def describe(
-    spaces: str, why: str, rooted: str, filtered: str, apart: str, counted: bool
-) -> dict[str, str]:
-    """Return the states of the layers. `why`: the reason for missing namespaces. `apart`: what
-    separates calls that share the user's uid."""
-    walled = spaces != "none"
-    one_each = spaces == "root" or (not walled and os.getuid() == 0)
-    return {
-        "process isolation": "namespaces"
-        if walled
-        else f"no: this machine does not allow namespaces ({why})",
-        "network": "isolated" if walled else "no: calls have the network access of this machine",
-        "file system": rooted,
-        "uid": "one per call" if one_each else apart,
-        "capabilities": "none in a call",
-        "system calls": filtered,
-        "memory": "limit per call",
-        "process count": "limit per call" if one_each or counted else "limit per worker",
-    }
-
-
 def start(spec: dict[str, Any]) -> None:
+    for fd in spec["entries"]:  # of a cgroup
+        os.write(fd, b"0")
+        os.close(fd)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
         f.write(OOM_SCORE_ADJ)
-    spaces, why = enter_spaces()
+    alive, owned = os.pipe()
+    spaces, reason = enter_spaces()
     if spaces != "none" and (pid := os.fork()):
-        wait_for(pid)
-    uid_base = spec["uid_base"]
-    told: dict[str, Any] = {}  # the worker's settings, as they have come to be
-    rooted = "no: calls can read all files that the user can read"
-    apart, counted = "no: calls have the user's uid and may signal the user's processes", False
+        wait_for(pid, owned)
+    os.close(owned)
+    layers = dict(LAYERS)
+    settings: dict[str, Any] = {"counters": spec["counters"], "layers": layers}  # of the worker
     if spaces == "root":
-        build_root(spec["scratch"], spec["lanes"], "hidepid=2")
-        rooted = ROOTED
-        told |= {"scratch": SCRATCH, "inner": INNER}
-        for lane in range(spec["lanes"]):
-            mount_lane(f"{SCRATCH}/{lane}", uid_base + lane, spec["lane_size"])
-        close_root()
+        settings |= confine_root(spec)
     elif spaces == "user":
-        view = f"{spec['lane_size']},mode=0700"
-        try:
-            build_root(spec["scratch"], spec["lanes"])
-            rooted = ROOTED
-            told["scratch"] = SCRATCH
-            counted = try_view(view)
-            apart = "the user's, in separate user, mount and process namespaces per call"
-            told |= {"view": view, "counts_apart": counted}
-        except OSError as error:
-            refused = why_refused(str(error))
-            apart = (
-                f"no: calls have the user's uid, without rights outside the namespaces ({refused})"
+        settings |= confine_user(spec, layers)
+    else:
+        layers["process isolation"] = f"no: this machine does not allow namespaces ({reason})"
+        layers["network"] = "no: calls have the network access of this machine"
+        layers["file system"] = "no: calls can read all files that the user can read"
+        if os.getuid() != 0:
+            layers["uid"] = "no: calls have the user's uid and may signal the user's processes"
+            layers["process count"] = "limit per worker"
+        elif not readable_by_others():
+            raise OSError(
+                "as root without namespaces every call needs a uid of its own, and another uid "
+                f"can't read the interpreter ({os.path.realpath(os.__file__)}); use one that "
+                "others can read"
             )
-            if rooted != ROOTED:
-                rooted = f"no: {refused}"
-            for lane in range(spec["lanes"] if rooted == ROOTED else 0):
-                flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
-                mount("tmpfs", f"{SCRATCH}/{lane}", "tmpfs", flags, view)
-        if rooted == ROOTED:
-            close_root()
-    elif os.getuid() == 0 and not readable_by_others():
-        raise OSError(
-            "as root without namespaces every call needs a uid of its own, and another uid can't "
-            f"read the interpreter ({os.path.realpath(os.__file__)}); use one that others can read"
-        )
-    told["own_proc"] = spaces == "root" or "view" in told
-    told["kill_by"] = {"root": "uid", "user": "pidns"}.get(spaces, "auto")
     if spaces == "user":
         allow_views(spec["seccomp"])
-        keep_caps(CAP_KILL, CAP_SYS_ADMIN, CAP_SYS_PTRACE)  # the last to measure calls' memory
+        keep_caps(CAP_KILL, CAP_SYS_ADMIN)
     elif os.getuid() == 0:
-        # Where root has the last two: to measure calls' memory, and to fix their OOM scores.
-        keep_caps(CAP_KILL, CAP_SETUID, CAP_SETGID, CAP_SYS_PTRACE, CAP_SYS_RESOURCE)
+        keep_caps(CAP_KILL, CAP_SETUID, CAP_SETGID, CAP_SYS_RESOURCE)  # the last: OOM scores
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    filtered = "allow list (seccomp)"
     try:
         load_filter(spec["seccomp"])
     except OSError as error:
-        filtered = f"no: {error} (install libseccomp2)"
-    told["layers"] = describe(spaces, why, rooted, filtered, apart, counted)
-    command = ["-P", "-s", "-c", spec["boot"], spec["connect"], json.dumps(told)]
+        layers["system calls"] = f"no: {error} (install libseccomp2)"
+    settings["dies_with_parent"] = spaces != "none"
+    if spaces != "none":
+        die_with_parent(alive)
+    command = ["-P", "-s", "-c", spec["boot"], spec["connect"], json.dumps(settings)]
     os.execv(sys.executable, [sys.executable, *command])
+
+
+def confine_root(spec: dict[str, Any]) -> dict[str, Any]:
+    """Enter the worker's root as root; return the worker's settings."""
+    build_root(spec["scratch"], "hidepid=2,subset=pid")
+    # It is root's, so that no call can close it to the next.
+    owner = f"uid=0,gid={spec['uid']},mode=0770"
+    mount("tmpfs", HOME, "tmpfs", NO_PROGRAMS, f"{spec['directory_size']},{owner}")
+    close_root()
+    return {"home": HOME, "own_proc": True, "kill_by": "uid"}
+
+
+def confine_user(spec: dict[str, Any], layers: dict[str, str]) -> dict[str, Any]:
+    """Enter the worker's root as an ordinary user, as far as this machine allows; return the
+    worker's settings."""
+    settings: dict[str, Any] = {"kill_by": "pidns"}
+    view = f"{spec['directory_size']},mode=0700"
+    is_rooted = False
+    try:
+        build_root(spec["scratch"])
+        is_rooted = True
+        counts_apart = try_view(view)
+    except OSError as error:
+        reason = why_refused(str(error))
+        layers["uid"] = (
+            f"no: calls have the user's uid, without rights outside the namespaces ({reason})"
+        )
+        layers["process count"] = "limit per worker"
+        if not is_rooted:
+            layers["file system"] = f"no: {reason}"
+            return settings
+        mount("tmpfs", HOME, "tmpfs", NO_PROGRAMS, view)
+    else:
+        layers["uid"] = "the user's, in separate user, mount and process namespaces per call"
+        if not counts_apart:
+            layers["process count"] = "limit per worker"
+        settings |= {"view": view, "counts_apart": counts_apart, "own_proc": True}
+    close_root()
+    return settings | {"home": HOME}
 
 
 def main() -> None:
@@ -397,7 +392,8 @@ def main() -> None:
         start(spec)
     except BaseException as error:
         text = json.dumps({"op": "fatal", "why": f"{type(error).__name__}: {error}"}).encode()
-        os.write(int(spec["connect"].partition(":")[2]), struct.pack(">I", len(text)) + text)
+        with contextlib.suppress(OSError):  # the pool has given up
+            os.write(int(spec["connect"].partition(":")[2]), struct.pack(">I", len(text)) + text)
         os._exit(70)
 
 

@@ -1,9 +1,11 @@
 """Workers in containers, through aiodocker.
 
-A container gets: no network, a read-only root, no capability but the three that the uid switch
-needs and two to watch over calls' memory, no new privileges, no swap, a bound on processes, our own
-system call filter, no IPC, and a small tmpfs. Its command carries the worker's source, so nothing
-of ours is in the image.
+A container runs one call at a time, or owns a session. So the limits that the engine sets on it, on
+memory, processes and processors, are those of the call, and what its cgroup counts is the call's.
+
+It gets: no network, a read-only root, no capability but the three that the uid switch needs and one
+to fix the OOM score of calls, no new privileges, no swap, our own system call filter, no IPC, and a
+small tmpfs. Its command carries the worker's source, so nothing of ours is in the image.
 
 The worker connects to a socket in a directory that is mounted for this one purpose. We close the
 listener and remove the directory as soon as it has, before the first call: a call finds nothing
@@ -21,6 +23,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +37,13 @@ from agentloop.sandbox.backend import (
     REMAPPED_UIDS,
     TUNED,
     UIDS,
+    directory_size,
     greeting,
-    lane_size,
-    num_lanes,
+    max_processes,
+    random_uid,
     read_boot,
     read_profile,
-    uid_range,
-    worker_bytes,
+    start_bytes,
 )
 from agentloop.sandbox.engine import connect, is_local, local_engine, what_it_said
 from agentloop.sandbox.errors import SandboxUnavailable
@@ -48,37 +51,39 @@ from agentloop.sandbox.image import ensure_image
 from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
 from agentloop.sandbox.owner import boot_id, is_dead, make_dir, own_tag, reap_dirs
 from agentloop.sandbox.settings import PoolSettings
-from agentloop.sandbox.worker.kernel import CAP_SYS_PTRACE, CAP_SYS_RESOURCE, can_have_cap
+from agentloop.sandbox.worker.kernel import CAP_SYS_RESOURCE, can_have_cap
 
 log = logging.getLogger("sandbox")
 
 LABEL = "agentloop.sandbox"
 INSIDE = "/run/agentloop"
 SCRATCH = "/tmp"
-INNER = "/home"  # where a call sees its lane's directory
 OOM_SCORE_ADJ = 500
-# To measure what calls hold of memory, and to give them an OOM score that they can't lower. One
-# that an engine lacks itself would keep its containers from starting.
-_CAPS = {"SYS_PTRACE": CAP_SYS_PTRACE, "SYS_RESOURCE": CAP_SYS_RESOURCE}
-CAPS_HERE = tuple(name for name, number in _CAPS.items() if can_have_cap(number))
-CAPS_ELSEWHERE = ("SYS_PTRACE",)
+# To give calls an OOM score that they can't lower. If an engine lacks it itself, its containers
+# would not start.
+CAPS_HERE = ("SYS_RESOURCE",) if can_have_cap(CAP_SYS_RESOURCE) else ()
 CREATE_TIMEOUT_S = 30.0
 REMOVE_TIMEOUT_S = 10.0
+UPDATE_TIMEOUT_S = 10.0
 SWEEP_EVERY_S = 2.0
 AVOID_S = 10.0
 LAYERS = {
     "container": "separate file system, processes, mounts and IPC (Docker)",
     "network": "isolated",
     "file system": "the image, read-only",
-    "uid": "one per call",
+    "uid": "one per container",
     "capabilities": "none in a call",
     "system calls": "allow list (seccomp)",
-    "memory": "limits per call and per container",
-    "process count": "limits per call and per container",
+    "memory": "limited and counted by the container's cgroup",
+    "process count": "limited by the container's cgroup",
+    "processor time": "one processor per container",
 }
 
+LIMITS = {"memory": "MemoryLimit", "process count": "PidsLimit", "processor time": "CpuCfsQuota"}
+"""Layers that an engine may lack, and what it calls them."""
 
-def walls(memory: int, processes: int) -> dict[str, Any]:
+
+def walls(settings: PoolSettings, memory: int, processes: int) -> dict[str, Any]:
     """Return what holds for every container of ours, in the Engine's words.
 
     Args:
@@ -86,6 +91,7 @@ def walls(memory: int, processes: int) -> dict[str, Any]:
         processes: limit of processes and threads.
     """
     return {
+        **({"Runtime": settings.runtime} if settings.runtime else {}),
         "CapDrop": ["ALL"],
         "SecurityOpt": ["no-new-privileges"],
         "ReadonlyRootfs": True,
@@ -93,6 +99,7 @@ def walls(memory: int, processes: int) -> dict[str, Any]:
         "PidsLimit": processes,
         "Memory": memory,
         "MemorySwap": memory,
+        "NanoCpus": 1_000_000_000,
         # Less than a call's 1000: where memory runs out after all, the worker is killed last. It
         # is also the least that a process inside can give itself where scores aren't fixed.
         "OomScoreAdj": OOM_SCORE_ADJ,
@@ -102,53 +109,49 @@ def walls(memory: int, processes: int) -> dict[str, Any]:
 
 
 def host_config(
-    settings: PoolSettings,
-    socket_dir: Path | None,
-    uid_base: int,
-    memory: int,
-    caps: tuple[str, ...] = (),
+    settings: PoolSettings, socket_dir: Path | None, uid: int, caps: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The walls of a worker. `memory`: bytes, of all calls together. `caps`: what the worker gets
-    beside the capabilities that it can't do without."""
-    calls = settings.slots_per_worker + settings.sessions_per_worker
+    """Return the walls of a worker.
+
+    Args:
+        uid: that of its calls.
+        caps: capabilities beside those that a worker can't do without.
+    """
     mounts = [
         {"Type": "bind", "Source": str(socket_dir), "Target": INSIDE, "ReadOnly": True}
     ]  # fmt: skip
-    common = walls(memory, 64 + num_lanes(settings) + settings.processes_per_call * calls)
+    common = walls(settings, start_bytes(settings), max_processes(settings))
     return common | {
         "CapAdd": ["SETUID", "SETGID", "KILL", *caps],
         "SecurityOpt": [*common["SecurityOpt"], f"seccomp={read_profile()}"],
         "IpcMode": "none",
-        "Tmpfs": file_systems(settings, uid_base),
+        "Tmpfs": {
+            # The container's root owns it, so that no call can close it to the next.
+            SCRATCH: f"{directory_size(settings)},uid=0,gid={uid},mode=0770",
+            "/dev/pts": "ro,size=4k,mode=0755",  # no terminals
+        },
         "Mounts": mounts if socket_dir else [],
     }
-
-
-def file_systems(settings: PoolSettings, uid_base: int) -> dict[str, str]:
-    """Return the file systems that calls can write to: for each lane a directory within one that
-    others cannot enter, not even to see how full it is. The container's root owns them, so that no
-    call can open its own to others.
-    """
-    found = {"/dev/pts": "ro,size=4k,mode=0755"}  # no terminals, which two calls could share
-    for lane in range(num_lanes(settings)):
-        owner = f"uid=0,gid={uid_base + lane}"
-        found[f"{SCRATCH}/{lane}"] = f"size=4k,nr_inodes=8,{owner},mode=0710"
-        found[f"{SCRATCH}/{lane}{INNER}"] = f"{lane_size(settings)},{owner},mode=0770"
-    return found
 
 
 class ContainerEngine:
     """A connected engine, how many workers it has, and what it still has to remove."""
 
     def __init__(
-        self, docker: aiodocker.Docker, local: bool, remapped: bool, image: str, worker_bytes: int
+        self, docker: aiodocker.Docker, local: bool, image: str, info: Mapping[str, Any]
     ) -> None:
         self.docker = docker
         self.local = local
-        self.remapped = remapped  # its uids are few, and not the host's
         self.image = image
-        self.worker_bytes = worker_bytes  # the memory of each of its workers
-        self.caps = CAPS_HERE if local else CAPS_ELSEWHERE
+        options = info["SecurityOptions"] or []
+        # Its uids are few, and not the host's.
+        self.remapped = any("userns" in option or "rootless" in option for option in options)
+        self.default_runtime = info.get("DefaultRuntime") or "the engine's default"
+        # Such as one that runs as a user to whom no cgroup was delegated.
+        self.missing_limits = [
+            layer for layer, limit in LIMITS.items() if not info.get(limit, True)
+        ]
+        self.caps = CAPS_HERE if local else ()
         self.num_workers = 0
         self.avoid_until = 0.0  # it refused a worker: others first, for a while
         self.left: set[str] = set()  # names of containers that could not be removed yet
@@ -191,6 +194,7 @@ class DockerBackend:
 
     def __init__(self, settings: PoolSettings, engines: list[ContainerEngine]) -> None:
         self.layers: Mapping[str, str] = LAYERS
+        self.max_running, self.max_sessions = settings.workers, settings.max_sessions
         self._settings = settings
         self._engines = engines
 
@@ -206,11 +210,16 @@ class DockerBackend:
         engine.num_workers += 1
         try:
             open_worker = self._by_socket if engine.local else self._by_attach
-            uids = REMAPPED_UIDS if engine.remapped else UIDS
-            with uid_range(self._settings, uids) as uid_base:
-                async with open_worker(engine, worker_id, uid_base) as link:
-                    self.layers = LAYERS | link.hello["layers"]  # its kernel may have more
-                    yield link
+            uid = random_uid(REMAPPED_UIDS if engine.remapped else UIDS)
+            async with open_worker(engine, worker_id, uid) as link:
+                self.layers = {
+                    **LAYERS,
+                    **dict.fromkeys(engine.missing_limits, "no: this engine has no such limit"),
+                    "runtime": self._settings.runtime or engine.default_runtime,
+                    **link.hello["layers"],
+                }
+                await link.limit_memory(self._settings.memory_mib << 20)
+                yield link
         except SandboxUnavailable:
             engine.avoid_until = anyio.current_time() + AVOID_S
             raise
@@ -223,11 +232,11 @@ class DockerBackend:
 
     @asynccontextmanager
     async def _by_socket(
-        self, engine: ContainerEngine, worker_id: str, uid_base: int
+        self, engine: ContainerEngine, worker_id: str, uid: int
     ) -> AsyncIterator[Link]:
         link = Link(worker_id)
         loop = asyncio.get_running_loop()
-        protocol = SocketProtocol(link, self._greeting(engine, uid_base))
+        protocol = SocketProtocol(link, self._greeting(uid))
         outer = make_dir()  # 0700: keeps everybody on the host out
         try:
             inner = outer / "socket"
@@ -237,11 +246,11 @@ class DockerBackend:
             try:
                 os.chmod(path, 0o777)  # the container's root has no capability to override modes
                 connect_to = f"unix:{INSIDE}/worker"
-                async with self._container(
-                    engine, worker_id, uid_base, connect_to, inner
-                ) as container:
-                    await container.start()
-                    await self._come_up(container, link)
+                async with self._container(engine, link, uid, connect_to, inner) as container:
+                    # no deadline: each start has one
+                    async with engine.starting:
+                        await container.start()
+                        await self._come_up(container, link)
                     server.close()
                     shutil.rmtree(outer)
                     yield link
@@ -274,27 +283,20 @@ class DockerBackend:
         if failed is not None:
             raise failed
 
-    def _greeting(self, engine: ContainerEngine, uid_base: int) -> bytes:
-        return greeting(
-            self._settings,
-            scratch=SCRATCH,
-            inner=INNER,
-            uid_base=uid_base,
-            worker_bytes=engine.worker_bytes,
-            own_cgroup=True,
-        )
+    def _greeting(self, uid: int) -> bytes:
+        return greeting(self._settings, home=SCRATCH, uid=uid, limits_processes=True)
 
     @asynccontextmanager
     async def _by_attach(
-        self, engine: ContainerEngine, worker_id: str, uid_base: int
+        self, engine: ContainerEngine, worker_id: str, uid: int
     ) -> AsyncIterator[Link]:
         link = Link(worker_id)
         outgoing: asyncio.Queue[bytes] = asyncio.Queue()
         link.write = outgoing.put_nowait  # bounded by the slots: one frame for each
-        link.write(self._greeting(engine, uid_base))
+        link.write(self._greeting(uid))
         failed: Exception | None = None
         async with (
-            self._container(engine, worker_id, uid_base, "stdio:", None) as container,
+            self._container(engine, link, uid, "stdio:", None) as container,
             attached(container) as stream,
             anyio.create_task_group() as group,
         ):
@@ -320,8 +322,9 @@ class DockerBackend:
             group.start_soon(write)
             group.start_soon(read)
             try:
-                await container.start()
-                await self._come_up(container, link)
+                async with engine.starting:  # no deadline: each start has one
+                    await container.start()
+                    await self._come_up(container, link)
                 yield link
             except Exception as error:  # out of the task group it would come wrapped
                 failed = error
@@ -335,8 +338,8 @@ class DockerBackend:
     async def _container(
         self,
         engine: ContainerEngine,
-        worker_id: str,
-        uid_base: int,
+        link: Link,
+        uid: int,
         connect_to: str,
         socket_dir: Path | None,
     ) -> AsyncIterator[DockerContainer]:
@@ -352,11 +355,10 @@ class DockerBackend:
             "AttachStdout": by_attach,
             "OpenStdin": by_attach,
             "StdinOnce": by_attach,
-            "HostConfig": host_config(
-                self._settings, socket_dir, uid_base, engine.worker_bytes, engine.caps
-            ),
+            "HostConfig": host_config(self._settings, socket_dir, uid, engine.caps),
         }
-        async with created(engine, config, worker_id, "sandbox") as container:
+        async with created(engine, config, link.worker_id, "sandbox") as container:
+            link.set_memory = partial(set_memory, engine.docker, container)
             yield container
 
 
@@ -370,6 +372,9 @@ async def created(
         id: unique among all containers of an engine.
         kind: part of its name: `agentloop-KIND-ID`.
     """
+    if "processor time" in engine.missing_limits:  # it would refuse, not only warn
+        host = {key: value for key, value in config["HostConfig"].items() if key != "NanoCpus"}
+        config = {**config, "HostConfig": host}
     labels = {LABEL: id, f"{LABEL}.owner": own_tag(), f"{LABEL}.boot": boot_id()}
     name = f"agentloop-{kind}-{id}"
     made = True
@@ -401,6 +406,26 @@ async def attached(container: DockerContainer) -> AsyncIterator[Stream]:
     finally:
         with contextlib.suppress(*STREAM_ERRORS), anyio.move_on_after(5, shield=True):
             await stream.close()
+
+
+async def set_memory(docker: aiodocker.Docker, container: DockerContainer, num_bytes: int) -> None:
+    """Change the memory limit of a container.
+
+    Raises:
+        OSError: the engine refused, such as while the container holds more.
+        SandboxUnavailable: the engine failed.
+    """
+    limits = {"Memory": num_bytes, "MemorySwap": num_bytes}
+    try:
+        with anyio.fail_after(UPDATE_TIMEOUT_S):
+            await docker._query_json(
+                f"containers/{container.id}/update", method="POST", data=limits
+            )
+    except aiodocker.DockerError as error:
+        raise OSError(what_it_said(error)) from error
+    except (aiohttp.ClientError, OSError) as error:
+        why = what_it_said(error) or "no answer in time"
+        raise SandboxUnavailable(f"the engine did not limit a worker's memory: {why}") from error
 
 
 async def remove(docker: aiodocker.Docker, name: str) -> str | None:
@@ -440,18 +465,13 @@ async def _prepared(
     docker: aiodocker.Docker,
     url: str,
     settings: PoolSettings,
-    num_workers: int,
     on_progress: Callable[[str], None],
 ) -> ContainerEngine:
     """An engine on which nothing of dead owners is left, and which has the image."""
     if num := await reap_containers(docker, is_local(url)):
         on_progress(f"Removed {num} containers left by a killed process.")
     image = await ensure_image(docker, settings.image, on_progress, settings.packages)
-    info = await docker.system.info()
-    options = info["SecurityOptions"] or []
-    remapped = any("userns" in option or "rootless" in option for option in options)
-    memory = worker_bytes(settings, info["MemTotal"], num_workers)
-    return ContainerEngine(docker, is_local(url), remapped, image, memory)
+    return ContainerEngine(docker, is_local(url), image, await docker.system.info())
 
 
 @asynccontextmanager
@@ -466,7 +486,6 @@ async def docker_backend(
     async with AsyncExitStack() as stack:
         engines = []
         urls = settings.engines or [""]
-        num_workers = -(-settings.workers // len(urls))
         for url in urls:
             docker = await stack.enter_async_context(
                 connect(
@@ -477,7 +496,7 @@ async def docker_backend(
                 )
             )
             try:
-                prepared = await _prepared(docker, url, settings, num_workers, on_progress)
+                prepared = await _prepared(docker, url, settings, on_progress)
             except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
                 where = url or local_engine()
                 said = what_it_said(error) or "no answer in time"

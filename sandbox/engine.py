@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -67,9 +68,8 @@ async def connect(
     elif scheme in ("tcp", "http", "https"):
         secure = certs or os.environ.get("DOCKER_TLS_VERIFY") or scheme == "https"
         context = _tls(certs) if secure else None
-        connector = aiohttp.TCPConnector(
-            limit=0, ssl=context or False, socket_factory=_watchful_socket
-        )
+        tls = context or False
+        connector = aiohttp.TCPConnector(limit=0, ssl=tls, socket_factory=_watchful_socket)
         url = f"{'https' if context else 'http'}://{where}"
     else:
         raise SandboxUnavailable(
@@ -99,26 +99,20 @@ async def _until_it_answers(
     """
     began = anyio.current_time()
     patience_s = ANSWER_TIMEOUT_S
-    while True:
-        left_s = began + timeout_s - anyio.current_time()
-        if left_s <= 0:
-            raise SandboxUnavailable(
-                f"the Docker Engine at {engine} has not answered for {timeout_s:g} s. Is it "
-                "starting, or stuck (try `docker info`)? A longer wait is set by engine_timeout_s"
-            )
-        with anyio.move_on_after(min(patience_s, left_s)):
-            try:
+    with anyio.move_on_after(timeout_s):
+        while True:
+            with anyio.move_on_after(patience_s), contextlib.suppress(TimeoutError):  # aiohttp's
                 await docker.version()
-            except TimeoutError:  # aiohttp's own
-                continue
-            return
-        waited_s = anyio.current_time() - began
-        if waited_s < timeout_s:
+                return
             on_progress(
-                f"The Docker Engine at {engine} has not answered for {waited_s:.0f} s; "
-                f"waiting for at most {timeout_s:g} s ..."
+                f"The Docker Engine at {engine} has not answered for "
+                f"{anyio.current_time() - began:.0f} s; waiting for at most {timeout_s:g} s ..."
             )
-        patience_s *= 2
+            patience_s *= 2
+    raise SandboxUnavailable(
+        f"the Docker Engine at {engine} has not answered for {timeout_s:g} s. Is it starting, or "
+        "stuck (try `docker info`)? A longer wait is set by engine_timeout_s"
+    )
 
 
 def _unavailable(engine: str, error: Exception) -> SandboxUnavailable:
@@ -139,12 +133,12 @@ def _unavailable(engine: str, error: Exception) -> SandboxUnavailable:
                 "(agentloop: sandbox.backend=process, sandbox.serve: pool.backend=process)"
             )
         case aiohttp.ClientConnectorCertificateError():
-            said = str(origin.certificate_error)
+            reason = str(origin.certificate_error)
         case aiohttp.ClientConnectorError():
-            said = origin.os_error.strerror or str(origin.os_error)
+            reason = origin.os_error.strerror or str(origin.os_error)
         case _:
-            said = what_it_said(error)
-    return SandboxUnavailable(f"{where}: {said or type(error).__name__}; {_advice(said)}")
+            reason = what_it_said(error)
+    return SandboxUnavailable(f"{where}: {reason or type(error).__name__}; {_advice(reason)}")
 
 
 def what_it_said(error: Exception) -> str:
@@ -180,15 +174,10 @@ def _tls(certs: str) -> ssl.SSLContext:
 def _watchful_socket(address: Any) -> socket.socket:
     """Create a socket that detects a vanished peer within half a minute, idle or not."""
     family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (
-            ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3),
-            ("TCP_USER_TIMEOUT", 25_000),
-        ):  # fmt: skip
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    except BaseException:
-        made.close()
-        raise
-    return made
+    watched = socket.socket(family, kind, protocol)
+    watched.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000)
+    return watched

@@ -41,14 +41,14 @@ def flags_of(settings: type[BaseSettings]) -> CliSettingsSource[Any]:
 
 def _default(model: type[pydantic.BaseModel], path: list[str]) -> str:
     """Return the default of a setting in brackets, or "" if it has none."""
-    name, *rest = path
+    name, *inner_path = path
     field = model.model_fields.get(name)
     if field is None:
         return ""
     value = field.get_default(call_default_factory=True)
-    if rest:
-        return _default(type(value), rest)
+    if inner_path:
+        return _default(type(value), inner_path)
     if value in (None, "", []) or isinstance(value, pydantic.BaseModel):
         return ""
-    shown = value if isinstance(value, str) else json.dumps(value)
-    return f" (default: {shown})"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return f" (default: {text})"

@@ -35,7 +35,10 @@ http_log.addFilter(_is_ours)
 
 def is_loopback(host: str) -> bool:
     """Return whether an address or name is on loopback."""
-    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def url_at(host: str, port: int) -> str:
@@ -74,7 +77,7 @@ class Guard:
     def refusal(self, path: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
         """Return None if a request is admitted, otherwise an HTTP status and the reason."""
         host, origin = headers.get("Host"), headers.get("Origin")
-        if self._token is None and not self._knows(host):
+        if self._token is None and _name_of(host or "") not in self._names:
             return 403, (
                 f"Host {host!r} is not a name of this server: add it to allowed_hosts, or set a "
                 "token"
@@ -83,24 +86,22 @@ class Guard:
             return 403, f"Origin {origin!r} may not use this server"
         if not self.needs_token(path) or self._token is None:
             return None
-        scheme, _, given = headers.get("Authorization", "").partition(" ")
+        scheme, _, credentials = headers.get("Authorization", "").partition(" ")
         # Header bytes that are not UTF-8 arrive as surrogates.
-        sent = given.strip().encode("utf-8", "surrogatepass")
-        if scheme.lower() == "bearer" and secrets.compare_digest(sent, self._token):
+        token = credentials.strip().encode("utf-8", "surrogatepass")
+        if scheme.lower() == "bearer" and secrets.compare_digest(token, self._token):
             return None
         return 401, "a token is needed: send `Authorization: Bearer TOKEN`"
-
-    def _knows(self, host: str | None) -> bool:
-        return _name_of(host or "") in self._names
 
     def _knows_origin(self, origin: str, host: str) -> bool:
         """Return whether an origin is the server's own, including the port, or an allowed name.
 
         The port matters because another program on this machine may serve a page at another one.
         """
-        scheme, separator, rest = origin.partition("://")
-        is_ours = rest.lower() == host.lower() or _name_of(rest) in self._allowed
-        return bool(separator) and scheme in ("http", "https") and is_ours
+        scheme, separator, authority = origin.partition("://")
+        if not separator or scheme not in ("http", "https"):
+            return False
+        return authority.lower() == host.lower() or _name_of(authority) in self._allowed
 
 
 def _name_of(host: str) -> str:
@@ -108,11 +109,3 @@ def _name_of(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

@@ -33,8 +33,9 @@ class _Frames(FrameReader):
 
     @staticmethod
     def _parse(body: bytes) -> dict[str, Any]:
-        if has_more_values(body, most := max_values(LinkRequest)):
-            raise ProtocolError(f"a frame may have at most {most} values")
+        limit = max_values(LinkRequest)
+        if has_more_values(body, limit):
+            raise ProtocolError(f"a frame may have at most {limit} values")
         return FrameReader._parse(body)
 
 
@@ -52,36 +53,35 @@ class LinkedClient:
         self._num_held = 0  # bytes held for open calls
         self._reader = _Frames()
         self._outbox = Outbox()
-        self._scopes: dict[int, anyio.CancelScope] = {}
-        self._cells: dict[int, anyio.CancelScope] = {}  # by session, including those being opened
+        self._calls: dict[int, tuple[Any, anyio.CancelScope]] = {}  # with their sessions
         # Admit twice as many calls as there are slots, so that no slot waits for the network.
         self._num_slots = 2 * pool.stats()["slots"]
 
     async def serve(self, socket: web.WebSocketResponse) -> None:
         """Serve the client until it leaves; close the connection, with a reason, on a bad frame."""
-        reader = self._reader
-        why = ""
-        async with Sessions(self._pool) as self._sessions, anyio.create_task_group() as self._group:
+        reason = ""
+        async with anyio.create_task_group() as self._group:
+            self._sessions = Sessions(self._pool, self._group)
             self._group.start_soon(self._outbox.send_all, socket)
             self._greet()
-            self._group.start_soon(self._tell_load)
+            self._group.start_soon(self._send_load)
             try:
                 # no deadline: until the client leaves, which the heartbeat detects
                 async for message in socket:
                     if message.type is aiohttp.WSMsgType.BINARY:
-                        for frame in reader.feed(message.data):
+                        for frame in self._reader.feed(message.data):
                             self._on_frame(frame)
                         if not self._count():
                             raise ProtocolError("this host's memory is used up (max_held_mib)")
                         await anyio.lowlevel.checkpoint()  # yield: there may be many more frames
             except ProtocolError as error:
-                why = str(error)
+                reason = str(error)
             finally:
                 self._group.cancel_scope.cancel()
-        if why:
-            log.warning("closing a client's connection: %s", why)
-            reason = why.encode("ascii", "replace")[:MAX_REASON_BYTES]
-            await socket.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR, message=reason)
+        if reason:
+            log.warning("closing a client's connection: %s", reason)
+            close_reason = reason.encode("ascii", "replace")[:MAX_REASON_BYTES]
+            await socket.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR, message=close_reason)
 
     def _count(self) -> bool:
         """Account for the bytes that are held for the client: frames that have come in part, open
@@ -91,44 +91,44 @@ class LinkedClient:
 
     def _greet(self) -> None:
         settings = self._pool.settings
-        stats = self._pool.stats()
-        ready = {
-            "op": "ready",
-            "slots": self._num_slots,
-            "sessions": settings.sessions_per_worker * stats["workers"],
-            "grace_s": settings.max_wait_s + 2 * GRACE_S,
-            "layers": stats["layers"],
-        }
-        self._outbox.put(encode(ready))
+        self._send(
+            op="ready",
+            slots=self._num_slots,
+            sessions=settings.max_sessions,
+            grace_s=settings.max_wait_s + 2 * GRACE_S,
+            layers=self._pool.stats()["layers"],
+        )
 
-    async def _tell_load(self) -> None:
-        told = 0
+    async def _send_load(self) -> None:
+        last_sent = 0
         while True:
             stats = self._pool.stats()
-            others = max(0, stats["busy"] + stats["waiting"] - len(self._scopes))
-            if others != told:
-                self._outbox.put(encode({"op": "load", "others": others}))
-                told = others
+            others = max(0, stats["busy"] + stats["waiting"] - len(self._calls))
+            if others != last_sent:
+                self._send(op="load", others=others)
+                last_sent = others
             self._count()  # what the client has read is free again
             await anyio.sleep(LOAD_EVERY_S)
 
     def _on_frame(self, frame: dict[str, Any]) -> None:
         match frame:
-            case {"op": "run", "id": int(call_id)} if call_id in self._scopes:
+            case {"op": "run", "id": int(call_id)} if call_id in self._calls:
                 raise ProtocolError(f"the id {call_id} belongs to a call that is still open")
-            case {"op": "run", "id": int(call_id)} if len(self._scopes) < 2 * self._num_slots:
-                scope = self._scopes[call_id] = anyio.CancelScope()
-                if isinstance(session := frame.get("session"), int):
-                    self._cells[session] = scope
+            case {"op": "run", "id": int(call_id)} if len(self._calls) < 2 * self._num_slots:
+                scope = anyio.CancelScope()
+                self._calls[call_id] = frame.get("session"), scope
                 self._group.start_soon(self._call, call_id, frame, scope)
             case {"op": "run", "id": int(call_id)}:
-                self._done(call_id, CallStatus.OVERLOADED, "more calls than announced slots")
+                self._report_failure(
+                    call_id, CallStatus.OVERLOADED, "more calls than announced slots"
+                )
             case {"op": "kill", "id": int(call_id)}:
-                if call_id in self._scopes:
-                    self._scopes[call_id].cancel()
+                if call_id in self._calls:
+                    self._calls[call_id][1].cancel()
             case {"op": "close", "session": int(session)}:
-                if session in self._cells:
-                    self._cells[session].cancel()
+                for used_session, scope in self._calls.values():
+                    if used_session == session:  # which may still be opening
+                        scope.cancel()
                 self._sessions.close(session)
             case _:
                 raise ProtocolError(f"unknown frame: {reprlib.repr(frame)}")
@@ -140,45 +140,43 @@ class LinkedClient:
             with scope:
                 result = await self._run(check(LinkRequest, frame))
                 if lost_by := self._sessions.lost_by(frame.get("session")):
-                    self._lost(frame["session"], lost_by)
-                self._outbox.put(encode({"op": "done", **_fields(result), "id": call_id}))
+                    self._report_loss(frame["session"], lost_by)
+                self._send(**_fields(result) | {"op": "done", "id": call_id})
                 return
-            self._done(call_id, CallStatus.CANCELLED, "killed by its caller")
+            self._report_failure(call_id, CallStatus.CANCELLED, "killed by its caller")
         except SessionLost as error:
-            self._lost(frame["session"], error.by, id=call_id)
+            self._report_loss(frame["session"], error.by, id=call_id)
         except (SandboxError, ValueError) as error:
-            self._done(call_id, CallStatus.SANDBOX_ERROR, str(error))
+            self._report_failure(call_id, CallStatus.SANDBOX_ERROR, str(error))
         finally:
-            del self._scopes[call_id]
-            session = frame.get("session")
-            if isinstance(session, int) and self._cells.get(session) is scope:
-                del self._cells[session]
+            del self._calls[call_id]
             self._num_held -= size
             self._count()
 
-    async def _run(self, asked: LinkRequest) -> CallResult:
-        what = (asked.code, asked.stdin, asked.timeout_s, asked.memory_mib)
-        if asked.session is None:
-            return await self._pool.run(*what, output=asked.output)
-        if asked.opens and asked.session not in self._sessions:
-            await self._sessions.open(asked.session)
-        if asked.session not in self._sessions:
+    async def _run(self, request: LinkRequest) -> CallResult:
+        call = request.model_dump(include={"code", "stdin", "timeout_s", "memory_mib"})
+        if request.session is None:
+            return await self._pool.run(**call, output=request.output)
+        if request.opens and request.session not in self._sessions:
+            await self._sessions.open(request.session)
+        if request.session not in self._sessions:
             raise SessionLost("there is no such session here")
-        return await self._sessions.run(asked.session, *what)
+        return await self._sessions.run(request.session, **call)
 
-    def _lost(self, session: int, by: LostBy, **more: int) -> None:
-        self._outbox.put(encode({"op": "session_lost", "session": session, "by": by, **more}))
+    def _send(self, **frame: Any) -> None:
+        self._outbox.put(encode(frame))
 
-    def _done(self, call_id: int, status: CallStatus, why: str) -> None:
-        self._outbox.put(encode({"op": "done", "id": call_id, "status": status, "why": why}))
+    def _report_loss(self, session: int, by: LostBy, **more: int) -> None:
+        self._send(op="session_lost", session=session, by=by, **more)
+
+    def _report_failure(self, call_id: int, status: CallStatus, reason: str) -> None:
+        self._send(op="done", id=call_id, status=status, why=reason)
 
 
 def _fields(result: CallResult) -> dict[str, Any]:
     """Return a result as a frame's fields, the inverse of CallResult.from_frame."""
-    fields = {name: getattr(result, name) for name in CallResult.__slots__}
+    fields = dataclasses.asdict(result)
     if result.status.is_unscorable:
         del fields["run_s"]
         fields["why"] = result.error.message if result.error else ""
-    elif result.error is not None:
-        fields["error"] = dataclasses.asdict(result.error)
     return fields

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import anyio
@@ -16,34 +17,28 @@ import anyio
 from agentloop.sandbox.errors import LostBy, ProtocolError, SandboxUnavailable
 from agentloop.sandbox.protocol import FrameReader, encode
 
+SPARE_BYTES = 16 << 20  # of a worker's limit: page tables and the like, beside a call's own memory
 BEAT_S = 5.0
 MAX_SILENT_BEATS = 3  # after that a worker is considered hung
 
-_ids = itertools.count(1)
+next_id = itertools.count(1).__next__
+"""Return a new id of a call or session."""
 
 
-def next_id() -> int:
-    return next(_ids)
-
-
+@dataclass(eq=False, slots=True)
 class Pending:
     """A call in progress on a worker. `reply` stays None if the worker is lost."""
 
-    __slots__ = ("done", "reply")
-
-    def __init__(self) -> None:
-        self.done = anyio.Event()
-        self.reply: dict[str, Any] | None = None
+    done: anyio.Event = field(default_factory=anyio.Event)
+    reply: dict[str, Any] | None = None
 
 
+@dataclass(eq=False, slots=True)
 class OpenSession:
     """A session that is open on a worker."""
 
-    __slots__ = ("has_begun", "lost_by")
-
-    def __init__(self) -> None:
-        self.has_begun = False  # whether its first cell has been sent
-        self.lost_by: LostBy | None = None
+    has_begun: bool = False  # whether its first cell has been sent
+    lost_by: LostBy | None = None
 
 
 class Link:
@@ -51,7 +46,7 @@ class Link:
 
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id
-        self.ready = anyio.Event()
+        self.ready_or_lost = anyio.Event()
         self.lost = anyio.Event()
         self.hello: dict[str, Any] = {}
         self.why = ""  # the reason for its loss, if known
@@ -59,6 +54,11 @@ class Link:
         self.sessions: dict[int, OpenSession] = {}
         self.write: Callable[[bytes], None] = lambda data: None
         self.on_settled: Callable[[], None] = lambda: None
+        self.on_worn: Callable[[], None] = lambda: None
+        # Sets the memory limit of its cgroup, in bytes. Raises OSError where that is refused.
+        self.set_memory: Callable[[int], Awaitable[None]] | None = None
+        self._memory_bytes = 0  # its limit; 0: unknown
+        self._max_memory_bytes = 0
         self._reader = FrameReader()
         self._heard = False
 
@@ -78,6 +78,27 @@ class Link:
         else:
             self.write(data)
         return pending
+
+    async def limit_memory(self, num_bytes: int) -> None:
+        """Limit the memory of its calls, beside what the worker needs for itself.
+
+        A limit lower than the first is not set where the worker holds more, such as in a session or
+        while the last call's processes end: then only what its call allocates itself is limited.
+
+        Raises:
+            SandboxUnavailable: the engine failed.
+        """
+        if self.set_memory is None or num_bytes == self._memory_bytes:
+            return
+        self._memory_bytes = 0  # if this fails or is cancelled
+        self._max_memory_bytes = max(num_bytes, self._max_memory_bytes)
+        try:
+            await self.set_memory(self.hello["own_bytes"] + SPARE_BYTES + num_bytes)
+        except OSError as error:
+            if num_bytes == self._max_memory_bytes:
+                raise SandboxUnavailable(f"a worker's memory limit was not set: {error}") from error
+        else:
+            self._memory_bytes = num_bytes
 
     def tell(self, message: dict[str, Any]) -> None:
         if not self.lost.is_set():
@@ -118,12 +139,13 @@ class Link:
         except ProtocolError as error:
             self.lose(str(error))
 
-    def lose(self, why: str) -> None:
+    def lose(self, reason: str) -> None:
         """Mark the worker as lost and settle all open calls without a reply."""
         if self.lost.is_set():
             return
-        self.why = self.why or why
+        self.why = self.why or reason
         self.lost.set()
+        self.ready_or_lost.set()
         for call_id in list(self.pending):
             self._settle(call_id, None)
 
@@ -133,9 +155,11 @@ class Link:
                 self._settle(message["id"], message)
             case "ready":
                 self.hello = message
-                self.ready.set()
+                self.ready_or_lost.set()
             case "session_lost":
                 self._on_session_lost(message)
+            case "worn":
+                self.on_worn()
             case "pong":
                 pass
             case "fatal":
@@ -166,8 +190,8 @@ class SocketProtocol(asyncio.Protocol):
         self._greeting = greeting
         self._transport: asyncio.Transport | None = None
 
-    def connection_made(self, made: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.Transport, made)  # uvloop's transport does not inherit from it
+    def connection_made(self, base: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, base)  # uvloop's transport does not inherit from it
         if self._transport is not None:  # one worker, one connection
             transport.abort()
             return
@@ -195,15 +219,7 @@ class SocketProtocol(asyncio.Protocol):
 async def wait_ready(link: Link, timeout_s: float) -> None:
     """Wait until the worker is ready. Raises SandboxUnavailable, with the reason if known."""
     with anyio.move_on_after(timeout_s):
-        async with anyio.create_task_group() as group:
-
-            async def fail_early() -> None:
-                await link.lost.wait()  # no deadline: cancelled when the other wait ends
-                group.cancel_scope.cancel()
-
-            group.start_soon(fail_early)
-            await link.ready.wait()
-            group.cancel_scope.cancel()
-    if not link.ready.is_set():
-        why = link.why or f"it was not ready after {timeout_s:g} s"
-        raise SandboxUnavailable(f"worker {link.worker_id} did not start: {why}")
+        await link.ready_or_lost.wait()
+    if not link.hello:
+        reason = link.why or f"it was not ready after {timeout_s:g} s"
+        raise SandboxUnavailable(f"worker {link.worker_id} did not start: {reason}")

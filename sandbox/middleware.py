@@ -7,14 +7,17 @@ request ──> counted ──> allowed (guard.py) ──> bounded ──> its b
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import anyio
+import orjson
 from aiohttp import web
 
-from agentloop.sandbox.api import Model, RequestRefused, ValueCounter, max_values, parse, to_json
+from agentloop.sandbox.api import Model, RequestRefused, ValueCounter, max_values, parse
+from agentloop.sandbox.connections import Connections
 from agentloop.sandbox.errors import Overloaded
 from agentloop.sandbox.guard import Guard
 from agentloop.sandbox.held_bytes import HeldBytes
@@ -29,7 +32,10 @@ MIB = 1 << 20
 class RequestLimits:
     """The middlewares of the service, and the reading of bodies."""
 
-    def __init__(self, settings: SandboxServeSettings, max_connections: int) -> None:
+    def __init__(
+        self, settings: SandboxServeSettings, max_connections: int, connections: Connections
+    ) -> None:
+        self._connections = connections
         self._io_timeout_s = settings.io_timeout_s
         self._max_body_bytes = settings.max_body_mib * MIB
         # A service at its limits must still accept requests in order to answer them with 503.
@@ -41,12 +47,11 @@ class RequestLimits:
         self.num_requests = 0
         self.num_links = 0
         self._num_waiting = 0  # requests that wait for a session, not counted as open requests
-        most_held = max(settings.max_held_mib, settings.max_body_mib)
-        self.held = HeldBytes(most_held * MIB)
+        self.held = HeldBytes(max(settings.max_held_mib, settings.max_body_mib) * MIB)
 
     @property
     def middlewares(self) -> list[Any]:
-        return [self._errors, self._guarded, self._bounded]
+        return [self._errors, self._guard, self._bound]
 
     @property
     def may_wait_for_session(self) -> bool:
@@ -67,8 +72,8 @@ class RequestLimits:
     def link(self, request: web.Request) -> Iterator[None]:
         """Count the connection of a pool elsewhere, and the bytes that are held for it."""
         if self.num_links >= self._max_links:
-            why = f"{self._max_links} pools are already connected (max_links)"
-            raise RequestRefused(503, "overloaded", why)
+            reason = f"{self._max_links} pools are already connected (max_links)"
+            raise RequestRefused(503, "overloaded", reason)
         self.num_links += 1
         try:
             yield
@@ -83,7 +88,7 @@ class RequestLimits:
         body = await self._body(request, max_values(model))
         return parse(model, body or empty)
 
-    async def _body(self, request: web.Request, most_values: int) -> bytearray:
+    async def _body(self, request: web.Request, max_num: int) -> bytearray:
         """Read the body, accounting for its bytes only as they arrive, not as announced."""
         body, values = bytearray(), ValueCounter()
         try:
@@ -92,42 +97,62 @@ class RequestLimits:
                 while chunk := await request.content.readany():
                     self._hold(request, len(body) + len(chunk), len(body) + len(chunk))
                     body += chunk
-                    if values.feed(chunk) > most_values:
-                        why = f"a request like this has at most {most_values} values and names"
-                        raise RequestRefused(413, "too_large", why)
+                    if values.feed(chunk) > max_num:
+                        reason = f"a request like this has at most {max_num} values and names"
+                        raise RequestRefused(413, "too_large", reason)
         except TimeoutError:
             raise RequestRefused(408, "slow", "the body did not arrive in time") from None
         except web.RequestPayloadError:
-            why = "the body does not match its Content-Encoding"
-            raise RequestRefused(400, "bad_request", why) from None
+            reason = "the body does not match its Content-Encoding"
+            raise RequestRefused(400, "bad_request", reason) from None
         return body
 
     def _hold(self, request: web.Request, size: int, num_here: int) -> None:
         """Account for a body that has `size` bytes so far, until the request ends."""
-        if size > (most := self._max_body_bytes):
-            raise RequestRefused(413, "too_large", f"the body may have at most {most} bytes")
+        if size > self._max_body_bytes:
+            reason = f"the body may have at most {self._max_body_bytes} bytes"
+            raise RequestRefused(413, "too_large", reason)
         if not self.held.hold(id(request), num_here):
-            raise _overloaded()
+            raise _overload()
 
     @web.middleware
-    async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Count a request, and the bytes of its body, until it ends."""
+    async def _bound(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Count a request and the bytes of its body and response, until the client has that."""
         if request.method != "POST":
             return await handler(request)
         if self.num_requests >= self._max_requests:
-            raise _overloaded()
+            raise _overload()
         self.num_requests += 1
         try:
-            return await handler(request)
+            response = await handler(request)
+            if isinstance(response, web.Response):
+                await self._send(request, response)
+            return response
         finally:
             self.num_requests -= 1
             self.held.free(id(request))
 
+    async def reserve(self, request: web.Request, num_bytes: int) -> None:
+        """Wait until there is memory for so large a response."""
+        with anyio.move_on_after(self._io_timeout_s) as scope:
+            await self.held.wait_to_hold(id(request), num_bytes)
+        if scope.cancelled_caught:
+            raise _overload()
+
+    async def _send(self, request: web.Request, response: web.Response) -> None:
+        """Send a response; connections.py closes the connection of a client that does not read."""
+        num_bytes = len(response.body) if isinstance(response.body, bytes) else 0
+        self.held.hold_anyway(id(request), num_bytes)
+        self._connections.send(request.transport, time.monotonic())
+        with suppress(ConnectionError):
+            await response.prepare(request)
+            await response.write_eof()
+
     @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if refusal := self.guard.refusal(request.path, request.headers):
-            status, why = refusal
-            raise RequestRefused(status, "unauthorized" if status == 401 else "forbidden", why)
+            status, reason = refusal
+            raise RequestRefused(status, "unauthorized" if status == 401 else "forbidden", reason)
         return await handler(request)
 
     @web.middleware
@@ -159,8 +184,8 @@ class RequestLimits:
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
-    return web.Response(body=to_json(body), status=status, content_type="application/json")
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 
-def _overloaded() -> RequestRefused:
+def _overload() -> RequestRefused:
     return RequestRefused(503, "overloaded", "too many requests are open here; try again later")

@@ -78,7 +78,7 @@ class Route:
 def add_routes(router: web.UrlDispatcher, routes: Iterable[Route], service: object) -> None:
     """Register routes whose handlers are methods of `service`; HEAD works wherever GET does."""
     router.add_routes(
-        web.route(one.method, one.path, partial(one.handler, service)) for one in routes
+        web.route(route.method, route.path, partial(route.handler, service)) for route in routes
     )
 
 
@@ -98,9 +98,9 @@ def document(
         refusals: Further responses of every route; 401 only of those that require the token.
         headers: Header objects of all responses.
     """
-    schemas, named = _schemas(routes, refusals)
+    schemas, definitions = _schemas(routes, refusals)
     paths: JsonObject = {}
-    components: JsonObject = {"schemas": named}
+    components: JsonObject = {"schemas": definitions}
     for route in routes:
         if not route.responses:
             continue
@@ -159,30 +159,29 @@ def _response(response: Response, schemas: _Schemas) -> JsonObject:
 
 
 def _event(schema: JsonObject, last: str | None) -> JsonObject:
-    of_json = {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
-    data = of_json if last is None else {"anyOf": [of_json, {"const": last}]}
+    data: JsonObject = {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
+    if last is not None:
+        data = {"anyOf": [data, {"const": last}]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-_Schemas = dict[tuple[Any, Literal["validation", "serialization"]], JsonObject]
+_Mode = Literal["validation", "serialization"]
+_Schemas = dict[tuple[Any, _Mode], JsonObject]
 
 
 def _schemas(routes: Sequence[Route], refusals: Responses) -> tuple[_Schemas, JsonObject]:
     """Return the JSON schemas of all types of the routes, and the named ones that they refer to."""
-    requests = [(one.request, "validation") for one in routes if one.request is not None]
-    responses = [
-        response for one in (refusals, *(r.responses for r in routes)) for response in one.values()
-    ]
-    sent = [(type_, "serialization") for one in responses for type_ in one.content.values()]
-    found, rest = pydantic.TypeAdapter.json_schemas(
-        [
-            (type_, mode, pydantic.TypeAdapter(type_))
-            for type_, mode in dict.fromkeys(requests + sent)
-        ],
+    types: list[tuple[Any, _Mode]] = []
+    types += [(route.request, "validation") for route in routes if route.request is not None]
+    for responses in (refusals, *(route.responses for route in routes)):
+        for response in responses.values():
+            types += [(type_, "serialization") for type_ in response.content.values()]
+    schemas, generated = pydantic.TypeAdapter.json_schemas(
+        [(type_, mode, pydantic.TypeAdapter(type_)) for type_, mode in dict.fromkeys(types)],
         ref_template="#/components/schemas/{model}",
         schema_generator=_Generator,
     )
-    return found, rest.get("$defs", {})
+    return schemas, generated.get("$defs", {})
 
 
 class _Generator(GenerateJsonSchema):

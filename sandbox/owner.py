@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from agentloop.sandbox.worker.kernel import remove_below
 
 PREFIX = "agentloop-sandbox-"
-SWEEP = Path(__file__).with_name("sweep.py")
-SWEEP_TIMEOUT_S = 10.0
 
 
 def _start_time(pid: int) -> str | None:
@@ -51,41 +47,17 @@ def make_dir() -> Path:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a worker's directory, whatever modes calls have set in it.
-
-    Processes of the users that own files in it are killed first. Never follows links or raises.
-    """
+    """Remove a worker's directory, whatever modes calls have set in it. Never follows links or
+    raises."""
     with contextlib.suppress(OSError):
-        _end_owners(path)
         remove_below(str(path))
         path.rmdir()
 
 
-def _end_owners(path: Path) -> None:
-    """Kill leftover processes of calls, which can outlive a worker without a pid namespace."""
-    if os.getuid() != 0:
-        return
-    with os.scandir(path) as entries:
-        uids = {entry.stat(follow_symlinks=False).st_uid for entry in entries} - {0}
-    if uids:
-        command = [sys.executable, "-I", "-S", str(SWEEP), *map(str, uids)]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(command, stdin=subprocess.DEVNULL, timeout=SWEEP_TIMEOUT_S, check=False)
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        return path.lstat().st_uid == os.getuid()
-    except FileNotFoundError:  # another pool has removed it
-        return False
-
-
-def reap_dirs() -> int:
-    """Remove the directories of dead owners and return their number."""
-    num = 0
+def reap_dirs() -> None:
+    """Remove the directories of this user's dead owners."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         tag = path.name.removeprefix(PREFIX).rpartition("-")[0]
-        if is_dead(tag) and _is_ours(path):
-            remove_tree(path)
-            num += 1
-    return num
+        with contextlib.suppress(FileNotFoundError):  # another pool has removed it
+            if is_dead(tag) and path.lstat().st_uid == os.getuid():
+                remove_tree(path)

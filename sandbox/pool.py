@@ -1,14 +1,13 @@
 """The pool: the life of its workers, which come and go while calls (calls.py) run on them.
 
-    run() ──> slot queue (first in, first out) ──> the least busy worker ──> result
-                  ▲                                        │
-                  └── a slot is free: the worker replied, ─┘ or was replaced by a fresh one
+    run() ──> queue (first in, first out) ──> an idle worker ──> result
+                  ▲                                │
+                  └── the worker has replied, ─────┘ or was replaced by a fresh one
 
-`_keep` (one task per worker) starts a worker, waits until it is lost or has run its share of calls,
-and starts the next, so the pool never shrinks for good. Callers wait for slots of the workers
-(slots.py), and a worker's reply, or its loss, wakes the callers of its calls. A worker that has run
-its share while sessions are open on it is replaced by a fresh one but keeps running for its
-sessions.
+`_keep` (one task per backend) starts workers until there are as many as are wanted: `workers` for
+calls, and one for each open session. It waits until one is lost, has run its share of calls or
+keeps memory, and starts the next, so the pool never shrinks for good. Callers wait for workers
+(slots.py), and a worker's reply, or its loss, wakes the caller of its call.
 """
 
 from __future__ import annotations
@@ -37,17 +36,18 @@ from agentloop.sandbox.errors import (
     SandboxUnavailable,
 )
 from agentloop.sandbox.link import next_id
-from agentloop.sandbox.process import ProcessBackend
+from agentloop.sandbox.process import process_backend
 from agentloop.sandbox.program import Program, ProgramEnd, run_in_container
 from agentloop.sandbox.remote import HostBackend
 from agentloop.sandbox.results import CallResult
 from agentloop.sandbox.session import Session
 from agentloop.sandbox.settings import OutputLimits, PoolSettings
-from agentloop.sandbox.slots import PoolWorker
+from agentloop.sandbox.slots import Need, PoolWorker
 
 log = logging.getLogger("sandbox")
 
 BACKOFF_S = (0.1, 0.5, 2.0, 5.0)
+SURPLUS_S = 60.0  # time after which a worker that is not wanted any more is closed
 QUIET_S = 30.0  # failures to start workers are logged at most this often
 
 # Worker ids must be unique among all pools of all processes that use an engine.
@@ -76,8 +76,7 @@ class Pool:
         self._on_progress = on_progress
         self._calls = Calls(self.settings)
         self._queue = self._calls.queue
-        self._session_freed = anyio.Event()
-        self._num_session_waiters = 0
+        self._changed = anyio.Event()  # workers, or how many are wanted
         self._num_replaced = 0
         self._why = ""  # why the last worker that failed did not start
         self._quiet_until = -math.inf
@@ -90,11 +89,12 @@ class Pool:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            self._backends = await self._choose_backends(stack)
+            backends = await self._choose_backends(stack)
+            self._backends = backends
             self._group = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(self._group.cancel_scope.cancel)
             async with anyio.create_task_group() as starting:
-                for backend in self._backends:
+                for backend in backends:
                     starting.start_soon(self._group.start, self._keep, backend)
             if self._queue.workers:
                 self._stack = stack.pop_all()
@@ -113,17 +113,19 @@ class Pool:
                 backend.url = new.rstrip("/")
 
     async def _choose_backends(self, stack: AsyncExitStack) -> list[Backend]:
-        """Return a backend for each worker to keep running."""
         settings = self.settings
         hosts: list[Backend] = [HostBackend(url, settings) for url in settings.hosts]
         if hosts and settings.backend == "auto" and not settings.engines:
+            self._queue.max_running = self._queue.max_sessions = 0
             return hosts
-        return hosts + [await self._choose_local(stack)] * settings.workers
+        local = await self._choose_local(stack)
+        self._queue.max_running, self._queue.max_sessions = local.max_running, local.max_sessions
+        return [*hosts, local]
 
     async def _choose_local(self, stack: AsyncExitStack) -> Backend:
         settings = self.settings
         if settings.backend == "process":
-            return ProcessBackend(settings)
+            return await stack.enter_async_context(process_backend(settings))
         try:
             return await stack.enter_async_context(docker_backend(settings, self._on_progress))
         except NoEngine as error:
@@ -132,28 +134,50 @@ class Pool:
             if settings.backend == "docker" or named:
                 raise
             self._on_progress(f"Calls run in local processes: {error}.")
-            return ProcessBackend(settings)
+            return await stack.enter_async_context(process_backend(settings))
 
     async def _keep(self, backend: Backend, task_status: anyio.abc.TaskStatus[None]) -> None:
-        """Keep one worker running for as long as the pool is open, replacing it when needed."""
-        failures = 0
-        worker: PoolWorker | None
+        """Keep as many workers of a backend running as are wanted."""
+        fleet = _Fleet(backend)
+        num_first = self._num_wanted(backend)
+        surplus_since = math.inf
         while True:
-            try:
-                worker = await self._group.start(self._live, backend)
-            except Exception as error:  # any, since a task that ends would shrink the pool
-                self._log_failure(error)
-                failures += 1
-                worker = None
-            if task_status is not anyio.TASK_STATUS_IGNORED:  # the first attempt is over
+            while fleet.num < self._num_wanted(backend):
+                fleet.num += 1
+                self._group.start_soon(self._live, fleet)
+            if fleet.num_tries >= num_first and task_status is not anyio.TASK_STATUS_IGNORED:
                 task_status.started()
                 task_status = anyio.TASK_STATUS_IGNORED
-            if worker is not None:
-                await worker.vacant.wait()  # no deadline: as long as the worker lives
-                self._num_replaced += 1
-                failures = 0 if worker.proven else failures + 1
-            if failures:
-                await anyio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S)) - 1])
+            with anyio.move_on_after(SURPLUS_S / 4):
+                await self._changed.wait()
+            if fleet.num_failures and fleet.num < self._num_wanted(backend):
+                await anyio.sleep(BACKOFF_S[min(fleet.num_failures, len(BACKOFF_S)) - 1])
+            now = anyio.current_time()
+            num_open = sum(worker.open for worker in self._queue.workers if not worker.is_host)
+            if num_open <= self._num_wanted(backend):
+                surplus_since = math.inf
+            elif now >= surplus_since + SURPLUS_S:
+                self._close_surplus()
+            else:
+                surplus_since = min(surplus_since, now)
+
+    def _num_wanted(self, backend: Backend) -> int:
+        if isinstance(backend, HostBackend):
+            return 1
+        queue = self._queue
+        num_sessions = queue.num_sessions + queue.num_waiting_sessions
+        return queue.max_running + min(num_sessions, queue.max_sessions)
+
+    def _close_surplus(self) -> None:
+        """Close a worker that nobody uses."""
+        for worker in self._queue.workers:
+            if worker.open and worker.is_idle and not worker.is_host:
+                worker.retire()
+                return
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
 
     def _log_failure(self, error: Exception) -> None:
         """Log a failure to start a worker, but not every attempt while an engine is down."""
@@ -169,36 +193,45 @@ class Pool:
         log.warning("%s%s", error, more, exc_info=not isinstance(error, SandboxError))
         self._quiet_until, self._num_unlogged = now + QUIET_S, 0
 
-    async def _live(self, backend: Backend, task_status: anyio.abc.TaskStatus[PoolWorker]) -> None:
-        """Run one worker from start to end. Raises only errors of its start."""
+    async def _live(self, fleet: _Fleet) -> None:
+        """Run one worker from start to end."""
         worker_id = f"{os.getpid()}-{_token}-{next(_numbers)}"
         worker: PoolWorker | None = None
         try:
-            async with backend.worker(worker_id) as link:
+            async with fleet.backend.worker(worker_id) as link:
                 worker = PoolWorker(link, self.settings)
-                task_status.started(worker)
-                await self._employ(worker)
-        except Exception as error:
+                await self._employ(worker, fleet)
+        except Exception as error:  # any, since the pool shall live on
             if worker is None:
-                raise
-            log.warning("worker %s: %r", worker_id, error)
+                self._log_failure(error)
+            else:
+                log.warning("worker %s: %r", worker_id, error)
+        finally:
+            fleet.num -= 1
+            if worker is None:
+                fleet.num_tries += 1
+            elif fleet.num < self._num_wanted(fleet.backend):
+                self._num_replaced += 1
+            if worker is None or not worker.proven:
+                fleet.num_failures += 1
+            self._notify()
 
-    async def _employ(self, worker: PoolWorker) -> None:
+    async def _employ(self, worker: PoolWorker, fleet: _Fleet) -> None:
         """Let the worker take calls until it is lost, or has run its share and has no sessions."""
         link = worker.link
-        link.on_settled = lambda: self._on_settled(worker)
+        link.on_settled = lambda: self._on_settled(worker, fleet)
+        link.on_worn = worker.retire
         self._queue.workers.append(worker)
+        fleet.num_tries += 1
         try:
             self._queue.serve()
-            self._notify_session_waiters()
+            self._notify()
             await self._until_done(worker)
         finally:
             self._queue.workers.remove(worker)
             self._calls.note_loss(worker)
             link.lose("the pool closed it")
-            worker.vacant.set()
             self._queue.serve()
-            self._notify_session_waiters()
 
     async def _until_done(self, worker: PoolWorker) -> None:
         async with anyio.create_task_group() as group:
@@ -210,29 +243,13 @@ class Pool:
             group.start_soon(watch, worker.link.watch)
             group.start_soon(watch, worker.drained.wait)
 
-    def _on_settled(self, worker: PoolWorker) -> None:
-        worker.proven = worker.proven or worker.alive
-        if worker.num_left <= 0 and not worker.retiring:
-            self._retire(worker)
-        was_alone = worker.runs_alone
+    def _on_settled(self, worker: PoolWorker, fleet: _Fleet) -> None:
+        if worker.alive:
+            worker.proven = True
+            fleet.num_failures = 0
+        if worker.num_left <= 0:
+            worker.retiring = True
         self._queue.free(worker)
-        if was_alone:
-            self._notify_session_waiters()
-
-    def _retire(self, worker: PoolWorker) -> None:
-        """Let the worker take no more calls, unless too many others are kept for their sessions.
-
-        With open sessions, it is replaced but keeps running for them.
-        """
-        if not worker.num_sessions:
-            worker.retiring = True
-        elif sum(w.aside for w in self._queue.workers) < self.settings.workers:
-            worker.retiring = True
-            worker.vacant.set()
-
-    def _notify_session_waiters(self) -> None:
-        self._session_freed.set()
-        self._session_freed = anyio.Event()
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -271,7 +288,8 @@ class Pool:
         """Open a session: a process that keeps its variables between runs.
 
         Args:
-            max_wait_s: longest wait for a free session (default: the pool's setting); 0: none.
+            max_wait_s: longest wait for a free session when `max_sessions` are open (default: the
+                pool's setting); 0: none.
 
         Raises:
             Overloaded: no session was free in time.
@@ -287,9 +305,8 @@ class Pool:
         finally:
             session.closed = True
             worker.link.close_session(session.id)
-            worker.free_sessions += 1
-            worker.check_drained()
-            self._notify_session_waiters()
+            self._queue.free_session(worker)
+            self._notify()
 
     @property
     def has_containers(self) -> bool:
@@ -329,16 +346,17 @@ class Pool:
     def stats(self) -> dict[str, Any]:
         """Return the state of the pool as plain data, for a status page."""
         alive = [w for w in self._queue.workers if w.alive]
-        workers = [w for w in alive if not w.aside]
+        local = [w for w in alive if not w.is_host]
+        num_slots = min(self._queue.max_running, sum(not w.num_sessions for w in local))
         layers = {backend.name: dict(backend.layers) for backend in self._backends}
         return {
             "backend": "+".join(layers),
-            "workers": len(workers),
-            "slots": sum(w.num_slots for w in workers),
+            "workers": len(alive),
+            "slots": num_slots + sum(w.num_slots for w in alive if w.is_host),
             "busy": sum(w.num_slots - w.free for w in alive),
-            "waiting": len(self._queue.waiting),
+            "waiting": self._queue.num_waiting,
             "sessions": sum(w.num_sessions for w in alive),
-            "sessions_waiting": self._num_session_waiters,
+            "sessions_waiting": self._queue.num_waiting_sessions,
             "replaced": self._num_replaced,
             "calls": {str(status): count for status, count in self._calls.counts.items() if count},
             "layers": layers[self._backends[-1].name],
@@ -347,21 +365,38 @@ class Pool:
     # -- sessions ---------------------------------------------------------------------------
 
     async def _reserve_session(self, max_wait_s: float) -> PoolWorker:
-        with anyio.move_on_after(max_wait_s):
-            while True:
-                able = [w for w in self._queue.workers if w.can_open_session]
-                if able:
-                    worker = max(able, key=lambda w: w.free_sessions)
-                    worker.free_sessions -= 1
-                    return worker
-                self._num_session_waiters += 1
-                try:
-                    await self._session_freed.wait()
-                finally:
-                    self._num_session_waiters -= 1
-        max_sessions = sum(w.max_sessions for w in self._queue.workers if w.open)
+        queue = self._queue
+        if queue.num_sessions + queue.num_waiting_sessions < queue.max_sessions:
+            max_wait_s = max(max_wait_s, self.settings.start_timeout_s)  # one is started for it
+        waiter = queue.enter(Need.SESSION)
+        self._notify()  # one more worker is wanted
+        try:
+            with anyio.move_on_after(max_wait_s):
+                await waiter.granted.wait()
+        except BaseException:
+            self._queue.leave(waiter)
+            raise
+        if waiter.worker is not None:
+            return waiter.worker
+        self._queue.leave(waiter)
         within = f" within {max_wait_s:g} s" if max_wait_s else ""
         raise Overloaded(
-            f"none of {max_sessions} sessions is free{within}: close one, or allow more "
-            "(sessions_per_worker, workers)"
+            f"{self._queue.num_sessions} sessions are open, and none more was free{within}: close "
+            "one, or allow more (max_sessions)"
         )
+
+
+class _Fleet:
+    """The workers of a backend.
+
+    Attributes:
+        num: workers that start or run.
+        num_tries: how many have started, or failed to.
+        num_failures: in a row.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.num = 0
+        self.num_tries = 0
+        self.num_failures = 0

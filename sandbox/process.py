@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import json
+import math
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +22,69 @@ from packaging.requirements import Requirement
 
 from agentloop.sandbox.backend import (
     TUNED,
+    directory_size,
     greeting,
-    lane_size,
-    machine_bytes,
-    num_lanes,
+    max_processes,
     own_uids,
+    random_uid,
     read_boot,
     read_profile,
-    uid_range,
-    worker_bytes,
+    start_bytes,
 )
+from agentloop.sandbox.cgroup import Cgroup, NoCgroup, free_processes, new_cgroup, reap_cgroups
 from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
-from agentloop.sandbox.owner import make_dir, reap_dirs, remove_tree
+from agentloop.sandbox.owner import PREFIX, make_dir, reap_dirs, remove_tree
 from agentloop.sandbox.required_layers import missing_layers, refusal
 from agentloop.sandbox.settings import PoolSettings
 
 CONFINE = Path(__file__).with_name("confine.py")
 
 
+@asynccontextmanager
+async def process_backend(settings: PoolSettings) -> AsyncIterator[ProcessBackend]:
+    """Reap what dead owners left, and see how many workers this machine allows.
+
+    Raises SandboxUnavailable where it allows none, or not to this pool.
+    """
+    await anyio.to_thread.run_sync(reap_cgroups)
+    why = await anyio.to_thread.run_sync(why_no_cgroup)
+    num_processes = max_processes(settings)
+    free = free_processes()
+    if free < num_processes:
+        raise SandboxUnavailable(
+            f"a worker needs up to {num_processes} processes, and the limits around this process "
+            f"(pids.max of its cgroups, ulimit -u) allow {free:g} more: raise them, or lower "
+            "processes_per_call"
+        )
+    with ExitStack() as stack:
+        if why and not settings.allow_weak_isolation:
+            stack.enter_context(_only_pool())
+        yield ProcessBackend(settings, why, free // num_processes)
+
+
 class ProcessBackend:
-    """Starts workers with this interpreter, each in its own session."""
+    """Starts workers with this interpreter, each in its own session.
+
+    Args:
+        without_cgroup: why workers have no cgroups; "": they have.
+        max_workers: how many the limits on processes allow.
+    """
 
     name = "process"
 
-    def __init__(self, settings: PoolSettings) -> None:
+    def __init__(
+        self, settings: PoolSettings, without_cgroup: str = "", max_workers: float = math.inf
+    ) -> None:
         self._settings = settings
         self._layers: dict[str, str] = {}
+        self._without_cgroup = without_cgroup
+        # Without cgroups nothing tells what which call uses, so there is only one at a time.
+        is_alone = without_cgroup and not settings.allow_weak_isolation
+        self.max_sessions = int(min(settings.max_sessions, max_workers // 2))
+        self.max_running = int(
+            min(1 if is_alone else settings.workers, max_workers - self.max_sessions)
+        )
 
     @property
     def layers(self) -> Mapping[str, str]:
@@ -59,21 +97,46 @@ class ProcessBackend:
                 f"packages: calls in local processes use this Python, which lacks "
                 f"{', '.join(lacking)}: {sys.executable} -m pip install {' '.join(lacking)}"
             )
-        with uid_range(self._settings, own_uids()) as uid_base:
-            async with self._worker(worker_id, uid_base) as link:
+        cgroup = None if self._without_cgroup else self._new_cgroup()
+        scratch: Path | None = None
+        try:
+            scratch = await anyio.to_thread.run_sync(make_scratch)
+            async with self._connect(worker_id, cgroup, scratch) as link:
                 yield link
+        finally:
+            with anyio.CancelScope(shield=True):  # no deadline: each of both has one
+                if cgroup is not None:
+                    await anyio.to_thread.run_sync(cgroup.remove)
+                if scratch is not None:
+                    await anyio.to_thread.run_sync(remove_tree, scratch)
+
+    def _new_cgroup(self) -> Cgroup:
+        """Create the cgroup of a worker, with its limits. Raises SandboxUnavailable."""
+        cgroup: Cgroup | None = None
+        try:
+            cgroup = new_cgroup()
+            cgroup.limit_memory(start_bytes(self._settings))
+            cgroup.limit_processes(max_processes(self._settings))
+            cgroup.limit_cpu(1)
+        except (NoCgroup, OSError) as error:
+            if cgroup is not None:
+                cgroup.remove()
+            raise SandboxUnavailable(f"a worker's cgroup failed: {error}") from error
+        return cgroup
 
     @asynccontextmanager
-    async def _worker(self, worker_id: str, uid_base: int) -> AsyncIterator[Link]:
+    async def _connect(
+        self, worker_id: str, cgroup: Cgroup | None, scratch: Path
+    ) -> AsyncIterator[Link]:
         link = Link(worker_id)
-        scratch = await anyio.to_thread.run_sync(make_scratch)
+        uid = random_uid(own_uids())
         protocol = SocketProtocol(link)
         process: anyio.abc.Process | None = None
         try:
             near, far = socket.socketpair()
             try:
                 with far:
-                    process = await self._start(far, scratch, uid_base)
+                    process = await self._start(far, scratch, uid, cgroup)
                 loop = asyncio.get_running_loop()
                 await loop.create_connection(lambda: protocol, sock=near)
             except BaseException:
@@ -81,14 +144,23 @@ class ProcessBackend:
                 raise
             # Not earlier: if a write fails while the connection is being made, uvloop closes the
             # file descriptor, and then the socket closes it again, when it may belong to others.
-            memory = worker_bytes(self._settings, machine_bytes(), self._settings.workers)
-            more = {"scratch": str(scratch), "uid_base": uid_base, "worker_bytes": memory}
-            link.write(greeting(self._settings, **more))
+            link.write(
+                greeting(
+                    self._settings,
+                    home=f"{scratch}/call",
+                    uid=uid,
+                    counters={},
+                    limits_processes=cgroup is not None,
+                )
+            )
             await wait_ready(link, self._settings.start_timeout_s)
-            self._layers = link.hello["layers"]
+            self._layers = link.hello["layers"] | self._cgroup_layers
             missing = missing_layers(self._layers)
             if missing and not self._settings.allow_weak_isolation:
                 raise SandboxUnavailable(refusal(missing))
+            if cgroup is not None:
+                link.set_memory = partial(_set_memory, cgroup)
+                await link.limit_memory(self._settings.memory_mib << 20)
             yield link
         except OSError as error:
             raise SandboxUnavailable(f"the worker process did not start: {error}") from error
@@ -100,20 +172,38 @@ class ProcessBackend:
                 if process is not None:
                     await _see_end(process)
                 protocol.abort()  # a frozen worker that was killed will not read any more
-                await anyio.to_thread.run_sync(remove_tree, scratch)
 
-    async def _start(self, far: socket.socket, scratch: Path, uid_base: int) -> anyio.abc.Process:
+    @property
+    def _cgroup_layers(self) -> dict[str, str]:
+        if not self._without_cgroup:
+            counted = "limited and counted by a cgroup"
+            return {"memory": counted, "process count": counted, "processor time": counted}
+        num = "one call at a time, since" if self.max_running == 1 else "not counted:"
+        why = f"{num} no cgroup can be created ({self._without_cgroup})"
+        return {"memory": f"limit per process; {why}", "processor time": why}
+
+    async def _start(
+        self, far: socket.socket, scratch: Path, uid: int, cgroup: Cgroup | None
+    ) -> anyio.abc.Process:
         spec: dict[str, Any] = {
             "boot": read_boot(),
             "connect": f"fd:{far.fileno()}",
             "scratch": str(scratch),
-            "uid_base": uid_base,
-            "lanes": num_lanes(self._settings),
-            "lane_size": lane_size(self._settings),
+            "uid": uid,
+            "directory_size": directory_size(self._settings),
             "seccomp": json.loads(read_profile()),
+            "entries": [],
+            "counters": {},
         }
-        spec_fd = _memory_file(json.dumps(spec))
-        try:
+        with ExitStack() as stack:
+            if cgroup is not None:  # opened here: a worker may run as a user who could not
+                spec["entries"] = [_opened(stack, path, os.O_WRONLY) for path in cgroup.entries]
+            counters = cgroup.counters if cgroup is not None else {"oom": "/proc/vmstat"}
+            spec["counters"] = {
+                name: _opened(stack, path, os.O_RDONLY) for name, path in counters.items()
+            }
+            spec_fd = _memory_file(json.dumps(spec))
+            stack.callback(os.close, spec_fd)
             return await anyio.open_process(
                 [sys.executable, "-P", "-s", str(CONFINE), str(spec_fd)],
                 stdin=subprocess.DEVNULL,
@@ -121,10 +211,46 @@ class ProcessBackend:
                 stderr=None,
                 env=dict(entry.split("=", 1) for entry in TUNED),
                 start_new_session=True,
-                pass_fds=[far.fileno(), spec_fd],
+                pass_fds=[far.fileno(), spec_fd, *spec["entries"], *spec["counters"].values()],
             )
-        finally:
-            os.close(spec_fd)
+
+
+def _opened(stack: ExitStack, path: str, flags: int) -> int:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    stack.callback(os.close, fd)
+    return fd
+
+
+async def _set_memory(cgroup: Cgroup, num_bytes: int) -> None:
+    cgroup.limit_memory(num_bytes)
+
+
+def why_no_cgroup() -> str:
+    """Return why no cgroup can be created for a worker, or ""."""
+    try:
+        new_cgroup().remove()
+    except (NoCgroup, OSError) as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def _only_pool() -> Iterator[None]:
+    """Be the only pool of this user without cgroups.
+
+    Raises SandboxUnavailable if there is another: its calls could use up what ours need, and
+    nothing would tell whose fault that is.
+    """
+    with socket.socket(socket.AF_UNIX) as lock:
+        try:  # a name without a file, which the kernel frees when its process ends
+            lock.bind(f"\0{PREFIX}{os.getuid()}")
+        except OSError as error:
+            raise SandboxUnavailable(
+                "without cgroups only one pool of a user may run calls in local processes, and "
+                f"there is another ({error.strerror}): close it, install a Docker Engine that this "
+                "user may use, or set allow_weak_isolation=true for code that you trust"
+            ) from error
+        yield
 
 
 def not_installed(packages: Iterable[str]) -> list[str]:

@@ -21,7 +21,6 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +51,8 @@ PORT = 8377
 FOLDER = "/agent"
 """Where a program finds the folder that it is given."""
 
+SOCKET = f"{INSIDE}/model"
+ENTRY = Path(__file__).with_name("program_entry.py")
 NOBODY = "65534:65534"
 ROOT = {"", "0", "root", "0:0", "root:root", "0:root", "root:0"}
 EXIT_TIMEOUT_S = 15.0
@@ -68,12 +69,12 @@ class Program:
 
     Attributes:
         socket: a unix socket that the program reaches at http://127.0.0.1:PORT.
-        stdin: its standard input.
+        stdin: text of its standard input.
         image: an image that the engine has, with python3; "": the pool's own.
         folder: a folder of this machine that it gets, read-only, as its working directory. None:
             it works in the image's own.
         is_writable: whether it may write to the image's files, which nothing limits on disk.
-        max_output_bytes: it is killed if it writes more to stdout and stderr together.
+        max_output_bytes: limit of stdout and stderr together, at which it is killed.
     """
 
     command: tuple[str, ...]
@@ -93,7 +94,7 @@ class ProgramEnd:
     Attributes:
         status: OK, ERROR (another exit status than 0), KILLED (by a signal that was not ours),
             TIMEOUT or OUTPUT_LIMIT.
-        exit_status: as a shell reports it; None if it was killed at a limit.
+        exit_status: a shell's number for it; None if it was killed at a limit.
         stdout, stderr: the last 64 KiB of each.
     """
 
@@ -134,42 +135,37 @@ def program_end(
     status = limit or CallStatus.OK
     if limit is None and exit_status:
         status = CallStatus.KILLED if exit_status > 128 else CallStatus.ERROR
-    stdout, stderr = (bytes(one).decode("utf-8", "replace") for one in output.ends)
+    stdout, stderr = (end.decode("utf-8", "replace") for end in output.ends)
     return ProgramEnd(status, None if limit else exit_status, stdout, stderr, elapsed_s)
 
 
-@cache
-def _source() -> str:
-    return Path(__file__).with_name("program_entry.py").read_text()
-
-
 def program_config(
-    program: Program, settings: PoolSettings, image: str, about: Mapping[str, Any]
+    program: Program, settings: PoolSettings, image: str, image_config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the container of a program, in the Engine's words.
 
     Args:
-        image: its image, and `about` the configuration of that: its user and working directory.
+        image_config: configuration of the image: its user and working directory.
     """
     memory = settings.memory_mib << 20
-    user = about.get("User") or ""
-    mounts = [_mount(program.socket, f"{INSIDE}/model")]
+    user = image_config.get("User") or ""
+    mounts = [_mount(program.socket, SOCKET)]
     if program.folder is not None:
         mounts.append(_mount(program.folder, FOLDER))
     env = {"HOME": SCRATCH, "USER": "agent", "LOGNAME": "agent", **program.env}
     return {
         "Image": image,
-        "Entrypoint": ["python3", "-I", "-S", "-c", _source()],
+        "Entrypoint": ["python3", "-I", "-S", "-c", ENTRY.read_text()],
         "Cmd": [],
         "Env": [f"{name}={value}" for name, value in env.items()],
         "User": NOBODY if user in ROOT else user,
-        "WorkingDir": FOLDER if program.folder else about.get("WorkingDir") or SCRATCH,
+        "WorkingDir": FOLDER if program.folder else image_config.get("WorkingDir") or SCRATCH,
         "AttachStdin": True,
         "AttachStdout": True,
         "AttachStderr": True,
         "OpenStdin": True,
         "StdinOnce": True,
-        "HostConfig": walls(memory, BASE_PROCESSES + settings.processes_per_call)
+        "HostConfig": walls(settings, memory, BASE_PROCESSES + settings.processes_per_call)
         | {
             "ReadonlyRootfs": not program.is_writable,
             "IpcMode": "private",
@@ -193,27 +189,27 @@ async def run_in_container(
         SandboxUnavailable: the engine failed, or the container was not started in time.
     """
     began = anyio.current_time()
-    deadline = began + timeout_s
     image = program.image or engine.image
     output = ProgramOutput(program.max_output_bytes)
     try:
-        config = program_config(program, settings, image, await _about(engine.docker, image))
+        image_config = await _inspect(engine.docker, image)
+        config = program_config(program, settings, image, image_config)
         id = f"{os.getpid()}-{_token}-{next(_numbers)}"
         async with created(engine, config, id, "program") as container, attached(container) as io:
-            run = _Run(container, io, output, deadline)
-            status, limit = await run.until_end(engine.starting, _job(program))
+            deadline = began + timeout_s
+            exit_status, limit = await _until_end(engine, container, io, program, output, deadline)
     except (*STREAM_ERRORS, TimeoutError) as error:
-        said = what_it_said(error) or repr(error)
-        if "python3" in said and "not found" in said:
+        message = what_it_said(error) or repr(error)
+        if "python3" in message and "not found" in message:
             raise ProgramUnsupported(
                 f"the image {image!r} has no python3, which starts the program in it: install it "
                 "there (Debian: apt install python3; Alpine: apk add python3)"
             ) from error
-        raise SandboxUnavailable(f"the engine failed on a program: {said}") from error
-    return program_end(status, limit, output, anyio.current_time() - began)
+        raise SandboxUnavailable(f"the engine failed on a program: {message}") from error
+    return program_end(exit_status, limit, output, anyio.current_time() - began)
 
 
-async def _about(docker: aiodocker.Docker, image: str) -> Mapping[str, Any]:
+async def _inspect(docker: aiodocker.Docker, image: str) -> Mapping[str, Any]:
     """Return the configuration of an image. Raises ProgramUnsupported if the engine lacks it."""
     try:
         with anyio.fail_after(CREATE_TIMEOUT_S):
@@ -226,77 +222,60 @@ async def _about(docker: aiodocker.Docker, image: str) -> Mapping[str, Any]:
         ) from error
 
 
-def _job(program: Program) -> bytes:
-    """Return what the first process reads."""
-    job = {
-        "command": program.command,
-        "stdin": program.stdin,
-        "port": PORT,
-        "socket": f"{INSIDE}/model",
-    }
-    return json.dumps(job).encode() + b"\n"
+async def _until_end(
+    engine: ContainerEngine,
+    container: DockerContainer,
+    io: Stream,
+    program: Program,
+    output: ProgramOutput,
+    deadline: float,
+) -> tuple[int | None, CallStatus | None]:
+    """Run a program; return its exit status, or the limit at which it is to be killed."""
+    exit_status: int | None = None
+    limit: CallStatus | None = None
+    failure: Exception | None = None
+    ended = anyio.Event()
 
-
-class _Run:
-    """A container, from its start until it has ended or is to be killed."""
-
-    def __init__(
-        self, container: DockerContainer, io: Stream, output: ProgramOutput, deadline: float
-    ) -> None:
-        self._container = container
-        self._io = io
-        self._output = output
-        self._deadline = deadline
-        self._status: int | None = None
-        self._failure: Exception | None = None
-        self._ended = anyio.Event()
-
-    async def until_end(
-        self, starting: anyio.CapacityLimiter, job: bytes
-    ) -> tuple[int | None, CallStatus | None]:
-        """Return the exit status, or the limit at which the program is to be killed."""
-        found: tuple[int | None, CallStatus | None] = None, None
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._see_exit)
-            try:
-                found = await self._started(starting, job)
-            except (*STREAM_ERRORS, SandboxUnavailable, TimeoutError) as error:
-                self._failure = error  # out of the task group it would come wrapped
-            group.cancel_scope.cancel()
-        if self._failure is not None:
-            raise self._failure
-        return found
-
-    @property
-    def _left_s(self) -> float:
-        return self._deadline - anyio.current_time()
-
-    async def _see_exit(self) -> None:
-        """Learn the exit status. The question comes before the container has its job, since the
-        engine forgets a container that has ended."""
+    async def see_exit() -> None:
+        nonlocal exit_status, failure
         try:
             # no deadline: the caller ends this
-            self._status = (await self._container.wait(condition="next-exit"))["StatusCode"]
+            exit_status = (await container.wait(condition="next-exit"))["StatusCode"]
         except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
-            self._failure = error
-        self._ended.set()
+            failure = error
+        ended.set()
 
-    async def _started(
-        self, starting: anyio.CapacityLimiter, job: bytes
-    ) -> tuple[int | None, CallStatus | None]:
-        with anyio.move_on_after(self._left_s) as start:
-            async with starting:
-                await self._container.start()
-        if start.cancelled_caught:
-            raise SandboxUnavailable("its container was not started in time")
-        with anyio.move_on_after(self._left_s) as running:
-            await self._io.write_in(job)
-            while (message := await self._io.read_out()) is not None:
-                self._output.add(message.stream, message.data)
-                if self._output.is_too_long:
-                    return None, CallStatus.OUTPUT_LIMIT
-        if running.cancelled_caught:
-            return None, CallStatus.TIMEOUT
-        with anyio.fail_after(EXIT_TIMEOUT_S):
-            await self._ended.wait()
-        return self._status, None
+    async with anyio.create_task_group() as group:
+        # Before the container has its job, since the engine forgets one that has ended.
+        group.start_soon(see_exit)
+        try:
+            with anyio.CancelScope(deadline=deadline) as start:
+                async with engine.starting:
+                    await container.start()
+            if start.cancelled_caught:
+                raise SandboxUnavailable("its container was not started in time")
+            with anyio.CancelScope(deadline=deadline) as run:
+                limit = await _exchange(io, program, output)
+            if run.cancelled_caught:
+                limit = CallStatus.TIMEOUT
+            elif limit is None:
+                with anyio.fail_after(EXIT_TIMEOUT_S):
+                    await ended.wait()
+        except (*STREAM_ERRORS, SandboxUnavailable, TimeoutError) as error:
+            failure = error  # out of the task group it would come wrapped
+        group.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return exit_status, limit
+
+
+async def _exchange(io: Stream, program: Program, output: ProgramOutput) -> CallStatus | None:
+    """Send the first process its job, and read the output until its end or OUTPUT_LIMIT."""
+    job = {"command": program.command, "stdin": program.stdin, "port": PORT, "socket": SOCKET}
+    # no deadline: the caller has one
+    await io.write_in(json.dumps(job).encode() + b"\n")
+    while (message := await io.read_out()) is not None:  # no deadline: likewise
+        output.add(message.stream, message.data)
+        if output.is_too_long:
+            return CallStatus.OUTPUT_LIMIT
+    return None

@@ -14,46 +14,28 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 from typing import Any
 
-# From python's own, as subprocess does it.
-RESTORED = ("SIGPIPE", "SIGXFSZ")
 
-
-def start(command: list[str], text: str) -> int:
-    """Start the command with `text` on its standard input; return its process id."""
-    content = os.memfd_create("stdin")  # not a pipe: it may be longer than a pipe holds
-    with open(content, "wb", closefd=False) as file:
+def start(command: list[str], text: str) -> subprocess.Popen[bytes]:
+    """Start the command with `text` on its standard input."""
+    # Not a pipe: the text may be longer than a pipe holds.
+    with open(os.memfd_create("stdin"), "wb+") as file:
         file.write(text.encode("utf-8", "surrogatepass"))
-    os.lseek(content, 0, os.SEEK_SET)
-    pid = os.fork()
-    if pid:
-        os.close(content)
-        return pid
-    status = 127
-    try:
-        os.dup2(content, 0)
-        os.setsid()
-        for name in RESTORED:
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
-        os.execvp(command[0], command)
-    except OSError as error:
-        status = 127 if isinstance(error, FileNotFoundError) else 126
-        said = f"agentloop: {command[0]}: {error.strerror or error}\n"
-        os.write(2, said.encode("utf-8", "backslashreplace"))
-    finally:
-        os._exit(status)
+        file.seek(0)
+        return subprocess.Popen(command, stdin=file, start_new_session=True)
 
 
 def reap(pid: int, ended: asyncio.Future[int]) -> None:
     """Collect processes that have ended, orphans included; set `ended` to the status of `pid`."""
     try:
         while True:
-            found, status = os.waitpid(-1, os.WNOHANG)
-            if not found:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if not child:
                 return
-            if found == pid and not ended.done():
+            if child == pid and not ended.done():
                 is_killed = os.WIFSIGNALED(status)
                 ended.set_result(128 + os.WTERMSIG(status) if is_killed else os.WEXITSTATUS(status))
     except ChildProcessError:
@@ -95,8 +77,8 @@ async def forward(
     ]
     # no deadline: likewise
     await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
-    for one in copies:
-        one.cancel()
+    for task in copies:
+        task.cancel()
     near_writer.close()  # sends first what is left
     far_writer.close()
 
@@ -110,10 +92,14 @@ async def main(job: dict[str, Any]) -> int:
 
     await asyncio.start_server(serve, "127.0.0.1", job["port"], backlog=128)
     ended: asyncio.Future[int] = loop.create_future()
-    pid = start(job["command"], job["stdin"])
+    try:
+        process = start(job["command"], job["stdin"])
+    except OSError as error:
+        print(f"agentloop: {job['command'][0]}: {error.strerror or error}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
     loop.add_reader(0, watch_owner)
-    loop.add_signal_handler(signal.SIGCHLD, reap, pid, ended)
-    reap(pid, ended)  # it may have ended before the handler was set
+    loop.add_signal_handler(signal.SIGCHLD, reap, process.pid, ended)
+    reap(process.pid, ended)  # it may have ended before the handler was set
     return await ended
 
 

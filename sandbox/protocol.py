@@ -51,17 +51,15 @@ class FrameReader:
         """Return the messages that `data` completes. Raises ProtocolError on invalid frames."""
         self._buffer += data
         messages: list[dict[str, Any]] = []
-        start = 0
-        while len(self._buffer) - start >= HEADER.size:
-            (size,) = HEADER.unpack_from(self._buffer, start)
+        while len(self._buffer) >= HEADER.size:
+            (size,) = HEADER.unpack_from(self._buffer)
             if size > MAX_FRAME_BYTES:
                 raise ProtocolError(f"a frame of {size} bytes; the maximum is {MAX_FRAME_BYTES}")
-            end = start + HEADER.size + size
+            end = HEADER.size + size
             if len(self._buffer) < end:
                 break
-            messages.append(self._parse(bytes(self._buffer[start + HEADER.size : end])))
-            start = end
-        del self._buffer[:start]
+            messages.append(self._parse(bytes(self._buffer[HEADER.size : end])))
+            del self._buffer[:end]  # only moves the buffer's start
         return messages
 
     @staticmethod

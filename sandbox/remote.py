@@ -66,9 +66,7 @@ class Outbox:
 class HostLink(Link):
     """A link whose other end is a whole pool."""
 
-    def __init__(self, worker_id: str) -> None:
-        super().__init__(worker_id)
-        self.others = 0
+    others = 0
 
     async def watch(self) -> None:
         """Wait until the host is lost; the WebSocket's heartbeat detects a silent one."""
@@ -97,15 +95,14 @@ class HostBackend:
     """
 
     name = "host"
+    max_running = max_sessions = 0  # on this machine
 
     def __init__(self, url: str, settings: PoolSettings) -> None:
         self.url = url.rstrip("/")
-        self._settings = settings
-        self._layers: dict[str, str] = {}
-
-    @property
-    def layers(self) -> Mapping[str, str]:
-        return self._layers
+        self._start_timeout_s = settings.start_timeout_s
+        token = settings.hosts_token
+        self._headers = {"Authorization": f"Bearer {token.get_secret_value()}"} if token else {}
+        self.layers: Mapping[str, str] = {}
 
     @asynccontextmanager
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
@@ -115,29 +112,26 @@ class HostBackend:
                 AsyncExitStack() as stack,
             ):
                 # The kernel of a host that hangs still accepts connections.
-                with anyio.fail_after(self._settings.start_timeout_s):
-                    socket = await stack.enter_async_context(self._connect(http))
-                async with self._linked(socket, worker_id) as link:
+                with anyio.fail_after(self._start_timeout_s):
+                    connecting = http.ws_connect(
+                        self.url + PATH,
+                        headers=self._headers,
+                        heartbeat=HEARTBEAT_S,
+                        max_msg_size=MAX_MSG_SIZE,
+                        compress=0,
+                        timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
+                    )
+                    socket = await stack.enter_async_context(connecting)
+                async with self._open_link(socket, worker_id) as link:
                     yield link
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            why = str(error) or "no response in time"
+            reason = str(error) or "no response in time"
             if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == 401:
-                why = "wrong token; see hosts_token"
-            raise SandboxUnavailable(f"cannot connect to the host {self.url}: {why}") from error
-
-    def _connect(self, http: aiohttp.ClientSession) -> Any:
-        token = self._settings.hosts_token
-        return http.ws_connect(
-            self.url + PATH,
-            headers={"Authorization": f"Bearer {token.get_secret_value()}"} if token else None,
-            heartbeat=HEARTBEAT_S,
-            max_msg_size=MAX_MSG_SIZE,
-            compress=0,
-            timeout=aiohttp.ClientWSTimeout(ws_close=2.0),
-        )
+                reason = "wrong token; see hosts_token"
+            raise SandboxUnavailable(f"cannot connect to the host {self.url}: {reason}") from error
 
     @asynccontextmanager
-    async def _linked(
+    async def _open_link(
         self, socket: aiohttp.ClientWebSocketResponse, worker_id: str
     ) -> AsyncIterator[Link]:
         link, outbox = HostLink(worker_id), Outbox()
@@ -145,9 +139,8 @@ class HostBackend:
         refused: SandboxUnavailable | None = None
 
         async def read() -> None:
-            async for (
-                message
-            ) in socket:  # no deadline: until the host leaves, which the heartbeat detects
+            # no deadline: until the host leaves, which the heartbeat detects
+            async for message in socket:
                 if message.type is aiohttp.WSMsgType.BINARY:
                     link.feed(message.data)
             link.lose(f"the connection to {self.url} ended")
@@ -156,8 +149,8 @@ class HostBackend:
             group.start_soon(read)
             group.start_soon(outbox.send_all, socket)
             try:
-                await wait_ready(link, self._settings.start_timeout_s)
-                self._layers = {str(k): str(v) for k, v in link.hello.get("layers", {}).items()}
+                await wait_ready(link, self._start_timeout_s)
+                self.layers = {str(k): str(v) for k, v in link.hello.get("layers", {}).items()}
                 yield link
             except SandboxUnavailable as error:  # the task group would wrap it
                 refused = error

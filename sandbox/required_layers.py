@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-NEEDED = ("process isolation", "network", "file system", "uid")
+NEEDED = ("process isolation", "network", "file system", "uid", "system calls")
 """Layers that isolate a call from other calls, the network and the disk. A backend that does not
 list one of them, such as containers, provides it inherently."""
-
-_IS_MISSING = re.compile(r"no\b")
 
 
 def missing_layers(layers: Mapping[str, str]) -> list[str]:
     """Return the required layers that are missing, each with the reason."""
-    found = [(name, layers.get(name, "")) for name in NEEDED]
-    return [f"{name}: {text}" for name, text in found if _IS_MISSING.match(text)]
+    states = {name: layers.get(name, "") for name in NEEDED}
+    return [f"{name}: {state}" for name, state in states.items() if re.match(r"no\b", state)]
 
 
 def refusal(missing: list[str]) -> str:

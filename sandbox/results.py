@@ -76,9 +76,9 @@ class CallResult:
         return self.status is CallStatus.OK
 
     @classmethod
-    def failed(cls, id: int, status: CallStatus, why: str, **more: Any) -> CallResult:
+    def failed(cls, id: int, status: CallStatus, reason: str, **more: Any) -> CallResult:
         """Return a result for a call that failed because of infrastructure."""
-        return cls(id, status, error=CallError("SandboxError", why), **more)
+        return cls(id, status, error=CallError("SandboxError", reason), **more)
 
     @classmethod
     def from_frame(
@@ -103,7 +103,7 @@ class CallResult:
         )
 
 
-MEASURED = frozenset({
-    "exit_code", "signal", "stdout", "stderr", "result", "stdout_bytes", "stderr_bytes",
-    "truncated", "run_s", "cpu_s", "max_rss", "started_ns",
-})  # fmt: skip
+# What a worker reports of a program that ran, beside its status and error.
+MEASURED = frozenset(CallResult.__slots__) - {
+    "id", "status", "error", "queue_s", "worker_id", "attempt"
+}  # fmt: skip

@@ -6,13 +6,13 @@ import asyncio
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from importlib.util import find_spec
 
 import anyio
 from aiohttp import web
 
-from agentloop.sandbox.connections import ConnectionLimiter
 from agentloop.sandbox.errors import SandboxError, SandboxUnavailable
 from agentloop.sandbox.guard import http_log, url_at
 from agentloop.sandbox.pool import Pool
@@ -27,7 +27,7 @@ async def serving(pool: Pool, settings: SandboxServeSettings) -> AsyncIterator[s
     Raises:
         SandboxUnavailable: the address cannot be bound.
     """
-    async with SandboxService(pool, settings) as app:
+    async with SandboxService(pool, settings) as app, AsyncExitStack() as stack:
         runner = web.AppRunner(
             app.build(),
             handler_cancellation=True,
@@ -35,37 +35,29 @@ async def serving(pool: Pool, settings: SandboxServeSettings) -> AsyncIterator[s
             logger=http_log,
             shutdown_timeout=0.3,
         )
+        stack.push_async_callback(_clean_up, runner)
         await runner.setup()
-        assert runner.server is not None
+        make_handler = runner.server
+        assert make_handler is not None
         try:
-            async with (
-                app.limit_connections(runner.server) as limiter,
-                _listening(limiter, settings) as url,
-            ):
-                yield url
-        finally:
-            with anyio.move_on_after(10, shield=True):
-                await runner.cleanup()
-
-
-@asynccontextmanager
-async def _listening(
-    limiter: ConnectionLimiter, settings: SandboxServeSettings
-) -> AsyncIterator[str]:
-    loop = asyncio.get_running_loop()
-    try:
-        server = await loop.create_server(
-            limiter, settings.host, settings.port, backlog=min(4096, settings.max_connections)
-        )
-    except OSError as error:
-        where = f"{settings.host}:{settings.port}"
-        why = error.strerror or error
-        raise SandboxUnavailable(f"cannot listen on {where}: {why}") from error
-    try:
+            server = await asyncio.get_running_loop().create_server(
+                lambda: app.protocol(make_handler()),
+                settings.host,
+                settings.port,
+                backlog=min(4096, settings.max_connections),
+            )
+        except OSError as error:
+            where = f"{settings.host}:{settings.port}"
+            reason = error.strerror or error
+            raise SandboxUnavailable(f"cannot listen on {where}: {reason}") from error
+        stack.callback(server.close)
         host, port = server.sockets[0].getsockname()[:2]
         yield url_at(host, port)
-    finally:
-        server.close()
+
+
+async def _clean_up(runner: web.AppRunner) -> None:
+    with anyio.move_on_after(10, shield=True):
+        await runner.cleanup()
 
 
 async def serve(settings: SandboxServeSettings) -> None:
@@ -84,14 +76,18 @@ async def serve(settings: SandboxServeSettings) -> None:
 
 
 async def _until_signal(settings: SandboxServeSettings) -> int:
+    """Run the service until SIGINT or SIGTERM; return the exit status."""
     status = 0
-    async with anyio.create_task_group() as group:
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            group.start_soon(serve, settings)
-            async for number in signals:  # no deadline: as long as the service runs
-                status = 128 + number
-                group.cancel_scope.cancel()
-                break  # one is enough: all cleanup has a deadline
+    with anyio.CancelScope() as scope:
+
+        def stop(number: int) -> None:
+            nonlocal status
+            status = 128 + number
+            scope.cancel()  # all cleanup has a deadline
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        await serve(settings)
     return status
 
 
@@ -99,23 +95,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         settings = load(sys.argv[1:] if arguments is None else arguments)
         raise_descriptor_limit(settings)
-        return anyio.run(_until_signal, settings, backend_options={"use_uvloop": _has_uvloop()})
-    except (ValueError, SandboxError, BaseExceptionGroup) as error:
-        inner: BaseException = error
-        while isinstance(inner, BaseExceptionGroup) and len(inner.exceptions) == 1:
-            inner = inner.exceptions[0]
-        if not isinstance(inner, (ValueError, SandboxError)):
-            raise
-        print(f"sandbox.serve: error: {inner}", file=sys.stderr)
+        has_uvloop = find_spec("uvloop") is not None
+        return anyio.run(_until_signal, settings, backend_options={"use_uvloop": has_uvloop})
+    except (ValueError, SandboxError) as error:
+        print(f"sandbox.serve: error: {error}", file=sys.stderr)
         return 2
-
-
-def _has_uvloop() -> bool:
-    try:
-        import uvloop  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ class SandboxServeSettings(BaseSettings):
     max_held_mib: int = Field(
         1024,
         ge=1,
-        description="Memory for all requests and links together; beyond it, requests get 503.",
+        description="Memory for all requests, links and unread responses together; beyond it, "
+        "requests wait or get 503.",
     )
     io_timeout_s: float = Field(
         60.0, gt=0, description="Time for a client to send a request or to accept a response."
@@ -122,9 +123,8 @@ def load(arguments: list[str]) -> SandboxServeSettings:
     """
     flags = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
-        is_value = (
-            before.startswith("-") and "=" not in before
-        )  # a flag's value may contain an equals sign
+        # A flag's value may contain an equals sign.
+        is_value = before.startswith("-") and "=" not in before
         is_pair = "=" in argument and not argument.startswith("-") and not is_value
         flags.append(f"--{argument}" if is_pair else argument)
     try:
@@ -139,10 +139,10 @@ def load(arguments: list[str]) -> SandboxServeSettings:
 
 def num_connections(settings: SandboxServeSettings) -> int:
     """Return the largest number of connections that leaves file descriptors for the workers."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most == resource.RLIM_INFINITY:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
         return settings.max_connections
-    return max(16, min(settings.max_connections, most - _num_spare(settings)))
+    return max(16, min(settings.max_connections, limit - _num_spare(settings)))
 
 
 def _num_spare(settings: SandboxServeSettings) -> int:
@@ -153,8 +153,8 @@ def _num_spare(settings: SandboxServeSettings) -> int:
 def raise_descriptor_limit(settings: SandboxServeSettings) -> None:
     """Raise the limit of open files as far as the settings need and the process may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = settings.max_connections + _num_spare(settings)
+    target = settings.max_connections + _num_spare(settings)
     if resource.RLIM_INFINITY not in (soft, hard):
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        target = min(target, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))

@@ -8,11 +8,12 @@ that its session was lost (410).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+import time
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import anyio
 import anyio.to_thread
@@ -30,7 +31,7 @@ from agentloop.sandbox.api import (
     SessionRequest,
     to_line,
 )
-from agentloop.sandbox.connections import ConnectionLimiter, Connections
+from agentloop.sandbox.connections import Connections, LimitedProtocol, close_overdue
 from agentloop.sandbox.errors import SessionLost
 from agentloop.sandbox.host import LinkedClient
 from agentloop.sandbox.middleware import MIB, Handler, RequestLimits, json_response
@@ -48,17 +49,8 @@ from agentloop.sandbox.remote import HEARTBEAT_S, MAX_MSG_SIZE
 from agentloop.sandbox.results import CallResult
 from agentloop.sandbox.serve_settings import SandboxServeSettings, num_connections
 from agentloop.sandbox.sessions import Sessions
-from agentloop.sandbox.settings import OutputLimits
 
 Numbered = tuple[int, CallResult]
-
-
-class _Call(NamedTuple):
-    code: str
-    stdin: str
-    timeout_s: float | None
-    memory_mib: int | None = None
-    output: OutputLimits | None = None
 
 
 class SandboxService:
@@ -67,11 +59,11 @@ class SandboxService:
     def __init__(self, pool: Pool, settings: SandboxServeSettings) -> None:
         self._pool = pool
         self._settings = settings
-        most = num_connections(settings)
-        self._connections = Connections(most, settings.io_timeout_s, settings.idle_timeout_s)
-        self._limits = RequestLimits(settings, most)
-        self._limiter: ConnectionLimiter
-        self._sessions = Sessions(pool, settings.session_idle_s)
+        max_connections = num_connections(settings)
+        self._connections = Connections(
+            max_connections, settings.io_timeout_s, settings.idle_timeout_s
+        )
+        self._limits = RequestLimits(settings, max_connections, self._connections)
         # On demand, because it takes half a second.
         self._document = cache(partial(
             document, ROUTES,
@@ -80,20 +72,23 @@ class SandboxService:
         ))  # fmt: skip
 
     async def __aenter__(self) -> Self:
-        await self._sessions.__aenter__()
+        self._group = await anyio.create_task_group().__aenter__()
+        self._group.start_soon(close_overdue, self._connections)
+        self._sessions = Sessions(self._pool, self._group, self._settings.session_idle_s)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._sessions.__aexit__(*exc)
+        self._group.cancel_scope.cancel()
+        # Without the block's error, which is then raised as it is, not in an exception group.
+        await self._group.__aexit__(None, None, None)
 
-    def limit_connections(self, make_handler: Callable[[], asyncio.Protocol]) -> ConnectionLimiter:
-        """Return the protocol factory for the event loop's server."""
-        self._limiter = ConnectionLimiter(self._connections, make_handler)
-        return self._limiter
+    def protocol(self, handler: asyncio.Protocol) -> asyncio.Protocol:
+        """Return the protocol of a new connection, which aiohttp's `handler` serves."""
+        return LimitedProtocol(self._connections, handler)
 
     def build(self) -> web.Application:
         app = web.Application(
-            middlewares=[self._counted, *self._limits.middlewares],
+            middlewares=[self._count, *self._limits.middlewares],
             client_max_size=self._settings.max_body_mib * MIB,
         )
         add_routes(app.router, ROUTES, self)
@@ -102,17 +97,15 @@ class SandboxService:
     # -- native protocol --------------------------------------------------------------------
 
     async def run(self, request: web.Request) -> web.Response:
-        asked = await self._limits.parse_body(RunRequest, request)
-        result = await self._pool.run(asked.code, asked.stdin, asked.timeout_s, self._memory(asked))
-        return json_response(result)
+        program = await self._limits.parse_body(RunRequest, request)
+        return json_response(await self._pool.run(**self._call(program)))
 
     async def run_batch(self, request: web.Request) -> web.StreamResponse:
-        calls = (await self._limits.parse_body(BatchRequest, request)).calls
+        programs = (await self._limits.parse_body(BatchRequest, request)).calls
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         try:
-            each = (_Call(one.code, one.stdin, one.timeout_s, self._memory(one)) for one in calls)
-            async with self._each(each) as results:
+            async with self._run_all(map(self._call, programs)) as results:
                 async for index, result in results:  # no deadline: the calls have theirs
                     with anyio.fail_after(self._settings.io_timeout_s):
                         await response.write(to_line(index, result))
@@ -132,10 +125,9 @@ class SandboxService:
 
     async def run_cell(self, request: web.Request) -> web.Response:
         key = request.match_info["id"]
-        asked = await self._limits.parse_body(RunRequest, request)
-        what = (asked.code, asked.stdin, asked.timeout_s, self._memory(asked))
+        cell = await self._limits.parse_body(RunRequest, request)
         try:
-            return json_response(await self._sessions.run(key, *what))
+            return json_response(await self._sessions.run(key, **self._call(cell)))
         except KeyError:
             raise _no_session() from None
         except SessionLost as error:
@@ -147,18 +139,18 @@ class SandboxService:
         return web.Response(status=204)
 
     async def stats(self, request: web.Request) -> web.Response:
-        here = {
+        http = {
             "requests": self._limits.num_requests,
             "links": self._limits.num_links,
             "connections": len(self._connections),
             "held_bytes": self._limits.held.total,
         }
-        return json_response(self._pool.stats() | here)
+        return json_response(self._pool.stats() | http)
 
     async def healthz(self, request: web.Request) -> web.Response:
-        well = self._pool.stats()["workers"] > 0
-        status = "ok" if well else "no worker is up"
-        return json_response({"status": status}, status=200 if well else 503)
+        if self._pool.stats()["workers"] > 0:
+            return json_response({"status": "ok"})
+        return json_response({"status": "no worker is up"}, status=503)
 
     async def openapi(self, request: web.Request) -> web.Response:
         return json_response(await anyio.to_thread.run_sync(self._document))
@@ -176,39 +168,35 @@ class SandboxService:
     # -- compatible protocols ---------------------------------------------------------------
 
     async def submission(self, request: web.Request, *, with_output: bool) -> web.Response:
-        asked = await self._limits.parse_body(compat.Submission, request)
-        (answer,) = await self._judge([asked], with_output)
+        submission = await self._limits.parse_body(compat.Submission, request)
+        (answer,) = await self._judge([submission], with_output)
         return json_response(answer)
 
     async def submissions(self, request: web.Request, *, with_output: bool) -> web.Response:
-        asked = await self._limits.parse_body(compat.BatchSubmission, request)
-        answers = await self._judge(asked.submissions, with_output)
-        return json_response({"sub_id": asked.sub_id or compat.new_id(), "results": answers})
+        batch = await self._limits.parse_body(compat.BatchSubmission, request)
+        answers = await self._judge(batch.submissions, with_output)
+        return json_response({"sub_id": batch.sub_id or compat.new_id(), "results": answers})
 
     async def _judge(
-        self, asked: list[compat.Submission], with_output: bool
+        self, submissions: list[compat.Submission], with_output: bool
     ) -> list[dict[str, Any]]:
-        answers = [compat.refused_submission(one, with_output=with_output) for one in asked]
-        todo = [index for index, answer in enumerate(answers) if answer is None]
-        calls = (
-            _Call(
-                one.solution,
-                one.input or "",
-                self._settings.code_judge_timeout_s,
-                output=compat.output_limits(one),
-            )
-            for one in map(asked.__getitem__, todo)
-        )
-        async with self._each(calls) as results:
+        answers: dict[int, dict[str, Any]] = {}
+        for index, submission in enumerate(submissions):
+            if refusal := compat.refused_submission(submission):
+                answers[index] = refusal
+        accepted = [index for index in range(len(submissions)) if index not in answers]
+        timeout_s = self._settings.code_judge_timeout_s
+        calls = (compat.submitted_call(submissions[index], timeout_s) for index in accepted)
+        async with self._run_all(calls) as results:
             async for number, result in results:  # no deadline: the calls have theirs
-                index = todo[number]
-                answers[index] = compat.judged(
-                    asked[index],
-                    result,
-                    with_output=with_output,
-                    num_chars=self._settings.code_judge_chars,
+                index = accepted[number]
+                answers[index] = compat.submission_result(
+                    submissions[index], result, self._settings.code_judge_chars
                 )
-        return [answer for answer in answers if answer is not None]
+        if not with_output:  # Code Judge's JudgeResult
+            for answer in answers.values():
+                del answer["stdout"], answer["stderr"]
+        return [answers[index] for index in range(len(submissions))]
 
     async def status(self, request: web.Request) -> web.Response:
         stats = self._pool.stats()
@@ -218,14 +206,15 @@ class SandboxService:
         return json_response("pong")
 
     async def run_code(self, request: web.Request) -> web.Response:
-        asked = await self._limits.parse_body(compat.RunCodeRequest, request)
-        if refusal := compat.refused_code(asked):
+        program = await self._limits.parse_body(compat.RunCodeRequest, request)
+        if refusal := compat.refused_code(program):
             return json_response(refusal)
+        await self._limits.reserve(request, compat.MAX_RUN_CODE_BYTES)
         result = await self._pool.run(
-            asked.code,
-            asked.stdin or "",
-            asked.run_timeout,
-            compat.memory_mib(asked, self._pool.settings.memory_mib),
+            program.code,
+            program.stdin or "",
+            program.run_timeout,
+            compat.memory_mib(program, self._pool.settings.memory_mib),
             output=compat.RUN_CODE_OUTPUT,
         )
         return json_response(compat.run_code_answer(result))
@@ -233,8 +222,10 @@ class SandboxService:
     # -- helpers ----------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _each(self, calls: Iterable[_Call]) -> AsyncIterator[AsyncIterator[Numbered]]:
-        """Run many calls; yield (index, result) pairs as they finish.
+    async def _run_all(
+        self, calls: Iterable[dict[str, Any]]
+    ) -> AsyncIterator[AsyncIterator[Numbered]]:
+        """Run calls, given as arguments of `Pool.run`; yield (index, result) pairs as they finish.
 
         Only slightly more calls than there are slots are in the pool at a time, so that a batch
         does not delay other clients; the wait here counts as queue time.
@@ -247,13 +238,7 @@ class SandboxService:
             async with out:
                 for index, call in numbered:
                     waited_s = anyio.current_time() - began
-                    result = await self._pool.run(
-                        call.code,
-                        call.stdin,
-                        call.timeout_s,
-                        call.memory_mib,
-                        output=call.output,
-                    )
+                    result = await self._pool.run(**call)
                     # no deadline: the reader has one, or does not wait for anybody
                     await out.send((index, replace(result, queue_s=result.queue_s + waited_s)))
 
@@ -264,15 +249,21 @@ class SandboxService:
                     group.start_soon(work, out.clone())
             yield results
 
-    def _memory(self, asked: RunRequest) -> int | None:
-        """Return a call's memory limit in MiB: the requested one, up to the pool's."""
-        most = self._pool.settings.memory_mib
-        return None if asked.memory_mib is None else min(asked.memory_mib, most)
+    def _call(self, request: RunRequest) -> dict[str, Any]:
+        """Return the arguments of a call: its memory limit is at most the pool's."""
+        call = request.model_dump()
+        if request.memory_mib is not None:
+            call["memory_mib"] = min(request.memory_mib, self._pool.settings.memory_mib)
+        return call
 
     @web.middleware
-    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        with self._limiter.request(request.protocol):
+    async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        transport = request.transport
+        self._connections.begin(transport)
+        try:
             return await handler(request)
+        finally:
+            self._connections.end(transport, time.monotonic())
 
 
 def _no_session() -> RequestRefused:

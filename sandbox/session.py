@@ -10,13 +10,10 @@ from agentloop.sandbox.link import OpenSession
 from agentloop.sandbox.results import CallResult
 from agentloop.sandbox.slots import PoolWorker
 
-SESSION_GONE = {
-    LostBy.PROGRAM: "the session's process was ended by the code that ran in it; its variables are "
-    "gone",
-    LostBy.CALLER: "the session's process was killed with a cell that its caller cancelled; its "
-    "variables are gone",
-    LostBy.INFRASTRUCTURE: "the session's process has ended, not because of the code that ran in "
-    "it; its variables are gone",
+HOW_LOST = {
+    LostBy.PROGRAM: "was ended by the code that ran in it",
+    LostBy.CALLER: "was killed with a cell that its caller cancelled",
+    LostBy.INFRASTRUCTURE: "has ended, not because of the code that ran in it",
 }
 
 
@@ -76,4 +73,4 @@ class Session:
         if self._state.lost_by is None:
             link = self.worker.link
             return SessionLost(f"worker {link.worker_id} was lost: {link.why}", by)
-        return SessionLost(SESSION_GONE[by], by)
+        return SessionLost(f"the session's process {HOW_LOST[by]}; its variables are gone", by)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import secrets
-from contextlib import AsyncExitStack
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import anyio
-import anyio.abc
+from anyio.abc import TaskGroup, TaskStatus
 
 from agentloop.sandbox.errors import LostBy, SessionLost
 from agentloop.sandbox.pool import Pool
@@ -20,39 +20,24 @@ from agentloop.sandbox.results import CallResult
 from agentloop.sandbox.session import Session
 
 
+@dataclass(eq=False)
 class _Held:
-    def __init__(self, session: Session, scope: anyio.CancelScope) -> None:
-        self.session = session
-        self.scope = scope
-        self.num_running = 0
+    session: Session
+    scope: anyio.CancelScope
+    num_running: int = 0
 
 
 class Sessions:
-    """Open sessions by key: `async with Sessions(pool, idle_s) as sessions`.
+    """Open sessions by key, which are closed when the task group is cancelled."""
 
-    Leaving the context closes all of them.
-    """
-
-    def __init__(self, pool: Pool, idle_s: float = math.inf) -> None:
+    def __init__(self, pool: Pool, group: TaskGroup, idle_s: float = math.inf) -> None:
         self._pool = pool
+        self._group = group
         self._idle_s = idle_s
         self._held: dict[Any, _Held] = {}
 
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            self._group = await stack.enter_async_context(anyio.create_task_group())
-            stack.callback(self._group.cancel_scope.cancel)
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._stack.__aexit__(None, None, None)
-
     def __contains__(self, key: Any) -> bool:
         return key in self._held
-
-    def __len__(self) -> int:
-        return len(self._held)
 
     async def open(self, key: Any = None, max_wait_s: float | None = None) -> Any:
         """Open a session and return its key, by default a random secret.
@@ -64,15 +49,8 @@ class Sessions:
         await self._group.start(self._hold, key, max_wait_s)
         return key
 
-    async def run(
-        self,
-        key: Any,
-        code: str,
-        stdin: str,
-        timeout_s: float | None,
-        memory_mib: int | None = None,
-    ) -> CallResult:
-        """Run a cell.
+    async def run(self, key: Any, **call: Any) -> CallResult:
+        """Run a cell, with the arguments of `Session.run`.
 
         Raises:
             KeyError: there is no such session.
@@ -82,7 +60,7 @@ class Sessions:
         held.num_running += 1
         held.scope.deadline = math.inf
         try:
-            return await held.session.run(code, stdin, timeout_s, memory_mib)
+            return await held.session.run(**call)
         except SessionLost:
             self.close(key)
             raise
@@ -104,7 +82,7 @@ class Sessions:
         return held is not None
 
     async def _hold(
-        self, key: Any, max_wait_s: float | None, *, task_status: anyio.abc.TaskStatus[None]
+        self, key: Any, max_wait_s: float | None, *, task_status: TaskStatus[None]
     ) -> None:
         async with self._pool.session(max_wait_s) as session:
             deadline = anyio.current_time() + self._idle_s

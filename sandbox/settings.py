@@ -13,8 +13,8 @@ from pydantic import Field
 
 
 def default_workers() -> int:
-    """Return the default number of workers: one per two cores, since each runs several calls."""
-    return max(1, len(os.sched_getaffinity(0)) // 2)
+    """Return the default number of workers: two per core, since calls also wait."""
+    return 2 * len(os.sched_getaffinity(0))
 
 
 MAX_CODE_BYTES = 8 << 20  # of a call's code and standard input together
@@ -82,6 +82,11 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
         description="Image of the containers. By default, the project's own, which is built if it "
         "is missing.",
     )
+    runtime: str = Field(
+        default="",
+        description="The engines' runtime for containers, such as runsc (gVisor) for a kernel of "
+        "their own. By default, the engine's default.",
+    )
     packages: list[str] = Field(
         default_factory=list,
         description="Packages for programs besides numpy, scipy and sympy, such as "
@@ -90,25 +95,20 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     )
     workers: Annotated[int, Field(ge=1)] = Field(
         default_factory=default_workers,
-        description="Number of containers, or of local worker processes. By default, one for every "
-        "two cores.",
+        description="Number of containers, or of local worker processes, for calls; each runs one "
+        "call at a time. Further calls wait, first in, first out. By default, two for every core.",
     )
-    slots_per_worker: Annotated[int, Field(ge=1, le=256)] = Field(
-        default=4,
-        description="Concurrent calls per worker. Further calls wait, first in, first out.",
-    )
-    sessions_per_worker: Annotated[int, Field(ge=0, le=256)] = Field(
-        default=32,
-        description="Open notebook sessions per worker. An idle session only costs memory.",
+    max_sessions: Annotated[int, Field(ge=0)] = Field(
+        default=64,
+        description="Number of open notebook sessions. Each has a container of its own, beside "
+        "those for calls; an idle one only costs memory.",
     )
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         default=4.0, description="Wall time limit of a call that does not set its own."
     )
     memory_mib: Annotated[int, Field(ge=128)] = Field(
         default=512,
-        description="Memory limit of a call, for all of its processes and its directory together. "
-        "A worker's limit is that of its slots and as much again for idle sessions, but at most "
-        "its share of three quarters of the machine's memory.",
+        description="Memory limit of a call, for all of its processes and its directory together.",
     )
     scratch_mib: Annotated[int, Field(ge=1)] = Field(
         default=32,
@@ -158,8 +158,8 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
             try:
                 Requirement(package)
             except InvalidRequirement as error:
-                why = str(error).partition("\n")[0]
-                raise ValueError(f"{package!r} is not a valid requirement: {why}") from None
+                reason = str(error).partition("\n")[0]
+                raise ValueError(f"{package!r} is not a valid requirement: {reason}") from None
         return packages
 
     @pydantic.model_validator(mode="after")

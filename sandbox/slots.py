@@ -1,17 +1,19 @@
-"""The order in which waiting calls get the slots of workers. Pure: no I/O and no await.
+"""The order in which calls and sessions get workers. Pure: no I/O and no await.
 
-    a call ──enter──> waiting, first in, first out ──> a slot of the least busy worker ──free──> ...
+    a call ──enter──> first in, first out ──> an idle worker ──free──> ...
                          └──leave (cancelled, out of time)
 
-A call that is to run alone goes first and waits until a worker is empty. A session's cell waits for
-its own worker, and calls behind it may be served before it.
+A worker runs one call at a time, or belongs to a session while that is open. At most `max_running`
+calls and cells run at a time, however many sessions there are. A host is a worker with many slots.
 """
 
 from __future__ import annotations
 
+import enum
+import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import anyio
 
@@ -19,7 +21,9 @@ from agentloop.sandbox.link import Link
 from agentloop.sandbox.remote import HostLink
 from agentloop.sandbox.settings import PoolSettings
 
-GRACE_S = 5.0  # time beyond a call's time limit after which its worker is considered hung
+# Time beyond a call's time limit after which its worker is considered hung: longer than the worker
+# takes to start a program and to end a cell, even if it is busy.
+GRACE_S = 15.0
 
 
 class PoolWorker:
@@ -28,32 +32,33 @@ class PoolWorker:
     def __init__(self, link: Link, settings: PoolSettings) -> None:
         self.link = link
         hello = link.hello
-        self.num_slots = self.free = int(hello.get("slots", settings.slots_per_worker))
-        num_sessions = hello.get("sessions", settings.sessions_per_worker)
-        self.max_sessions = self.free_sessions = int(num_sessions)
+        self.num_slots = self.free = int(hello.get("slots", 1))
+        self.max_sessions = self.free_sessions = int(hello.get("sessions", 1))
         self.grace_s = float(hello.get("grace_s", GRACE_S))
-        self.num_left = math.inf if "slots" in hello else settings.recycle_after
+        self.num_left = math.inf if self.is_host else settings.recycle_after
         self.proven = False  # has replied to a call, so it does not fail at once
         self.retiring = False
-        self.runs_alone = False  # reserved for a single call
-        self.drained = anyio.Event()  # has run its share, without calls and sessions left
-        self.vacant = anyio.Event()  # may be replaced
+        self.drained = anyio.Event()  # retiring, without calls and sessions left
 
     @property
     def alive(self) -> bool:
         return not self.link.lost.is_set()
 
     @property
-    def aside(self) -> bool:
-        """True if it was replaced and keeps running only for its sessions."""
-        return self.alive and self.vacant.is_set()
-
-    @property
     def num_sessions(self) -> int:
         return self.max_sessions - self.free_sessions
 
+    @property
+    def is_idle(self) -> bool:
+        return self.free == self.num_slots and not self.num_sessions
+
+    def retire(self) -> None:
+        """Take no more calls and sessions, and end when those that there are have ended."""
+        self.retiring = True
+        self.check_drained()
+
     def check_drained(self) -> None:
-        if self.retiring and self.free == self.num_slots and not self.num_sessions:
+        if self.retiring and self.is_idle:
             self.drained.set()
 
     @property
@@ -62,7 +67,7 @@ class PoolWorker:
 
     @property
     def can_open_session(self) -> bool:
-        return self.open and not self.runs_alone and self.free_sessions > 0
+        return self.open and (self.free_sessions > 0 if self.is_host else self.is_idle)
 
     @property
     def is_host(self) -> bool:
@@ -71,106 +76,151 @@ class PoolWorker:
     @property
     def num_available(self) -> int:
         """Free slots, minus a host's calls for other clients; -1 if it takes no calls."""
-        others = self.link.others if isinstance(self.link, HostLink) else 0
-        is_open = self.open and not self.runs_alone
-        return max(min(self.free, 1), self.free - others) if is_open else -1
+        if not self.open:
+            return -1
+        if isinstance(self.link, HostLink):
+            return max(min(self.free, 1), self.free - self.link.others)
+        return int(self.is_idle)
+
+
+class Need(enum.Enum):
+    """Kinds of what a waiter waits for."""
+
+    CALL = enum.auto()  # any worker that can run a call
+    CELL = enum.auto()  # the worker of its session
+    SESSION = enum.auto()  # a worker of its own
 
 
 class SlotWaiter:
-    __slots__ = ("alone", "granted", "only", "worker")
+    __slots__ = ("granted", "need", "number", "only", "worker")
 
-    def __init__(self, only: PoolWorker | None, alone: bool) -> None:
-        self.only = only  # the only worker that can run it: a session's cell
-        self.alone = alone  # needs a worker for itself
+    def __init__(self, need: Need, only: PoolWorker | None, number: int) -> None:
+        self.need = need
+        self.only = only  # a cell's worker
+        self.number = number
         self.granted = anyio.Event()
         self.worker: PoolWorker | None = None
 
 
 class SlotQueue:
-    """The queue of calls that wait for a slot."""
+    """The queue of calls, cells and sessions that wait for a worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_running: int, max_sessions: int) -> None:
+        self.max_running = max_running  # of calls and cells on this machine
+        self.max_sessions = max_sessions
+        self.num_running = 0
         self.workers: list[PoolWorker] = []
-        self.waiting: OrderedDict[SlotWaiter, None] = OrderedDict()
+        # All that wait for the same are served in order, so only the first call is looked at.
+        self._calls: OrderedDict[SlotWaiter, None] = OrderedDict()
+        self._others: OrderedDict[SlotWaiter, None] = OrderedDict()
+        self._numbers = itertools.count()
 
-    def enter(self, only: PoolWorker | None, alone: bool) -> SlotWaiter:
-        """Enqueue a call; one that is to run `alone` goes first, since it has waited before."""
-        waiter = SlotWaiter(only, alone)
-        self.waiting[waiter] = None
-        self.waiting.move_to_end(waiter, last=not alone)
+    @property
+    def num_waiting(self) -> int:
+        """Calls and cells that wait."""
+        return len(self._calls) + len(self._others) - self.num_waiting_sessions
+
+    @property
+    def num_waiting_sessions(self) -> int:
+        return sum(waiter.need is Need.SESSION for waiter in self._others)
+
+    @property
+    def num_sessions(self) -> int:
+        """Open sessions on this machine."""
+        return sum(worker.num_sessions for worker in self.workers if not worker.is_host)
+
+    def wake_all(self) -> None:
+        """Wake all waiters without a worker."""
+        for waiter in (*self._calls, *self._others):
+            waiter.granted.set()
+
+    def enter(
+        self, need: Need = Need.CALL, only: PoolWorker | None = None, *, again: bool = False
+    ) -> SlotWaiter:
+        """Enqueue a waiter; one that has waited before (`again`) goes first."""
+        waiter = SlotWaiter(need, only, -1 if again else next(self._numbers))
+        queue = self._calls if need is Need.CALL else self._others
+        queue[waiter] = None
+        queue.move_to_end(waiter, last=not again)
         self.serve()
         return waiter
 
     def leave(self, waiter: SlotWaiter) -> None:
-        """Remove a cancelled call from the queue, or free its slot if it was just granted."""
-        if waiter.worker is not None:
+        """Remove a waiter that was cancelled, or free the worker that it was just granted."""
+        if waiter.worker is None:
+            self._calls.pop(waiter, None)
+            self._others.pop(waiter, None)
+        elif waiter.need is Need.SESSION:
+            self.free_session(waiter.worker)
+        else:
             self.free(waiter.worker)
-            return
-        self.waiting.pop(waiter, None)
-        if waiter.alone:
-            self.serve()  # a worker that was being emptied for it can take calls again
 
     def free(self, worker: PoolWorker) -> None:
+        """Note that a call or cell has ended."""
         worker.free += 1
-        if worker.alive:
-            worker.runs_alone = False
+        if not worker.is_host:
+            self.num_running -= 1
+        worker.check_drained()
+        self.serve()
+
+    def free_session(self, worker: PoolWorker) -> None:
+        """Note that a session was closed."""
+        worker.free_sessions += 1
         worker.check_drained()
         self.serve()
 
     def serve(self) -> None:
-        """Grant free slots, oldest call first."""
-        passed_over: list[SlotWaiter] = []
-        emptying: list[PoolWorker] = []  # workers that take no calls until they are empty
-        while self.waiting:
-            waiter, _ = self.waiting.popitem(last=False)
-            if waiter.alone:
-                worker = self.reserve_worker(emptying)
+        """Grant workers to those that wait, oldest first."""
+        while (found := self._next()) is not None:
+            waiter, worker = found
+            self._calls.pop(waiter, None)
+            self._others.pop(waiter, None)
+            waiter.granted.set()
+            if not worker.alive:  # a cell's, which is woken to report that
+                continue
+            waiter.worker = worker
+            if waiter.need is Need.SESSION:
+                worker.free_sessions -= 1
+                continue
+            worker.free -= 1
+            worker.num_left -= 1
+            if not worker.is_host:
+                self.num_running += 1
+
+    def _next(self) -> tuple[SlotWaiter, PoolWorker] | None:
+        """Return the oldest waiter that can be served, and its worker."""
+        call = next(iter(self._calls), None)
+        able = self.worker_for_call() if call is not None else None
+        for waiter, worker in self._able_others():
+            if call is None or able is None or waiter.number < call.number:
+                return waiter, worker
+            break
+        return (call, able) if call is not None and able is not None else None
+
+    def _able_others(self) -> Iterator[tuple[SlotWaiter, PoolWorker]]:
+        for waiter in self._others:
+            if waiter.need is Need.SESSION:
+                worker = self.worker_for_session()
             else:
-                worker = self.slot_for(waiter.only, emptying)
+                worker = waiter.only
+                if worker is not None and worker.alive and not self._can_run(worker):
+                    continue
             if worker is not None:
-                worker.free -= 1
-                worker.num_left -= 1
-                waiter.worker = worker
-                waiter.granted.set()
-            elif waiter.only is not None and not waiter.only.alive:
-                waiter.granted.set()  # its worker is lost: wake it to report that
-            elif waiter.only is not None or waiter.alone:
-                passed_over.append(waiter)  # others can be served before it
-            else:
-                passed_over.append(waiter)
-                break
-        for waiter in reversed(passed_over):
-            self.waiting[waiter] = None
-            self.waiting.move_to_end(waiter, last=False)
+                yield waiter, worker
 
-    def slot_for(
-        self, only: PoolWorker | None, emptying: Sequence[PoolWorker] = ()
-    ) -> PoolWorker | None:
-        """Return the worker that can take a call now: `only`, if given, or the least busy one."""
-        if only is not None:
-            is_open = only.alive and not only.runs_alone and only not in emptying
-            return only if only.free > 0 and is_open else None
-        able = self.workers
-        if emptying:
-            able = [worker for worker in able if worker not in emptying]
-        best = max(able, key=lambda w: w.num_available, default=None)
-        return best if best is not None and best.num_available > 0 else None
+    def _can_run(self, worker: PoolWorker) -> bool:
+        return worker.free > 0 and (worker.is_host or self.num_running < self.max_running)
 
-    def reserve_worker(self, emptying: list[PoolWorker]) -> PoolWorker | None:
-        """Reserve an idle worker for a single call.
-
-        If there is none, add the one with the fewest calls to `emptying` and return None. With
-        hosts only, return any worker with a free slot, since hosts isolate calls themselves.
-        """
-        local = [worker for worker in self.workers if worker.open and not worker.is_host]
-        if not local:
-            return self.slot_for(None)
-        able = [worker for worker in local if not worker.runs_alone and worker not in emptying]
-        best = max(able, key=lambda w: (w.free - w.num_slots, w.free_sessions), default=None)
-        if best is None:
-            return None
-        if best.free < best.num_slots:
-            emptying.append(best)
-            return None
-        best.runs_alone = True
+    def worker_for_call(self) -> PoolWorker | None:
+        """Return the worker with the most free slots that can take a call now."""
+        best, most = None, 0
+        for worker in self.workers:
+            if (num := worker.num_available) > most and self._can_run(worker):
+                best, most = worker, num
         return best
+
+    def worker_for_session(self) -> PoolWorker | None:
+        """Return the worker that can take a session now."""
+        is_full = self.num_sessions >= self.max_sessions
+        able = [w for w in self.workers if w.can_open_session and (w.is_host or not is_full)]
+        return max(able, key=lambda worker: worker.free_sessions, default=None)

@@ -38,7 +38,7 @@ class SessionAgent:
 
     Attributes:
         asked: the bodies of the requests so far.
-        answer: what the model says; None: nothing, until the program has gone.
+        answer: the model's reply; None: no reply until the program has gone.
         script: messages that the model says first.
         in_flight: requests, by what the model has sampled for them; None: nothing.
     """

@@ -52,7 +52,7 @@ class GroupPlayer:
     Attributes:
         run_group: makes the trajectories of a group, with the arguments `size`, `name`, `budget`
             and `on_queued` besides the prompt; or their records.
-        wait: is `wait_for_capacity`.
+        wait: the `wait_for_capacity`.
     """
 
     run_group: Callable[..., Awaitable[Sequence[Trajectory | RolloutRecord]]]

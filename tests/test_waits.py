@@ -46,12 +46,12 @@ REASON = re.compile(r"#.*\bno deadline( here)?: *(?P<reason>\S.*)")
 class Wait:
     place: str
     line: int
-    what: str
+    source: str
     bound: str | None
     """What ends it at last: a deadline, or the reason why it needs none. None: nothing is said."""
 
     def __str__(self) -> str:
-        return f"{self.place}:{self.line}: {self.what}  <- {self.bound or 'NOTHING'}"
+        return f"{self.place}:{self.line}: {self.source}  <- {self.bound or 'NOTHING'}"
 
 
 def name_of(call: ast.AST) -> str:
@@ -219,9 +219,9 @@ def test_the_rule_finds_what_it_should() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_there_are_waits_of_all_kinds(package: str) -> None:
-    whats = [wait.what for wait in all_waits() if wait.place.startswith(package)]
+    sources = [wait.source for wait in all_waits() if wait.place.startswith(package)]
     for kind in (r"await .*\.wait\(", "async for", "async with"):
-        assert any(re.match(kind, found_wait) for found_wait in whats), kind
+        assert any(re.match(kind, source) for source in sources), kind
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ _COMMANDS: dict[str, tuple[type[pydantic.BaseModel], str]] = {
     ),
 }
 # Defaults that depend on the machine.
-_SHOWN = {"sandbox.workers": "one per two cores"}
+_SHOWN = {"sandbox.workers": "two per core"}
 
 Row = tuple[str, str, str]
 

@@ -1,1 +1,1 @@
-"""One trajectory: messages to ids, tokens to tool calls, and back."""
+"""The agent: messages to ids, tokens to tool calls, and back."""

@@ -67,7 +67,7 @@ class Markup:
 
 
 _MARKUP = Markup()
-_PARTIAL_CONTROL_RE = re.compile(r"<\|[a-z_]{0,20}\|?")
+_PARTIAL_CONTROL_RE = re.compile(r"<(?:\|[a-z_]{0,20}\|?)?")
 _MAX_PARTIAL = 32  # characters of markup that may be held back
 
 

@@ -1,4 +1,4 @@
-"""One generation from given token ids: without a chat template, tools or turns.
+"""Run one generation from given token ids: without a chat template, tools or turns.
 
     ids ──engine──> chunks ──> pieces: tokens, and the text that is final with them
 
@@ -42,9 +42,6 @@ class GeneratedPiece:
     end: TurnEnd | None = None
 
 
-OnPiece = Callable[[GeneratedPiece], None]
-
-
 class RawGeneration:
     """Runs a generation and reports it piece by piece.
 
@@ -59,7 +56,7 @@ class RawGeneration:
         *,
         vocab_size: int,
         stop: Sequence[str] = (),
-        on_piece: OnPiece,
+        on_piece: Callable[[GeneratedPiece], None],
     ) -> None:
         """
         Args:

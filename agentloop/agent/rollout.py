@@ -1,4 +1,4 @@
-"""One trajectory: generate, dispatch, observe, repeat.
+"""Run one trajectory: generate, dispatch, observe, repeat.
 
     prompt ids ──> generate ──tokens──> tool stream ──call──> tool (a task of the turn) ──┐
          ▲                                                                               │
@@ -391,7 +391,7 @@ class Rollout:
         max_new_tokens: int,
         dispatch: Callable[[ToolCall], None],
     ) -> None:
-        message = self._trajectory.message_of(index)
+        options, message = self.options, self._trajectory.message_of(index)
         reader = TurnReader(
             self._trajectory,
             index,
@@ -402,7 +402,7 @@ class Rollout:
                 id_prefix=f"call_{self.id[-12:]}_{self.num_turns_before + index}",
             ),
             speech=self._speech,
-            options=self.options,
+            options=options,
             max_thought_tokens=self.budget.max_thought_tokens,
             with_text=self.with_text,
             emit=self.emit,
@@ -415,13 +415,13 @@ class Rollout:
             ids=ids,
             sampling=self.sampling,
             max_new_tokens=max_new_tokens,
-            stop_ids=self._stop_ids,
+            stop_ids=() if options.ignore_end else (*self.chat.stop_ids, *options.stop_ids),
             group=self.group,
             num_shared=len(self._trajectory.prompt_ids) if self.group else 0,
-            num_top_logprobs=self.options.num_top_logprobs,
+            num_top_logprobs=options.num_top_logprobs,
             stream_interval=1 if self.with_text else _UNREAD_INTERVAL,
             parameters={
-                **self.options.parameters,
+                **options.parameters,
                 **self._constraints.of(message, self.chat.opening_tag(self._trajectory, index)),
             },
         )
@@ -450,12 +450,6 @@ class Rollout:
             turn.generated_s = self._elapsed_s()
             reader.flush()
         reader.finish()
-
-    @property
-    def _stop_ids(self) -> tuple[int, ...]:
-        if self.options.ignore_end:
-            return ()
-        return (*self.chat.stop_ids, *self.options.stop_ids)
 
     async def _run_call(
         self, index: int, call: ToolCall, dispatched_s: float, results: dict[str, ToolResult]

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -106,8 +106,6 @@ __all__ = ["AgentService", "listening"]
 
 log = logging.getLogger(__name__)
 
-M = TypeVar("M", bound=pydantic.BaseModel)
-
 
 class RolloutsRequest(pydantic.BaseModel):
     """The body of `POST /v1/rollouts`."""
@@ -165,8 +163,8 @@ class AgentService:
         self._num_refused = 0
         self._store = ResponseStore()
         self._answers = IdempotentAnswers(is_shared=True, max_answers=1024, max_ids=1 << 22)
-        kind = "agent" if agent is None else agent.environment.name
-        self._agent_name = f"{runtime.model_name}-{kind}"
+        name = "agent" if agent is None else agent.environment.name
+        self._agent_name = f"{runtime.model_name}-{name}"
         self.rollout = runtime.rollout if agent is None else agent.rollout
         self.recorder = Recorder(
             record,
@@ -191,7 +189,7 @@ class AgentService:
             num_waiting=lambda: runtime.router.num_waiting,
             sandbox=lambda: runtime.pool.stats(),
             served_on=lambda: served_here(settings.servers, settings.server.device),
-            more=self._moment,
+            more=lambda: {"paused": self._is_paused, "refusals": self._num_refused},
         )
         self._dashboard = Dashboard(sources, num_refused=lambda: self._num_refused)
         self.on_event = self._dashboard.emit  # also for rollouts that others start, to count them
@@ -282,18 +280,17 @@ class AgentService:
         self._check_open()
         return await self._asks(question)
 
-    async def _answer(self, question: str, emit: Emit) -> None:
-        async with self._slots:  # no deadline: `asking` has one for its start
-            self.recorder.add(await self.rollout(question, on_event=emit))
+    async def _answer(self, question: str, emit: Emit) -> Trajectory:
+        async with self._slots:  # no deadline: until another rollout ends, which has its own
+            trajectory = await self.rollout(question, on_event=emit)
+        self.recorder.add(trajectory)
+        return trajectory
 
     def _check_open(self) -> None:
         """Raise ServerError if the service is paused."""
         if self._is_paused:
             self._num_refused += 1
             raise ServerError("the service is paused by its operator; try again later")
-
-    def _moment(self) -> dict[str, Any]:
-        return {"paused": self._is_paused, "refusals": self._num_refused}
 
     def _servers_in_words(self) -> str:
         return "\n".join(
@@ -317,21 +314,10 @@ class AgentService:
         app.on_response_prepare.append(name_request)
         return app
 
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer_by_model(request, ChatExchange)
-
-    async def responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer_by_model(request, ResponsesExchange)
-
-    async def messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer_by_model(request, MessagesExchange)
-
     async def count_tokens(self, request: web.Request) -> web.Response:
         return await self.bare.count_tokens(request)
 
-    async def _answer_by_model(
-        self, request: web.Request, kind: type[Exchange]
-    ) -> web.StreamResponse:
+    async def answer(self, request: web.Request, kind: type[Exchange]) -> web.StreamResponse:
         """Answer by the model that a request names: the agent, or the bare model."""
         body = await self._body(request)
         exchange = kind.parse(body, self._store)
@@ -382,13 +368,16 @@ class AgentService:
     async def rollouts(self, request: web.Request) -> web.StreamResponse:
         body = parse(RolloutsRequest, await self._body(request))
         self._check_open()
-        sampling = _with(self._settings.sampling, body.sampling)
-        budget = _with(self._settings.budget, body.budget)
+        overrides = body.model_dump(exclude_unset=True)
+        sampling = with_overrides(
+            self._settings.sampling, overrides.get("sampling", {}), "sampling"
+        )
+        budget = with_overrides(self._settings.budget, overrides.get("budget", {}), "budget")
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         lines_in, lines = anyio.create_memory_object_stream[RolloutLine](0)
         jobs = product(range(len(body.prompts)), range(body.n))
-        name = uuid.uuid4().hex
+        name, timeout_s = uuid.uuid4().hex, self._settings.serve.io_timeout_s
         ended: dict[int, list[Trajectory]] = {}  # by prompt, until all of its samples are there
 
         async def work(out: MemoryObjectSendStream[RolloutLine]) -> None:
@@ -426,7 +415,7 @@ class AgentService:
                         tasks.start_soon(work, lines_in.clone())
                 async with lines:
                     async for line in lines:  # no deadline: the rollouts have theirs
-                        await self._write(request, response, dumps(line) + b"\n")
+                        await send(request, response, dumps(line) + b"\n", timeout_s=timeout_s)
         finally:
             for siblings in ended.values():
                 self.recorder.add(*siblings)
@@ -457,10 +446,7 @@ class AgentService:
 
     async def _answer_to(self, question: str) -> str:
         self._check_open()
-        async with self._slots:  # no deadline: until another rollout ends, which has its own
-            trajectory = await self.rollout(question, on_event=self.on_event)
-        self.recorder.add(trajectory)
-        return _scorable(trajectory).answer
+        return _scorable(await self._answer(question, self.on_event)).answer
 
     async def waits(self, request: web.Request) -> web.Response:
         """List everything that waits, with reasons and durations, and the state of the servers."""
@@ -483,9 +469,6 @@ class AgentService:
 
     async def _body(self, request: web.Request) -> bytes:
         return await read_body(request, self._settings.serve.io_timeout_s)
-
-    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        await send(request, response, data, timeout_s=self._settings.serve.io_timeout_s)
 
     def _options(self, request: ChatRequest, index: int) -> dict[str, Any]:
         sampling = with_overrides(self._settings.sampling, request.sampling_overrides(), "sampling")
@@ -536,13 +519,13 @@ _HEALTH: Responses = {
     503: Response("No inference server is healthy.", {JSON: HealthStatus}),
 }
 ROUTES = [
-    Route("POST", "/v1/chat/completions", AgentService.chat_completions,
+    Route("POST", "/v1/chat/completions", partial(AgentService.answer, kind=ChatExchange),
           "Answer a conversation; the agent runs its own tools",
           {**COMPLETION, **UNKNOWN_MODEL, **BODY_ERRORS}, ChatRequest),
-    Route("POST", "/v1/responses", AgentService.responses,
+    Route("POST", "/v1/responses", partial(AgentService.answer, kind=ResponsesExchange),
           "Answer a conversation in the protocol of OpenAI's Responses",
           {**RESPONSE, **UNKNOWN_MODEL, **BODY_ERRORS}, ResponsesRequest),
-    Route("POST", "/v1/messages", AgentService.messages,
+    Route("POST", "/v1/messages", partial(AgentService.answer, kind=MessagesExchange),
           "Answer a conversation in Anthropic's protocol",
           {**MESSAGE, **in_anthropics_form({**UNKNOWN_MODEL, **BODY_ERRORS})}, MessagesRequest),
     Route("POST", "/v1/messages/count_tokens", AgentService.count_tokens,
@@ -593,8 +576,3 @@ def _scorable(trajectory: Trajectory) -> Trajectory:
     if trajectory.stop_reason.is_unscorable:
         raise ServerError(f"the rollout failed: {trajectory.error}")
     return trajectory
-
-
-def _with(base: M, overrides: M) -> M:
-    """Return `base` with the fields that are set in `overrides`."""
-    return base.model_copy(update=overrides.model_dump(exclude_unset=True))

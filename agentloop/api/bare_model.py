@@ -161,7 +161,7 @@ class BareModel:
         writers = self._answering.writers(
             chat_request, self.name, is_agent=False, frame=attempt.frame
         )
-        recording = session or self._sessions.open(is_listed=False)
+        model_session = session or self._sessions.open(is_listed=False)
         unsent: dict[int, Trajectory] = {}
         sent: set[int] = set()  # choices of which the client was sent something
 
@@ -176,9 +176,9 @@ class BareModel:
         async def run(index: int, emit: Emit) -> Trajectory:
             # In this order: one session may not take them all.
             # no deadline: until another request ends, which has its own
-            async with Slot(recording.slots), Slot(self._slots):
-                turn_request = self._turn_request(chat_request, index, recording)
-                unsent[index] = trajectory = await recording.complete(
+            async with Slot(model_session.slots), Slot(self._slots):
+                turn_request = self._turn_request(chat_request, index, model_session)
+                unsent[index] = trajectory = await model_session.complete(
                     turn_request, partial(as_message, index), emit
                 )
             return trajectory
@@ -190,9 +190,9 @@ class BareModel:
         finally:
             if not attempt.is_remembered:
                 for index in unsent.keys() - sent:
-                    recording.discard(unsent[index])
+                    model_session.discard(unsent[index])
             if session is None:
-                self._sessions.close(recording)
+                self._sessions.close(model_session)
 
     def _turn_request(self, request: ChatRequest, index: int, session: ModelSession) -> TurnRequest:
         sampling, options = None, request.turn_options()
@@ -247,16 +247,7 @@ class BareModel:
             await send(request, response, line, timeout_s=self._io_timeout_s)
         return response
 
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer_in_session(request, ChatExchange)
-
-    async def messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer_in_session(request, MessagesExchange)
-
-    async def responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer_in_session(request, ResponsesExchange)
-
-    async def _answer_in_session(
+    async def answer_in_session(
         self, request: web.Request, kind: type[Exchange]
     ) -> web.StreamResponse:
         session = self._session(request)
@@ -332,13 +323,16 @@ SESSION_ROUTES = [
           "Get a session's branches as trajectories",
           {200: Response("A line each.", {JSON_LINES: TrajectoryLine}), **_UNKNOWN},
           parameters=_KEY),
-    Route("POST", "/v1/sessions/{key}/v1/chat/completions", BareModel.chat_completions,
+    Route("POST", "/v1/sessions/{key}/v1/chat/completions",
+          partial(BareModel.answer_in_session, kind=ChatExchange),
           "Continue a conversation by one message",
           {**COMPLETION, **_UNKNOWN, **BODY_ERRORS}, ChatRequest, parameters=_KEY),
-    Route("POST", "/v1/sessions/{key}/v1/responses", BareModel.responses,
+    Route("POST", "/v1/sessions/{key}/v1/responses",
+          partial(BareModel.answer_in_session, kind=ResponsesExchange),
           "Continue a conversation by one message, in the protocol of OpenAI's Responses",
           {**RESPONSE, **_UNKNOWN, **BODY_ERRORS}, ResponsesRequest, parameters=_KEY),
-    Route("POST", "/v1/sessions/{key}/v1/messages", BareModel.messages,
+    Route("POST", "/v1/sessions/{key}/v1/messages",
+          partial(BareModel.answer_in_session, kind=MessagesExchange),
           "Continue a conversation by one message, in Anthropic's protocol",
           {**MESSAGE, **in_anthropics_form({**_UNKNOWN, **BODY_ERRORS})},
           MessagesRequest, parameters=_KEY),

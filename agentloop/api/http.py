@@ -131,7 +131,7 @@ async def send(
         ConnectionResetError: the client did not read in time.
     """
     with _reading(request, timeout_s):
-        await response.write(data)
+        await response.write(data)  # no deadline: _reading() has one
 
 
 def has_left(request: web.Request) -> bool:

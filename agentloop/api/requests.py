@@ -9,7 +9,7 @@ change the answer are ignored, known or not.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -32,15 +32,22 @@ __all__ = [
     "Only",
     "StopSequence",
     "TextFormat",
+    "TypedObject",
     "describe_unsupported",
     "load_object",
+    "objects_in",
     "parse",
+    "refuse_types",
     "refuse_unsupported",
     "validate",
     "with_overrides",
 ]
 
 M = TypeVar("M", bound=pydantic.BaseModel)
+
+
+TypedObject = tuple[str, Any, Sequence[str], str]
+"""An object whose type may be unsupported: its path, itself, supported types, and advice."""
 
 
 class Only(NamedTuple):
@@ -266,6 +273,22 @@ def _check_supported(name: str, value: Any, only: Only) -> None:
         accepted_values = " or ".join(json.dumps(accepted) for accepted in only.values)
         advice = f"leave it out{f', or use {accepted_values}' if accepted_values else ''}"
     raise Unsupported(f"{name}: {json.dumps(value):.60} is not supported by this server; {advice}")
+
+
+def refuse_types(objects: Iterable[TypedObject]) -> None:
+    """Raise Unsupported for the first object of a body whose type is not supported."""
+    for path, value, supported, advice in objects:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in supported:
+            raise Unsupported(
+                f'{path}.type: "{kind:.50}" is not supported by this server; {advice}'
+            )
+
+
+def objects_in(path: str, values: object) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a list with their paths; an empty one for what is none."""
+    for index, value in enumerate(values if isinstance(values, list) else ()):
+        yield f"{path}[{index}]", value if isinstance(value, dict) else {}
 
 
 def parse(model: type[M], body: bytes) -> M:

@@ -10,6 +10,7 @@ The servers' key and the sandboxes' token are drawn for each run and never writt
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 import shlex
@@ -67,6 +68,7 @@ _SHAPE = re.compile(
 )
 _MOST = 1 << 60
 _GIB = 1 << 30
+_CALLS_PER_CPU = 4  # of the sandbox: most wait, such as for the next turn
 
 
 def cluster_problems(s: TrainSettings) -> Iterator[str]:
@@ -151,7 +153,9 @@ class ClusterPlan:
             settings.cluster,
             server,
             settings.ranks,
-            num_sandbox_workers=0 if settings.sandbox.hosts else settings.sandbox.workers,
+            num_sandbox_cpus=0
+            if settings.sandbox.hosts
+            else math.ceil(settings.sandbox.workers / _CALLS_PER_CPU),
             on_gpus=server.device == "cuda",
             server_bytes=server_bytes,
             rank_bytes=rank_bytes,
@@ -243,7 +247,7 @@ async def plan_on_cluster(
             nodes = nodes_from(shapes)
             home = nodes[0].name if nodes else ""
         else:
-            async with RayCluster.joined(settings.cluster) as cluster:
+            async with RayCluster.join(settings.cluster) as cluster:
                 nodes, home = await cluster.nodes(), cluster.home
         return await anyio.to_thread.run_sync(ClusterPlan, settings, nodes, home), ""
     except SettingsError as error:
@@ -393,7 +397,7 @@ async def on_cluster(
     if not settings.cluster.address:
         yield None
         return
-    async with RayCluster.joined(settings.cluster) as cluster:
+    async with RayCluster.join(settings.cluster) as cluster:
         say(f"Joined the Ray cluster at {settings.cluster.address}")
         nodes = await cluster.nodes()
         made = await anyio.to_thread.run_sync(ClusterPlan, settings, nodes, cluster.home)

@@ -219,7 +219,7 @@ class Agent:
 
     @property
     def recorded(self) -> dict[str, float]:
-        """What has been recorded of the rollout so far, by name."""
+        """The measurements that have been recorded of the rollout so far, by name."""
         return dict((self._main or self)._recorded)
 
     @property

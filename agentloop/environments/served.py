@@ -156,7 +156,7 @@ class _Answering:
         except AgentLoopError as error:
             self.error = error
         self.scope.cancel()
-        await anyio.sleep_forever()  # ends with the scope
+        await anyio.sleep_forever()  # no deadline: it ends with the scope
         raise AssertionError
 
 

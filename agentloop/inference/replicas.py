@@ -222,7 +222,7 @@ class Replicas:
 
     def _flush_pools(self, replica: Replica) -> None:
         for rank in replica.ranks:
-            self._ledger.flush(rank)
+            self._ledger.pools[rank].flush()
 
     # --- what they can hold ---------------------------------------------------------------------
 
@@ -426,7 +426,8 @@ class Replicas:
             report = replace(report, num_retracted=replica.num_retracted[rank])
             num_retracted += self._ledger.report(rank, report, now_s)
         self._ledger.age(now_s)
-        self._on_report(now_s, num_retracted, max(map(self._ledger.reported_s, ranks)))
+        reported_s = max(self._ledger.pools[rank].reported_s for rank in ranks)
+        self._on_report(now_s, num_retracted, reported_s)
 
     async def _watch_streams(self) -> None:
         """Break streams that are silent for too long; their turns move to other servers."""

@@ -417,10 +417,6 @@ class Board:
         total = sum(of for _, of in last or ())
         return sum(cached for cached, _ in last or ()) / total if total else None
 
-    @property
-    def has_changed_rows(self) -> bool:
-        return bool(self._lane_changes or self._token_changes)
-
     def take(self, max_rows: int) -> dict[str, Any]:
         """Return the changes since the last call; rows beyond `max_rows` follow later."""
         keys = _pop_first(self._lane_changes, max_rows)

@@ -84,7 +84,7 @@ _WORDS: dict[Part, tuple[str, str | None]] = {
     Part.KV: ("Rollouts wait for KV cache capacity", None),
     Part.PREFILL: ("Rollouts wait for prefill", None),
     Part.DECODE: ("Rollouts mostly decode", None),
-    Part.QUEUE: ("Rollouts wait for sandbox slots", "raise sandbox.slots_per_worker"),
+    Part.QUEUE: ("Rollouts wait for sandbox slots", "raise sandbox.workers"),
     Part.TOOL: ("Rollouts wait for their tools to run", "no setting makes a tool faster"),
     Part.REWARD: ("Rollouts wait to be scored", "raise reward.num_workers"),
     Part.SYNC: ("Servers wait for new weights", "set weights.transport=group"),

@@ -219,10 +219,11 @@ class Live:
                 return stored
         if group is None:
             raise NotThere(f"group {name!r}: not found (only the newest groups are kept)")
+        prompt = group.prompt
         members = [row for key in group.members if (row := rows.get(key)) is not None]
         return {
             **group.to_row(),
-            "prompt": _question(group.prompt),
+            "prompt": prompt if isinstance(prompt, str) else str(prompt[-1]["content"]),
             "answer": group.answer,
             "rollouts": [_member(row, is_chosen=group.kept is not None) for row in members],
         }
@@ -241,14 +242,12 @@ class Live:
 
     async def _all(self, missed: int, *, taken: bool) -> AsyncIterator[bytes]:
         """Yield the whole state in slices, to let other tasks run in between."""
-        head = {**self._head(full=True), "missed": missed, "about": self._about()}
+        about = {**self.sources.about, "t0": self.board.t0, "live": True}
+        head = {**self._head(full=True), "missed": missed, "about": about}
         for slice_ in self.board.all(_MAX_ROWS, taken=taken):
             yield dumps({**head, **self._moment(), **slice_} if head["full"] else head | slice_)
             head = self._head(full=False)
             await anyio.lowlevel.checkpoint()
-
-    def _about(self) -> dict[str, Any]:
-        return {**self.sources.about, "t0": self.board.t0, "live": True}
 
     def _head(self, *, full: bool) -> dict[str, Any]:
         return {"rev": self._rev, "t": round(time.time(), 3), "full": full}
@@ -319,11 +318,6 @@ def _queued_share(sandbox: Mapping[str, Any]) -> float:
     """Return how many of the calls in the sandbox wait for a slot, of all that are there."""
     waiting = sandbox.get("waiting") or 0
     return waiting / (waiting + (sandbox.get("busy") or 0)) if waiting else 0.0
-
-
-def _question(prompt: Any) -> str:
-    """Return a prompt's last message."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
 def _verdict(row: Row) -> dict[str, Any]:

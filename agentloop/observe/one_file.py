@@ -27,6 +27,7 @@ _CHARSET = '<meta charset="utf-8">\n'
 
 def one_file(bodies: Mapping[str, Any]) -> str:
     """Return the HTML; `bodies` are the API's responses by path (see page.py)."""
+    data = dumps(bodies).decode().replace("<", "\\u003c")  # without "</script>" and "<!--"
     html = _read("index.html")
     sheets = [_read(name) for name in _STYLE.findall(html)]
     scripts = [(_read(name), bool(defer)) for defer, name in _SCRIPT.findall(html)]
@@ -55,16 +56,11 @@ def one_file(bodies: Mapping[str, Any]) -> str:
             *(f"<style>{sheet}</style>\n" for sheet in sheets),
             *early,
             *(end_of_head, body),
-            f'<script id="run" type="application/json">{_data(bodies)}</script>\n',
+            f'<script id="run" type="application/json">{data}</script>\n',
             *late,
             *(end_of_body, tail),
         ]
     )
-
-
-def _data(bodies: Mapping[str, Any]) -> str:
-    """Return JSON that contains no "</script>" or "<!--"."""
-    return dumps(bodies).decode().replace("<", "\\u003c")
 
 
 def _read(name: str) -> str:

@@ -30,12 +30,7 @@ from agentloop.plain_json import dumps
 __all__ = ["Control", "Page", "PageData"]
 
 _WEB = Path(__file__).resolve().with_name("web")
-_TYPES = {
-    ".html": "text/html",
-    ".css": "text/css",
-    ".js": "text/javascript",
-    ".svg": "image/svg+xml",
-}
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -46,7 +41,8 @@ _HEADERS = {
 }
 _MAX_QUESTION_CHARS = 100_000
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse | dict[str, Any]]]
+"""Returns a response, or the body of one as plain data."""
 
 
 class PageData(Protocol):
@@ -130,57 +126,35 @@ class Page:
         self._streaming: set[asyncio.Transport] = set()
 
     def add_to(self, app: web.Application) -> None:
-        app.router.add_get("/", self._index)
-        app.router.add_get("/page/{name:.+}", self._file)
-        app.router.add_get("/favicon.ico", self._icon)
-        gets = {
+        app.router.add_get("/", _static)
+        app.router.add_get("/page/{name:.+}", _static)
+        gets: dict[str, Handler] = {
             "/api/stream": self._stream,
-            "/api/frame": self._frame,
-            "/api/rollouts/{id}": self._rollout,
+            "/api/frame": lambda request: self._data.frame(),
+            "/api/rollouts/{id}": lambda request: self._data.rollout(request.match_info["id"]),
             "/api/rollouts/{id}/stream": self._rollout_stream,
-            "/api/groups/{id}": self._group,
+            "/api/groups/{id}": lambda request: self._data.group(request.match_info["id"]),
             "/api/runs": self._runs,
             "/api/curves": self._curves,
             "/api/trace": self._trace,
         }
         for path, handler in gets.items():
-            app.router.add_get(path, _with_json_errors(handler))
-        app.router.add_post("/api/ask", _with_json_errors(self._post_question))
-        app.router.add_post("/api/control", _with_json_errors(self._post_action))
+            app.router.add_get(path, _as_json(handler))
+        app.router.add_post("/api/ask", _as_json(self._post_question))
+        app.router.add_post("/api/control", _as_json(self._post_action))
         app.on_shutdown.append(self._end_streams)
-
-    # --- the page itself --------------------------------------------------------------------------
-
-    async def _index(self, request: web.Request) -> web.StreamResponse:
-        return await _static("index.html")
-
-    async def _file(self, request: web.Request) -> web.StreamResponse:
-        return await _static(request.match_info["name"])
-
-    async def _icon(self, request: web.Request) -> web.StreamResponse:
-        return await _static("icon.svg")
 
     # --- data -------------------------------------------------------------------------------------
 
-    async def _frame(self, request: web.Request) -> web.StreamResponse:
-        return _json(await self._data.frame())
+    async def _runs(self, request: web.Request) -> dict[str, Any]:
+        return {"runs": await self._data.runs()}
 
-    async def _rollout(self, request: web.Request) -> web.StreamResponse:
-        return await _json_in_thread(await self._data.rollout(request.match_info["id"]))
-
-    async def _group(self, request: web.Request) -> web.StreamResponse:
-        return _json(await self._data.group(request.match_info["id"]))
-
-    async def _runs(self, request: web.Request) -> web.StreamResponse:
-        return _json({"runs": await self._data.runs()})
-
-    async def _curves(self, request: web.Request) -> web.StreamResponse:
+    async def _curves(self, request: web.Request) -> dict[str, Any]:
         run = request.query.get("run", "")
-        return await _json_in_thread({"run": run, "rows": await self._data.curves(run)})
+        return {"run": run, "rows": await self._data.curves(run)}
 
-    async def _trace(self, request: web.Request) -> web.StreamResponse:
-        frame = await self._data.frame()
-        return await _json_in_thread(await anyio.to_thread.run_sync(trace_of, frame))
+    async def _trace(self, request: web.Request) -> dict[str, Any]:
+        return await anyio.to_thread.run_sync(trace_of, await self._data.frame())
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         last_id = request.headers.get("Last-Event-ID")
@@ -200,9 +174,7 @@ class Page:
 
     async def _rollout_stream(self, request: web.Request) -> web.StreamResponse:
         async with aclosing(self._data.rollout_events(request.match_info["id"])) as events:
-            first = await anext(
-                events
-            )  # no deadline: the first event is immediate; raises NotThere
+            first = await anext(events)  # no deadline: it is immediate; raises NotThere
             async with self._event_stream(request) as response:
                 with suppress(ConnectionResetError):  # the reader has left
                     await self._event(request, response, *first)
@@ -212,7 +184,7 @@ class Page:
 
     # --- actions ----------------------------------------------------------------------------------
 
-    async def _post_question(self, request: web.Request) -> web.StreamResponse:
+    async def _post_question(self, request: web.Request) -> dict[str, Any]:
         question = (await _body(request, self._io_timeout_s)).get("question")
         if self._ask is None:
             raise RequestError("questions are not available here")
@@ -220,13 +192,13 @@ class Page:
             raise RequestError("question: expected text")
         if len(question) > _MAX_QUESTION_CHARS:
             raise RequestError(f"question: longer than {_MAX_QUESTION_CHARS:,} characters")
-        return _json({"rollout": await self._ask(question)})
+        return {"rollout": await self._ask(question)}
 
-    async def _post_action(self, request: web.Request) -> web.StreamResponse:
+    async def _post_action(self, request: web.Request) -> dict[str, Any]:
         token = request.headers.get("X-Control-Token", "").encode("utf-8", "surrogatepass")
         if not secrets.compare_digest(token, self.control_token.encode()):
             text = "the control token is missing or wrong; it was printed at startup"
-            return _json({"error": text}, status=403)
+            raise web.HTTPForbidden(text=text)
         body = await _body(request, self._io_timeout_s)
         action, rollout = body.get("do"), body.get("rollout")
         actions = [] if self._control is None else self._control.actions
@@ -235,7 +207,7 @@ class Page:
             raise RequestError(f"do: {available}")
         if rollout is not None and not isinstance(rollout, str):
             raise RequestError("rollout: expected an id")
-        return _json({"done": await self._control.perform(action, rollout)})
+        return {"done": await self._control.perform(action, rollout)}
 
     # --- streams ----------------------------------------------------------------------------------
 
@@ -278,20 +250,23 @@ class Page:
             raise ConnectionResetError("the reader has stopped reading") from None
 
 
-def _with_json_errors(handler: Handler) -> Handler:
-    """Return errors as JSON, as the page expects them."""
+def _as_json(handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Send what a handler returns as JSON, and its errors too, as the page expects them."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
+        status = 200
         try:
-            return await handler(request)
-        except NotThere as error:
-            return _json({"error": str(error)}, status=404)
-        except RequestError as error:
-            return _json({"error": str(error)}, status=400)
+            body = await handler(request)
         except AgentLoopError as error:
-            return _json({"error": str(error)}, status=503)
+            body = {"error": str(error)}
+            is_request = isinstance(error, RequestError)
+            status = 404 if isinstance(error, NotThere) else 400 if is_request else 503
         except web.HTTPClientError as error:  # the body is too large or did not arrive
-            return _json({"error": error.text or error.reason}, status=error.status)
+            body, status = {"error": error.text or error.reason}, error.status
+        if isinstance(body, web.StreamResponse):
+            return body
+        encoded = await anyio.to_thread.run_sync(dumps, body)  # it may be large
+        return web.Response(body=encoded, status=status, content_type="application/json")
 
     return handle
 
@@ -313,7 +288,8 @@ async def _body(request: web.Request, timeout_s: float) -> dict[str, Any]:
     return body
 
 
-async def _static(name: str) -> web.StreamResponse:
+async def _static(request: web.Request) -> web.StreamResponse:
+    name = request.match_info.get("name", "index.html")
     path = _WEB / name
     # The name is untrusted: serve only files of this folder.
     try:
@@ -324,13 +300,3 @@ async def _static(name: str) -> web.StreamResponse:
         raise web.HTTPNotFound(text=f"{name!r}: not found")
     headers = {**_HEADERS, "Content-Type": f"{_TYPES[path.suffix]}; charset=utf-8"}
     return web.FileResponse(path, headers=headers)
-
-
-def _json(body: Any, status: int = 200) -> web.Response:
-    return web.Response(body=dumps(body), status=status, content_type="application/json")
-
-
-async def _json_in_thread(body: Any) -> web.Response:
-    """Encode a large body in a thread."""
-    encoded = await anyio.to_thread.run_sync(dumps, body)
-    return web.Response(body=encoded, content_type="application/json")

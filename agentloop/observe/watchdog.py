@@ -21,7 +21,6 @@ import anyio
 import pydantic
 
 from agentloop.aio import task_group
-from agentloop.config import as_limits
 from agentloop.errors import AgentLoopError
 from agentloop.observe.stalls import Stalls
 
@@ -30,7 +29,6 @@ __all__ = [
     "NoProgress",
     "Progress",
     "RunWatch",
-    "WatchdogLimits",
     "WatchdogSettings",
     "watch_lag",
     "watching",
@@ -60,17 +58,6 @@ class WatchdogSettings(pydantic.BaseModel):
     )
 
 
-class WatchdogLimits(WatchdogSettings):
-    """Limits of the watchdog, which only tests change."""
-
-    max_lag_s: float = pydantic.Field(
-        1.0, gt=0, description="Log the stack if the event loop is blocked for longer than this."
-    )
-    lag_logged_every_s: float = pydantic.Field(
-        60.0, ge=0, description="Minimum time between two of these logs; omitted ones are counted."
-    )
-
-
 class NoProgress(AgentLoopError):
     """The run has made no progress for too long; the message lists what everyone is waiting for."""
 
@@ -79,12 +66,20 @@ class Heartbeat:
     """Detects a blocked event loop: its thread calls `beat`, and another thread calls `look`.
 
     Attributes:
+        max_lag_s: Lag from which on the loop counts as blocked.
         largest_lag_s: Largest lag of all beats.
     """
 
-    def __init__(self, settings: WatchdogSettings, *, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        max_lag_s: float = 1.0,
+        logged_every_s: float = 60.0,
+        clock: Clock = time.monotonic,
+    ) -> None:
         """Call it in the thread of the event loop."""
-        self.settings = as_limits(WatchdogLimits, settings)
+        self.max_lag_s = max_lag_s
+        self._logged_every_s = logged_every_s
         self._clock = clock
         self._thread_id = threading.get_ident()
         self._due_s: float | None = None
@@ -111,13 +106,13 @@ class Heartbeat:
         """Return a message with the loop's stack if its beat is late, else None.
 
         Call it from another thread. Each late beat is reported once, and at most one per
-        `lag_logged_every_s`.
+        `logged_every_s`.
         """
         due_s, now_s = self._due_s, self._clock()
-        if due_s is None or now_s - due_s < self.settings.max_lag_s or due_s == self._seen_due_s:
+        if due_s is None or now_s - due_s < self.max_lag_s or due_s == self._seen_due_s:
             return None
         self._seen_due_s = due_s
-        if self._logged_s is not None and now_s - self._logged_s < self.settings.lag_logged_every_s:
+        if self._logged_s is not None and now_s - self._logged_s < self._logged_every_s:
             self._num_omitted += 1
             return None
         frame = sys._current_frames().get(self._thread_id)
@@ -132,7 +127,7 @@ class Heartbeat:
 
 async def watch_lag(heart: Heartbeat) -> None:
     """Measure the loop's lag and log what blocks it, until cancelled."""
-    every_s = heart.settings.max_lag_s / 2
+    every_s = heart.max_lag_s / 2
     over = threading.Event()
 
     def watch() -> None:
@@ -204,10 +199,10 @@ class Progress:
 class RunWatch:
     """Watch over the event loop and the run's progress, as a `run_status.StatusWatch`."""
 
-    def __init__(self, settings: WatchdogSettings, stalls: Stalls) -> None:
+    def __init__(self, stalls: Stalls) -> None:
         self.moved = stalls.moved
         self.waiting = stalls.waiting
-        self.heart = Heartbeat(settings)
+        self.heart = Heartbeat()
         self.take_lag_s = self.heart.take_lag_s
 
 
@@ -216,7 +211,7 @@ async def watching(
     settings: WatchdogSettings, stalls: Stalls, more: Callable[[], str]
 ) -> AsyncIterator[RunWatch]:
     """Watch the loop and the run while the context is open; `more` is that of `Progress`."""
-    watch = RunWatch(settings, stalls)
+    watch = RunWatch(stalls)
     progress = Progress(stalls, settings, more=more)
     async with task_group() as tasks:
         tasks.start_soon(watch_lag, watch.heart)

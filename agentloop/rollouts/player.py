@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -82,10 +83,6 @@ _GRACE_S = 5.0
 
 OnEnd = Callable[[str, bool], None]
 """Called with a rollout's name when it ends, and with whether it ended normally."""
-
-
-def _ignore_end(name: str, is_whole: bool) -> None:
-    """Do nothing: nobody has admitted the group."""
 
 
 class Gate(Protocol):
@@ -164,7 +161,7 @@ def endpoint_player_of(
 class _SlotGate:
     """Admits a number of groups at a time, where there are no servers of ours (`Gate`)."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: float) -> None:
         self._slots = anyio.CapacityLimiter(num_slots)
 
     async def wait_for_capacity(self, size: int) -> None:
@@ -230,13 +227,12 @@ class EnvironmentPlayer:
         self._emit = emit
         self._with_text = with_text
         self._grader = grader
-        self._gate = gate
+        self._gate = gate or _SlotGate(math.inf)
         self._has_names = has_names
 
     async def wait_for_capacity(self, size: int) -> None:
         """Implement `Player`."""
-        if self._gate is not None:
-            await self._gate.wait_for_capacity(size)  # no deadline: groups in flight have theirs
+        await self._gate.wait_for_capacity(size)  # no deadline: groups in flight have theirs
 
     @asynccontextmanager
     async def group(
@@ -251,13 +247,9 @@ class EnvironmentPlayer:
         """Implement `Player`."""
         prompt_ids = await self._prompt_ids(task)
         on_queued()
-        async with AsyncExitStack() as stack:
-            on_end: OnEnd = _ignore_end
-            if self._gate is not None:
-                is_single = prompt_ids is not None
-                waiting = self._gate.group(name, size, len(prompt_ids or ()), is_single=is_single)
-                on_end = (await stack.enter_async_context(waiting)).end
-            siblings = await self._siblings(task, size, name, budget, prompt_ids, on_end)
+        num_prompt, is_single = len(prompt_ids or ()), prompt_ids is not None
+        async with self._gate.group(name, size, num_prompt, is_single=is_single) as admitted:
+            siblings = await self._siblings(task, size, name, budget, prompt_ids, admitted.end)
             yield siblings
         failures = [sibling.failure for sibling in siblings if sibling.failure is not None]
         if len(failures) == size:

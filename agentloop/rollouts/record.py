@@ -142,7 +142,7 @@ class TokenCredit:
         return bool(self.advantages)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ConversationRow:
     """A conversation of a rollout with its reward and selection: a line of a group's file.
 
@@ -152,15 +152,13 @@ class ConversationRow:
         agent: name of the agent; empty: the rollout's own.
         reward, parts, answer, reason: the rollout's `Reward`.
         recorded: values that the environment has recorded of the rollout (`agent.record`).
-        advantage: mean advantage of its tokens; None: it was not selected for training.
-        credit: advantages and weights of its tokens; None: as above.
+        credit: advantages and weights of its tokens; None: it was not selected for training.
         dropped: why the rollout was not selected (`DropReason`).
     """
 
-    rollout: int
-    trajectory: Trajectory
     task: str = ""
     truth: str | None = None
+    rollout: int
     agent: str = ""
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -170,30 +168,16 @@ class ConversationRow:
     no_reward: NoReward | None = None
     credit: TokenCredit | None = None
     dropped: str | None = None
+    trajectory: Trajectory
 
     @property
     def advantage(self) -> float | None:
+        """The mean advantage of its tokens; None: it was not selected for training."""
         return None if self.credit is None else self.credit.mean_advantage
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain data for JSON."""
-        credit = None if self.credit is None else asdict(self.credit)
-        return {
-            "task": self.task,
-            "truth": self.truth,
-            "rollout": self.rollout,
-            "agent": self.agent,
-            "reward": self.reward,
-            "parts": dict(self.parts),
-            "recorded": dict(self.recorded),
-            "answer": self.answer,
-            "reason": self.reason,
-            "no_reward": self.no_reward,
-            "advantage": self.advantage,
-            "credit": credit,
-            "dropped": self.dropped,
-            "trajectory": self.trajectory.to_dict(),
-        }
+        """Return the row as plain data for JSON, with the advantage for readers."""
+        return {**asdict(self), "advantage": self.advantage}
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> ConversationRow:
@@ -251,10 +235,9 @@ class RolloutGroup:
         rewards = self.rewards
         return [
             ConversationRow(
-                index,
-                trajectory,
                 task=self.task.id,
                 truth=self.task.answer,
+                rollout=index,
                 agent=agent,
                 reward=rewards[index].value,
                 parts=rewards[index].parts,
@@ -262,6 +245,7 @@ class RolloutGroup:
                 answer=rewards[index].answer,
                 reason=rewards[index].reason,
                 no_reward=self.rollouts[index].no_reward,
+                trajectory=trajectory,
             )
             for index, agent, trajectory in self.conversations
         ]

@@ -82,7 +82,9 @@ async def play(
         RequestError: the environment failed.
     """
     host = PlayerHost(script, pool, partial(_resolve_stand_ins, tools or {}, pool), [])
-    return await _play(environment, _task_of(task), host, budget or Budget())
+    if not isinstance(task, Task):
+        task = replace(task_of(task, "play"), id="played")
+    return await _play(environment, task, host, budget or Budget())
 
 
 async def teacher_dialogues(
@@ -145,9 +147,3 @@ def _resolve_stand_ins(
             argument = f"tools={{{tool!r}: [...]}}" if ":" in tool else "pool="
             raise RequestError(f"tools: {tool!r}: pass play({argument}) for it")
     return resolved
-
-
-def _task_of(fields: Task | Mapping[str, Any]) -> Task:
-    if isinstance(fields, Task):
-        return fields
-    return replace(task_of(fields, "play"), id="played")

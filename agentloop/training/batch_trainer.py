@@ -133,7 +133,7 @@ class BatchTrainer:
     async def _record(self, metrics: StepMetrics) -> None:
         row = metrics.row()
         await self._run.metrics.add(row)
-        self._run.pace.stepped(metrics)
+        self._run.pace.count_step(metrics)
         rollouts = metrics.rollouts
         self._run.report.say(
             f"step {self.step}/{self._run.pace.num_steps}: reward {mean(rollouts.reward)}"
@@ -142,7 +142,7 @@ class BatchTrainer:
             f"{metrics.learned.num_learned} of {rollouts.num_rollouts} rollouts trained on, "
             f"{metrics.rollout_tokens_per_s:,.0f} tokens/s, {metrics.step_s:.1f} s"
         )
-        if verdict := self._collapse.seen(row):
+        if verdict := self._collapse.observe(row):
             await self._stop(verdict)
 
     async def after_step(self, *, is_last: bool, budget: Budget) -> None:

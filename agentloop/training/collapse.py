@@ -164,10 +164,10 @@ class Collapse:
         collapse = cls(settings)
         for row in _without_undone(rows):
             if row["step"] <= step:
-                collapse.seen(row)
+                collapse.observe(row)
         return collapse
 
-    def seen(self, row: Row) -> Verdict | None:
+    def observe(self, row: Row) -> Verdict | None:
         """Process a row of metrics; return a verdict if the run has collapsed.
 
         Rows other than those of steps, such as evaluations, are ignored. A new value of `stage`,
@@ -182,78 +182,84 @@ class Collapse:
         if row.get("stage") != self._stage:
             self._stage = row.get("stage")
             self._begin()
-        found = {name: value for name in _METRICS if (value := _value(row, name)) is not None}
-        for name, value in found.items():
+        values = {name: value for name in _METRICS if (value := _value(row, name)) is not None}
+        for name, value in values.items():
             self._windows[name].append(value)
         step: int = row["step"]
-        if _REWARD in found:
+        if _REWARD in values:
             self._steps.append(step)
-        now = {
+        medians = {
             name: statistics.median(window)
             for name, window in self._windows.items()
             if len(window) == window.maxlen
         }
-        if _REWARD not in now:
+        if _REWARD not in medians:
             return None
-        self._remember(now)
-        bad = {rule: (name, why) for rule, name, why in self._rules(now)}
-        for rule in self._bad.keys() - bad.keys():
+        self._remember(medians)
+        violations = {rule: (name, reason) for rule, name, reason in self._rules(medians)}
+        for rule in self._bad.keys() - violations.keys():
             del self._bad[rule]
-        if not bad and not self._fell_by(now, _REWARD_DECLINE):
+        if not violations and not self._fell_by(medians, _REWARD_DECLINE):
             self._last_good = self._steps[len(self._steps) // 2]
-        return self._judge(step, bad, found)
+        return self._judge(step, violations, values)
 
-    def _remember(self, now: Mapping[str, float]) -> None:
-        self._highest_entropy = max(self._highest_entropy, now.get(_ENTROPY, 0.0))
-        if now[_REWARD] > self._best:
+    def _remember(self, medians: Mapping[str, float]) -> None:
+        self._highest_entropy = max(self._highest_entropy, medians.get(_ENTROPY, 0.0))
+        if medians[_REWARD] > self._best:
             self._bad.clear()  # a new best: the policy still improves
-        if now[_REWARD] >= self._best:
-            self._best = now[_REWARD]
-            self._at_best |= now
+        if medians[_REWARD] >= self._best:
+            self._best = medians[_REWARD]
+            self._at_best |= medians
 
     def _judge(
-        self, step: int, bad: Mapping[Rule, tuple[str, str]], found: Mapping[str, float]
+        self, step: int, violations: Mapping[Rule, tuple[str, str]], values: Mapping[str, float]
     ) -> Verdict | None:
         verdict = None
-        for rule, (name, why) in bad.items():
-            if name not in found:
+        for rule, (name, reason) in violations.items():
+            if name not in values:
                 continue
-            one = self._bad.setdefault(rule, _Bad(step))
-            one.count += 1
-            if one.count >= self._settings.patience and verdict is None:
-                verdict = Verdict(rule, why, step, one.since, self._last_good)
+            streak = self._bad.setdefault(rule, _Bad(step))
+            streak.count += 1
+            if streak.count >= self._settings.patience and verdict is None:
+                verdict = Verdict(rule, reason, step, streak.since, self._last_good)
         return verdict
 
-    def _fell_by(self, now: Mapping[str, float], share: float) -> bool:
-        fall = self._best - now[_REWARD]
+    def _fell_by(self, medians: Mapping[str, float], share: float) -> bool:
+        fall = self._best - medians[_REWARD]
         return fall > max(share * abs(self._best), _MIN_FALL)
 
-    def _rules(self, now: Mapping[str, float]) -> Iterator[tuple[Rule, str, str]]:
+    def _rules(self, medians: Mapping[str, float]) -> Iterator[tuple[Rule, str, str]]:
         """Yield (rule, metric, explanation) for each rule that this step violates."""
-        reward = f"the reward fell from {self._best:.3g} to {now[_REWARD]:.3g}"
-        if self._fell_by(now, _REWARD_FALL):
+        reward = f"the reward fell from {self._best:.3g} to {medians[_REWARD]:.3g}"
+        if self._fell_by(medians, _REWARD_FALL):
             yield Rule.REWARD, _REWARD, reward
-        entropy = now.get(_ENTROPY, math.nan)  # comparisons with it are false
-        if entropy < _ENTROPY_LOW * self._highest_entropy and now[_REWARD] < _SOLVED:
-            why = f"the entropy fell from {self._highest_entropy:.3g} to {entropy:.3g}"
-            yield Rule.ENTROPY_LOW, _ENTROPY, f"{why}, at a reward of {now[_REWARD]:.3g}"
-        if (mismatch := now.get(_MISMATCH, 0.0)) > _MISMATCH_MAX:
-            why = f"the KL divergence between servers and learner is {mismatch:.3g} nats per token"
-            yield Rule.MISMATCH, _MISMATCH, why
-        if not self._fell_by(now, _REWARD_DECLINE):
+        entropy = medians.get(_ENTROPY, math.nan)  # comparisons with it are false
+        if entropy < _ENTROPY_LOW * self._highest_entropy and medians[_REWARD] < _SOLVED:
+            reason = f"the entropy fell from {self._highest_entropy:.3g} to {entropy:.3g}"
+            yield Rule.ENTROPY_LOW, _ENTROPY, f"{reason}, at a reward of {medians[_REWARD]:.3g}"
+        if (mismatch := medians.get(_MISMATCH, 0.0)) > _MISMATCH_MAX:
+            reason = (
+                f"the KL divergence between servers and learner is {mismatch:.3g} nats per token"
+            )
+            yield Rule.MISMATCH, _MISMATCH, reason
+        if not self._fell_by(medians, _REWARD_DECLINE):
             return
-        for rule, name, what, factor in (
+        for rule, name, title, factor in (
             (Rule.ENTROPY_HIGH, _ENTROPY, "the entropy", _ENTROPY_HIGH),
             (Rule.GRADIENT, _GRADIENT, "the gradient norm", _GRAD_NORM_HIGH),
         ):
             usual = self._at_best.get(name, math.nan)
-            if now.get(name, math.nan) > factor * usual:
-                yield rule, name, f"{what} rose from {usual:.3g} to {now[name]:.3g}, and {reward}"
+            if medians.get(name, math.nan) > factor * usual:
+                yield (
+                    rule,
+                    name,
+                    f"{title} rose from {usual:.3g} to {medians[name]:.3g}, and {reward}",
+                )
         usual = self._at_best.get(_TRUNCATED, math.nan)
-        if now.get(_TRUNCATED, math.nan) > usual + _TRUNCATED_RISE:
-            many = f"from {percent(usual)} to {percent(now[_TRUNCATED])}"
-            why = f"truncated rollouts rose {many}, and {reward}"
-            yield Rule.TRUNCATED, _TRUNCATED, why
+        if medians.get(_TRUNCATED, math.nan) > usual + _TRUNCATED_RISE:
+            rise = f"from {percent(usual)} to {percent(medians[_TRUNCATED])}"
+            reason = f"truncated rollouts rose {rise}, and {reward}"
+            yield Rule.TRUNCATED, _TRUNCATED, reason
 
 
 def _value(row: Row, name: str) -> float | None:
@@ -363,7 +369,7 @@ def report(verdict: Verdict, rows: Iterable[Row], checkpoints: Iterable[int]) ->
             "",
             "## What to try or look at",
             "",
-            *(f"- {one}" for one in _TRY[verdict.rule]),
+            *(f"- {hint}" for hint in _TRY[verdict.rule]),
             "- if this is no collapse: a higher `collapse.patience`, or 0",
             "",
         ]

@@ -175,7 +175,7 @@ class Curriculum:
         """Return metrics of what was tried so far; none if every task is taken anyway."""
         if self._policy == EVERY_TASK or not self._histories:
             return {}
-        rates = [one.num_solved / one.num_rollouts for one in self._histories.values()]
+        rates = [history.num_solved / history.num_rollouts for history in self._histories.values()]
         return {
             "curriculum/num_tasks": len(rates),
             "curriculum/num_retired": sum(map(self.is_retired, self._histories)),

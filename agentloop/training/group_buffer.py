@@ -182,7 +182,7 @@ class GroupBuffer:
         """Take the next batch, oldest groups first, for the training step `step`.
 
         Args:
-            notes: what is needed to repeat the step.
+            notes: data needed to repeat the step.
 
         Raises:
             ValueError: there is no batch (`has_batch`).

@@ -3,75 +3,101 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 
 import anyio.lowlevel
 import anyio.to_thread
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.tasks.sources import Task
+from agentloop.errors import EnvironmentFailed, RequestError
 from agentloop.rollouts.metrics import about, about_each, mean, percent, rewards_of_each
-from agentloop.training.rollouts import RolledOut, in_order
+from agentloop.rollouts.stream import finished_groups
+from agentloop.training.rollouts import Purpose, RolledOut
 from agentloop.training.run_context import RunContext
+from agentloop.trajectory import Trajectory
 
-__all__ = ["HeldOutEval", "TaskRunner"]
+__all__ = ["HeldOutEval", "roll_out_all"]
 
 
-class TaskRunner:
-    """Rolls out a group for each of a list of tasks and shows how far it has come."""
+async def roll_out_all(
+    run: RunContext,
+    tasks: Sequence[Task],
+    name: str,
+    *,
+    size: int,
+    budget: Budget,
+    version: int,
+    activity: str,
+    may_begin: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint,
+) -> list[tuple[Task, RolledOut]]:
+    """Roll out a group of `size` rollouts for each task; return them in the order of the tasks.
 
-    def __init__(self, run: RunContext) -> None:
-        self._run = run
+    Tasks that are not valid requests, or on which the environment failed, are reported and left
+    out.
 
-    async def roll_out(
-        self,
-        tasks: Sequence[Task],
-        name: str,
-        *,
-        size: int,
-        budget: Budget,
-        version: int,
-        what: str,
-        may_begin: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint,
-    ) -> list[tuple[Task, RolledOut]]:
-        """Roll out a group of `size` rollouts for each task; return them in the tasks' order.
+    Args:
+        name: name that determines all random choices.
+        version: version of the weights that are live.
+        activity: description for the display.
+        may_begin: waits until the next group may start.
 
-        Tasks that are not valid requests are reported and left out.
+    Raises:
+        RequestError: all tasks were refused, and not because the environment failed.
+    """
+    rolled_out: dict[int, tuple[Task, RolledOut]] = {}
+    refused: RequestError | None = None
+    num_rollouts = len(tasks) * size
 
-        Args:
-            name: name that determines all random choices.
-            version: version of the weights that are live.
-            what: description for the display.
-            may_begin: waits until the next group may start.
+    async def run_group(
+        numbered: tuple[int, Task], on_queued: Callable[[], None]
+    ) -> Sequence[Trajectory]:
+        number, task = numbered  # numbered, since a task may occur twice
+        group = await run.rollouts.group(
+            task,
+            f"{name}-{number}",
+            size=size,
+            budget=budget,
+            oldest=version,
+            purpose=Purpose.EVALUATE,
+            on_queued=on_queued,
+        )
+        rolled_out[number] = task, group
+        return ()
 
-        Raises:
-            RequestError: no task is a valid request.
-        """
-        total = len(tasks) * size
-        pace = self._run.pace
-        pace.waits(f"the learner waits for {what}: 0 of {total}")
-        with self._run.control.watch.waiting("the learner", what):
-            return await in_order(
-                self._run.rollouts,
-                tasks,
-                name,
-                size=size,
-                budget=budget,
-                oldest=version,
-                on_done=lambda num: pace.waits(
-                    f"the learner waits for {what}: {num * size} of {total}"
-                ),
-                on_refused=lambda task, error: pace.report.say(f"Skipped task {task.id}: {error}"),
-                may_begin=may_begin,
-            )
+    async def source() -> AsyncGenerator[tuple[int, Task], None]:
+        for numbered in enumerate(tasks):
+            await may_begin()
+            yield numbered
+
+    def show() -> None:
+        num_done = len(rolled_out) * size
+        run.pace.waits(f"the learner waits for {activity}: {num_done} of {num_rollouts}")
+
+    show()
+    wait_for_capacity = partial(run.rollouts.wait_for_capacity, size)
+    with run.control.watch.waiting("the learner", activity):
+        async with finished_groups(
+            source(), run_group, wait_for_capacity, max_open=max(1, len(tasks))
+        ) as groups:
+            async for group in groups:  # no deadline: each rollout has one
+                if group.error is None:
+                    show()
+                    continue
+                run.report.say(f"Skipped task {group.task[1].id}: {group.error}")
+                if not isinstance(group.error, EnvironmentFailed):  # the task is invalid
+                    refused = group.error
+    if refused is not None and not rolled_out:  # skipping all tasks would hide a mistake
+        raise RequestError(f"{refused} (no valid task among {len(tasks)})") from refused
+    return [rolled_out[number] for number in sorted(rolled_out)]
 
 
 class HeldOutEval:
     """Evaluates the policy on held-out tasks of each environment, with one rollout each."""
 
-    def __init__(self, run: RunContext, runner: TaskRunner) -> None:
+    def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._runner = runner
         self._tasks: Sequence[Task] = ()
 
     async def find_tasks(self) -> None:
@@ -93,13 +119,14 @@ class HeldOutEval:
         run = self._run
         if not self._tasks or await run.metrics.has(step, "held_out/reward"):
             return
-        groups = await self._runner.roll_out(
+        groups = await roll_out_all(
+            run,
             self._tasks,
             f"{step}-held-out",
             size=1,
             budget=budget,
             version=version,
-            what="held-out tasks",
+            activity="held-out tasks",
         )
         values = about([group.figures for _, group in groups])
         each = about_each((task.env, group.figures) for task, group in groups)

@@ -38,7 +38,7 @@ class LearnerRecord(pydantic.BaseModel):
 
     Attributes:
         after: the step that it started from.
-        settings: its settings, but for the model.
+        settings: the learner's settings, except for the model.
         ranks: number of ranks on each machine, of machines, and of threads.
         made_with: see `ReadyReply`.
     """
@@ -62,43 +62,44 @@ class LearnerRecord(pydantic.BaseModel):
             made_with=ready.made_with,
         )
 
-    def is_like(self, other: LearnerRecord) -> bool:
+    def is_like(self, record: LearnerRecord) -> bool:
         """Return whether both learners make the same of the same batches."""
-        return self == other.model_copy(update={"after": self.after})
+        return self == record.model_copy(update={"after": self.after})
 
-    def learner(self, now: LearnerSettings) -> LearnerSettings:
+    def learner(self, current: LearnerSettings) -> LearnerSettings:
         """Return the learner's settings, with the model of `now`.
 
         Raises:
             RunFolderError: another version of agentloop recorded them.
         """
-        of_model = now.model_dump(include=_OF_MODEL)
+        of_model = current.model_dump(include=_OF_MODEL)
         try:
             return LearnerSettings.model_validate({**self.settings, **of_model})
         except pydantic.ValidationError as error:
-            where = ", ".join(".".join(map(str, one["loc"])) for one in error.errors())
+            where = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors())
             raise RunFolderError(
                 "the run's learner was recorded by a version of agentloop with other settings: "
                 f"{where}"
             ) from error
 
-    def ranks_of(self, now: RanksSettings) -> RanksSettings:
+    def ranks_of(self, current: RanksSettings) -> RanksSettings:
         """Return the settings of the ranks, started as `now` says."""
-        return now.model_copy(update=self.ranks)
+        return current.model_copy(update=self.ranks)
 
 
 async def record_learner(queue: GroupQueue, record: LearnerRecord) -> None:
     """Record the learner of all steps from now on. Raises RunFolderError."""
-    before = list(takewhile(lambda one: one.after < record.after, await learner_records(queue)))
+    records = await learner_records(queue)
+    before = list(takewhile(lambda earlier: earlier.after < record.after, records))
     if before and before[-1].is_like(record):
         record = before.pop()
-    rows = [one.model_dump(mode="json") for one in (*before, record)]
+    rows = [item.model_dump(mode="json") for item in (*before, record)]
     await queue.note(_NOTE, rows)
 
 
 async def learner_records(queue: GroupQueue) -> list[LearnerRecord]:
     """Return all records, the one of the first step first. Raises RunFolderError."""
-    return [LearnerRecord.model_validate(row) for row in await queue.noted(_NOTE) or ()]
+    return [LearnerRecord.model_validate(row) for row in await queue.read_note(_NOTE) or ()]
 
 
 async def note_weights(queue: GroupQueue, step: int, sha256: Mapping[str, str]) -> None:
@@ -108,7 +109,7 @@ async def note_weights(queue: GroupQueue, step: int, sha256: Mapping[str, str]) 
 
 async def noted_weights(queue: GroupQueue, step: int) -> str | None:
     """Return the digest of the weights after a step, or None. Raises RunFolderError."""
-    digest: str | None = await queue.noted(f"weights {step}")
+    digest: str | None = await queue.read_note(f"weights {step}")
     return digest
 
 

@@ -34,7 +34,7 @@ import anyio
 from agentloop.aio import task_group
 from agentloop.training.batch_trainer import BatchTrainer
 from agentloop.training.collapse import CollapseSettings
-from agentloop.training.held_out import HeldOutEval, TaskRunner
+from agentloop.training.held_out import HeldOutEval
 from agentloop.training.learner_client.client import LearnerRefused
 from agentloop.training.run_context import RunContext
 from agentloop.training.stages import StageRunner
@@ -78,8 +78,7 @@ class TrainingLoop:
             serving,
             timeout_s=weights.timeout_s,
         )
-        runner = TaskRunner(run)
-        self._held_out = HeldOutEval(run, runner)
+        self._held_out = HeldOutEval(run)
         self._trainer = BatchTrainer(
             run,
             steps,
@@ -88,7 +87,7 @@ class TrainingLoop:
             collapse=collapse or CollapseSettings(),
             waits_for_weights=run.settings.max_staleness == 0 or weights.transport == "group",
         )
-        self._stages = StageRunner(run, self._trainer, runner)
+        self._stages = StageRunner(run, self._trainer)
 
     @property
     def step(self) -> int:
@@ -162,7 +161,7 @@ class TrainingLoop:
         """
         while True:
             while not self._to_save:
-                await self._control.changed()  # no deadline: until there is a request
+                await self._control.wait_changed()  # no deadline: until there is a request
             requests, self._to_save = self._to_save, []
             is_started = await self._steps.checkpoint()
             for request in requests:
@@ -193,7 +192,7 @@ class TrainingLoop:
             await self._held_out.find_tasks()
         if self.step:
             run.report.say(f"Resuming from the checkpoint of step {self.step}")
-        cursor = await run.queue.noted("cursor") or {}
+        cursor = await run.queue.read_note("cursor") or {}
         outcomes = await run.queue.outcomes()
         run.curriculum.restore(outcomes, num_offered=cursor.get("num_offered", 0))
         await self._trainer.restore()

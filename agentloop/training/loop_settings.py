@@ -106,5 +106,5 @@ class StageSettings(pydantic.BaseModel):
     )
 
     def budget(self, usual: Budget) -> Budget:
-        own = {"max_turns": self.max_turns, "max_response_tokens": self.max_response_tokens}
-        return usual.model_copy(update={k: v for k, v in own.items() if v is not None})
+        overrides = {"max_turns": self.max_turns, "max_response_tokens": self.max_response_tokens}
+        return usual.model_copy(update={k: v for k, v in overrides.items() if v is not None})

@@ -33,7 +33,7 @@ class Pace:
         """Skip the remaining steps of this stage."""
         self._num_left -= self._num_stage - self._step
 
-    def stepped(self, metrics: StepMetrics) -> None:
+    def count_step(self, metrics: StepMetrics) -> None:
         """Count a completed step and show its metrics."""
         self._step += 1
         self._num_done += 1
@@ -44,7 +44,10 @@ class Pace:
             "weight sync": metrics.sync_s,
         }
         step_s = metrics.step_s or math.inf
-        shares = [f"{100 * (part or 0.0) / step_s:.0f}% {what}" for what, part in seconds.items()]
+        shares = [
+            f"{100 * (duration_s or 0.0) / step_s:.0f}% {activity}"
+            for activity, duration_s in seconds.items()
+        ]
         self.values |= {
             "reward": mean(metrics.rollouts.reward),
             "tool errors in correct rollouts": percent(metrics.rollouts.tool_errors_in_correct),
@@ -56,10 +59,10 @@ class Pace:
             retired = metrics.curriculum["curriculum/num_retired"]
             self.values |= {"tasks retired": f"{retired} of {tried}"}
 
-    def waits(self, what: str) -> None:
+    def waits(self, activity: str) -> None:
         left_s = None
         if self._begun is not None and self._num_done:
             left_s = (time.monotonic() - self._begun) / self._num_done * self._num_left
         self.report.show(
-            RunStatus(self._stage, self._step, self._num_stage, what, dict(self.values), left_s)
+            RunStatus(self._stage, self._step, self._num_stage, activity, dict(self.values), left_s)
         )

@@ -35,16 +35,16 @@ from agentloop.plain_json import dumps, loads
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.curriculum import GroupOutcome
 
-__all__ = ["GroupQueue", "Lease", "QueuedGroup", "copy_journal"]
+__all__ = ["GroupQueue", "Lease", "QueuedGroup", "StageNote", "copy_journal"]
 
-_FORMAT = 2
+_FORMAT = 3
 _SCHEMA = f"""
 CREATE TABLE groups (
     number INTEGER PRIMARY KEY,
     task TEXT NOT NULL,
     version INTEGER NOT NULL,
     state TEXT NOT NULL DEFAULT 'open'
-        CHECK (state IN ('open', 'finished', 'given back', 'leased', 'trained')),
+        CHECK (state IN ('open', 'finished', 'discarded', 'leased', 'trained')),
     path TEXT,
     num_bytes INTEGER NOT NULL DEFAULT 0,
     figures TEXT NOT NULL DEFAULT '{{}}',
@@ -115,9 +115,9 @@ class Lease:
     """The batch of a step, in order.
 
     Attributes:
-        notes: What is needed to repeat the step.
+        notes: Data needed to repeat the step.
         result: Result of the step, or None if it is unknown.
-        replaced: Groups that were given back since the previous step.
+        replaced: Groups that were discarded since the previous step.
         outcomes: Outcomes of both, with the keys of their tasks' solve rates.
     """
 
@@ -127,6 +127,27 @@ class Lease:
     result: Mapping[str, Any] | None
     replaced: Sequence[QueuedGroup] = ()
     outcomes: Sequence[tuple[str, GroupOutcome]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StageNote:
+    """The beginning of a stage.
+
+    Attributes:
+        step: the last step before it.
+        tasks: the stage's own tasks; None: those of the source.
+        last_group, cursor: number of the last group and position of the source before it.
+    """
+
+    step: int
+    tasks: Sequence[Task] | None
+    last_group: int
+    cursor: Mapping[str, Any] | None
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> StageNote:
+        tasks = None if row["tasks"] is None else [Task(**task) for task in row["tasks"]]
+        return cls(row["step"], tasks, row["last_group"], row["cursor"])
 
 
 class GroupQueue:
@@ -167,10 +188,10 @@ class GroupQueue:
 
         def work(db: sqlite3.Connection) -> QueuedGroup:
             row = (dumps(asdict(task)).decode(), version)  # fields of data sets may be dates
-            found = db.execute("INSERT INTO groups (task, version) VALUES (?, ?)", row).lastrowid
+            number = db.execute("INSERT INTO groups (task, version) VALUES (?, ?)", row).lastrowid
             _note(db, "cursor", cursor)
-            assert found is not None
-            return QueuedGroup(found, task, version)
+            assert number is not None
+            return QueuedGroup(number, task, version)
 
         return await self._transaction(work)
 
@@ -199,7 +220,7 @@ class GroupQueue:
             ValueError: The group is not open.
         """
         row = (path, _json(asdict(figures)), number)
-        set_ = "state = 'given back', path = ?, figures = ?"
+        set_ = "state = 'discarded', path = ?, figures = ?"
         await self._transaction(
             partial(_update_group, f"{set_} WHERE state = 'open' AND number = ?", row)
         )
@@ -229,7 +250,7 @@ class GroupQueue:
                 db.execute("INSERT INTO steps VALUES (?, ?, NULL)", (step, _json(asdict(notes))))
             except sqlite3.IntegrityError:
                 raise ValueError(f"step {step} already has a batch") from None
-            since = "state = 'given back' AND step IS NULL"
+            since = "state = 'discarded' AND step IS NULL"
             db.execute(f"UPDATE groups SET step = ? WHERE {since}", (step,))
             lease = _lease(db, step, notes, None)
             outcomes = [
@@ -244,7 +265,7 @@ class GroupQueue:
         self._num_bytes -= sum(group.num_bytes for group in lease.groups)
         return lease
 
-    async def done(self, step: int, result: Mapping[str, Any]) -> None:
+    async def record_result(self, step: int, result: Mapping[str, Any]) -> None:
         """Record the result of a step that is not in a checkpoint yet."""
 
         def work(db: sqlite3.Connection) -> None:
@@ -289,11 +310,11 @@ class GroupQueue:
         number: int,
         *,
         step: int,
-        tasks: Sequence[Mapping[str, Any]] | None,
+        tasks: Sequence[Task] | None,
         cursor: Mapping[str, Any],
         outcomes: Sequence[tuple[str, GroupOutcome]] = (),
-    ) -> dict[str, Any]:
-        """Record that a stage begins after `step`.
+    ) -> StageNote:
+        """Record that a stage begins after `step`; return the note about it.
 
         Args:
             number: Number of the stage.
@@ -301,28 +322,27 @@ class GroupQueue:
             tasks: Tasks of the stage; None: those of the source.
             cursor: Position of the task source.
             outcomes: Outcomes of the groups that filtered the tasks, with their keys.
-
-        Returns:
-            The note stored as `stage NUMBER`: `begun` (the step), `tasks`, and for `undo` the
-                `last` group
-            number and the cursor `before` the stage.
         """
 
-        def work(db: sqlite3.Connection) -> dict[str, Any]:
+        def work(db: sqlite3.Connection) -> StageNote:
             (last,) = db.execute("SELECT coalesce(max(number), 0) FROM groups").fetchone()
-            before = _noted(db, "cursor")
-            stage = {"begun": step, "tasks": tasks, "last": last, "before": before}
-            _note(db, f"stage {number}", stage)
+            stage = StageNote(step, tasks, last, _read_note(db, "cursor"))
+            _note(db, f"stage {number}", asdict(stage))
             _note(db, "cursor", cursor)
             _add_outcomes(db, step, outcomes)
             return stage
 
         return await self._transaction(work)
 
+    async def stage(self, number: int) -> StageNote | None:
+        """Return the note about the beginning of a stage, or None if it has not begun."""
+        row = await self.read_note(f"stage {number}")
+        return None if row is None else StageNote.from_dict(row)
+
     async def undo(self, step: int) -> None:
         """Undo all steps after `step`: the weights that sampled their rollouts no longer exist.
 
-        Groups of stages that continue become open again, including those that were given back. A
+        Groups of stages that continue become open again, including discarded ones. A
         stage that began after `step` starts over: its groups and those of later stages are deleted,
         and the task source returns to its position at the beginning of the stage.
 
@@ -331,15 +351,15 @@ class GroupQueue:
         """
 
         def work(db: sqlite3.Connection) -> None:
-            since = "(state IN ('leased', 'trained', 'given back') AND coalesce(step > ?, TRUE))"
+            since = "(state IN ('leased', 'trained', 'discarded') AND coalesce(step > ?, TRUE))"
             undone_groups = f"state = 'finished' OR {since}"
-            found = db.execute(
+            paths = db.execute(
                 f"SELECT path FROM groups WHERE path NOT NULL AND ({undone_groups})", (step,)
             )
             undone = {
                 "step": step,
                 "name": f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
-                "files": [path for (path,) in found.fetchall()],
+                "files": [path for (path,) in paths.fetchall()],
             }
             reopened = "state = 'open', step = NULL, place = NULL, path = NULL, figures = '{}'"
             db.execute(
@@ -351,18 +371,18 @@ class GroupQueue:
             db.execute(f"DELETE FROM notes WHERE {digests}", (step,))
             stages = db.execute("SELECT key, value FROM notes WHERE key LIKE 'stage %'").fetchall()
             for key, value in sorted(stages, key=lambda row: _stage_number(row[0]), reverse=True):
-                stage = loads(value)
-                if stage["begun"] > step:
+                stage = StageNote.from_dict(loads(value))
+                if stage.step > step:
                     db.execute("DELETE FROM notes WHERE key = ?", (key,))
-                    db.execute("DELETE FROM groups WHERE number > ?", (stage["last"],))
-                    _note(db, "cursor", stage["before"])
+                    db.execute("DELETE FROM groups WHERE number > ?", (stage.last_group,))
+                    _note(db, "cursor", stage.cursor)
             _note(db, "undone", undone)
 
         await self._transaction(work)
         self._num_bytes = 0
 
     async def open_groups(self) -> list[QueuedGroup]:
-        """Return the groups to roll out after a restart: neither finished nor given back."""
+        """Return the groups to roll out after a restart: neither finished nor discarded."""
         return await self._transaction(lambda db: _groups(db, "state = 'open' ORDER BY number", ()))
 
     async def finished_groups(self) -> list[QueuedGroup]:
@@ -377,10 +397,10 @@ class GroupQueue:
         query = f"SELECT {columns} FROM outcomes ORDER BY number"
 
         def work(db: sqlite3.Connection) -> list[tuple[str, GroupOutcome]]:
-            found = db.execute(query).fetchall()
+            rows = db.execute(query).fetchall()
             return [
                 (key, GroupOutcome(solved, rollouts, bool(equal)))
-                for key, solved, rollouts, equal in found
+                for key, solved, rollouts, equal in rows
             ]
 
         return await self._transaction(work)
@@ -401,9 +421,9 @@ class GroupQueue:
         """Store `value` under `key`; None deletes the value."""
         await self._transaction(lambda db: _note(db, key, value))
 
-    async def noted(self, key: str) -> Any:
+    async def read_note(self, key: str) -> Any:
         """Return the value stored under `key`, such as `cursor`, or None."""
-        return await self._transaction(lambda db: _noted(db, key))
+        return await self._transaction(lambda db: _read_note(db, key))
 
     async def counts(self) -> dict[str, int]:
         """Return the number of groups in each state."""
@@ -478,8 +498,8 @@ def _update_group(update: str, row: Sequence[Any], db: sqlite3.Connection) -> No
         ValueError: The group is in another state.
     """
     if db.execute(f"UPDATE groups SET {update}", row).rowcount != 1:
-        found = db.execute("SELECT state FROM groups WHERE number = ?", row[-1:]).fetchone()
-        raise ValueError(f"group {row[-1]} is {found[0] if found else 'not there'}")
+        state = db.execute("SELECT state FROM groups WHERE number = ?", row[-1:]).fetchone()
+        raise ValueError(f"group {row[-1]} is {state[0] if state else 'not there'}")
 
 
 def _note(db: sqlite3.Connection, key: str, value: Any) -> None:
@@ -487,7 +507,7 @@ def _note(db: sqlite3.Connection, key: str, value: Any) -> None:
     db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", row)
 
 
-def _noted(db: sqlite3.Connection, key: str) -> Any:
+def _read_note(db: sqlite3.Connection, key: str) -> Any:
     row = db.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
     return None if row is None else loads(row[0])
 
@@ -496,7 +516,8 @@ def _add_outcomes(
     db: sqlite3.Connection, step: int, outcomes: Sequence[tuple[str, GroupOutcome]]
 ) -> None:
     rows = [
-        (step, key, one.num_solved, one.num_rollouts, int(one.is_equal)) for key, one in outcomes
+        (step, key, outcome.num_solved, outcome.num_rollouts, int(outcome.is_equal))
+        for key, outcome in outcomes
     ]
     columns = "step, key, num_solved, num_rollouts, is_equal"
     db.executemany(f"INSERT INTO outcomes ({columns}) VALUES (?, ?, ?, ?, ?)", rows)
@@ -514,7 +535,7 @@ def _json(value: Any) -> str:
 
 def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[QueuedGroup]:
     columns = "number, task, version, path, num_bytes, figures"
-    found = db.execute(f"SELECT {columns} FROM groups WHERE {where}", row).fetchall()
+    rows = db.execute(f"SELECT {columns} FROM groups WHERE {where}", row).fetchall()
     return [
         QueuedGroup(
             number,
@@ -524,15 +545,15 @@ def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[Queu
             num_bytes,
             GroupFigures.from_dict(loads(figures)),
         )
-        for number, task, version, path, num_bytes, figures in found
+        for number, task, version, path, num_bytes, figures in rows
     ]
 
 
 def _lease(
     db: sqlite3.Connection, step: int, notes: StepNotes, result: Mapping[str, Any] | None
 ) -> Lease:
-    batch = _groups(db, "step = ? AND state != 'given back' ORDER BY place", (step,))
-    replaced = _groups(db, "step = ? AND state = 'given back' ORDER BY number", (step,))
+    batch = _groups(db, "step = ? AND state != 'discarded' ORDER BY place", (step,))
+    replaced = _groups(db, "step = ? AND state = 'discarded' ORDER BY number", (step,))
     return Lease(step, batch, notes, result, replaced)
 
 

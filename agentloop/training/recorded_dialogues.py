@@ -37,22 +37,22 @@ def recorded_rollout(row: Mapping[str, Any], where: str) -> Trajectory:
         DataError: a field is missing or invalid.
     """
     try:
-        found = _RecordedDialogue.model_validate(row, strict=True)
+        dialogue = _RecordedDialogue.model_validate(row, strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
         raise DataError(f"{where}: field {field!r}: {first['msg']}") from error
     turns = [
         Turn(
-            one.output_ids,
-            logprobs=[0.0] * len(one.output_ids),
+            turn.output_ids,
+            logprobs=[0.0] * len(turn.output_ids),
             end=TurnEnd.STOP,
-            observation_ids=one.observation_ids,
-            text=one.text,
+            observation_ids=turn.observation_ids,
+            text=turn.text,
         )
-        for one in found.turns
+        for turn in dialogue.turns
     ]
-    return Trajectory(where, found.prompt_ids, turns)
+    return Trajectory(where, dialogue.prompt_ids, turns)
 
 
 def check_tokenizer(chat: ChatFormat, rollout: Trajectory) -> None:
@@ -62,7 +62,7 @@ def check_tokenizer(chat: ChatFormat, rollout: Trajectory) -> None:
         DataError: it was not.
     """
     is_known = max(rollout.ids) < chat.vocab_size
-    if not is_known or all(chat.decode(one.output_ids) != one.text for one in rollout.turns):
+    if not is_known or all(chat.decode(turn.output_ids) != turn.text for turn in rollout.turns):
         raise DataError(
             f"{rollout.id}: these are not ids of this model's tokenizer: fine-tune a model that "
             "has the tokenizer of the one that sampled them"

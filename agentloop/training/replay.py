@@ -34,7 +34,7 @@ from agentloop.training.learner_record import (
 from agentloop.training.queue import GroupQueue, Lease, copy_journal
 from agentloop.training.resume import load_newest
 from agentloop.training.run_folder import RunFolder, checkpoints_in, training_state
-from agentloop.training.steps import Steps, leased_samples
+from agentloop.training.steps import Steps, leased_conversations
 from agentloop.training.token_difference import (
     ScoredConversation,
     TokenDifferences,
@@ -88,17 +88,17 @@ def segments(records: Sequence[LearnerRecord], first: int, last: int) -> list[Se
     """Divide the steps from `first` to `last` by their learners.
 
     Args:
-        records: in the order of their steps; the first one is of the run's first steps.
+        records: records in the order of their steps; the first one is that of the run's first step.
     """
 
     def index_of(step: int) -> int:
-        return sum(one.after < step for one in records)
+        return sum(record.after < step for record in records)
 
-    found = []
+    parts = []
     for index, steps in groupby(range(first, last + 1), index_of):
         same = list(steps)
-        found.append(Segment(records[index - 1], same[0], same[-1]))
-    return found
+        parts.append(Segment(records[index - 1], same[0], same[-1]))
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +148,10 @@ class Replay:
             await anyio.to_thread.run_sync(copy_journal, run / "queue.sqlite", journal)
             try:
                 async with GroupQueue.open(journal) as queue:
-                    done = [one for one in await queue.rewind(0) if one.result is not None]
+                    done = [lease for lease in await queue.rewind(0) if lease.result is not None]
                     if not done:
                         raise RunFolderError(f"--replay: {run}: no step of this run is complete")
-                    yield cls(run, folder, queue, {one.step: one for one in done})
+                    yield cls(run, folder, queue, {lease.step: lease for lease in done})
             finally:
                 await anyio.to_thread.run_sync(_clear, folder.path)
 
@@ -211,9 +211,9 @@ class Replay:
                 )
                 publisher = FolderPublisher(learner, folder.path / "weights", WeightsSettings())
                 if part is parts[0]:
-                    begun = await self._published(steps, publisher, None, None)
-                    on_step(begun)
-                    if begun.differs:
+                    initial = await self._publish(steps, publisher, None, None)
+                    on_step(initial)
+                    if initial.differs:
                         return False
                 for step in range(part.first, part.last + 1):
                     lease = self._leases[step]
@@ -221,9 +221,9 @@ class Replay:
                         on_tokens(step, await self._differences(replayer, lease, timeout_s))
                     before = (lease.result or {}).get("learner/loss")
                     learned = await steps.learn(lease)
-                    found = await self._published(steps, publisher, before, learned.loss)
-                    on_step(found)
-                    if found.differs:
+                    repeated = await self._publish(steps, publisher, before, learned.loss)
+                    on_step(repeated)
+                    if repeated.differs:
                         return False
                 if part is not parts[-1]:
                     await steps.checkpoint(wait=True)
@@ -257,8 +257,8 @@ class Replay:
                         f"--replay: step {step} needs {self._run / group.path}, which is missing"
                     )
 
-    async def _published(
-        self, steps: Steps, publisher: FolderPublisher, before: float | None, now: float | None
+    async def _publish(
+        self, steps: Steps, publisher: FolderPublisher, before: float | None, loss: float | None
     ) -> ReplayedStep:
         """Publish the weights as the run does, and compare them with its."""
         recorded = await noted_weights(self._queue, steps.step)
@@ -267,19 +267,25 @@ class Replay:
             recorded = await anyio.to_thread.run_sync(_digest_of, kept)
         published = await steps.publish(publisher)
         await publisher.tidy()
-        return ReplayedStep(steps.step, before, now, recorded, weights_digest(published.sha256))
+        return ReplayedStep(steps.step, before, loss, recorded, weights_digest(published.sha256))
 
     async def _differences(
         self, replayer: Replayer, lease: Lease, timeout_s: float
     ) -> TokenDifferences:
         """Score a step's batch with the learner's weights before the step."""
         folder = self._folder.path / "batches"
-        leased = await anyio.to_thread.run_sync(lambda: list(leased_samples(self._folder, lease)))
-        trajectories = [sample.trajectory for sample in leased]
-        fitting = [one for one in trajectories if len(one.ids) <= replayer.max_tokens]
+        trajectories = await anyio.to_thread.run_sync(
+            lambda: [row.trajectory for _, row, _ in leased_conversations(self._folder, lease)]
+        )
+        fitting = [
+            trajectory for trajectory in trajectories if len(trajectory.ids) <= replayer.max_tokens
+        ]
         if not fitting:
             return differences_of([])
-        samples = [Sample(one.ids, one.mask, one.logprobs, 0.0, 0) for one in fitting]
+        samples = [
+            Sample(trajectory.ids, trajectory.mask, trajectory.logprobs, 0.0, 0)
+            for trajectory in fitting
+        ]
         batch, out = folder / "scored.safetensors", folder / "scores.safetensors"
         await anyio.to_thread.run_sync(write_batch, batch, samples)
         await replayer.learner.ask(ScoreRequest(batch=batch, out=out), timeout_s=timeout_s)
@@ -304,8 +310,8 @@ class Replay:
 def _logprobs_in(path: Path) -> list[float]:
     from safetensors.numpy import load
 
-    found: list[float] = load(path.read_bytes())["logprobs"].tolist()
-    return found
+    logprobs: list[float] = load(path.read_bytes())["logprobs"].tolist()
+    return logprobs
 
 
 def _digest_of(folder: Path) -> str | None:

@@ -134,10 +134,10 @@ class ResumableTraining(ABC):
         """
         while True:
             num_recovered = self._num_recovered
-            how = await self.learner.lost()
+            description = await self.learner.wait_lost()
             async with self._busy:  # no deadline: requests have one
                 if num_recovered == self._num_recovered:  # otherwise a request has recovered it
-                    await self._recover(LearnerLost(how), None)
+                    await self._recover(LearnerLost(description), None)
 
     async def checkpoint(self, *, wait: bool = False) -> bool:
         """Start writing a checkpoint, unless there is one of this step.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -16,7 +16,7 @@ import anyio.lowlevel
 from agentloop.agent.rollout import Budget
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import EnvironmentFailed, RequestError, ServerError, ServerRefused
+from agentloop.errors import ServerError, ServerRefused
 from agentloop.events import GroupFinished
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.rollouts.record import (
@@ -27,13 +27,12 @@ from agentloop.rollouts.record import (
     TokenCredit,
 )
 from agentloop.rollouts.runner import GroupRunner
-from agentloop.rollouts.stream import finished_groups
 from agentloop.training.credit.roc import Rejected, RocSettings, Selection, Trace, resample
 from agentloop.training.credit.rule import RewardedRollout
 from agentloop.training.credit.settings import CreditSettings, assign
 from agentloop.trajectory import Trajectory
 
-__all__ = ["Purpose", "RolledOut", "Rollouts", "RollsOut", "TrainingGroup", "in_order"]
+__all__ = ["Purpose", "RolledOut", "Rollouts", "RollsOut", "TrainingGroup"]
 
 log = logging.getLogger(__name__)
 
@@ -51,22 +50,18 @@ class Purpose(StrEnum):
     EVALUATE = "evaluate"  # on held-out tasks, or to filter a stage's tasks
 
 
-class RolledOut(Protocol):
-    """A group that was rolled out and scored, with the selection of rollouts to train on."""
+@dataclass(frozen=True, slots=True)
+class RolledOut:
+    """A group that was rolled out and scored, with the selection of rollouts to train on.
 
-    @property
-    def figures(self) -> GroupFigures:
-        """The figures of the group."""
-        ...
+    Attributes:
+        has_signal: whether the group has a learning signal: an advantage other than 0.
+        rows: the conversations, each with its reward and selection.
+    """
 
-    @property
-    def has_signal(self) -> bool:
-        """True if the group has a learning signal: an advantage other than 0."""
-        ...
-
-    def rows(self) -> Sequence[ConversationRow]:
-        """Return each conversation with its reward and selection."""
-        ...
+    figures: GroupFigures
+    has_signal: bool
+    rows: Sequence[ConversationRow]
 
 
 class RollsOut(Protocol):
@@ -104,84 +99,17 @@ class RollsOut(Protocol):
         ...
 
 
-async def in_order(
-    rolls_out: RollsOut,
-    tasks: Sequence[Task],
-    name: str,
-    *,
-    size: int,
-    budget: Budget,
-    oldest: int,
-    on_done: Callable[[int], None],
-    on_refused: Callable[[Task, RequestError], None],
-    may_begin: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint,
-) -> list[tuple[Task, RolledOut]]:
-    """Roll out a group for each task to evaluate it; return them in the order of the tasks.
-
-    Args:
-        on_done: called with the number of finished groups.
-        on_refused: called with each task that is not a valid request, or on which the environment
-            failed; it is skipped.
-        may_begin: waits until the next group may start.
-
-    Raises:
-        RequestError: all tasks were refused, and not because the environment failed.
-    """
-    found: dict[int, tuple[Task, RolledOut]] = {}
-    refused: RequestError | None = None
-
-    async def run(
-        numbered: tuple[int, Task], on_queued: Callable[[], None]
-    ) -> Sequence[Trajectory]:
-        number, task = numbered  # numbered, since a task may occur twice
-        group = await rolls_out.group(
-            task,
-            f"{name}-{number}",
-            size=size,
-            budget=budget,
-            oldest=oldest,
-            purpose=Purpose.EVALUATE,
-            on_queued=on_queued,
-        )
-        found[number] = task, group
-        return ()
-
-    async def source() -> AsyncGenerator[tuple[int, Task], None]:
-        for numbered in enumerate(tasks):
-            await may_begin()
-            yield numbered
-
-    async with finished_groups(
-        source(), run, partial(rolls_out.wait_for_capacity, size), max_open=max(1, len(tasks))
-    ) as groups:
-        async for group in groups:  # no deadline: each rollout has one
-            if group.error is not None:
-                on_refused(group.task[1], group.error)
-                if not isinstance(group.error, EnvironmentFailed):  # the task is invalid
-                    refused = group.error
-            else:
-                on_done(len(found))
-    if refused is not None and not found:  # skipping all tasks would hide a mistake
-        raise RequestError(f"{refused} (no valid task among {len(tasks)})") from refused
-    return [found[number] for number in sorted(found)]
-
-
 @dataclass(slots=True)
 class TrainingGroup:
     """A scored group, with the rollouts to train on.
 
     Attributes:
-        credit: of each trajectory to train on, by its id.
+        credit: the credit of each trajectory to train on, by its id.
     """
 
     group: RolloutGroup
     choice: Selection
     credit: Mapping[str, TokenCredit]
-
-    @property
-    def figures(self) -> GroupFigures:
-        rejected = self.choice.rejected
-        return GroupFigures.of(self.group, None if rejected is None else str(rejected))
 
     @property
     def has_signal(self) -> bool:
@@ -202,12 +130,14 @@ class TrainingGroup:
             has_signal=self.has_signal,
         )
 
-    def rows(self) -> list[ConversationRow]:
-        rows = self.group.rows()
+    def rolled_out(self) -> RolledOut:
+        """Return the group as others see it."""
+        rows, rejected = self.group.rows(), self.choice.rejected
         for row in rows:
             row.credit = self.credit.get(row.trajectory.id)
             row.dropped = self.choice.dropped.get(row.rollout)
-        return rows
+        figures = GroupFigures.of(self.group, None if rejected is None else str(rejected))
+        return RolledOut(figures, self.has_signal, rows)
 
 
 class Rollouts:
@@ -266,7 +196,7 @@ class Rollouts:
         trained = await run(on_queued=on_queued)
         for number in range(1, self._num_tries):
             if trained.group.outage is None:
-                return trained
+                return trained.rolled_out()
             pause_s = _FIRST_PAUSE_S * 2 ** (number - 1)
             log.warning(
                 "group %s is rolled out again in %g s, because no rollout survived: %s",
@@ -279,7 +209,7 @@ class Rollouts:
         if (outage := trained.group.outage) is not None:
             times = f"{self._num_tries} times in a row" if self._num_tries > 1 else ""
             raise ServerError(f"task {task.id}: all rollouts were lost {times}: {outage}")
-        return trained
+        return trained.rolled_out()
 
     async def _run(
         self,
@@ -322,8 +252,8 @@ class Rollouts:
         if not rollout.num_sampled_tokens:
             return NoReward.NOT_SAMPLED, "nothing was sampled"
         for trajectory in rollout.all_trajectories:
-            if other := _other_version(trajectory, oldest):
-                return NoReward.OTHER_WEIGHTS, f"sampled with other weights: {other}"
+            if version := _other_version(trajectory, oldest):
+                return NoReward.OTHER_WEIGHTS, f"sampled with other weights: {version}"
             if self._is_tainted(trajectory):
                 return NoReward.OTHER_WEIGHTS, "sampled by a server with wrong weights"
         return None
@@ -341,8 +271,8 @@ class Rollouts:
         except ServerError as error:
             is_refused = isinstance(error, ServerRefused) and error.is_about_request
             rollout.no_reward = NoReward.TEACHER if is_refused else NoReward.INFRASTRUCTURE
-            what = "the teacher refuses it" if is_refused else "infrastructure"
-            rollout.reward = Reward(None, rollout.reward.answer, f"{what}: {error}")
+            cause = "the teacher refuses it" if is_refused else "infrastructure"
+            rollout.reward = Reward(None, rollout.reward.answer, f"{cause}: {error}")
 
     def _select(
         self, group: RolloutGroup, name: str, logprobs: Mapping[str, Sequence[float]]
@@ -367,10 +297,10 @@ class Rollouts:
         for agent in sorted({agent for rollout in rollouts for agent in rollout.others}):
             members = {}
             for index in indexes:
-                other = rollouts[index].others.get(agent)
-                if other is not None and other.is_trained and values[index] is not None:
-                    reward = values[index] if other.reward is None else other.reward
-                    members[rollouts[index].id] = reward, other.whole
+                record = rollouts[index].others.get(agent)
+                if record is not None and record.is_trained and values[index] is not None:
+                    reward = values[index] if record.reward is None else record.reward
+                    members[rollouts[index].id] = reward, record.whole
             credit |= self._assign(members, logprobs, draw)
         trained = TrainingGroup(group, choice, credit)
         if self._roc.reject_equal_reward and not trained.has_signal:
@@ -386,7 +316,7 @@ class Rollouts:
         """Return the credit of one agent's trajectories by their ids.
 
         Args:
-            members: its reward and its trajectories, by the id of the rollout.
+            members: the agent's reward and trajectories, by the id of the rollout.
             logprobs: the teacher's log-probabilities, by the trajectory's id.
         """
         needs_teacher = self._credit.rule.needs_teacher  # in an evaluation there is none
@@ -419,7 +349,12 @@ class Rollouts:
 
 
 def _has_turn_rewards(rollouts: Sequence[RolloutRecord]) -> bool:
-    turns = (turn for rollout in rollouts for one in rollout.all_trajectories for turn in one)
+    turns = (
+        turn
+        for rollout in rollouts
+        for trajectory in rollout.all_trajectories
+        for turn in trajectory
+    )
     return any(turn.reward is not None or turn.token_rewards for turn in turns)
 
 
@@ -430,4 +365,7 @@ def _other_version(trajectory: Trajectory, oldest: int) -> str | None:
     probed.
     """
     versions = (span.version for turn in trajectory for span in turn.versions)
-    return next((one for one in versions if not (one.isdecimal() and int(one) >= oldest)), None)
+    return next(
+        (version for version in versions if not (version.isdecimal() and int(version) >= oldest)),
+        None,
+    )

@@ -41,29 +41,29 @@ class RunControl:
         self.watch.moved()
         self._changed.notify()
 
-    async def changed(self) -> None:
+    async def wait_changed(self) -> None:
         """Wait until the next `notify`."""
         await self._changed.wait()  # no deadline: for tasks that have nothing to do until then
 
     async def wait_until(
-        self, condition: Callable[[], bool], who: str, what: Callable[[], str]
+        self, condition: Callable[[], bool], waiter: str, reason: Callable[[], str]
     ) -> None:
         """Wait until `condition` holds, reporting that `who` waits for `what`.
 
         Both functions are evaluated at each `notify`.
         """
         while not condition():
-            reported = what()
-            with self.watch.waiting(who, reported):
-                while not condition() and what() == reported:
+            reported = reason()
+            with self.watch.waiting(waiter, reported):
+                while not condition() and reason() == reported:
                     # no deadline: the awaited operation has its own, or ends the run
                     await self._changed.wait()
 
-    async def wait_while_paused(self, who: str) -> None:
+    async def wait_while_paused(self, waiter: str) -> None:
         """Wait while the run is paused. Raises Drained if it is draining."""
         await self.wait_until(
             lambda: not self.is_paused or self.is_draining,
-            who,
+            waiter,
             lambda: "the run to be resumed (paused)",
         )
         if self.is_draining:

@@ -74,7 +74,7 @@ class RunFolder:
             RunFolderError: another process is active in the run, or the folder cannot be written.
         """
         path = _absolute(path, follow_links=config is None)
-        async with _locked(path):
+        async with _hold_lock(path):
             if config is not None:
                 _require_new(path)
             run = cls(path, config)
@@ -148,8 +148,8 @@ class RunFolder:
     @property
     def checkpoint(self) -> Path | None:
         """The newest checkpoint, or None."""
-        found = self.checkpoints
-        return found[max(found)] if found else None
+        checkpoints = self.checkpoints
+        return checkpoints[max(checkpoints)] if checkpoints else None
 
     def checkpoint_of(self, step: int) -> Path:
         """Return the checkpoint that holds this step.
@@ -159,8 +159,8 @@ class RunFolder:
         """
         checkpoints = self.checkpoints
         if step not in checkpoints:
-            there = ", ".join(map(str, sorted(checkpoints))) or "none"
-            raise RunFolderError(f"--from: no checkpoint of step {step}; available: {there}")
+            available = ", ".join(map(str, sorted(checkpoints))) or "none"
+            raise RunFolderError(f"--from: no checkpoint of step {step}; available: {available}")
         return checkpoints[step]
 
     def undo(self, step: int, *, name: str = "", files: Iterable[str] = ()) -> None:
@@ -186,13 +186,13 @@ class RunFolder:
             later = [path for held, path in _checkpoints(self.path) if held > step]
             _move(later, aside)
             for kind in ("trajectories", "entropy"):
-                found = (self.path / kind / group for group in groups)
-                _move(filter(Path.exists, found), aside / kind)
-            whole = "metrics.jsonl"
-            if (self.path / whole).exists() and not (aside / whole).exists():
-                _write(aside / whole, (self.path / whole).read_text("utf-8"))
+                folders = (self.path / kind / group for group in groups)
+                _move(filter(Path.exists, folders), aside / kind)
+            metrics = "metrics.jsonl"
+            if (self.path / metrics).exists() and not (aside / metrics).exists():
+                _write(aside / metrics, (self.path / metrics).read_text("utf-8"))
             lines = [dumps(row).decode() for row in self.metrics() if row["step"] <= step]
-            _write(self.path / whole, "".join(f"{line}\n" for line in lines))
+            _write(self.path / metrics, "".join(f"{line}\n" for line in lines))
 
     @staticmethod
     def model_in(path: Path) -> Path:
@@ -201,8 +201,8 @@ class RunFolder:
         Raises:
             RunFolderError: there is no run, or it has no model.
         """
-        published = [one for one in (path / "weights").glob("*") if one.name.isdigit()]
-        newest = sorted(published, key=lambda one: int(one.name))[-1:]
+        published = [folder for folder in (path / "weights").glob("*") if folder.name.isdigit()]
+        newest = sorted(published, key=lambda folder: int(folder.name))[-1:]
         for folder in (*newest, path / "model", path / "sft" / "model"):
             if (folder / "config.json").is_file():
                 return folder
@@ -249,7 +249,7 @@ class RunFolder:
             lines = (self.path / path).read_bytes().splitlines()
         except OSError as error:
             raise RunFolderError(f"{self.path / path}: {error.strerror or error}") from error
-        return _parsed(lines, self.path / path)
+        return _parse_lines(lines, self.path / path)
 
     def read_conversations(self, path: str) -> list[ConversationRow]:
         """Read the conversations of a group. Raises RunFolderError like `read_group`."""
@@ -269,10 +269,10 @@ class RunFolder:
     def rows(self, name: str) -> list[dict[str, Any]]:
         """Read the rows of a JSONL file, none if it does not exist. Raises like `metrics`."""
         try:
-            whole = (self.path / name).read_bytes().rpartition(b"\n")[0]
+            complete_lines = (self.path / name).read_bytes().rpartition(b"\n")[0]
         except FileNotFoundError:
             return []
-        return _parsed(whole.splitlines(), self.path / name)
+        return _parse_lines(complete_lines.splitlines(), self.path / name)
 
 
 def config_of(run: Path, option: str = "") -> Path:
@@ -301,11 +301,11 @@ def _checkpoints(run: Path) -> list[tuple[int, Path]]:
 
     Two may have the same step, since a failing step leaves a checkpoint of the state before it.
     """
-    found = []
+    checkpoints = []
     for path in sorted((run / "checkpoints").glob("*/state.json")):
         with suppress(RunFolderError):
-            found.append((training_state(path.parent).step, path.parent))
-    return found
+            checkpoints.append((training_state(path.parent).step, path.parent))
+    return checkpoints
 
 
 def training_state(checkpoint: Path) -> TrainingState:
@@ -352,7 +352,7 @@ def _require_new(path: Path) -> None:
 
 
 @asynccontextmanager
-async def _locked(path: Path) -> AsyncIterator[None]:
+async def _hold_lock(path: Path) -> AsyncIterator[None]:
     """Lock a run for this process, creating its folder if necessary.
 
     Raises:
@@ -425,11 +425,11 @@ def _cut_to_lines(path: Path) -> None:
     """Cut off an incomplete last line, which a kill may have left."""
     if path.exists():
         data = path.read_bytes()
-        if len(whole := data.rpartition(b"\n")[0]) + 1 < len(data):
-            os.truncate(path, len(whole) + 1 if whole else 0)
+        if len(complete := data.rpartition(b"\n")[0]) + 1 < len(data):
+            os.truncate(path, len(complete) + 1 if complete else 0)
 
 
-def _parsed(lines: Sequence[bytes], path: Path) -> list[dict[str, Any]]:
+def _parse_lines(lines: Sequence[bytes], path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:

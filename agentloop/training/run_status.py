@@ -75,9 +75,9 @@ class Unwatched:
 
 def clock(seconds: float) -> str:
     """Format a duration, such as 0:07, 12:30 or 3:04:05."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def count_of(count: int, noun: str, plural: str = "") -> str:

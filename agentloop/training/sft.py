@@ -209,7 +209,7 @@ def trajectories_of(
     if dialogue.recorded is not None:
         check_tokenizer(chat, dialogue.recorded)
         return [dialogue.recorded]
-    found: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
     messages = dialogue.messages
     index = 0
     try:
@@ -227,14 +227,14 @@ def trajectories_of(
                 tools=dialogue.tools,
                 max_tool_response_tokens=max_tool_response_tokens,
             )
-            found.append(trajectory)
+            trajectories.append(trajectory)
     except RequestError as error:
         raise DataError(f"{dialogue.where}: field 'messages': {error}") from error
-    if not found or _role(messages, -1) != "assistant":
+    if not trajectories or _role(messages, -1) != "assistant":
         raise DataError(
             f"{dialogue.where}: field 'messages': the last message must be the assistant's"
         )
-    return found
+    return trajectories
 
 
 def _add_turns(
@@ -273,8 +273,8 @@ def _turn(
     try:
         ids = chat.encode_assistant_turn(messages[index])
     except RequestError as error:
-        said = str(error).removeprefix("messages[0].")
-        raise RequestError(f"messages[{index}].{said}") from error
+        problem = str(error).removeprefix("messages[0].")
+        raise RequestError(f"messages[{index}].{problem}") from error
     stream = chat.family.calls(chat, tools)
     calls = [*stream.feed(ids), *stream.finish()]
     return Turn(ids, logprobs=[0.0] * len(ids), end=TurnEnd.STOP, calls=calls)

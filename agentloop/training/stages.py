@@ -15,9 +15,7 @@ of its beginning.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import anyio
 from anyio.abc import TaskStatus
@@ -28,9 +26,9 @@ from agentloop.errors import RequestError
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.batch_trainer import BatchTrainer
 from agentloop.training.curriculum import FILTER_ROLLOUTS, NOT_SOLVED, Curriculum, GroupOutcome
-from agentloop.training.held_out import TaskRunner
+from agentloop.training.held_out import roll_out_all
 from agentloop.training.loop_settings import StageSettings
-from agentloop.training.queue import QueuedGroup
+from agentloop.training.queue import QueuedGroup, StageNote
 from agentloop.training.run_context import RunContext
 from agentloop.training.run_control import Drained
 from agentloop.training.run_status import count_of
@@ -44,14 +42,9 @@ _MANY_REPLACED = 10  # log a warning after this many batches' worth of replaced 
 class StageRunner:
     """Runs the stages of a run, one after the other."""
 
-    def __init__(self, run: RunContext, trainer: BatchTrainer, runner: TaskRunner) -> None:
-        """
-        Args:
-            runner: rolls out the tasks that are filtered.
-        """
+    def __init__(self, run: RunContext, trainer: BatchTrainer) -> None:
         self._run = run
         self._trainer = trainer
-        self._runner = runner
         self._budget = run.budget
         self._num_replaced = 0  # groups in a row
         self._num_refused = Counter[str]()  # the same, by environment
@@ -65,38 +58,37 @@ class StageRunner:
         """
         run = self._run
         title = f"stage {number} of {len(run.stages)}: {name}" if name else "training"
-        note = await run.queue.noted(f"stage {number}")
-        done = 0 if note is None else min(self._trainer.step - note["begun"], stage.steps)
-        if done and await run.queue.noted(f"stage {number + 1}") is not None:
+        note = await run.queue.stage(number)
+        done = 0 if note is None else min(self._trainer.step - note.step, stage.steps)
+        if done and await run.queue.stage(number + 1) is not None:
             done = stage.steps  # the stage has ended, even if its setting was raised since then
             run.pace.enter(title, stage.steps, done)
             return
         run.pace.enter(title, stage.steps, done)
         self._budget = stage.budget(run.budget)
-        if note is not None and note["tasks"] != [] and self._trainer.step == note["begun"] + done:
+        if note is not None and note.tasks != [] and self._trainer.step == note.step + done:
             # in case the process was killed before it
             await self._trainer.after_step(is_last=done == stage.steps, budget=self._budget)
         if done == stage.steps:
             return
         if len(run.stages) > 1:
-            left = count_of(stage.steps - done, "step")
-            run.report.say(f"{title[0].upper()}{title[1:]}, {left}{' left' if done else ''}")
+            steps = count_of(stage.steps - done, "step")
+            run.report.say(f"{title[0].upper()}{title[1:]}, {steps}{' left' if done else ''}")
         tasks = StageTasks(run.tasks, number, run.curriculum)
         if note is None:
             try:
                 note = await self._begin(number, stage, tasks)
             except Drained:  # a resumed run filters all tasks again
                 return
-        if note["tasks"] == []:
+        if note.tasks == []:
             run.report.say("The stage is skipped: every rollout solves its tasks")
             run.pace.skip()
             return
         ids = None
-        if note["tasks"]:
-            hard = [Task(**task) for task in note["tasks"]]
-            cursor = await run.queue.noted("cursor") or {}
-            tasks.use(hard, seed=f"{run.settings.seed} {title}", cursor=cursor)
-            ids = {task.id for task in hard}
+        if note.tasks:
+            cursor = await run.queue.read_note("cursor") or {}
+            tasks.use(note.tasks, seed=f"{run.settings.seed} {title}", cursor=cursor)
+            ids = {task.id for task in note.tasks}
         run.buffer.reset(self._trainer.version)
         num_groups = (stage.steps - done) * run.settings.prompts_per_step
         await run.buffer.begin_stage(tasks, num_groups=num_groups, ids=ids)
@@ -113,17 +105,16 @@ class StageRunner:
 
     # --- tasks ------------------------------------------------------------------------------------
 
-    async def _begin(self, number: int, stage: StageSettings, tasks: StageTasks) -> dict[str, Any]:
+    async def _begin(self, number: int, stage: StageSettings, tasks: StageTasks) -> StageNote:
         """Filter the tasks if the stage does so and record its beginning. Raises Drained."""
-        hard: list[dict[str, Any]] | None = None
+        unsolved: list[Task] | None = None
         outcomes: list[tuple[str, GroupOutcome]] = []
         if stage.filter_tasks:
-            left, outcomes = await self._filter(stage, tasks)
-            hard = [*map(asdict, left)]
+            unsolved, outcomes = await self._filter(stage, tasks)
         note = await self._run.queue.begin_stage(
             number,
             step=self._trainer.step,
-            tasks=hard,
+            tasks=unsolved,
             cursor=tasks.cursor(),
             outcomes=outcomes,
         )
@@ -139,13 +130,14 @@ class StageRunner:
         """
         step = self._trainer.step
         tasks = source.take(stage.filter_tasks)
-        groups = await self._runner.roll_out(
+        groups = await roll_out_all(
+            self._run,
             tasks,
             f"{step}-filter",
             size=FILTER_ROLLOUTS,
             budget=self._budget,
             version=self._trainer.version,
-            what="the tasks to be filtered",
+            activity="the tasks to be filtered",
             may_begin=partial(self._run.control.wait_while_paused, "the filter"),
         )
         if not groups:
@@ -157,15 +149,15 @@ class StageRunner:
         ]
         measured = Curriculum(NOT_SOLVED)
         measured.restore(outcomes, num_offered=0)
-        left = [task for task, _ in groups if not measured.is_retired(task.id)]
+        unsolved = [task for task, _ in groups if not measured.is_retired(task.id)]
         if not await self._run.metrics.has(step, "filter/num_tasks"):
-            counts = {"filter/num_tasks": len(tasks), "filter/num_left": len(left)}
+            counts = {"filter/num_tasks": len(tasks), "filter/num_left": len(unsolved)}
             await self._run.metrics.add({"step": step, **counts})
         self._run.report.say(
-            f"Kept {len(left):,} of {count_of(len(tasks), 'task')}: the others were solved by all "
-            f"of their {FILTER_ROLLOUTS} rollouts"
+            f"Kept {len(unsolved):,} of {count_of(len(tasks), 'task')}: the others were solved by "
+            f"all of their {FILTER_ROLLOUTS} rollouts"
         )
-        return left, outcomes
+        return unsolved, outcomes
 
     # --- rollouts ---------------------------------------------------------------------------------
 
@@ -224,7 +216,7 @@ class StageRunner:
             path, num_bytes = await in_run_thread(
                 self._run.folder.add_group,
                 group.number,
-                ({**header, **row.to_dict()} for row in rolled.rows()),  # encoded in the thread
+                ({**header, **row.to_dict()} for row in rolled.rows),  # encoded in the thread
             )
         if s.dynamic_sampling and not has_signal:
             await self._run.buffer.discard(group, path=path, figures=figures)

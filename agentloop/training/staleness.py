@@ -133,9 +133,9 @@ class Slots:
     def _next_batch(self) -> list[int] | None:
         ready = sorted(self._finished, key=self._age_order)
         batch = ready[: self._batch_size]
-        rest = [self._admitted[number] for number in self._admitted.keys() - batch]
+        waiting = [self._admitted[number] for number in self._admitted.keys() - batch]
         is_complete = len(batch) == self._batch_size
-        return batch if is_complete and self._in_time(rest, self.next_batch + 1) else None
+        return batch if is_complete and self._in_time(waiting, self.next_batch + 1) else None
 
     def _age_order(self, number: int) -> tuple[int, int]:
         return self._admitted[number], number

@@ -57,7 +57,7 @@ class WeightSyncMetrics:
 
     def row(self) -> dict[str, Any]:
         """Return the metrics as plain data."""
-        return {f"weights/{name}": value for name, value in _known(asdict(self))}
+        return {f"weights/{name}": value for name, value in _without_none(asdict(self))}
 
 
 @dataclass(slots=True)
@@ -136,7 +136,7 @@ class StepMetrics:
             **self.learned.row(),
             **self.curriculum,
             **self.weights.row(),
-            **dict(_known(timings)),
+            **dict(_without_none(timings)),
         }
 
 
@@ -161,5 +161,5 @@ class MetricsLog:
         return any(row["step"] == step and name in row for row in await self.rows())
 
 
-def _known(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+def _without_none(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     return ((name, value) for name, value in values.items() if value is not None)

@@ -13,13 +13,12 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentloop.aio import in_run_thread
-from agentloop.rollouts.record import TokenCredit
+from agentloop.rollouts.record import ConversationRow, TokenCredit
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import RestartableLearner
 from agentloop.training.learner_client.protocol import (
@@ -35,9 +34,8 @@ from agentloop.training.resume import ResumableTraining, report_other_loss
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.step_metrics import Learned
 from agentloop.training.weight_sync.transport import PublishedWeights, Publisher
-from agentloop.trajectory import Trajectory
 
-__all__ = ["LeasedSample", "Steps", "leased_samples"]
+__all__ = ["Steps", "leased_conversations"]
 
 
 class Steps(ResumableTraining):
@@ -142,7 +140,7 @@ class Steps(ResumableTraining):
             metrics = reply.metrics()
         learned = Learned(num_learned, time.monotonic() - started_s, metrics)
         self._learner_state = TrainingState(step=lease.step, version=version)
-        await self._queue.done(lease.step, learned.row())
+        await self._queue.record_result(lease.step, learned.row())
         return learned
 
     def _write_batch(self, path: Path, lease: Lease) -> int:
@@ -151,20 +149,13 @@ class Steps(ResumableTraining):
         Each conversation of a rollout is a sample. Those with an advantage of 0 are included: the
         objective is a mean over all tokens of a group.
         """
-        leased = list(leased_samples(self._folder, lease))
-        samples = [
-            Sample(
-                sample.trajectory.ids,
-                sample.trajectory.mask,
-                sample.trajectory.logprobs,
-                sample.credit.advantages,
-                sample.group,
-                sample.credit.weights,
-            )
-            for sample in leased
-        ]
-        rollouts = {(sample.group, sample.rollout) for sample in leased}
-        if not any(sample.credit.has_signal for sample in leased):
+        samples, rollouts, has_signal = [], set(), False
+        for place, row, credit in leased_conversations(self._folder, lease):
+            tokens = row.trajectory.ids, row.trajectory.mask, row.trajectory.logprobs
+            samples.append(Sample(*tokens, credit.advantages, place, credit.weights))
+            rollouts.add((place, row.rollout))
+            has_signal |= credit.has_signal
+        if not has_signal:
             return 0
         write_batch(path, samples)
         return len(rollouts)
@@ -210,23 +201,10 @@ class Steps(ResumableTraining):
         report_other_loss(self._say, lease.step, before, learned.loss)
 
 
-@dataclass(frozen=True, slots=True)
-class LeasedSample:
-    """A conversation that a step trains on.
-
-    Attributes:
-        group: place of its group in the lease.
-        rollout: number of its rollout in the group.
-    """
-
-    group: int
-    rollout: int
-    trajectory: Trajectory
-    credit: TokenCredit
-
-
-def leased_samples(folder: RunFolder, lease: Lease) -> Iterator[LeasedSample]:
-    """Yield the conversations that a step trains on, in order.
+def leased_conversations(
+    folder: RunFolder, lease: Lease
+) -> Iterator[tuple[int, ConversationRow, TokenCredit]]:
+    """Yield the conversations that a step trains on, in order, with the places of their groups.
 
     Raises:
         RunFolderError: the file of a group is missing or damaged.
@@ -234,7 +212,7 @@ def leased_samples(folder: RunFolder, lease: Lease) -> Iterator[LeasedSample]:
     for place, group in enumerate(lease.groups):
         for row in [] if group.path is None else folder.read_conversations(group.path):
             if row.credit is not None and row.trajectory.num_sampled_tokens:
-                yield LeasedSample(place, row.rollout, row.trajectory, row.credit)
+                yield place, row, row.credit
 
 
 def _remove_others(folder: Path) -> None:

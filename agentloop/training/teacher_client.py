@@ -68,12 +68,12 @@ class TeacherClient:
                 f"credit.args.teacher: {self._url} does not tokenize text, so it is unknown "
                 f"whether its tokenizer is the model's: {error}"
             ) from error
-        for text, found in zip(probe, theirs, strict=True):
+        for text, their_ids in zip(probe, theirs, strict=True):
             ours = tokenizer.encode(text, add_special_tokens=False).ids
-            if found != ours:
+            if their_ids != ours:
                 raise SettingsError(
                     f"credit.args.teacher: the tokenizer of {self._url} is not that of the model: "
-                    f"it encodes {text!r:.60} as {found!s:.60}, not as {ours!s:.60}"
+                    f"it encodes {text!r:.60} as {their_ids!s:.60}, not as {ours!s:.60}"
                 )
         self._num_ids = max(ids.values()) + 1
 
@@ -98,12 +98,13 @@ class TeacherClient:
             "logprob_start_len": start,
         }
         answer = await self._ask("/generate", body)
-        found = _reported(answer, ids[start:])
-        if found is None:
+        logprobs = _parse_logprobs(answer, ids[start:])
+        if logprobs is None:
             raise ServerRefused(
                 f"{self._url}/generate: no log-probabilities of the given ids", status=200
             )
-        return [one for one, sampled in zip(found, mask[start + 1 :], strict=True) if sampled]
+        sampled = mask[start + 1 :]
+        return [value for value, is_sampled in zip(logprobs, sampled, strict=True) if is_sampled]
 
     async def _ask(self, path: str, body: dict[str, Any]) -> Any:
         """Send a request until it is answered.
@@ -152,13 +153,13 @@ async def open_teacher(
         yield client.logprobs
 
 
-def _reported(answer: Any, ids: Sequence[int]) -> list[float] | None:
+def _parse_logprobs(answer: Any, ids: Sequence[int]) -> list[float] | None:
     """Return the log-probabilities of `ids` but the first, or None if the answer has others."""
     try:
-        told = answer["meta_info"]["input_token_logprobs"]
-        if [one[1] for one in told] != list(ids):
+        rows = answer["meta_info"]["input_token_logprobs"]
+        if [row[1] for row in rows] != list(ids):
             return None
-        found = [float(one[0]) for one in told[1:]]
+        logprobs = [float(row[0]) for row in rows[1:]]
     except (KeyError, IndexError, TypeError, ValueError):
         return None
-    return found if all(map(math.isfinite, found)) else None
+    return logprobs if all(map(math.isfinite, logprobs)) else None

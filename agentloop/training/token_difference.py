@@ -79,7 +79,7 @@ def differences_of(
     conversations: Sequence[ScoredConversation], *, num_worst: int = 10
 ) -> TokenDifferences:
     """Summarize the differences at all sampled tokens."""
-    sizes = sorted(token.size for token in _sampled(conversations))
+    sizes = sorted(token.size for token in _scored_tokens(conversations))
     if not sizes:
         return TokenDifferences(0, 0.0, 0.0, 0.0, {}, ())
     return TokenDifferences(
@@ -87,21 +87,23 @@ def differences_of(
         mean=math.fsum(sizes) / len(sizes),
         p99=sizes[math.ceil(0.99 * len(sizes)) - 1],
         max=sizes[-1],
-        versions=Counter(token.version or "?" for token in _sampled(conversations)),
-        worst=tuple(heapq.nlargest(num_worst, _sampled(conversations), lambda one: one.size)),
+        versions=Counter(token.version or "?" for token in _scored_tokens(conversations)),
+        worst=tuple(
+            heapq.nlargest(num_worst, _scored_tokens(conversations), lambda token: token.size)
+        ),
     )
 
 
-def _sampled(conversations: Sequence[ScoredConversation]) -> Iterator[ScoredToken]:
-    for one in conversations:
-        for index, is_sampled in enumerate(one.mask):
+def _scored_tokens(conversations: Sequence[ScoredConversation]) -> Iterator[ScoredToken]:
+    for conversation in conversations:
+        for index, is_sampled in enumerate(conversation.mask):
             if is_sampled:
                 yield ScoredToken(
-                    conversation=one.name,
+                    conversation=conversation.name,
                     index=index,
-                    id=one.ids[index],
-                    before=tuple(one.ids[max(0, index - _CONTEXT) : index]),
-                    version=one.versions[index],
-                    engine=one.engine[index],
-                    learner=one.learner[index],
+                    id=conversation.ids[index],
+                    before=tuple(conversation.ids[max(0, index - _CONTEXT) : index]),
+                    version=conversation.versions[index],
+                    engine=conversation.engine[index],
+                    learner=conversation.learner[index],
                 )

@@ -31,7 +31,7 @@ async def undo(folder: RunFolder, queue: GroupQueue, step: int) -> None:
 
 async def finish_undo(folder: RunFolder, queue: GroupQueue) -> None:
     """Finish an `undo` that was interrupted, if there is one. Raises RunFolderError."""
-    undone = await queue.noted("undone")
+    undone = await queue.read_note("undone")
     if undone is None:
         return
     move = partial(folder.undo, undone["step"], name=undone["name"], files=undone["files"])

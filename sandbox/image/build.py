@@ -12,32 +12,30 @@ has immortal objects: a call costs a third less with it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO
 
 import aiodocker
 import aiohttp
 import anyio
-import anyio.abc
 
 from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import SandboxUnavailable
 
 Progress = Callable[[str], None]
-Method = Literal["auto", "dockerfile", "mmdebstrap"]
 
 IMAGE_NAME = "agentloop-sandbox"
 BASE_NAME = "agentloop-sandbox-base"
@@ -100,35 +98,35 @@ async def has_image(docker: aiodocker.Docker, name: str) -> bool:
 async def build_image(
     docker: aiodocker.Docker,
     progress: Progress,
-    method: Method = "auto",
     *,
     packages: Sequence[str] = (),
     base: str = "",
 ) -> None:
-    """Make the image. `base`: another than the Dockerfile's, to be pulled.
+    """Make the image on `base`, by default the Dockerfile's or else one from system packages.
 
-    Raises SandboxUnavailable that says what to install where none of the ways is open.
+    Raises:
+        SandboxUnavailable: there is no base; the message says what to install.
     """
-    base = base or _dockerfile_base()
-    if method == "mmdebstrap" or not await _can_pull(docker, base, progress):
-        if method == "dockerfile":
-            raise SandboxUnavailable(f"the base image {base} can't be pulled")
+    default = _dockerfile_base()
+    if await _can_pull(docker, base or default, progress):
+        base = base or default
+    elif base:
+        raise SandboxUnavailable(f"the base image {base} can't be pulled")
+    else:
         base = await _system_base(docker, progress)
     python = await _python_of(docker, base)
     with tempfile.TemporaryDirectory() as folder:
         progress("Fetching the sandbox image's packages ...")
         await _fetch(python, packages, Path(folder))
-        await _build(docker, progress, base, python, Path(folder), image_tag(packages))
+        progress("Building the sandbox image ...")
+        await _build(docker, base, python, Path(folder), image_tag(packages))
     progress(f"The sandbox image is ready: {image_tag(packages)}")
 
 
-# -- the base ---------------------------------------------------------------------------------
-
-
 def _dockerfile_base() -> str:
-    found = re.search(r"^ARG BASE=(\S+)$", DOCKERFILE.read_text(), re.MULTILINE)
-    assert found is not None
-    return found[1]
+    match = re.search(r"^ARG BASE=(\S+)$", DOCKERFILE.read_text(), re.MULTILINE)
+    assert match is not None
+    return match[1]
 
 
 async def _can_pull(docker: aiodocker.Docker, base: str, progress: Progress) -> bool:
@@ -151,14 +149,15 @@ async def _system_base(docker: aiodocker.Docker, progress: Progress) -> str:
         return name
     commands = await anyio.to_thread.run_sync(_mmdebstrap_commands)
     progress("Making a base for the sandbox image from system packages (about a minute) ...")
-    said = ""
     for command in commands:
-        failed = await _import_output(docker, command, name, progress)
-        if failed is None:
-            return name
-        said = failed
-        progress(f"mmdebstrap failed: {said[-500:]}")
-    raise SandboxUnavailable(f"mmdebstrap failed: {said}")
+        with tempfile.TemporaryFile() as rootfs:
+            failure = await _run(command, BUILD_TIMEOUT_S, rootfs)
+            if failure is None:
+                rootfs.seek(0)
+                await _import(docker, name, rootfs)
+                return name
+        progress(f"mmdebstrap failed: {failure}")
+    raise SandboxUnavailable(f"mmdebstrap failed: {failure}")
 
 
 def _mmdebstrap_commands() -> list[list[str]]:
@@ -170,12 +169,7 @@ def _mmdebstrap_commands() -> list[list[str]]:
             "mmdebstrap: apt install mmdebstrap. Without an image, calls can run in local "
             "processes: backend=process"
         )
-    release = dict(
-        line.split("=", 1)
-        for line in Path("/etc/os-release").read_text().splitlines()
-        if "=" in line
-    )
-    suite = release.get("VERSION_CODENAME", "").strip('"')
+    suite = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
     names = ("sources.list", "sources.list.d/debian.sources", "sources.list.d/ubuntu.sources")
     sources = [str(path) for name in names if (path := Path("/etc/apt", name)).is_file()]
     if not suite or not sources:
@@ -192,60 +186,15 @@ def _mmdebstrap_commands() -> list[list[str]]:
 
 def _package_uris(suite: str) -> list[str]:
     """Return the addresses from which apt gets the main packages of the release."""
-    listed = subprocess.run(
+    targets = subprocess.run(
         ["apt-get", "indextargets", "--format", "$(CODENAME) $(COMPONENT) $(REPO_URI)"],
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip
-    rows = {tuple(line.split()) for line in listed.stdout.splitlines()}
+    rows = {tuple(line.split()) for line in targets.stdout.splitlines()}
     return sorted(row[2] for row in rows if row[:2] == (suite, "main"))
 
 
-async def _import_output(
-    docker: aiodocker.Docker, command: list[str], name: str, progress: Progress
-) -> str | None:
-    """Run the command and import the root that it writes; what it said if it fails, else None."""
-    process = await anyio.open_process(
-        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
-    assert process.stderr is not None
-    said = bytearray()
-
-    async def listen(stream: anyio.abc.ByteReceiveStream) -> None:
-        async for chunk in stream:  # no deadline: _import_output has one
-            said.extend(chunk[-4000:])
-
-    try:
-        with anyio.fail_after(BUILD_TIMEOUT_S):
-            async with anyio.create_task_group() as group:
-                group.start_soon(listen, process.stderr)
-                await _import(docker, name, _rootfs(process, progress))
-                status = await process.wait()
-    except TimeoutError as error:
-        raise SandboxUnavailable("mmdebstrap took too long") from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-        with anyio.CancelScope(shield=True), anyio.move_on_after(10):
-            await process.aclose()
-    if status == 0:
-        return None
-    with contextlib.suppress(aiodocker.DockerError):  # half of it, if anything
-        await docker.images.delete(name, force=True)
-    return said.decode(errors="replace")[-1000:]
-
-
-async def _rootfs(process: anyio.abc.Process, progress: Progress) -> AsyncIterator[bytes]:
-    assert process.stdout is not None
-    num_bytes, told = 0, 0
-    async for chunk in process.stdout:  # no deadline: _import_output has one
-        num_bytes += len(chunk)
-        if num_bytes - told >= 100_000_000:
-            told = num_bytes
-            progress(f"... {num_bytes // 1_000_000} MB")
-        yield chunk
-
-
-async def _import(docker: aiodocker.Docker, name: str, rootfs: AsyncIterator[bytes]) -> None:
+async def _import(docker: aiodocker.Docker, name: str, rootfs: IO[bytes]) -> None:
     repository, tag = name.split(":")
     # aiodocker has no call for this endpoint of the Engine.
     async with docker._query(
@@ -258,21 +207,34 @@ async def _import(docker: aiodocker.Docker, name: str, rootfs: AsyncIterator[byt
         await response.read()  # no deadline: the request has one
 
 
-# -- the packages -----------------------------------------------------------------------------
+async def _run(
+    command: Sequence[str], timeout_s: float, stdout: IO[bytes] | int = subprocess.PIPE
+) -> str | None:
+    """Run a command; return the end of its messages if it failed, or was too slow, else None."""
+    try:
+        with anyio.fail_after(timeout_s):
+            process = await anyio.run_process(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                check=False,
+                # pip is to install into a folder, whatever pip.conf may say.
+                env=os.environ | {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0"},
+            )
+    except TimeoutError:
+        return f"it took longer than {timeout_s:g} s"
+    message = process.stderr.decode(errors="replace").strip()[-1000:]
+    return message if process.returncode else None
 
 
 @dataclass(frozen=True)
 class Python:
-    """A base's, as it says itself."""
+    """The Python of a base, as it describes itself."""
 
-    python: str
-    """Its version: 3.13"""
-    machine: str
-    """x86_64, aarch64"""
-    glibc: str
-    """2.41; empty where it is another C library"""
-    target: str
-    """The folder of its packages."""
+    python: str  # its version, such as 3.13
+    machine: str  # x86_64, aarch64
+    glibc: str  # its version, such as 2.41; empty for another C library
+    target: str  # the folder of its packages
 
     def platforms(self) -> list[str]:
         """The tags of wheels that run on it, best first."""
@@ -293,14 +255,14 @@ async def _python_of(docker: aiodocker.Docker, base: str) -> Python:
         with anyio.fail_after(60):
             await container.start()
             await container.wait()
-            said = "".join(await container.log(stdout=True, stderr=True))
+            output = "".join(await container.log(stdout=True, stderr=True))
     finally:
         with anyio.move_on_after(10, shield=True):
             await container.delete(force=True, v=True)
     try:
-        python = Python(**json.loads(said))
+        python = Python(**json.loads(output))
     except (ValueError, TypeError) as error:
-        raise SandboxUnavailable(f"the base image {base} has no python3: {said}") from error
+        raise SandboxUnavailable(f"the base image {base} has no python3: {output}") from error
     if not python.glibc:
         raise SandboxUnavailable(f"the base image {base} is not one of Debian's kind (no glibc)")
     return python
@@ -310,8 +272,8 @@ async def _fetch(python: Python, packages: Sequence[str], folder: Path) -> None:
     """Install wheels into a folder. Where both want a package, it is there already as the first
     came: that is ours, and the others are held to its version."""
     target = ["--target", str(folder / "site"), "--python-version", python.python]
-    for platform in python.platforms():
-        target += ["--platform", platform]
+    for tag in python.platforms():
+        target += ["--platform", tag]
     await _pip([*target, "--require-hashes", "--requirement", str(REQUIREMENTS)], "its packages")
     if packages:
         pinned = folder / "constraints.txt"
@@ -319,48 +281,30 @@ async def _fetch(python: Python, packages: Sequence[str], folder: Path) -> None:
         await _pip([*target, "--constraint", str(pinned), *packages], ", ".join(packages))
 
 
-async def _pip(arguments: list[str], what: str) -> None:
+async def _pip(arguments: list[str], packages: str) -> None:
     command = [
         *(await anyio.to_thread.run_sync(_find_pip)),
         *("install", "--quiet", "--no-input", "--no-compile", "--only-binary=:all:"),
         *("--disable-pip-version-check", "--root-user-action=ignore", *arguments),
     ]
-    plain = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0"}  # against what pip.conf may say
-    try:
-        with anyio.fail_after(PIP_TIMEOUT_S):
-            done = await anyio.run_process(
-                command, stdin=subprocess.DEVNULL, check=False, env=os.environ | plain
-            )
-    except TimeoutError as error:
-        raise SandboxUnavailable(f"pip did not fetch {what} in time") from error
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip()[-1000:]
-        raise SandboxUnavailable(f"pip can't fetch {what} for the sandbox image: {said}")
+    if failure := await _run(command, PIP_TIMEOUT_S):
+        raise SandboxUnavailable(f"pip can't fetch {packages} for the sandbox image: {failure}")
 
 
 def _find_pip() -> list[str]:
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
-    if found := shutil.which("pip") or shutil.which("pip3"):
-        return [found]
+    if path := shutil.which("pip") or shutil.which("pip3"):
+        return [path]
     raise SandboxUnavailable(
         "the sandbox image's packages are fetched by pip, which is not installed: "
         f"{sys.executable} -m ensurepip"
     )
 
 
-# -- together ---------------------------------------------------------------------------------
-
-
 async def _build(
-    docker: aiodocker.Docker,
-    progress: Progress,
-    base: str,
-    python: Python,
-    folder: Path,
-    name: str,
+    docker: aiodocker.Docker, base: str, python: Python, folder: Path, name: str
 ) -> None:
-    progress("Building the sandbox image ...")
     with tempfile.TemporaryFile() as context, anyio.fail_after(BUILD_TIMEOUT_S):
         await anyio.to_thread.run_sync(_pack, folder, context)
         steps = docker.images.build(

@@ -1,16 +1,16 @@
-"""The worker: runs untrusted Python, one forked process per call. Stdlib only.
+"""The worker: runs untrusted Python, one call at a time or one session. Stdlib only.
 
-    supervisor <-- frames --> server <-- SEQPACKET --> zygotes --fork--> children, one per call
+    supervisor <-- frames --> server <-- SEQPACKET --> zygotes --fork--> children
 
 The server (pid 1 of its container or namespace) holds the only connection to the supervisor,
 reads the output pipes, keeps the deadlines, kills and cleans. A zygote has its modules loaded
-and warmed; it forks when told and says how each child ended. A child becomes a uid of its own
-before it sees a job, says that it has started, and keeps no descriptor but 0, 1 and 2 (in a session
-the one that brings the next cell, too): what it wants to tell goes into a mapping that the server
-reads once the child is dead. Children are forked ahead of their calls.
+and warmed; it forks when told and says how each child ended. Children are forked ahead of their
+calls. A child becomes the uid of calls when its job arrives, says that it has started, and keeps no
+descriptor but 0, 1 and 2 (in a session the one that brings the next cell, too): what it wants to
+report goes into a mapping that the server reads once the child is dead.
 
-A *lane* is a uid with a scratch directory; it serves one process tree at a time and is free
-again when everything of that uid is dead and the directory is empty.
+When a call has ended, everything of its uid is killed and its directory emptied before the next one
+begins. Nothing else runs in the worker's cgroup, so what that uses is the call's.
 
 What a child can lie about: its own `result` and `error`, and in a session, which shares its process
 with all that its cells do, that a cell has ended and with which exit code. Never how its process
@@ -19,15 +19,6 @@ ended, whether its program began, output counts, times, or anything of another c
 A small call costs what its page faults cost: every page that a child writes to is copied, and a
 Python object's reference count is a write. So the zygote does once what can be done once, makes
 what it has loaded immortal, and rehearses a call before the first fork.
-
-    boot.py    the start: takes all else from the supervisor
-    server.py  the loop of pid 1       forked.py  what it holds of one child
-                                       lanes.py   killing and cleaning
-    zygote.py  forks                   warm.py    what it loads and prepares
-    child.py   the call
-    spec.py    what the supervisor asked for
-    wire.py    what server, zygote and child say to each other
-    kernel.py  system calls and /proc
 
 The sources travel over the connection: nothing of ours is in the image, and no stale copy is run.
 """

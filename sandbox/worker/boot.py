@@ -31,7 +31,7 @@ def connect(where: str) -> tuple[int, int]:
     return read, write
 
 
-def take(fd: int, size: int) -> bytes:
+def read_exactly(fd: int, size: int) -> bytes:
     data = b""
     while len(data) < size:
         more = os.read(fd, size - len(data))
@@ -43,8 +43,8 @@ def take(fd: int, size: int) -> bytes:
 
 def boot() -> None:
     read, write = connect(sys.argv[1])
-    (size,) = struct.unpack(">I", take(read, 4))
-    frame = json.loads(take(read, size))
+    (size,) = struct.unpack(">I", read_exactly(read, 4))
+    frame = json.loads(read_exactly(read, size))
     for name in ("agentloop", "agentloop.sandbox", "agentloop.sandbox.worker"):
         package = sys.modules[name] = types.ModuleType(name)
         package.__path__ = []

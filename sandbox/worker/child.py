@@ -22,59 +22,43 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from agentloop.sandbox.worker import landlock
-from agentloop.sandbox.worker.kernel import (
-    PR_SET_DUMPABLE,
-    PR_SET_PDEATHSIG,
-    drop_bounds,
-    drop_caps,
-    own_view,
-    prctl,
-)
+from agentloop.sandbox.worker import kernel, landlock, wire
+from agentloop.sandbox.worker.kernel import prctl
 from agentloop.sandbox.worker.spec import Spec
-from agentloop.sandbox.worker.wire import (
-    CELL_DONE,
-    FILE_JOB,
-    INLINE_JOB,
-    JOB_FD,
-    REPORT_BYTES,
-    REPORT_FD,
-    REPORT_SIZE,
-    REPORT_START,
-    STARTED,
-    Job,
-    clip,
-    unpack_job,
-)
+from agentloop.sandbox.worker.wire import JOB_FD, REPORT_FD, REPORT_SIZE, STARTED, Job, clip
 
 NAME = "<call>"
 HARD_CPU_S = resource.getrlimit(resource.RLIMIT_CPU)[1]
 MAPPED_BYTES = 0  # of address space, by the zygote, which sets this
-TELLING_BYTES = 8 << 20  # of address space, to tell of a MemoryError
+REPORT_HEADROOM_BYTES = 8 << 20  # of address space, to report a MemoryError
 
 # What `fork` would have run in every child (modules register it as they are loaded); see warm.py.
 fork_hooks: list[dict[str, Any]] = []
 
 
-def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
+def be_child(spec: Spec, fds: Sequence[int]) -> int:
     """The life of a forked child. Returns its exit status."""
     for fd, target in zip(fds, (JOB_FD, 1, 2, REPORT_FD), strict=True):
         os.dup2(fd, target)
-    area = mmap.mmap(REPORT_FD, REPORT_BYTES)
-    become_nobody(spec, lane)
-    os.closerange(REPORT_FD, 1 << 20)  # the mapping's own copy of its descriptor, too
+    area = mmap.mmap(REPORT_FD, wire.REPORT_BYTES)
+    if spec.kill_by != "uid":
+        drop_privileges(spec)
     variables: dict[str, Any] = sys.modules["__main__"].__dict__
     gc.enable()
     pid = os.getpid()
     interrupt: Any = signal.default_int_handler  # what the program does at SIGINT
     num_cells = 0
     while True:
-        job, stdin = read_job()
-        if job is None:
+        data = os.read(JOB_FD, wire.INLINE_JOB)
+        if not data:  # the server has closed the channel
             return 0
+        if not num_cells and spec.kill_by == "uid":
+            # Not earlier: the call before it has the same uid, and could reach this process.
+            drop_privileges(spec)
+        job, stdin = unpack_message(data)
         if not num_cells:
             os.write(JOB_FD, STARTED.pack(time.monotonic_ns()))
         if not job.lasting:
@@ -102,10 +86,10 @@ def be_child(spec: Spec, lane: int, fds: Sequence[int]) -> int:
                 write_report(area, report)
             return status
         write_report(area, {**report, "exit_code": status})
-        os.write(JOB_FD, CELL_DONE)
+        os.write(JOB_FD, wire.CELL_DONE)
 
 
-def become_nobody(spec: Spec, lane: int) -> None:
+def drop_privileges(spec: Spec) -> None:
     """Drop everything the zygote may do; from here on the process is worth no more than its uid."""
     try:
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
@@ -113,44 +97,42 @@ def become_nobody(spec: Spec, lane: int) -> None:
         os.close(fd)
     except PermissionError:  # an ordinary user's: its files in /proc are closed
         pass
+    max_processes = spec.processes
     if spec.kill_by == "uid":
-        uid = spec.lane_uid(lane)
-        most = spec.processes
+        uid = spec.call_uid
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        if not spec.traces:  # the server measures it with the rights of this uid
-            prctl(PR_SET_DUMPABLE, 1)
+        prctl(kernel.PR_SET_DUMPABLE, 1)
     else:  # one uid for all: the limit may count the others too
-        most = spec.processes if spec.counts_apart else spec.processes + spec.others
+        if not spec.counts_apart:
+            max_processes += spec.others
         if spec.view:
-            own_view(spec.scratch, spec.view)
+            kernel.own_view(spec.home, spec.view)
         else:
-            drop_bounds()
-            drop_caps()
-    if spec.kill_by != "uid":
-        prctl(PR_SET_DUMPABLE, 0)  # closes /proc/<pid> to others, as another uid does
+            kernel.drop_bounds()
+            kernel.drop_caps()
+        prctl(kernel.PR_SET_DUMPABLE, 0)  # closes /proc/<pid> to others, as another uid does
     if not spec.own_pids:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of uid, which resets it
-    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+        prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of uid, which resets it
+    if not spec.limits_processes:
+        resource.setrlimit(resource.RLIMIT_NPROC, (max_processes, max_processes))
     os.setsid()  # a signal to its own process group stays inside
-    os.chdir(spec.home(lane))
+    os.chdir(spec.home)
     if spec.ruleset is not None:
         landlock.restrict_self(spec.ruleset)
+    os.closerange(REPORT_FD, 1 << 20)  # the copy that belongs to the report's mapping, too
 
 
-def read_job() -> tuple[Job | None, int | None]:
-    """Return the next job of our channel, None when the server has closed it; and a file with its
-    standard input: no pipe to fill, nobody to wait for."""
-    data = os.read(JOB_FD, INLINE_JOB)
-    if not data:
-        return None, None
-    if len(data) != FILE_JOB.size:
-        job = unpack_job(data)
+def unpack_message(data: bytes) -> tuple[Job, int | None]:
+    """Return the job of a message, and a file with its standard input: no pipe to fill, nobody to
+    wait for."""
+    if len(data) != wire.FILE_JOB.size:
+        job = wire.unpack_job(data)
         return job, keep_in_file(job.stdin) if job.stdin else None
-    (num_stdin,) = FILE_JOB.unpack(data)
+    (num_stdin,) = wire.FILE_JOB.unpack(data)
     with socket.socket(fileno=os.dup(JOB_FD)) as channel:
         _, (fd,), _, _ = socket.recv_fds(channel, 1, 1)
-    job = unpack_job(os.pread(fd, os.fstat(fd).st_size, num_stdin))
+    job = wire.unpack_job(os.pread(fd, os.fstat(fd).st_size, num_stdin))
     if not num_stdin:
         os.close(fd)
         return job, None
@@ -187,13 +169,13 @@ class WholeWriter(io.FileIO):
     a raw file may write a part."""
 
     def write(self, data: Any) -> int:
-        left = memoryview(data).cast("B")
-        size = len(left)
-        while left:
-            written = super().write(left)
-            if written is None:  # the call has made its own end non-blocking
-                raise BlockingIOError(errno.EAGAIN, "the pipe is full", size - len(left))
-            left = left[written:]
+        unwritten = memoryview(data).cast("B")
+        size = len(unwritten)
+        while unwritten:
+            num_written = super().write(unwritten)
+            if num_written is None:  # the call has made its own end non-blocking
+                raise BlockingIOError(errno.EAGAIN, "the pipe is full", size - len(unwritten))
+            unwritten = unwritten[num_written:]
         return size
 
     def seekable(self) -> bool:
@@ -208,21 +190,21 @@ def open_output(fd: int) -> io.TextIOWrapper:
 def limit_cpu(timeout_s: float, first: bool) -> None:
     """A second line behind the wall clock, renewed for each cell of a session."""
     spent = 0.0 if first else time.process_time()
-    seconds = int(spent + timeout_s) + 2
-    try:
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, HARD_CPU_S))
-    except (ValueError, OSError):  # an earlier cell set a limit of its own
-        pass
+    set_limit(resource.RLIMIT_CPU, int(spent + timeout_s) + 2, HARD_CPU_S)
 
 
 def limit_memory(num_bytes: int, lasting: bool) -> None:
     """Bound the address space, so that what one process allocates ends in a MemoryError. The
-    worker bounds what the processes of a call hold together."""
+    cgroup bounds what the processes of a call hold together."""
     soft = MAPPED_BYTES + num_bytes
     # A later cell of the session may have more.
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1] if lasting else soft + TELLING_BYTES
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1] if lasting else soft + REPORT_HEADROOM_BYTES
+    set_limit(resource.RLIMIT_AS, min(soft, hard), hard)
+
+
+def set_limit(which: int, soft: int, hard: int) -> None:
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (min(soft, hard), hard))
+        resource.setrlimit(which, (soft, hard))
     except (ValueError, OSError):  # an earlier cell set a limit of its own
         pass
 
@@ -342,20 +324,14 @@ def show_error(error: BaseException) -> dict[str, Any]:
         message = str(error)
     except BaseException as second:  # __str__ of the call's own exceptions may do anything
         text, message = f"{type(error).__name__}\n", f"(unprintable: {type(second).__name__})"
-    for at in iter_tb(trace):
-        line = at.tb_lineno if is_of_call(at.tb_frame.f_code.co_filename) else line
+    for frame, number in traceback.walk_tb(trace):
+        line = number if is_of_call(frame.f_code.co_filename) else line
     return {
         "type": type(error).__name__,
         "message": clip(message, 4096),
         "line": line if isinstance(line, int) else None,
         "traceback": clip(text),
     }
-
-
-def iter_tb(trace: types.TracebackType | None) -> Iterator[types.TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
 
 
 def finish_threads() -> None:
@@ -398,6 +374,6 @@ LINGERS = re.compile("open|__del__|weakref|yield|Wrapper|Writer|async")
 
 def write_report(area: mmap.mmap, report: dict[str, Any]) -> None:
     data = json.dumps(report, ensure_ascii=False).encode("utf-8", "replace")
-    if len(data) <= REPORT_BYTES - REPORT_START:
-        area[REPORT_START : REPORT_START + len(data)] = data
+    if len(data) <= wire.REPORT_BYTES - wire.REPORT_START:
+        area[wire.REPORT_START : wire.REPORT_START + len(data)] = data
         REPORT_SIZE.pack_into(area, STARTED.size, len(data))

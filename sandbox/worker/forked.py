@@ -13,29 +13,19 @@ import termios
 import time
 from typing import Any
 
-from agentloop.sandbox.worker.wire import (
-    FILE_JOB,
-    INLINE_JOB,
-    MAX_TEXT,
-    REPORT_BYTES,
-    REPORT_SIZE,
-    REPORT_START,
-    STARTED,
-    clip,
-    pack_job,
-)
+from agentloop.sandbox.worker import wire
+from agentloop.sandbox.worker.wire import REPORT_BYTES, REPORT_SIZE, STARTED, clip
 
 _INT = struct.Struct("i")
-_ZERO = bytes(_INT.size)
 MAX_STALE = 1000  # messages; more than a channel holds
 
 
 class Output:
     """Output of a child on one stream: the first and last bytes, and their number."""
 
-    def __init__(self, fd: int, keep: int) -> None:
+    def __init__(self, fd: int, keep_bytes: int) -> None:
         self.fd = fd
-        self.keep(keep)
+        self.keep(keep_bytes)
         self.head = bytearray()
         self.tail = bytearray()
         self.total = 0
@@ -43,13 +33,12 @@ class Output:
     def keep(self, num_bytes: int) -> None:
         self.half = max(1, num_bytes // 2)
 
-    def read(self) -> bool:
-        """Take what the pipe holds, without waiting; False if that was nothing."""
-        (waiting,) = _INT.unpack(fcntl.ioctl(self.fd, termios.FIONREAD, _ZERO))
+    def read(self) -> None:
+        """Take what the pipe holds, without waiting."""
+        (waiting,) = _INT.unpack(fcntl.ioctl(self.fd, termios.FIONREAD, bytes(_INT.size)))
         if waiting:
             with contextlib.suppress(BlockingIOError):
                 self.add(os.read(self.fd, waiting))
-        return bool(waiting)
 
     def add(self, data: bytes) -> None:
         self.total += len(data)
@@ -88,27 +77,24 @@ class Call:
         # Of its output, where it names them; else the worker's settings hold.
         self.max_output_bytes: int | None = frame.get("max_output_bytes")
         self.keep_output_bytes: int | None = frame.get("keep_output_bytes")
-        lasting = self.session is not None
         if (mib := frame.get("memory_mib")) is not None:
             memory_bytes = min(memory_bytes, mib << 20)
-        self.job = pack_job(self.code, self.timeout_s, lasting, memory_bytes)
+        is_cell = self.session is not None
+        self.job = wire.pack_job(self.code, self.timeout_s, is_cell, memory_bytes)
         self.stdin: bytes = frame.get("stdin", "").encode("utf-8", "replace")
-        self.memory_bytes = memory_bytes
         self.started = 0.0  # when it was sent, by time.monotonic()
         self.started_ns = 0  # the same
-        self.oom_kills = 0  # the kernel's, before it
-        self.alone = True  # no other ran beside it
         self.verdict: str | None = None  # why we killed it, if we did
 
 
 class Forked:
     """A forked process and what the server holds of it."""
 
-    def __init__(self, lane: int, level: int, keep: int) -> None:
-        self.lane = lane
+    def __init__(self, number: int, level: int, keep: int) -> None:
+        self.number = number
         self.level = level
         self.pid: int | None = None  # known once the zygote says so
-        self.doom: str | None = None  # why it was killed; no further call is for it
+        self.verdict: str | None = None  # why it was killed; no further call is for it
         self.started_ns: int | None = None  # of its first program; None: not heard of yet
         self.channel, self.far_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         out, self.far_out = os.pipe2(os.O_CLOEXEC)
@@ -119,23 +105,7 @@ class Forked:
         self.report_fd = os.memfd_create("report", os.MFD_CLOEXEC)
         os.ftruncate(self.report_fd, REPORT_BYTES)
         self.call: Call | None = None
-        self.oom_kills = 0  # the kernel's, before its last cell ended
         self.session: int | None = None
-        # Maintained by limits.py:
-        self.used = 0  # bytes of memory, when it looked last
-        self.audit_after = 0.0
-        self.nice = 0
-        self.stopped: dict[int, float] | None = None  # while it rests: pids, their CPU seconds
-        self.stolen_s = 0.0
-
-    @property
-    def rests(self) -> bool:
-        """A session between two cells."""
-        return self.session is not None and self.call is None
-
-    @property
-    def doomed(self) -> bool:
-        return self.doom is not None
 
     def far_fds(self) -> list[int]:
         return [self.far_channel.fileno(), self.far_out, self.far_err, self.report_fd]
@@ -151,38 +121,44 @@ class Forked:
             os.close(fd)
 
     def send(self, call: Call) -> None:
+        """Send a call to the child, without waiting.
+
+        Raises:
+            BlockingIOError: the child does not read its channel.
+            OSError: the channel is closed, or the job does not fit.
+        """
         self.call = call
         if call.keep_output_bytes is not None:
             self.out.keep(call.keep_output_bytes)
             self.err.keep(call.keep_output_bytes)
         # A later cell may have no space left in its directory for its standard input.
         is_inline = call.session is None or not call.stdin
-        if is_inline and len(call.job) + len(call.stdin) <= INLINE_JOB:
-            self.channel.send(call.job + call.stdin)
+        if is_inline and len(call.job) + len(call.stdin) <= wire.INLINE_JOB:
+            self.channel.send(call.job + call.stdin, socket.MSG_DONTWAIT)
             return
         with open(os.memfd_create("stdin", os.MFD_CLOEXEC), "wb", buffering=0) as file:
             for part in (call.stdin, call.job):
                 if file.write(part) != len(part):
                     raise OSError(errno.ENOSPC, "the job does not fit")
-            self.channel.send(FILE_JOB.pack(len(call.stdin)))
-            socket.send_fds(self.channel, [b"+"], [file.fileno()])
+            self.channel.send(wire.FILE_JOB.pack(len(call.stdin)), socket.MSG_DONTWAIT)
+            socket.send_fds(self.channel, [b"+"], [file.fileno()], socket.MSG_DONTWAIT)
 
-    def hear(self) -> bytes | None:
-        """The child's next message; None if there is none yet, b"" if none can follow."""
+    def receive(self) -> bytes | None:
+        """Return the child's next message; None if there is none yet, b"" if none can follow."""
         try:
-            said = self.channel.recv(64, socket.MSG_DONTWAIT)
+            message = self.channel.recv(64, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
         except OSError:
             return b""
-        if self.started_ns is None and len(said) == STARTED.size:
-            (self.started_ns,) = STARTED.unpack(said)
-        return said
+        if self.started_ns is None and len(message) == STARTED.size:
+            (self.started_ns,) = STARTED.unpack(message)
+        return message
 
     def has_started(self) -> bool:
         """Return True once a program runs, or has run, in this child."""
         if self.started_ns is None:
-            self.hear()
+            self.receive()
         return self.started_ns is not None
 
     def started_ns_of(self, call: Call) -> int | None:
@@ -193,10 +169,10 @@ class Forked:
         (started_ns,) = STARTED.unpack(os.pread(self.report_fd, STARTED.size, 0))
         return min(started_ns, time.monotonic_ns()) if started_ns >= call.started_ns else None
 
-    def forget_stale(self) -> None:
+    def drop_messages(self) -> None:
         """Drop what a session's process has said since its last cell."""
         for _ in range(MAX_STALE):
-            if not self.hear():
+            if not self.receive():
                 return
 
     def report(self) -> dict[str, Any]:
@@ -205,28 +181,29 @@ class Forked:
         if not 0 < size <= REPORT_BYTES:
             return {}
         try:
-            given = json.loads(os.pread(self.report_fd, size, REPORT_START))
+            report = json.loads(os.pread(self.report_fd, size, wire.REPORT_START))
         except (ValueError, RecursionError):
             return {}
-        return given if isinstance(given, dict) else {}
+        return report if isinstance(report, dict) else {}
 
 
-def honest_error(given: Any) -> dict[str, Any] | None:
-    """The child's own account of its error, held to the shape that the supervisor expects."""
-    if not isinstance(given, dict):
+def checked_error(error: Any) -> dict[str, Any] | None:
+    """Return the child's report of its error in the form that the supervisor expects."""
+    if not isinstance(error, dict):
         return None
-    line = given.get("line")
+    line = error.get("line")
     return {
-        "type": clip(str(given.get("type")), 256),
-        "message": clip(str(given.get("message")), 4096),
+        "type": clip(str(error.get("type")), 256),
+        "message": clip(str(error.get("message")), 4096),
         "line": line if isinstance(line, int) and abs(line) < 2**31 else None,
-        "traceback": clip(str(given.get("traceback")), MAX_TEXT + 256),
+        "traceback": clip(str(error.get("traceback")), wire.MAX_TEXT + 256),
     }
 
 
-def split_status(status: int | None, said: dict[str, Any]) -> tuple[int | None, int | None]:
-    if status is None:  # a living session: its own word, about itself alone
-        code = said.get("exit_code")
+def split_status(status: int | None, report: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Return an exit code or a signal. Of a living session, its own report (`status` is None)."""
+    if status is None:
+        code = report.get("exit_code")
         return (code if isinstance(code, int) and 0 <= code < 256 else 1), None
     if os.WIFSIGNALED(status):
         return None, os.WTERMSIG(status)

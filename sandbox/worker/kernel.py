@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import itertools
 import os
 import stat
@@ -12,10 +11,10 @@ import struct
 from collections.abc import Iterator
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 4, 38, 36
-PR_SET_SECCOMP, PR_CAPBSET_READ, PR_CAPBSET_DROP = 22, 23, 24
+PR_CAPBSET_READ, PR_CAPBSET_DROP = 23, 24
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
-CAP_SETGID, CAP_SETUID, CAP_SYS_PTRACE, CAP_SYS_RESOURCE = 6, 7, 19, 24
+CAP_SETGID, CAP_SETUID, CAP_SYS_RESOURCE = 6, 7, 24
 
 libc = ctypes.CDLL(None, use_errno=True)
 # Looked up once, here, and not in each child.
@@ -36,7 +35,7 @@ def has_cap(number: int) -> bool:
 
 def can_have_cap(number: int) -> bool:
     """Return whether any process here, root included, can have the capability."""
-    return bool(libc.prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1)
+    return bool(_prctl(PR_CAPBSET_READ, number, 0, 0, 0) == 1)
 
 
 def drop_caps() -> None:
@@ -57,15 +56,16 @@ def new_pid_space() -> None:
 
 def old_pid_space() -> None:
     """The next namespace will lie beside the last one, not inside it."""
-    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-    libc.setns(own, CLONE_NEWPID)
-    os.close(own)
+    space = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    libc.setns(space, CLONE_NEWPID)
+    os.close(space)
 
 
 def own_view(scratch: str, options: str) -> None:
     """Show this process a file system of its own at `scratch`, mounted with these options, and at
-    /proc the processes of its own pid namespace, read-only. Then enter a user namespace where it
-    is nobody, has no capability and can make no namespace below it. Raises OSError.
+    /proc, read-only, nothing but the processes of its own pid namespace. Then enter a user
+    namespace where it is nobody, has no capability and can make no namespace below it. Raises
+    OSError.
 
     RLIMIT_NPROC counts the processes of that namespace alone (Linux 5.14).
     """
@@ -73,7 +73,10 @@ def own_view(scratch: str, options: str) -> None:
     proc = os.open("/proc", os.O_PATH)  # of the worker: the new one can't be written to
     flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
     mount("tmpfs", scratch, flags, options)
-    mount("proc", "/proc", flags | MS_RDONLY)
+    try:
+        mount("proc", "/proc", flags | MS_RDONLY, "subset=pid")
+    except OSError:  # an option since Linux 5.8
+        mount("proc", "/proc", flags | MS_RDONLY)
     unshare(CLONE_NEWUSER)
     fd = os.open("sys/user/max_user_namespaces", os.O_WRONLY, dir_fd=proc)
     os.write(fd, b"0")
@@ -93,45 +96,6 @@ def mount(kind: str, target: str, flags: int, options: str = "") -> None:
         raise OSError(ctypes.get_errno(), f"mount {target}")
 
 
-def count_oom_kills() -> int:
-    """Return the number of OOM kills in our cgroup; 0 if the kernel does not report it."""
-    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
-        with contextlib.suppress(OSError), open(path) as f:
-            for line in f:
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-    return 0
-
-
-_FILTER = struct.Struct("<HBBI")  # struct sock_filter: code, jump if true, if false, operand
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_HIDING = {  # audit's number of the architecture; memfd_create, vmsplice
-    "x86_64": (0xC000003E, (319, 278)),
-    "aarch64": (0xC00000B7, (279, 75)),
-}
-
-
-def refuse_hidden_memory() -> None:
-    """Refuse the system calls that keep memory which no process maps: files of memory, and pages
-    given to a pipe. They would escape the count of what a call holds (usage.py)."""
-    if os.uname().machine not in _HIDING:
-        return
-    arch, numbers = _HIDING[os.uname().machine]
-    tests = [
-        (_LOAD, 0, 0, 4),  # seccomp_data.arch
-        (_EQUAL, 1, 0, arch),
-        (_RETURN, 0, 0, 0x00050000 | errno.ENOSYS),  # a call of another architecture
-        (_LOAD, 0, 0, 0),  # seccomp_data.nr
-        (_AT_LEAST, len(numbers) + 1, 0, 0x40000000),  # x32
-        *((_EQUAL, len(numbers) - n, 0, number) for n, number in enumerate(numbers)),
-        (_RETURN, 0, 0, 0x7FFF0000),
-        (_RETURN, 0, 0, 0x00050000 | errno.ENOSYS),
-    ]
-    code = ctypes.create_string_buffer(b"".join(_FILTER.pack(*test) for test in tests))
-    program = struct.pack("@HP", len(tests), ctypes.addressof(code))
-    libc.prctl(PR_SET_SECCOMP, 2, program, 0, 0)  # a kernel without seccomp: one wall less
-
-
 def count_own_processes() -> int:
     """Processes and threads of this uid on the host, as RLIMIT_NPROC counts them."""
     num = 0
@@ -144,12 +108,12 @@ def count_own_processes() -> int:
 
 def parents() -> dict[int, int]:
     """The parent of every process in sight."""
-    found: dict[int, int] = {}
+    above: dict[int, int] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, IndexError, ValueError):
             with open(f"/proc/{name}/stat") as f:
-                found[int(name)] = int(f.read().rpartition(")")[2].split()[1])
-    return found
+                above[int(name)] = int(f.read().rpartition(")")[2].split()[1])
+    return above
 
 
 def children_of(pid: int) -> set[int]:
@@ -158,10 +122,10 @@ def children_of(pid: int) -> set[int]:
 
 def descendants(pid: int) -> list[int]:
     above = parents()
-    found = [pid]
-    for at in found:
-        found.extend(child for child, parent in above.items() if parent == at)
-    return found[1:]
+    pids = [pid]
+    for ancestor in pids:
+        pids.extend(child for child, parent in above.items() if parent == ancestor)
+    return pids[1:]
 
 
 def remove_below(path: str) -> None:
@@ -172,20 +136,20 @@ def remove_below(path: str) -> None:
     even if a living process puts links in the place of directories meanwhile. Raises OSError where
     something can't be removed.
     """
-    names = (f".{n}" for n in itertools.count())
-    with _opened(path) as top:
-        while found := _scan(top):
-            for name, is_dir in found:
+    new_names = (f".{n}" for n in itertools.count())
+    with _open_directory(path) as top:
+        while entries := _scan(top):
+            for name, is_dir in entries:
                 if not is_dir:
                     os.unlink(name, dir_fd=top)
                     continue
-                with _opened(name, top) as below:
-                    for inner, is_inner_dir in _scan(below):
-                        if is_inner_dir:
-                            _unlock(inner, below)  # moving it changes its ".."
-                            _move(inner, below, top, names)
+                with _open_directory(name, top) as below:
+                    for child, is_child_dir in _scan(below):
+                        if is_child_dir:
+                            _unlock(child, below)  # moving it changes its ".."
+                            _move(child, below, top, new_names)
                         else:
-                            os.unlink(inner, dir_fd=below)
+                            os.unlink(child, dir_fd=below)
                 os.rmdir(name, dir_fd=top)
 
 
@@ -193,7 +157,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
-def _opened(path: str, dir_fd: int | None = None) -> Iterator[int]:
+def _open_directory(path: str, dir_fd: int | None = None) -> Iterator[int]:
     """A directory whose modes let us read and change it."""
     _unlock(path, dir_fd)
     fd = os.open(path, _DIRECTORY, dir_fd=dir_fd)
@@ -220,8 +184,8 @@ def _scan(fd: int) -> list[tuple[str, bool]]:
         return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
 
 
-def _move(name: str, source: int, target: int, names: Iterator[str]) -> None:
-    for new in names:
+def _move(name: str, source: int, target: int, new_names: Iterator[str]) -> None:
+    for new in new_names:
         try:
             os.stat(new, dir_fd=target, follow_symlinks=False)
         except FileNotFoundError:

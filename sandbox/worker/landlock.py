@@ -1,9 +1,8 @@
 """Landlock (landlock(7), Linux 5.19): a process gives up for good what it won't open.
 
-Where all calls see one /proc, each could read the names and arguments of the programs that others
-have started: with hidden tests in them, or whatever else a program was given. A call gives those
-files up before its program begins. It writes below the scratch directory alone, opens no TCP
-connection, and signals only its own processes.
+A call gives up the files of the worker's processes in /proc, and those that count what the whole
+machine does, by which concurrent calls could talk: /sys, and most of /proc. It writes below its own
+directory alone, opens no TCP connection, and signals only its own processes.
 
 Not covered: what needs no open(2). The numbers of processes are seen by kill(2) and stat(2).
 """
@@ -28,7 +27,7 @@ TCP = 3
 ABSTRACT_SOCKETS, SIGNALS = 1, 2
 
 DEVICES = ("null", "zero", "full", "random", "urandom")
-PROC = ("cpuinfo", "filesystems", "loadavg", "meminfo", "stat", "sys", "uptime", "version")
+PROC = ("cpuinfo", "filesystems", "uptime", "version")
 
 
 def abi() -> int:
@@ -36,32 +35,31 @@ def abi() -> int:
     return int(_syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION))
 
 
-def make_ruleset(scratch: str, own_proc: bool) -> int:
-    """Return the descriptor of a ruleset for calls: everything below `scratch`, read access
+def make_ruleset(home: str, own_proc: bool) -> int:
+    """Return the descriptor of a ruleset for calls: everything below `home`, read access
     elsewhere, and in /proc only files of no process unless `own_proc`. Raises OSError."""
     version = abi()
     files = (TRUNCATE if version < 3 else TRUNCATE << 1) - 1
     handled = [files, TCP, ABSTRACT_SOCKETS | SIGNALS]
     num = 1 if version < 4 else 2 if version < 6 else 3
     data = struct.pack(f"<{num}Q", *handled[:num])
-    ruleset = _checked(CREATE_RULESET, data, ctypes.c_size_t(len(data)), 0)
-    for path, rights in (*_open_to_all(own_proc), (scratch, files)):
+    ruleset = _check(CREATE_RULESET, data, ctypes.c_size_t(len(data)), 0)
+    for path, rights in (*_open_to_all(own_proc), (home, files)):
         fd = os.open(path, os.O_PATH)
-        _checked(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("<Qi", rights & files, fd), 0)
+        _check(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("<Qi", rights & files, fd), 0)
         os.close(fd)
     return ruleset
 
 
 def restrict_self(ruleset: int) -> None:
     """Give up, in this process and its children, what the ruleset does not hold. Raises OSError."""
-    if _syscall(RESTRICT_SELF, ruleset, 0) != 0:
-        raise OSError(ctypes.get_errno(), "landlock")
+    _check(RESTRICT_SELF, ruleset, 0)
 
 
 def _open_to_all(own_proc: bool) -> Iterator[tuple[str, int]]:
     yield "/", READ_DIR
     for entry in os.scandir("/"):
-        if entry.name not in ("dev", "proc") and entry.is_dir(follow_symlinks=False):
+        if entry.name not in ("dev", "proc", "sys") and entry.is_dir(follow_symlinks=False):
             yield entry.path, READ
     for name in DEVICES:
         yield f"/dev/{name}", READ_FILE | WRITE_FILE | TRUNCATE
@@ -70,7 +68,7 @@ def _open_to_all(own_proc: bool) -> Iterator[tuple[str, int]]:
             yield path, READ if os.path.isdir(path) else READ_FILE
 
 
-def _checked(*arguments: int | bytes | ctypes.c_size_t) -> int:
+def _check(*arguments: int | bytes | ctypes.c_size_t) -> int:
     result = int(_syscall(*arguments))
     if result < 0:
         raise OSError(ctypes.get_errno(), "landlock")

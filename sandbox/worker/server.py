@@ -1,16 +1,22 @@
-"""The worker's server: pid 1 of its container, the only one that speaks with the supervisor."""
+"""The worker's server: pid 1 of its container, the only process that speaks with the supervisor.
+
+    run ──> a child forked ahead gets the job ──> its process ends, or is killed for a reason
+                 ▲                                        │ done
+                 └── the directory is empty <── all that is left of the call is killed
+
+It runs one call at a time, or holds one session. So what the kernel counts for the worker's cgroup
+meanwhile is that call's.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import heapq
 import itertools
-import json
 import math
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -20,218 +26,208 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
-from agentloop.sandbox.worker.forked import Call, Forked, Output, honest_error, split_status
-from agentloop.sandbox.worker.kernel import (
-    PR_SET_DUMPABLE,
-    count_oom_kills,
-    prctl,
-)
-from agentloop.sandbox.worker.lanes import Lanes
-from agentloop.sandbox.worker.limits import CallLimits
+from agentloop.sandbox.worker.connection import Connection
+from agentloop.sandbox.worker.counters import CgroupCounters, open_counters
+from agentloop.sandbox.worker.forked import Call, Forked, Output, checked_error, split_status
+from agentloop.sandbox.worker.kernel import PR_SET_DUMPABLE, prctl
 from agentloop.sandbox.worker.spec import Spec
 from agentloop.sandbox.worker.wire import (
     FORK,
-    JOB_FD,
     MAX_TEXT,
     NEWS,
     NEWS_EXITED,
     NEWS_FORKED,
-    REPORT_FD,
     clip,
 )
-from agentloop.sandbox.worker.zygote import Zygote
+from agentloop.sandbox.worker.workspace import Workspace
+from agentloop.sandbox.worker.zygote import be_zygote, keep_low_fds
 
-HEADER = struct.Struct(">I")  # of a frame: bytes of JSON that follow (sandbox/protocol.py)
-TOP_UP_DELAY_S = 0.002
-_to_json = json.JSONEncoder(ensure_ascii=False).encode
-HEED_S = 2.0  # for a cell to heed an interrupt, on a machine that is busy
+FORK_DELAY_S = 0.002
+INTERRUPT_GRACE_S = 2.0  # for a cell to end after an interrupt, on a machine that is busy
 START_S = 2.0  # for a program to begin, on such a machine; from then on its time counts
-LATE_CHECK_S = 0.05  # between looks whether it has begun
-# Whose doing it is that a session is lost, by why its process was killed. Otherwise its program's.
+START_CHECK_S = 0.05  # between looks whether it has begun
+COUNTER_CHECK_S = 0.25  # between looks at the counters of a call that runs for longer
+REST_CHECK_S = 1.0  # the same for a session that rests
+MAX_REST_CPU_S = 1.0  # processor time of a session that is stopped: it has itself sent SIGCONT
+WORN_BYTES = 64 << 20  # of memory that stays when no call runs
+# Who a session is lost by, by why its process was killed. Otherwise its program.
 LOST_BY = {"cancelled": "caller", "sandbox_error": "infrastructure"}
 
 
 class WorkerServer:
-    def __init__(self, spec: Spec, read_control: int, write_control: int) -> None:
+    def __init__(self, spec: Spec, supervisor: Connection) -> None:
         self.spec = spec
-        self.lanes = Lanes(spec)
-        self.read_control, self.write_control = read_control, write_control
-        for fd in {read_control, write_control}:
-            os.set_inheritable(fd, False)
-            os.set_blocking(fd, False)
-        self.epoll = select.epoll()
-        self.handlers: dict[int, Callable[[int], None]] = {}  # told which events
-        self.children: dict[int, Forked] = {}  # by lane
-        self.ready: list[deque[Forked]] = [deque() for _ in spec.levels]
-        self.calls: dict[int, Forked] = {}
-        self.sessions: dict[int, Forked] = {}
-        self.queue: deque[Call] = deque()
-        self.deadlines: list[tuple[float, int, Call]] = []
-        self.serial = itertools.count()
+        self.supervisor = supervisor
+        self.workspace = Workspace(spec)
+        fds = open_counters() if spec.counters is None else spec.counters
+        self.counters = CgroupCounters(fds)
+        # Not epoll: its watches are counted per user, and a call could use them up.
+        self.poll = select.poll()
+        self.handlers: dict[int, Callable[[int], None]] = {}  # called with the events
+        self.children: dict[int, Forked] = {}  # by number: the current one, and those forked ahead
+        self.numbers = itertools.count()
+        self.ahead: list[Forked | None] = [None for _ in spec.levels]  # wait for a job, by level
+        self.current: Forked | None = None  # runs a call, or holds the session
+        self.queue: deque[Call] = deque()  # what has come while the workspace is cleaned
         self.zygotes: list[socket.socket] = []
-        self.inbox = bytearray()
-        self.outbox = bytearray()
         # By level: the last of its modules, as code would name it.
         self.names = [re.compile(rf"\b{m[-1]}\b" if m else "") for m in spec.levels]
-        self.oom_kills = count_oom_kills()
-        self.top_up_at = 0.0  # when to fork again ahead of calls; 0: not needed
+        self.deadline = math.inf  # when to look at the current call's time
+        self.check_at = math.inf  # when to look at the counters
+        self.fork_at = math.inf  # when to fork again ahead of calls
+        self.is_resting = False  # a session is, between two cells
 
     # -- starting ---------------------------------------------------------------------------
 
     def start(self) -> None:
         os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
         prctl(PR_SET_DUMPABLE, 0)
-        self.lanes.make()
+        # Descriptors in flight are counted per user, and may be as many as the sender's limit:
+        # calls of this user must not keep us from sending some.
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        self.workspace.make()
         self.start_zygotes()
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         self.watch(wake, lambda _: self.on_sigchld(wake))
-        self.watch(self.read_control, self.on_control)
-        self.top_up()
-        self.limits = CallLimits(self.spec, self.lanes, self.zygote_pids, self.condemn)
+        self.watch(self.supervisor.read_fd, self.on_frames)
+        self.fork_ahead()
+        self.own_bytes = self.counters.kept_bytes()
         self.send(
             {
                 "op": "ready",
                 "pid": os.getpid(),
                 "python": sys.version.split()[0],
-                "kill_by": self.spec.kill_by,
+                "own_bytes": self.own_bytes,
                 "layers": self.spec.layers,
             }
         )
 
     def start_zygotes(self) -> None:
-        waiting = []
-        self.zygote_pids: list[int] = []
-        for level in range(len(self.spec.levels)):
-            near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            pid = os.fork()
-            if pid == 0:
-                try:
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in self.spec.levels]
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for fd in self.supervisor.fds:
+                    os.close(fd)
+                for near, _ in pairs:
                     near.close()
-                    self.forget()
-                    Zygote(self.spec, level, keep_low_fds(far)).run()
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(1)
+                be_zygote(self.spec, 0, keep_low_fds([far for _, far in pairs]))
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        self.workspace.zygote = pid
+        for near, far in pairs:
             far.close()
             self.zygotes.append(near)
-            self.lanes.ours.add(pid)
-            self.zygote_pids.append(pid)
-            waiting.append(near)
-        for near in waiting:  # warming: seconds where modules are large
+        for near in self.zygotes:  # warming: seconds where modules are large
             if not near.recv(NEWS.size):
                 raise RuntimeError("a zygote died while it loaded its modules")
             near.setblocking(False)
             self.watch(near.fileno(), lambda _, near=near: self.on_news(near))  # type: ignore[misc]
 
-    def forget(self) -> None:
-        """Close the server's descriptors in a zygote."""
-        self.epoll.close()
-        for fd in {self.read_control, self.write_control}:
-            os.close(fd)
-        for near in self.zygotes:
-            near.close()
-
     # -- the loop ---------------------------------------------------------------------------
 
     def watch(self, fd: int, handler: Callable[[int], None]) -> None:
         self.handlers[fd] = handler
-        self.epoll.register(fd, select.EPOLLIN)
+        self.poll.register(fd, select.POLLIN)
 
     def unwatch(self, fd: int) -> None:
         if self.handlers.pop(fd, None) is not None:
-            self.epoll.unregister(fd)
+            self.poll.unregister(fd)
 
     def run(self) -> None:
         while True:
-            for fd, events in self.epoll.poll(self.next_deadline()):
+            wait_s = min(self.deadline, self.check_at, self.fork_at) - time.monotonic()
+            for fd, events in self.poll.poll(min(60.0, max(0.0, wait_s)) * 1000):
                 handler = self.handlers.get(fd)
                 if handler is not None:  # else closed by an earlier event of this round
                     handler(events)
-            self.check_deadlines()
-            self.start_queued()
+            self.check_times(time.monotonic())
 
-    def next_deadline(self) -> float:
-        first = self.deadlines[0][0] if self.deadlines else math.inf
-        first = min(first, self.top_up_at or math.inf, self.limits.due)
-        return min(60.0, max(0.0, first - time.monotonic()))
+    def check_times(self, now: float) -> None:
+        if self.fork_at <= now:
+            self.fork_ahead()
+        if self.check_at <= now:
+            self.check_counters(now)
+        if self.deadline <= now:
+            self.check_deadline(now)
 
-    def check_deadlines(self) -> None:
-        now = time.monotonic()
-        if 0 < self.top_up_at <= now:
-            self.top_up()
-        if self.limits.due <= now:
-            self.limits.check(now, self.children)
-        while self.deadlines and self.deadlines[0][0] <= now:
-            call = heapq.heappop(self.deadlines)[2]
-            child = self.calls.get(call.id)
-            if child is None or child.call is not call:
-                continue
-            self.see_if_late(child, call, now)
-
-    def see_if_late(self, child: Forked, call: Call, now: float) -> None:
+    def check_deadline(self, now: float) -> None:
         """End a call whose time is up. It counts from when its code began, but no later than
         START_S after the call: a machine that is busy is no fault of the program's."""
+        self.deadline = math.inf
+        child = self.current
+        if child is None or child.call is None:
+            return
+        call = child.call
         started_ns = child.started_ns_of(call)
         latest = call.started + START_S
         began = latest if started_ns is None else min(started_ns / 1e9, latest)
         if call.verdict is None and now < began + call.timeout_s:
-            due = began + call.timeout_s if started_ns is not None else now + LATE_CHECK_S
-            heapq.heappush(self.deadlines, (due, next(self.serial), call))
+            in_time = began + call.timeout_s
+            self.deadline = in_time if started_ns is not None else now + START_CHECK_S
         elif started_ns is None and call.is_first:
-            self.condemn(child, "sandbox_error")
+            self.kill(child, "sandbox_error")
         elif call.session is None or call.verdict is not None:
-            self.condemn(child, "timeout")
+            self.kill(child, "timeout")
         else:
             self.interrupt(child, call, now)
 
     def interrupt(self, child: Forked, call: Call, now: float) -> None:
-        """A cell out of time gets a KeyboardInterrupt first: obeyed, its session lives on."""
+        """Send a cell whose time is up a KeyboardInterrupt. If it ends then, its session lives."""
         call.verdict = "timeout"
-        heapq.heappush(self.deadlines, (now + HEED_S, next(self.serial), call))
+        self.deadline = now + INTERRUPT_GRACE_S
         if child.pid is not None:
             with contextlib.suppress(OSError):
                 os.kill(child.pid, signal.SIGINT)
 
-    # -- the supervisor's connection --------------------------------------------------------
-
-    def on_control(self, _: int) -> None:
-        try:
-            data = os.read(self.read_control, 1 << 18)
-        except BlockingIOError:
+    def check_counters(self, now: float) -> None:
+        """End a call of which the kernel has killed a process for memory, since others may wait
+        for that one; and a session that uses the processor while it rests."""
+        child = self.current
+        self.check_at = math.inf
+        if child is None or child.verdict is not None:
             return
-        except OSError:
-            data = b""
-        if not data:  # the supervisor is gone, and so are we, with everything below us
-            self.shut_down()
-        self.inbox += data
-        while len(self.inbox) >= HEADER.size:
-            (size,) = HEADER.unpack_from(self.inbox)
-            end = HEADER.size + size
-            if len(self.inbox) < end:
-                return
-            raw = bytes(self.inbox[HEADER.size : end])
-            del self.inbox[:end]
-            self.on_frame(raw)
+        self.check_at = now + (REST_CHECK_S if self.is_resting else COUNTER_CHECK_S)
+        if verdict := self.counters.oom_verdict():
+            self.kill(child, verdict)
+        elif self.is_resting and child.pid is not None:
+            if self.counters.cpu_s() > MAX_REST_CPU_S:
+                self.kill(child, "killed")
+            else:
+                self.workspace.stop(child.pid)
 
-    def on_frame(self, raw: bytes) -> None:
-        frame = json.loads(raw)
+    # -- the supervisor's frames ------------------------------------------------------------
+
+    def on_frames(self, _: int) -> None:
+        try:
+            frames = self.supervisor.read()
+        except EOFError:  # it is gone, and so are we, with everything below us
+            self.shut_down()
+        for frame in frames:
+            self.on_frame(frame)
+
+    def on_frame(self, frame: dict[str, Any]) -> None:
         match frame["op"]:
             case "run":
-                self.take(frame)
+                self.accept(frame)
             case "kill":
                 self.cancel(frame["id"])
             case "close":
-                self.close(frame["session"])
+                self.close_session(frame["session"])
             case "ping":
                 self.send({"op": "pong"})
 
-    def take(self, frame: dict[str, Any]) -> None:
-        """A call for the queue. One that makes no sense is answered; we live on."""
+    def accept(self, frame: dict[str, Any]) -> None:
+        """Begin a call, or let it wait until the workspace is clean. One that makes no sense is
+        answered; we live on."""
         try:
             call = Call(frame, self.spec.memory_bytes)
         except (KeyError, TypeError, AttributeError, struct.error) as error:
@@ -239,130 +235,136 @@ class WorkerServer:
             answer = {"op": "done", "id": frame.get("id"), "status": "sandbox_error", "why": why}
             self.send(answer)
             return
-        if call.session is None or call.opens:  # it needs a child
+        child = self.current
+        if call.is_first:
             self.queue.append(call)
-            self.start_queued()
-            return
-        child = self.sessions.get(call.session)
-        if child is None:  # its end has been reported already
+            self.begin_next()
+        elif child is None or child.session != call.session:  # its end has been reported already
             self.send({"op": "session_lost", "session": call.session, "id": call.id})
-        elif child.doom is not None:
-            self.lose_session(child, child.doom, call)
+        elif child.verdict is not None:
+            self.lose_session(child, child.verdict, call)
         elif child.call is not None:
             self.answer_unstarted(call, "sandbox_error", "its session runs another cell")
         else:
             self.begin(child, call)
 
-    def close(self, session: int) -> None:
+    def close_session(self, session: int) -> None:
         for call in [call for call in self.queue if call.session == session]:
             self.cancel(call.id)
-        child = self.sessions.pop(session, None)
-        if child is not None:
+        child = self.current
+        if child is not None and child.session == session:
             child.session = None  # nobody asks any more how it ends
-            self.condemn(child, "cancelled")
+            self.kill(child, "cancelled")
 
     def send(self, frame: dict[str, Any]) -> None:
-        data = _to_json(frame).encode("utf-8", "replace")
-        self.outbox += HEADER.pack(len(data)) + data
-        while self.outbox:
-            try:
-                sent = os.write(self.write_control, self.outbox)
-            except BlockingIOError:  # the supervisor reads slowly: so do we, until it has
-                select.select([], [self.write_control], [])
-            except OSError:
-                self.shut_down()
-            else:
-                del self.outbox[:sent]
+        try:
+            self.supervisor.send(frame)
+        except EOFError:
+            self.shut_down()
 
-    def shut_down(self) -> None:
-        for lane, child in list(self.children.items()):
-            self.lanes.abandon(lane, child.pid)
-        if self.spec.kill_by == "tree":
-            self.lanes.kill_strays()
+    def shut_down(self) -> NoReturn:
+        self.workspace.abandon(self.current.pid if self.current is not None else None)
         os._exit(0)
 
     # -- calls ------------------------------------------------------------------------------
 
-    def level_for(self, code: str) -> int:
-        """The richest zygote whose modules the code names; the bare one for the rest."""
+    def level_for(self, call: Call) -> int:
+        """Return the richest zygote whose modules the code names; the bare one for the rest."""
         levels = reversed(range(len(self.names)))
-        return next((level for level in levels if self.names[level].search(code)), 0)
+        if call.session is not None:  # later cells may name anything
+            return len(self.names) - 1
+        return next((level for level in levels if self.names[level].search(call.code)), 0)
 
-    def start_queued(self) -> None:
-        while self.queue:
-            call = self.queue[0]
-            child = self.child_for(call)
-            if child is None:
-                return
-            self.queue.popleft()
-            self.begin(child, call)
+    def begin_next(self) -> None:
+        if not self.queue or self.current is not None or not self.workspace.is_clean:
+            return
+        call = self.queue.popleft()
+        level = self.level_for(call)
+        child = self.ahead[level]
+        self.ahead[level] = None
+        try:
+            self.current = child or self.fork(level)
+        except OSError as error:
+            self.refuse(call, error.errno)
+        else:
+            self.begin(self.current, call)
 
-    def child_for(self, call: Call) -> Forked | None:
-        level = len(self.names) - 1  # later cells of a session may name anything
+    def refuse(self, call: Call, code: int | None) -> None:
+        """Report that no process could be forked for a call, and that this worker is of no use."""
+        why = f"fork: {os.strerror(code or 0)}"
         if call.session is None:
-            level = self.level_for(call.code)
-        if self.ready[level]:
-            return self.ready[level].popleft()
-        return self.spawn(level)
+            self.answer_unstarted(call, "sandbox_error", why)
+        else:
+            frame = {"op": "session_lost", "session": call.session, "by": LOST_BY["sandbox_error"]}
+            self.send({**frame, "id": call.id})
+        self.send({"op": "worn"})
 
     def begin(self, child: Forked, call: Call) -> None:
         if call.session is not None:
             child.session = call.session
-            self.sessions[call.session] = child
-            child.forget_stale()
-            self.watch(child.channel.fileno(), lambda _: self.on_cell_news(child))
+            child.drop_messages()
+            self.watch(child.channel.fileno(), lambda _: self.on_cell_message(child))
+        if self.is_resting and child.pid is not None:
+            self.workspace.resume(child.pid)
+        self.is_resting = False
+        self.counters.start()
         call.started_ns = time.monotonic_ns()
         call.started = call.started_ns / 1e9
-        call.oom_kills = self.oom_kills
-        call.alone = not self.calls
-        for other in self.calls.values():
-            if other.call is not None:
-                other.call.alone = False
-        self.calls[call.id] = child
-        deadline = call.started + call.timeout_s
-        heapq.heappush(self.deadlines, (deadline, next(self.serial), call))
-        self.limits.expect(call.started)
-        self.limits.wake(child)
+        self.deadline = call.started + call.timeout_s
+        self.check_at = call.started + COUNTER_CHECK_S
         try:
             child.send(call)
+        except BlockingIOError:  # it does not read its channel
+            self.kill(child, "killed")
         except OSError as error:  # if it died while it waited, news of its end are on their way
             if error.errno not in (errno.EPIPE, errno.ECONNRESET):  # the job doesn't fit
-                self.condemn(child, "sandbox_error")
-        # `deadlines` holds it until its time would be up.
+                self.kill(child, "sandbox_error")
         call.code, call.job, call.stdin = "", b"", b""
         # The next fork waits: at once it would take the processor from the call just sent.
-        self.top_up_at = self.top_up_at or call.started + TOP_UP_DELAY_S
+        self.fork_at = call.started + FORK_DELAY_S
 
-    def top_up(self) -> None:
-        """Fork ahead of the calls to come."""
-        self.top_up_at = 0.0
-        for level, ready in enumerate(self.ready):
-            while len(ready) < self.spec.ready:
-                child = self.spawn(level)
-                if child is None:
-                    return
-                ready.append(child)
+    def fork_ahead(self) -> None:
+        """Fork for the calls to come."""
+        self.fork_at = math.inf
+        if self.current is not None:
+            self.watch_outputs(self.current)
+        for level, child in enumerate(self.ahead):
+            if child is None:
+                # EAGAIN or ETOOMANYREFS: the call that runs uses up what it may.
+                with contextlib.suppress(OSError):
+                    self.ahead[level] = self.fork(level)
 
-    def spawn(self, level: int) -> Forked | None:
-        if not self.lanes.free:
-            return None
-        lane = self.lanes.free.popleft()
-        child = Forked(lane, level, self.spec.keep_bytes)
-        self.children[lane] = child
-        socket.send_fds(self.zygotes[level], [FORK.pack(lane)], child.far_fds())
-        child.close_far()
-        self.watch(child.out.fd, lambda events: self.on_output(child, child.out, events))
-        self.watch(child.err.fd, lambda events: self.on_output(child, child.err, events))
+    def fork(self, level: int) -> Forked:
+        """Let a zygote fork. Raises OSError if it can't be asked."""
+        child = Forked(next(self.numbers), level, self.spec.keep_bytes)
+        try:
+            zygote = self.zygotes[level]
+            socket.send_fds(zygote, [FORK.pack(child.number)], child.far_fds())
+        except OSError:
+            child.close()
+            raise
+        finally:
+            child.close_far()
+        self.children[child.number] = child
         return child
 
+    def watch_outputs(self, child: Forked) -> None:
+        """Read what a child writes. A short call, whose output its pipes hold, ends before that."""
+        for output in (child.out, child.err):
+            if output.fd not in self.handlers:
+                self.watch(output.fd, partial(self.on_output, child, output))
+
     def on_output(self, child: Forked, output: Output, events: int) -> None:
-        if not output.read() and events & select.EPOLLHUP:
+        if self.exceeds_output(child):
+            self.kill(child, "output_limit")
+        elif events == select.POLLHUP:
             self.unwatch(output.fd)
-        else:
-            named = child.call.max_output_bytes if child.call is not None else None
-            most = self.spec.max_output_bytes if named is None else named
-            if child.out.total + child.err.total > most:
-                self.condemn(child, "output_limit")
+
+    def exceeds_output(self, child: Forked) -> bool:
+        child.out.read()
+        child.err.read()
+        limit = child.call.max_output_bytes if child.call is not None else None
+        return child.out.total + child.err.total > (limit or self.spec.max_output_bytes)
 
     def cancel(self, call_id: int) -> None:
         for call in self.queue:
@@ -372,16 +374,17 @@ class WorkerServer:
                     self.send({"op": "session_lost", "session": call.session, "by": "caller"})
                 self.answer_unstarted(call, "cancelled")
                 return
-        child = self.calls.get(call_id)
-        if child is not None:
-            self.condemn(child, "cancelled")
+        child = self.current
+        if child is not None and child.call is not None and child.call.id == call_id:
+            self.kill(child, "cancelled")
 
-    def condemn(self, child: Forked, verdict: str) -> None:
+    def kill(self, child: Forked, verdict: str) -> None:
         """Kill a child for a reason; its answer follows when the zygote tells of its end."""
         if child.call is not None and child.call.verdict is None:
             child.call.verdict = verdict
-        child.doom = child.doom or verdict
-        self.lanes.kill(child.lane, child.pid)
+        child.verdict = child.verdict or verdict
+        if child.pid is not None:  # else as soon as it is known
+            self.workspace.kill(child.pid)
 
     # -- news of children -------------------------------------------------------------------
 
@@ -393,12 +396,12 @@ class WorkerServer:
                 return
             if not data:  # the supervisor replaces the whole worker: simpler than half of one
                 self.shut_down()
-            kind, lane, value, cpu_s, max_rss = NEWS.unpack(data)
-            child = self.children[lane]
+            kind, number, value, cpu_s, max_rss = NEWS.unpack(data)
+            child = self.children[number]
             if kind == NEWS_FORKED:
                 child.pid = value
-                if child.doomed:
-                    self.lanes.kill(child.lane, child.pid)
+                if child.verdict is not None:
+                    self.workspace.kill(child.pid)
             elif kind == NEWS_EXITED:
                 self.on_exit(child, value, cpu_s, max_rss)
             else:
@@ -406,41 +409,67 @@ class WorkerServer:
 
     def on_exit(self, child: Forked, status: int, cpu_s: float, max_rss: int) -> None:
         ended = time.monotonic()
-        self.lanes.kill_rest(child.lane)
+        if child is not self.current:
+            self.discard(child)
+            return
+        self.workspace.kill_rest()
         if child.call is not None:
             self.answer(child, ended, status, cpu_s, max_rss)
         elif child.session is not None:
-            self.lose_session(child, self.judge_idle(child, status, max_rss * 1024))
-        elif child in self.ready[child.level]:
-            self.ready[child.level].remove(child)
+            self.lose_session(child, child.verdict or self.counters.rest_verdict(status))
         self.discard(child)
+        self.workspace.clean()
+        self.on_clean()
 
     def on_fork_failed(self, child: Forked, code: int) -> None:
-        call = child.call
+        call, child.call = child.call, None
+        self.discard(child)  # forked again when the call that runs has ended
         if call is not None:
-            self.calls.pop(call.id, None)
-            self.lose_session(child, "sandbox_error")
-            self.answer_unstarted(call, "sandbox_error", f"fork: {os.strerror(code)}")
-        elif child in self.ready[child.level]:
-            self.ready[child.level].remove(child)
-        self.discard(child)
+            self.refuse(call, code)
+            self.on_clean()
 
-    def on_cell_news(self, child: Forked) -> None:
+    def on_clean(self) -> None:
+        """Begin the next call if the workspace is clean."""
+        if not self.workspace.is_clean or self.current is not None:
+            return
+        self.fork_at = min(self.fork_at, time.monotonic())
+        most_bytes = self.own_bytes + WORN_BYTES
+        # The first is cheap, and an upper bound of the second.
+        if self.counters.memory_bytes() > most_bytes and self.counters.kept_bytes() > most_bytes:
+            self.send({"op": "worn"})
+        self.begin_next()
+
+    def on_cell_message(self, child: Forked) -> None:
         """A session's process has started, or its cell has ended: by its own word."""
         is_first = child.started_ns is None
-        said = child.hear()
-        if said is None or (said and is_first):
+        message = child.receive()
+        if message is None or (message and is_first):
             return
         # Not heard again before its next cell: a background thread may write without end.
         self.unwatch(child.channel.fileno())
-        if said and child.call is not None and not child.doomed:
-            self.answer(child, time.monotonic(), None, 0.0, 0)
+        if not message or child.call is None or child.verdict is not None:
+            return
+        verdict = self.counters.oom_verdict()
+        if verdict is None and self.exceeds_output(child):
+            verdict = "output_limit"
+        if verdict is not None:
+            self.kill(child, verdict)
+            return
+        self.answer(child, time.monotonic(), None, 0.0, 0)
+        self.rest(child)
+
+    def rest(self, child: Forked) -> None:
+        """Stop all that a session runs, until its next cell."""
+        assert child.pid is not None  # it has run a cell
+        self.is_resting = True
+        self.counters.start()
+        self.check_at = time.monotonic() + REST_CHECK_S
+        self.workspace.stop(child.pid)
 
     def lose_session(self, child: Forked, reason: str, call: Call | None = None) -> None:
-        """Tell that a session is over, once; and that `call`, a cell of it, will not run."""
-        if child.session is None:  # closed, or told
+        """Report that a session is over, once; and that `call`, a cell of it, will not run."""
+        if child.session is None:  # closed, or reported
             return
-        self.sessions.pop(child.session, None)
         by = LOST_BY.get(reason, "program")
         frame = {"op": "session_lost", "session": child.session, "by": by}
         self.send(frame if call is None else {**frame, "id": call.id})
@@ -450,38 +479,43 @@ class WorkerServer:
         for fd in (child.out.fd, child.err.fd, child.channel.fileno()):
             self.unwatch(fd)
         child.close()
-        del self.children[child.lane]
-        self.lanes.clean(child.lane)
+        del self.children[child.number]
+        if child is self.current:
+            self.current = None
+            self.is_resting = False
+            self.deadline = self.check_at = math.inf
+        elif child is self.ahead[child.level]:
+            self.ahead[child.level] = None
 
     def answer(
         self, child: Forked, ended: float, status: int | None, cpu_s: float, max_rss: int
     ) -> None:
-        """The one answer that a call gets. `status` is None for a cell whose process lives on."""
+        """Send the one answer that a call gets. `status` is None for a cell whose process lives."""
         call = child.call
         assert call is not None
+        self.deadline = math.inf
+        if self.exceeds_output(child):
+            call.verdict = call.verdict or "output_limit"
         child.call = None
-        del self.calls[call.id]
-        child.out.read()
-        child.err.read()
-        said = child.report()
+        report = child.report()
         stdout, stdout_bytes, stdout_cut = child.out.take()
         stderr, stderr_bytes, stderr_cut = child.err.take()
-        exit_code, signum = split_status(status, said)
-        error = honest_error(said.get("error"))
-        result = said.get("result")
+        exit_code, signum = split_status(status, report)
+        error = checked_error(report.get("error"))
+        result = report.get("result")
+        if self.counters.exist:
+            cpu_s = self.counters.cpu_s()
+        why = "the machine's memory was used up"
         if not child.has_started():
             verdict = call.verdict or "sandbox_error"
-            why = unstarted_why(call, stderr)
+            why = why_unstarted(call, stderr)
         else:
-            most_used = max(child.used, max_rss * 1024)
-            verdict = self.judge(call, exit_code, signum, error, most_used, cpu_s)
-            why = "killed for memory that calls beside it had taken"
+            verdict = self.judge(call, exit_code, signum, error, cpu_s)
         started_ns = child.started_ns_of(call)
         not_begun = started_ns is None and not call.is_first
         if not_begun and status is not None and call.verdict is None:
             self.lose_session(child, verdict, call)
             return
-        child.oom_kills = self.oom_kills
         if status is not None:
             self.lose_session(child, verdict)
         if verdict == "sandbox_error":
@@ -510,8 +544,10 @@ class WorkerServer:
 
     def on_sigchld(self, wake: int) -> None:
         os.read(wake, 4096)
-        self.lanes.reap()
-        self.start_queued()
+        was_clean = self.workspace.is_clean
+        self.workspace.reap()
+        if not was_clean:
+            self.on_clean()
 
     def answer_unstarted(self, call: Call, status: str, why: str = "") -> None:
         self.send({"op": "done", "id": call.id, "status": status, "why": why})
@@ -522,59 +558,32 @@ class WorkerServer:
         exit_code: int | None,
         signum: int | None,
         error: dict[str, Any] | None,
-        most_used: int,
         cpu_s: float,
     ) -> str:
-        if call.verdict is None and exit_code == 0:
-            return "ok"
-        # Counted at every bad end, so that a kill of an earlier call isn't taken for this one's.
-        self.oom_kills = count_oom_kills()
+        if call.verdict != "cancelled" and (verdict := self.counters.oom_verdict()):
+            return verdict
         if call.verdict is not None:
             return call.verdict
+        if exit_code == 0:
+            return "ok"
         if signum == signal.SIGXCPU and cpu_s > call.timeout_s:
             return "timeout"
-        if signum == signal.SIGKILL and self.oom_kills > call.oom_kills:
-            # The kernel takes the largest; one that was not alone, and had less than half of what
-            # it may have, was in the way of others.
-            large = call.alone or 2 * most_used >= call.memory_bytes
-            return "oom" if large else "sandbox_error"
         if signum is not None:
-            return "killed"
+            return "oom" if self.counters.may_be_oom(signum) else "killed"
         return "oom" if error and error["type"] == "MemoryError" else "error"
 
-    def judge_idle(self, child: Forked, status: int, max_rss: int) -> str:
-        """Why a session's process has ended between two cells."""
-        if child.doom is not None:
-            return child.doom
-        self.oom_kills = count_oom_kills()
-        by_kernel = split_status(status, {})[1] == signal.SIGKILL and (
-            self.oom_kills > child.oom_kills
-        )
-        return "sandbox_error" if by_kernel and 2 * max_rss < self.spec.memory_bytes else "ended"
 
-
-def unstarted_why(call: Call, stderr: str) -> str:
+def why_unstarted(call: Call, stderr: str) -> str:
     if call.verdict is not None:
         return f"the program had not begun {call.timeout_s + START_S:g} s after its call"
     fault = stderr.rstrip().rpartition("\n")[2]
     return f"its process did not get as far as the program{': ' if fault else ''}{fault}"
 
 
-def keep_low_fds(far: socket.socket) -> socket.socket:
-    """Occupy the numbers that a child uses, so that what a zygote receives lies above them."""
-    moved = socket.socket(fileno=fcntl.fcntl(far, fcntl.F_DUPFD_CLOEXEC, REPORT_FD + 1))
-    far.close()
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (JOB_FD, REPORT_FD):
-        if fd != null:
-            os.dup2(null, fd, inheritable=False)
-    return moved
-
-
 def main(given: dict[str, Any], read_control: int, write_control: int) -> None:
     """Run a worker until its supervisor goes. `given` as spec.py has it; then the descriptors of
     the supervisor's connection, and we are called by boot.py."""
-    server = WorkerServer(Spec(given), read_control, write_control)
+    server = WorkerServer(Spec(given), Connection(read_control, write_control))
     try:
         server.start()
         server.run()

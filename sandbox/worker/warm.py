@@ -105,18 +105,19 @@ def freeze() -> None:
 
 def _make_immortal(count: int) -> None:
     """Give all objects the reference count that None has (PEP 683): it is never changed."""
-    found: set[int] = set()
+    addresses: set[int] = set()
     todo = gc.get_objects()
-    spared = {id(todo), id(found), id(sys._getframe())}
+    spared = {id(todo), id(addresses), id(sys._getframe())}
     while todo:
-        one = todo.pop()
-        if id(one) not in found and id(one) not in spared:
-            found.add(id(one))
-            todo.extend(gc.get_referents(one))
-    del one
-    field = ctypes.c_uint32.from_address
-    for address in found:
-        field(address).value = count
+        current = todo.pop()
+        if id(current) not in addresses and id(current) not in spared:
+            addresses.add(id(current))
+            todo.extend(gc.get_referents(current))
+    del current
+    for address in addresses:
+        field = ctypes.c_uint32.from_address(address)
+        if field.value != count:  # a write would copy a page that is shared with another zygote
+            field.value = count
 
 
 _kept: Any = None
@@ -136,15 +137,20 @@ def _fill_holes() -> None:
                 break
 
 
+_collapsed = 0  # up to this address, by the zygote that this one builds on, which shares it
+
+
 def _collapse_heap() -> None:
     """Move the heap into huge pages (madvise(2), MADV_COLLAPSE, Linux 6.1): a fork copies one entry
     instead of 512, and what a child splits again is still copied and freed in batches."""
+    global _collapsed
     huge = 2 << 20
     with open("/proc/self/maps") as maps:
         line = next((line for line in maps if line.endswith("[heap]\n")), None)
     if line is None:
         return
     first = int(line.partition("-")[0], 16)
-    start, end = -(-first // huge) * huge, id(_kept) // huge * huge
+    start, end = max(-(-first // huge) * huge, _collapsed), id(_kept) // huge * huge
+    _collapsed = end
     if end > start:  # refused by an older kernel, or without memory: a pity, no more
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-FORK = struct.Struct("<i")  # lane
-NEWS = struct.Struct("<iiidq")  # kind, lane, pid or wait status, cpu_s, max rss in KiB
+FORK = struct.Struct("<i")  # the child's number
+NEWS = struct.Struct("<iiidq")  # kind, number, pid or wait status, cpu_s, max rss in KiB
 NEWS_FORKED, NEWS_EXITED, NEWS_FAILED = 1, 2, 3
 
 JOB = struct.Struct("<d?QI")  # timeout_s, of a session, bytes of memory, bytes of code

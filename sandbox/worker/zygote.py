@@ -1,9 +1,15 @@
-"""A zygote: it has modules loaded, forks when told, and says how each child ended."""
+"""A zygote: it has modules loaded, forks when told, and says how each child ended.
+
+    server ──> zygote without modules ──> zygote with numpy ──> zygote with numpy and sympy
+
+A zygote is forked from the one whose modules it adds to, and so shares the memory of those.
+"""
 
 from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import os
 import resource
 import select
@@ -12,6 +18,7 @@ import socket
 import sys
 import traceback
 import types
+from collections.abc import Sequence
 
 from agentloop.sandbox.worker import child, landlock, warm
 from agentloop.sandbox.worker.child import NAME, be_child, open_input, open_output
@@ -21,12 +28,56 @@ from agentloop.sandbox.worker.kernel import (
     new_pid_space,
     old_pid_space,
     prctl,
-    refuse_hidden_memory,
 )
 from agentloop.sandbox.worker.spec import Spec
-from agentloop.sandbox.worker.wire import FORK, NEWS, NEWS_EXITED, NEWS_FAILED, NEWS_FORKED
+from agentloop.sandbox.worker.wire import (
+    FORK,
+    JOB_FD,
+    NEWS,
+    NEWS_EXITED,
+    NEWS_FAILED,
+    NEWS_FORKED,
+    REPORT_FD,
+)
 
 NUM_FDS = 4  # of a child: its channel, its two outputs, its report
+
+
+def keep_low_fds(links: list[socket.socket]) -> list[socket.socket]:
+    """Occupy the numbers that a child uses, so that what a zygote receives lies above them."""
+    moved = []
+    for link in links:
+        fd = fcntl.fcntl(link, fcntl.F_DUPFD_CLOEXEC, REPORT_FD + 1)
+        moved.append(socket.socket(fileno=fd))
+        link.close()
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (JOB_FD, REPORT_FD):
+        if fd != null:
+            os.dup2(null, fd, inheritable=False)
+    return moved
+
+
+def be_zygote(spec: Spec, level: int, links: Sequence[socket.socket]) -> None:
+    """Be the zygote of a level, until the server is gone, and fork those that build on it.
+
+    Args:
+        links: the zygotes' connections to the server, by level.
+    """
+    zygote = Zygote(spec, level, links[level])
+    zygote.prepare()
+    for other in range(level + 1, len(spec.levels)):
+        if base_of(other, spec.levels) == level and os.fork() == 0:
+            be_zygote(spec, other, links)
+            return
+    for link in links:
+        if link is not links[level]:
+            link.close()
+    zygote.run()
+
+
+def base_of(level: int, levels: Sequence[Sequence[str]]) -> int:
+    """Return the last level before this one whose modules are all among its own."""
+    return max(other for other in range(level) if set(levels[other]) <= set(levels[level]))
 
 
 class Zygote:
@@ -36,13 +87,12 @@ class Zygote:
         self.spec = spec
         self.level = level
         self.server = server
-        self.lanes: dict[int, int] = {}  # pid to lane
+        self.numbers: dict[int, int] = {}  # of children, by pid
 
     def prepare(self) -> None:
-        """Whatever can be done once for all children: a page touched here is not copied there."""
+        """Do what can be done once for all children: a page touched here is not copied there."""
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         prctl(PR_SET_NO_NEW_PRIVS, 1)
-        refuse_hidden_memory()
         warm.load(self.spec.levels[self.level])
         warm.rehearse()
         os.environ.clear()
@@ -57,9 +107,9 @@ class Zygote:
         sys.modules["__main__"] = types.ModuleType("__main__")
         for name in [name for name in sys.modules if name.partition(".")[0] == "agentloop"]:
             del sys.modules[name]  # nothing that a call could want
+        warm.freeze()
 
     def run(self) -> None:
-        self.prepare()
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a call's
@@ -67,10 +117,9 @@ class Zygote:
         poll = select.poll()
         poll.register(self.server, select.POLLIN)
         poll.register(wake, select.POLLIN)
-        warm.freeze()
         limit_address_space(self.spec)
         if self.spec.uses_landlock:
-            self.spec.ruleset = landlock.make_ruleset(self.spec.scratch, self.spec.own_proc)
+            self.spec.ruleset = landlock.make_ruleset(self.spec.home, self.spec.own_proc)
         self.server.send(NEWS.pack(NEWS_FORKED, -1, os.getpid(), 0.0, 0))
         while True:
             for fd, _ in poll.poll():
@@ -89,37 +138,41 @@ class Zygote:
         if not data:
             return False
         fds = array.array("i", controls[0][2])
-        (lane,) = FORK.unpack(data)
+        (number,) = FORK.unpack(data)
         try:
-            pid = self.fork(lane, fds)
+            pid = self.fork(fds)
         except OSError as error:
-            news = NEWS.pack(NEWS_FAILED, lane, error.errno or 0, 0.0, 0)
+            news = NEWS.pack(NEWS_FAILED, number, error.errno or 0, 0.0, 0)
         else:
-            self.lanes[pid] = lane
-            news = NEWS.pack(NEWS_FORKED, lane, pid, 0.0, 0)
+            self.numbers[pid] = number
+            news = NEWS.pack(NEWS_FORKED, number, pid, 0.0, 0)
         self.server.send(news)
         for fd in fds:
             os.close(fd)
         return True
 
-    def fork(self, lane: int, fds: array.array[int]) -> int:
-        own_space = self.spec.kill_by == "pidns"
-        if own_space:
-            new_pid_space()
+    def fork(self, fds: array.array[int]) -> int:
+        if self.spec.kill_by != "pidns":
+            return self._fork(fds)
+        new_pid_space()
+        try:
+            return self._fork(fds)
+        finally:  # also where the fork failed: no second namespace can be entered before
+            old_pid_space()
+
+    def _fork(self, fds: array.array[int]) -> int:
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                status = be_child(self.spec, lane, fds)
+                status = be_child(self.spec, fds)
             except BaseException:  # a fault of ours, or the call's own exit path
                 with contextlib.suppress(BaseException):
                     traceback.print_exc()
             finally:
                 os._exit(status)
-        if own_space:
-            old_pid_space()
         return pid
 
     def reap(self) -> None:
@@ -130,16 +183,16 @@ class Zygote:
                 return
             if pid == 0:
                 return
-            lane = self.lanes.pop(pid, None)
-            if lane is not None:
+            number = self.numbers.pop(pid, None)
+            if number is not None:
                 cpu_s = usage.ru_utime + usage.ru_stime
-                self.server.send(NEWS.pack(NEWS_EXITED, lane, status, cpu_s, usage.ru_maxrss))
+                self.server.send(NEWS.pack(NEWS_EXITED, number, status, cpu_s, usage.ru_maxrss))
 
 
 def set_limits(spec: Spec) -> None:
     limits = {
         resource.RLIMIT_FSIZE: spec.file_bytes,
-        resource.RLIMIT_NOFILE: 256,
+        resource.RLIMIT_NOFILE: 128,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_STACK: 64 << 20,
         resource.RLIMIT_MEMLOCK: 0,
@@ -157,7 +210,7 @@ def limit_address_space(spec: Spec) -> None:
     with open("/proc/self/statm") as f:
         child.MAPPED_BYTES = int(f.read().split()[0]) * resource.getpagesize()
     soft = child.MAPPED_BYTES + spec.memory_bytes
-    hard = soft + child.TELLING_BYTES
+    hard = soft + child.REPORT_HEADROOM_BYTES
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     if most != resource.RLIM_INFINITY:
         soft, hard = min(soft, most), min(hard, most)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_each_command_has_help_and_lists_its_settings(
         ("serve", "serve.prot=1", "did you mean 'serve.port'?"),
         ("serve", "serve.host=0.0.0.0", "set serve.token"),
         ("serve", "gone.toml", "gone.toml: No such file"),
-        ("serve", "env=my_game:play", "play it with `agentloop chat env=NAME`"),
+        ("serve", "env=my_game:play", "env.name: there is no module 'my_game'"),
         ("chat", "budget.max_turns=0", "budget.max_turns: "),
     ],
 )
@@ -118,21 +119,21 @@ def test_a_question_is_found_wherever_it_stands(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @asynccontextmanager
-    async def started(settings: Settings) -> AsyncIterator[None]:
+    async def started(settings: Settings) -> AsyncIterator[SimpleNamespace]:
         assert settings.serve.port == 1
-        yield
+        yield SimpleNamespace(rollout=None, chat=None)
 
-    async def ask(runtime: object, messages: list[Message], out: object) -> Trajectory:
-        asked.extend(messages)
+    async def ask(rollout: None, chat: None, messages: list[Message], out: object) -> Trajectory:
+        sent.extend(messages)
         return Trajectory("r", [], stop_reason=StopReason.ANSWERED)
 
-    asked: list[Message] = []
+    sent: list[Message] = []
     monkeypatch.chdir(tmp_path)
     Path("more.conf").touch()
     monkeypatch.setattr("agentloop.cli.console.started", started)
     monkeypatch.setattr("agentloop.cli.chat.ask", ask)
     assert main(["chat", *arguments]) == 0
-    assert asked == [{"role": "user", "content": "What is a = b?"}]
+    assert sent == [{"role": "user", "content": "What is a = b?"}]
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def host_of(raylet_of_home: int) -> int:
 
 
 async def main(address: str, raylet: int) -> None:
-    async with RayCluster.joined(ClusterSettings(address=address, wait_s=600)) as cluster:
+    async with RayCluster.join(ClusterSettings(address=address, wait_s=600)) as cluster:
         await cluster.nodes()
 
         def starting(name: str) -> Callable[[], Awaitable[RemoteActor]]:
@@ -84,8 +84,8 @@ async def main(address: str, raylet: int) -> None:
             await eventually(lambda: runtimes.describe().count("running") == 2, within_s=600)
             assert await runtimes.sync_stale(result, timeout_s=60)
             last = await rolled_out(runtimes, *map(str, range(20, 40)))
-        rows = [(name, row.task) for name, group in (found | last).items() for row in group.rows()]
-        both = {row.reason for group in last.values() for row in group.rows()}
+        rows = [(name, row.task) for name, group in (found | last).items() for row in group.rows]
+        both = {row.reason for group in last.values() for row in group.rows}
         print(json.dumps({"rows": sorted(rows), "both": sorted(both), "loaded": result.loaded}))
 
 

@@ -35,7 +35,7 @@ from agentloop.inference.sglang.weight_updates import Pause
 from agentloop.inference.turns import Generation
 from agentloop.models import SMALL
 from agentloop.training.learner_client.batch import Sample, write_batch
-from agentloop.training.learner_client.client import Learner, started
+from agentloop.training.learner_client.client import Learner, start_learner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import ScoreRequest, StepRequest
 from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
@@ -237,7 +237,7 @@ async def all_started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
     ]
     async with (
         running(launches, on_progress=print) as processes,
-        started(
+        start_learner(
             SETTINGS,
             RanksSettings(nproc_per_node=2),
             log_dir=folder,

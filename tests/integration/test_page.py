@@ -80,7 +80,7 @@ class Service:
             rollouts = Rollouts(groups, RocSettings(down_sample_to_n=2), seed=1)
             group = await rollouts.group(task, name, size=4, budget=Budget(), oldest=0)
         if folder is not None:
-            rows = [{"group": int(name), "version": 0, **row.to_dict()} for row in group.rows()]
+            rows = [{"group": int(name), "version": 0, **row.to_dict()} for row in group.rows]
             folder.add_group(int(name), rows)
         return f"{name}-{task.id}"
 

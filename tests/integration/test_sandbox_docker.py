@@ -16,6 +16,7 @@ from typing import Any
 
 import aiodocker
 import anyio
+import anyio.lowlevel
 import pytest
 
 from agentloop.sandbox import CallStatus, Pool, PoolSettings, Session
@@ -41,11 +42,13 @@ from tests.sandbox.attacks import (
     num_seen,
 )
 from tests.sandbox.attribution import attribute
+from tests.sandbox.test_limits import check_memory_after_names, check_shares
 from tests.sandbox.test_pool import endless_before
+from tests.sandbox.test_sessions import check_unread_jobs
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]
 
-SETTINGS = PoolSettings(backend="docker", workers=1, timeout_s=20)
+SETTINGS = PoolSettings(backend="docker", workers=4, timeout_s=20)
 FIRST_OF_EACH_WALL = list({attack.wall: attack for attack in reversed(ATTACKS)}.values())
 FOREVER = "import time\nwhile True: time.sleep(1)"
 
@@ -161,7 +164,7 @@ async def test_a_full_disk_is_full_for_one_call_alone(pool: Pool) -> None:
 
 
 async def test_the_next_call_finds_nothing() -> None:
-    few = {"slots_per_worker": 1, "sessions_per_worker": 0, "preload": []}
+    few = {"workers": 1, "max_sessions": 0, "preload": []}
     async with Pool(SETTINGS.model_copy(update=few)) as pool:
         await check_that_the_next_finds_nothing(pool)
         assert pool.stats()["replaced"] == 0
@@ -343,7 +346,7 @@ async def test_processes_that_sessions_leave_take_no_others_place(pool: Pool) ->
 async def test_a_killed_container_is_replaced_and_its_call_runs_again(
     engine: aiodocker.Docker,
 ) -> None:
-    async with Pool(SETTINGS.model_copy(update={"preload": []})) as pool:
+    async with Pool(SETTINGS.model_copy(update={"preload": [], "workers": 1})) as pool:
         results = []
         code = f"{endless_before(time.time())}\nprint('done')"
 
@@ -435,9 +438,67 @@ async def test_what_the_engine_kept_is_reaped_at_the_next_start(engine: aiodocke
         assert "left-over" not in json.dumps([c["Labels"] for c in found])
 
 
-@pytest.mark.timeout(400)  # programs that never end have two seconds each
-async def test_no_program_is_blamed_for_another_or_blames_us(engine: aiodocker.Docker) -> None:
-    async with Pool(SETTINGS, on_progress=print) as pool:
-        found = await attribute(pool, seed=2, number=60)
+async def test_names_that_a_call_has_looked_up_take_no_memory_from_the_next() -> None:
+    await check_memory_after_names(SETTINGS)
+
+
+async def test_calls_share_the_processors_however_many_processes_they_have() -> None:
+    async with Pool(SETTINGS.model_copy(update={"workers": 2, "preload": []})) as pool:
+        await check_shares(pool)
+
+
+async def test_a_session_that_reads_no_jobs_is_lost_by_its_program() -> None:
+    async with Pool(SETTINGS.model_copy(update={"preload": []})) as pool:
+        await check_unread_jobs(pool)
+
+
+@pytest.mark.timeout(1800)  # programs that never end have two seconds each
+@pytest.mark.parametrize("number", [40, pytest.param(1000, marks=pytest.mark.full)])
+async def test_no_program_is_blamed_for_another_or_blames_us(
+    engine: aiodocker.Docker, number: int
+) -> None:
+    several = SETTINGS.model_copy(update={"workers": 4, "preload": []})
+    async with Pool(several, on_progress=print) as pool:
+        found = await attribute(pool, seed=number, number=number)
     assert found.violations == []
     assert found.num_right > 0
+
+
+async def test_the_runtime_is_the_configured_one(engine: aiodocker.Docker) -> None:
+    settings = SETTINGS.model_copy(update={"preload": [], "workers": 1, "runtime": "runc"})
+    async with Pool(settings) as pool:
+        name = f"agentloop-sandbox-{pool._queue.workers[0].link.worker_id}"
+        container = await (await engine.containers.get(name)).show()
+        assert container["HostConfig"]["Runtime"] == "runc"
+        assert pool.stats()["layers"]["runtime"] == "runc"
+
+
+async def test_a_runtime_that_the_engine_lacks_is_named(engine: aiodocker.Docker) -> None:
+    settings = SETTINGS.model_copy(update={"runtime": "no-such-runtime"})
+    with pytest.raises(SandboxUnavailable, match="no-such-runtime"):
+        async with Pool(settings):
+            pass
+
+
+async def test_a_session_may_hold_more_than_its_next_cell(pool: Pool) -> None:
+    async with pool.session() as session:
+        assert (await session.run("x = b'1' * (200 << 20)")).ok
+        assert (await session.run("1", memory_mib=16)).status in (CallStatus.OK, CallStatus.OOM)
+
+
+OUTLIVING = """
+import os, time
+for _ in range(25):
+    if os.fork() == 0:
+        hoard = b"1" * (15 << 20)
+        time.sleep(600)
+"""
+
+
+async def test_a_call_with_little_memory_follows_one_with_much(engine: aiodocker.Docker) -> None:
+    async with Pool(SETTINGS.model_copy(update={"preload": [], "workers": 1})) as pool:
+        for _ in range(10):
+            async with anyio.create_task_group() as group:
+                group.start_soon(pool.run, OUTLIVING)
+                await anyio.lowlevel.checkpoint()
+                assert (await pool.run("1", memory_mib=16)).ok

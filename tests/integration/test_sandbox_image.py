@@ -48,15 +48,20 @@ async def engine(
                     await docker.images.delete(name, force=True)
 
 
+UNREACHABLE = "127.0.0.1:1/no"
+
+
 @pytest.mark.parametrize("method", ["dockerfile", "mmdebstrap"])
 async def test_either_base_gives_the_packages_that_are_asked_for(
-    engine: aiodocker.Docker, method: build.Method
+    engine: aiodocker.Docker, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = ""
     try:
         if method == "dockerfile":
             base = await some_base(engine)
-        await build.build_image(engine, print, method, packages=ADDED, base=base)
+        else:
+            monkeypatch.setattr(build, "_dockerfile_base", lambda: UNREACHABLE)
+        await build.build_image(engine, print, packages=ADDED, base=base)
     except SandboxUnavailable as error:
         need(f"the packages and the base of the image: {error}")
     settings = PoolSettings(backend="docker", workers=1, preload=[], packages=ADDED)
@@ -80,8 +85,9 @@ async def test_without_a_base_it_is_said(
     engine: aiodocker.Docker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SandboxUnavailable, match=r"the base image 127\.0\.0\.1:1/no can't be"):
-        await build.build_image(engine, print, "dockerfile", base="127.0.0.1:1/no")
+        await build.build_image(engine, print, base=UNREACHABLE)
+    monkeypatch.setattr(build, "_dockerfile_base", lambda: UNREACHABLE)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(build, "BASE_NAME", "agentloop-test-no-base")
     with pytest.raises(SandboxUnavailable, match=r"apt install mmdebstrap.*backend=process"):
-        await build.build_image(engine, print, base="127.0.0.1:1/no")
+        await build.build_image(engine, print)

@@ -13,7 +13,7 @@ import anyio.to_thread
 import pytest
 
 from agentloop.events import Measured
-from agentloop.observe.exporters.sinks import Sinks, SinksLimits
+from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from tests.integration.conftest import need
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]
@@ -24,6 +24,10 @@ ROWS = [
     {"step": 2, "reward": 1.0, "learner/loss": 0.125},
 ]
 CONFIG = {"loop": {"steps": 2}, "serve": {"token": "hunter2"}}
+
+
+class PatientSinks(Sinks):
+    CLOSE_S = 120
 
 
 def have(*packages: str) -> None:
@@ -44,10 +48,8 @@ def wandb_anew() -> Iterator[None]:
 
 
 async def told(sink: str, folder: Path, rows: Sequence[dict[str, Any]] = ROWS) -> None:
-    settings = SinksLimits.model_validate(
-        {"report_to": [sink], "project": "agentloop-test", "close_s": 120}
-    )
-    async with Sinks.open(settings, folder=folder, run_name="a run", config=CONFIG) as sinks:
+    settings = SinksSettings.model_validate({"report_to": [sink], "project": "agentloop-test"})
+    async with PatientSinks.open(settings, folder=folder, run_name="a run", config=CONFIG) as sinks:
         for row in rows:
             sinks.on_event(Measured(row))
     assert sinks.num_dropped == {sink: 0}
@@ -125,8 +127,8 @@ async def test_wandb_without_a_key_says_so(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    settings = SinksLimits(report_to=("wandb",), close_s=120)
-    async with Sinks.open(settings, folder=tmp_path, run_name="a run", config={}):
+    settings = SinksSettings(report_to=("wandb",))
+    async with PatientSinks.open(settings, folder=tmp_path, run_name="a run", config={}):
         pass
     assert "wandb gets no metrics" in caplog.text
     assert "WANDB_API_KEY" in caplog.text

@@ -71,7 +71,7 @@ def group(
     """Form a group with `num` peers; yield them and the answer to the layout request."""
     ranks, folder = learner
     layout = ranks.ask("layout", out=folder / "layout.json")
-    opened = ranks.ask("open", address="127.0.0.1", port=0, num_updates=layout["num_updates"])
+    opened = ranks.ask("open", address="127.0.0.1", num_updates=layout["num_updates"])
     peers = Peers(folder, num)
     ours, theirs = socket.socketpair()
     ours.settimeout(100)
@@ -157,7 +157,7 @@ def test_a_peer_that_freezes_breaks_the_group_in_time(learner: tuple[Ranks, Path
 
 def test_a_peer_that_does_not_come_is_not_waited_for(learner: tuple[Ranks, Path]) -> None:
     ranks = learner[0]
-    assert ranks.ask("open", address="127.0.0.1", port=0, num_updates=1)["ok"]
+    assert ranks.ask("open", address="127.0.0.1", num_updates=1)["ok"]
     refused = ranks.ask("join", name="alone", world_size=2, backend="gloo", within_s=1)
     assert not refused["ok"]
     assert "the group alone could not be formed" in refused["error"]
@@ -180,9 +180,9 @@ def test_requests_for_other_weights_and_invalid_requests_are_refused(
 ) -> None:
     ranks = learner[0]
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"op": "open", "address": "127.0.0.1", "port": 0, "num_updates": 7}, "7 updates are gone"),
-        ({"op": "open", "address": "192.0.2.1", "port": 0, "num_updates": 1},
-         "weights.address, weights.port: cannot listen"),
+        ({"op": "open", "address": "127.0.0.1", "num_updates": 7}, "7 updates are gone"),
+        ({"op": "open", "address": "192.0.2.1", "num_updates": 1},
+         "weights.address: cannot listen"),
         ({"op": "send", "bucket": 0, "num_updates": 0}, "0 updates are gone"),
         ({"op": "send", "bucket": 99, "num_updates": 1}, "99 does not exist"),
         ({"op": "send", "bucket": 0, "num_updates": 1}, "no group"),

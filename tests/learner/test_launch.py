@@ -1,4 +1,4 @@
-"""Real ranks started by each launcher through the runtime's `started`, on one node and on two.
+"""Real ranks started by each launcher through `start_learner`, on one node and on two.
 
 Both nodes are this machine. pdsh is a script that runs commands locally, in an environment as bare
 as a login's.
@@ -21,7 +21,7 @@ from tests.patience import patient
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
 from agentloop.learner.weights import verify
-from agentloop.training.learner_client.client import KeptLearner, LearnerError, started
+from agentloop.training.learner_client.client import KeptLearner, LearnerError, start_learner
 from agentloop.training.learner_client.launch import RanksSettings, free_port
 from agentloop.training.learner_client.protocol import PublishRequest, StepRequest
 from tests.learner.ranks import ROOT, make_batch
@@ -70,7 +70,7 @@ async def trained(folder: Path, ranks_settings: RanksSettings) -> None:
     """Run a step of two ranks and publish the weights."""
     settings = SETTINGS.model_copy(update={"zero_stage": 3})
     make_batch().save(folder / "batch")
-    async with started(
+    async with start_learner(
         settings, ranks_settings, log_dir=folder / "logs", on_progress=say_nothing
     ) as (learner, ranks):
 
@@ -118,7 +118,7 @@ async def test_two_nodes_by_torchrun(tmp_path: Path) -> None:
         ) as learner:
             before = await learner.ask(step, timeout_s=60)
             learner._processes._processes[0].terminate()  # the guardian kills the ranks
-            await learner.lost()
+            await learner.wait_lost()
             await learner.restart()
             after = await learner.ask(step, timeout_s=60)
             assert after.loss == before.loss
@@ -145,7 +145,9 @@ async def test_a_failed_start_by_a_launcher_is_explained(tmp_path: Path, launche
         anyio.fail_after(patient(250)),
         pytest.raises(LearnerError, match=f"ModelError: {tmp_path}"),
     ):
-        async with started(settings, ranks, log_dir=tmp_path / "logs", on_progress=say_nothing):
+        async with start_learner(
+            settings, ranks, log_dir=tmp_path / "logs", on_progress=say_nothing
+        ):
             pass
 
 

@@ -74,7 +74,9 @@ async def admit_all(queue: GroupQueue, folder: RunFolder, num_steps: int) -> Non
             turns = turns_of(ids, mask, batch.logprobs[part].tolist(), version=str(step - 1))
             trajectory = Trajectory(f"{step}.{index}", ids[: mask.index(1)], turns)
             credit = TokenCredit((-1.0) ** index, 1.0)
-            rows.append(ConversationRow(index, trajectory, credit=credit).to_dict())
+            rows.append(
+                ConversationRow(rollout=index, trajectory=trajectory, credit=credit).to_dict()
+            )
         group = await queue.admit(Task(str(step), "?", "1"), version=0, cursor={})
         path, num_bytes = folder.add_group(group.number, rows)
         await queue.finish(group.number, path=path, num_bytes=num_bytes, figures=GroupFigures())

@@ -2,7 +2,8 @@
 
 Each row is checked against the answer, and then by a harmless call (`AFTER`), which must find
 nothing of it. `wall` names what a row relies on beyond a process of its own: "uid" (one per call,
-or namespaces), "spaces" (namespaces), "filter" (system calls) or "hidden" (what others run).
+or namespaces), "spaces" (namespaces), "filter" (system calls), "hidden" (what others run) or
+"counted" (the memory of all processes of a call together).
 """
 
 from __future__ import annotations
@@ -409,12 +410,9 @@ os._exit(0)
 """
 
 MEMORY_FILES = """
-import ctypes, os, platform
-lib = ctypes.CDLL(None, use_errno=True)
-numbers = (319, 278) if platform.machine() == "x86_64" else (279, 75)  # memfd_create, vmsplice
-for number in numbers:
-    lib.syscall(number, 0, 0, 0, 0)
-    print(ctypes.get_errno(), end=" ")
+import os
+file = os.memfd_create("held")
+while True: os.write(file, b"x" * (1 << 20))
 """
 
 # Each process by itself has far less than a call may hold.
@@ -463,7 +461,7 @@ import os, time
 with open("f", "wb") as f:
     f.write(bytes(31 << 20))
 os.fork()
-hoard = b"1" * 262_000_000
+hoard = b"1" * 280_000_000
 time.sleep(60)
 """
 
@@ -479,20 +477,75 @@ threading.Thread(target=hold).start()
 ctypes.CDLL(None).pthread_exit(None)
 """
 
+# Sockets hold it, not processes: as many of them, with buffers as large, as there can be.
 SOCKET_BUFFERS = """
 import contextlib, os, socket, time
-for _ in range(4):
-    os.fork()
+for _ in range(28):
+    if os.fork() == 0:
+        break
 kept = []
 with contextlib.suppress(OSError):
     while True:
         kept += socket.socketpair()
         for end in kept[-2:]:
             end.setblocking(False)
+            with contextlib.suppress(PermissionError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
             with contextlib.suppress(BlockingIOError):
                 while True:
                     end.send(bytes(100_000))
 time.sleep(60)
+"""
+
+# Larger buffers (by force, too), and programs that run in the kernel, of two kinds in two places.
+SOCKET_OPTIONS = """
+import ctypes, socket, struct
+code = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+program = struct.pack("HxxxxxxQ", 1, ctypes.addressof(code))
+options = {7: 1 << 30, 8: 1 << 30, 32: 1 << 30, 33: 1 << 30,
+           26: program, 50: program, 51: program, 52: program}
+end, other = socket.socketpair()
+for option, value in options.items():
+    try:
+        end.setsockopt(socket.SOL_SOCKET, option, value)
+        print(option)
+    except OSError as error:
+        if error.errno != 1:
+            print(option, error)
+"""
+
+# Many mappings make it slow to count what their processes hold.
+MANY_MAPPINGS = """
+import ctypes, os, time
+lib = ctypes.CDLL(None)
+lib.mmap.restype = ctypes.c_void_p
+lib.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+lib.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+at = lib.mmap(None, 25_000 * 8192, 0, 0x22, -1, 0)
+for n in range(25_000):
+    lib.mprotect(at + n * 8192, 4096, 1)
+for _ in range(13):
+    if os.fork() == 0:
+        break
+hoard = b"1" * (100 << 20)
+time.sleep(60)
+"""
+
+# Of the whole machine, or of the worker: by them, two calls that run at once could talk.
+COUNTERS = """
+for path in ("meminfo", "stat", "vmstat", "loadavg", "diskstats", "interrupts", "softirqs",
+             "schedstat", "zoneinfo", "buddyinfo", "pressure/cpu", "pressure/memory",
+             "sys/fs/file-nr", "sys/fs/inode-nr", "sys/fs/dentry-state", "net/sockstat"):
+    try:
+        print(path, open(f"/proc/{path}").read(20))
+    except OSError:
+        pass
+for path in ("memory.current", "pids.current", "cpu.stat", "memory/memory.usage_in_bytes",
+             "pids/pids.current", "cpuacct/cpuacct.usage"):
+    try:
+        print(path, open(f"/sys/fs/cgroup/{path}").read(20))
+    except OSError:
+        pass
 """
 
 # What these hold together is within the bound: pages count once, however many processes have them.
@@ -640,7 +693,16 @@ ATTACKS = [
     Attack("memory that is shared and not mapped", SHARED_MEMORY, (OOM,)),
     Attack("files and memory", FILES_AND_MEMORY, (OOM,), wall="spaces"),
     Attack("processes without their first thread", HEADLESS, (OOM,)),
-    Attack("memory in sockets", SOCKET_BUFFERS, (OOM,)),
+    Attack("memory in sockets", SOCKET_BUFFERS, (OOM,), wall="counted"),
+    Attack("memory behind many mappings", MANY_MAPPINGS, (OOM,), wall="counted"),
+    Attack(
+        "huge pages",
+        "import mmap\n"
+        "mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)",
+        (ERROR,),
+        says("PermissionError"),
+        wall="filter",
+    ),
     Attack(
         "memory shared by fork", SHARED_BY_FORK, (OK,), prints(str([(250_000_000 % 7) << 8] * 5))
     ),
@@ -697,6 +759,8 @@ ATTACKS = [
     Attack("file locks", LOCKS, (OK,), prints("granted"), wall="filter"),
     Attack("a database", DATABASE, (OK,), prints(SUMS)),
     Attack("pairs of sockets", ASYNC, (OK,), prints("hello\n42")),
+    Attack("options of sockets", SOCKET_OPTIONS, (OK,), prints(""), wall="filter"),
+    Attack("counters", COUNTERS, (OK,), prints(""), wall="hidden"),
     Attack("system calls", SYSCALLS, (OK,), prints(""), wall="filter"),
     Attack("more system calls", MORE_SYSCALLS, (OK,), prints(""), wall="filter"),
     Attack("32-bit system calls", I386, (KILLED,), prints(""), wall="filter"),
@@ -747,7 +811,7 @@ ATTACKS = [
         (OK, FLOOD),
         lambda r: "parent" in r.stdout or r.truncated,
     ),
-    Attack("memory in files", MEMORY_FILES, (OK,), prints("38 38")),
+    Attack("memory in files", MEMORY_FILES, (OOM, ERROR, KILLED)),
     Attack(
         "zombies",
         "import os\nfor _ in range(20):\n  if os.fork() == 0: os._exit(0)\nprint(1)",
@@ -965,6 +1029,6 @@ async def check_that_disks_are_apart(pool: Pool) -> None:
     """Check that a call can write when a session beside it has filled its disk."""
     async with pool.session() as session:
         assert (await session.run(FILL_DISK)).stdout == "No space left on device\n"
-        for _ in range(pool.settings.slots_per_worker):
+        for _ in range(pool.settings.workers):
             result = await pool.run("print(open('f', 'w').write('x' * 10_000))")
             assert result.stdout == "10000\n", result

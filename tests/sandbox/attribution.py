@@ -2,7 +2,7 @@
 
 Whatever a program does is its own affair: its call, or its session, ends with a status that judges
 the program. Nobody beside it may notice. `attribute` runs such a mix and returns every violation,
-with the code that reproduces it. By hand:
+with the names of its pieces. By hand:
 
     python -m tests.sandbox.attribution BACKEND NUMBER SEED
 """
@@ -20,93 +20,51 @@ from dataclasses import dataclass, field
 import anyio
 
 from agentloop.sandbox import CallResult, CallStatus, LostBy, Pool, PoolSettings, SessionLost
+from tests.sandbox.hostile import HOSTILE
 
 PROGRAM_TIMEOUT_S = 2.0
 NEIGHBOUR_TIMEOUT_S = 60.0  # a busy machine is not what is tested
 
-# Each does one thing to itself, to its limits, or to whoever it can reach.
-HOSTILE = (
-    "import os; os._exit(0)",
-    "import os; os._exit(3)",
-    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-    "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
-    "import os, signal; os.kill(os.getpid(), signal.SIGXCPU)",
-    "import os, signal; os.kill(-1, signal.SIGKILL)",
-    "import os, signal; os.kill(-1, signal.SIGSTOP)",
-    "import os, signal; os.killpg(0, signal.SIGKILL)",
-    "import os, signal\nfor pid in range(1, 400):\n    try: os.kill(pid, signal.SIGKILL)\n"
-    "    except OSError: pass",
-    "import signal\nfor number in range(1, 65):\n    try: signal.signal(number, signal.SIG_IGN)\n"
-    "    except (OSError, ValueError): pass",
-    "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-    "import os, time\nfor _ in range(28):\n    if os.fork() == 0:\n        held = []\n"
-    "        while True: held.append(bytearray(1 << 20))\n"
-    "time.sleep(60)",
-    "import os, time\nopen('/proc/self/oom_score_adj', 'w').write('500')\nfor _ in range(28):\n"
-    "    if os.fork() == 0:\n        held = [bytearray(1 << 20) for _ in range(40)]\n"
-    "        time.sleep(60)\n"
-    "time.sleep(60)",
-    "held = []\nwhile True: held.append(bytearray(8 << 20))",
-    "import mmap\nheld = [mmap.mmap(-1, 64 << 20) for _ in range(64)]\n"
-    "for area in held:\n    for at in range(0, 64 << 20, 4096): area[at] = 1",
-    "import os\nfor _ in range(64):\n    fd = os.memfd_create('x')\n"
-    "    for _ in range(32): os.write(fd, bytes(1 << 20))",
-    "with open('large', 'wb') as f:\n    while True: f.write(bytes(1 << 20))",
-    "for number in range(10_000): open(f'file-{number}', 'w').close()",
-    "while True: print('flood' * 1000)",
-    "import os\nos.closerange(0, 256)",
-    "import os\nfor fd in range(256):\n    try: os.write(fd, b'\\x00\\x00\\x00\\x10junk')\n"
-    "    except OSError: pass",
-    "import threading, time\nfor _ in range(200):\n"
-    "    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
-    "import os\nos.execv('/bin/sleep', ['sleep', '60'])",
-    "import os\nos.execv('/bin/sh', ['sh', '-c', 'exit 7'])",
-    "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(60)\n"
-    "    os._exit(0)",
-    "import ctypes; ctypes.string_at(0)",
-    "import ctypes; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)",  # PR_SET_PDEATHSIG
-    "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
-    "raise KeyboardInterrupt",
-    "raise SystemExit(5)",
-    "1 / 0",
-    "while True: pass",
-    "import time; time.sleep(60)",
-    "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
-    "import os, signal, threading\nthreading.Timer(0.01, os._exit, (0,)).start()",
-    "import os\nfor which in range(16):\n    try:\n        import resource\n"
-    "        resource.setrlimit(which, (0, 0))\n    except (ValueError, OSError): pass",
-    "import os\nos.nice(19)\ntry: os.sched_setaffinity(0, {0})\nexcept OSError: pass",
-    "import os, shutil\nos.chmod('.', 0)",
-    "import os\nos.symlink('/', 'root'); os.mkdir('closed', 0)",
-    "import gc, os\nfor fd in os.listdir('/proc/self/fd'):\n    try: os.read(int(fd), 1)\n"
-    "    except OSError: pass",
-    "import os\nfor name in ('comm', 'autogroup', 'oom_score_adj', 'coredump_filter', 'mem'):\n"
-    "    try: open(f'/proc/{os.getppid()}/{name}', 'w').write('0')\n    except OSError: pass",
-)
-HARMLESS = (
-    "print(sum(range(1000)))",
-    "import json; print(json.dumps({'a': [1, 2]}))",
-    "held = bytearray(20 << 20)",
-    "import math; print(math.factorial(200) % 10007)",
-    "open('note', 'w').write('kept'); print(open('note').read())",
-)
+HARMLESS = {
+    "adds": "print(sum(range(1000)))",
+    "prints JSON": "import json; print(json.dumps({'a': [1, 2]}))",
+    "holds some memory": "held = bytearray(20 << 20)",
+    "multiplies": "import math; print(math.factorial(200) % 10007)",
+    "writes and reads": "open('note', 'w').write('kept'); print(open('note').read())",
+}
+PIECES = HOSTILE | HARMLESS
 
 
 @dataclass(frozen=True)
 class Program:
-    """A call of several pieces, or a session with a cell for each piece."""
+    """A call of several pieces, or a session with a cell for each piece.
 
-    pieces: tuple[str, ...]
+    Attributes:
+        names: the names of its pieces.
+    """
+
+    names: tuple[str, ...]
     in_session: bool
+
+    @property
+    def code(self) -> str:
+        """Its pieces as one program: the next one runs even if one fails."""
+        if len(self.names) == 1:
+            return PIECES[self.names[0]]
+        return "".join(
+            f"try: exec({PIECES[name]!r}, globals())\nexcept BaseException: pass\n"
+            for name in self.names
+        )
 
 
 def programs(seed: int, number: int) -> list[Program]:
     """Draw `number` programs; the same for the same seed."""
     draw = random.Random(seed)
+    hostile, harmless = list(HOSTILE), list(HARMLESS)
     return [
         Program(
-            tuple(draw.choice(HOSTILE if draw.random() < 0.7 else HARMLESS)
-                  for _ in range(draw.randint(1, 3))),
+            tuple(draw.choice(hostile if draw.random() < 0.8 else harmless)
+                  for _ in range(draw.randint(1, 4))),
             draw.random() < 0.3,
         )
         for _ in range(number)
@@ -149,27 +107,27 @@ async def attribute(
 
 async def _run(pool: Pool, program: Program, found: Found) -> None:
     if not program.in_session:
-        result = await pool.run("\n".join(program.pieces), timeout_s=PROGRAM_TIMEOUT_S)
-        _judge(result, program.pieces, found)
+        result = await pool.run(program.code, timeout_s=PROGRAM_TIMEOUT_S)
+        _judge(result, program.names, found)
         return
     async with pool.session() as session:
-        for number, piece in enumerate(program.pieces):
+        for number, name in enumerate(program.names, 1):
             try:
-                result = await session.run(piece, timeout_s=PROGRAM_TIMEOUT_S)
+                result = await session.run(PIECES[name], timeout_s=PROGRAM_TIMEOUT_S)
             except SessionLost as error:
                 found.ends[f"session lost by {error.by}"] += 1
-                if error.by is not LostBy.PROGRAM or number == 0:
-                    found.violations.append(f"{error!r} of {program.pieces[:number]!r}")
+                if error.by is not LostBy.PROGRAM or number == 1:
+                    found.violations.append(f"{error!r} of {program.names[:number]}")
                 return
-            _judge(result, program.pieces[: number + 1], found)
+            _judge(result, program.names[:number], found)
 
 
-def _judge(result: CallResult, pieces: Sequence[str], found: Found) -> None:
+def _judge(result: CallResult, names: Sequence[str], found: Found) -> None:
     found.ends[result.status] += 1
     if result.status.is_unscorable:
-        found.violations.append(f"{result.status} ({result.error}) of {pieces!r}")
-    if all(piece in HARMLESS for piece in pieces) and result.status is not CallStatus.OK:
-        found.violations.append(f"{result.status} of the harmless {pieces!r}: {result.stderr}")
+        found.violations.append(f"{result.status} ({result.error}) of {names}")
+    if all(name in HARMLESS for name in names) and result.status is not CallStatus.OK:
+        found.violations.append(f"{result.status} of the harmless {names}: {result.stderr}")
 
 
 # Uses what neighbours compete for: memory, threads, processes, files, the processor; and tells
@@ -224,7 +182,7 @@ async def _session_neighbour(pool: Pool, found: Found) -> None:
 
 
 async def _main(backend: str, number: int, seed: int) -> int:
-    settings = PoolSettings.model_validate({"backend": backend, "workers": 1})
+    settings = PoolSettings.model_validate({"backend": backend, "workers": 4, "preload": []})
     async with Pool(settings, on_progress=print) as pool:
         found = await attribute(pool, seed=seed, number=number)
     ends = ", ".join(f"{end} {count}" for end, count in sorted(found.ends.items()))

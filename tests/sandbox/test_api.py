@@ -6,6 +6,7 @@ import itertools
 import json
 from typing import Any
 
+import anyio
 import orjson
 import pytest
 from hypothesis import given
@@ -88,6 +89,25 @@ def test_bytes_are_held_up_to_the_bound(steps: list[tuple[int, int | None]]) -> 
         if fits:
             have[owner] = num_bytes
         assert held.total == sum(have.values())
+
+
+@pytest.mark.anyio
+async def test_who_waits_for_bytes_gets_them_when_others_are_freed() -> None:
+    held = HeldBytes(50)
+    held.hold_anyway("response", 80)
+    async with anyio.create_task_group() as group:
+        group.start_soon(held.wait_to_hold, "next", 40)
+        await anyio.wait_all_tasks_blocked()
+        assert held.total == 80
+        held.free("response")
+    assert held.total == 40
+
+
+@pytest.mark.anyio
+async def test_who_waits_for_more_than_the_bound_gets_all_of_it() -> None:
+    held = HeldBytes(50)
+    await held.wait_to_hold("large", 80)
+    assert held.total == 50
 
 
 @pytest.mark.parametrize("limits", [(0, 1), (1, 0), (1, MAX_KEPT_BYTES + 1)])

@@ -8,6 +8,9 @@ from agentloop.sandbox import Pool
 from agentloop.sandbox.required_layers import missing_layers
 from tests.sandbox.attribution import attribute, programs
 from tests.sandbox.conftest import BARE
+from tests.sandbox.hostile import HOSTILE
+
+MANY = [pytest.mark.full, pytest.mark.timeout(1800)]  # programs that never end have two seconds
 
 
 def test_programs_are_the_same_for_a_seed() -> None:
@@ -15,13 +18,17 @@ def test_programs_are_the_same_for_a_seed() -> None:
     assert {program.in_session for program in programs(3, 50)} == {True, False}
 
 
+def test_every_hostile_piece_is_python() -> None:
+    for name, code in HOSTILE.items():
+        compile(code, name, "exec")
+
+
 @pytest.mark.anyio
-@pytest.mark.full
-@pytest.mark.timeout(300)  # programs that never end have two seconds each
-async def test_no_program_is_blamed_for_another_or_blames_us() -> None:
+@pytest.mark.parametrize("number", [40, pytest.param(1000, marks=MANY)])
+async def test_no_program_is_blamed_for_another_or_blames_us(form: str, number: int) -> None:
     async with Pool(BARE) as pool:
         if missing_layers(pool.stats()["layers"]):
             pytest.skip("local workers of this user do not isolate calls from each other")
-        found = await attribute(pool, seed=1, number=60)
+        found = await attribute(pool, seed=number, number=number)
     assert found.violations == []
     assert found.num_right > 0

@@ -43,7 +43,7 @@ class ConnectionsMachine(RuleBasedStateMachine):
         self.next_key += 1
         is_full = len(self.waiting) + len(self.busy) >= MOST
         gone = next(iter(self.waiting)) if is_full and self.waiting else None
-        assert self.connections.opened(self.next_key, self.now) == gone
+        assert self.connections.add(self.next_key, self.now) == gone
         if gone is not None:
             del self.waiting[gone]
         self.waiting[self.next_key] = self.now + REQUEST_S
@@ -53,7 +53,7 @@ class ConnectionsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def some_bytes(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(list(self.waiting)))
-        self.connections.received(key, self.now)
+        self.connections.receive(key, self.now)
         if key not in self.begun:
             self.begun.add(key)
             self.waiting[key] = self.now + REQUEST_S
@@ -62,8 +62,8 @@ class ConnectionsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_request(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(list(self.waiting)))
-        self.connections.began(key)
-        self.connections.received(key, self.now)  # its body
+        self.connections.begin(key)
+        self.connections.receive(key, self.now)  # its body
         del self.waiting[key]
         self.begun.discard(key)
         self.busy.add(key)
@@ -72,15 +72,15 @@ class ConnectionsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def an_answer(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.busy)))
-        self.connections.ended(key, self.now)
+        self.connections.end(key, self.now)
         self.busy.remove(key)
         self.waiting[key] = self.now + IDLE_S
 
     @rule(data=st.data())
     def one_leaves(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from([0, *self.waiting, *self.busy]))
-        self.connections.closed(key)
-        self.connections.ended(key, self.now)  # its handler's, later
+        self.connections.remove(key)
+        self.connections.end(key, self.now)  # its handler's, later
         self.waiting.pop(key, None)
         self.busy.discard(key)
         self.begun.discard(key)

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import aiodocker
 import aiohttp
@@ -17,6 +18,7 @@ from aiohttp import web
 from aiohttp.client_reqrep import ConnectionKey
 
 from agentloop.sandbox import Pool, PoolSettings, SandboxUnavailable
+from agentloop.sandbox.container import ContainerEngine, created, host_config
 from agentloop.sandbox.engine import _unavailable, connect, local_engine
 from agentloop.sandbox.errors import NoEngine
 
@@ -205,3 +207,34 @@ async def test_the_name_of_an_engine_is_checked() -> None:
     with pytest.raises(SandboxUnavailable, match=r"an engine must be unix:///path or tcp"):
         async with connect("ftp://box"):
             pass
+
+
+class RecordingDocker:
+    """An engine that keeps the configuration of the container it is asked for."""
+
+    def __init__(self) -> None:
+        self.containers = self
+        self.host_config: dict[str, Any] = {}
+
+    async def create(self, config: dict[str, Any], name: str) -> RecordingDocker:
+        self.host_config = config["HostConfig"]
+        return self
+
+    def container(self, name: str) -> RecordingDocker:
+        return self
+
+    async def delete(self, **options: Any) -> None: ...
+
+
+@pytest.mark.parametrize(("has_quota", "missing"), [(True, []), (False, ["processor time"])])
+async def test_an_engine_without_a_limit_is_not_asked_for_it(
+    has_quota: bool, missing: list[str]
+) -> None:
+    docker: Any = RecordingDocker()
+    info = {"SecurityOptions": None, "MemoryLimit": True, "CpuCfsQuota": has_quota}
+    engine = ContainerEngine(docker, local=True, image="image", info=info)
+    assert engine.missing_limits == missing
+    config = {"HostConfig": host_config(PoolSettings(), None, uid=1)}
+    async with created(engine, config, "1", "test"):
+        assert ("NanoCpus" in docker.host_config) is has_quota
+    assert docker.host_config["PidsLimit"] > 0

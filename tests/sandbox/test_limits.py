@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import subprocess
 import sys
-import textwrap
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import anyio
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from agentloop.sandbox import CallStatus, Pool, PoolSettings, SandboxUnavailable, SessionLost
-from agentloop.sandbox.backend import REMAPPED_UIDS, UIDS, num_lanes, uid_range, worker_bytes
+from agentloop.sandbox import CallStatus, Overloaded, Pool, PoolSettings, SessionLost, cgroup
+from agentloop.sandbox.backend import REMAPPED_UIDS, UIDS, max_processes, random_uid, start_bytes
+from agentloop.sandbox.cgroup import Cgroup, NoCgroup, new_cgroup
 from agentloop.sandbox.container import host_config
-from agentloop.sandbox.owner import remove_tree
 from agentloop.sandbox.worker import kernel
 from agentloop.sandbox.worker.kernel import descendants, remove_below
-from agentloop.sandbox.worker.usage import audit, census, read_process
 from tests.patience import patient
-from tests.sandbox.conftest import BARE
+from tests.sandbox.conftest import BARE, SINGLE
 from tests.sandbox.test_pool import runs, wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
@@ -106,50 +101,112 @@ async def test_processes_that_a_cell_left_running_count_with_the_next(pool: Pool
     assert (await pool.run("1")).ok
 
 
-# A program that starts others and measures them all, as the worker does with a call.
-MEASURE = """
-import os, signal, sys, time
-from agentloop.sandbox.worker.usage import audit, read_process
-hoard = bytearray(b"1" * (60 << 20))
-here, there = os.pipe()
-pids = []
-for _ in range(4):
-    pid = os.fork()
-    if pid == 0:
-        if sys.argv[1] == "write":
-            for at in range(0, len(hoard), 4096):
-                hoard[at] = 2
-        os.write(there, b"x")
-        time.sleep(600)
-    pids.append(pid)
-for _ in pids:
-    os.read(here, 1)
-processes = [read_process(pid) for pid in [os.getpid(), *pids]]
-print(sum(p.anonymous for p in processes) >> 20, audit(processes) >> 20)
-for pid in pids:
-    os.kill(pid, signal.SIGKILL)
+LOOKS_UP = """
+import os
+name = f"/usr/{os.getpid()}-" + "n" * 220
+for number in range(100_000):
+    os.path.exists(name + str(number))
 """
 
 
-@pytest.mark.parametrize(("what", "low", "high"), [("share", 60, 120), ("write", 290, 400)])
-def test_pages_count_once_until_they_are_written(what: str, low: int, high: int) -> None:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, what], env=env, stdout=subprocess.PIPE, check=True
-    )
-    at_most, held = map(int, done.stdout.split())
-    assert at_most > 290
-    assert low <= held <= high
+async def check_memory_after_names(settings: PoolSettings) -> None:
+    small = settings.model_copy(update={"workers": 1, "memory_mib": 128, "preload": []})
+    async with Pool(small) as pool:
+        for _ in range(2):
+            assert (await pool.run(LOOKS_UP)).ok
+            result = await pool.run(take(100))
+            assert (result.result, result.attempt) == ("100", 1), result
 
 
-def test_a_census_has_every_process_once() -> None:
-    seen = census()
-    assert len({process.pid for process in seen}) == len(seen)
-    (own,) = [process for process in seen if process.pid == os.getpid()]
-    assert (own.parent, own.uid) == (os.getppid(), os.getuid())
-    assert 0 < own.anonymous < own.most < own.size + (64 << 20)
-    assert 0 < audit([own]) <= own.most
-    assert read_process(2**22 + 1) is None
+async def test_names_that_a_call_has_looked_up_take_no_memory_from_the_next() -> None:
+    """The kernel keeps them, and counts them as memory of the worker's."""
+    await check_memory_after_names(BARE)
+
+
+@pytest.fixture
+def outer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cgroup]:
+    """A cgroup around those of the workers of new pools, as a pod has one."""
+    try:
+        outer = new_cgroup()
+    except NoCgroup as error:
+        pytest.skip(f"no cgroup can be created here: {error}")
+    lines = []
+    for line in cgroup.MEMBERSHIP.read_text().splitlines():
+        number, names, path = line.split(":", 2)
+        paths = [p for c, p in outer.paths.items() if c in names.split(",") or not names]
+        lines.append(f"{number}:{names}:{path.rstrip('/')}/{paths[0].name if paths else ''}")
+    membership = tmp_path / "membership"
+    membership.write_text("\n".join(lines))
+    monkeypatch.setattr(cgroup, "MEMBERSHIP", membership)
+    yield outer
+    outer.remove()
+
+
+async def test_a_call_is_not_judged_for_memory_that_the_machine_has_not(outer: Cgroup) -> None:
+    outer.limit_memory(300 * MIB)
+    async with Pool(SINGLE) as pool:
+        result = await pool.run(take(400))
+        assert (result.status, result.attempt) == (CallStatus.SANDBOX_ERROR, 2), result
+        assert result.error is not None
+        assert "memory" in result.error.message
+        assert (await pool.run(take(100))).ok
+
+
+async def test_sessions_leave_calls_the_processes_that_they_may_have(outer: Cgroup) -> None:
+    """A limit on processes that lies around the pool bounds how many sessions it opens."""
+    outer.limit_processes(300)
+    sleepers = "import os, time\nfor _ in range(30):\n  if os.fork() == 0: time.sleep(600)"
+    threads = "import threading\nfor _ in range(30): threading.Thread(target=input).start()"
+    async with Pool(BARE) as pool, contextlib.AsyncExitStack() as stack:
+        with contextlib.suppress(Overloaded):
+            for _ in range(20):
+                session = await stack.enter_async_context(pool.session(max_wait_s=1))
+                assert (await session.run(sleepers)).ok
+        for _ in range(8):
+            result = await pool.run(threads, stdin="\n" * 30)
+            assert result.ok, result
+
+
+BUSY = """
+import mmap, os, struct, time
+used = mmap.mmap(-1, 4096)
+end = time.monotonic() + 2
+for n in range(25):
+    if os.fork() == 0:
+        os.setsid()  # its own group for the scheduler, as interactive ones have
+        while time.monotonic() < end:
+            used[8 * n : 8 * n + 8] = struct.pack("d", time.process_time())
+        os._exit(0)
+time.sleep(2)
+sum(struct.unpack("25d", used[:200]))
+"""
+FAIR = """
+import time
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    pass
+time.process_time()
+"""
+
+
+async def check_shares(pool: Pool) -> None:
+    used: dict[str, float] = {}
+
+    async def run(code: str) -> None:
+        result = await pool.run(code)
+        assert result.result is not None, result
+        used[code] = float(result.result)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(run, BUSY)
+        group.start_soon(run, FAIR)
+    assert used[BUSY] < 4 * used[FAIR]  # 25 times as much, if each had the same
+
+
+async def test_calls_share_the_processors_however_many_processes_they_have(pool: Pool) -> None:
+    if pool.stats()["slots"] == 1:
+        pytest.skip("one call at a time on this machine")
+    await check_shares(pool)
 
 
 # -- what runs between cells ----------------------------------------------------------------
@@ -171,8 +228,12 @@ async def alone() -> AsyncIterator[Pool]:
 
 def counting_processes() -> list[int]:
     """Return the pids of our workers' counting processes (see COUNTING)."""
-    below = set(descendants(os.getpid()))  # others on this machine may have seven threads, too
-    return [one.pid for one in census() if one.num_threads == 7 and one.pid in below]
+    found = []
+    for pid in descendants(os.getpid()):  # others on this machine may have seven threads, too
+        with contextlib.suppress(OSError):
+            if len(os.listdir(f"/proc/{pid}/task")) == 7:
+                found.append(pid)
+    return found
 
 
 COUNTING = """
@@ -234,12 +295,35 @@ threading.Thread(target=spin, daemon=True).start()
 """
 
 
+# None of its processes uses much, and none lives for long.
+CHAIN = (
+    AWAKE.rpartition("def spin")[0]
+    + """
+import os, time
+for _ in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        while True:
+            for n in range(50):
+                timer = ctypes.c_void_p()
+                lib.timer_create(1, event, ctypes.byref(timer))
+                lib.timer_settime(timer, 0, often, None)
+            end = time.process_time() + 0.03
+            while time.process_time() < end:
+                pass
+            if os.fork():
+                os._exit(0)
+"""
+)
+
+
 @pytest.mark.timeout(150)  # on a busy machine it uses little, and is found out late
 @pytest.mark.full
-async def test_a_session_that_wakes_itself_is_ended(alone: Pool) -> None:
+@pytest.mark.parametrize("code", [AWAKE, CHAIN], ids=["a thread", "a chain of processes"])
+async def test_a_session_that_wakes_itself_is_ended(alone: Pool, code: str) -> None:
     async with alone.session() as session, alone.session() as other:
         await other.run("x = 1")
-        assert (await session.run(AWAKE)).ok
+        assert (await session.run(code)).ok
         await wait_until(lambda: session.lost, within_s=120)
         with pytest.raises(SessionLost):
             await session.run("1")
@@ -249,95 +333,35 @@ async def test_a_session_that_wakes_itself_is_ended(alone: Pool) -> None:
 # -- memory and processes of a worker -------------------------------------------------------
 
 
-@given(
-    slots=st.integers(1, 256),
-    sessions=st.integers(0, 256),
-    memory_mib=st.integers(128, 1 << 16),
-    machine=st.integers(1 << 28, 1 << 45),
-    workers=st.integers(1, 512),
-)
-@settings(deadline=None)
-def test_a_workers_memory_fits_its_calls_and_the_machine(
-    slots: int, sessions: int, memory_mib: int, machine: int, workers: int
-) -> None:
-    given = PoolSettings(
-        slots_per_worker=slots, sessions_per_worker=sessions, memory_mib=memory_mib
-    )
-    call = memory_mib * MIB
-    most = worker_bytes(given, machine, workers)
-    assert most > call
-    assert worker_bytes(given, 1 << 60, 1) * 7 // 8 >= slots * call
-    if machine * 3 // 4 // workers > 2 << 30 > call:
-        assert most * workers <= machine * 3 // 4
-    assert most <= worker_bytes(given, 2 * machine, workers)
+def test_a_container_is_limited_to_one_call() -> None:
+    given = PoolSettings(processes_per_call=40, memory_mib=300, preload=[])
+    config = host_config(given, None, 1 << 30)
+    assert config["PidsLimit"] == max_processes(given) >= 40 + 3
+    assert config["Memory"] == config["MemorySwap"] == start_bytes(given) > 300 * MIB
+    assert config["NanoCpus"] == 10**9
 
 
-def test_a_container_has_room_for_the_processes_of_all_calls() -> None:
-    given = PoolSettings(processes_per_call=40, slots_per_worker=3, sessions_per_worker=5)
-    config = host_config(given, None, 1 << 30, 1 << 31)
-    assert config["PidsLimit"] >= 40 * 8 + num_lanes(given)
-    assert config["Memory"] == config["MemorySwap"] == 1 << 31
-
-
-# -- uids -----------------------------------------------------------------------------------
-
-
-def test_workers_have_uids_of_their_own_however_many() -> None:
-    size = num_lanes(BARE) + 1
-    with contextlib.ExitStack() as stack:
-        firsts = sorted(stack.enter_context(uid_range(BARE)) for _ in range(100))
-        assert all(b - a >= size for a, b in itertools.pairwise(firsts))
-        assert all(first in UIDS and first + size in UIDS for first in firsts)
-
-
-def test_workers_of_other_processes_have_other_uids() -> None:
-    """This holds even with only two uids to choose from."""
-    few = REMAPPED_UIDS[:128]
-    code = (
-        "import sys\nfrom agentloop.sandbox.backend import uid_range\n"
-        "from tests.sandbox.conftest import BARE\n"
-        f"with uid_range(BARE, {few!r}) as first:\n  print(first, flush=True)\n  input()"
-    )
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
-        assert other.stdout is not None
-        theirs = int(other.stdout.readline())
-        with uid_range(BARE, few) as ours:
-            assert {ours, theirs} == {few.start, few.start + 64}
-            with pytest.raises(SandboxUnavailable, match="no 64 user ids are free"):
-                with uid_range(BARE, few):
-                    pass
-        other.communicate(b"\n")
-    with uid_range(BARE, few) as one, uid_range(BARE, few) as two:
-        assert one != two
-
-
-@needs_root
-def test_uids_in_use_are_not_given_to_a_worker() -> None:
-    few = range(1_000_000_000, 1_000_000_128)
-    with subprocess.Popen(["sleep", "600"], user=few.start + 5) as process:
-        for _ in range(5):
-            with uid_range(BARE, few) as first:
-                assert first == few.start + 64
-        process.kill()
+@pytest.mark.parametrize("uids", [UIDS, REMAPPED_UIDS])
+def test_the_uid_of_calls_and_the_next_are_in_range_and_nobody_elses(uids: range) -> None:
+    drawn = [random_uid(uids) for _ in range(1000)]
+    assert all(uid in uids and uid + 1 in uids for uid in drawn)
+    assert all((uid - uids.start) % 2 == 0 for uid in drawn)
 
 
 # -- killing and cleaning -------------------------------------------------------------------
 
-# Lanes of a server that is not pid 1, and a call that stops and kills whatever it may.
+# The workspace of a server that is not pid 1, and a call that stops and kills whatever it may.
 STRIKES_BACK = """
 import os, signal, time
-from agentloop.sandbox.worker.lanes import Lanes
 from agentloop.sandbox.worker.spec import Spec
-spec = Spec({"scratch": "/nowhere", "lanes": 2, "uid_base": 1_900_000_000, "kill_by": "uid"})
-lanes = Lanes(spec)
+from agentloop.sandbox.worker.workspace import Workspace
+spec = Spec({"home": "/nowhere", "uid": 1_900_000_000, "kill_by": "uid"})
+workspace = Workspace(spec)
 ready, begun = os.pipe()
 pid = os.fork()
 if pid == 0:
-    os.setresgid(*[spec.lane_uid(1)] * 3)
-    os.setresuid(*[spec.lane_uid(1)] * 3)
+    os.setresgid(*[spec.uid] * 3)
+    os.setresuid(*[spec.uid] * 3)
     for _ in range(3):
         os.fork()
     os.write(begun, b"x")
@@ -350,11 +374,12 @@ if pid == 0:
                 pass
 os.read(ready, 1)
 for _ in range(2000):
-    with lanes.acting_as(1):
+    with workspace._as_call():
         pass
-lanes.kill(1, pid)
+workspace.kill(pid)
 assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
-lanes._outlive(1)
+while workspace._is_inhabited():
+    time.sleep(0.001)
 print("alive", os.getresuid())
 """
 
@@ -370,29 +395,6 @@ def test_a_call_can_not_stop_who_kills_it() -> None:
         timeout=patient(50),
     )
     assert done.stdout == b"alive (0, 0, 0)\n"
-
-
-@needs_root
-def test_what_survived_its_worker_ends_before_its_directory_is_removed(tmp_path: Path) -> None:
-    scratch = tmp_path / "scratch"
-    (scratch / "0").mkdir(parents=True)
-    uid = 1_900_000_100
-    os.chown(scratch / "0", uid, uid)
-    hops = textwrap.dedent("""
-        import os
-        while True:  # it is never the same process for long
-            if os.fork():
-                os._exit(0)
-            os.setsid()
-    """)
-    python = "/usr/bin/python3"
-    if not Path(python).exists():
-        pytest.skip("needs a Python that every user may run")
-    subprocess.run([python, "-c", hops], user=uid, group=uid, cwd="/", check=True)
-    remove_tree(scratch)
-    assert not scratch.exists()
-    with pytest.raises(ProcessLookupError):
-        os.getpriority(os.PRIO_USER, uid)
 
 
 def test_a_link_put_in_the_place_of_a_directory_is_not_followed(

@@ -32,12 +32,12 @@ from agentloop.sandbox.backend import _read_worker
 from agentloop.sandbox.link import MAX_SILENT_BEATS, Link
 from agentloop.sandbox.process import ProcessBackend
 from agentloop.sandbox.protocol import FrameReader, encode
-from agentloop.sandbox.slots import PoolWorker, SlotQueue, SlotWaiter
+from agentloop.sandbox.slots import Need, PoolWorker, SlotQueue, SlotWaiter
 from agentloop.sandbox.worker.kernel import remove_below
 from agentloop.sandbox.worker.wire import INLINE_JOB
 from tests.patience import patient
 from tests.sandbox.chaos import children, descendants, kill
-from tests.sandbox.conftest import BARE
+from tests.sandbox.conftest import BARE, SINGLE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
 
@@ -231,7 +231,7 @@ async def test_cancelling_the_caller_kills_the_call(pool: Pool) -> None:
 
 
 async def test_waiting_is_bounded_and_in_order() -> None:
-    settings = BARE.model_copy(update={"slots_per_worker": 1, "max_waiting": 2})
+    settings = BARE.model_copy(update={"workers": 1, "max_waiting": 2})
     async with Pool(settings) as pool:
         order: list[str] = []
 
@@ -252,7 +252,7 @@ async def test_waiting_is_bounded_and_in_order() -> None:
 
 async def test_a_call_of_a_lost_worker_runs_again() -> None:
     others = set(children(os.getpid()))
-    async with Pool(BARE) as pool:
+    async with Pool(SINGLE) as pool:
         results = []
         code = f"{endless_before(time.time())}\nprint(1)"
 
@@ -271,7 +271,7 @@ async def test_a_call_of_a_lost_worker_runs_again() -> None:
 
 
 async def test_a_worker_is_recycled() -> None:
-    settings = BARE.model_copy(update={"recycle_after": 3})
+    settings = SINGLE.model_copy(update={"recycle_after": 3})
     async with Pool(settings) as pool:
         workers = [(await pool.run("1")).worker_id for _ in range(7)]
     assert len(set(workers)) == 3
@@ -279,7 +279,7 @@ async def test_a_worker_is_recycled() -> None:
 
 
 async def test_without_a_waiting_room_free_slots_still_serve() -> None:
-    async with Pool(BARE.model_copy(update={"slots_per_worker": 1, "max_waiting": 0})) as pool:
+    async with Pool(BARE.model_copy(update={"workers": 1, "max_waiting": 0})) as pool:
         assert (await pool.run("1")).ok
         async with anyio.create_task_group() as group:
             group.start_soon(pool.run, FOREVER, "", 600)
@@ -293,33 +293,31 @@ async def test_without_a_waiting_room_free_slots_still_serve() -> None:
 
 async def test_a_worker_is_recycled_beside_a_session_that_lives_on() -> None:
     """The session outlives its worker's share of calls, as one that lasts an hour would."""
-    async with Pool(BARE.model_copy(update={"recycle_after": 3})) as pool:
+    async with Pool(SINGLE.model_copy(update={"recycle_after": 3})) as pool:
         async with pool.session() as session:
             first = (await session.run("x = 41")).worker_id
             workers = {(await pool.run("1")).worker_id for _ in range(20)}
             assert len(workers - {first}) >= 5
             assert (await session.run("x + 1")).result == "42"
-            await wait_until(lambda: pool.stats()["workers"] == 1)
-            assert (pool.stats()["slots"], pool.stats()["sessions"]) == (4, 1)
-        await wait_until(lambda: [w.link.worker_id for w in pool._queue.workers] != [first])
-        await wait_until(lambda: len(pool._queue.workers) == 1)
+            await wait_until(lambda: pool.stats()["workers"] == 2)
+            assert (pool.stats()["slots"], pool.stats()["sessions"]) == (1, 1)
         assert (await pool.run("1")).ok
 
 
-@pytest.mark.full
-async def test_workers_that_are_kept_for_their_sessions_are_bounded() -> None:
-    settings = BARE.model_copy(update={"recycle_after": 2})
-    async with Pool(settings) as pool, contextlib.AsyncExitStack() as stack:
-        sessions = []
-        for n in range(4):
-            session = await stack.enter_async_context(pool.session())
-            assert (await session.run(f"x = {n}")).ok
-            sessions.append(session)
-            for _ in range(5):
-                assert (await pool.run("1")).ok
-        await wait_until(lambda: pool.stats()["workers"] == settings.workers)
-        assert len(pool._queue.workers) == 2 * settings.workers
-        assert [(await s.run("x")).result for s in sessions] == ["0", "1", "2", "3"]
+async def test_workers_are_added_for_sessions_and_closed_when_nobody_needs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentloop.sandbox.pool.SURPLUS_S", 0.04)
+    async with Pool(SINGLE) as pool:
+        async with pool.session() as first, pool.session() as second:
+            for n, session in enumerate((first, second)):
+                assert (await session.run(f"x = {n}")).ok
+            await wait_until(lambda: pool.stats()["workers"] == 3)
+            assert (await pool.run("1")).ok
+            assert [(await s.run("x")).result for s in (first, second)] == ["0", "1"]
+        await wait_until(lambda: pool.stats()["workers"] == 1)
+        assert (await pool.run("1")).ok
+        assert pool.stats()["replaced"] == 0
 
 
 class Breaking:
@@ -327,10 +325,11 @@ class Breaking:
 
     name = "breaking"
     layers: Mapping[str, str] = {}
+    max_running = max_sessions = 1
 
     def __init__(self, failures: list[Exception]) -> None:
         self._failures = failures
-        self._backend = ProcessBackend(BARE)
+        self._backend = ProcessBackend(SINGLE)
 
     @contextlib.asynccontextmanager
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
@@ -349,10 +348,10 @@ async def test_whatever_keeps_a_worker_from_starting_its_place_is_not_given_up(
     broken = Breaking(failures)
 
     async def choose(pool: Pool, stack: object) -> list[Any]:
-        return [ProcessBackend(BARE), broken]
+        return [ProcessBackend(SINGLE), broken]
 
     monkeypatch.setattr(Pool, "_choose_backends", choose)
-    async with Pool(BARE) as pool:
+    async with Pool(SINGLE) as pool:
         await wait_until(lambda: pool.stats()["workers"] == 2)
     assert failures == []
     assert len(caplog.records) == 1  # the second within the same half minute goes untold
@@ -365,6 +364,7 @@ class Vanishing:
 
     name = "vanishing"
     layers: Mapping[str, str] = {}
+    max_running = max_sessions = 1
 
     def __init__(self, together: bool = False) -> None:
         self._together = together
@@ -419,60 +419,84 @@ async def test_a_call_is_not_to_blame_where_other_workers_are_lost_at_the_same_m
 
 
 class Grants:
-    """A `SlotQueue` of workers with four slots, with the grants of each waiter."""
+    """A `SlotQueue` of local workers, with the grants of each waiter."""
 
-    def __init__(self, num_workers: int) -> None:
-        self.queue = SlotQueue()
+    def __init__(self, num_workers: int, max_running: int, max_sessions: int = 9) -> None:
+        self.queue = SlotQueue(max_running, max_sessions)
         self.workers = [PoolWorker(Link(str(n)), BARE) for n in range(num_workers)]
         self.queue.workers += self.workers
 
-    def ask(self, *, alone: bool = False, only: PoolWorker | None = None) -> SlotWaiter:
-        return self.queue.enter(only, alone)
+    def ask(self, need: Need = Need.CALL, only: PoolWorker | None = None) -> SlotWaiter:
+        return self.queue.enter(need, only)
 
     def given(self, *waiters: SlotWaiter) -> list[int | None]:
         """Return the number of a waiter's worker; None: it still waits."""
         return [None if w.worker is None else self.workers.index(w.worker) for w in waiters]
 
 
-def test_a_call_that_runs_alone_waits_until_a_worker_is_empty_and_keeps_it_so() -> None:
-    here = Grants(2)
-    second = here.workers[1]
-    plain = [here.ask() for _ in range(5)]
-    assert here.given(*plain) == [0, 1, 0, 1, 0]
-    alone = here.ask(alone=True)
-    more = [here.ask(), here.ask()]
-    cell = here.ask(only=second)
-    assert here.given(alone, *more, cell) == [None, 0, None, None]  # the second is to be empty
-    here.queue.free(second)
-    here.queue.free(second)
-    assert here.given(alone, *more, cell) == [1, 0, None, None]
-    assert not second.can_open_session
-    here.queue.free(second)
-    assert here.given(*more, cell) == [0, 1, 1]
-    assert second.can_open_session
+def test_a_worker_runs_one_call_at_a_time() -> None:
+    here = Grants(2, max_running=2)
+    calls = [here.ask() for _ in range(4)]
+    assert here.given(*calls) == [0, 1, None, None]
+    here.queue.free(here.workers[1])
+    assert here.given(*calls) == [0, 1, 1, None]
 
 
-def test_two_calls_that_run_alone_have_a_worker_each_or_wait_for_one_another() -> None:
-    here = Grants(2)
-    calls = [here.ask(alone=True) for _ in range(3)]
-    assert here.given(*calls) == [0, 1, None]
+def test_a_session_owns_its_worker_and_its_cells_wait_for_their_turn() -> None:
+    here = Grants(3, max_running=2)
+    session = here.ask(Need.SESSION)
+    assert here.given(session) == [0]
+    first = here.workers[0]
+    calls = [here.ask() for _ in range(3)]
+    assert here.given(*calls) == [1, 2, None]
+    cell = here.ask(Need.CELL, first)
+    assert here.given(cell) == [None]  # two run already
+    here.queue.free(here.workers[2])
+    assert here.given(calls[2], cell) == [2, None]  # it has waited for longer
+    here.queue.free(here.workers[2])
+    assert here.given(cell) == [0]
+    here.queue.free(first)
+    here.queue.free_session(first)
+    assert here.given(here.ask()) == [0]
+
+
+def test_a_session_waits_for_an_idle_worker_and_calls_behind_it_do_not_pass_it() -> None:
+    here = Grants(1, max_running=1)
+    first, session, second = here.ask(), here.ask(Need.SESSION), here.ask()
+    assert here.given(first, session, second) == [0, None, None]
     here.queue.free(here.workers[0])
-    assert here.given(*calls) == [0, 1, 0]
+    assert here.given(session, second) == [0, None]
 
 
-def test_a_call_that_wants_to_run_alone_and_gives_up_leaves_the_workers_to_others() -> None:
-    here = Grants(1)
-    here.ask()
-    alone, other = here.ask(alone=True), here.ask()
-    assert here.given(alone, other) == [None, None]
-    here.queue.leave(alone)
-    assert here.given(other) == [0]
+def test_calls_pass_a_session_for_which_there_is_no_room() -> None:
+    here = Grants(3, max_running=2, max_sessions=1)
+    sessions = [here.ask(Need.SESSION), here.ask(Need.SESSION)]
+    assert here.given(*sessions, here.ask()) == [0, None, 1]
+    here.queue.free_session(here.workers[0])
+    assert here.given(sessions[1]) == [0]
+
+
+def test_a_waiter_that_gives_up_leaves_its_worker_to_others() -> None:
+    here = Grants(1, max_running=1)
+    first, session, second = here.ask(), here.ask(Need.SESSION), here.ask()
+    here.queue.leave(session)
+    here.queue.leave(first)
+    assert here.given(second) == [0]
+    assert (here.queue.num_waiting, here.queue.num_waiting_sessions) == (0, 0)
+
+
+def test_a_call_that_runs_again_goes_first() -> None:
+    here = Grants(1, max_running=1)
+    first, second = here.ask(), here.ask()
+    again = here.queue.enter(again=True)
+    here.queue.free(here.workers[0])
+    assert here.given(first, second, again) == [0, None, 0]
 
 
 async def test_an_idle_worker_that_hangs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.sandbox.link.BEAT_S", 0.3)
     others = set(children(os.getpid()))
-    async with Pool(BARE) as pool:
+    async with Pool(SINGLE) as pool:
         frozen = started_since(others)
         for pid in frozen:
             os.kill(pid, signal.SIGSTOP)
@@ -505,8 +529,8 @@ def break_children(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Let the forked processes of workers do this instead of entering their directory."""
     sources = dict(_read_worker())
     code = sources["agentloop.sandbox.worker.child"]
-    assert "    os.chdir(spec.home(lane))\n" in code
-    code = code.replace("    os.chdir(spec.home(lane))\n", f"    {fault}\n")
+    assert "    os.chdir(spec.home)\n" in code
+    code = code.replace("    os.chdir(spec.home)\n", f"    {fault}\n")
     sources["agentloop.sandbox.worker.child"] = code
     monkeypatch.setattr("agentloop.sandbox.backend._read_worker", lambda: sources)
 
@@ -515,7 +539,7 @@ async def test_the_time_of_a_program_counts_from_when_it_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_children(monkeypatch, "time.sleep(0.7)")
-    async with Pool(BARE.model_copy(update={"slots_per_worker": 32})) as pool:
+    async with Pool(BARE.model_copy(update={"workers": 8})) as pool:
         async with anyio.create_task_group() as group:
             for _ in range(20):  # more than wait there, begun already
                 group.start_soon(is_ok, pool, "1", 0.5)
@@ -562,7 +586,7 @@ async def test_a_call_too_long_for_a_frame_is_refused_and_frees_its_slot(pool: P
 async def test_a_worker_that_ignores_a_kill_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.sandbox.slots.GRACE_S", 0.3)
     others = set(children(os.getpid()))
-    async with Pool(BARE) as pool:
+    async with Pool(SINGLE) as pool:
         async with anyio.create_task_group() as group:
             group.start_soon(pool.run, FOREVER, "", 600)
             await wait_until(lambda: pool.stats()["busy"] == 1)
@@ -625,7 +649,7 @@ async def test_a_killed_session_is_an_explicit_error(pool: Pool) -> None:
 
 async def test_a_session_is_lost_with_its_worker() -> None:
     others = set(children(os.getpid()))
-    async with Pool(BARE) as pool, pool.session() as session:
+    async with Pool(SINGLE) as pool, pool.session() as session:
         await session.run("x = 1")
         for pid in started_since(others):
             kill(pid)
@@ -837,12 +861,12 @@ async def test_a_pool_that_is_not_open_says_so() -> None:
 
     with anyio.fail_after(patient(30)):
         async with anyio.create_task_group() as group, pool:
-            for _ in range(BARE.slots_per_worker + 1):
+            for _ in range(BARE.workers + 1):
                 group.start_soon(ask)
             while pool.stats()["waiting"] == 0:  # noqa: ASYNC110 - the pool sets no event
                 await anyio.sleep(0.01)
     assert [result.status for result in results] == [CallStatus.CANCELLED] * len(results)
-    assert len(results) == BARE.slots_per_worker + 1
+    assert len(results) == BARE.workers + 1
     with pytest.raises(RuntimeError, match="not open"):
         async with pool.session():
             pass

@@ -71,10 +71,23 @@ async def begun(client: Client, rest: str) -> AsyncIterator[anyio.abc.SocketStre
         yield stream
 
 
-async def until_stat(client: Client, name: str, value: int) -> None:
+async def until_stat(client: Client, name: str, value: int, *, at_least: bool = False) -> None:
     with anyio.fail_after(patient(15)):
-        while (await client("GET", "/v1/stats"))[1][name] != value:
-            pass
+        while (current := (await client("GET", "/v1/stats"))[1][name]) != value:
+            if at_least and current > value:
+                return
+
+
+@asynccontextmanager
+async def unread_response(client: Client) -> AsyncIterator[None]:
+    """Request more output than the kernel buffers, and do not read it."""
+    body = json.dumps({"code": "print('x' * (4 << 20), end='')", "language": "python"}).encode()
+    head = f"POST /run_code HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    host, port = client.url.removeprefix("http://").split(":")
+    async with await anyio.connect_tcp(host, int(port)) as stream:
+        await stream.send(head.encode() + body)
+        await until_stat(client, "held_bytes", 4 << 20, at_least=True)
+        yield
 
 
 @pytest.fixture
@@ -269,6 +282,20 @@ async def test_bodies_that_have_come_are_bounded(pool: Pool) -> None:
         assert (await client.post("/v1/run", {"code": "1"}))[0] == 200
 
 
+async def test_responses_that_are_not_read_are_bounded(pool: Pool) -> None:
+    async with service(pool, max_body_mib=1, max_held_mib=1) as client:
+        async with unread_response(client):
+            assert (await client.post("/v1/run", {"code": "1"}))[0] == 503
+        await until_stat(client, "held_bytes", 0)
+        assert (await client.post("/v1/run", {"code": "1"}))[0] == 200
+
+
+async def test_a_client_that_does_not_read_its_response_is_disconnected(pool: Pool) -> None:
+    async with service(pool, io_timeout_s=0.5) as client, unread_response(client):
+        await until_stat(client, "held_bytes", 0)
+        await until_stat(client, "connections", 1)  # the one that asks
+
+
 async def test_an_opened_session_takes_an_empty_object(client: Client) -> None:
     assert (await client.post("/v1/sessions", {}))[0] == 201
 
@@ -326,7 +353,7 @@ async def test_too_many_requests_are_refused(pool: Pool) -> None:
     await wait_until(lambda: pool.stats()["busy"] == 0)
 
 
-ONE_SESSION = BARE.model_copy(update={"sessions_per_worker": 1})
+ONE_SESSION = BARE.model_copy(update={"max_sessions": 1})
 
 
 async def test_a_request_without_a_free_session_is_refused_at_once() -> None:
@@ -336,7 +363,9 @@ async def test_a_request_without_a_free_session_is_refused_at_once() -> None:
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
             error = (await response.json())["error"]
         assert error["type"] == "overloaded"
-        assert error["message"].startswith("none of 1 sessions is free: close one, or allow more")
+        assert error["message"] == (
+            "1 sessions are open, and none more was free: close one, or allow more (max_sessions)"
+        )
 
 
 async def test_a_wait_for_a_session_is_bounded_and_in_nobodys_way() -> None:

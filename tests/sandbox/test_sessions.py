@@ -19,24 +19,25 @@ from agentloop.sandbox import CallResult, CallStatus, LostBy, Pool, Session, Ses
 from agentloop.sandbox.link import Link, next_id
 from agentloop.sandbox.process import ProcessBackend
 from agentloop.sandbox.protocol import encode
+from agentloop.sandbox.slots import GRACE_S
 from agentloop.sandbox.worker.kernel import descendants
-from agentloop.sandbox.worker.usage import cpu_s
+from agentloop.sandbox.worker.server import INTERRUPT_GRACE_S, START_S
 from tests.patience import patient
 from tests.sandbox.chaos import children, kill
 from tests.sandbox.conftest import BARE
-from tests.sandbox.test_pool import FOREVER, started_since, wait_until
+from tests.sandbox.test_pool import FOREVER, wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # real workers are started
 
 RUN = {"op": "run", "stdin": "", "timeout_s": 15}
 
 
-async def wait_until_lost(session: Session) -> None:
+async def wait_until_lost(session: Session, cell: str = "1") -> None:
     """Wait until a session is lost. Between cells its process is stopped, so run cells."""
-    with anyio.fail_after(patient(15)):
+    with anyio.fail_after(patient(30)):
         while session.lost_by is None:
             with contextlib.suppress(SessionLost):
-                await session.run("1")
+                await session.run(cell, timeout_s=1)
 
 
 async def lost_by(session: Session) -> LostBy:
@@ -113,7 +114,7 @@ async def test_after_a_cancelled_cell_only_its_session_is_lost(
 
 
 async def test_a_session_whose_first_cell_is_given_up_before_it_is_sent_is_not_lost() -> None:
-    settings = BARE.model_copy(update={"slots_per_worker": 1})
+    settings = BARE.model_copy(update={"workers": 1})
     async with Pool(settings) as pool, pool.session() as session:
         async with anyio.create_task_group() as group:
             group.start_soon(pool.run, FOREVER, "", 600)
@@ -128,7 +129,7 @@ async def test_a_session_lost_with_its_worker_is_nobody_s_doing() -> None:
     others = set(children(os.getpid()))
     async with Pool(BARE) as pool, pool.session() as session:
         await session.run("x = 1")
-        for pid in started_since(others):
+        for pid in set(children(os.getpid())) - others:
             kill(pid)
         await wait_until(lambda: session.lost)
         assert await lost_by(session) is LostBy.INFRASTRUCTURE
@@ -255,8 +256,57 @@ def cpu_used(pid: int) -> float:
         with contextlib.suppress(OSError):
             numbers = re.search(r"NSpid:(.*)", Path(f"/proc/{found}/status").read_text())
             if numbers is not None and int(numbers[1].split()[-1]) == pid:
-                return cpu_s(found)
+                fields = Path(f"/proc/{found}/stat").read_text().rpartition(")")[2].split()
+                return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     raise ProcessLookupError(pid)
+
+
+ANSWERS_AND_READS_NOTHING = """
+import os, threading, time
+def answer():
+    while True:
+        time.sleep(0.01)
+        os.write(3, b"done")
+threading.Thread(target=answer, daemon=True).start()
+time.sleep(600)
+"""
+
+
+async def check_unread_jobs(pool: Pool) -> None:
+    replaced = pool.stats()["replaced"]
+    long = "#" + 60_000 * "x"  # a few fill the channel
+    async with pool.session() as other, pool.session() as session:
+        await other.run("x = 41")
+        await session.run(ANSWERS_AND_READS_NOTHING)
+        await wait_until_lost(session, long)
+        assert session.lost_by is LostBy.PROGRAM
+        assert (await other.run("x + 1")).result == "42"
+    assert (await pool.run("1")).attempt == 1
+    assert pool.stats()["replaced"] == replaced
+
+
+async def test_a_session_that_reads_no_jobs_is_lost_by_its_program(pool: Pool) -> None:
+    await check_unread_jobs(pool)
+
+
+TAKES_JOBS_AWAY = """
+import os
+for _ in range(8):
+    if os.fork() == 0:
+        while True:
+            os.read(3, 1 << 16)
+"""
+
+
+async def test_a_session_whose_children_take_its_jobs_is_lost_by_its_program(pool: Pool) -> None:
+    """Its cells are answered later than any other call. That is no sign of a worker that hangs."""
+    assert GRACE_S > 2 * (START_S + INTERRUPT_GRACE_S)
+    replaced = pool.stats()["replaced"]
+    async with pool.session() as session:
+        await session.run(TAKES_JOBS_AWAY)
+        await wait_until_lost(session)  # now and then it takes one itself
+        assert session.lost_by is LostBy.PROGRAM
+    assert pool.stats()["replaced"] == replaced
 
 
 async def test_random_numbers_differ_between_sessions_whichever_cell_draws(pool: Pool) -> None:

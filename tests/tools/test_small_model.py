@@ -32,12 +32,12 @@ TINY = SmallModelSettings(steps=5, batch_tokens=1024, pool=16, warmup=1)
 
 
 @pytest.fixture(scope="module")
-def shipped() -> tuple[Any, Any]:
+def shipped_model() -> tuple[Any, Any]:
     return ship.load(SMALL)
 
 
-def test_labels_cover_exactly_the_assistants_text(shipped: tuple[Any, Any]) -> None:
-    _, tokenizer = shipped
+def test_labels_cover_exactly_the_assistants_text(shipped_model: tuple[Any, Any]) -> None:
+    _, tokenizer = shipped_model
     rng = Random(5)
     episodes = [sample(rng) for _ in range(50)]
     for episode, (ids, labels) in zip(episodes, encode(tokenizer, episodes), strict=True):
@@ -75,10 +75,12 @@ def test_training_lowers_the_loss() -> None:
 
 
 @pytest.mark.parametrize("skill", QUICK, ids=lambda skill: skill.name)
-def test_the_shipped_model_solves_held_out_problems(shipped: tuple[Any, Any], skill: Any) -> None:
+def test_the_shipped_model_solves_held_out_problems(
+    shipped_model: tuple[Any, Any], skill: Any
+) -> None:
     rng = Random(f"test {skill.name}")
     cases = [skill.case(rng) for _ in range(10)]
-    run(*shipped, cases)
+    run(*shipped_model, cases)
     wrong = [case.wrong for case in cases if case.wrong]
     assert len(wrong) <= ALLOWED[skill], wrong
 

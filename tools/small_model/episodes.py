@@ -70,7 +70,7 @@ def teach(rng: Random, episode: Episode, box: Toolbox, question: Question) -> No
             turn = again(box, calcs[0])
         episode.assistant(turn)
         for calc in calcs:
-            episode.say("tool", shown(rng, calc.value))
+            episode.say("tool", tool_output(rng, calc.value))
         before = f"The result is {calcs[0].value}. "
     values = question.answer
     reason = f"The results are {values}." if "," in values else f"The result is {values}."
@@ -89,8 +89,10 @@ def again(box: Toolbox, calc: Calc) -> str:
 
 
 def _calling(box: Toolbox, calcs: tuple[Calc, ...], before: str, *, first: bool) -> str:
-    what = [calc.expression for calc in calcs]
-    joined = what[0] if len(what) == 1 else f"{', '.join(what[:-1])} and {what[-1]}"
+    expressions = [calc.expression for calc in calcs]
+    joined = expressions[-1]
+    if len(expressions) > 1:
+        joined = f"{', '.join(expressions[:-1])} and {joined}"
     reason = f"{before}I compute {joined}{' first' if first else ''}."
     tools = [_tool(box, calc) for calc in calcs]
     calls = [tool.call(tool.arguments(calc)) for tool, calc in zip(tools, calcs, strict=True)]
@@ -175,15 +177,15 @@ def failure(rng: Random) -> str:
 
 def traceback(rng: Random, cause: str) -> str:
     where = f'  File "<call>", line {rng.randrange(1, 3)}, in <module>'
-    source = rng.choice(("", f"\n    {spoiled(rng)}\n    {'^' * rng.randint(1, 6)}"))
+    source = rng.choice(("", f"\n    {broken_line(rng)}\n    {'^' * rng.randint(1, 6)}"))
     return f"Traceback (most recent call last):\n{where}{source}\n{cause}"
 
 
-def spoiled(rng: Random) -> str:
+def broken_line(rng: Random) -> str:
     return f"print({problems.integer(rng)}{rng.choice('+-*x')}{problems.integer(rng)}"
 
 
-def shown(rng: Random, value: int) -> str:
+def tool_output(rng: Random, value: int) -> str:
     """Return the response to a successful call: mostly the bare number, sometimes with noise."""
     if rng.random() < 0.88:
         return str(value)
@@ -203,7 +205,7 @@ def shown(rng: Random, value: int) -> str:
     )
 
 
-_KINDS = (problems.single, problems.two_step, problems.several, problems.written)
+_KINDS = (problems.single, problems.two_step, problems.several, problems.long_expression)
 _STYLES = (
     *(Style.PYTHON,) * 4,
     *(Style.JUPYTER,) * 2,
@@ -222,7 +224,7 @@ def question(rng: Random, box: Toolbox, *, unseen: bool = False) -> Question:
     kind = rng.choices(_KINDS, (58, 17, 19, 6))[0]
     operands = box.chosen is not None and box.chosen.style is Style.OPERANDS
     no_chain = not any(op in box.ops for op in problems.CHAIN_OPS)
-    if (kind is problems.written and (operands or box.meanings)) or no_chain:
+    if (kind is problems.long_expression and (operands or box.meanings)) or no_chain:
         kind = problems.single
     if kind is problems.several and rng.random() < 0.12:
         return problems.several(rng, box.ops, unseen=unseen, count=2)

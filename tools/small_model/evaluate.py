@@ -77,8 +77,8 @@ class Case:
         expected = ask.answer if not ask.rounds else f"\\boxed{{{ask.answer}}}"
         if ask.rounds and not self.box.tools:
             expected = NO_TOOL
-        found = _ANSWER.search(content)
-        if not found or found[1] != expected:
+        match = _ANSWER.search(content)
+        if not match or match[1] != expected:
             raise CalculationError("wrong answer")
         self.questions.pop(0)
         self.at_round = 0
@@ -121,11 +121,11 @@ def _several(rng: Random, _: Toolbox) -> Question:
     return problems.several(rng, unseen=True)
 
 
-def _written(rng: Random, _: Toolbox) -> Question:
-    return problems.written(rng, unseen=True)
+def _long_expression(rng: Random, _: Toolbox) -> Question:
+    return problems.long_expression(rng, unseen=True)
 
 
-def _mixed(rng: Random, box: Toolbox) -> Question:
+def _any_kind(rng: Random, box: Toolbox) -> Question:
     return question(rng, box, unseen=True)
 
 
@@ -147,12 +147,12 @@ SKILLS = (
     Skill("two steps, any tool", _ANY, _two_step),
     Skill("three problems at once, python", _box(Style.PYTHON), _several),
     Skill("three problems at once, any tool", _ANY, _several),
-    Skill("longer written expression", _box(Style.PYTHON), _written),
+    Skill("longer written expression", _box(Style.PYTHON), _long_expression),
     Skill("first call fails", _ANY, _single, num_failures=1),
     Skill("first two calls fail", _box(Style.PYTHON), _single, num_failures=2),
     Skill("chat of three questions, python", _box(Style.PYTHON), _single, num_questions=3),
-    Skill("chat of three questions, any tool and kind", _ANY, _mixed, num_questions=3),
-    Skill("chat of five questions, python", _box(Style.PYTHON), _mixed, num_questions=5),
+    Skill("chat of three questions, any tool and kind", _ANY, _any_kind, num_questions=3),
+    Skill("chat of five questions, python", _box(Style.PYTHON), _any_kind, num_questions=5),
     Skill("no tool listed", lambda _: NO_TOOLS, _single),
     Skill("not arithmetic (phrases seen)", _ANY, _talk),
 )

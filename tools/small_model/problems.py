@@ -305,7 +305,7 @@ def several(rng: Random, ops: tuple[Op, ...] = OPS, *, unseen: bool, count: int 
     return Question(_vary(rng, form.replace("{x}", joined)), (steps,))
 
 
-def written(rng: Random, _: tuple[Op, ...] = OPS, *, unseen: bool) -> Question:
+def long_expression(rng: Random, _: tuple[Op, ...] = OPS, *, unseen: bool) -> Question:
     """Return a question with a longer expression of + - *, which one call copies."""
     first = calc(rng, CHAIN_OPS, unseen=unseen)
     text, numbers = first.expression, rng.choice((1, 1, 2))

@@ -79,10 +79,10 @@ def custom(rng: Random, style: Style, names: Names) -> ToyTool:
     if names.seen and rng.random() < 0.12:
         name = rng.choice(sorted(_COMMON))
     if style is Style.EXPRESSION:
-        one = identifier(rng, names, _COMMON)
+        argument = identifier(rng, names, _COMMON)
         if names.seen and rng.random() < 0.3:
-            one = rng.choice(_ONES)
-        return ToyTool(name, (one,), style)
+            argument = rng.choice(_ONES)
+        return ToyTool(name, (argument,), style)
     pair = (identifier(rng, names, _COMMON), identifier(rng, names, _COMMON))
     if pair[0] == pair[1] or (names.seen and rng.random() < 0.35):
         pair = rng.choice(_PAIRS)
@@ -118,12 +118,12 @@ def toolbox(rng: Random, styles: tuple[Style, ...], names: Names) -> Toolbox:
     ones."""
     style = rng.choice(styles)
     if style is Style.PYTHON:
-        return Toolbox(_shuffled(rng, PYTHON, *([JUPYTER] if rng.random() < 0.3 else [])), PYTHON)
+        return Toolbox(_shuffle(rng, PYTHON, *([JUPYTER] if rng.random() < 0.3 else [])), PYTHON)
     if style is Style.JUPYTER:
         return Toolbox((JUPYTER,), JUPYTER)
     tool = custom(rng, style, names)
     beside = rng.choices(((), (PYTHON,), (JUPYTER,), (PYTHON, JUPYTER)), (60, 20, 8, 12))[0]
-    return Toolbox(_shuffled(rng, tool, *beside), tool)
+    return Toolbox(_shuffle(rng, tool, *beside), tool)
 
 
 def by_meaning(rng: Random) -> Toolbox:
@@ -136,9 +136,9 @@ def by_meaning(rng: Random) -> Toolbox:
     )
     tools = [tool for _, tool in meanings]
     if rng.random() < 0.5:
-        return Toolbox(_shuffled(rng, *tools), None, meanings)
-    return Toolbox(_shuffled(rng, PYTHON, *tools), PYTHON, meanings)
+        return Toolbox(_shuffle(rng, *tools), None, meanings)
+    return Toolbox(_shuffle(rng, PYTHON, *tools), PYTHON, meanings)
 
 
-def _shuffled(rng: Random, *tools: ToyTool) -> tuple[ToyTool, ...]:
+def _shuffle(rng: Random, *tools: ToyTool) -> tuple[ToyTool, ...]:
     return tuple(rng.sample(tools, len(tools)))

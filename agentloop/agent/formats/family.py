@@ -1,4 +1,4 @@
-"""What the models of a family sample: tool calls, thoughts, and the ends of turns."""
+"""The form in which a family of models writes tool calls, thoughts, and the ends of turns."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class HarmonyChannels(Channels):
     """Splits a turn's text by the channels that its headers name."""
 
     def __init__(self) -> None:
-        super().__init__(reasoning=False, markup=Markup(thoughts=(), calls=(), others=()))
+        super().__init__(reasoning=False, markup=Markup(thoughts=(), calls=(), others=_TAGS))
         self._header: str | None = ""  # None: in a message's text
 
     @property

@@ -272,13 +272,11 @@ class ModelSession:
         longest, reason = self._engine.context_length, ""
         if (turn := match.turn) is not None:
             last = turn.branch.record.turns[turn.num_turns - 1]
-            from_client, new = (
-                request.messages[match.num_sampled - 1],
-                request.messages[match.num_sampled :],
-            )
+            from_client = request.messages[match.num_sampled - 1]
+            new = with_our_ids(request.messages[match.num_sampled :], from_client, turn.message)
             try:
                 following = await chat.continuation_async(
-                    with_our_ids(new, from_client, turn.message),
+                    new,
                     last.calls,
                     last_id=last.output_ids[-1],
                     num_calls=match.num_calls,
@@ -286,8 +284,7 @@ class ModelSession:
             except RequestError as error:
                 reason = f"the chat template cannot go on from the turn before: {error}"
             else:
-                ids = turn.ids
-                ids += following
+                ids = [*turn.ids, *following]
                 if len(ids) >= longest:
                     raise too_long(str(len(ids)), longest)
                 return _Prompt(ids, turn, following)

@@ -28,8 +28,11 @@ from agentloop.api.requests import (
     ChatRequest,
     Only,
     StopSequence,
+    TypedObject,
     describe_unsupported,
     load_object,
+    objects_in,
+    refuse_types,
     refuse_unsupported,
     validate,
 )
@@ -189,10 +192,8 @@ class _Conversation(pydantic.BaseModel):
         """
         value = load_object(body)
         refuse_unsupported(value, UNSUPPORTED_IN_MESSAGES)
-        for path, kind, advice in _unsupported_types(value):
-            raise Unsupported(
-                f"{path}: {json.dumps(kind):.60} is not supported by this server; {advice}"
-            )
+        refuse_types(_typed_objects(value))
+        _refuse_callers(value)
         return validate(cls, value)
 
     def to_chat(self) -> ChatRequest:
@@ -289,52 +290,36 @@ def _response_format(output_format: OutputFormat) -> dict[str, Any]:
     }
 
 
-# --- what is refused by its type ------------------------------------------------------------------
+# --- types ----------------------------------------------------------------------------------------
 
 
-def _unsupported_types(value: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield the path of each unsupported tool, block or option, its type, and advice."""
-    for index, tool in enumerate(_items(value.get("tools"))):
-        if _type(tool) not in (None, "custom"):
-            advice = "define a tool of your own, with an input_schema"
-            yield f"tools[{index}].type", tool["type"], advice
+def _typed_objects(body: Mapping[str, Any]) -> Iterator[TypedObject]:
+    for path, tool in objects_in("tools", body.get("tools")):
+        yield path, tool, ("custom",), "define a tool of your own, with an input_schema"
+    for path, message in objects_in("messages", body.get("messages")):
+        if (supported := BLOCKS.get(str(message.get("role")))) is not None:
+            yield from _typed_blocks(f"{path}.content", message.get("content"), supported)
+    yield from _typed_blocks("system", body.get("system"), BLOCKS["system"])
+    thinking_types = ("adaptive", "enabled", "disabled")
+    yield "thinking", body.get("thinking"), thinking_types, f"use {', '.join(thinking_types)}"
+    if isinstance(management := body.get("context_management"), dict):
+        for path, edit in objects_in("context_management.edits", management.get("edits")):
+            yield path, edit, ("clear_thinking_20251015",), "shorten the conversation yourself"
+
+
+def _typed_blocks(path: str, content: object, supported: Sequence[str]) -> Iterator[TypedObject]:
+    for block_path, block in objects_in(path, content):
+        yield block_path, block, supported, f"it takes {', '.join(supported)}"
+        if block.get("type") in ("tool_result", "mcp_tool_result"):
+            inner = f"{block_path}.content"
+            yield from _typed_blocks(inner, block.get("content"), BLOCKS["system"])
+
+
+def _refuse_callers(body: Mapping[str, Any]) -> None:
+    for path, tool in objects_in("tools", body.get("tools")):
         callers = tool.get("allowed_callers")
         if isinstance(callers, list) and callers and "direct" not in callers:
-            yield f"tools[{index}].allowed_callers", callers[0], 'use ["direct"]'
-    for index, message in enumerate(_items(value.get("messages"))):
-        allowed = BLOCKS.get(str(message.get("role")))
-        path = f"messages[{index}].content"
-        if allowed is not None:
-            yield from _unsupported_blocks(message.get("content"), path, allowed)
-    yield from _unsupported_blocks(value.get("system"), "system", BLOCKS["system"])
-    if isinstance(thinking := value.get("thinking"), dict) and _type(thinking) == "between_tools":
-        yield "thinking.type", "between_tools", "use adaptive, enabled or disabled"
-    if isinstance(management := value.get("context_management"), dict):
-        for index, edit in enumerate(_items(management.get("edits"))):
-            if _type(edit) not in (None, "clear_thinking_20251015"):
-                path = f"context_management.edits[{index}].type"
-                yield path, edit["type"], "shorten the conversation yourself"
-
-
-def _unsupported_blocks(
-    content: object, path: str, allowed: Sequence[str]
-) -> Iterator[tuple[str, str, str]]:
-    for index, block in enumerate(_items(content)):
-        kind = _type(block)
-        if kind not in (None, *allowed):
-            yield f"{path}[{index}].type", str(kind), f"it takes {', '.join(allowed)}"
-        elif kind in ("tool_result", "mcp_tool_result"):
-            inner = f"{path}[{index}].content"
-            yield from _unsupported_blocks(block.get("content"), inner, BLOCKS["system"])
-
-
-def _items(value: object) -> list[dict[str, Any]]:
-    """Return the list, with empty objects for what is none, or nothing if it is no list."""
-    if not isinstance(value, list):
-        return []
-    return [item if isinstance(item, dict) else {} for item in value]
-
-
-def _type(value: Mapping[str, Any]) -> str | None:
-    kind = value.get("type")
-    return kind if isinstance(kind, str) else None
+            raise Unsupported(
+                f"{path}.allowed_callers: {json.dumps(callers[0]):.60} is not supported by this "
+                'server; use ["direct"]'
+            )

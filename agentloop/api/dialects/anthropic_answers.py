@@ -273,7 +273,7 @@ def _event(name: str, **data: Any) -> MessageEvent:
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def error_form(status: int, body: ErrorBody, request_id: str | None = None) -> AnthropicError:
+def error_form(status: int, body: ErrorBody) -> AnthropicError:
     """Return an error of chat completions, with its HTTP status, in Anthropic's form."""
     kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     error: AnthropicErrorDetails = {"type": kind, "message": body["error"]["message"]}
@@ -283,4 +283,4 @@ def error_form(status: int, body: ErrorBody, request_id: str | None = None) -> A
             "error_code": "thread_unsupported_request",
             "unsupported": ["thread"],
         }
-    return {"type": "error", "error": error, "request_id": request_id}
+    return {"type": "error", "error": error, "request_id": None}

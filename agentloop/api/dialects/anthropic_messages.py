@@ -127,17 +127,13 @@ def of_messages(
 ) -> Iterator[dict[str, Any]]:
     """Yield the messages for chat completions; adjacent ones of a role are one, as Anthropic's."""
     turns: list[tuple[str, list[Any]]] = [
-        (role, [block for message in group for block in _blocks(message)])
-        for role, group in groupby(messages, _role)
+        ("assistant" if is_answer else "user", [b for message in group for b in _blocks(message)])
+        for is_answer, group in groupby(messages, lambda message: message.role == "assistant")
     ]
     if num_kept is not None:
         _forget_thinking(turns, num_kept)
     for role, blocks in turns:
         yield from _of_user(blocks) if role == "user" else _of_assistant(blocks)
-
-
-def _role(message: ConversationMessage) -> str:
-    return "assistant" if message.role == "assistant" else "user"
 
 
 def _blocks(message: ConversationMessage) -> Sequence[Any]:

@@ -25,8 +25,11 @@ from agentloop.api.requests import (
     JsonFormat,
     Only,
     TextFormat,
+    TypedObject,
     describe_unsupported,
     load_object,
+    objects_in,
+    refuse_types,
     refuse_unsupported,
     validate,
 )
@@ -46,13 +49,13 @@ _Search = Literal[
 ]
 
 
-def _in_these_terms(only: Only) -> Only:
-    return only._replace(advice=only.advice.replace("response_format", "text.format"))
-
-
 # Parameters that would change the answer, with the values that do not.
 UNSUPPORTED_RESPONSES: dict[str, Only] = {
-    **{name: _in_these_terms(only) for name, only in UNSUPPORTED.items() if name != "reasoning"},
+    **{
+        name: only._replace(advice=only.advice.replace("response_format", "text.format"))
+        for name, only in UNSUPPORTED.items()
+        if name != "reasoning"
+    },
     "background": Only((False,)),
     "best_of": Only((1,)),
     "context_management": Only(([],)),
@@ -210,12 +213,7 @@ class ResponsesRequest(SamplingFields):
         """
         value = load_object(body)
         refuse_unsupported(value, UNSUPPORTED_RESPONSES)
-        for path, item, supported, advice in _typed_objects(value):
-            kind = item.get("type") if isinstance(item, dict) else None
-            if isinstance(kind, str) and kind not in supported:
-                raise Unsupported(
-                    f'{path}.type: "{kind:.50}" is not supported by this server; {advice}'
-                )
+        refuse_types(_typed_objects(value))
         request = validate(cls, value)
         request.to_chat()  # raises for what is invalid as a whole
         return request
@@ -373,29 +371,22 @@ def _passages(*texts: str | None) -> str | None:
     return "\n\n".join(text for text in texts if text) or None
 
 
-def _typed_objects(body: dict[str, Any]) -> Iterator[tuple[str, Any, tuple[str, ...], str]]:
-    """Yield the objects whose types may be unsupported: path, object, types, and advice."""
+def _typed_objects(body: dict[str, Any]) -> Iterator[TypedObject]:
     tool_types = ("function", "custom")
-    tools = (*tool_types, "namespace", *get_args(_Search))
-    for at, item in _with_paths("input", body.get("input")):
-        yield at, item, INPUT_ITEMS, "leave it out, or send its text as a message"
-        if not isinstance(item, dict) or item.get("type") == "reasoning":
-            continue
-        for name in ("content", "output"):
-            for part_at, part in _with_paths(f"{at}.{name}", item.get(name)):
-                yield part_at, part, TEXT_PARTS, "send text"
-    for at, tool in _with_paths("tools", body.get("tools")):
-        yield at, tool, tools, "leave it out, or send a function instead"
-        if isinstance(tool, dict) and tool.get("type") == "namespace":
-            for member_at, member in _with_paths(f"{at}.tools", tool.get("tools")):
-                yield member_at, member, tool_types, "leave it out, or send a function instead"
+    use_function = "leave it out, or send a function instead"
+    for path, item in objects_in("input", body.get("input")):
+        yield path, item, INPUT_ITEMS, "leave it out, or send its text as a message"
+        if item.get("type") != "reasoning":
+            for name in ("content", "output"):
+                for part_path, part in objects_in(f"{path}.{name}", item.get(name)):
+                    yield part_path, part, TEXT_PARTS, "send text"
+    for path, tool in objects_in("tools", body.get("tools")):
+        yield path, tool, (*tool_types, "namespace", *get_args(_Search)), use_function
+        if tool.get("type") == "namespace":
+            for member_path, member in objects_in(f"{path}.tools", tool.get("tools")):
+                yield member_path, member, tool_types, use_function
     choice = body.get("tool_choice")
     yield "tool_choice", choice, (*tool_types, "allowed_tools"), "use a function"
     if isinstance(choice, dict):
-        for at, tool in _with_paths("tool_choice.tools", choice.get("tools")):
-            yield at, tool, tool_types, "leave it out"
-
-
-def _with_paths(path: str, values: Any) -> Iterator[tuple[str, Any]]:
-    for index, value in enumerate(values if isinstance(values, list) else ()):
-        yield f"{path}[{index}]", value
+        for path, tool in objects_in("tool_choice.tools", choice.get("tools")):
+            yield path, tool, tool_types, "leave it out"

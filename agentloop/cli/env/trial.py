@@ -33,7 +33,7 @@ from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError
 from agentloop.events import Event, RolloutFinished, RolloutStarted
-from agentloop.observe.watchdog import Heartbeat, WatchdogSettings, watch_lag
+from agentloop.observe.watchdog import Heartbeat, watch_lag
 from agentloop.rollouts.metrics import mean
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.run_status import count_of
@@ -142,7 +142,7 @@ async def _try(name: str, arguments: list[str]) -> int:
                 progress(f"{num_ended} of {count_of(len(trials), 'rollout')} ended")
 
             async with task_group() as watching:
-                watching.start_soon(watch_lag, Heartbeat(WatchdogSettings()))
+                watching.start_soon(watch_lag, Heartbeat())
                 async with anyio.create_task_group() as running:
                     for number, trial in enumerate(trials, 1):
                         running.start_soon(run, number, trial)

@@ -37,7 +37,7 @@ from agentloop.distribution import require
 from agentloop.errors import DataError, RunFolderError, SettingsError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL, not_a_model
-from agentloop.training.learner_client.client import started
+from agentloop.training.learner_client.client import start_learner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
     LearnerSettings,
@@ -231,7 +231,7 @@ async def _found(
     except OSError as error:
         raise RunFolderError(f"{folder.path}: {error.strerror or error}") from error
     # A log folder of its own, since the run may still be writing to its logs.
-    async with started(
+    async with start_learner(
         learner_settings,
         settings.ranks,
         log_dir=(folder.path / "logs").absolute(),

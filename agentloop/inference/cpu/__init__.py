@@ -38,8 +38,5 @@ def has_accelerator(dev: Path = Path("/dev")) -> bool:
         return override == "1"
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return (dev / "kfd").exists()
-    return any((dev / name).exists() for name in _DEVICE_FILES) or _is_wsl_with_gpu(dev)
-
-
-def _is_wsl_with_gpu(dev: Path) -> bool:
-    return (dev / "dxg").exists() and shutil.which("nvidia-smi") is not None
+    is_wsl_with_gpu = (dev / "dxg").exists() and shutil.which("nvidia-smi") is not None
+    return is_wsl_with_gpu or any((dev / name).exists() for name in _DEVICE_FILES)

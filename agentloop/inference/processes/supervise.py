@@ -311,8 +311,8 @@ async def sglang_servers(
         raise ServerStartError(NOT_INSTALLED)
     launches = plan(model_path, settings, log_dir=log_dir)
     where = "CPU" if "cpu" in launches[0].command else "GPU"
-    servers_text = f"{len(launches)} SGLang server{'s' * (len(launches) > 1)} on the {where}"
-    on_progress(f"Starting {servers_text}; logs in {log_dir}")
+    description = f"{len(launches)} SGLang server{'s' * (len(launches) > 1)} on the {where}"
+    on_progress(f"Starting {description}; logs in {log_dir}")
     async with running(launches, on_progress=on_progress) as servers:
         yield servers
 

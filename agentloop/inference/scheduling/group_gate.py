@@ -76,9 +76,8 @@ class GroupGate:
         self._num_tokens: dict[str, int] = {}  # by rollout, without the group's prompt
         # Of rollouts of several conversations, by conversation; of others None.
         self._conversations: dict[str, dict[str, int] | None] = {}
-        self._num_shared = (
-            0  # tokens of a prompt that siblings of several conversations shared last
-        )
+        # Tokens of the prompt that siblings of several conversations shared last.
+        self._num_shared = 0
 
     async def wait_for_capacity(self, size: int) -> None:
         """Wait until another group of `size` rollouts may start, judged without its prompt.

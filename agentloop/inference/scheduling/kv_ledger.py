@@ -64,10 +64,6 @@ class KVLedger:
         }
         self._affinity = {key: pool for key, pool in self._affinity.items() if pool is not removed}
 
-    def flush(self, rank: DataParallelRank) -> None:
-        """Clear the prefix cache, as new weights do; live sequences are kept."""
-        self.pools[rank].flush()
-
     # --- sequences ------------------------------------------------------------------------------
 
     def reserve(
@@ -149,7 +145,3 @@ class KVLedger:
         """
         for pool in self.pools.values():
             pool.age(now_s, self._away_s)
-
-    def reported_s(self, rank: DataParallelRank) -> float:
-        """Return when the last report with new content arrived."""
-        return self.pools[rank].reported_s

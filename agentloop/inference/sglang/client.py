@@ -20,7 +20,7 @@ import orjson
 
 from agentloop.errors import ServerRefused, ServerUnavailable
 from agentloop.inference.ranks import LoadReport
-from agentloop.inference.sglang.control import ControlClient, refusal
+from agentloop.inference.sglang.control import ControlClient, parsing, refusal
 from agentloop.inference.sglang.frames import ChunkReader, ErrorFrame, InvalidFrame, OnChunk
 from agentloop.inference.sglang.http_stream import PostStream, StreamBroken
 from agentloop.inference.sglang.weight_updates import WeightUpdates
@@ -146,7 +146,7 @@ class SGLangServer(WeightUpdates):
             ServerUnavailable, ServerRefused: It did not report.
         """
         answer = await self._control.get("/v1/loads")
-        try:
+        with parsing(self.url):
             return [
                 LoadReport(
                     num_used=int(rank["num_used_tokens"]),
@@ -155,8 +155,6 @@ class SGLangServer(WeightUpdates):
                 )
                 for rank in sorted(answer["loads"], key=lambda rank: int(rank["dp_rank"]))
             ]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServerRefused(f"{self.url}/v1/loads: unexpected answer", status=200) from error
 
     async def weight_version(self) -> str:
         """Return the version of the server's weights; also serves as a probe that does not
@@ -167,10 +165,8 @@ class SGLangServer(WeightUpdates):
         """
         # Not /server_info, which keeps reporting the version at the server's start.
         answer = await self._control.get("/model_info")
-        try:
+        with parsing(self.url):
             return str(answer.get("weight_version") or "default")
-        except AttributeError as error:
-            raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
 
     async def info(self) -> ServerInfo:
         """Return the server's properties.
@@ -181,7 +177,7 @@ class SGLangServer(WeightUpdates):
         """
         info = await self._control.get("/server_info")
         models = await self._control.get("/v1/models")
-        try:
+        with parsing(self.url):
             (rank, *_) = info.get("internal_states") or [{}]
             max_running = rank.get("effective_max_running_requests_per_dp")
             properties = ServerInfo(
@@ -192,11 +188,7 @@ class SGLangServer(WeightUpdates):
                 dp_size=int(info.get("dp_size") or 1),
                 max_running_requests=None if max_running is None else int(max_running),
             )
-            if (
-                min(properties.context_length, properties.max_total_num_tokens, properties.dp_size)
-                < 1
-            ):
+            sizes = properties.context_length, properties.max_total_num_tokens, properties.dp_size
+            if min(sizes) < 1:
                 raise ValueError("no capacity")
             return properties
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from http.client import responses
 from typing import Any
 
@@ -13,7 +13,7 @@ import pydantic
 
 from agentloop.errors import ServerRefused, ServerUnavailable
 
-__all__ = ["ControlClient", "http_session", "refusal"]
+__all__ = ["ControlClient", "http_session", "parsing", "refusal"]
 
 _MAX_ANSWER_BYTES = 16 << 20  # the answer of /server_info is long
 _TIMEOUT_S = 10.0
@@ -84,6 +84,15 @@ class ControlClient:
             return orjson.loads(content) if content else None
         except orjson.JSONDecodeError as error:
             raise ServerRefused(f"{self._url}{path}: the answer is not JSON", status=200) from error
+
+
+@contextmanager
+def parsing(url: str) -> Iterator[None]:
+    """Raise ServerRefused if an answer lacks what SGLang's have."""
+    try:
+        yield
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise ServerRefused(f"{url} is not an SGLang server", status=200) from error
 
 
 def refusal(where: str, status: int, body: bytes) -> ServerRefused:

@@ -43,8 +43,8 @@ def calls_found_by_sglang(
         raise ModelError(f"SGLang's parser took longer than {_TIMEOUT_S:.0f} s") from error
     if done.returncode:
         raise ModelError(f"SGLang's parser failed: {done.stderr.strip()[-_TAIL:]}")
-    turns_calls = json.loads(done.stdout.splitlines()[-1])
-    return [[(name, arguments) for name, arguments in turn] for turn in turns_calls]
+    calls_by_turn = json.loads(done.stdout.splitlines()[-1])
+    return [[(name, arguments) for name, arguments in turn] for turn in calls_by_turn]
 
 
 def _json_or_text(text: str) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import anyio
 
 from agentloop.errors import ServerError, ServerRefused
-from agentloop.inference.sglang.control import ControlClient
+from agentloop.inference.sglang.control import ControlClient, parsing
 
 __all__ = ["Bucket", "Checksum", "Pause", "WeightUpdates", "WeightsGroup", "WeightsInfo"]
 
@@ -150,7 +150,7 @@ class WeightUpdates(ABC):
         return self._weights_info(await self._control.get("/server_info"))
 
     def _weights_info(self, info: Any) -> WeightsInfo:
-        try:
+        with parsing(self.url):
             unusual = [name for name in _UNUSUAL if info.get(name)]
             unusual += [name for name in _UNUSUAL_ABOVE_1 if int(info.get(name) or 1) > 1]
             unusual += ["model_impl"] * (info.get("model_impl") not in (None, "auto", "sglang"))
@@ -161,8 +161,6 @@ class WeightUpdates(ABC):
                 sglang=str(info.get("version")),
                 unusual=", ".join(f"{name} = {info[name]}" for name in unusual),
             )
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
 
     async def group_member(self, pause: Pause = "retract") -> WeightsInfo:
         """Return how the server would take part in a group.
@@ -172,15 +170,14 @@ class WeightUpdates(ABC):
             ServerRefused: It cannot be a member.
         """
         info = await self._control.get("/server_info")
-        try:
-            if max(int(info.get(name) or 1) for name in ("dp_size", "pp_size")) > 1:
-                raise ServerRefused(
-                    f"{self.url}: data- and pipeline-parallel ranks of SGLang load weights only "
-                    "from disk: set weights.transport to disk",
-                    status=200,
-                )
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ServerRefused(f"{self.url} is not an SGLang server", status=200) from error
+        with parsing(self.url):
+            num_parallel = max(int(info.get(name) or 1) for name in ("dp_size", "pp_size"))
+        if num_parallel > 1:
+            raise ServerRefused(
+                f"{self.url}: data- and pipeline-parallel ranks of SGLang load weights only "
+                "from disk: set weights.transport to disk",
+                status=200,
+            )
         if pause == "in_place":
             self._check_in_place(info)
         return self._weights_info(info)
@@ -287,12 +284,10 @@ class WeightUpdates(ABC):
         answer = await self._control.post(
             "/weights_checker", {"action": "checksum"}, timeout_s=timeout_s
         )
-        try:
+        with parsing(self.url):
             ranks = answer["ranks"]
-            whole = " ".join(sorted(str(rank["per_gpu_checksum"]) for rank in ranks))
-            return Checksum(whole, [_rank_checksums(rank) for rank in ranks])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ServerRefused(f"{self.url}/weights_checker: {answer}", status=200) from error
+            checksum = " ".join(sorted(str(rank["per_gpu_checksum"]) for rank in ranks))
+            return Checksum(checksum, [_rank_checksums(rank) for rank in ranks])
 
 
 def _rank_checksums(rank: Mapping[str, Any]) -> tuple[int, dict[str, str]]:

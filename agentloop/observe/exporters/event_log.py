@@ -27,7 +27,6 @@ import anyio.to_thread
 import pydantic
 
 from agentloop.aio import task_group
-from agentloop.config import as_limits
 from agentloop.events import (
     CallFinished,
     CallStarted,
@@ -51,7 +50,7 @@ from agentloop.events import (
 from agentloop.observe.exporters.drop_counter import DropCounter
 from agentloop.plain_json import dumps, loads
 
-__all__ = ["EventLog", "EventLogLimits", "EventLogSettings", "read_events"]
+__all__ = ["EventLog", "EventLogSettings", "read_events"]
 
 _NEW, _OLD = "events.jsonl", "events.old.jsonl"
 _CLOSE_S = 5.0
@@ -77,22 +76,14 @@ class EventLogSettings(pydantic.BaseModel):
         return self.max_mib > 0
 
 
-class EventLogLimits(EventLogSettings):
-    """Limits of the event log, which only tests change."""
-
-    every_s: float = pydantic.Field(
-        0.5, gt=0, description="Interval between writes; a kill may lose this much."
-    )
-    max_waiting: int = pydantic.Field(
-        65_536, ge=1, description="Maximum number of queued lines; more are dropped and counted."
-    )
-
-
 class EventLog:
     """The event log of a run; pass every event to `on_event`. Create it with `EventLog.open`."""
 
+    EVERY_S = 0.5  # between writes; a kill may lose this much
+    MAX_WAITING = 65_536  # lines; more are dropped and counted
+
     def __init__(self, folder: Path, settings: EventLogSettings | None = None) -> None:
-        self._settings = as_limits(EventLogLimits, settings or EventLogSettings())
+        self._settings = settings or EventLogSettings()
         self._file = _File(folder, self._settings.max_mib * 2**20 // 2)
         self._waiting: list[Line] = []
         self._num_unrecorded = 0  # dropped lines that the file does not mention yet
@@ -135,8 +126,8 @@ class EventLog:
     def _add(self, name: str, line: Line) -> None:
         if not self._settings.enabled:
             return
-        if len(self._waiting) >= self._settings.max_waiting:
-            self._drop(1, f"{self._settings.max_waiting} lines are already queued")
+        if len(self._waiting) >= self.MAX_WAITING:
+            self._drop(1, f"{self.MAX_WAITING} lines are already queued")
             return
         self._waiting.append({"t": time.time(), "event": name, **line})
 
@@ -146,7 +137,7 @@ class EventLog:
 
     async def _keep_writing(self) -> None:
         while True:
-            await anyio.sleep(self._settings.every_s)
+            await anyio.sleep(self.EVERY_S)
             await self._write()
 
     async def _write(self, *, abandon: bool = False) -> None:

@@ -39,7 +39,6 @@ import anyio
 import anyio.to_thread
 import pydantic
 
-from agentloop.config import as_limits
 from agentloop.distribution import install_hint, version
 from agentloop.errors import SettingsError
 from agentloop.events import (
@@ -53,7 +52,7 @@ from agentloop.observe.exporters.drop_counter import DropCounter
 from agentloop.plain_json import dumps, valid_text
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn, TurnEnd
 
-__all__ = ["Attribute", "CallerSpan", "OtelLimits", "OtelSettings", "Traces", "caller_span"]
+__all__ = ["Attribute", "CallerSpan", "OtelSettings", "Traces", "caller_span"]
 
 _SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.1"
 _BATCH_SPANS = 512  # per request, or slightly more, because traces are not split
@@ -132,26 +131,6 @@ class OtelSettings(pydantic.BaseModel):
         return endpoint
 
 
-class OtelLimits(OtelSettings):
-    """Limits of the export, which only tests and benchmarks change."""
-
-    every_s: float = pydantic.Field(
-        2.0, gt=0, description="Maximum interval between two export requests."
-    )
-    timeout_s: float = pydantic.Field(
-        10.0,
-        gt=0,
-        description="Time limit of an export request, including retries; then its traces are "
-        "dropped.",
-    )
-    close_s: float = pydantic.Field(
-        5.0, ge=0, description="Time at the end to send queued traces; the rest is dropped."
-    )
-    max_waiting: int = pydantic.Field(
-        4096, ge=1, description="Maximum number of queued traces; more are dropped and counted."
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class CallerSpan:
     """The caller's span, from its `traceparent` header: https://www.w3.org/TR/trace-context."""
@@ -201,6 +180,11 @@ class Traces:
         num_sent: Number of traces accepted by the collector.
     """
 
+    EVERY_S = 2.0  # between two export requests, at most
+    TIMEOUT_S = 10.0  # of a request, retries included; then its traces are dropped
+    CLOSE_S = 5.0  # at the end, to send queued traces; the others are dropped
+    MAX_WAITING = 4096  # traces; more are dropped and counted
+
     def __init__(
         self,
         settings: OtelSettings,
@@ -209,7 +193,7 @@ class Traces:
         is_scored: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self._settings = as_limits(OtelLimits, settings)
+        self._settings = settings
         self._model = model
         self._is_scored = is_scored
         self._decode = decode
@@ -233,7 +217,7 @@ class Traces:
         is_scored: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> AsyncIterator[Traces]:
-        """Start exporting; on leaving, wait up to `close_s` for queued traces to be sent.
+        """Start exporting; on leaving, wait up to `CLOSE_S` for queued traces to be sent.
 
         Without an endpoint nothing is exported.
 
@@ -251,7 +235,9 @@ class Traces:
             yield traces
             return
         # In a thread, because the import is slow.
-        traces._sender = await anyio.to_thread.run_sync(_Sender, traces._settings, run)
+        traces._sender = await anyio.to_thread.run_sync(
+            _Sender, settings.endpoint, cls.TIMEOUT_S, run
+        )
         # A daemon thread, so that a slow collector cannot keep the process from exiting.
         thread = threading.Thread(target=traces._work, name="send traces", daemon=True)
         thread.start()
@@ -269,7 +255,8 @@ class Traces:
         match event:
             case RolloutStarted():
                 caller = caller_span.get()
-                is_chosen = caller.is_sampled if caller else self._is_chosen(event.rollout_id)
+                share = zlib.crc32(event.rollout_id.encode()) / 2**32
+                is_chosen = caller.is_sampled if caller else share < self._settings.sampling_ratio
                 if self._settings.endpoint and is_chosen:
                     self._open[event.rollout_id] = event, caller
             case RolloutFinished(trajectory=trajectory):
@@ -280,7 +267,7 @@ class Traces:
                     self._add(trajectory, started.group, caller=caller)
                     return
                 self._unscored[event.rollout_id] = trajectory, started.group
-                if len(self._unscored) > self._settings.max_waiting:
+                if len(self._unscored) > self.MAX_WAITING:
                     self._add(*self._unscored.pop(next(iter(self._unscored))))
             case RolloutAbandoned():
                 if event.rollout_id in self._open:
@@ -291,9 +278,6 @@ class Traces:
                 if ended is not None:
                     self._add(*ended, scored=event)
 
-    def _is_chosen(self, rollout_id: str) -> bool:
-        return zlib.crc32(rollout_id.encode()) < self._settings.sampling_ratio * 2**32
-
     def _add(
         self,
         trajectory: Trajectory,
@@ -303,8 +287,8 @@ class Traces:
         scored: RolloutScored | None = None,
         caller: CallerSpan | None = None,
     ) -> None:
-        if len(self._waiting) >= self._settings.max_waiting:
-            self._dropped.add(1, f"{self._settings.max_waiting} traces are already queued")
+        if len(self._waiting) >= self.MAX_WAITING:
+            self._dropped.add(1, f"{self.MAX_WAITING} traces are already queued")
             return
         root = self._root(trajectory, group, is_abandoned)
         if scored is not None:
@@ -428,7 +412,7 @@ class Traces:
     def _work(self) -> None:
         while not (self._closing and not self._waiting):
             if not self._closing:
-                self._wake.wait(self._settings.every_s)
+                self._wake.wait(self.EVERY_S)
                 self._wake.clear()
             while traces := self._batch():
                 self._send(traces)
@@ -467,7 +451,7 @@ class Traces:
             self._add(trajectory, group)
         self._closing = True
         self._wake.set()
-        with anyio.move_on_after(self._settings.close_s, shield=True):
+        with anyio.move_on_after(self.CLOSE_S, shield=True):
             while thread.is_alive():  # noqa: ASYNC110  # threads set no events of a loop
                 await anyio.sleep(0.01)
         num_left = len(self._waiting)
@@ -475,14 +459,14 @@ class Traces:
         assert self._sender is not None
         self._sender.close()  # stops retries of the current request
         if num_left:
-            self._dropped.add(num_left, f"not sent within close_s ({self._settings.close_s:g})")
+            self._dropped.add(num_left, f"not sent within CLOSE_S ({self.CLOSE_S:g})")
         self._dropped.report()
 
 
 class _Sender:
     """Sends traces with OpenTelemetry's own exporter."""
 
-    def __init__(self, settings: OtelLimits, run: str) -> None:
+    def __init__(self, endpoint: str, timeout_s: float, run: str) -> None:
         try:
             from opentelemetry.exporter.otlp.proto.http import Compression
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -498,10 +482,10 @@ class _Sender:
         # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence.
         self._resource = Resource(attributes, _SCHEMA_URL).merge(OTELResourceDetector().detect())
         self._scope = InstrumentationScope("agentloop", version(), _SCHEMA_URL)
-        url = settings.endpoint.rstrip("/")
+        url = endpoint.rstrip("/")
         self._exporter = OTLPSpanExporter(
             endpoint=url if url.endswith(_PATH) else url + _PATH,
-            timeout=settings.timeout_s,
+            timeout=timeout_s,
             compression=Compression.Gzip,
         )
         self._last_log = _LogCapture()

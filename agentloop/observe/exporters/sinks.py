@@ -23,12 +23,11 @@ from typing import Any, Literal, Protocol
 import anyio
 import pydantic
 
-from agentloop.config import as_limits
 from agentloop.distribution import require
 from agentloop.events import Event, Measured
 from agentloop.observe.exporters.drop_counter import DropCounter
 
-__all__ = ["Sink", "Sinks", "SinksLimits", "SinksSettings", "mask_secrets"]
+__all__ = ["Sink", "Sinks", "SinksSettings", "mask_secrets"]
 
 log = logging.getLogger(__name__)
 
@@ -58,19 +57,6 @@ class SinksSettings(pydantic.BaseModel):
     )
 
 
-class SinksLimits(SinksSettings):
-    """Limits of the sinks, which only tests change."""
-
-    max_waiting: int = pydantic.Field(
-        1000,
-        ge=1,
-        description="Maximum number of rows queued for a sink; more are dropped and counted.",
-    )
-    close_s: float = pydantic.Field(
-        30.0, gt=0, description="Time at the end to write queued rows; the rest is dropped."
-    )
-
-
 class Sink(Protocol):
     """A destination for metrics. All methods are called in one thread, may block, and may raise."""
 
@@ -94,9 +80,11 @@ class Sink(Protocol):
 class Sinks:
     """The sinks of a run; pass every event to `on_event`. Create it with `Sinks.open`."""
 
-    def __init__(self, sinks: Mapping[str, Sink], *, max_waiting: int, close_s: float) -> None:
-        self._close_s = close_s
-        self._workers = [_SinkWorker(name, sink, max_waiting) for name, sink in sinks.items()]
+    MAX_WAITING = 1000  # rows of a sink; more are dropped and counted
+    CLOSE_S = 30.0  # at the end, to write queued rows; the others are dropped
+
+    def __init__(self, sinks: Mapping[str, Sink]) -> None:
+        self._workers = [_SinkWorker(name, sink, self.MAX_WAITING) for name, sink in sinks.items()]
 
     @classmethod
     @asynccontextmanager
@@ -107,9 +95,9 @@ class Sinks:
         folder: Path,
         run_name: str,
         config: Mapping[str, Any],
-        make: Callable[[SinkName, SinksLimits, Path], Sink] | None = None,
+        make: Callable[[SinkName, SinksSettings, Path], Sink] | None = None,
     ) -> AsyncIterator[Sinks]:
-        """Start the sinks; on leaving, wait for queued rows, for at most `SinksLimits.close_s`.
+        """Start the sinks; on leaving, wait for queued rows, for at most `CLOSE_S`.
 
         Args:
             folder: The run's folder; sinks store their files there.
@@ -119,9 +107,8 @@ class Sinks:
         Raises:
             SettingsError: The package of a sink is not installed; the message names the extra.
         """
-        make, limits = make or _make, as_limits(SinksLimits, settings)
-        by_name: dict[str, Sink] = {name: make(name, limits, folder) for name in settings.report_to}
-        sinks = cls(by_name, max_waiting=limits.max_waiting, close_s=limits.close_s)
+        make = make or _make
+        sinks = cls({name: make(name, settings, folder) for name in settings.report_to})
         plain = mask_secrets(config)
         for worker in sinks._workers:
             worker.begin(run_name, plain)
@@ -146,11 +133,11 @@ class Sinks:
     async def _close(self) -> None:
         for worker in self._workers:
             worker.end()
-        with anyio.move_on_after(self._close_s, shield=True):
+        with anyio.move_on_after(self.CLOSE_S, shield=True):
             while any(worker.is_alive for worker in self._workers):  # noqa: ASYNC110  # threads
                 await anyio.sleep(0.01)
         for worker in self._workers:
-            worker.give_up(f"not written within {self._close_s:g} s at the end")
+            worker.give_up(f"not written within {self.CLOSE_S:g} s at the end")
 
 
 class _SinkWorker:
@@ -273,7 +260,7 @@ def _may_be_secret(value: object) -> bool:
 # --- the sinks ------------------------------------------------------------------------------------
 
 
-def _make(name: SinkName, settings: SinksLimits, folder: Path) -> Sink:
+def _make(name: SinkName, settings: SinksSettings, folder: Path) -> Sink:
     require(name, {name: "sinks.report_to"})
     match name:
         case "tensorboard":
@@ -281,7 +268,7 @@ def _make(name: SinkName, settings: SinksLimits, folder: Path) -> Sink:
         case "trackio":
             return _Trackio(settings.project)
         case "wandb":
-            return _Wandb(settings.project, folder, 0.8 * settings.close_s)
+            return _Wandb(settings.project, folder, 0.8 * Sinks.CLOSE_S)
 
 
 class _TensorBoard:

@@ -122,9 +122,9 @@ class PlacedRun:
         placement = await self._placement(name)
         port = before[1] if before[0] == placement.node else 0
         shares = placement.process.kind is ProcessKind.RANK and any(
-            other.node == placement.node and set(placement.gpus) & set(other.gpus)
-            for other in self.placements
-            if other.process.kind is ProcessKind.SERVER
+            server.node == placement.node and set(placement.gpus) & set(server.gpus)
+            for server in self.placements
+            if server.process.kind is ProcessKind.SERVER
         )
         return await self.cluster.start(placement, make, port=port, shares_gpus=shares)
 
@@ -148,7 +148,7 @@ class PlacedRun:
             placement = self._placements[name]
             if placement.node in names:
                 return placement
-            kept = [other for other in self.placements if other.node in names]
+            kept = [placement for placement in self.placements if placement.node in names]
             try:
                 (placement,) = place(
                     [placement.process],

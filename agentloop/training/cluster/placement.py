@@ -86,7 +86,7 @@ def processes_of(
     server: ServerSettings,
     ranks: RanksSettings,
     *,
-    num_sandbox_workers: int,
+    num_sandbox_cpus: int,
     on_gpus: bool,
     server_bytes: int = 0,
     rank_bytes: int = 0,
@@ -94,12 +94,13 @@ def processes_of(
     """Return the processes of a run, in the order in which they are placed.
 
     Args:
+        num_sandbox_cpus: processors of each sandbox.
         server_bytes, rank_bytes: memory on the host of one server and of one rank; 0: unknown.
     """
     width = server.tp_size * server.dp_size
-    found = [RunProcess("trainer", ProcessKind.TRAINER, 1, block="learner node 1")]
+    processes = [RunProcess("trainer", ProcessKind.TRAINER, 1, block="learner node 1")]
     for number in range(ranks.nodes * ranks.nproc_per_node):
-        found.append(
+        processes.append(
             RunProcess(
                 f"rank {number}",
                 ProcessKind.RANK,
@@ -111,25 +112,25 @@ def processes_of(
         )
     cpus, gpus = width * (1 if on_gpus else server.threads), width if on_gpus else 0
     if cluster.runtimes:
-        return found + [
+        return processes + [
             RunProcess(
                 f"runtime {number + 1}",
                 ProcessKind.RUNTIME,
-                1 + count * cpus + num_sandbox_workers,
+                1 + count * cpus + num_sandbox_cpus,
                 count * gpus,
                 count * server_bytes,
             )
             for number, count in enumerate(shares(server.count, cluster.runtimes))
         ]
-    found += [
+    processes += [
         RunProcess(f"server {number + 1}", ProcessKind.SERVER, cpus, gpus, server_bytes)
         for number in range(server.count)
     ]
-    found += [
-        RunProcess(f"sandbox {number + 1}", ProcessKind.SANDBOX, num_sandbox_workers)
+    processes += [
+        RunProcess(f"sandbox {number + 1}", ProcessKind.SANDBOX, num_sandbox_cpus)
         for number in range(cluster.sandbox_hosts)
     ]
-    return found
+    return processes
 
 
 def shares(count: int, num: int) -> list[int]:
@@ -248,11 +249,11 @@ def _what_is_missing(
         at_home = any(process.kind is ProcessKind.TRAINER for process in block)
         where = f"on the trainer's node, {home}" if at_home else "on one node"
         lines.append(f"{names} (needs {', '.join(needs)} {where})")
-    left = "; ".join(
+    free_parts = "; ".join(
         f"{node.node.name}: {node.num_cpus:g} of {node.node.num_cpus:g} CPUs, "
         f"{max(map(node.num_gpus, (ProcessKind.SERVER, ProcessKind.RANK)))} of "
         f"{node.node.num_gpus} GPUs"
         + (f", {node.memory_bytes / _GIB:.1f} GiB" if node.node.memory_bytes else "")
         for node in free.values()
     )
-    return f"cluster: no place for {'; '.join(lines)}. Free: {left or 'no node'}"
+    return f"cluster: no place for {'; '.join(lines)}. Free: {free_parts or 'no node'}"

@@ -131,7 +131,7 @@ class RayCluster:
 
     @classmethod
     @asynccontextmanager
-    async def joined(cls, settings: ClusterSettings) -> AsyncIterator[RayCluster]:
+    async def join(cls, settings: ClusterSettings) -> AsyncIterator[RayCluster]:
         """Join the cluster, and leave it at the end, which ends all processes on it.
 
         Raises:
@@ -155,10 +155,10 @@ class RayCluster:
                 configure_logging=False,
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
-            why = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0]
             raise SettingsError(
                 f"cluster.address: cannot join the Ray cluster at {self._settings.address} from "
-                f"this machine: {why}. Start Ray here: `ray start --head`, or `ray start "
+                f"this machine: {reason}. Start Ray here: `ray start --head`, or `ray start "
                 "--address=HOST:PORT` to add this machine to a cluster"
             ) from error
 
@@ -168,17 +168,17 @@ class RayCluster:
         Raises:
             SettingsError: there are fewer after `cluster.wait_s`.
         """
-        found: list[ClusterNode] = []
+        nodes: list[ClusterNode] = []
         with anyio.move_on_after(self._settings.wait_s):
             # Ray tells nobody of a new node.
-            while len(found := await self.alive()) < self._settings.nodes:  # noqa: ASYNC110
+            while len(nodes := await self.alive()) < self._settings.nodes:  # noqa: ASYNC110
                 await anyio.sleep(_POLL_S)
-        if len(found) < self._settings.nodes:
+        if len(nodes) < self._settings.nodes:
             raise SettingsError(
                 f"cluster.nodes: {self._settings.nodes}, but after cluster.wait_s "
-                f"({self._settings.wait_s:g} s) the cluster has {len(found)}"
+                f"({self._settings.wait_s:g} s) the cluster has {len(nodes)}"
             )
-        return found
+        return nodes
 
     async def alive(self) -> list[ClusterNode]:
         """Return the nodes that are alive, this machine's first."""
@@ -190,22 +190,22 @@ class RayCluster:
 
     def _alive(self) -> list[ClusterNode]:
         mine = self._ray.get_runtime_context().get_node_id()
-        alive = [one for one in self._ray.nodes() if one["Alive"]]
-        alive.sort(key=lambda one: (one["NodeID"] != mine, one["NodeID"]))
-        addresses = [one["NodeManagerAddress"] for one in alive]
-        found = []
-        for one, address in zip(alive, addresses, strict=True):
+        alive = [view for view in self._ray.nodes() if view["Alive"]]
+        alive.sort(key=lambda view: (view["NodeID"] != mine, view["NodeID"]))
+        addresses = [view["NodeManagerAddress"] for view in alive]
+        nodes = []
+        for view, address in zip(alive, addresses, strict=True):
             # Several nodes of a test may share an address.
-            name = address if addresses.count(address) == 1 else f"{address}/{one['NodeID'][:6]}"
-            self._ids[name], self._addresses[name] = one["NodeID"], address
-            has = one["Resources"]
-            found.append(
+            name = address if addresses.count(address) == 1 else f"{address}/{view['NodeID'][:6]}"
+            self._ids[name], self._addresses[name] = view["NodeID"], address
+            has = view["Resources"]
+            nodes.append(
                 ClusterNode(
                     name, has.get("CPU", 0), int(has.get("GPU", 0)), int(has.get("memory", 0))
                 )
             )
-        self.home = found[0].name
-        return found
+        self.home = nodes[0].name
+        return nodes
 
     async def start(
         self, placement: Placement, make: MakeLaunch, *, port: int = 0, shares_gpus: bool = False
@@ -238,7 +238,7 @@ class RayCluster:
         """Start an actor at its placement.
 
         Args:
-            made: its class. The method `version` returns the version of agentloop on the node.
+            made: the actor's class, whose method `version` returns the node's version of agentloop.
 
         Raises:
             ServerStartError: the node is lost, or the resources were not free within
@@ -264,12 +264,14 @@ class RayCluster:
                 yield
             started = True
         except (TimeoutError, ray.exceptions.RayError) as error:
-            why = str(error).strip().rpartition("\n")[2]
+            reason = str(error).strip().rpartition("\n")[2]
             if isinstance(error, TimeoutError):
                 needs = f"{placement.process.num_cpus:g} CPUs and {len(placement.gpus)} GPUs"
-                why = f"{needs} were not free within {self._settings.wait_s:g} s (cluster.wait_s)"
+                reason = (
+                    f"{needs} were not free within {self._settings.wait_s:g} s (cluster.wait_s)"
+                )
             raise ServerStartError(
-                f"{placement.process.name} cannot be started on {placement.node}: {why}"
+                f"{placement.process.name} cannot be started on {placement.node}: {reason}"
             ) from error
         finally:
             if not started:
@@ -338,9 +340,9 @@ class RemoteProcess(anyio.abc.Process):
     def _on_end(self, future: Future[int]) -> None:  # in a thread of Ray's
         status = _KILLED if future.cancelled() or future.exception() else future.result()
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._ended, status)
+            self._loop.call_soon_threadsafe(self._record_end, status)
 
-    def _ended(self, status: int) -> None:
+    def _record_end(self, status: int) -> None:
         self._status = status
         self._over.set()
 

@@ -245,9 +245,8 @@ class RolloutWorker:
             purpose=request.purpose,
             on_queued=on_queued,
         )
-        rows = rolled.rows()
-        data = await anyio.to_thread.run_sync(pack, rows)
-        return GroupResult(data, rolled.figures, rolled.has_signal, _versions_of(rows))
+        rows = await anyio.to_thread.run_sync(pack, rolled.rows)
+        return GroupResult(rows, rolled.figures, rolled.has_signal, _versions_of(rolled.rows))
 
     # --- weights ----------------------------------------------------------------------------------
 

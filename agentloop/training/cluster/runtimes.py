@@ -31,8 +31,6 @@ from agentloop.aio import Signal, task_group
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentLoopError, ServerError, ServerStartError
 from agentloop.inference.processes.restarts import Restarts
-from agentloop.rollouts.metrics import GroupFigures
-from agentloop.rollouts.record import ConversationRow
 from agentloop.training.cluster.ray_cluster import ActorLost
 from agentloop.training.cluster.rollout_host import (
     GroupRequest,
@@ -94,18 +92,6 @@ class _Member:
 
     async def do(self, method: str, *arguments: Any) -> Any:
         return await self.actor.call("do", method, *arguments)
-
-
-@dataclass(frozen=True, slots=True)
-class _RemoteGroup:
-    """A group that was rolled out by a runtime on the cluster."""
-
-    figures: GroupFigures
-    has_signal: bool
-    all_rows: Sequence[ConversationRow]
-
-    def rows(self) -> Sequence[ConversationRow]:
-        return self.all_rows
 
 
 class RemoteRuntimes:
@@ -181,15 +167,15 @@ class RemoteRuntimes:
             except (ActorLost, ServerError) as error:
                 if not was_ready:
                     raise
-                how = str(error)
+                reason = str(error)
             delay_s = restarts.record_death(time.monotonic())
             if delay_s is None:
                 self._num_left -= 1
                 if not self._num_left:
-                    raise ServerError(f"no runtime is left: {name}: {how}")
-                self._say(f"{name} is given up: {how}")
+                    raise ServerError(f"no runtime is left: {name}: {reason}")
+                self._say(f"{name} is given up: {reason}")
                 return
-            self._say(f"{name} is lost, and its groups go to others; restarting it: {how}")
+            self._say(f"{name} is lost, and its groups go to others; restarting it: {reason}")
             await anyio.sleep(delay_s)
 
     async def _use(
@@ -203,15 +189,15 @@ class RemoteRuntimes:
         """
 
         async def run() -> None:
-            how = await actor.call("run", open_rollouts)
-            raise ServerStartError(f"{name}: {how or 'it has ended'}")
+            reason = await actor.call("run", open_rollouts)
+            raise ServerStartError(f"{name}: {reason or 'it has ended'}")
 
-        begun = time.monotonic()
+        started_s = time.monotonic()
         try:
             async with task_group(only_first=True) as tasks:
                 tasks.start_soon(run)
                 await actor.call("ready")  # its servers and its sandbox have deadlines
-                self._say(f"{name}: ready after {time.monotonic() - begun:.1f} s")
+                self._say(f"{name}: ready after {time.monotonic() - started_s:.1f} s")
                 on_ready()
                 await self._offer(name, actor)
         finally:
@@ -272,10 +258,10 @@ class RemoteRuntimes:
             ServerError: the group was given up, because too many runtimes were lost or failed.
         """
         request = GroupRequest(task, name, size, budget, oldest, purpose)
-        why, is_queued = "", False
+        reason, is_queued = "", False
         for _ in range(_NUM_TRIES):
             await self._until(lambda: bool(self._free()))
-            member = min(self._free(), key=lambda one: one.num_open)
+            member = min(self._free(), key=lambda member: member.num_open)
             member.is_free = False
             self._changed.notify()
             if not is_queued:
@@ -283,19 +269,25 @@ class RemoteRuntimes:
                 on_queued()
             try:
                 result = await self._ask(member, request)
-                found = await self._found(member, result)
+                group = await self._unpack(member, result)
             except ActorLost as error:
-                why = f"{member.name} was lost: {error}"
+                reason = f"{member.name} was lost: {error}"
             except ServerError as error:
-                why = f"{member.name}: {error}"
-                log.error("group %s goes to another runtime: %s", name, why)
+                reason = f"{member.name}: {error}"
+                log.error("group %s goes to another runtime: %s", name, reason)
                 await anyio.sleep(_RETRY_S)
             else:
-                return found
-        raise ServerError(f"group {name}: gave up after {_NUM_TRIES} attempts, the last by {why}")
+                return group
+        raise ServerError(
+            f"group {name}: gave up after {_NUM_TRIES} attempts, the last by {reason}"
+        )
 
     def _free(self) -> list[_Member]:
-        return [one for one in self._members.values() if one.is_free and self._is_current(one)]
+        return [
+            member
+            for member in self._members.values()
+            if member.is_free and self._is_current(member)
+        ]
 
     async def _ask(self, member: _Member, request: GroupRequest) -> GroupResult:
         member.num_open += 1
@@ -310,7 +302,7 @@ class RemoteRuntimes:
             member.num_open -= 1
         return result
 
-    async def _found(self, member: _Member, result: GroupResult) -> _RemoteGroup:
+    async def _unpack(self, member: _Member, result: GroupResult) -> RolledOut:
         """Return the group of a result, or raise the error that it has.
 
         Raises:
@@ -318,15 +310,15 @@ class RemoteRuntimes:
         """
         if result.error:
             kind = getattr(errors, result.error, None)
-            known = isinstance(kind, type) and issubclass(kind, AgentLoopError)
-            raise (kind if known and kind else ServerError)(result.message)
+            is_ours = isinstance(kind, type) and issubclass(kind, AgentLoopError)
+            raise (kind if is_ours and kind else ServerError)(result.message)
         with anyio.move_on_after(self._sync_s()):
             await self._until(lambda: result.versions <= member.verified or member.is_gone)
         if not result.versions <= member.verified:
             unknown = ", ".join(sorted(result.versions - member.verified))
             raise ServerError(f"its weights of version {unknown} were never confirmed")
         rows = await anyio.to_thread.run_sync(unpack, result.rows)
-        return _RemoteGroup(result.figures, result.has_signal, rows)
+        return RolledOut(result.figures, result.has_signal, rows)
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -336,7 +328,7 @@ class RemoteRuntimes:
         Return when each runtime has the weights, or has failed. One that failed takes no groups
         until it has them, too.
         """
-        begun = time.monotonic()
+        started_s = time.monotonic()
         self._number += 1
         self._version, self._checksum = published.version, None
         self._timeout_s = timeout_s
@@ -349,31 +341,33 @@ class RemoteRuntimes:
                 tasks.start_soon(self._load, member, published)
         self._judge(members)
         right = [member for member in members if self._is_current(member)]
-        loaded = [f"{one.name} {url}" for one in right for url in one.synced.loaded]
+        loaded = [f"{member.name} {url}" for member in right for url in member.synced.loaded]
         failed = {
-            f"{one.name} {url}": why for one in right for url, why in one.synced.failed.items()
+            f"{member.name} {url}": error
+            for member in right
+            for url, error in member.synced.failed.items()
         }
         failed |= {
-            one.name: one.synced.error or f"its weights differ: {one.synced.checksum}"
-            for one in members
-            if one not in right
+            member.name: member.synced.error or f"its weights differ: {member.synced.checksum}"
+            for member in members
+            if member not in right
         }
-        for name, why in failed.items():
-            log.error("%s does not have version %s: %s", name, published.version, why)
+        for name, error in failed.items():
+            log.error("%s does not have version %s: %s", name, published.version, error)
         return SyncResult(
             published,
             loaded,
             failed,
-            time.monotonic() - begun,
+            time.monotonic() - started_s,
             self._checksum or "",
-            num_verified=sum(one.synced.num_verified for one in right),
+            num_verified=sum(member.synced.num_verified for member in right),
         )
 
     async def sync_stale(self, result: SyncResult, *, timeout_s: float) -> bool:
         """Implement `Serving`: also for runtimes that were restarted."""
         done: list[bool] = []
 
-        async def one(member: _Member) -> None:
+        async def sync(member: _Member) -> None:
             if not self._is_current(member):
                 await self._load(member, result.published)
                 self._judge([member])
@@ -389,7 +383,7 @@ class RemoteRuntimes:
 
         async with anyio.create_task_group() as tasks:
             for member in list(self._members.values()):
-                tasks.start_soon(one, member)
+                tasks.start_soon(sync, member)
         return all(done)
 
     async def _load(self, member: _Member, published: PublishedWeights) -> None:
@@ -408,11 +402,13 @@ class RemoteRuntimes:
         Raises:
             ServerError: none has loaded them, or it is unknown which are right.
         """
-        have = {one: one.synced.checksum for one in members if not one.synced.error}
+        checksums = {
+            member: member.synced.checksum for member in members if not member.synced.error
+        }
         if self._checksum is None:
-            whys = {one.name: one.synced.error for one in members}
-            self._checksum = _most_common(list(have.values()), self._version, whys)
-        for member, checksum in have.items():
+            reasons = {member.name: member.synced.error for member in members}
+            self._checksum = _most_common(list(checksums.values()), self._version, reasons)
+        for member, checksum in checksums.items():
             if checksum == self._checksum:
                 member.is_right = True
                 member.verified.add(self._version)
@@ -428,15 +424,15 @@ class RemoteRuntimes:
         return 2 * self._timeout_s + _ANSWER_S
 
 
-def _most_common(have: Sequence[str], version: str, whys: Mapping[str, str]) -> str:
+def _most_common(checksums: Sequence[str], version: str, reasons: Mapping[str, str]) -> str:
     """Return the checksum that most runtimes have.
 
     Raises:
         ServerError: there is none, or a tie, so that the right weights are unknown.
     """
-    (first, num_first), *others = Counter(have).most_common(2) or [("", 0)]
+    (first, num_first), *runners_up = Counter(checksums).most_common(2) or [("", 0)]
     if not num_first:
-        raise ServerError(f"no runtime could load version {version}: {dict(whys)}")
-    if others and others[0][1] == num_first:
-        raise ServerError(f"the runtimes disagree about the weights {version}: {list(have)}")
+        raise ServerError(f"no runtime could load version {version}: {dict(reasons)}")
+    if runners_up and runners_up[0][1] == num_first:
+        raise ServerError(f"the runtimes disagree about the weights {version}: {list(checksums)}")
     return first

@@ -53,15 +53,17 @@ def _advantages(
         [
             [
                 by_teacher - by_student + arguments.reward_coef * score
-                for by_teacher, by_student in zip(teacher, _sampled(one), strict=True)
+                for by_teacher, by_student in zip(
+                    teacher, _sampled_logprobs(trajectory), strict=True
+                )
             ]
-            for one, teacher in zip(rollout.trajectories, rollout.teacher, strict=True)
+            for trajectory, teacher in zip(rollout.trajectories, rollout.teacher, strict=True)
         ]
         for rollout, score in zip(group, scores, strict=True)
     ]
 
 
-def _sampled(trajectory: Trajectory) -> list[float]:
+def _sampled_logprobs(trajectory: Trajectory) -> list[float]:
     return [logprob for turn in trajectory for logprob in turn.logprobs]
 
 

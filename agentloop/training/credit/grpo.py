@@ -42,7 +42,7 @@ def rollout_advantages(
     """Return the advantage of each rollout for each of its sampled tokens."""
     scores = group_advantages([rollout.reward for rollout in group], shuffler)
     return [
-        [[score] * one.num_sampled_tokens for one in rollout.trajectories]
+        [[score] * trajectory.num_sampled_tokens for trajectory in rollout.trajectories]
         for rollout, score in zip(group, scores, strict=True)
     ]
 

@@ -46,11 +46,11 @@ class PerTurnArguments(CreditArguments):
 
 def returns_to_go(trajectory: Trajectory, discount: float) -> list[float]:
     """Return, for each turn, the discounted sum of its reward and those of later turns."""
-    total, found = 0.0, []
+    total, returns = 0.0, []
     for turn in reversed(trajectory.turns):
         total = (turn.reward or 0.0) + discount * total
-        found.append(total)
-    return found[::-1]
+        returns.append(total)
+    return returns[::-1]
 
 
 def turn_advantages(
@@ -58,7 +58,7 @@ def turn_advantages(
 ) -> list[list[list[float]]]:
     """Return the advantage of each turn, by rollout and trajectory, without the rollouts' own."""
     returns = [
-        [returns_to_go(one, arguments.discount) for one in rollout.trajectories]
+        [returns_to_go(trajectory, arguments.discount) for trajectory in rollout.trajectories]
         for rollout in group
     ]
     reaching: dict[tuple[object, int], list[list[float]]] = defaultdict(list)
@@ -84,10 +84,10 @@ def _advantages(
         [
             [
                 outcome + score + next(token_rewards)
-                for turn, score in zip(one.turns, scores, strict=True)
+                for turn, score in zip(trajectory.turns, scores, strict=True)
                 for _ in turn.output_ids
             ]
-            for one, scores in zip(rollout.trajectories, by_rollout, strict=True)
+            for trajectory, scores in zip(rollout.trajectories, by_rollout, strict=True)
         ]
         for rollout, outcome, by_rollout in zip(group, outcomes, by_turn, strict=True)
     ]
@@ -95,7 +95,9 @@ def _advantages(
 
 def _token_rewards(group: Sequence[RewardedRollout], shuffler: Random | None) -> Iterator[float]:
     """Return the rewards of all sampled tokens; 0 for those of turns without any."""
-    turns = (turn for rollout in group for one in rollout.trajectories for turn in one)
+    turns = (
+        turn for rollout in group for trajectory in rollout.trajectories for turn in trajectory
+    )
     rewards = [
         reward for turn in turns for reward in turn.token_rewards or [0.0] * len(turn.output_ids)
     ]

@@ -156,10 +156,10 @@ class Trace:
         Calls that were cancelled or lost to the infrastructure do not count.
         """
         excluded = (ToolCallStatus.CANCELLED, ToolCallStatus.INFRASTRUCTURE)
-        results = [result for one in trajectories for result in one.results]
+        results = [result for trajectory in trajectories for result in trajectory.results]
         statuses = [result.status for result in results if result.status not in excluded]
-        turns = [turn for one in trajectories for turn in one]
-        is_lost = any(one.stop_reason.is_unscorable for one in trajectories)
+        turns = [turn for trajectory in trajectories for turn in trajectory]
+        is_lost = any(trajectory.stop_reason.is_unscorable for trajectory in trajectories)
         return cls(
             reward=None if is_lost else reward,
             num_calls=len(statuses),
@@ -205,7 +205,7 @@ def resample(traces: Sequence[Trace], settings: RocSettings, rng: Random) -> Sel
     """Choose the rollouts to train on; deterministic for the same state of `rng`."""
     penalties = [penalty(trace, settings) for trace in traces]
     scored = [index for index, trace in enumerate(traces) if trace.reward is not None]
-    rejected = _rejected([traces[index].reward for index in scored], settings)
+    rejected = _rejection([traces[index].reward for index in scored], settings)
     if rejected:
         kept = []
     elif 0 < settings.down_sample_to_n < len(scored):
@@ -280,7 +280,7 @@ def _is_correct(trace: Trace) -> bool:
     return trace.reward is not None and trace.reward > 0
 
 
-def _rejected(rewards: Sequence[float | None], settings: RocSettings) -> Rejected | None:
+def _rejection(rewards: Sequence[float | None], settings: RocSettings) -> Rejected | None:
     if len(rewards) < max(1, settings.down_sample_to_n):
         return Rejected.TOO_FEW
     if settings.reject_equal_reward and len(set(rewards)) == 1:

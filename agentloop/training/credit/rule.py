@@ -36,11 +36,11 @@ class RewardedRollout:
     """A rollout to train on.
 
     Attributes:
-        trajectories: its conversations with the model, one or more.
+        trajectories: the rollout's conversations with the model, one or more.
         teacher: the teacher's log-probabilities of the sampled tokens of each trajectory, if the
             rule needs them.
-        names: which of its rollout's conversations each trajectory is: those of the same name in
-            other rollouts are its counterparts. By default, its place.
+        names: names of the conversations; those of the same name in other rollouts are
+            counterparts. By default, their places.
     """
 
     reward: float
@@ -53,8 +53,8 @@ class CreditArguments(pydantic.BaseModel):
     """Arguments that every rule takes.
 
     Attributes:
-        aggregate: what the token losses are averaged over first: the tokens of a group, of the
-            whole batch, or of a sequence. By default, as the rule does it.
+        aggregate: unit over which the token losses are averaged first: the tokens of a group, of
+            the whole batch, or of a sequence. By default, the rule's.
         shuffle_rewards: a control experiment in which nothing should be learned: rollouts, turns
             and tokens are trained with the rewards of others of their group, in random order.
     """
@@ -86,7 +86,7 @@ class CreditRule:
     uses_turn_rewards: bool = False
 
 
-def token_weights(group: Sequence[RewardedRollout], how: Aggregate) -> list[list[float]]:
+def token_weights(group: Sequence[RewardedRollout], aggregate: Aggregate) -> list[list[float]]:
     """Return the weight of a sampled token of each trajectory, by rollout.
 
     The learner divides by the sum of the weights in an update, so the loss is
@@ -95,11 +95,13 @@ def token_weights(group: Sequence[RewardedRollout], how: Aggregate) -> list[list
     eq. 6); batch: the mean over all tokens (DAPO, arXiv 2503.14476); sequence: the mean over the
     trajectories of the mean over a trajectory's tokens (GRPO as first published).
     """
-    total = sum(one.num_sampled_tokens for rollout in group for one in rollout.trajectories)
+    total = sum(
+        trajectory.num_sampled_tokens for rollout in group for trajectory in rollout.trajectories
+    )
 
     def weight(trajectory: Trajectory) -> float:
-        if how == "batch":
+        if aggregate == "batch":
             return 1.0
-        return 1 / max(1, total if how == "group" else trajectory.num_sampled_tokens)
+        return 1 / max(1, total if aggregate == "group" else trajectory.num_sampled_tokens)
 
-    return [[weight(one) for one in rollout.trajectories] for rollout in group]
+    return [[weight(trajectory) for trajectory in rollout.trajectories] for rollout in group]

@@ -74,8 +74,8 @@ class CreditSettings(pydantic.BaseModel):
                 f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
                 for problem in error.errors()
             )
-            known = ", ".join(rule.arguments.model_fields)
-            raise ValueError(f"{problems} (arguments of {info.data['name']}: {known})") from error
+            names = ", ".join(rule.arguments.model_fields)
+            raise ValueError(f"{problems} (arguments of {info.data['name']}: {names})") from error
         return args
 
     @property

@@ -49,14 +49,14 @@ def write_batch(path: Path, samples: Sequence[Sample]) -> None:
         return np.concatenate([np.asarray(getattr(sample, name), dtype) for sample in samples])
 
     def where_sampled(name: str) -> np.ndarray[Any, Any]:
-        found = np.zeros(len(mask), "float32")
-        found[mask == 1] = np.concatenate(
+        values = np.zeros(len(mask), "float32")
+        values[mask == 1] = np.concatenate(
             [
                 np.broadcast_to(np.asarray(getattr(sample, name), "float32"), sum(sample.mask))
                 for sample in samples
             ]
         )
-        return found
+        return values
 
     mask = flat("mask", "uint8")
     tensors = {

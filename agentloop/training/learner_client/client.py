@@ -65,7 +65,7 @@ __all__ = [
     "RestartableLearner",
     "Spawn",
     "learner_command",
-    "started",
+    "start_learner",
 ]
 
 _COMMAND = (
@@ -135,7 +135,7 @@ class RestartableLearner(Learner, Protocol):
         await learner.ask(LoadRequest(folder=newest), timeout_s=600)
     """
 
-    async def lost(self) -> str:
+    async def wait_lost(self) -> str:
         """Wait, without a deadline, until a rank dies unexpectedly; return a description of how."""
         ...
 
@@ -145,7 +145,7 @@ class RestartableLearner(Learner, Protocol):
         Requests made meanwhile wait. If the restart fails, all requests fail until one succeeds.
 
         Raises:
-            LearnerLost, LearnerEnded: as in `started`.
+            LearnerLost, LearnerEnded: as in `start_learner`.
         """
         ...
 
@@ -268,7 +268,7 @@ class LearnerProcesses:
             LearnerLost: a rank died first.
             Exception: an error of `work`, which still has a moment to fail after a rank has died.
         """
-        found: list[T] = []
+        results: list[T] = []
         died: list[str] = []
         async with task_group() as tasks:
 
@@ -278,13 +278,13 @@ class LearnerProcesses:
                 tasks.cancel_scope.deadline = anyio.current_time() + _LAST_WORDS_S
 
             async def do() -> None:
-                found.append(await work())
+                results.append(await work())
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(die)
             tasks.start_soon(do)
-        if found:
-            return found[0]
+        if results:
+            return results[0]
         raise LearnerLost(died[0])
 
     async def how_it_ended(self, within_s: float = 10.0) -> str:
@@ -331,12 +331,14 @@ class LearnerProcesses:
             tail = [f"(its log cannot be read: {error})"]
         lines = "\n".join(f"  {line[:300]}" for line in tail)
         name = self._names[index]
-        how = f"{name} ended with exit status {status}." if ended else f"{name} is still running."
-        return f"{how} The {self.where()}; the end of {log_path.name}:\n{lines}"
+        description = (
+            f"{name} ended with exit status {status}." if ended else f"{name} is still running."
+        )
+        return f"{description} The {self.where()}; the end of {log_path.name}:\n{lines}"
 
 
 @asynccontextmanager
-async def started(
+async def start_learner(
     settings: LearnerSettings,
     ranks_settings: RanksSettings,
     *,
@@ -378,9 +380,9 @@ async def started(
             await ranks.start(start, log_dir / f"learner-{start.name.removeprefix('rank ')}.log")
         num_ranks = ranks_settings.nproc_per_node * ranks_settings.nodes
         on_progress(f"Starting the learner with {count_of(num_ranks, 'rank')}; logs in {log_dir}")
-        if others := on_other_nodes(ranks_settings, command, port):
+        if commands := on_other_nodes(ranks_settings, command, port):
             listed = settings_path.with_name("learner-nodes.txt")
-            await listed.write_text("".join(f"{other}\n" for other in others), "utf-8")
+            await listed.write_text("".join(f"{line}\n" for line in commands), "utf-8")
             on_progress(f"On each of the other nodes, start its command from {listed}")
         learner = await ranks.while_alive(
             partial(_ready, listener, ranks, ranks_settings.start_timeout_s, stack)
@@ -405,9 +407,9 @@ class KeptLearner:
         on_progress: Callable[[str], None],
         spawn: Spawn = spawn_here,
     ) -> None:
-        """Take the arguments of `started`."""
+        """Take the arguments of `start_learner`."""
         self._start = partial(
-            started,
+            start_learner,
             settings,
             ranks_settings,
             log_dir=log_dir,
@@ -420,7 +422,7 @@ class KeptLearner:
         self.num_starts = 0
 
     async def __aenter__(self) -> Self:
-        """Start the learner. Raises the errors of `started`."""
+        """Start the learner. Raises the errors of `start_learner`."""
         await self._begin()
         self._up.set()
         return self
@@ -432,7 +434,7 @@ class KeptLearner:
     async def starting(self) -> AsyncIterator[Self]:
         """Start the learner while the block already runs; requests wait until it is ready.
 
-        If it cannot start, the block is cancelled, and the errors of `started` are raised.
+        If it cannot start, the block is cancelled, and the errors of `start_learner` are raised.
         """
         try:
             async with task_group(only_first=True) as tasks:
@@ -448,11 +450,11 @@ class KeptLearner:
 
     async def ask(self, request: Request[R], *, timeout_s: float) -> R:
         """Implement `Learner`. Wait for a restart in progress; fail as soon as any rank dies."""
-        begun = anyio.current_time()
+        started_s = anyio.current_time()
         with anyio.move_on_after(timeout_s):
             while not self._up.is_set():
                 await self._up.wait()
-        left_s = timeout_s - (anyio.current_time() - begun)
+        left_s = timeout_s - (anyio.current_time() - started_s)
         if not self._up.is_set():
             late = f"the learner was not restarted within {timeout_s:g} s"
             raise LearnerLost(f"{request.op}: {late}")
@@ -464,14 +466,14 @@ class KeptLearner:
         await self._up.wait()  # no deadline: a start has one, and fails the block of `starting`
         return self._learner.about
 
-    async def lost(self) -> str:
+    async def wait_lost(self) -> str:
         """Implement `RestartableLearner`."""
         while True:
             await self._up.wait()  # no deadline: a learner may live for weeks
             life = self._processes
-            how = await life.wait_dead()
+            description = await life.wait_dead()
             if self._up.is_set() and life is self._processes:
-                return how
+                return description
 
     async def restart(self) -> None:
         """Implement `RestartableLearner`."""
@@ -506,12 +508,12 @@ async def _ready(
     stack: AsyncExitStack,
 ) -> _RankZero:
     """Accept rank 0's connection and wait until all ranks are ready. Raises LearnerError."""
-    begun = anyio.current_time()
+    started_s = anyio.current_time()
     with anyio.move_on_after(timeout_s):
         stream = await listener.accept()
         stack.push_async_callback(stream.aclose)
         learner = _RankZero(stream, ranks)
-        await learner.ready(timeout_s - (anyio.current_time() - begun))
+        await learner.ready(timeout_s - (anyio.current_time() - started_s))
         return learner
     late = f"the learner was not ready after {timeout_s:g} s (ranks.start_timeout_s)"
     raise LearnerLost(f"{late}; {ranks.where()}")

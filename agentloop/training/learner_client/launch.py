@@ -196,11 +196,13 @@ def _devices(settings: RanksSettings) -> str:
 
     Given only a number, it would ignore CUDA_VISIBLE_DEVICES and use the machine's first devices.
     """
-    visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    visible = [
+        device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()
+    ]
     if settings.nodes > 1 or not visible or not has_accelerator():
         return f"--num_gpus={settings.nproc_per_node}"
-    taken = [one.strip() for one in visible[: settings.nproc_per_node]]
-    if len(taken) < settings.nproc_per_node or not all(one.isdecimal() for one in taken):
+    taken = [device.strip() for device in visible[: settings.nproc_per_node]]
+    if len(taken) < settings.nproc_per_node or not all(device.isdecimal() for device in taken):
         raise SettingsError(
             "ranks.launcher: DeepSpeed's launcher needs a device number for each rank "
             f"(ranks.nproc_per_node: {settings.nproc_per_node}), but CUDA_VISIBLE_DEVICES is "

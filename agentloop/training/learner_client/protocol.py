@@ -98,8 +98,8 @@ class ReadyReply(Reply):
     """The first message of rank 0: all ranks are ready.
 
     Attributes:
-        made_with: what the exact result of a step depends on besides the settings, by name:
-            versions of packages, the processor or the GPU, and the number of threads.
+        made_with: everything besides the settings that determines the exact result of a step, by
+            name: versions of packages, the processor or the GPU, and the number of threads.
     """
 
     ready: Literal[True] = True
@@ -234,7 +234,7 @@ class SavedReply(Reply):
     Attributes:
         folder: the newest complete checkpoint saved by this learner.
         writing: the checkpoint being written.
-        failed: why the last save failed; None if it did not.
+        failed: the reason why the last save failed; None if it did not.
     """
 
     folder: Path | None = None
@@ -303,7 +303,6 @@ class OpenRequest(Request[OpenReply]):
     op: Literal["open"] = "open"
     reply_type = OpenReply
     address: str
-    port: int
     num_updates: int
 
 
@@ -403,8 +402,8 @@ def _decode(kind: type[M], line: bytes) -> M:
         return kind.model_validate_json(line)
     except pydantic.ValidationError as error:
         problems = "; ".join(
-            f"{'.'.join(map(str, one['loc'])) or 'message'}: "
-            + ("unknown field" if one["type"] == "extra_forbidden" else one["msg"])
-            for one in error.errors()
+            f"{'.'.join(map(str, problem['loc'])) or 'message'}: "
+            + ("unknown field" if problem["type"] == "extra_forbidden" else problem["msg"])
+            for problem in error.errors()
         )
         raise MessageError(problems) from error

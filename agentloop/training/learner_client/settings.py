@@ -306,5 +306,5 @@ class LearnerSettings(SftLearnerSettings):
             values["loss"] = {"kind": "sft"}
         else:
             values["loss"]["kind"] = objective
-        given = {"model": model, "chat_template": chat_template, "temperature": temperature}
-        return cls.model_validate(values | given)
+        shared = {"model": model, "chat_template": chat_template, "temperature": temperature}
+        return cls.model_validate(values | shared)

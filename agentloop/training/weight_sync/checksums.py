@@ -156,9 +156,7 @@ def _gpu_hash(data: Array) -> int:
             words = np.concatenate([words, np.zeros(-len(words) % 4, np.uint8)])
         words = words.view(np.uint32)
         places = np.arange(start, start + len(words), dtype=np.uint64).astype(np.uint32)
-        high, low = (
-            _mixed(_sums(words, places, *lane) ^ size).astype(np.uint64) for lane in _LANES
-        )
+        high, low = (_mix(_sums(words, places, *lane) ^ size).astype(np.uint64) for lane in _LANES)
         total += int((high << np.uint64(32) | low).sum(dtype=np.uint64))
     total &= _64
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -173,11 +171,11 @@ def _sums(words: Array, places: Array, factor: int, seed: int, turn: int) -> Arr
     mixed ^= (places << np.uint32(turn)) | (places >> np.uint32(32 - turn))
     mixed ^= words
     tiles = np.arange(0, len(words), _TILE)
-    sums: Array = np.add.reduceat(_mixed(mixed), tiles, dtype=np.uint32)
+    sums: Array = np.add.reduceat(_mix(mixed), tiles, dtype=np.uint32)
     return sums
 
 
-def _mixed(words: Array) -> Array:
+def _mix(words: Array) -> Array:
     """Mix 32-bit words in place and return them."""
     words ^= words >> np.uint32(16)
     words *= np.uint32(0x85EBCA6B)

@@ -47,18 +47,18 @@ class PublishedFolder:
             try:
                 with anyio.fail_after(timeout_s):
                     info = await server.weights_info() if self.verify else None
-                    found = await server.update_weights(
+                    checksum = await server.update_weights(
                         str(self.folder), self.version, timeout_s=timeout_s, pause=self.pause
                     )
             except (ServerError, TimeoutError) as error:
                 failed[server.url] = str(error) or f"timed out after {timeout_s:g} s"
                 return
             if info is None:
-                proofs[server.url] = prove(found, lambda *_: None, unproven=UNASKED)
+                proofs[server.url] = prove(checksum, lambda *_: None, unproven=UNASKED)
                 return
             async with reading:  # no deadline: bounded by the hashing of the files
                 proofs[server.url] = await in_run_thread(
-                    files.prove, found, info, abandon_on_cancel=True
+                    files.prove, checksum, info, abandon_on_cancel=True
                 )
 
         async with anyio.create_task_group() as tasks:
@@ -95,8 +95,8 @@ class FolderPublisher:
         elif self._last != folder:
             self._old.append(self._last)
         self._last = folder
-        how = self._settings.pause, self._settings.verify
-        return PublishedFolder(version, folder, *how, reply.sha256)
+        settings = self._settings.pause, self._settings.verify
+        return PublishedFolder(version, folder, *settings, reply.sha256)
 
     async def tidy(self) -> None:
         """Implement `Publisher`."""
@@ -113,5 +113,5 @@ class FolderPublisher:
 
 def _others(folder: Path) -> list[Path]:
     """Return the other versions, complete or not, in the parent of `folder`."""
-    there = [one for one in folder.parent.glob("*") if _A_VERSION.fullmatch(one.name)]
-    return [one for one in there if one != folder]
+    versions = (path for path in folder.parent.glob("*") if _A_VERSION.fullmatch(path.name))
+    return [path for path in versions if path != folder]

@@ -68,9 +68,9 @@ class WeightSyncLoop:
 
     async def publish(self) -> None:
         """Publish the learner's weights and have them loaded. Raises LearnerError."""
-        begun = time.monotonic()
+        started_s = time.monotonic()
         self._published = await self._steps.publish(self._publisher)
-        self.metrics.publish_s = time.monotonic() - begun
+        self.metrics.publish_s = time.monotonic() - started_s
         self._syncing_stale.cancel()  # load the new weights instead
         self._control.notify()
 
@@ -92,7 +92,7 @@ class WeightSyncLoop:
         """
         while True:
             while self._published is None:
-                await self._control.changed()  # no deadline: until the learner has new weights
+                await self._control.wait_changed()  # no deadline: until the learner has new weights
             published, self._published = self._published, None
             async with self._lock:  # no deadline: loading has one, weights.timeout_s
                 try:
@@ -117,11 +117,11 @@ class WeightSyncLoop:
 
     async def _sync(self, published: PublishedWeights) -> SyncResult:
         """Sync weights, retrying while servers are restarted. Raises ServerError if all fail."""
-        for left in reversed(range(_NUM_TRIES)):
+        for num_left in reversed(range(_NUM_TRIES)):
             try:
                 return await self._serving.sync(published, timeout_s=self._timeout_s)
             except ServerError as error:
-                if not left:
+                if not num_left:
                     raise
                 log.error("%s; trying again", error)
             await anyio.sleep(_POLL_S)

@@ -69,14 +69,14 @@ class GroupPublisher:
     async def publish(self, version: str, *, timeout_s: float) -> PublishedInLearner:
         """Describe the learner's current weights. Raises LearnerError."""
         await anyio.Path(self._layout.parent).mkdir(parents=True, exist_ok=True)
-        told = await self._learner.ask(LayoutRequest(out=self._layout), timeout_s=timeout_s)
+        reply = await self._learner.ask(LayoutRequest(out=self._layout), timeout_s=timeout_s)
         layout = orjson.loads(await anyio.Path(self._layout).read_bytes())
         buckets = [Bucket(**bucket) for bucket in layout]
         backend: str = self._settings.backend
         if backend == "auto":
-            backend = told.backend
+            backend = reply.backend
         return PublishedInLearner(
-            version, self._learner, buckets, told.num_updates, backend, self._settings, told.model
+            version, self._learner, buckets, reply.num_updates, backend, self._settings, reply.model
         )
 
     async def tidy(self) -> None:
@@ -144,17 +144,17 @@ class PublishedInLearner:
         """
         failed: dict[str, str] = {}
         proofs: dict[str, Proof] = {}
-        asked = list(servers)
+        candidates = list(servers)
         with anyio.move_on_after(timeout_s):
-            while asked and not proofs:
-                members = await self._members(asked, failed)
-                asked = [member.server for member in members]
+            while candidates and not proofs:
+                members = await self._members(candidates, failed)
+                candidates = [member.server for member in members]
                 if not members:
                     break
                 lost = await self._attempt(members, proofs, failed)
                 if not proofs and not lost:
                     break
-                asked = [server for server in asked if server.url not in lost]
+                candidates = [server for server in candidates if server.url not in lost]
         missed = [server.url for server in servers if server.url not in proofs]
         late = f"timed out after {timeout_s:g} s"
         return proofs, {url: failed.get(url, late) for url in missed}
@@ -174,11 +174,11 @@ class PublishedInLearner:
         async with anyio.create_task_group() as tasks:
             for server in servers:
                 tasks.start_soon(ask, server)
-        here = [server for server in servers if server.url in infos]
-        ranks = itertools.accumulate((infos[s.url].num_ranks for s in here), initial=1)
+        reachable = [server for server in servers if server.url in infos]
+        ranks = itertools.accumulate((infos[s.url].num_ranks for s in reachable), initial=1)
         return [
             _Member(server, infos[server.url], rank)
-            for server, rank in zip(here, ranks, strict=False)
+            for server, rank in zip(reachable, ranks, strict=False)
         ]
 
     async def _attempt(
@@ -193,9 +193,7 @@ class PublishedInLearner:
         name = f"agentloop-{self.version}-{uuid.uuid4().hex[:8]}"
         first: _Failed | None = None
         try:
-            opened = await self._ask(
-                OpenRequest(address=address, port=self.settings.port, num_updates=self.num_updates)
-            )
+            opened = await self._ask(OpenRequest(address=address, num_updates=self.num_updates))
         except LearnerRefused as error:
             failed.update((member.server.url, str(error)) for member in members)
             return set()
@@ -210,8 +208,8 @@ class PublishedInLearner:
         except _Failed as error:
             first = error
         finally:
-            left = [m.server for m in members if m.server.url not in proofs]
-            lost = await self._leave(group, left)
+            unproven = [m.server for m in members if m.server.url not in proofs]
+            lost = await self._leave(group, unproven)
         if first is not None:
             servers = count_of(len(members), "server")
             log.warning("a process group with %s failed: %s", servers, first.why)
@@ -229,7 +227,7 @@ class PublishedInLearner:
         unknown.
         """
         layout = self._layout(members)
-        asked = None if isinstance(layout, str) else layout
+        known_layout = None if isinstance(layout, str) else layout
         sums: _Sums = {}
 
         async def join() -> None:
@@ -243,7 +241,7 @@ class PublishedInLearner:
             )
 
         async def send(index: int) -> None:
-            request = SendRequest(bucket=index, num_updates=self.num_updates, layout=asked)
+            request = SendRequest(bucket=index, num_updates=self.num_updates, layout=known_layout)
             sums.update((await self._ask(request)).sums)
 
         await _together(
@@ -271,10 +269,10 @@ class PublishedInLearner:
         """Return the layout of the weights on these servers, or the reason why it is unknown."""
         if not self.settings.verify:
             return UNASKED
-        found = list(dict.fromkeys(layout_of(one.info, self.model) for one in members))
-        if len(found) > 1:
-            return f"the servers of the group have different layouts: {found}"
-        (layout,) = found
+        layouts = list(dict.fromkeys(layout_of(member.info, self.model) for member in members))
+        if len(layouts) > 1:
+            return f"the servers of the group have different layouts: {layouts}"
+        (layout,) = layouts
         if isinstance(layout, Layout) and layout.dtype == "auto":
             return replace(layout, dtype=config_dtype(self.model.get("dtype")))
         return layout
@@ -289,15 +287,15 @@ class PublishedInLearner:
     ) -> None:
         """Let the servers use their new weights, and record a proof for each."""
 
-        def expected(name: str, rank: int) -> str | None:
-            known = None if isinstance(sums, str) else sums.get(name)
-            return known[rank] if known else None
+        def expected_sum(name: str, rank: int) -> str | None:
+            by_rank = None if isinstance(sums, str) else sums.get(name)
+            return by_rank[rank] if by_rank else None
 
         async def finish(server: SGLangServer) -> None:
             try:
-                found = await server.finish_group(group, timeout_s=self._answer_s)
+                checksum = await server.finish_group(group, timeout_s=self._answer_s)
                 unproven = sums if isinstance(sums, str) else ""
-                proofs[server.url] = prove(found, expected, unproven=unproven)
+                proofs[server.url] = prove(checksum, expected_sum, unproven=unproven)
             except ServerError as error:
                 failed[server.url] = str(error)
 

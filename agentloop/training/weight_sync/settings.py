@@ -54,9 +54,6 @@ class WeightsSettings(pydantic.BaseModel):
         description="With group: address of the learner as seen by all servers. By default, "
         "127.0.0.1, if all of them are on loopback.",
     )
-    port: int = pydantic.Field(
-        0, ge=0, le=65_535, description="With group: port of the rendezvous. 0: any free port."
-    )
     backend: Literal["auto", "gloo", "nccl"] = pydantic.Field(
         "auto",
         description="With group: communication backend. auto: nccl for a learner on GPUs, "

@@ -132,7 +132,7 @@ class Served:
             ServerError: no server could load the weights, or the servers disagree and it is
                 unknown which of them are right.
         """
-        begun = time.monotonic()
+        started_s = time.monotonic()
         version = published.version
         self._router.replicas.require_weights(version, verified=True)
         with anyio.move_on_after(timeout_s):
@@ -146,7 +146,7 @@ class Served:
             published,
             loaded,
             failed,
-            time.monotonic() - begun,
+            time.monotonic() - started_s,
             proofs[loaded[0]].checksum,
             rest,
             sum(not proofs[url].rest for url in loaded),

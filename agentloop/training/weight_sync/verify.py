@@ -64,22 +64,24 @@ class Proof:
     unproven: str = ""
 
 
-def prove(found: Checksum, expected: Sum, *, unproven: str = "") -> Proof:
+def prove(reported: Checksum, expected: Sum, *, unproven: str = "") -> Proof:
     """Compare each tensor with its expected checksum."""
-    rest = hashlib.sha256()
+    unknown = hashlib.sha256()
     wrong, num_known, num_unknown = "", 0, 0
-    for rank, tensors in found.ranks:
+    for rank, tensors in reported.ranks:
         for name in sorted(tensors):
-            if (known := expected(name, rank)) is None:
-                rest.update(f"{rank} {name} {tensors[name]}\n".encode())
+            if (expected_sum := expected(name, rank)) is None:
+                unknown.update(f"{rank} {name} {tensors[name]}\n".encode())
                 num_unknown += 1
             else:
                 num_known += 1
-                if known != tensors[name] and not wrong:
+                if expected_sum != tensors[name] and not wrong:
                     wrong = f"its {name} differs from the learner's"
     if not num_known:
-        return Proof(found.whole, found.whole, unproven=unproven or "it reports no known tensor")
-    return Proof(found.whole, rest.hexdigest() if num_unknown else "", wrong)
+        return Proof(
+            reported.whole, reported.whole, unproven=unproven or "it reports no known tensor"
+        )
+    return Proof(reported.whole, unknown.hexdigest() if num_unknown else "", wrong)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +104,14 @@ def judge(proofs: Mapping[str, Proof], rest: str | None = None) -> Judgement:
     (`rest`), or that of most servers if there is none yet.
     """
     wrong = {url: proof.wrong for url, proof in proofs.items() if proof.wrong}
-    others = {url: proof.rest for url, proof in proofs.items() if url not in wrong and proof.rest}
+    rests = {url: proof.rest for url, proof in proofs.items() if url not in wrong and proof.rest}
     if rest is None:
-        (most, num), *less = Counter(others.values()).most_common(2) or [("", 0)]
-        rest = most if num and not (less and less[0][1] == num) else None
-    for url, found in others.items():
+        (most_common, num), *runners_up = Counter(rests.values()).most_common(2) or [("", 0)]
+        rest = most_common if num and not (runners_up and runners_up[0][1] == num) else None
+    for url, digest in rests.items():
         if rest is None:
-            wrong[url] = f"the servers' weights differ, and it is unknown which are right: {others}"
-        elif found != rest:
+            wrong[url] = f"the servers' weights differ, and it is unknown which are right: {rests}"
+        elif digest != rest:
             wrong[url] = f"its weights differ from the others': {proofs[url].checksum}"
     return Judgement(sorted(proofs.keys() - wrong.keys()), wrong, rest)
 
@@ -149,18 +151,18 @@ class PublishedFiles:
         self._problem: str | None = None  # None: not checked yet
         self._is_damaged = False
 
-    def prove(self, found: Checksum, info: WeightsInfo) -> Proof:
+    def prove(self, reported: Checksum, info: WeightsInfo) -> Proof:
         """Verify a server's weights. Reads and hashes all files: call it in a thread."""
         if self._problem is None:
             self._problem = self._open()
         if self._is_damaged:
-            return Proof(found.whole, "", wrong=self._problem)
+            return Proof(reported.whole, "", wrong=self._problem)
         layout = self._problem or layout_of(info, self._config)
         if isinstance(layout, str):
-            return prove(found, lambda *_: None, unproven=layout)
-        layout = self._with_dtype(layout, found)
-        self._compute(found, layout)
-        return prove(found, lambda name, rank: self._sums.get((name, rank, layout)))
+            return prove(reported, lambda *_: None, unproven=layout)
+        layout = self._with_dtype(layout, reported)
+        self._compute(reported, layout)
+        return prove(reported, lambda name, rank: self._sums.get((name, rank, layout)))
 
     def _open(self) -> str:
         """Return the reason why the files cannot be used, or ""."""
@@ -182,26 +184,28 @@ class PublishedFiles:
         with (self._folder / file).open("rb") as stream:
             return file, hashlib.file_digest(stream, "sha256").hexdigest() != expected
 
-    def _with_dtype(self, layout: Layout, found: Checksum) -> Layout:
+    def _with_dtype(self, layout: Layout, reported: Checksum) -> Layout:
         """Complete the layout of a server without a configured dtype, by its smallest tensor."""
         if layout.dtype != "auto":
             return layout
-        ranks = [(rank, sums) for rank, sums in found.ranks if sums.keys() & self._parts.keys()]
+        ranks = [(rank, sums) for rank, sums in reported.ranks if sums.keys() & self._parts.keys()]
         layouts = [replace(layout, dtype=dtype) for dtype in _ANY_DTYPE]
         if not ranks:
             return layouts[0]
         rank, sums = ranks[0]
         name = min(sums.keys() & self._parts.keys(), key=self._size)
-        same = (one for one in layouts if self._sum((name, rank, one)) == sums[name])
+        same = (
+            candidate for candidate in layouts if self._sum((name, rank, candidate)) == sums[name]
+        )
         return next(same, layouts[0])
 
     def _size(self, name: str) -> int:
         return sum(self._tensors[part].array.nbytes for part in self._parts[name])
 
-    def _compute(self, found: Checksum, layout: Layout) -> None:
+    def _compute(self, reported: Checksum, layout: Layout) -> None:
         wanted = {
             (name, rank, layout)
-            for rank, sums in found.ranks
+            for rank, sums in reported.ranks
             for name in sums.keys() & self._parts.keys()
         }
         keys = sorted(wanted - self._sums.keys(), key=lambda key: key[:2])
@@ -225,11 +229,11 @@ def _read(path: Path) -> dict[str, Tensor]:
         header = json.loads(file.read(size))
     data = np.memmap(path, np.uint8, "r", offset=8 + size)
     tensors: dict[str, Tensor] = {}
-    for name, one in header.items():
+    for name, entry in header.items():
         if name != "__metadata__":
-            begin, end = one["data_offsets"]
-            kind = one["dtype"]
+            begin, end = entry["data_offsets"]
+            kind = entry["dtype"]
             numbers = data[begin:end].view(_NUMPY.get(kind, "uint8"))
-            shape = one["shape"] if kind in _NUMPY else [-1]
+            shape = entry["shape"] if kind in _NUMPY else [-1]
             tensors[name] = Tensor(_NAMES.get(kind, kind), numbers.reshape(shape))
     return tensors

@@ -45,7 +45,7 @@ def end(status: int) -> str:
 
 
 class Meeting:
-    """Where calls of `meet` and `watch` wait for each other."""
+    """A barrier at which calls of `meet` and `watch` wait for each other."""
 
     def __init__(self) -> None:
         self.num_here = 0

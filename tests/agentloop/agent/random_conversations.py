@@ -98,7 +98,7 @@ def _argument(dice: random.Random, key: str) -> Any:
 def some_calls(
     dice: random.Random, form: Form, names: Sequence[str], spelled: Sequence[str]
 ) -> list[Call]:
-    """One to three calls, of which none has a control token or its form's own end in an argument.
+    """Return one to three calls without control tokens or their form's end in their arguments.
 
     A model does not sample those inside an argument: the text would end there.
     """
@@ -133,7 +133,7 @@ def damage(dice: random.Random, text: str, spelled: Sequence[str]) -> str:
 
 
 def chunks_of(dice: random.Random, length: int) -> list[int]:
-    """Where the chunks of a stream begin and end, from 0 to `length`."""
+    """Return the edges of a stream's chunks, from 0 to `length`."""
     longest = dice.choice((1, 3, 20, 200))
     edges = [0]
     while edges[-1] < length:

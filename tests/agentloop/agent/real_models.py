@@ -67,7 +67,7 @@ def template_of(name: str) -> str:
 
 
 def control_tokens(template: str) -> list[str]:
-    """What looks like a control token in a template, and the two that bound a text."""
+    """Return what looks like a control token in a template, and the two that bound a text."""
     return sorted({*_CONTROL_RE.findall(template), "<s>", "</s>"})
 
 

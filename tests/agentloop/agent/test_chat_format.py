@@ -237,7 +237,7 @@ def test_an_end_token_that_does_not_end_a_turn_is_rejected(end_token: str, reaso
 
 
 def test_turns_end_with_the_templates_token_not_the_end_of_text() -> None:
-    """For example in Qwen3's base models; a server stops at both tokens."""
+    """The tokens differ in Qwen3's base models; a server stops at both tokens."""
     chat = ChatFormat(tokenizer(), template(), eos_token=START)
     assert chat.end_id == chat.token_id(END)
     assert chat.stop_ids == (chat.token_id(END), chat.token_id(START))

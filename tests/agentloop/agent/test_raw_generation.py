@@ -1,4 +1,4 @@
-"""One generation without a template: its text, its tokens, and where it stops."""
+"""Generations without a template: their text, its tokens, and where it stops."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def controls_of(chat: ChatFormat) -> frozenset[int]:
 
 @functools.cache
 def num_conversations(name: str) -> int:
-    """How many a template gets: a share of those of its family, and of the time that they take."""
+    """Return a template's share of its family's conversations, and of the time that they take."""
     family = detect(template_of(name)).name
     shared = sum(detect(template_of(template)).name == family for template in TEMPLATES)
     return math.ceil(EXAMPLES / 4 / shared)

@@ -1,4 +1,4 @@
-"""What a model reads about its calls, in each wording."""
+"""The feedback that a model reads about its calls, in each wording."""
 
 from __future__ import annotations
 

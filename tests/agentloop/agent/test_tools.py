@@ -47,7 +47,7 @@ async def greet(name: str, *, loud: bool = False) -> str:
     Greet somebody.
 
     Args:
-        name: Who is greeted.
+        name: The person to greet.
         loud: Whether to shout.
     """
     await anyio.lowlevel.checkpoint()
@@ -71,7 +71,7 @@ def test_a_one_line_docstring_is_enough_for_a_schema() -> None:
 
 def test_a_google_docstring_describes_the_arguments() -> None:
     properties = as_tool(greet).schema["function"]["parameters"]["properties"]
-    assert properties["name"]["description"] == "Who is greeted."
+    assert properties["name"]["description"] == "The person to greet."
     assert properties["loud"]["type"] == "boolean"
 
 
@@ -555,7 +555,7 @@ def test_a_tensor_is_known_to_who_has_torch(monkeypatch: pytest.MonkeyPatch) -> 
         """Listen.
 
         Args:
-            sound: what to hear.
+            sound: the sound to listen for.
         """
         return ""
 

@@ -339,8 +339,8 @@ class SimulatedAgent:
     """Converses in a session.
 
     Attributes:
-        is_plain: it only ever appends to one history.
-        has_keys: it sends idempotency keys.
+        is_plain: whether the agent only ever appends to one history.
+        has_keys: whether the agent sends idempotency keys.
         reached: numbers of the generations whose answers it has received.
         num_asked: number of messages that it has asked for.
     """

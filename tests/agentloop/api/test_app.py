@@ -49,7 +49,7 @@ pytestmark = pytest.mark.anyio
 
 CHAT = chat_format()
 HELLO: Any = [{"role": "user", "content": "hello"}]
-PAGE = ("/page/", "/api/", "/favicon.ico")  # for a browser: no part of what is promised
+PAGE = ("/page/", "/api/")  # for a browser: no part of what is promised
 THEIRS: Any = {
     "type": "function",
     "function": {"name": "theirs", "parameters": {"type": "object", "properties": {}}},

@@ -116,7 +116,7 @@ def test_with_a_token_any_host_is_accepted_but_no_foreign_origin(settings: Serve
 
 
 def test_a_dns_rebinding_page_lacks_the_token() -> None:
-    """Its name resolves to this machine, so Host and Origin agree; only the token is missing."""
+    """The page's host resolves to this machine, so Host and Origin agree; the token is missing."""
     assert status(SECRET, "evil.example:8000", "http://evil.example:8000") == 401
     assert status(LOCAL, "evil.example:8000", "http://evil.example:8000") == 403
 

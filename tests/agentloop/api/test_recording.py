@@ -1,4 +1,4 @@
-"""What a service has answered, read back from its folder."""
+"""Answers of a service, read back from its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients are told of calls that the agent ran, in the forms of all families."""
+"""Calls that the agent ran, as clients are told of them, in the forms of all families."""
 
 from __future__ import annotations
 

@@ -400,7 +400,7 @@ async def trained_on(path: Path) -> tuple[list[dict[str, Any]], list[Event]]:
     assert [one.num_tokens for one in group.figures.rollouts] == [1, 1]
     assert [one.num_turns for one in group.figures.rollouts] == [1, 1]
     folder = RunFolder(path / "run", "")
-    written, _ = folder.add_group(1, [{"group": 1, **row.to_dict()} for row in group.rows()])
+    written, _ = folder.add_group(1, [{"group": 1, **row.to_dict()} for row in group.rows])
     opponents = [one for one in events if getattr(one, "rollout_id", "").endswith("+opponent")]
     return folder.read_group(written), opponents
 

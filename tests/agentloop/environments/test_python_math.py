@@ -152,7 +152,7 @@ async def rolled_out(
             GroupRunner(player, grader), recipe.roc, recipe.credit, seed=recipe.loop.seed
         )
         group = await rollouts.group(task, "1", size=len(kinds), budget=budget, oldest=3)
-    return engine, [stable(row.to_dict()) for row in group.rows()]
+    return engine, [stable(row.to_dict()) for row in group.rows]
 
 
 def stable(row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -231,7 +231,7 @@ async def check_groups(seed: int) -> Counter[str]:
             except ServerError:  # all rollouts were lost
                 counts["lost"] += 1
                 continue
-            for row in loads(dumps([row.to_dict() for row in group.rows()])):
+            for row in loads(dumps([row.to_dict() for row in group.rows])):
                 counts[check_row(row)] += 1
         await asyncio.gather(*LEAKED, return_exceptions=True)
         LEAKED.clear()

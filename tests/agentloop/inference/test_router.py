@@ -650,7 +650,7 @@ async def test_new_weights_flush_the_ledger() -> None:
 
 
 async def test_a_restarted_server_is_treated_as_a_new_one() -> None:
-    """When its process ends, turns move at once. The new process may have another size."""
+    """Turns move at once when a process ends. The new process may have another size."""
     fake, second = FakeSGLang(ANSWER), FakeSGLang(ANSWER)
     async with router_of(fake, second) as router:
         await read(router, generation("a"))

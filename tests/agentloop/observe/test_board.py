@@ -199,7 +199,7 @@ def test_applying_all_changes_gives_the_whole_state(
     for slice_ in slices:
         reader.apply(slice_)
     play_script(after, made, clock, reader)
-    while made.has_changed_rows:
+    while made._lane_changes or made._token_changes:
         reader.apply(made.take(max_rows))
     reader.apply(made.take(max_rows))
     fresh = Reader().read_all(made, 2, taken=False)
@@ -349,7 +349,7 @@ def test_the_time_of_rollouts_is_split_by_what_they_do() -> None:
         "learner": 3.0,
     }  # fmt: skip
     assert made.spent().sentence() == (
-        "Rollouts wait for sandbox slots: 5.0 of 6.0 s per call; raise sandbox.slots_per_worker"
+        "Rollouts wait for sandbox slots: 5.0 of 6.0 s per call; raise sandbox.workers"
     )
 
 

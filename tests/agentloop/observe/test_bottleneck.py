@@ -27,7 +27,7 @@ def spent(window_s: float = 60.0, busy_s: float = 60.0, **seconds: float) -> Spe
 
 def test_the_sentence_names_the_bottleneck_its_size_and_its_setting() -> None:
     assert spent(queue=26.0, tool=3.0, decode=8.0).sentence() == (
-        "Rollouts wait for sandbox slots: 2.6 of 2.9 s per call; raise sandbox.slots_per_worker"
+        "Rollouts wait for sandbox slots: 2.6 of 2.9 s per call; raise sandbox.workers"
     )
     assert spent(kv=1.0, decode=4.0).sentence(ServedOn.GPU) == (
         "Rollouts mostly decode: 400 of 500 ms per turn; raise server.count, or server.tp_size for "

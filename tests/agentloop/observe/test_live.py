@@ -69,7 +69,7 @@ async def test_frames_are_made_only_for_readers() -> None:
     starts(at, "1.0")
     at.tick()
     assert queries == []
-    assert not at.board.has_changed_rows  # and nothing is kept for later
+    assert not at.board._lane_changes  # and nothing is kept for later
     async with aclosing(at.frames()) as frames:
         await next_of(frames)
         queries.clear()

@@ -114,7 +114,7 @@ class At:
     shown: Played
     controls: Controls
     http: aiohttp.ClientSession
-    asked: list[str]
+    questions: list[str]
 
     async def get(self, path: str, **options: Any) -> tuple[int, aiohttp.ClientResponse, bytes]:
         # As it stands: no client's idea of what is meant.
@@ -377,7 +377,7 @@ async def test_the_end_of_the_service_ends_its_readers() -> None:
 async def test_a_question_starts_a_rollout() -> None:
     async with page() as at:
         assert await at.post("/api/ask", {"question": "why?"}) == (200, {"rollout": "r/1"})
-        assert at.asked == ["why?"]
+        assert at.questions == ["why?"]
         status, body = await at.post("/api/ask", {"question": "nobody"})
         assert (status, body["error"]) == (503, "no server is up yet")
 
@@ -397,7 +397,7 @@ async def test_invalid_bodies_are_refused_with_a_message(path: str, body: Any) -
         status, answer = await at.post(path, body, **{"X-Control-Token": TOKEN})
         assert status == 400
         assert isinstance(answer["error"], str)
-    assert (at.asked, at.controls.done) == ([], [])
+    assert (at.questions, at.controls.done) == ([], [])
 
 
 @pytest.mark.parametrize("path", ["/api/ask", "/api/control"])
@@ -506,7 +506,7 @@ async def test_pages_of_other_sites_are_refused(headers: dict[str, str]) -> None
         for path in ("/", *API):
             assert (await at.get(path, headers=headers))[0] == 403
         assert (await at.post("/api/ask", {"question": "why?"}, **headers))[0] == 403
-    assert at.asked == []
+    assert at.questions == []
 
 
 async def test_other_methods_are_refused() -> None:

@@ -17,7 +17,6 @@ from agentloop.observe.watchdog import (
     Heartbeat,
     NoProgress,
     Progress,
-    WatchdogLimits,
     WatchdogSettings,
     watch_lag,
 )
@@ -25,7 +24,7 @@ from agentloop.trajectory import Trajectory
 from tests.patience import patient
 from tests.support import eventually
 
-SETTINGS = WatchdogLimits(max_lag_s=1, lag_logged_every_s=60, no_progress_s=10, give_up_s=100)
+SETTINGS = WatchdogSettings(no_progress_s=10, give_up_s=100)
 
 
 class Clock:
@@ -50,7 +49,7 @@ def blocks_everything(heart: Heartbeat) -> str | None:
 
 def test_the_blocking_code_is_reported() -> None:
     clock = Clock()
-    heart = Heartbeat(SETTINGS, clock=clock)
+    heart = Heartbeat(clock=clock)
     assert heart.look() is None  # it has not begun
     heart.beat(0.5)
     clock.now_s += 1.4
@@ -65,7 +64,7 @@ def test_the_blocking_code_is_reported() -> None:
 
 def test_reports_are_rate_limited_and_omissions_counted() -> None:
     clock = Clock()
-    heart = Heartbeat(SETTINGS, clock=clock)
+    heart = Heartbeat(clock=clock)
     messages = []
     for _ in range(5):
         heart.beat(0.5)
@@ -77,7 +76,7 @@ def test_reports_are_rate_limited_and_omissions_counted() -> None:
 
 def test_the_largest_lag() -> None:
     clock = Clock()
-    heart = Heartbeat(SETTINGS, clock=clock)
+    heart = Heartbeat(clock=clock)
     for late_s in (0, 3, 1):
         heart.beat(0.5)
         clock.now_s += 0.5 + late_s
@@ -90,8 +89,7 @@ def test_the_largest_lag() -> None:
 
 @pytest.mark.anyio
 async def test_a_real_loop_that_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
-    settings = WatchdogLimits(max_lag_s=0.05, lag_logged_every_s=0)
-    heart = Heartbeat(settings)
+    heart = Heartbeat(max_lag_s=0.05, logged_every_s=0)
 
     def is_found() -> bool:
         return any("in hangs_until_it_is_found" in message for message in caplog.messages)
@@ -107,8 +105,8 @@ async def test_a_real_loop_that_is_blocked(caplog: pytest.LogCaptureFixture) -> 
             await anyio.wait_all_tasks_blocked()
             while not is_found():  # another lag of this machine's may have been told of before it
                 hangs_until_it_is_found()
-                await anyio.sleep(settings.max_lag_s)
-            await eventually(lambda: heart.largest_lag_s >= settings.max_lag_s / 2)
+                await anyio.sleep(heart.max_lag_s)
+            await eventually(lambda: heart.largest_lag_s >= heart.max_lag_s / 2)
             tasks.cancel_scope.cancel()
 
 
@@ -119,7 +117,7 @@ async def test_the_watching_thread_ends() -> None:
 
     await eventually(lambda: threads() == 0)  # those of other tests
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(watch_lag, Heartbeat(SETTINGS))
+        tasks.start_soon(watch_lag, Heartbeat())
         await anyio.wait_all_tasks_blocked()
         assert threads() == 1
         tasks.cancel_scope.cancel()

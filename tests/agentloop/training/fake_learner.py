@@ -39,7 +39,7 @@ class FakeLearner:
         assert not isinstance(reply, Failure)
         return reply
 
-    async def lost(self) -> str:
+    async def wait_lost(self) -> str:
         """Implement `Learner`: by default it is never lost."""
         await anyio.sleep_forever()
         raise AssertionError

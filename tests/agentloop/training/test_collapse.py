@@ -78,7 +78,7 @@ def series(num: int, make: Callable[[int], Row]) -> list[Row]:
 def judged(rows: Iterable[Row], settings: CollapseSettings = SETTINGS) -> Verdict | None:
     """Return the first verdict."""
     collapse = Collapse(settings)
-    return next((found for one in rows if (found := collapse.seen(one))), None)
+    return next((found for one in rows if (found := collapse.observe(one))), None)
 
 
 def noisy(value: float, spread: float, draw: random.Random) -> float:
@@ -117,7 +117,7 @@ def test_the_papers_collapse() -> None:
         assert checkpoint_before(verdict, range(50, 551, 50)) in (450, 500)
 
 
-def test_by_the_reward_alone() -> None:
+def test_a_fallen_reward_alone_is_a_collapse() -> None:
     rows = [{"step": one["step"], "reward": one["reward"]} for one in the_papers()]
     verdict = judged(rows)
     assert verdict is not None
@@ -169,7 +169,7 @@ def test_a_policy_that_loses_its_entropy() -> None:
     assert verdict.step < 130
 
 
-def test_one_that_has_solved_its_tasks_may() -> None:
+def test_low_entropy_is_allowed_once_the_tasks_are_solved() -> None:
     assert not judged(series(400, lambda step: row(step, 1.0, entropy=0.6 * math.exp(-step / 25))))
 
 
@@ -309,7 +309,7 @@ def test_a_resumed_run_reaches_the_same_verdict() -> None:
     assert verdict is not None
     for cut in (5, 300, verdict.step - 1):
         collapse = Collapse.replay(SETTINGS, rows[:cut], step=cut)
-        assert next(found for one in rows[cut:] if (found := collapse.seen(one))) == verdict
+        assert next(found for one in rows[cut:] if (found := collapse.observe(one))) == verdict
 
 
 def test_undone_steps_are_ignored() -> None:
@@ -318,9 +318,9 @@ def test_undone_steps_are_ignored() -> None:
     rows = the_papers()
     again = [row(step, 0.7) for step in range(501, 530)]
     collapse = Collapse.replay(SETTINGS, rows, step=500)
-    assert not [one for one in again if collapse.seen(one)]
+    assert not [one for one in again if collapse.observe(one)]
     collapse = Collapse.replay(SETTINGS, [*rows, *again], step=529)
-    assert not collapse.seen(row(530, 0.7))
+    assert not collapse.observe(row(530, 0.7))
 
 
 def test_rows_of_other_things_are_passed_over() -> None:
@@ -329,7 +329,7 @@ def test_rows_of_other_things_are_passed_over() -> None:
     assert not judged(one for pair in zip(rows, others, strict=True) for one in pair)
 
 
-def test_it_may_be_switched_off() -> None:
+def test_the_detector_can_be_switched_off() -> None:
     assert not judged(the_papers(), CollapseSettings(patience=0))
 
 

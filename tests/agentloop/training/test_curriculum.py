@@ -139,7 +139,7 @@ def test_a_task_is_retired_while_its_last_groups_are_solved(
 
 @given(rates=st.tuples(*[st.integers(0, 16)] * 2))
 @settings(deadline=None)
-def test_the_nearer_to_half_the_more_often(rates: tuple[int, int]) -> None:
+def test_tasks_with_solve_rates_near_half_are_drawn_most_often(rates: tuple[int, int]) -> None:
     near, far = sorted(rates, key=lambda solved: abs(solved - 8))
     assume(abs(near - 8) < abs(far - 8))
     curriculum = Curriculum(DrawPolicy(by_solve_rate=True))
@@ -148,7 +148,7 @@ def test_the_nearer_to_half_the_more_often(rates: tuple[int, int]) -> None:
     assert curriculum.probability("near") > curriculum.probability("far") >= LEAST
 
 
-def test_what_is_always_or_never_solved_becomes_rare() -> None:
+def test_tasks_that_are_always_or_never_solved_become_rare() -> None:
     curriculum = Curriculum(DrawPolicy(by_solve_rate=True))
     found: dict[str, list[float]] = {"solved": [], "failed": []}
     for _ in range(8):

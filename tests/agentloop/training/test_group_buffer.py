@@ -73,7 +73,7 @@ async def test_a_batch_frees_its_slots_when_its_weights_are_live(tmp_path: Path)
         assert await queue.counts() == {"leased": BATCH, "open": 1}
 
 
-async def test_what_a_batch_achieved_changes_what_is_drawn_next(tmp_path: Path) -> None:
+async def test_outcomes_of_a_batch_change_which_tasks_are_drawn(tmp_path: Path) -> None:
     curriculum = Curriculum(DrawPolicy(retire_after=1))
     tasks = StageTasks(TaskSource.open(TasksSettings(levels=[1, 2])), 1, curriculum)
     figures = GroupFigures([RolloutFigures(1.0)])
@@ -98,7 +98,7 @@ async def test_a_discarded_group_is_replaced(tmp_path: Path) -> None:
         assert buffer.num_left == 1
         assert can_admit(buffer)
         assert (await buffer.admit()).number == 2
-        assert await queue.counts() == {"given back": 1, "open": 1}
+        assert await queue.counts() == {"discarded": 1, "open": 1}
 
 
 async def test_without_a_batch_none_can_be_leased(tmp_path: Path) -> None:

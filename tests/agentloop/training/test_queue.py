@@ -19,7 +19,7 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
 from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 from agentloop.training.curriculum import GroupOutcome
-from agentloop.training.queue import GroupQueue, QueuedGroup, StepNotes
+from agentloop.training.queue import GroupQueue, QueuedGroup, StageNote, StepNotes
 
 CURSOR = {"position": 1}
 
@@ -64,10 +64,10 @@ async def test_committed_data_survives_a_restart(tmp_path: Path) -> None:
         (left,) = await queue.finished_groups()
         assert (left.number, left.path, left.figures) == (two, "2.jsonl", figures(0.5))
         assert queue.num_bytes == 10
-        assert await queue.noted("cursor") == CURSOR
-        assert (await queue.noted("stage 1"))["begun"] == 0
-        assert await queue.noted("stage 2") is None
-        assert await queue.counts() == {"open": 1, "finished": 1, "leased": 1, "given back": 1}
+        assert await queue.read_note("cursor") == CURSOR
+        assert await queue.stage(1) == StageNote(0, None, 4, CURSOR)
+        assert await queue.stage(2) is None
+        assert await queue.counts() == {"open": 1, "finished": 1, "leased": 1, "discarded": 1}
 
 
 @pytest.mark.anyio
@@ -117,7 +117,7 @@ async def test_steps_after_the_checkpoint_are_repeated_in_order(tmp_path: Path) 
         numbers = await finished(queue, 4)
         for step, number in enumerate(reversed(numbers), 1):
             await queue.lease(step, [number], StepNotes(step))
-            await queue.done(step, {"loss": step / 2})
+            await queue.record_result(step, {"loss": step / 2})
         await queue.acknowledge(2)
     async with opened(tmp_path) as queue:
         again = await queue.rewind(2)
@@ -150,7 +150,7 @@ async def test_a_step_without_a_report_has_no_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_groups_given_back_belong_to_the_next_step(tmp_path: Path) -> None:
+async def test_discarded_groups_belong_to_the_next_step(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
         one, two = await finished(queue, 2)
         lost, later = await admitted(queue, 2)
@@ -170,13 +170,13 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: 
     async with opened(tmp_path) as queue:
         await queue.begin_stage(1, step=0, tasks=None, cursor={"position": 0})
         one, two, three, four = await finished(queue, 4)
-        (given_back,) = await admitted(queue, 1)
-        await queue.discard(given_back, path="5.jsonl", figures=GroupFigures())
+        (discarded,) = await admitted(queue, 1)
+        await queue.discard(discarded, path="5.jsonl", figures=GroupFigures())
         await queue.lease(1, [one], StepNotes(0))
         await queue.lease(2, [two], StepNotes(0))
         (still_open,) = await admitted(queue, 1)
         stage = await queue.begin_stage(2, step=2, tasks=[], cursor={"position": 9})
-        assert (stage["last"], stage["before"]) == (still_open, CURSOR)
+        assert (stage.last_group, stage.cursor) == (still_open, CURSOR)
         (later,) = await admitted(queue, 1)
         await queue.discard(later, path="7.jsonl", figures=GroupFigures())
         await queue.note("cursor", {"position": 10})
@@ -189,15 +189,15 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: 
         assert [(one.number, one.path, one.num_bytes) for one in groups] == [
             (number, None, 0) for number in again
         ]
-        assert await queue.noted("stage 1") is not None
-        assert await queue.noted("stage 2") is None
-        assert await queue.noted("cursor") == CURSOR
-        undone = await queue.noted("undone")
+        assert await queue.stage(1) is not None
+        assert await queue.stage(2) is None
+        assert await queue.read_note("cursor") == CURSOR
+        undone = await queue.read_note("undone")
         assert undone["step"] == 1
         assert sorted(undone["files"]) == ["2.jsonl", "3.jsonl", "4.jsonl", "7.jsonl"]
         assert await queue.rewind(1) == []
         (lease,) = await queue.rewind(0)
-        assert [group.number for group in lease.replaced] == [given_back]  # before the first step
+        assert [group.number for group in lease.replaced] == [discarded]  # before the first step
 
 
 @pytest.mark.anyio
@@ -265,14 +265,14 @@ async def main():
             step += 1
             found = []
             for _ in range(3):
-                position = ((await queue.noted("cursor")) or {"position": 0})["position"] + 1
+                position = ((await queue.read_note("cursor")) or {"position": 0})["position"] + 1
                 task = Task(str(position), "?", "")
                 group = await queue.admit(task, version=0, cursor={"position": position})
                 figures = GroupFigures([RolloutFigures(1.0), RolloutFigures(0.0)])
                 await queue.finish(group.number, path="p", num_bytes=1, figures=figures)
                 found.append(group.number)
             await queue.lease(step, found, StepNotes(0))
-            await queue.done(step, {})
+            await queue.record_result(step, {})
             if step % 4 == 0:
                 await queue.acknowledge(step - 2)
             print(step, flush=True)
@@ -301,7 +301,7 @@ def test_a_kill_at_any_moment_loses_and_duplicates_nothing(tmp_path: Path) -> No
 
 async def _check(folder: Path, told: int) -> None:
     async with opened(folder) as queue:
-        cursor = await queue.noted("cursor")
+        cursor = await queue.read_note("cursor")
         assert sum((await queue.counts()).values()) == cursor["position"]  # none skipped or twice
         leases = await queue.rewind(0)
         assert [lease.step for lease in leases] == list(range(1, len(leases) + 1))
@@ -319,7 +319,7 @@ async def test_a_file_of_another_version_is_rejected(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "queue.sqlite")
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(RunFolderError, match=r"another version of agentloop \(format 99, not 2\)"):
+    with pytest.raises(RunFolderError, match=r"another version of agentloop \(format 99, not 3\)"):
         async with opened(tmp_path):
             pass
 
@@ -344,4 +344,4 @@ async def test_a_damaged_note_is_reported_with_the_file(tmp_path: Path) -> None:
     connection.close()
     async with opened(tmp_path) as queue:
         with pytest.raises(RunFolderError, match=r"run\.folder: .*queue\.sqlite"):
-            await queue.noted("cursor")
+            await queue.read_note("cursor")

@@ -122,8 +122,10 @@ async def lease(queue: GroupQueue, folder: RunFolder, step: int) -> Any:
     versions = [VersionSpan("0", 0, 1), VersionSpan(str(step - 1), 1, 2)]
     rows = [
         ConversationRow(
-            index,
-            Trajectory(f"{step}.{index}", [step], [Turn([2, 3], [-0.5, -0.25], versions)]),
+            rollout=index,
+            trajectory=Trajectory(
+                f"{step}.{index}", [step], [Turn([2, 3], [-0.5, -0.25], versions)]
+            ),
             credit=TokenCredit(advantage, 1.0),
         ).to_dict()
         for index, advantage in enumerate([0.5, -0.5])
@@ -199,7 +201,7 @@ async def test_other_settings_are_used_from_where_the_run_used_them(tmp_path: Pa
     assert all(one.has_same_weights is not False for one in repeated.steps)
 
 
-async def test_one_step_from_the_checkpoint_before_it(tmp_path: Path) -> None:
+async def test_a_single_step_is_repeated_from_the_checkpoint_before_it(tmp_path: Path) -> None:
     await train(tmp_path, 1, 5)
     repeated = Repeated()
     assert await repeated.all_of(tmp_path, 4, 4)
@@ -212,7 +214,7 @@ async def test_one_step_from_the_checkpoint_before_it(tmp_path: Path) -> None:
     assert found.worst[0].before == (4,)
 
 
-async def test_what_is_missing_is_named(tmp_path: Path) -> None:
+async def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="no journal"):
         await Repeated().all_of(tmp_path)
     assert not await anyio.Path(tmp_path / "replay").exists()
@@ -241,7 +243,7 @@ async def test_undone_steps_leave_no_digest(tmp_path: Path) -> None:
         for step in (1, 2, 10):
             await queue.note(f"weights {step}", "digest")
         await queue.undo(1)
-        noted = {step: await queue.noted(f"weights {step}") for step in (1, 2, 10)}
+        noted = {step: await queue.read_note(f"weights {step}") for step in (1, 2, 10)}
     assert noted == {1: "digest", 2: None, 10: None}
 
 

@@ -12,8 +12,6 @@ from agentloop.agent.rollout import Budget
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import (
-    EnvironmentFailed,
-    RequestError,
     ServerError,
     ServerRefused,
     ServerUnavailable,
@@ -25,7 +23,7 @@ from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.credit.grpo import group_advantages
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
-from agentloop.training.rollouts import Purpose, Rollouts, in_order
+from agentloop.training.rollouts import Purpose, Rollouts
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
 from tests.rollouts import GroupPlayer
 
@@ -104,7 +102,7 @@ async def test_a_rollout_that_failed_for_other_reasons_has_no_reward() -> None:
         ]
     )
     found = await rolled_out(group, is_tainted=lambda one: one.id == "tainted")
-    rows = {row.trajectory.id: row for row in found.rows()}
+    rows = {row.trajectory.id: row for row in found.rows}
     assert {key: row.reward for key, row in rows.items()} == {
         "right": 1.0,
         "wrong": 0.0,
@@ -129,7 +127,7 @@ async def test_a_rollout_that_failed_for_other_reasons_has_no_reward() -> None:
 async def test_equal_rewards_are_no_signal() -> None:
     found = await rolled_out(Group([trajectory(str(n), RIGHT) for n in range(4)]))
     assert not found.has_signal
-    assert [row.advantage for row in found.rows()] == [None] * 4
+    assert [row.advantage for row in found.rows] == [None] * 4
 
 
 async def rows_of(
@@ -140,7 +138,7 @@ async def rows_of(
         groups = GroupRunner(GroupPlayer(Group(records)), grader)
         rollouts = Rollouts(groups, RocSettings(down_sample_to_n=0), credit, seed=0)
         found = await rollouts.group(TASK, name, size=len(records), budget=BUDGET, oldest=3)
-    return {row.trajectory.id: row for row in found.rows()}
+    return {row.trajectory.id: row for row in found.rows}
 
 
 def advantages(rows: Mapping[str, ConversationRow]) -> dict[str, float]:
@@ -224,7 +222,7 @@ async def test_the_rewards_of_all_agents_are_shuffled() -> None:
     assert rows["a"]["z"].reward == 2.0  # the record has the true ones
 
 
-async def test_an_environment_that_does_not_run_its_agent_is_told_so() -> None:
+async def test_a_rollout_without_conversations_has_no_rows() -> None:
     idle = RolloutRecord("a", [], Reward(1.0, None, ""))
     rows = await rows_of(idle, episode("b", 0.0), episode("c", 1.0))
     assert set(rows) == {"b", "c"}
@@ -235,7 +233,7 @@ async def test_the_selection_depends_on_the_name_alone() -> None:
     group = Group([trajectory(str(n), RIGHT if n % 2 else WRONG) for n in range(16)])
     kept = {
         name: [
-            [row.advantage is not None for row in found.rows()]
+            [row.advantage is not None for row in found.rows]
             for found in [
                 await rolled_out(group, name=name, roc=RocSettings(down_sample_to_n=4))
                 for _ in range(2)
@@ -269,62 +267,6 @@ async def test_a_group_that_fails_is_reported_as_finished() -> None:
     assert [type(event) for event in events] == [GroupStarted, GroupFinished]
 
 
-class ByTask:
-    """Rolls out nothing; refuses the tasks with these ids."""
-
-    def __init__(self, refused: set[str]) -> None:
-        self.refused = refused
-        self.begun: list[str] = []
-
-    async def wait_for_capacity(self, size: int) -> None:
-        pass
-
-    async def group(self, task: Task, name: str, **options: Any) -> Any:
-        assert options["purpose"] is Purpose.EVALUATE
-        self.begun.append(name)
-        options["on_queued"]()
-        if task.id in self.refused:
-            raise RequestError(f"{task.id}: too long")
-        return task.id
-
-
-@pytest.mark.parametrize("refused", [set(), {"b"}, {"a", "b", "c"}])
-async def test_tasks_come_back_in_order_without_those_that_are_refused(refused: set[str]) -> None:
-    tasks = [Task(key, "?", "") for key in "abc"]
-    told: list[str] = []
-    rollouts: Any = ByTask(refused)
-    options: dict[str, Any] = {"size": 1, "budget": BUDGET, "oldest": 0}
-    options |= {"on_done": lambda num: None, "on_refused": lambda task, error: told.append(task.id)}
-    if len(refused) == len(tasks):
-        with pytest.raises(RequestError, match="no valid task among 3"):
-            await in_order(rollouts, tasks, "name", **options)
-    else:
-        found = await in_order(rollouts, tasks, "name", **options)
-        assert [task.id for task, _ in found] == [key for key in "abc" if key not in refused]
-    assert set(told) == refused
-    assert sorted(rollouts.begun) == ["name-0", "name-1", "name-2"]
-
-
-async def test_an_evaluation_goes_on_where_the_environment_fails_on_every_task() -> None:
-    class Failing(ByTask):
-        async def group(self, task: Task, name: str, **options: Any) -> Any:
-            options["on_queued"]()
-            raise EnvironmentFailed(f"environment game: {task.id}")
-
-    failed: list[str] = []
-    found = await in_order(
-        cast(Any, Failing(set())),
-        [Task(key, "?", "") for key in "ab"],
-        "name",
-        size=1,
-        budget=BUDGET,
-        oldest=0,
-        on_done=lambda num: None,
-        on_refused=lambda task, error: failed.append(task.id),
-    )
-    assert (found, sorted(failed)) == ([], ["a", "b"])
-
-
 # --- credit ---------------------------------------------------------------------------------------
 
 
@@ -338,15 +280,13 @@ class Rewarding(Group):
             one.turns[0].reward = reward
 
 
-async def test_turns_that_an_environment_rewards_are_told_apart() -> None:
+async def test_turns_that_an_environment_rewards_have_their_own_advantages() -> None:
     """The rollouts' own rewards are equal."""
     group = Rewarding([1.0, 0.0, None])
     found = await rolled_out(group, credit=CreditSettings(name="per_turn"))
     assert found.has_signal
-    assert [row.advantage for row in found.rows()] == pytest.approx(
-        group_advantages([1.0, 0.0, 0.0])
-    )
-    assert {row.credit.weights for row in found.rows()} == {1 / 3}
+    assert [row.advantage for row in found.rows] == pytest.approx(group_advantages([1.0, 0.0, 0.0]))
+    assert {row.credit.weights for row in found.rows} == {1 / 3}
 
 
 async def test_rewards_of_turns_without_effect_are_reported(
@@ -380,15 +320,15 @@ async def test_a_teacher_judges_all_rollouts_that_have_a_reward() -> None:
     judge = Judge()
     found = await rolled_out(group, credit=DISTILL, teacher=judge, roc=RocSettings())
     assert sorted(judge.asked) == ["right", "wrong"]
-    assert [row.advantage for row in found.rows()] == [0.75, 0.75, None]  # from -1 to -0.25
-    assert [row.reward for row in found.rows()] == [1.0, 0.0, None]
+    assert [row.advantage for row in found.rows] == [0.75, 0.75, None]  # from -1 to -0.25
+    assert [row.reward for row in found.rows] == [1.0, 0.0, None]
 
 
 async def test_rewards_may_count_beside_the_teacher() -> None:
     group = Group([trajectory("right", RIGHT), trajectory("wrong", WRONG)])
     credit = CreditSettings(name="distill", args={**DISTILL.args, "reward_coef": 2.0})
     found = await rolled_out(group, credit=credit, teacher=Judge())
-    assert [row.advantage for row in found.rows()] == pytest.approx(
+    assert [row.advantage for row in found.rows] == pytest.approx(
         [0.75 + 2 * one for one in group_advantages([1.0, 0.0])]
     )
 
@@ -396,9 +336,9 @@ async def test_rewards_may_count_beside_the_teacher() -> None:
 async def test_a_teacher_that_fails_costs_the_reward_and_is_never_a_zero() -> None:
     group = Group([trajectory("a", RIGHT), trajectory("b", RIGHT)])
     found = await rolled_out(group, credit=DISTILL, teacher=Judge({"b"}))
-    assert [row.reward for row in found.rows()] == [1.0, None]
-    assert found.rows()[1].reason == "infrastructure: the teacher did not answer"
-    assert [row.advantage for row in found.rows()] == [0.75, None]
+    assert [row.reward for row in found.rows] == [1.0, None]
+    assert found.rows[1].reason == "infrastructure: the teacher did not answer"
+    assert [row.advantage for row in found.rows] == [0.75, None]
 
 
 async def test_a_teacher_that_fails_on_a_whole_group_is_an_outage(
@@ -420,8 +360,8 @@ async def test_a_rollout_that_the_teacher_refuses_has_no_reward() -> None:
 
     group = Group([trajectory("a", RIGHT), trajectory("b", RIGHT)])
     found = await rolled_out(group, credit=DISTILL, teacher=Short({"a", "b"}))
-    assert [row.reward for row in found.rows()] == [None, None]
-    assert {row.reason for row in found.rows()} == {
+    assert [row.reward for row in found.rows] == [None, None]
+    assert {row.reason for row in found.rows} == {
         "the teacher refuses it: the input is longer than the context"
     }
 
@@ -443,13 +383,13 @@ async def test_a_group_that_is_lost_to_the_infrastructure_is_rolled_out_again(
             return [replace(one, stop_reason=lost) for one in found]
 
     found = await rolled_out(Recovering([trajectory("a", RIGHT), trajectory("b", WRONG)]))
-    assert [row.reward for row in found.rows()] == [1.0, 0.0]
+    assert [row.reward for row in found.rows] == [1.0, 0.0]
 
 
 async def test_a_group_of_which_one_rollout_survives_is_no_outage() -> None:
     lost = trajectory("b", RIGHT, stop_reason=StopReason.INFRASTRUCTURE)
     found = await rolled_out(Group([trajectory("a", RIGHT), lost]), num_tries=1)
-    assert [row.reward for row in found.rows()] == [1.0, None]
+    assert [row.reward for row in found.rows] == [1.0, None]
 
 
 async def test_an_evaluation_needs_no_teacher() -> None:
@@ -457,4 +397,4 @@ async def test_an_evaluation_needs_no_teacher() -> None:
     group = Group([trajectory("a", RIGHT), trajectory("b", WRONG)])
     found = await rolled_out(group, credit=DISTILL, teacher=judge, purpose=Purpose.EVALUATE)
     assert judge.asked == []
-    assert [row.reward for row in found.rows()] == [1.0, 0.0]
+    assert [row.reward for row in found.rows] == [1.0, 0.0]

@@ -33,7 +33,7 @@ async def test_a_condition_that_holds_is_not_reported() -> None:
     assert watch.told == []
 
 
-async def test_what_is_waited_for_is_reported_anew_when_it_changes() -> None:
+async def test_a_changed_reason_for_waiting_is_reported() -> None:
     watch, now = Watch(), ["a slot"]
     control = RunControl(watch)
     async with anyio.create_task_group() as tasks:

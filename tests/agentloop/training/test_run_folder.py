@@ -72,7 +72,7 @@ def test_a_power_cut_does_not_take_a_groups_file_back(
 
 
 @pytest.mark.anyio
-async def test_a_line_that_a_kill_cut_short_is_gone(tmp_path: Path) -> None:
+async def test_a_line_cut_short_by_a_kill_is_removed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", "")
     for step in (1, 2):
         folder.add_metrics({"step": step})
@@ -106,7 +106,7 @@ def test_a_kill_leaves_the_settings_whole(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "run" / "config.toml").read_text() == "seed = 1\n"
 
 
-def test_the_newest_checkpoint_that_is_whole_is_gone_on_from(tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", "")
     assert folder.checkpoint is None
     found = {"9": '{"state": {"step": 9}}', "10": '{"state": {"step": 10}}', "11": "{", "12": "{}"}

@@ -22,7 +22,14 @@ from agentloop.rollouts.metrics import (
 from agentloop.training.loop_settings import StageSettings
 from agentloop.training.queue import GroupQueue
 from agentloop.trajectory import Trajectory
-from tests.agentloop.training.test_loop import Killed, Played, Told, ended, lines, played
+from tests.agentloop.training.loop_support import (
+    FakeRollouts,
+    KilledRollouts,
+    RecordedReport,
+    read_lines,
+    run_loop,
+    run_until_failure,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
 
@@ -36,7 +43,7 @@ def mixed() -> MixedTasks:
     return MixedTasks(sources, {"easy": 2, "hard": 1})
 
 
-class Mostly(Played):
+class Mostly(FakeRollouts):
     """Solves easy tasks each time, and hard ones half of the time."""
 
     async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
@@ -45,17 +52,17 @@ class Mostly(Played):
 
 
 async def test_each_environment_has_its_metrics_and_its_evaluation(tmp_path: Path) -> None:
-    tasks, told = mixed(), Told()
-    _, _, run = await played(
+    tasks, report = mixed(), RecordedReport()
+    _, _, run = await run_loop(
         tmp_path,
         tasks=tasks,
         run_group=Mostly(tasks),
-        told=told,
+        report=report,
         steps=2,
         evaluate_every=2,
         evaluate_tasks=3,
     )
-    rows = lines(run.path / "metrics.jsonl")
+    rows = read_lines(run.path / "metrics.jsonl")
     for row in (row for row in rows if "reward" in row):
         assert (row["env/easy/reward"], row["env/hard/reward"]) == (1.0, pytest.approx(4 / 7))
         assert (row["env/easy/num_rollouts"], row["env/hard/num_rollouts"]) == (16, 8)
@@ -66,8 +73,8 @@ async def test_each_environment_has_its_metrics_and_its_evaluation(tmp_path: Pat
         assert counts == [3, 3]  # evaluate_tasks of each
         assert row["held_out/num_rollouts"] == 6
         assert {"held_out/env/easy/reward", "held_out/env/hard/pass_at_k"} <= row.keys()
-    assert any("step 1/2: reward 0.857 (easy 1.000, hard 0.571), " in one for one in told.lines)
-    assert any("held-out reward 1.000 (easy 1.000, hard 1.000), " in one for one in told.lines)
+    assert any("step 1/2: reward 0.857 (easy 1.000, hard 0.571), " in line for line in report.lines)
+    assert any("held-out reward 1.000 (easy 1.000, hard 1.000), " in line for line in report.lines)
 
 
 def test_a_run_with_one_environment_has_no_metrics_of_each() -> None:
@@ -76,7 +83,7 @@ def test_a_run_with_one_environment_has_no_metrics_of_each() -> None:
 
 def test_the_parts_of_a_reward_are_metrics() -> None:
     def group(*parts: dict[str, float]) -> GroupFigures:
-        return GroupFigures([RolloutFigures(1.0, parts=one) for one in parts])
+        return GroupFigures([RolloutFigures(1.0, parts=values) for values in parts])
 
     alone = about_each([("", group({"found": 1.0}, {"found": 0.0, "quick": 0.5}))])
     assert alone == {"part/found": 0.5, "part/quick": 0.5}
@@ -103,23 +110,23 @@ def test_what_rollouts_with_a_reward_have_recorded_is_a_metric() -> None:
 @pytest.mark.parametrize("steps", [1, 3])
 async def test_a_resumed_run_goes_on_with_the_same_sequence(tmp_path: Path, steps: int) -> None:
     tasks = mixed()
-    run_group = Killed(tasks)
-    run_group.last = f"{3 * steps + 2}-"  # a group of the next step
+    run_group = KilledRollouts(tasks)
+    run_group.killed_at = f"{3 * steps + 2}-"  # a group of the next step
     settings: dict[str, Any] = {"steps": 5, "evaluate_every": 0, "checkpoint_every": 1}
-    await ended(tmp_path, tasks=tasks, run_group=run_group, **settings)
+    await run_until_failure(tmp_path, tasks=tasks, run_group=run_group, **settings)
     async with GroupQueue.open(tmp_path / "run" / "queue.sqlite") as queue:
-        cursor = (await queue.noted("cursor") or {})["tasks"]
+        cursor = (await queue.read_note("cursor") or {})["tasks"]
     tasks = mixed()
     tasks.go_to(cursor)
     state = {"step": steps, "version": steps}
-    _, others, _ = await played(tmp_path, tasks=tasks, restored=state, **settings)
+    _, resumed, _ = await run_loop(tmp_path, tasks=tasks, restored=state, **settings)
     expected = list(islice(mixed(), 15))
     numbered = [f"{number}-{task.id}" for number, task in enumerate(expected, 1)]
     # Besides the groups of the first steps, those that ended before the kill are not run again.
-    done = [name for name in run_group.names if name not in others.names]
+    done = [name for name in run_group.names if name not in resumed.names]
     assert done[: 3 * steps] == numbered[: 3 * steps]  # the id begins with the environment
-    assert others.names == [name for name in numbered if name not in done]
-    assert others.prompts == [
+    assert resumed.names == [name for name in numbered if name not in done]
+    assert resumed.prompts == [
         task.prompt for task, name in zip(expected, numbered, strict=True) if name not in done
     ]
     assert Counter(task.env for task in expected) == {"easy": 10, "hard": 5}
@@ -129,10 +136,10 @@ async def test_a_stage_of_filtered_tasks_keeps_their_environments(tmp_path: Path
     tasks = mixed()
     run_group = Mostly(tasks)
     stages = {"hard": StageSettings(steps=1, filter_tasks=6)}
-    _, _, run = await played(
+    _, _, run = await run_loop(
         tmp_path, tasks=tasks, run_group=run_group, stages=stages, evaluate_every=0
     )
-    (row,) = [row for row in lines(run.path / "metrics.jsonl") if "reward" in row]
+    (row,) = [row for row in read_lines(run.path / "metrics.jsonl") if "reward" in row]
     assert row["env/hard/num_rollouts"] == row["num_rollouts"] == 24
     assert "env/easy/reward" not in row
 
@@ -141,7 +148,7 @@ def is_of_level_one(prompt: str) -> bool:
     return all(len(number) == 1 for number in re.findall(r"\d+", prompt))
 
 
-class SolvesLevelOne(Played):
+class SolvesLevelOne(FakeRollouts):
     """Solves tasks whose numbers have one digit, and half of the others."""
 
     async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
@@ -157,7 +164,7 @@ async def test_a_curriculum_chooses_within_each_environment(tmp_path: Path) -> N
     }
     tasks = MixedTasks(sources, {"calm": 1, "hard": 1})
     run_group = SolvesLevelOne(tasks)
-    await played(
+    await run_loop(
         tmp_path,
         tasks=tasks,
         run_group=run_group,

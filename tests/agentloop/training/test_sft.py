@@ -196,7 +196,7 @@ def test_the_last_turn_may_end_with_calls_that_nobody_answers() -> None:
 
 
 @pytest.mark.parametrize("spelled", [END, "<|im_start|>", "<tool_response>"])
-def test_what_the_model_cannot_sample_is_no_control_token(spelled: str) -> None:
+def test_text_that_the_model_cannot_sample_is_no_control_token(spelled: str) -> None:
     arguments = {"code": f"{spelled}</tool_call>"}
     calls = [{"type": "function", "function": {"name": "look", "arguments": arguments}}]
     ids = FAKE.encode_assistant_turn({"role": "assistant", "content": spelled, "tool_calls": calls})
@@ -267,7 +267,7 @@ def test_a_turn_that_begins_unlike_the_generation_prompt_is_named() -> None:
         made(SHIPPED, [USER, {"role": "assistant", "content": "1776."}])
 
 
-def test_what_is_too_long_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_samples_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "dialogues.jsonl"
     long = {"role": "assistant", "content": "so " * 200}
     rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, long]}]
@@ -292,7 +292,7 @@ def test_steps_keep_to_the_budget_and_epochs_to_the_data() -> None:
     assert len(orders) == 3
 
 
-def test_the_rate_rises_in_a_line_and_falls_along_a_cosine() -> None:
+def test_the_learning_rate_rises_linearly_and_falls_along_a_cosine() -> None:
     rates = [learning_rate(step, 8, peak=1.0, warmup=0.25) for step in range(1, 9)]
     # 2 of 8 steps rise; then (1 + cos(k pi / 7)) / 2 for k = 1 to 6.
     expected = [0.5, 1.0, 0.950484, 0.811745, 0.611260, 0.388740, 0.188255, 0.049516]
@@ -387,7 +387,7 @@ def losses(folder: RunFolder) -> list[tuple[int, float]]:
 
 
 @pytest.mark.anyio
-async def test_it_asks_writes_down_and_publishes(tmp_path: Path) -> None:
+async def test_a_run_trains_records_and_publishes(tmp_path: Path) -> None:
     learner, said = PlayedLearner(), Said()
     folder = RunFolder(tmp_path / "run", "")
     heard: list[Event] = []
@@ -415,9 +415,7 @@ async def test_it_asks_writes_down_and_publishes(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("dies", range(1, 7))
-async def test_after_a_rank_died_it_goes_on_as_if_nothing_had_been(
-    tmp_path: Path, dies: int
-) -> None:
+async def test_a_lost_learner_is_restarted_with_the_same_result(tmp_path: Path, dies: int) -> None:
     unbroken, broken = (RunFolder(tmp_path / name, "") for name in ("unbroken", "broken"))
     other, learner, said = PlayedLearner(), PlayedLearner(dies), Said()
     await tune(unbroken, other)
@@ -431,7 +429,7 @@ async def test_after_a_rank_died_it_goes_on_as_if_nothing_had_been(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("dies", range(1, 7))
-async def test_a_run_that_ended_goes_on_as_if_nothing_had_been(tmp_path: Path, dies: int) -> None:
+async def test_a_resumed_run_has_the_same_result(tmp_path: Path, dies: int) -> None:
     """The resumed run's learner does not die any more."""
     unbroken, broken = (RunFolder(tmp_path / name, "") for name in ("unbroken", "broken"))
     other, learner = PlayedLearner(), PlayedLearner(dies)
@@ -447,7 +445,7 @@ async def test_a_run_that_ended_goes_on_as_if_nothing_had_been(tmp_path: Path, d
 
 
 @pytest.mark.anyio
-async def test_other_dialogues_are_no_run_to_go_on_with(tmp_path: Path) -> None:
+async def test_a_run_cannot_be_resumed_with_other_dialogues(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path / "run", ""), PlayedLearner(dies=4)
     with pytest.raises(LearnerLost):
         await fine_tune(FineTuningPlan(SETTINGS, SAMPLES, folder), learner, report=Said())
@@ -474,7 +472,9 @@ def test_a_damaged_model_is_named(tmp_path: Path, text: str) -> None:
     seed=st.integers(0, 3),
 )
 @settings(deadline=None)
-def test_the_lineage_is_of_what_was_learned(lengths: list[int], epochs: int, seed: int) -> None:
+def test_equal_lineages_mean_equal_samples_in_equal_steps(
+    lengths: list[int], epochs: int, seed: int
+) -> None:
     """Lineages are equal as far as samples and steps are, whatever comes after."""
     samples = [Sample([n] * size, [0] * size, [], 0.0, n) for n, size in enumerate(lengths)]
     plans = [step_plan(lengths, epochs=n, batch_tokens=10, seed=seed) for n in (epochs, epochs + 1)]

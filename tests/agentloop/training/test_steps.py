@@ -69,7 +69,7 @@ class Recorder(FakeLearner):
     async def restart(self) -> None:
         self.num_updates = 0
 
-    async def lost(self) -> str:
+    async def wait_lost(self) -> str:
         await anyio.sleep_forever()
         return ""
 
@@ -106,8 +106,8 @@ class Run:
         trajectory = Trajectory("t", [1], [Turn([2], [-0.5])])
         rows = [
             ConversationRow(
-                index // of_each,
-                trajectory,
+                rollout=index // of_each,
+                trajectory=trajectory,
                 credit=None if advantage is None else TokenCredit(advantage, 1.0),
             )
             for index, advantage in enumerate(advantages)

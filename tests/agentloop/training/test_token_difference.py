@@ -26,7 +26,7 @@ def conversation(tokens: list[tuple[int, bool, float, float]], name: str) -> Sco
 
 
 @given(st.lists(TOKENS, max_size=4), st.integers(0, 5))
-def test_they_are_those_of_the_sampled_tokens(
+def test_differences_are_those_of_the_sampled_tokens(
     drawn: list[list[tuple[int, bool, float, float]]], num_worst: int
 ) -> None:
     found = differences_of(
@@ -47,7 +47,7 @@ def test_they_are_those_of_the_sampled_tokens(
         assert list(one.before) == [id for id, *_ in tokens[: one.index]][-8:]
 
 
-def test_one_that_is_not_a_number_is_the_worst() -> None:
+def test_a_difference_that_is_not_a_number_is_the_worst() -> None:
     found = differences_of([conversation([(1, True, -1.0, -9.0), (2, True, -1.0, math.nan)], "a")])
     assert found.worst[0].id == 2
     assert found.max == math.inf

@@ -66,10 +66,10 @@ def _fork_instead_of_spawn() -> None:
 
     set_start_method = multiprocessing.set_start_method
 
-    def set_fork_instead(method: str | None, force: bool = False) -> None:
+    def set_fork_method(method: str | None, force: bool = False) -> None:
         set_start_method("fork" if method == "spawn" else method, force)
 
-    multiprocessing.set_start_method = set_fork_instead
+    multiprocessing.set_start_method = set_fork_method
 
 
 # Importing SGLang creates a million long-lived objects: with the default thresholds, a sixth of

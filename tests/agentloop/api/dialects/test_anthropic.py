@@ -308,7 +308,7 @@ def test_an_instruction_in_mid_conversation_is_said_by_the_user() -> None:
 
 
 def test_calls_that_the_agent_ran_are_turns_of_their_own() -> None:
-    """Those of one turn have ids that differ behind the last underscore."""
+    """Calls of one turn have ids that differ behind the last underscore."""
     ran, came = "mcp_tool_use", "mcp_tool_result"
     made = messages(
         HELLO[0],

@@ -105,7 +105,7 @@ class LearnerProcessesThatLive(LearnerProcesses):
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
     found = Starts()
-    monkeypatch.setattr(analyze, "started", found)
+    monkeypatch.setattr(analyze, "start_learner", found)
     monkeypatch.setattr(analyze, "require", lambda *_: None)  # the learner's packages
     return found
 

@@ -134,7 +134,7 @@ def test_a_server_that_came_back_says_why_it_is_stale() -> None:
 
 @given(st.lists(st.sampled_from(sorted(EVENTS))))
 def test_only_servers_with_the_current_weights_are_healthy(events: list[str]) -> None:
-    """After it missed a weight sync, a server serves only once it has the weights."""
+    """A server that missed a weight sync serves only once it has the weights."""
     health = Health()
     has_weights = True
     for event in events:

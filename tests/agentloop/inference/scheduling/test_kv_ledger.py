@@ -94,7 +94,7 @@ class Ledger(RuleBasedStateMachine):
     @rule(data=st.data())
     def flush(self, data: st.DataObject) -> None:
         pool = self.ledger.pools[data.draw(st.sampled_from(sorted(self.ledger.pools)))]
-        self.ledger.flush(pool.rank)
+        pool.flush()
         assert pool.num_parked == pool.num_kept == 0
 
     @precondition(lambda self: self.ledger.pools)
@@ -259,7 +259,7 @@ def test_a_report_that_never_changes_fades() -> None:
     for second in range(2, 12):  # tokens are streamed, but the report does not change
         made.grow("s", 5)
         assert made.report(A, frozen, float(second)) == 0
-    assert made.reported_s(A) == 1.0
+    assert made.pools[A].reported_s == 1.0
     assert made.pools[A].num_others == 0
 
 

@@ -24,7 +24,6 @@ from agentloop.events import (
 )
 from agentloop.observe.exporters.event_log import (
     EventLog,
-    EventLogLimits,
     EventLogSettings,
     read_events,
 )
@@ -33,14 +32,25 @@ from tests.agentloop.observe import story
 from tests.patience import patient
 from tests.support import eventually
 
-OFTEN = EventLogLimits(every_s=0.001)
-NEVER = EventLogLimits(every_s=3600)  # but at its end
+
+class FrequentLog(EventLog):
+    EVERY_S = 0.001
+
+
+class FinalLog(EventLog):
+    """Writes at its end."""
+
+    EVERY_S = 3600
+
+
+class SmallLog(FinalLog):
+    MAX_WAITING = 3
 
 
 async def write_events(
-    folder: Path, events: Sequence[Event], settings: EventLogSettings = NEVER
+    folder: Path, events: Sequence[Event], settings: EventLogSettings | None = None
 ) -> list[dict[str, Any]]:
-    async with EventLog.open(folder, settings) as event_log:
+    async with FinalLog.open(folder, settings) as event_log:
         for event in events:
             event_log.on_event(event)
     return list(read_events(folder))
@@ -90,7 +100,7 @@ async def test_tokens_are_not_written(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_lines_are_written_during_the_run(tmp_path: Path) -> None:
-    async with EventLog.open(tmp_path, OFTEN) as event_log:
+    async with FrequentLog.open(tmp_path) as event_log:
         event_log.on_event(RolloutAbandoned("r"))
         await eventually(
             lambda: names(list(read_events(tmp_path))) == ["opened", "rollout_abandoned"]
@@ -100,14 +110,14 @@ async def test_lines_are_written_during_the_run(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_queued_lines_are_written_if_the_run_fails(tmp_path: Path) -> None:
     async def fail() -> None:
-        async with EventLog.open(tmp_path, NEVER) as event_log:
+        async with FinalLog.open(tmp_path) as event_log:
             event_log.on_event(RolloutAbandoned("r"))
             raise ValueError("on purpose")
 
     with pytest.raises(ValueError, match="on purpose"):
         await fail()
     with anyio.move_on_after(0):
-        async with EventLog.open(tmp_path, NEVER) as event_log:
+        async with FinalLog.open(tmp_path) as event_log:
             event_log.on_event(RolloutAbandoned("s"))
             await anyio.sleep_forever()
     assert names(list(read_events(tmp_path))) == ["opened", "rollout_abandoned"] * 2
@@ -138,8 +148,7 @@ async def test_a_line_cut_short_by_a_kill_is_skipped(
 async def test_lines_beyond_the_queue_limit_are_dropped_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    few = EventLogLimits(every_s=3600, max_waiting=3)
-    async with EventLog.open(tmp_path, few) as event_log:
+    async with SmallLog.open(tmp_path) as event_log:
         for number in range(10):
             event_log.on_event(RolloutAbandoned(str(number)))
         assert event_log.num_dropped == 8
@@ -166,7 +175,7 @@ async def test_a_full_disk_does_not_end_the_run(
         return write(file, data)
 
     monkeypatch.setattr(os, "write", no_room)
-    async with EventLog.open(tmp_path, OFTEN) as event_log:
+    async with FrequentLog.open(tmp_path) as event_log:
         await eventually(lambda: event_log.num_dropped == 1)
         event_log.on_event(RolloutAbandoned("r"))
         await eventually(lambda: event_log.num_dropped == 2)
@@ -197,7 +206,7 @@ async def test_a_slow_disk_does_not_block_the_loop(
         return write(file, data)
 
     monkeypatch.setattr(os, "write", slow)
-    async with EventLog.open(tmp_path, OFTEN) as event_log:
+    async with FrequentLog.open(tmp_path) as event_log:
         await eventually(waits.is_set)
         for number in range(100):
             event_log.on_event(RolloutAbandoned(str(number)))
@@ -208,10 +217,9 @@ async def test_a_slow_disk_does_not_block_the_loop(
 
 @pytest.mark.anyio
 async def test_the_oldest_lines_are_deleted_when_the_file_is_full(tmp_path: Path) -> None:
-    small = EventLogLimits(every_s=3600, max_mib=1)
     for part in range(8):
         events: list[Event] = [RolloutAbandoned(f"{part}-{n:060}") for n in range(2000)]
-        await write_events(tmp_path, events, small)
+        await write_events(tmp_path, events, EventLogSettings(max_mib=1))
     size = sum(os.stat(tmp_path / name).st_size for name in os.listdir(tmp_path))
     assert 2**20 / 2 < size < 2**20 + 2**19
     lines = [line for line in read_events(tmp_path) if line["event"] == "rollout_abandoned"]

@@ -27,7 +27,6 @@ from agentloop.observe.exporters import otel
 from agentloop.observe.exporters.otel import (
     Attribute,
     CallerSpan,
-    OtelLimits,
     OtelSettings,
     Traces,
     caller_span,
@@ -97,15 +96,33 @@ def attributes(span: Any) -> dict[str, Any]:
     return {attribute.key: value_of(attribute.value) for attribute in span.attributes}
 
 
+class FrequentTraces(Traces):
+    EVERY_S = 0.001
+    CLOSE_S = 15.0
+
+
+class ImpatientTraces(FrequentTraces):
+    TIMEOUT_S = 0.2
+    CLOSE_S = 0.1
+    MAX_WAITING = 10
+
+
+class PatientTraces(FrequentTraces):
+    """Has patience with a request, but none at the end."""
+
+    TIMEOUT_S = 60
+    CLOSE_S = 0.05
+
+
 def settings(collector: Collector, **more: Any) -> OtelSettings:
-    return OtelLimits(endpoint=collector.url, **{"every_s": 0.001, "close_s": 15, **more})
+    return OtelSettings(endpoint=collector.url, **more)
 
 
 async def export_events(
     events: Sequence[Event], *, is_scored: bool = False, **more: Any
 ) -> tuple[Collector, Traces]:
     async with Collector().serving() as collector:
-        async with Traces.open(
+        async with FrequentTraces.open(
             settings(collector, **more),
             model="small",
             run="a-run",
@@ -294,7 +311,9 @@ async def test_long_and_strange_content_is_cut(monkeypatch: pytest.MonkeyPatch) 
 async def test_a_trace_waits_for_the_reward() -> None:
     record = story.trajectory()
     async with Collector().serving() as collector:
-        async with Traces.open(settings(collector), model="small", is_scored=True) as traces:
+        async with FrequentTraces.open(
+            settings(collector), model="small", is_scored=True
+        ) as traces:
             for event in story.of_rollout(record):
                 traces.on_event(event)
             trajectory = story.trajectory("other")
@@ -363,7 +382,7 @@ async def test_refused_traces_are_counted_and_logged(
     status: int, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Collector(status=status).serving() as collector:
-        async with Traces.open(settings(collector), model="small") as traces:
+        async with FrequentTraces.open(settings(collector), model="small") as traces:
             for number in range(3):
                 for event in story.of_rollout(story.trajectory(str(number))):
                     traces.on_event(event)
@@ -384,8 +403,8 @@ async def test_an_unavailable_collector_does_not_block_the_loop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with Collector().serving() as collector:
-        away = settings(collector, timeout_s=0.2, close_s=0.1, max_waiting=10)
-    async with Traces.open(away, model="small") as traces:
+        away = settings(collector)
+    async with ImpatientTraces.open(away, model="small") as traces:
         for number in range(100):
             for event in story.of_rollout(story.trajectory(str(number))):
                 traces.on_event(event)
@@ -400,8 +419,7 @@ async def test_a_hanging_collector_does_not_delay_the_end() -> None:
     gate = anyio.Event()
     async with Collector(gate=gate).serving() as collector:
         with anyio.fail_after(patient(15)):
-            slow = settings(collector, timeout_s=60, close_s=0.05)
-            async with Traces.open(slow, model="small") as traces:
+            async with PatientTraces.open(settings(collector), model="small") as traces:
                 for event in story.of_rollout(story.trajectory()):
                     traces.on_event(event)
                 await eventually(lambda: bool(collector.headers))

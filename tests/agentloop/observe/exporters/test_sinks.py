@@ -17,12 +17,21 @@ from hypothesis import strategies as st
 
 from agentloop.errors import SettingsError
 from agentloop.events import Measured, RolloutAbandoned
-from agentloop.observe.exporters.sinks import Sink, Sinks, SinksLimits, SinksSettings, mask_secrets
+from agentloop.observe.exporters.sinks import Sink, Sinks, SinksSettings, mask_secrets
 from tests.agentloop.observe import story
 from tests.patience import patient
 from tests.support import eventually
 
-BOTH = SinksLimits(report_to=("trackio", "wandb"), close_s=15, max_waiting=3)
+BOTH = SinksSettings(report_to=("trackio", "wandb"))
+
+
+class SmallSinks(Sinks):
+    MAX_WAITING = 3
+    CLOSE_S = 15.0
+
+
+class ImpatientSinks(SmallSinks):
+    CLOSE_S = 0.2
 
 
 class Fake:
@@ -59,10 +68,10 @@ class Fake:
 
 
 def open_sinks(
-    folder: Path, trackio: Sink, wandb: Sink, settings: SinksSettings = BOTH, **config: Any
+    folder: Path, trackio: Sink, wandb: Sink, sinks: type[Sinks] = SmallSinks, **config: Any
 ) -> Any:
-    return Sinks.open(
-        settings,
+    return sinks.open(
+        BOTH,
         folder=folder,
         run_name="a-run",
         config=config,
@@ -152,9 +161,8 @@ async def test_a_hanging_sink_does_not_delay_the_end(
     at: str, num_dropped: int, tmp_path: Path
 ) -> None:
     hangs, healthy = Fake(at), Fake()
-    impatient = BOTH.model_copy(update={"close_s": 0.2})
     with anyio.fail_after(patient(15)):
-        async with open_sinks(tmp_path, hangs, healthy, impatient) as sinks:
+        async with open_sinks(tmp_path, hangs, healthy, ImpatientSinks) as sinks:
             for row in rows(1, 2):
                 sinks.on_event(row)
             await eventually(lambda: healthy.steps == [1, 2])

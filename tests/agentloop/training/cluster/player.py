@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -25,18 +24,6 @@ from agentloop.training.weight_sync.disk import PublishedFolder
 from agentloop.training.weight_sync.sync import Serving, SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
 from agentloop.trajectory import Trajectory, Turn, VersionSpan
-
-
-@dataclass
-class Group:
-    """A group that was rolled out."""
-
-    rows_: Sequence[ConversationRow]
-    figures: GroupFigures = field(default_factory=GroupFigures)
-    has_signal: bool = True
-
-    def rows(self) -> Sequence[ConversationRow]:
-        return self.rows_
 
 
 class Player:
@@ -103,19 +90,18 @@ class Player:
             raise self.error
         version = self.sampled or self.versions[-1]
         turn = Turn([1], [0.0], [VersionSpan(version, 0, 1)])
-        return Group(
-            [
-                ConversationRow(
-                    index,
-                    Trajectory(f"{name}.{index}", [1], [turn]),
-                    task=task.id,
-                    reward=1.0,
-                    parts={"max_turns": budget.max_turns},
-                    reason=self.name,
-                )
-                for index in range(size)
-            ]
-        )
+        rows = [
+            ConversationRow(
+                task=task.id,
+                rollout=index,
+                reward=1.0,
+                parts={"max_turns": budget.max_turns},
+                reason=self.name,
+                trajectory=Trajectory(f"{name}.{index}", [1], [turn]),
+            )
+            for index in range(size)
+        ]
+        return RolledOut(GroupFigures(), has_signal=True, rows=rows)
 
     async def sync(self, published: PublishedWeights, *, timeout_s: float) -> SyncResult:
         if self.fails is not None:

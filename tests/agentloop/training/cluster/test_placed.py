@@ -128,7 +128,7 @@ def placed(
         settings,
         ServerSettings(tp_size=2),
         RanksSettings(nproc_per_node=2),
-        num_sandbox_workers=1,
+        num_sandbox_cpus=1,
         on_gpus=on_gpus,
     )
     placements = place(processes, fake.nodes, home="a", colocated=settings.colocated)

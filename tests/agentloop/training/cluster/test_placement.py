@@ -52,7 +52,7 @@ def runs(draw: st.DrawFn) -> list[RunProcess]:
             dp_size=draw(st.integers(1, 2)),
         ),
         RanksSettings(nodes=draw(st.integers(1, 3)), nproc_per_node=draw(st.integers(1, 8))),
-        num_sandbox_workers=draw(st.integers(1, 4)),
+        num_sandbox_cpus=draw(st.integers(1, 4)),
         on_gpus=draw(st.booleans()),
         server_bytes=draw(st.sampled_from([0, 4 * GIB])),
         rank_bytes=draw(st.sampled_from([0, GIB])),
@@ -82,7 +82,7 @@ def check_named(processes: list[RunProcess]) -> None:
 
 
 @given(runs(), NODES, st.booleans())
-def test_what_is_placed_fits_and_is_placed_once(
+def test_each_process_is_placed_once_where_it_fits(
     processes: list[RunProcess], nodes: list[ClusterNode], colocated: bool
 ) -> None:
     try:
@@ -109,7 +109,7 @@ def test_the_servers_are_divided_among_the_runtimes(count: int, num: int, on_gpu
         ClusterSettings(runtimes=num),
         ServerSettings(count=count, tp_size=2),
         RanksSettings(nproc_per_node=1),
-        num_sandbox_workers=3,
+        num_sandbox_cpus=3,
         on_gpus=on_gpus,
         server_bytes=GIB,
     )
@@ -123,7 +123,7 @@ def test_the_servers_are_divided_among_the_runtimes(count: int, num: int, on_gpu
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 8), st.integers(1, 10))
-def test_on_equal_nodes_there_is_place_for_as_many_servers_as_there_can_be(
+def test_equal_nodes_hold_as_many_servers_as_possible(
     num_nodes: int, learner_nodes: int, num_local: int, width: int
 ) -> None:
     assume(learner_nodes <= num_nodes and width <= 8)
@@ -139,7 +139,7 @@ def test_on_equal_nodes_there_is_place_for_as_many_servers_as_there_can_be(
             ClusterSettings(sandbox_hosts=0),
             ServerSettings(count=count, tp_size=width),
             RanksSettings(nodes=learner_nodes, nproc_per_node=num_local),
-            num_sandbox_workers=1,
+            num_sandbox_cpus=1,
             on_gpus=True,
         )
         return place(processes, nodes, home="node-0")
@@ -150,7 +150,7 @@ def test_on_equal_nodes_there_is_place_for_as_many_servers_as_there_can_be(
 
 
 @given(runs(), NODES, st.booleans(), st.integers(0, 7))
-def test_what_a_lost_node_had_goes_where_there_is_place(
+def test_processes_of_a_lost_node_are_placed_elsewhere(
     processes: list[RunProcess], nodes: list[ClusterNode], colocated: bool, lost: int
 ) -> None:
     # With nodes that have room for most runs, so that something is placed.
@@ -178,7 +178,7 @@ def test_an_error_names_all_that_have_no_place_and_what_is_free() -> None:
         ClusterSettings(sandbox_hosts=1),
         ServerSettings(count=2, tp_size=8),
         RanksSettings(nodes=1, nproc_per_node=4),
-        num_sandbox_workers=16,
+        num_sandbox_cpus=16,
         on_gpus=True,
     )
     with pytest.raises(PlacementError) as caught:
@@ -195,7 +195,7 @@ def test_the_trainers_node_needs_place_for_the_first_ranks() -> None:
         ClusterSettings(),
         ServerSettings(),
         RanksSettings(nproc_per_node=2),
-        num_sandbox_workers=1,
+        num_sandbox_cpus=1,
         on_gpus=True,
     )
     head, worker = ClusterNode("head", 8), ClusterNode("worker", 8, 8)

@@ -39,7 +39,13 @@ from agentloop.training.weight_sync.sync import SyncResult
 from agentloop.trajectory import Trajectory
 from tests import emitted
 from tests.agentloop.training.cluster.player import Player, playing
-from tests.agentloop.training.test_loop import ARITHMETIC, Played, PlayedLearner, Told, played
+from tests.agentloop.training.loop_support import (
+    ARITHMETIC,
+    FakeRollouts,
+    RecordedReport,
+    RecordingLearner,
+    run_loop,
+)
 from tests.rollouts import GroupPlayer
 from tests.support import eventually
 
@@ -78,9 +84,7 @@ async def groups(runtimes: RemoteRuntimes, *names: str, oldest: int = 0) -> dict
 
 
 def told(found: dict[str, RolledOut]) -> dict[str, list[tuple[str, int]]]:
-    return {
-        name: [(row.task, row.rollout) for row in group.rows()] for name, group in found.items()
-    }
+    return {name: [(row.task, row.rollout) for row in group.rows] for name, group in found.items()}
 
 
 def whole(*names: str) -> dict[str, list[tuple[str, int]]]:
@@ -91,7 +95,7 @@ def by(found: dict[str, RolledOut]) -> set[tuple[str, str]]:
     return {
         (row.reason, row.trajectory.turns[0].versions[0].version)
         for group in found.values()
-        for row in group.rows()
+        for row in group.rows
     }
 
 
@@ -111,7 +115,7 @@ async def test_groups_are_rolled_out_by_all_runtimes_and_come_back_whole(folder:
     assert told(found) == whole(*names)
     assert found["0"].has_signal
     assert found["0"].figures == GroupFigures()
-    assert found["0"].rows()[0].parts == {"max_turns": 7}
+    assert found["0"].rows[0].parts == {"max_turns": 7}
     assert sorted(one.asked + two.asked) == sorted(names)
     assert one.asked
     assert two.asked
@@ -171,7 +175,7 @@ async def test_a_group_that_a_runtime_cannot_do_goes_to_another(folder: Path) ->
     assert good.asked == ["1"]
 
 
-async def test_a_group_that_nobody_can_do_is_given_up(folder: Path) -> None:
+async def test_a_group_that_fails_on_every_runtime_is_given_up(folder: Path) -> None:
     player = Player("one")
     player.error = ServerError("no server answers")
     async with playing(player) as runtimes:
@@ -255,7 +259,7 @@ async def test_runtimes_are_given_up_one_by_one(folder: Path) -> None:
             await groups(runtimes, "2")
 
 
-async def test_at_the_end_runtimes_close_before_their_actors_are_killed(folder: Path) -> None:
+async def test_runtimes_close_before_their_actors_are_killed(folder: Path) -> None:
     player = Player("one")
     async with playing(player) as runtimes:
         await synced(runtimes, folder)
@@ -288,7 +292,7 @@ def test_a_runtime_is_on_a_loop_on_which_anyio_works_outside_of_tasks() -> None:
 # --- weights ------------------------------------------------------------------------------------
 
 
-async def test_weights_are_loaded_as_the_trainer_is_told(folder: Path) -> None:
+async def test_runtimes_load_weights_as_the_settings_say(folder: Path) -> None:
     player = Player("one")
     async with playing(player) as runtimes:
         await runtimes.sync(PublishedFolder("0", folder, "in_place"), timeout_s=30)
@@ -342,7 +346,7 @@ async def test_a_runtime_that_cannot_load_brings_what_it_has_rolled_out(folder: 
     assert two.asked == []
 
 
-async def test_what_was_sampled_with_weights_that_nobody_knows_goes_to_others(
+async def test_a_group_sampled_with_unknown_weights_goes_to_another_runtime(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtimes_module, "_ANSWER_S", 0.1)
@@ -395,7 +399,7 @@ async def rolling_out(*names: str) -> AsyncIterator[tuple[RemoteRuntimes, list[P
         players = []
         for name in names:
             player = GroupPlayer(
-                Played(TaskSource.open(ARITHMETIC)), Player(name).wait_for_capacity
+                FakeRollouts(TaskSource.open(ARITHMETIC)), Player(name).wait_for_capacity
             )
             rollouts = Rollouts(
                 GroupRunner(player, grader), RocSettings(down_sample_to_n=4), seed=0
@@ -405,26 +409,28 @@ async def rolling_out(*names: str) -> AsyncIterator[tuple[RemoteRuntimes, list[P
             yield runtimes, players
 
 
-async def test_a_run_with_runtimes_learns_what_it_learns_by_itself(tmp_path: Path) -> None:
+async def test_a_run_with_runtimes_trains_on_the_same_batches_as_one_without(
+    tmp_path: Path,
+) -> None:
     """This holds even if one of them is killed with each step."""
     pytest.importorskip(
         "safetensors", reason="needs safetensors: pip install 'agentloop-rl[train]'"
     )
 
-    class Killing(PlayedLearner):
+    class Killing(RecordingLearner):
         async def handle(self, op: str, **arguments: Any) -> dict[str, Any]:
             if op == "step":
                 players[0].actors[-1].kill()
             return await super().handle(op, **arguments)
 
-    alone, _, _ = await played(tmp_path / "alone", steps=2, evaluate_every=2)
+    alone, _, _ = await run_loop(tmp_path / "alone", steps=2, evaluate_every=2)
     learner = Killing()
     run = RunFolder(tmp_path / "run")
     async with (
         GroupQueue.open(run.path / "queue.sqlite") as queue,
         rolling_out("one", "two") as (runtimes, players),
     ):
-        report = Told()
+        report = RecordedReport()
         context = RunContext(
             LoopSettings(
                 steps=2, prompts_per_step=3, group_size=8, evaluate_tasks=4, evaluate_every=2
@@ -440,7 +446,7 @@ async def test_a_run_with_runtimes_learns_what_it_learns_by_itself(tmp_path: Pat
         await TrainingLoop(context, steps, runtimes).run()
         assert await queue.counts() == {"trained": 6}
     assert len(players[0].actors) > 1
-    assert [op for op, _ in learner.asked] == [op for op, _ in alone.asked]
+    assert [op for op, _ in learner.requests] == [op for op, _ in alone.requests]
     for ours, theirs in zip(learner.batches, alone.batches, strict=True):
         assert {name: values.tolist() for name, values in ours.items()} == {
             name: values.tolist() for name, values in theirs.items()
@@ -450,7 +456,9 @@ async def test_a_run_with_runtimes_learns_what_it_learns_by_itself(tmp_path: Pat
 @hypothesis.settings(deadline=None)
 @hypothesis.given(emitted.calls, emitted.plain_data)
 @pytest.mark.full
-def test_rollouts_survive_the_way_unchanged(raw: str, more: Any) -> None:
-    row = ConversationRow(0, Trajectory.from_dict(emitted.rollout(raw)), truth=more)
+def test_conversations_are_unchanged_by_packing(raw: str, more: Any) -> None:
+    row = ConversationRow(
+        rollout=0, trajectory=Trajectory.from_dict(emitted.rollout(raw)), truth=more
+    )
     (read,) = unpack(pack([row]))
     assert repr(loads(dumps(read.to_dict()))) == repr(loads(dumps(row.to_dict())))

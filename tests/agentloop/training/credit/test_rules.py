@@ -242,8 +242,8 @@ def test_credit_comes_back_from_the_journal_and_goes_into_the_batch(
     run = RunFolder(folder / "run", "")
     rows = [
         ConversationRow(
-            index,
-            Trajectory("", [1, 2], [turn(len(rewards), rewards[0], rewards)]),
+            rollout=index,
+            trajectory=Trajectory("", [1, 2], [turn(len(rewards), rewards[0], rewards)]),
             credit=TokenCredit.of(rewards, 0.25),
         )
         for index, rewards in enumerate(tokens)

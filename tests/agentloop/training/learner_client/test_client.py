@@ -25,7 +25,7 @@ from agentloop.training.learner_client.client import (
     LearnerLost,
     LearnerProcesses,
     LearnerRefused,
-    started,
+    start_learner,
 )
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import Reply, Request, SavedRequest
@@ -140,7 +140,7 @@ async def ranks(
     script = folder / "rank.py"
     script.write_text(RANK)
     monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, str(script)))
-    async with started(
+    async with start_learner(
         PlayedSettings.model_validate(settings),
         RanksSettings(nproc_per_node=count, start_timeout_s=50),
         log_dir=folder / "logs",
@@ -149,7 +149,7 @@ async def ranks(
         yield both
 
 
-async def test_it_is_asked_and_leaves_nothing(
+async def test_requests_are_answered_and_no_process_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, _):
@@ -185,7 +185,7 @@ async def test_a_reply_that_is_not_of_the_protocol_is_an_error(
             await learner.ask(SavedRequest(), timeout_s=30)
 
 
-async def test_an_answer_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_late_response_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, _):
         with pytest.raises(LearnerLost, match=r"hang: no response within 0\.1 s; logs in"):
             await learner.ask(played("hang"), timeout_s=0.1)
@@ -210,7 +210,7 @@ async def test_a_start_that_fails_ends_with_the_log(
 
 
 @pytest.mark.full
-async def test_a_start_ends_where_another_rank_dies_than_the_one_that_is_waited_for(
+async def test_a_start_fails_when_any_rank_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
@@ -222,7 +222,9 @@ async def test_a_start_ends_where_another_rank_dies_than_the_one_that_is_waited_
 
 
 @pytest.mark.full
-async def test_one_death_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_death_of_a_rank_is_a_single_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with ranks(tmp_path, monkeypatch) as (learner, processes):
         with pytest.raises(LearnerError, match="rank 0 ended with exit status 9"):
             await processes.while_alive(partial(learner.ask, played("die"), timeout_s=30))
@@ -232,7 +234,7 @@ async def test_one_death_is_one_error(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("ends", "watched"), [(False, False), (True, True)])
 @pytest.mark.full
-async def test_of_ranks_that_follow_each_other_the_first_is_named(
+async def test_the_first_of_several_dead_ranks_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool, watched: bool
 ) -> None:
     """Rank 0 reports the loss of a rank, and may end before that rank's end is noticed."""
@@ -246,7 +248,7 @@ async def test_of_ranks_that_follow_each_other_the_first_is_named(
     assert "a peer is gone" not in str(caught.value)
 
 
-async def test_where_none_has_ended_the_log_is_shown(
+async def test_the_log_is_shown_if_no_rank_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launcher may take half a minute to end."""
@@ -260,7 +262,7 @@ async def test_where_none_has_ended_the_log_is_shown(
             await learner.ask(played("hang_up"), timeout_s=30)
 
 
-async def test_while_it_lives_work_is_let_alone(
+async def test_work_is_undisturbed_while_all_ranks_live(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse() -> None:
@@ -273,7 +275,7 @@ async def test_while_it_lives_work_is_let_alone(
             await processes.while_alive(refuse)
 
 
-async def test_killed_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_killed_rank_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ranks(tmp_path, monkeypatch, count=1) as (learner, processes):
         pid = (await learner.ask(played("step"), timeout_s=30)).pid
         os.kill(pid, signal.SIGKILL)
@@ -306,7 +308,7 @@ async def test_a_file_of_the_users_with_the_packages_name_is_not_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(learner_module.__file__).parents[3]))
     with pytest.raises(LearnerError, match=r"learner\.json: [\s\S]*no_such") as caught:
-        async with started(
+        async with start_learner(
             PlayedSettings.model_validate({"no_such": 1}),
             RanksSettings(),
             log_dir=tmp_path / "logs",
@@ -365,7 +367,7 @@ def _said(folder: Path) -> list[str]:
 
 
 @pytest.mark.full
-async def test_one_that_is_lost_is_started_again(
+async def test_a_lost_learner_can_be_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with kept(tmp_path, monkeypatch) as learner:
@@ -414,7 +416,7 @@ async def test_a_learner_that_is_not_needed_any_more_does_not_go_on_starting(
     assert all(map(is_gone, pids))
 
 
-async def test_what_hangs_is_restarted_and_who_asks_meanwhile_waits(
+async def test_requests_wait_while_a_hanging_learner_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with kept(tmp_path, monkeypatch) as learner:
@@ -434,7 +436,7 @@ async def test_what_hangs_is_restarted_and_who_asks_meanwhile_waits(
 
 
 @pytest.mark.full
-async def test_a_death_that_nobody_asks_about_is_told(
+async def test_lost_returns_when_a_rank_dies_between_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This includes ranks that take no requests, but not deaths caused by a restart."""
@@ -442,7 +444,7 @@ async def test_a_death_that_nobody_asks_about_is_told(
     async with kept(tmp_path, monkeypatch) as learner:
 
         async def listen() -> None:
-            told.append(await learner.lost())
+            told.append(await learner.wait_lost())
 
         with anyio.fail_after(patient(50)):
             async with anyio.create_task_group() as tasks:
@@ -458,7 +460,7 @@ async def test_a_death_that_nobody_asks_about_is_told(
             await learner.ask(played("hang"), timeout_s=60)
 
 
-async def test_one_that_ended_itself_is_not_lost(
+async def test_a_learner_that_ended_itself_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with kept(tmp_path, monkeypatch) as learner:

@@ -60,7 +60,7 @@ def test_visible_devices_that_deepspeed_cannot_take(
         command(launcher="deepspeed", nproc_per_node=2)
 
 
-def test_with_one_node_no_hostfile_is_read() -> None:
+def test_no_hostfile_is_read_with_one_node() -> None:
     (one,) = [part for part in command(launcher="deepspeed") if part.startswith("--hostfile=")]
     assert not os.path.isfile(one.partition("=")[2])
     made = command(launcher="deepspeed", nodes=2, address="a", hostfile="hosts")

@@ -62,7 +62,7 @@ def test_the_hash_of_a_gpu_is_that_of_sglangs_kernel(size: int, expected: int) -
         assert checksum("x", parts, layout, 0) == f"{expected:016x}", "of what is fused, too"
 
 
-def test_what_a_server_fuses_is_found_by_its_names() -> None:
+def test_tensors_that_a_server_fuses_are_found_by_name() -> None:
     layer = "model.layers.0"
     names = [f"{layer}.self_attn.{one}_proj.weight" for one in ("q", "k", "v", "o")]
     names += [f"{layer}.self_attn.{one}_proj.bias" for one in ("q", "k", "v")]
@@ -77,7 +77,7 @@ def test_what_a_server_fuses_is_found_by_its_names() -> None:
     assert len(parts) == 7, "an expert by itself is nothing that is known"
 
 
-def test_on_one_rank_it_is_the_whole_model_with_rows_of_zeros_behind_a_vocabulary() -> None:
+def test_a_single_rank_has_the_whole_model_with_a_padded_vocabulary() -> None:
     q, k, v = numbered(4, 3), numbered(2, 3) + 50, numbered(2, 3) + 90
     assert of("a.qkv_proj.weight", q, k, v) == sha256(q, k, v)
     assert of("a.o_proj.weight", q) == sha256(q)
@@ -160,7 +160,7 @@ def proof(*ranks: Mapping[str, str]) -> Proof:
     return prove(found, lambda name, rank: EXPECTED.get((name, rank)))
 
 
-def test_every_rank_of_a_server_must_have_what_is_the_learners() -> None:
+def test_every_rank_of_a_server_must_have_the_learners_weights() -> None:
     assert proof({"a": "1", "b": "2"}, {"a": "3", "b": "4"}) == Proof("whole", "")
     assert proof({"a": "1"}, {"a": "1"}).wrong == "its a differs from the learner's"
     assert proof({"a": "1", "b": "1"}).wrong == "its b differs from the learner's"

@@ -119,7 +119,9 @@ async def test_all_servers_receive_all_buckets_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pause", ["retract", "in_place"])
-async def test_what_runs_is_paused_as_the_settings_say(tmp_path: Path, pause: Pause) -> None:
+async def test_running_requests_are_paused_as_the_settings_say(
+    tmp_path: Path, pause: Pause
+) -> None:
     async with parts(tmp_path, *fakes(2)) as here:
         here.settings = SETTINGS.model_copy(update={"pause": pause})
         assert not (await here.sync()).failed
@@ -127,7 +129,7 @@ async def test_what_runs_is_paused_as_the_settings_say(tmp_path: Path, pause: Pa
             assert (fake.pauses, fake.flushes) == ([pause], [pause == "retract"])
 
 
-async def test_in_place_is_refused_where_a_token_would_be_in_flight(tmp_path: Path) -> None:
+async def test_pausing_in_place_is_refused_if_a_token_would_be_in_flight(tmp_path: Path) -> None:
     async with parts(tmp_path, *fakes(1), *fakes(1, overlaps=True)) as here:
         here.settings = SETTINGS.model_copy(update={"pause": "in_place"})
         came = await here.sync()
@@ -137,7 +139,7 @@ async def test_in_place_is_refused_where_a_token_would_be_in_flight(tmp_path: Pa
 
 
 @pytest.mark.parametrize("refused", NAMES)
-async def test_nothing_runs_on_weights_of_which_a_part_is_new(
+async def test_no_request_runs_on_partly_new_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
     """The group fails and is retried; in between, servers continue without the turns in
@@ -245,7 +247,7 @@ async def test_a_server_that_takes_too_long_is_stale(tmp_path: Path) -> None:
         assert here.nobody_waits()
 
 
-async def test_what_arrived_is_compared_with_what_was_sent(tmp_path: Path) -> None:
+async def test_received_weights_are_compared_with_those_sent(tmp_path: Path) -> None:
     """Tensors without expected checksums are compared between servers."""
     async with parts(tmp_path, *fakes(4, sums={"norm": "2", "other": "9"})) as here:
         here.fakes[0].sums = {"norm": "wrong"}
@@ -271,7 +273,7 @@ async def test_what_arrived_is_compared_with_what_was_sent(tmp_path: Path) -> No
         ({"version": "0.6.0"}, None),
     ],
 )
-async def test_a_single_server_is_compared_where_it_is_known_what_it_must_say(
+async def test_a_single_server_is_compared_if_its_checksum_is_known(
     tmp_path: Path, info: dict[str, Any], layout: tuple[str, str, int] | None
 ) -> None:
     told = {"norm": "2", "embed": "1"}

@@ -91,7 +91,7 @@ async def turn(router: Router, moved: list[str], received: list[int], key: str =
     )
 
 
-async def test_in_place_the_cache_is_kept_from_turns_to_come() -> None:
+async def test_later_turns_do_not_use_the_cache_of_weights_changed_in_place() -> None:
     """The server finds cached prefixes by ids only; changing the cache key hides old ones."""
     fake = FakeSGLang(ANSWER)
     async with routed(fake) as router:
@@ -105,7 +105,7 @@ async def test_in_place_the_cache_is_kept_from_turns_to_come() -> None:
     assert len({first, second, third}) == 3
 
 
-async def test_in_place_is_refused_where_a_token_would_be_in_flight() -> None:
+async def test_pausing_in_place_is_refused_if_a_token_would_be_in_flight() -> None:
     fake = FakeSGLang(ANSWER, overlaps=True)
     async with routed(fake) as router:
         with pytest.raises(ServerError, match="--disable-overlap-schedule"):
@@ -149,14 +149,14 @@ async def test_turns_on_a_server_with_unknown_weights_move_elsewhere(weights: st
     assert left == [0 if weights == "others" else 4]
 
 
-async def test_without_any_server_it_is_an_error() -> None:
+async def test_a_sync_without_servers_is_an_error() -> None:
     async with routed(FakeSGLang(ANSWER, weights=None)) as router:
         with pytest.raises(ServerError, match="no server has version 1"):
             await Served(router).sync(ONE, timeout_s=15)
         assert states(router) == ["stale"]
 
 
-async def test_a_servers_own_word_for_its_version_is_not_enough(
+async def test_the_version_that_a_server_reports_is_not_proof(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The server reports version 1 but has other weights; probes do not change that."""
@@ -183,14 +183,14 @@ async def test_a_servers_own_word_for_its_version_is_not_enough(
         assert states(router) == ["healthy"] * 3
 
 
-async def test_two_that_differ_are_no_majority() -> None:
+async def test_two_servers_that_differ_are_no_majority() -> None:
     async with routed(FakeSGLang(ANSWER), FakeSGLang(ANSWER, weights="others")) as router:
         with pytest.raises(ServerError, match=r"no server has version 1: .*unknown which"):
             await Served(router).sync(ONE, timeout_s=15)
         assert states(router) == ["stale", "stale"]
 
 
-async def test_one_that_was_started_again_is_given_the_weights() -> None:
+async def test_a_restarted_server_gets_the_weights() -> None:
     fakes = [FakeSGLang(ANSWER), FakeSGLang(ANSWER)]
     async with routed(*fakes, probe_interval_s=0.01) as router:
         came = await Served(router).sync(ONE, timeout_s=15)
@@ -205,7 +205,7 @@ async def test_one_that_was_started_again_is_given_the_weights() -> None:
         assert fakes[0].version == "1"
 
 
-async def test_it_waits_for_a_server_that_is_started_again() -> None:
+async def test_a_sync_waits_for_a_server_that_is_restarting() -> None:
     fake = FakeSGLang(ANSWER)
     async with routed(fake, probe_interval_s=0.01) as router:
         fake.ready = False
@@ -231,7 +231,7 @@ async def test_a_server_that_did_not_say_that_it_has_paused_goes_on() -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-async def test_by_disk_only_the_last_version_is_kept(tmp_path: Path, elsewhere: bool) -> None:
+async def test_only_the_last_version_is_kept_on_disk(tmp_path: Path, elsewhere: bool) -> None:
     """This holds in the run's own folder and in one that several runs share."""
 
     class Played(FakeLearner):
