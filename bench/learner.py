@@ -60,7 +60,7 @@ _GROUP = 8
 _STEP_TIMEOUT_S = 600.0
 
 PACKINGS = ("packed", "masked", "sorted", "unsorted")
-PACKED = ("packed", "chunked", "masked", "flash")
+PACKED = ("packed", "compiled", "chunked", "masked", "flash")
 # Hidden size, layers, heads, vocabulary.
 SIZES = {"0.8M": (128, 3, 4, 512), "4.5M": (256, 5, 4, 2048), "23M": (512, 6, 8, 8192)}
 

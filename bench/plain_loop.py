@@ -15,19 +15,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentloop.learner.attention import arguments
 from agentloop.learner.batch import Batch, MicroBatch, make_micro_batch, normalized_weights
 from agentloop.learner.policy import TokenScorer, load_model
 from agentloop.training.learner_client.settings import LearnerSettings
 from bench.learner import PACKED, arrange
 from bench.sandbox import peak_memory_mib, reset_peak_memory
 
-_ATTENTION = {"packed": "packed", "chunked": "packed", "flash": "flash_attention_2"}
+_ATTENTION = {
+    "packed": "packed", "compiled": "packed", "chunked": "packed", "flash": "flash_attention_2",
+}  # fmt: skip
 
 
 class Plain:
     """Handwritten training. `how` selects the way micro-batches are made and scored:
 
     packed     samples end to end, each attends only to itself, as in the learner
+    compiled   like packed; layers and log-probabilities by torch's compiler, AdamW fused
     chunked    like packed, with the learner's head, which computes logits in chunks, and twice
     masked     like packed, with transformers' own mask
     flash      like packed, with flash-attn's kernel, which has to be installed
@@ -39,13 +43,19 @@ class Plain:
         attention = _ATTENTION.get(variant, "sdpa")
         self._settings = settings.model_copy(update={"attention": attention})
         self._how = variant
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._of_targets = _of_targets
         self.model = load_model(self._settings).to(self._device).train()
         self._scorer = TokenScorer(self.model, self._settings) if variant == "chunked" else None
+        if variant == "compiled":
+            self._of_targets = torch.compile(_of_targets, dynamic=True)
+            for layer in self.model.base_model.layers:
+                layer.compile(dynamic=True)
         o = settings.optimizer
         self._adamw = torch.optim.AdamW(
-            self.model.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
-        )
+            self.model.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay,
+            fused=variant == "compiled" or None,
+        )  # fmt: skip
 
     def step(self, batch: Batch) -> dict[str, float]:
         """One update; its loss and gradient norm."""
@@ -77,8 +87,7 @@ class Plain:
             where = (micro.ids, micro.positions, micro.predictors, micro.targets)
             return self._scorer(*map(on, where), micro.segments)[0]
         hidden = self._hidden(micro)[on(micro.predictors)]
-        logits = self.model.get_output_embeddings()(hidden)
-        return logits.float().log_softmax(-1).gather(-1, on(micro.targets)[:, None])[:, 0]
+        return self._of_targets(hidden, self.model.lm_head.weight, on(micro.targets))
 
     def _hidden(self, micro: MicroBatch) -> Any:
         """[L, H]: of the micro-batch's tokens, without padding."""
@@ -92,7 +101,8 @@ class Plain:
             grid.flat[cells] = micro.ids
             output = model(input_ids=on(grid), use_cache=False)
             return output.last_hidden_state.flatten(0, 1)[on(cells)]
-        more = {"segments": micro.segments} if self._how == "packed" else {}
+        packed = self._settings.attention == "packed"
+        more = arguments(micro.segments, self._device) if packed else {}
         ids, positions = on(micro.ids)[None], on(micro.positions)[None]
         output = model(
             input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **more
@@ -101,6 +111,12 @@ class Plain:
 
     def _on(self, array: np.ndarray[Any, Any]) -> Any:
         return torch.from_numpy(array).to(self._device)
+
+
+def _of_targets(hidden: Any, weight: Any, targets: Any) -> Any:
+    """Return the log-probabilities of the targets."""
+    logits = torch.nn.functional.linear(hidden, weight).float()
+    return -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
 
 
 def peak(plain: Plain, batch: Batch) -> dict[str, float]:

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from agentloop.learner.world import to_device
+
 __all__ = [
     "BY_SAMPLE",
     "PACKED",
@@ -170,11 +172,8 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
-    if _kernel_shares_keys():
+    if _must_allow_fewer_keys():
         options["enable_gqa"] = True
-    else:  # torch 2.11 documents as many keys as queries
-        copies = query.shape[1] // key.shape[1]
-        key, value = (one.repeat_interleave(copies, 1) for one in (key, value))
     heads_last = [one[0].transpose(0, 1) for one in (query, key, value)]
     out: Tensor = varlen_attn(
         *heads_last, starts, starts, longest, longest, scale=scaling, **options
@@ -183,8 +182,11 @@ def _varlen(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _kernel_shares_keys() -> bool:
-    """Return whether torch's kernel takes fewer keys than queries."""
+def _must_allow_fewer_keys() -> bool:
+    """Return whether torch's kernel takes fewer keys than queries only if allowed to.
+
+    torch 2.11 has no such argument, and its kernel takes them.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -194,10 +196,10 @@ def _kernel_shares_keys() -> bool:
 def _starts(segments: tuple[int, ...], device: torch.device) -> Tensor:
     """Return where each segment starts, and the end of the last: int32 [segments + 1].
 
-    All layers of a model share it, since each copy to a GPU would have to be waited for.
+    All layers of a model share it.
     """
     edges = torch.tensor([0, *segments], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return edges.to(device)
+    return to_device(edges, device)
 
 
 def register() -> None:

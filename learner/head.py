@@ -75,7 +75,8 @@ class Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         if len(hidden_MH) <= self._chunk:  # recomputing would save no memory
             return self._score(hidden_MH, targets_M)
         chunks = zip(hidden_MH.split(self._chunk), targets_M.split(self._chunk), strict=True)
-        scored = [checkpoint(self._score, h, t, use_reentrant=False) for h, t in chunks]
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        scored = [checkpoint(self._score, h, t, **options) for h, t in chunks]
         logprobs, entropies = zip(*scored, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
@@ -101,17 +102,41 @@ def _scores(
     table = table.log_softmax(-1)
     logprobs = -functional.nll_loss(table, targets, reduction="none")
     weighted = table if entropy_grad else table.detach()
-    if torch.compiler.is_compiling():  # which makes one pass of it
-        return logprobs, -(weighted.exp() * weighted).sum(-1)
     return logprobs, -torch.linalg.vecdot(weighted.exp(), weighted)
+
+
+def _fusible_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    entropy_grad: bool,
+) -> Scores:
+    """Compute the same from the logits in two passes, and in the backward pass in one.
+
+    Between the passes only the logits and two numbers of each row are kept. A target is found by
+    comparison, because to gather it would need a table of gradients as large as the logits.
+    """
+    table = functional.linear(hidden, weight, bias).float()
+    if temperature != 1:
+        table = table / temperature
+    table = table - table.detach().amax(-1, keepdim=True)
+    weights = table.exp()
+    total = weights.sum(-1)
+    is_target = torch.arange(table.shape[-1], device=table.device) == targets[:, None]
+    logprobs = torch.where(is_target, table, 0).sum(-1) - total.log()
+    if not entropy_grad:
+        table, weights, total = table.detach(), weights.detach(), total.detach()
+    return logprobs, total.log() - (weights * table).sum(-1) / total
 
 
 @cache
 def _compiled_scores() -> Callable[..., Scores]:
-    """Return `_scores` with few passes over the logits, rather than one for each operation.
+    """Return `_fusible_scores`, compiled.
 
     The weight is compiled into it: of a parameter the compiler knows the shape, and code for any
     size of the vocabulary would be slower.
     """
-    compiled: Callable[..., Scores] = torch.compile(_scores, dynamic=True)
+    compiled: Callable[..., Scores] = torch.compile(_fusible_scores, dynamic=True)
     return compiled

@@ -39,7 +39,7 @@ from agentloop.learner.lora import add_adapters
 from agentloop.learner.loss import LossInput, policy_loss
 from agentloop.learner.reference import Reference
 from agentloop.learner.utilization import Work, peak_tflops
-from agentloop.learner.world import Clock, World
+from agentloop.learner.world import Clock, World, to_device
 from agentloop.training.learner_client.protocol import StepReply
 from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
 
@@ -180,7 +180,8 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
             use_cache=False,
             **(arguments(segments, ids_L.device) if self._segmented else {}),
         )
-        scores: Scores = self.head(output.last_hidden_state[0, predictors_M], targets_M)
+        hidden_LH = output.last_hidden_state[0]
+        scores: Scores = self.head(hidden_LH.index_select(0, predictors_M), targets_M)
         return scores
 
 
@@ -239,6 +240,7 @@ class Policy:
         self.num_trained = sum(size for size, trained in sizes if trained)
         self._work = Work.of(self.model)
         self._peak_tflops = settings.peak_tflops or peak_tflops(world.device_name, settings.dtype)
+        self._zero = torch.zeros((), dtype=torch.float64, device=world.device)
         scorer = TokenScorer(self.model, settings)
         self.engine, *_ = deepspeed.initialize(
             model=scorer,
@@ -322,8 +324,8 @@ class Policy:
 
     def _speed(self, batch: Batch, clock: Clock) -> dict[str, float]:
         """Return the speed of this rank, which is that of all: they wait for each other."""
-        seconds = clock.seconds
-        speed = {"tokens_per_s": len(batch.ids) / seconds, **clock.laps}
+        seconds, laps = clock.stop()
+        speed = {"tokens_per_s": len(batch.ids) / seconds, **laps}
         if self._work and self._peak_tflops:
             work = self._work.of_batch(batch.lengths.tolist(), int(batch.mask.sum()))
             speed["mfu"] = work / seconds / (self._peak_tflops * 1e12 * self.world.size)
@@ -335,13 +337,13 @@ class Policy:
         self, batch: Batch, samples: Sequence[int], lr: float | None, clock: Clock
     ) -> _Update:
         weights_T = normalized_weights(batch, samples)
-        sums: dict[str, float] = defaultdict(float)
+        # They stay on the device, such that the host launches the next pass during this one.
+        sums: dict[str, Tensor] = defaultdict(lambda: self._zero.clone())
         for micro in self._micro_batches(batch, samples, weights_T):
             loss, found = self._forward_loss(micro)
             real = micro.source[0] >= 0
-            sums["loss"] += loss.item()
-            for name, value in found.items():
-                sums[name] += value.item() if real else 0.0
+            for name, value in {"loss": loss.detach(), **found}.items():
+                sums[name] += value if real else 0
             clock.lap("forward_s")
             self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
             clock.lap("backward_s")
@@ -355,8 +357,8 @@ class Policy:
             self._drop_gradients()
         norm = None if skipped else float(self.engine.get_global_grad_norm())
         self._count_step(skipped)
-        sums = self.world.all_reduce_named(sums)
-        return _Update(sums.pop("loss"), sums, norm, rate, skipped)
+        totals = self.world.all_reduce_named(sums)
+        return _Update(totals.pop("loss"), totals, norm, rate, skipped)
 
     def _forward_loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         new, entropy = self._score(micro, self.engine)
@@ -372,10 +374,8 @@ class Policy:
             reference=None if micro.reference is None else on(micro.reference),
         )
         loss, sums = policy_loss(batch, self.settings.loss)
-        if not torch.isfinite(loss):
-            # The norm of the gradients, shared by all ranks, tells the others.
-            loss = new.sum() * math.nan
-        return loss, sums
+        # If it is not finite, so is no gradient: their norm, shared by all ranks, tells the others.
+        return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan), sums
 
     def _count_step(self, skipped: bool) -> None:
         if not skipped:
@@ -460,7 +460,7 @@ class Policy:
         return scores
 
     def _on_device(self, array: Array) -> Tensor:
-        return torch.from_numpy(array).to(self.world.device, non_blocking=True)
+        return to_device(torch.from_numpy(array), self.world.device)
 
     def counters(self) -> Counters:
         """Return the counters that a checkpoint keeps besides weights and optimizer."""
@@ -494,9 +494,13 @@ def _deepspeed_config(settings: LearnerSettings) -> dict[str, Any]:
         "gradient_clipping": settings.optimizer.max_grad_norm,
         "zero_optimization": {"stage": settings.zero_stage, **_offloads(settings)},
         "zero_force_ds_cpu_optimizer": False,  # it would be compiled
+        "timers": {"throughput": {"enabled": False}},  # it would wait for the GPU before each pass
     }
     if settings.dtype == "bfloat16":
-        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        # ZeRO 1 adds each gradient to its float32 sum as soon as it is computed, and drops it.
+        config["bf16"] = {
+            "enabled": True, "check_grad_overflow": True, "immediate_grad_update": True,
+        }  # fmt: skip
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merged(config, settings.deepspeed)
 

@@ -10,17 +10,19 @@ import os
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from importlib.metadata import version
-from typing import TypeVar
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from agentloop.learner.errors import RankError
 
-__all__ = ["BackgroundTask", "Clock", "World", "made_with"]
+__all__ = ["BackgroundTask", "Clock", "World", "made_with", "to_device"]
 
 T = TypeVar("T")
 
@@ -112,10 +114,10 @@ class World:
         dist.all_reduce(total, group=self._control)
         return total
 
-    def all_reduce_named(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the sum of each value over the ranks, which all pass the same names
+    def all_reduce_named(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Return the sum of each scalar over the ranks, which all pass the same names
         (collective)."""
-        total = self.all_reduce(torch.tensor(list(values.values()), dtype=torch.float64))
+        total = self.all_reduce(torch.stack([*values.values()]))
         return dict(zip(values, total.tolist(), strict=True))
 
     @property
@@ -138,6 +140,15 @@ class World:
         """Wait until the accelerator has finished its queued work."""
         if self._cuda:
             torch.cuda.synchronize(self.device)
+
+    def mark(self) -> Any:
+        """Return this moment: the accelerator's when it has finished the work queued so far, or
+        else the host's."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def leave(self) -> None:
         dist.destroy_process_group()
@@ -179,27 +190,32 @@ class BackgroundTask:
 
 
 class Clock:
-    """Wall-clock time by phase, with the accelerator synchronized at each lap.
-
-    Attributes:
-        laps: Seconds by name.
-    """
+    """Time by phase. The host does not wait for the accelerator before `stop`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._begun = self._last = time.perf_counter()
-        self.laps: dict[str, float] = {}
+        self._begun = time.perf_counter()
+        self._marks = [("", world.mark())]
 
     def lap(self, name: str) -> None:
         """Add the time since the last lap to `name`."""
-        self._world.finish()
-        now = time.perf_counter()
-        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
-        self._last = now
+        self._marks.append((name, self._world.mark()))
 
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._begun
+    def stop(self) -> tuple[float, dict[str, float]]:
+        """Wait for the accelerator; return the seconds since the start, and those by name."""
+        self._world.finish()
+        laps: dict[str, float] = defaultdict(float)
+        for (_, begun), (name, ended) in pairwise(self._marks):
+            on_host = isinstance(begun, float)
+            laps[name] += ended - begun if on_host else begun.elapsed_time(ended) / 1e3
+        return time.perf_counter() - self._begun, dict(laps)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor from the host, which does not wait for a GPU's earlier work."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _int_from_environment(name: str) -> int:

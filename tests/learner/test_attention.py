@@ -27,7 +27,8 @@ def emulated(
     query: Any, key: Any, value: Any, starts: Any, other_starts: Any, longest: int, scale: Any
 ) -> Any:
     """What varlen_attn is documented to compute, for causal attention: [L, heads, D] each."""
-    assert query.shape == key.shape == value.shape
+    copies = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
     assert starts is other_starts
     assert starts.dtype == torch.int32
     edges = starts.tolist()
@@ -47,8 +48,6 @@ def grouped(
 ) -> Any:  # fmt: skip
     """Signature of torch 2.13."""
     assert (window_size, enable_gqa, max_q) == ((-1, 0), True, max_k)
-    copies = query.shape[1] // key.shape[1]
-    key, value = (one.repeat_interleave(copies, 1) for one in (key, value))
     return emulated(query, key, value, cu_seq_q, cu_seq_k, max_q, scale)
 
 
@@ -56,7 +55,7 @@ def windowed(
     query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
     scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
 ) -> Any:  # fmt: skip
-    """Signature of torch 2.11, without an argument for fewer keys than queries."""
+    """Signature of torch 2.11, which needs no permission for fewer keys than queries."""
     assert (window_size, max_q) == ((-1, 0), max_k)
     return emulated(query, key, value, cu_seq_q, cu_seq_k, max_q, scale)
 

@@ -39,14 +39,6 @@ def test_the_state_of_a_checkpoint_survives_the_file() -> None:
     assert json.loads(saved.to_json())["state"] == {"step": 3, "version": 2}
 
 
-def test_the_state_of_an_earlier_version_is_read() -> None:
-    state = {"step": 3, "cursor": [1, 2]}
-    counters = {"num_updates": 3, "num_skipped": 1, "warm_from": 2}
-    found = SavedState.from_json(json.dumps({"state": state, **counters, "num_ranks": 1}))
-    assert (found.state, found.counters) == (TrainingState(step=3), Counters(3, 1, 2))
-    assert found.shape == {"num_ranks": 1}
-
-
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"state": {}}', '{"state": {"step": 1}, "num_updates": 1}']
 )

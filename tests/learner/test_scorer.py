@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentloop.errors import ModelError
+from agentloop.learner import head
 from agentloop.learner.attention import packed_attention
 from agentloop.learner.batch import Batch, make_micro_batch
 from agentloop.learner.policy import TokenScorer, load_model
@@ -105,6 +106,28 @@ def test_temperature_and_entropy_gradients() -> None:
 def test_without_a_bonus_the_entropy_is_a_metric_alone(scorer: Any) -> None:
     _, entropy, _ = packed(scorer, make_batch())
     assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_form_for_the_compiler_computes_the_same(
+    entropy_grad: bool, temperature: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 16, generator=generator) for rows in (5, 40))
+    targets = torch.tensor([0, 39, 7, 7, 20])
+
+    def results(scores: Any) -> list[Any]:
+        inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        logprobs, entropies = scores(*inputs, None, targets, temperature, entropy_grad)
+        assert entropies.requires_grad == entropy_grad
+        weights = torch.linspace(-1, 1, 5)
+        loss = (logprobs * weights).sum() + (entropies * weights**2).sum()
+        return [logprobs, entropies, *torch.autograd.grad(loss, inputs)]
+
+    pairs = zip(results(head._fusible_scores), results(head._scores), strict=True)
+    for found, expected in pairs:
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_activation_checkpointing_does_not_change_the_gradients() -> None:
