@@ -83,6 +83,11 @@ class Settings(pydantic.BaseModel):
         description="Model folder or Hugging Face hub name. By default, the model of `servers`, or "
         "without `servers` the small model that ships with agentloop.",
     )
+    served_model_name: str = pydantic.Field(
+        "",
+        description="Name of the model for clients, such as Qwen/Qwen3-8B. By default, the last "
+        "part of its folder or hub name.",
+    )
     servers: list[str] = pydantic.Field(
         default_factory=list,
         description="URLs of running SGLang servers to use, such as http://gpu1:30000. By default, "
@@ -558,7 +563,8 @@ class Runtime:
             tasks = await stack.enter_async_context(anyio.create_task_group())
             if processes:
                 tasks.start_soon(keep_alive, processes, self.settings.server, router.replicas)
-            task_status.started(_Model(Path(model).name, chat, router, processes, session))
+            name = self.settings.served_model_name or Path(model).name
+            task_status.started(_Model(name, chat, router, processes, session))
             await closing.wait()  # no deadline: lives as long as the runtime
             tasks.cancel_scope.cancel()
 

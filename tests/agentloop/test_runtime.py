@@ -11,9 +11,10 @@ import pytest
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import ServerError, ServerStartError
 from agentloop.inference.processes.server_log import folder_kept_on_error
+from agentloop.models import SMALL
 from agentloop.runtime import Runtime
 from tests.patience import patient
-from tests.support import eventually
+from tests.support import FakeSGLang, eventually
 
 
 @pytest.mark.parametrize("in_group", [False, True])
@@ -36,6 +37,20 @@ def test_the_logs_are_removed_otherwise(elsewhere: Path | None) -> None:
     with folder_kept_on_error() as folder:
         pass
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(("setting", "name"), [("", "small"), ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")])
+@pytest.mark.anyio
+async def test_a_model_is_served_by_its_folders_name_or_by_the_one_that_is_set(
+    setting: str, name: str
+) -> None:
+    async with (
+        FakeSGLang([]).serving() as server,
+        Runtime(
+            model=str(SMALL), served_model_name=setting, servers=[server.url], tools=[]
+        ) as runtime,
+    ):
+        assert runtime.model_name == name
 
 
 @pytest.mark.anyio
