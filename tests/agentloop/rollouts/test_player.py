@@ -7,7 +7,7 @@ import math
 import re
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from decimal import Decimal
@@ -43,11 +43,12 @@ from agentloop.errors import (
     SettingsError,
 )
 from agentloop.events import RolloutStarted
-from agentloop.inference.scheduling.group_gate import AdmittedGroup
+from agentloop.inference.scheduling.admission import Admission, AdmissionLimits, Forecast
+from agentloop.inference.scheduling.group_gate import AdmittedGroup, GroupGate
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import dumps, loads
 from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
-from agentloop.rollouts.player import EnvironmentPlayer
+from agentloop.rollouts.player import AgentPlayer, EnvironmentPlayer
 from agentloop.rollouts.record import NoReward, RolloutGroup, RolloutRecord
 from agentloop.rollouts.runner import GroupRunner, play_siblings
 from agentloop.sandbox import CallResult, CallStatus, LostBy, SandboxUnavailable, SessionLost
@@ -266,6 +267,57 @@ async def test_a_group_waits_until_it_may_start_before_its_time_begins() -> None
     assert gate.log[1:] == ["played", "1-t.0 ended: True", "left"]
     ((_, options),) = model.asked
     assert options["budget"].timeout_s == pytest.approx(5, abs=anyio.current_time() - opened_s)
+
+
+class UnendingModel(Model):
+    """Never answers, so that a group that has started stays in flight."""
+
+    own_tools: list[Tool] = []
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        admission = Admission(AdmissionLimits(), Forecast(longest=320, prior=200))
+        self.router = GroupGate(admission, capacity=lambda: num_tokens)
+
+    async def prompt_ids(self, messages: Any, tools: Any) -> list[int]:
+        return [9]
+
+    async def rollout(self, messages: Any, **options: Any) -> Trajectory:
+        self.asked.append((messages, options))
+        await anyio.sleep_forever()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("num_tokens", [2000, 20000])
+async def test_as_many_groups_of_an_environment_start_as_of_the_built_in_agent(
+    num_tokens: int,
+) -> None:
+    @agentloop.environment
+    async def asks(task: Any, agent: Agent) -> float:
+        await agent.run("?")
+        return 1.0
+
+    async def num_started(make: Callable[[UnendingModel], EnvironmentPlayer]) -> int:
+        model = UnendingModel(num_tokens)
+        player = make(model)
+
+        async def play(name: str) -> None:
+            async with player.group(TASK, size=8, name=name, budget=Budget()) as siblings:
+                await play_siblings(siblings)
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(40):
+                tasks.start_soon(play, f"{index}-t")
+            await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+        return len({options["id"].partition(".")[0] for _, options in model.asked})
+
+    num_of_agent = await num_started(lambda model: AgentPlayer(model, [], sampling=Sampling()))
+    num_of_environment = await num_started(
+        lambda model: EnvironmentPlayer(asks, model, sampling=Sampling(), gate=model.router)
+    )
+    assert num_of_environment == num_of_agent
+    assert 1 <= num_of_agent < 40
 
 
 async def test_rollouts_that_begin_alike_share_their_prompt() -> None:
