@@ -160,7 +160,7 @@ class _Span:
     name: str
     start_s: float
     end_s: float
-    attributes: dict[str, Any]
+    attributes: dict[str, object]
     error: str = ""  # message
     is_client: bool = False
 
@@ -312,7 +312,7 @@ class Traces:
         for turn in trajectory:
             num_prompt += num_context
             num_context += len(turn.output_ids) + len(turn.observation_ids)
-        attributes: dict[str, Any] = {
+        attributes: dict[str, object] = {
             Attribute.OPERATION: "invoke_agent",
             Attribute.PROVIDER: "sglang",
             Attribute.AGENT: "agentloop",
@@ -343,7 +343,7 @@ class Traces:
             num_context += len(turn.output_ids) + len(turn.observation_ids)
 
     def _turn(self, key: str, index: int, turn: Turn, num_context: int) -> _Span:
-        attributes: dict[str, Any] = {
+        attributes: dict[str, object] = {
             Attribute.OPERATION: "chat",
             Attribute.PROVIDER: "sglang",
             Attribute.MODEL: self._model,
@@ -384,7 +384,7 @@ class Traces:
         name = result.name
         if result.status in _MADE_UP and not self._settings.content:
             name = "unknown"
-        attributes: dict[str, Any] = {
+        attributes: dict[str, object] = {
             Attribute.OPERATION: "execute_tool",
             Attribute.TOOL: self._cut(name),
             Attribute.TOOL_TYPE: "function",
@@ -551,5 +551,5 @@ def _finish_reason(turn: Turn) -> str:
     return "tool_call" if turn.calls and turn.end is TurnEnd.STOP else str(turn.end)
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return dumps(value).decode()
