@@ -264,8 +264,10 @@ class RunDashboard:
         return served_here(settings.servers, settings.server.device)
 
     def _queue(self) -> tuple[int, int]:
-        view = {} if self.loop is None else self.loop.view()
-        return view.get("queue_groups", 0), view.get("queue_bytes", 0)
+        if self.loop is None:
+            return 0, 0
+        view = self.loop.view()
+        return view["queue_groups"], view["queue_bytes"]
 
     def _servers(self) -> Sequence[ServerView]:
         return () if self.runtime is None else self.runtime.router.view()

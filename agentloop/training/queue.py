@@ -31,7 +31,7 @@ import anyio
 from agentloop.aio import in_run_thread
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
-from agentloop.plain_json import dumps, loads
+from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.curriculum import GroupOutcome
 
@@ -124,7 +124,7 @@ class Lease:
     step: int
     groups: Sequence[QueuedGroup]
     notes: StepNotes
-    result: Mapping[str, Any] | None
+    result: Mapping[str, float | None] | None
     replaced: Sequence[QueuedGroup] = ()
     outcomes: Sequence[tuple[str, GroupOutcome]] = ()
 
@@ -142,10 +142,10 @@ class StageNote:
     step: int
     tasks: Sequence[Task] | None
     last_group: int
-    cursor: Mapping[str, Any] | None
+    cursor: JsonObject | None
 
     @classmethod
-    def from_dict(cls, row: Mapping[str, Any]) -> StageNote:
+    def from_dict(cls, row: JsonObject) -> StageNote:
         tasks = None if row["tasks"] is None else [Task(**task) for task in row["tasks"]]
         return cls(row["step"], tasks, row["last_group"], row["cursor"])
 
@@ -183,7 +183,7 @@ class GroupQueue:
         """Total size of the files of groups that are finished but not leased."""
         return self._num_bytes
 
-    async def admit(self, task: Task, *, version: int, cursor: Mapping[str, Any]) -> QueuedGroup:
+    async def admit(self, task: Task, *, version: int, cursor: Mapping[str, object]) -> QueuedGroup:
         """Admit the next group and record `cursor`, the position of the task source after it."""
 
         def work(db: sqlite3.Connection) -> QueuedGroup:
@@ -265,7 +265,7 @@ class GroupQueue:
         self._num_bytes -= sum(group.num_bytes for group in lease.groups)
         return lease
 
-    async def record_result(self, step: int, result: Mapping[str, Any]) -> None:
+    async def record_result(self, step: int, result: Mapping[str, float | None]) -> None:
         """Record the result of a step that is not in a checkpoint yet."""
 
         def work(db: sqlite3.Connection) -> None:
@@ -311,7 +311,7 @@ class GroupQueue:
         *,
         step: int,
         tasks: Sequence[Task] | None,
-        cursor: Mapping[str, Any],
+        cursor: Mapping[str, object],
         outcomes: Sequence[tuple[str, GroupOutcome]] = (),
     ) -> StageNote:
         """Record that a stage begins after `step`; return the note about it.
@@ -417,7 +417,7 @@ class GroupQueue:
 
         self._num_bytes = await self._transaction(work)
 
-    async def note(self, key: str, value: Any) -> None:
+    async def note(self, key: str, value: object) -> None:
         """Store `value` under `key`; None deletes the value."""
         await self._transaction(lambda db: _note(db, key, value))
 
@@ -491,7 +491,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _update_group(update: str, row: Sequence[Any], db: sqlite3.Connection) -> None:
+def _update_group(update: str, row: Sequence[object], db: sqlite3.Connection) -> None:
     """Update one group, whose number is last in `row`.
 
     Raises:
@@ -502,7 +502,7 @@ def _update_group(update: str, row: Sequence[Any], db: sqlite3.Connection) -> No
         raise ValueError(f"group {row[-1]} is {state[0] if state else 'not there'}")
 
 
-def _note(db: sqlite3.Connection, key: str, value: Any) -> None:
+def _note(db: sqlite3.Connection, key: str, value: object) -> None:
     row = (key, dumps(value).decode())  # a stage's tasks may have dates
     db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", row)
 
@@ -528,12 +528,12 @@ def _stage_number(stage: str) -> int:
     return int(stage.split()[1])
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     """Serialize figures. Raises TypeError if they are no plain data: no number becomes text."""
     return dumps(value, default=None).decode()
 
 
-def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[QueuedGroup]:
+def _groups(db: sqlite3.Connection, where: str, row: Sequence[object]) -> list[QueuedGroup]:
     columns = "number, task, version, path, num_bytes, figures"
     rows = db.execute(f"SELECT {columns} FROM groups WHERE {where}", row).fetchall()
     return [
@@ -550,7 +550,7 @@ def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[Queu
 
 
 def _lease(
-    db: sqlite3.Connection, step: int, notes: StepNotes, result: Mapping[str, Any] | None
+    db: sqlite3.Connection, step: int, notes: StepNotes, result: Mapping[str, float | None] | None
 ) -> Lease:
     batch = _groups(db, "step = ? AND state != 'discarded' ORDER BY place", (step,))
     replaced = _groups(db, "step = ? AND state = 'discarded' ORDER BY number", (step,))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from agentloop.environments.tasks.sources import Task, TaskSource
+from agentloop.plain_json import JsonObject
 from agentloop.training.curriculum import Curriculum, GroupOutcome
 
 __all__ = ["StageTasks"]
@@ -34,7 +34,7 @@ class StageTasks(Iterator[Task]):
         self._num_drawn = 0  # tasks drawn from the stage's own
         self._own: Iterator[Task] | None = None
 
-    def use(self, tasks: Sequence[Task], *, seed: str, cursor: Mapping[str, Any]) -> None:
+    def use(self, tasks: Sequence[Task], *, seed: str, cursor: JsonObject) -> None:
         """Draw these tasks instead of the source's, each epoch in a new random order.
 
         Args:
@@ -70,7 +70,7 @@ class StageTasks(Iterator[Task]):
         """Draw up to `number` tasks of the run's source, whatever the curriculum says."""
         return list(itertools.islice(self._source, number))
 
-    def cursor(self) -> dict[str, Any]:
+    def cursor(self) -> dict[str, object]:
         """Return the positions after the last task, as plain data for the journal."""
         return {
             "tasks": self._source.cursor(),

@@ -32,7 +32,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
-from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
@@ -506,7 +505,7 @@ class _Sender:
         self._exporter.shutdown()
         self._log.removeFilter(self._last_log)
 
-    def _readable_spans(self, trace: _Trace) -> Iterator[Any]:
+    def _readable_spans(self, trace: _Trace) -> Iterator[object]:
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 

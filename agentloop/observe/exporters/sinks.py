@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import anyio
 import pydantic
@@ -233,23 +233,27 @@ def _numbers(row: Mapping[str, object]) -> tuple[int, dict[str, float]]:
     return step if isinstance(step, int) else 0, values
 
 
-def mask_secrets(config: Any) -> Any:
+def mask_secrets(config: Mapping[str, object]) -> dict[str, object]:
     """Return the settings as plain data with secrets replaced by asterisks.
 
     Secrets are values, other than numbers, whose key names a secret, and credentials in URLs.
     """
-    if isinstance(config, Mapping):
-        return {
-            str(key): _MASK
-            if _SECRET.search(str(key)) and _may_be_secret(value)
-            else mask_secrets(value)
-            for key, value in config.items()
-        }
-    if isinstance(config, str):
-        return re.sub(r"://[^\s'\"]*@", f"://{_MASK}@", config)
-    if isinstance(config, Sequence):
-        return [mask_secrets(value) for value in config]
-    return config if isinstance(config, bool | int | float | None) else mask_secrets(str(config))
+    return {
+        str(key): _MASK
+        if _SECRET.search(str(key)) and _may_be_secret(value)
+        else _without_secrets(value)
+        for key, value in config.items()
+    }
+
+
+def _without_secrets(value: object) -> object:
+    if isinstance(value, Mapping):
+        return mask_secrets(value)
+    if isinstance(value, str):
+        return re.sub(r"://[^\s'\"]*@", f"://{_MASK}@", value)
+    if isinstance(value, Sequence):
+        return [_without_secrets(element) for element in value]
+    return value if isinstance(value, bool | int | float | None) else _without_secrets(str(value))
 
 
 def _may_be_secret(value: object) -> bool:
