@@ -117,7 +117,7 @@ class BoardFrame(TypedDict, total=False):
     t: float
     full: bool
     missed: int
-    about: Mapping[str, Any]
+    about: Mapping[str, object]
     now: Mapping[str, Any]
     waits: list[dict[str, object]]
     servers: list[dict[str, object]]

@@ -207,7 +207,7 @@ class TrainingLoop:
             await self._held_out.find_tasks()
         if self.step:
             run.report.say(f"Resuming from the checkpoint of step {self.step}")
-        cursor = await run.queue.read_note("cursor") or {}
+        cursor = await run.queue.cursor()
         outcomes = await run.queue.outcomes()
         run.curriculum.restore(outcomes, num_offered=cursor.get("num_offered", 0))
         await self._trainer.restore()

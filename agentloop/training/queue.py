@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import anyio
 
@@ -35,7 +35,7 @@ from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.curriculum import GroupOutcome
 
-__all__ = ["GroupQueue", "Lease", "QueuedGroup", "StageNote", "copy_journal"]
+__all__ = ["GroupQueue", "Lease", "QueuedGroup", "StageNote", "TaskCursor", "copy_journal"]
 
 _FORMAT = 3
 _SCHEMA = f"""
@@ -129,6 +129,22 @@ class Lease:
     outcomes: Sequence[tuple[str, GroupOutcome]] = ()
 
 
+class TaskCursor(TypedDict, total=False):
+    """The positions after the task of the last admitted group.
+
+    Attributes:
+        tasks: position of the run's source, `TaskSource.cursor`.
+        stage: number of the stage.
+        num_drawn: number of tasks drawn from the stage's own.
+        num_offered: `Curriculum.num_offered`.
+    """
+
+    tasks: JsonObject
+    stage: int
+    num_drawn: int
+    num_offered: int
+
+
 @dataclass(frozen=True, slots=True)
 class StageNote:
     """The beginning of a stage.
@@ -136,13 +152,13 @@ class StageNote:
     Attributes:
         step: the last step before it.
         tasks: the stage's own tasks; None: those of the source.
-        last_group, cursor: number of the last group and position of the source before it.
+        last_group, cursor: number of the last group, and the cursor before it; None: there is none.
     """
 
     step: int
     tasks: Sequence[Task] | None
     last_group: int
-    cursor: JsonObject | None
+    cursor: TaskCursor | None
 
     @classmethod
     def from_dict(cls, row: JsonObject) -> StageNote:
@@ -183,8 +199,8 @@ class GroupQueue:
         """Total size of the files of groups that are finished but not leased."""
         return self._num_bytes
 
-    async def admit(self, task: Task, *, version: int, cursor: Mapping[str, object]) -> QueuedGroup:
-        """Admit the next group and record `cursor`, the position of the task source after it."""
+    async def admit(self, task: Task, *, version: int, cursor: TaskCursor) -> QueuedGroup:
+        """Admit the next group and record `cursor`, the positions after its task."""
 
         def work(db: sqlite3.Connection) -> QueuedGroup:
             row = (dumps(asdict(task)).decode(), version)  # fields of data sets may be dates
@@ -311,7 +327,7 @@ class GroupQueue:
         *,
         step: int,
         tasks: Sequence[Task] | None,
-        cursor: Mapping[str, object],
+        cursor: TaskCursor,
         outcomes: Sequence[tuple[str, GroupOutcome]] = (),
     ) -> StageNote:
         """Record that a stage begins after `step`; return the note about it.
@@ -320,7 +336,7 @@ class GroupQueue:
             number: Number of the stage.
             step: The last step before the stage.
             tasks: Tasks of the stage; None: those of the source.
-            cursor: Position of the task source.
+            cursor: Positions before the stage's first task.
             outcomes: Outcomes of the groups that filtered the tasks, with their keys.
         """
 
@@ -417,12 +433,17 @@ class GroupQueue:
 
         self._num_bytes = await self._transaction(work)
 
+    async def cursor(self) -> TaskCursor:
+        """Return the last recorded cursor; empty: there is none."""
+        cursor: TaskCursor | None = await self.read_note("cursor")
+        return cursor or {}
+
     async def note(self, key: str, value: object) -> None:
         """Store `value` under `key`; None deletes the value."""
         await self._transaction(lambda db: _note(db, key, value))
 
     async def read_note(self, key: str) -> Any:
-        """Return the value stored under `key`, such as `cursor`, or None."""
+        """Return the value stored under `key`, such as `stage 1`, or None."""
         return await self._transaction(lambda db: _read_note(db, key))
 
     async def counts(self) -> dict[str, int]:

@@ -211,7 +211,7 @@ async def test_a_pause_does_not_count_as_a_stall(
 async def tasks_from_cursor(folder: Path) -> TaskSource:
     """Return the tasks from the position of the run in this folder."""
     async with GroupQueue.open(folder / "run" / "queue.sqlite") as queue:
-        return TaskSource.open(ARITHMETIC, (await queue.read_note("cursor") or {}).get("tasks"))
+        return TaskSource.open(ARITHMETIC, (await queue.cursor()).get("tasks"))
 
 
 @pytest.mark.parametrize("num_filtered", [0, 2])
