@@ -62,7 +62,7 @@ def summary_of(durations: Mapping[Duration, Sequence[float]]) -> dict[str, dict[
 
 
 class LatencyShown(TypedDict):
-    """What the page shows: `of` is that of `summary_of`."""
+    """The durations that the page shows; `of` is the result of `summary_of`."""
 
     window_s: float
     max_kept: int

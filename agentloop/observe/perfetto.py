@@ -13,7 +13,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from agentloop.observe.frames import RolloutSummary
 
-__all__ = ["Trace", "TraceEvent", "trace_of"]
+__all__ = ["TraceEvent", "TraceFile", "trace_of"]
 
 _WORDS = {
     "wait": "waiting for KV capacity",
@@ -35,13 +35,15 @@ class TraceEvent(TypedDict):
     args: NotRequired[Mapping[str, object]]
 
 
-class Trace(TypedDict):
+class TraceFile(TypedDict):
+    """The contents of a trace file; the names are those of Chrome's format."""
+
     traceEvents: list[TraceEvent]
     displayTimeUnit: str
     otherData: Mapping[str, object]
 
 
-def trace_of(frame: Mapping[str, Any]) -> Trace:
+def trace_of(frame: Mapping[str, Any]) -> TraceFile:
     """Return the trace of a whole frame (see `PageData.frame`).
 
     Groups are processes and rollouts are their threads. Times are microseconds since the time that

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.observe.perfetto import Trace, TraceEvent, trace_of
+from agentloop.observe.perfetto import TraceEvent, TraceFile, trace_of
 
 
 def row(key: str, lanes: list[tuple[str, int]], end: int | None, group: str = "") -> dict[str, Any]:
@@ -23,7 +23,7 @@ def frame(*rollouts: dict[str, Any]) -> dict[str, Any]:
     return {"t": 110.0, "about": {"t0": 100.0}, "rollouts": rollouts, "groups": groups}
 
 
-def slices(trace: Trace) -> list[TraceEvent]:
+def slices(trace: TraceFile) -> list[TraceEvent]:
     return [event for event in trace["traceEvents"] if event["ph"] == "X"]
 
 
