@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 import anyio.abc
@@ -58,7 +58,7 @@ async def task_group(*, only_first: bool = False) -> AsyncIterator[anyio.abc.Tas
 
 
 async def in_run_thread(
-    function: Callable[..., Result], *args: Any, abandon_on_cancel: bool = False
+    function: Callable[..., Result], *args: object, abandon_on_cancel: bool = False
 ) -> Result:
     """Run a function in one of the threads that are kept for a run's journal and files.
 

@@ -66,7 +66,7 @@ def path_of(name: Path | str, ending: str = ".toml", *, folder: Path | None = No
     return path
 
 
-def load_known(model: type[pydantic.BaseModel], file: Path) -> dict[str, Any]:
+def load_known(model: type[pydantic.BaseModel], file: Path) -> dict[str, object]:
     """Return the top-level keys of `file` that are fields of `model`. Raises SettingsError."""
     return {key: value for key, value in _read_toml(file).items() if key in model.model_fields}
 
@@ -76,14 +76,14 @@ def load_settings(
     files: Sequence[Path | str] = (),
     overrides: Sequence[str] = (),
     *,
-    base: Mapping[str, Any] | None = None,
+    base: Mapping[str, object] | None = None,
 ) -> M:
     """Build `model` from all sources; values in `base` replace the class's defaults.
 
     Raises:
         SettingsError: a source is invalid; the message names the key, the value and the source.
     """
-    merged: dict[str, Any] = {}
+    merged: dict[str, object] = {}
     sources: dict[str, str] = {}
     layers = _layers(model, files, overrides)
     for source, layer in itertools.chain([("the base", dict(base or {}))], layers):
@@ -94,7 +94,7 @@ def load_settings(
         raise SettingsError(_explain(error, sources)) from error
 
 
-def with_values(settings: M, values: Mapping[str, Any], *, source: str) -> M:
+def with_values(settings: M, values: Mapping[str, object], *, source: str) -> M:
     """Return a copy of `settings` with `values` set.
 
     Raises:
@@ -112,7 +112,7 @@ def with_values(settings: M, values: Mapping[str, Any], *, source: str) -> M:
 
 def _layers(
     model: type[pydantic.BaseModel], files: Sequence[Path | str], overrides: Sequence[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, dict[str, object]]]:
     yield "the environment", _environment(model)
     read: set[Path] = set()
     for file in files:
@@ -121,7 +121,7 @@ def _layers(
         yield f"override {override!r}", _parse_override(override)
 
 
-def _environment(model: type[pydantic.BaseModel]) -> dict[str, Any]:
+def _environment(model: type[pydantic.BaseModel]) -> dict[str, object]:
     source = EnvSettingsSource(
         model,  # type: ignore[arg-type]  # any model works: only its fields are read
         env_prefix=_ENV_PREFIX,
@@ -129,7 +129,7 @@ def _environment(model: type[pydantic.BaseModel]) -> dict[str, Any]:
         case_sensitive=False,
     )
     try:
-        values: dict[str, Any] = source()
+        values: dict[str, object] = source()
     except pydantic_settings.SettingsError as error:
         reason = f"{error.__cause__ or error}"
         raise SettingsError(
@@ -145,7 +145,7 @@ def _field_of(error: pydantic_settings.SettingsError) -> str:
 
 def _file_layers(
     file: Path, read: set[Path], above: tuple[Path, ...] = ()
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the values of the files that `file` extends, then its own; skip files in `read`.
 
     `above` is the chain of files that extend this one, outermost first.
@@ -185,18 +185,18 @@ def _read_toml(file: Path, where: str = "") -> dict[str, Any]:
         raise SettingsError(f"{where}{file}: {error}") from error
 
 
-def _parse_override(override: str) -> dict[str, Any]:
+def _parse_override(override: str) -> dict[str, object]:
     key, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", key.strip()):
         raise SettingsError(f"{override!r} is not a setting: write section.key=value")
-    values: Any = _parse_value(text.strip())
+    values: object = _parse_value(text.strip())
     for part in reversed(key.strip().split(".")):
         values = {part.replace("-", "_"): values}
     assert isinstance(values, dict)
     return values
 
 
-def _parse_value(text: str) -> Any:
+def _parse_value(text: str) -> object:
     """Parse `text` as a TOML value, or return it as it is: a shell argument needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -205,27 +205,27 @@ def _parse_value(text: str) -> Any:
 
 
 def _merge(
-    into: dict[str, Any],
-    values: Mapping[str, Any],
+    into: dict[str, object],
+    values: Mapping[str, object],
     sources: dict[str, str],
     source: str,
     at: str = "",
 ) -> None:
     for key, value in values.items():
         path = f"{at}.{key}" if at else key
-        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
-            _merge(into[key], value, sources, source, path)
-        elif isinstance(value, Mapping):
-            into[key] = {}
-            _merge(into[key], value, sources, source, path)
+        if isinstance(value, Mapping):
+            table = into.get(key)
+            if not isinstance(table, dict):
+                table = into[key] = {}
+            _merge(table, value, sources, source, path)
         else:
             into[key] = value
             sources[path] = source
 
 
 def _normalize(
-    model: type[pydantic.BaseModel], values: Mapping[str, Any], source: str, at: str = ""
-) -> dict[str, Any]:
+    model: type[pydantic.BaseModel], values: Mapping[str, object], source: str, at: str = ""
+) -> dict[str, object]:
     """Return the values of a source as `model` takes them.
 
     The plain value of a section that has a `SHORT_FORM`, the name of a key, becomes that key's; in
@@ -235,7 +235,7 @@ def _normalize(
     Raises:
         SettingsError: a key is unknown, or a section or list of sections is of another type.
     """
-    normal: dict[str, Any] = {}
+    normal: dict[str, object] = {}
     for key, value in values.items():
         path = f"{at}.{key}" if at else key
         field = model.model_fields.get(key)
@@ -263,20 +263,20 @@ def _normalize(
         elif not _has_names(field.annotation):
             normal[key] = _normalize(section, value, source, path)
         else:
-            normal[key] = {}
+            normal[key] = named = dict[str, object]()
             for name, table in value.items():
                 if not isinstance(table, Mapping):
                     raise SettingsError(f"{source}: '{path}.{name}' is a section: set its keys")
-                normal[key][name] = _normalize(section, table, source, f"{path}.{name}")
+                named[name] = _normalize(section, table, source, f"{path}.{name}")
     return normal
 
 
-def _has_names(annotation: Any) -> bool:
+def _has_names(annotation: object) -> bool:
     """Return whether the field maps names chosen by the user to sections."""
     return get_origin(annotation) is dict
 
 
-def _is_list(annotation: Any) -> bool:
+def _is_list(annotation: object) -> bool:
     """Return whether the field is a list, such as of sections: `[[envs]]`."""
     return get_origin(annotation) is list
 
@@ -290,7 +290,7 @@ def _takes_text(annotation: Any) -> bool:
     return True
 
 
-def section_of(annotation: Any) -> type[pydantic.BaseModel] | None:
+def section_of(annotation: object) -> type[pydantic.BaseModel] | None:
     """Return the class of the settings that a field holds, if it is a section."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, pydantic.BaseModel):
@@ -370,7 +370,7 @@ def to_toml(settings: pydantic.BaseModel) -> str:
     return "\n".join(_toml_section(_without_secrets(settings), "")).strip() + "\n"
 
 
-def _without_secrets(settings: pydantic.BaseModel) -> dict[str, Any]:
+def _without_secrets(settings: pydantic.BaseModel) -> dict[str, object]:
     values = settings.model_dump(mode="json")
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
@@ -383,7 +383,7 @@ def _without_secrets(settings: pydantic.BaseModel) -> dict[str, Any]:
     return values
 
 
-def _toml_section(values: Mapping[str, Any], at: str) -> Iterator[str]:
+def _toml_section(values: Mapping[str, object], at: str) -> Iterator[str]:
     plain = {k: v for k, v in values.items() if not isinstance(v, Mapping) and v is not None}
     if at and plain:
         yield f"\n[{at}]"
@@ -394,7 +394,7 @@ def _toml_section(values: Mapping[str, Any], at: str) -> Iterator[str]:
             yield from _toml_section(value, f"{at}.{key}" if at else key)
 
 
-def _toml_value(value: Any) -> str:
+def _toml_value(value: object) -> str:
     match value:
         case None:
             return ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import anyio
 
@@ -184,7 +184,7 @@ class GroupStarted:
 
     group: str
     task_id: str
-    prompt: Any  # a question, or a conversation as OpenAI messages
+    prompt: str | Sequence[Message]
     answer: str | None
     size: int
     is_chosen: bool = True
@@ -227,7 +227,7 @@ class GroupFinished:
 class Measured:
     """A row of a run's metrics was recorded, for a step or for an evaluation."""
 
-    row: Mapping[str, Any]
+    row: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ import orjson
 from pydantic import BeforeValidator
 from pydantic_core import from_json
 
-__all__ = ["JsonObject", "ValidText", "dumps", "is_encodable", "loads", "valid_text"]
+__all__ = ["JsonObject", "ValidText", "dumps", "is_encodable", "loads", "number_of", "valid_text"]
 
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object as `loads` returns it, before its fields are checked."""
@@ -49,7 +49,7 @@ ValidText = Annotated[
 """A type for pydantic fields that accepts any string, made valid by `valid_text`."""
 
 
-def is_encodable(value: Any) -> bool:
+def is_encodable(value: object) -> bool:
     """Return whether all strings in a value can be encoded as UTF-8."""
     if isinstance(value, str):
         try:
@@ -63,7 +63,7 @@ def is_encodable(value: Any) -> bool:
     return True
 
 
-def dumps(value: Any, *, default: Callable[[Any], Any] | None = str) -> bytes:
+def dumps(value: object, *, default: Callable[[object], object] | None = str) -> bytes:
     """Return `value` as JSON in UTF-8, on one line.
 
     Args:
@@ -100,7 +100,12 @@ def loads(data: bytes | str) -> Any:
             raise ValueError("the JSON is nested too deeply") from error
 
 
-def _plain(value: Any, default: Callable[[Any], Any] | None) -> Any:
+def number_of(value: object) -> float | None:
+    """Return `value` if it is a number, otherwise None; a boolean is none."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _plain(value: object, default: Callable[[object], object] | None) -> object:
     """Convert `value` so that `json.dumps` writes it the way orjson would."""
     if value is None or isinstance(value, str | int):
         return value

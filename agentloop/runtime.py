@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -180,7 +181,7 @@ class Runtime:
         settings: Settings | str | Path | None = None,
         *,
         progress: Progress | None = None,
-        **overrides: Any,
+        **overrides: object,
     ) -> None:
         """
         Args:
@@ -210,8 +211,13 @@ class Runtime:
         await self._stack.enter_async_context(self._running())
         return self
 
-    async def __aexit__(self, *exc_info: Any) -> bool | None:
-        return await self._stack.__aexit__(*exc_info)
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return await self._stack.__aexit__(kind, error, traceback)
 
     async def rollout(
         self,
@@ -221,7 +227,7 @@ class Runtime:
         sampling: Sampling | None = None,
         budget: Budget | None = None,
         options: TurnOptions | None = None,
-        template_arguments: Mapping[str, Any] | None = None,
+        template_arguments: Mapping[str, object] | None = None,
         reply: Reply | None = None,
         group: str = "",
         prompt_ids: list[int] | None = None,
@@ -577,10 +583,10 @@ class Runtime:
 
 
 async def _keep(
-    context: AbstractAsyncContextManager[Any],
+    context: AbstractAsyncContextManager[object],
     closing: anyio.Event,
     *,
-    task_status: anyio.abc.TaskStatus[Any],
+    task_status: anyio.abc.TaskStatus[object],
 ) -> None:
     async with context as resource:
         task_status.started(resource)

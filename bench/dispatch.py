@@ -23,7 +23,7 @@ import json
 import random
 import statistics
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -47,6 +47,7 @@ from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.frames import OnChunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
+from agentloop.plain_json import JsonObject
 from agentloop.sandbox import Pool, PoolSettings
 from agentloop.trajectory import ToolCall, ToolCallStatus, Trajectory
 from bench.command import helper_process, quantile, say
@@ -165,7 +166,7 @@ class _Slow(PythonCode):
     async def open(self) -> AsyncIterator[RunTool]:
         async with super().open() as run:
 
-            async def later(arguments: Mapping[str, Any], /) -> ToolOutput:
+            async def later(arguments: JsonObject, /) -> ToolOutput:
                 await anyio.sleep(self.delay_s)
                 return await run(arguments)
 

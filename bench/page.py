@@ -24,7 +24,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import anyio
 from aiohttp import web
@@ -50,6 +49,7 @@ from agentloop.events import (
 from agentloop.inference.replicas import ServerView
 from agentloop.inference.scheduling.health import ServerState
 from agentloop.observe.board import Board
+from agentloop.observe.frames import BoardFrame
 from agentloop.observe.live import Live, Sources
 from agentloop.observe.page import Page
 from agentloop.observe.stalls import Stalls
@@ -231,7 +231,7 @@ class Replay(Live):
             yield str(self.sent), dumps(frame)
             await anyio.lowlevel.checkpoint()
 
-    def _head(self, *, full: bool) -> dict[str, Any]:
+    def _head(self, *, full: bool) -> BoardFrame:
         return {"rev": self.sent, "t": self._clock(), "full": full}
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings, read_tasks
 from agentloop.errors import AgentLoopError
+from agentloop.plain_json import JsonObject
 from agentloop.sandbox import CallStatus, ProgramEnd
 from agentloop.trajectory import ToolCallStatus, Trajectory, Turn
 
@@ -221,7 +222,7 @@ def test_the_example_of_a_reward(text: str, num_tokens: int, value: float) -> No
 async def test_the_example_of_a_tool_with_state() -> None:
     notepad = runpy.run_path(str(EXAMPLES / "stateful_tool.py"))["Notepad"]
 
-    async def note(tools: Tools, arguments: Mapping[str, Any]) -> tuple[str, str]:
+    async def note(tools: Tools, arguments: JsonObject) -> tuple[str, str]:
         output = await tools.run("note", arguments)
         return output.status, output.content
 

@@ -23,7 +23,6 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import anyio
 from tokenizers import Tokenizer
@@ -163,9 +162,9 @@ class ChatFormat:
 
         def render(
             messages: Sequence[Message],
-            tools: Sequence[Mapping[str, Any]] | None = None,
+            tools: Sequence[Mapping[str, object]] | None = None,
             add_generation_prompt: bool = False,
-            **arguments: Any,
+            **arguments: object,
         ) -> str:
             # A version of transformers may have more parameters than those that we know.
             if taken := sorted(reserved & (settings.arguments | arguments).keys()):
@@ -194,7 +193,7 @@ class ChatFormat:
         chat.vocab_size = max(chat.vocab_size, _padded_vocab_size(Path(model_path)))
         return chat
 
-    def with_arguments(self, arguments: Mapping[str, Any]) -> ChatFormat:
+    def with_arguments(self, arguments: Mapping[str, object]) -> ChatFormat:
         """Return this format with further variables of the template, such as enable_thinking.
 
         Raises:
@@ -271,7 +270,7 @@ class ChatFormat:
         return question if separator and text.endswith(after) else text
 
     def prompt(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()
     ) -> list[int]:
         """Return the ids of a conversation, including the generation prompt.
 
@@ -300,7 +299,7 @@ class ChatFormat:
         return self._encoder.encode_marked(text, mark)
 
     async def prompt_async(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()
     ) -> list[int]:
         """Render a prompt as `prompt()` does, one at a time so as not to block the event loop.
 
@@ -448,14 +447,21 @@ class ChatFormat:
         )
 
     async def continuation_async(
-        self, messages: Sequence[Message], calls: Sequence[ToolCall] = (), **options: Any
+        self,
+        messages: Sequence[Message],
+        calls: Sequence[ToolCall] = (),
+        *,
+        last_id: int | None = None,
+        num_calls: int = 0,
     ) -> list[int]:
         """Render a continuation as `continuation()` does, a long one in a thread."""
+        render = functools.partial(
+            self.continuation, messages, calls, last_id=last_id, num_calls=num_calls
+        )
         async with self._rendering:  # no deadline: as in prompt_async()
             if num_chars(messages) > _MAX_CHARS_ON_LOOP:
-                render = functools.partial(self.continuation, messages, calls, **options)
                 return await anyio.to_thread.run_sync(render)
-            return self.continuation(messages, calls, **options)
+            return render()
 
     def user_message(self, content: str, *, last_id: int | None = None) -> list[int]:
         """Return the ids after an assistant's turn: a user's message and a new generation prompt.
@@ -484,7 +490,7 @@ class ChatFormat:
             text = turn.text
             for token in self._stops:
                 text = text.removesuffix(token)
-            message: dict[str, Any] = {
+            message: dict[str, object] = {
                 "role": "assistant",
                 **self.family.message_of(thought + text, has_calls=bool(turn.calls)),
             }

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.formats import Family
@@ -23,7 +22,7 @@ from agentloop.errors import RequestError
 
 __all__ = ["Constraints", "OutputRules", "check_rules", "constraint_of"]
 
-_Format = dict[str, Any]
+_Format = dict[str, object]
 _FEW_SPACES = {"max_whitespace_cnt": 2}  # otherwise a model may write spaces without end
 _SPACE: _Format = {"type": "regex", "pattern": r"[ \n]{0,4}"}
 
@@ -47,7 +46,7 @@ class OutputRules:
     """
 
     tool: str | None = None
-    schema: Mapping[str, Any] | None = None
+    schema: Mapping[str, object] | None = None
 
     def must_call(self, message: int) -> bool:
         """Return whether a message, by its number, must call a tool."""
@@ -65,7 +64,7 @@ class Constraints:
         self,
         rules: OutputRules,
         chat: ChatFormat,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, object]],
         single_call: bool,
     ) -> None:
         """
@@ -80,7 +79,7 @@ class Constraints:
         self._rules, self._chat, self._tools = rules, chat, tools
         self._single_call = single_call
 
-    def of(self, message: int, opened_thought: str) -> dict[str, Any]:
+    def of(self, message: int, opened_thought: str) -> dict[str, str]:
         """Return the sampling parameters of SGLang that constrain a turn; none if it is free.
 
         Args:
@@ -133,7 +132,7 @@ class _SpelledMarkers:
         return self._chat.decode(ids)
 
 
-def check_rules(rules: OutputRules, family: Family, tools: Sequence[Mapping[str, Any]]) -> None:
+def check_rules(rules: OutputRules, family: Family, tools: Sequence[Mapping[str, object]]) -> None:
     """Check that the rules can be kept with these tools.
 
     Raises:
@@ -161,13 +160,13 @@ def check_rules(rules: OutputRules, family: Family, tools: Sequence[Mapping[str,
 def constraint_of(
     rules: OutputRules,
     family: Family,
-    tools: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, object]],
     *,
     opened_thought: str,
     message: int,
     single_call: bool = False,
     ends: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> dict[str, str]:
     """Return the sampling parameters of SGLang that constrain a turn; none if it is free.
 
     Args:
@@ -196,7 +195,7 @@ def constraint_of(
     return {"structural_tag": json.dumps(tag, ensure_ascii=False)}
 
 
-def _not_enforced(schema: Any) -> str | None:
+def _not_enforced(schema: object) -> str | None:
     """Return a keyword of the schema that xgrammar would ignore, if there is one."""
     if isinstance(schema, list):
         return next(filter(None, map(_not_enforced, schema)), None)
@@ -217,21 +216,23 @@ def _thought(family: Family, opened: str, ends: Sequence[str]) -> list[_Format]:
     thoughts = family.markup.thoughts
     # A call inside of a thought would run as well.
     excluded = [*(opening for opening, _ in family.markup.calls), *ends]
-    text = {"type": "any_text", "excludes": excluded}
+    text: _Format = {"type": "any_text", "excludes": excluded}
     if opened:
         closing = next((close for start, close in thoughts if start == opened.strip()), "")
-        end_of_thought = {"type": "tag", "begin": "", "content": text, "end": closing}
+        end_of_thought: _Format = {"type": "tag", "begin": "", "content": text, "end": closing}
         return [end_of_thought, _SPACE] if closing else []
     if not thoughts:
         return []
-    thought_tags = [
+    thought_tags: list[_Format] = [
         {"type": "tag", "begin": start, "content": text, "end": close} for start, close in thoughts
     ]
     choice = thought_tags[0] if len(thought_tags) == 1 else {"type": "or", "elements": thought_tags}
     return [{"type": "optional", "content": choice}, _SPACE]
 
 
-def _calls(family: Family, schemas: Mapping[str, Mapping[str, Any]], single_call: bool) -> _Format:
+def _calls(
+    family: Family, schemas: Mapping[str, Mapping[str, object]], single_call: bool
+) -> _Format:
     form = family.call_form
     assert form is not None
     tags = [

@@ -8,14 +8,14 @@ template wants is found out by trying.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from agentloop.agent.encoder import TokenEncoder
 from agentloop.agent.formats import Family
 from agentloop.agent.openai_messages import for_template, function_call, tool_message, with_ids
 from agentloop.agent.placeholders import Placeholders
 from agentloop.errors import ModelError, RequestError
+from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message, ToolCall
 
 __all__ = ["QUESTION", "Continuation", "Render"]
@@ -137,14 +137,14 @@ class Continuation:
         return self._encoder.encode_marked(text, mark)
 
     def disarm_message(
-        self, message: Mapping[str, Any], mark: Placeholders, keep: Sequence[str]
-    ) -> Any:
+        self, message: Message, mark: Placeholders, keep: Sequence[str]
+    ) -> JsonObject:
         """Disarm a message, except the `keep` tags in the content of an assistant's turn.
 
         Nothing else in an assistant's turn stays markup: the model may have repeated text that a
         user or a tool injected.
         """
-        disarmed = self._encoder.disarm_value(message, mark)
+        disarmed: JsonObject = self._encoder.disarm_value(message, mark)
         if message["role"] == "assistant":
             disarmed["content"] = self._encoder.disarm(message["content"], mark, keep=keep)
         if self.text_arguments:
@@ -191,9 +191,9 @@ class Continuation:
         """
         # A template may write both, the content alone, or the calls alone.
         content, argument = mark(""), mark("")
-        reply: dict[str, Any] = {"role": "assistant", "content": content}
+        reply: dict[str, object] = {"role": "assistant", "content": content}
         if names:
-            arguments: Any = {"argument": argument}
+            arguments: object = {"argument": argument}
             if self.text_arguments:
                 arguments = json.dumps(arguments)
             tool_calls = [function_call(id, name, arguments) for id, name in _with_names(names)]
@@ -215,7 +215,7 @@ class Continuation:
             return tail[: match.start()], match.group(), tail[match.end() :]
         return before, end, after
 
-    def _check_order(self, messages: Sequence[Mapping[str, Any]], *, has_calls: bool) -> None:
+    def _check_order(self, messages: Sequence[Message], *, has_calls: bool) -> None:
         """Check, once per shape, that the template writes all of these messages, in their order.
 
         Raises:

@@ -83,7 +83,7 @@ class TokenEncoder:
         kept_re = re.compile(f"({_any_of(kept).pattern})|{self._first_re.pattern}")
         return kept_re.sub(lambda match: match[1] or mark(match.group()), text)
 
-    def disarm_value(self, value: Any, mark: Placeholders) -> Any:
+    def disarm_value(self, value: object, mark: Placeholders) -> Any:
         """Disarm all strings in `value`, at any depth."""
         if isinstance(value, str):
             return self.disarm(value, mark)

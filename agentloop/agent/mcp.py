@@ -29,7 +29,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
@@ -42,8 +42,11 @@ from agentloop.distribution import require, version
 from agentloop.errors import McpServerError, RequestError, leaves
 from agentloop.inference.processes.restarts import Restarts
 from agentloop.inference.processes.supervise import stdio_guarded
-from agentloop.plain_json import dumps
+from agentloop.plain_json import JsonObject, dumps
 from agentloop.trajectory import ToolCallStatus
+
+if TYPE_CHECKING:
+    from mcp import Client, types
 
 __all__ = [
     "McpServer",
@@ -147,7 +150,7 @@ class McpTool:
     async def open(self) -> AsyncIterator[RunTool]:
         yield self._run
 
-    async def _run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
+    async def _run(self, arguments: JsonObject, /) -> ToolOutput:
         return await self._server.call(self.name, arguments)
 
 
@@ -172,7 +175,7 @@ class McpServer:
         self.tools: list[McpTool] = []
         self._log_path = log_path
         self._slots = anyio.CapacityLimiter(settings.max_concurrent)
-        self._client: Any = None  # the SDK's, while there is a connection
+        self._client: Client | None = None  # the SDK's, while there is a connection
         self._lost = anyio.Event()  # of the current connection
         self._why = f"{self} is not connected"
         self._last_words = ""  # the end of its stderr
@@ -267,7 +270,7 @@ class McpServer:
             self._why = f"{self} {reason}"
             lost.set()
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolOutput:
+    async def call(self, tool: str, arguments: JsonObject) -> ToolOutput:
         """Call a tool, and say in the output how it went."""
         try:
             json.dumps(arguments, ensure_ascii=False).encode()
@@ -292,7 +295,7 @@ class McpServer:
             self._lose(lost, "does not answer")
             return ToolOutput(ToolCallStatus.INFRASTRUCTURE, f"{self} does not answer", started_s)
 
-    async def _wait_for_client(self) -> Any:
+    async def _wait_for_client(self) -> Client | None:
         """Return the SDK's client; None if there is no connection, and not again in time either."""
         with anyio.move_on_after(self.settings.timeout_s):
             while self._client is None and self.is_shared:
@@ -317,7 +320,7 @@ class McpServer:
                 return ToolCallStatus.ERROR, f"[error] {error.message}"
         return ToolCallStatus.INFRASTRUCTURE, f"{self}: {error.message}"
 
-    async def _list_tools(self, client: Any) -> list[McpTool]:
+    async def _list_tools(self, client: Client) -> list[McpTool]:
         tools: list[McpTool] = []
         cursor: str | None = None
         while True:
@@ -332,7 +335,7 @@ class McpServer:
             if not (cursor := page.next_cursor):
                 return tools
 
-    def _schema(self, tool: Any) -> Schema:
+    def _schema(self, tool: types.Tool) -> Schema:
         from jsonschema import Draft202012Validator, SchemaError
         from jsonschema.validators import validator_for
 
@@ -510,7 +513,7 @@ async def import_sdk() -> None:
     await anyio.to_thread.run_sync(import_module, "mcp")
 
 
-async def _answers(client: Any) -> bool:
+async def _answers(client: Client) -> bool:
     """Return whether the server answers any request at all."""
     with anyio.move_on_after(_PROBE_TIMEOUT_S), suppress(Exception):
         await client.list_tools()
@@ -518,7 +521,7 @@ async def _answers(client: Any) -> bool:
     return False
 
 
-def _outcome(result: Any) -> tuple[ToolCallStatus, str]:
+def _outcome(result: types.CallToolResult) -> tuple[ToolCallStatus, str]:
     parts = [_text(block) for block in result.content]
     if not parts and result.structured_content is not None:
         parts = [dumps(result.structured_content).decode()]
@@ -528,7 +531,7 @@ def _outcome(result: Any) -> tuple[ToolCallStatus, str]:
     return ToolCallStatus.OK, text
 
 
-def _text(block: Any) -> str:
+def _text(block: types.ContentBlock) -> str:
     """Return a block of a result as text; of other media than text only their type."""
     match block.type:
         case "text":

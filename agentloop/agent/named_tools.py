@@ -11,7 +11,6 @@ Functions are imported only if the settings name them: names also come from clie
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from agentloop.agent.mcp import McpServer
 from agentloop.agent.sandbox_tools import JupyterCode, PaperPythonCode, PythonCode
@@ -25,7 +24,7 @@ __all__ = ["AnyTool", "check_tool_name", "imported_tools", "resolved_tools"]
 
 _BUILT_IN = {tool.name: tool for tool in (PythonCode, PaperPythonCode, JupyterCode)}
 
-AnyTool = Tool | ToolFunction | str | Mapping[str, Any]
+AnyTool = Tool | ToolFunction | str | Mapping[str, object]
 """A tool, a Python function, a name as in the setting `tools`, or the schema of a tool that the
 caller runs."""
 

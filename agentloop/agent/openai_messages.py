@@ -14,7 +14,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_DEPTH = 64
 
 
-def for_template(index: int, message: object) -> dict[str, Any]:
+def for_template(index: int, message: object) -> dict[str, object]:
     """Return messages[index] with text as its content and objects as the arguments of calls.
 
     Raises:
@@ -33,8 +33,8 @@ def for_template(index: int, message: object) -> dict[str, Any]:
 
 
 def with_ids(
-    messages: Sequence[dict[str, Any]], id_of: Callable[[str, str, int], str]
-) -> list[dict[str, Any]]:
+    messages: Sequence[dict[str, object]], id_of: Callable[[str, str, int], str]
+) -> list[dict[str, object]]:
     """Return the messages with other ids of their calls.
 
     Args:
@@ -59,17 +59,17 @@ def with_ids(
     return changed
 
 
-def function_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
+def function_call(id: str, name: str, arguments: object) -> dict[str, object]:
     """Return a tool call of an assistant's message."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def tool_message(call_id: str, content: str) -> dict[str, Any]:
+def tool_message(call_id: str, content: str) -> dict[str, object]:
     """Return the message with a call's response."""
     return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
-def num_chars(value: Any) -> int:
+def num_chars(value: object) -> int:
     """Return the total length of all strings in `value`, at any depth.
 
     Raises:
@@ -89,7 +89,7 @@ def num_chars(value: Any) -> int:
     return total
 
 
-def _with_parsed_arguments(call: Any) -> Any:
+def _with_parsed_arguments(call: Any) -> object:
     """Parse a call's arguments if they are a JSON string, as OpenAI's clients send them."""
     try:
         arguments = json.loads(call["function"]["arguments"])

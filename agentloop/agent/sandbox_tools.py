@@ -7,9 +7,8 @@ first tool `execute_python_code_with_standard_io`. `tool_formats.py` has the tex
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
 import anyio
 
@@ -22,6 +21,7 @@ from agentloop.agent.tool_formats import (
     python_code_schema,
 )
 from agentloop.agent.tools import Reopen, RunTool, Schema, ToolOutput
+from agentloop.plain_json import JsonObject
 from agentloop.sandbox import CallResult, LostBy, Pool, SandboxError, Session, SessionLost
 from agentloop.sandbox import CallStatus as SandboxStatus
 from agentloop.sandbox.settings import MAX_CODE_BYTES
@@ -60,7 +60,7 @@ class PythonCode:
     async def open(self) -> AsyncIterator[RunTool]:
         yield self._run
 
-    async def _run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
+    async def _run(self, arguments: JsonObject, /) -> ToolOutput:
         if problems := _problems(arguments, required="code", optional="input"):
             return _bad_arguments(problems, self._format)
         result = await self._pool.run(
@@ -108,7 +108,7 @@ class JupyterCode:
 
 
 def _unavailable_notebook(reason: str) -> RunTool:
-    async def run(arguments: Mapping[str, Any], /) -> ToolOutput:
+    async def run(arguments: JsonObject, /) -> ToolOutput:
         return ToolOutput(ToolCallStatus.INFRASTRUCTURE, f"no notebook: {reason}")
 
     return run
@@ -124,7 +124,7 @@ class _Notebook:
         self._lock = anyio.Lock()
         self._ended = False
 
-    async def run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
+    async def run(self, arguments: JsonObject, /) -> ToolOutput:
         if problems := _problems(arguments, required="code"):
             return _bad_arguments(problems, self._format)
         async with self._lock:  # no deadline: each earlier call has one
@@ -162,7 +162,7 @@ def _bad_arguments(problems: str, tool_format: ToolFormat) -> ToolOutput:
     return ToolOutput(ToolCallStatus.BAD_ARGUMENTS, text)
 
 
-def _problems(arguments: Mapping[str, Any], *, required: str, optional: str = "") -> str:
+def _problems(arguments: JsonObject, *, required: str, optional: str = "") -> str:
     """Return what is wrong with the arguments, for the model to read; "" if nothing is."""
     problems = [f"{required}: missing"] if required not in arguments else []
     for name, value in arguments.items():

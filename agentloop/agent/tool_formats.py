@@ -11,6 +11,7 @@ authors' code.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from agentloop.sandbox import CallResult
@@ -219,7 +220,7 @@ def jupyter_code_schema(name: str, *, tool_format: ToolFormat = "plain") -> dict
 
 
 def _schema(
-    name: str, description: str, properties: dict[str, Any], required: list[str]
+    name: str, description: str, properties: Mapping[str, object], required: list[str]
 ) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties, "required": required}
     function = {"name": name, "description": description, "parameters": parameters}

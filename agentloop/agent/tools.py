@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -31,7 +31,7 @@ from agentloop.agent.tokenizer import quiet_about_torch
 from agentloop.agent.tool_formats import ToolFormat, malformed_call, unknown_tool
 from agentloop.aio import LimiterVar, is_cancelled_from_outside, limiter_in
 from agentloop.errors import InfrastructureFailed, RequestError
-from agentloop.plain_json import dumps, valid_text
+from agentloop.plain_json import JsonObject, dumps, valid_text
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult
 
 __all__ = [
@@ -54,6 +54,7 @@ Schema = Mapping[str, Any]
 
 ToolFunction = Callable[..., Any]
 F = TypeVar("F", bound=ToolFunction)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Reopen(Exception):
 class RunTool(Protocol):
     """Runs one call. Cancelling it must end all that the call has started. May raise `Reopen`."""
 
-    async def __call__(self, arguments: Mapping[str, Any], /) -> ToolOutput: ...
+    async def __call__(self, arguments: JsonObject, /) -> ToolOutput: ...
 
 
 class Tool(Protocol):
@@ -143,7 +144,7 @@ class FunctionTool:
     async def open(self) -> AsyncIterator[RunTool]:
         yield self._run
 
-    async def _run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
+    async def _run(self, arguments: JsonObject, /) -> ToolOutput:
         try:
             model = self._arguments.model_validate(arguments)
         except pydantic.ValidationError as error:
@@ -255,13 +256,18 @@ class Tools:
             self._holders = await anyio.create_task_group().__aenter__()
         return self
 
-    async def __aexit__(self, *exc_info: Any) -> bool | None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
         for opened in self._opened.values():
             opened.closing.set()
         holders, self._holders = self._holders, None
-        return None if holders is None else await holders.__aexit__(*exc_info)
+        return None if holders is None else await holders.__aexit__(kind, error, traceback)
 
-    async def run(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
+    async def run(self, name: str, arguments: JsonObject) -> ToolOutput:
         """Run one call; report mistakes of the model and of the tool in the output."""
         tool = self._tools.get(name)
         if isinstance(tool, CallerTool) or (tool is None and self._run_by_caller):
@@ -295,7 +301,7 @@ class Tools:
         times = dispatched_s, started_s, time.monotonic() - begun_s
         return ToolResult(call.id, call.name, output.status, content, *times)
 
-    async def _run(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
+    async def _run(self, name: str, arguments: JsonObject) -> ToolOutput:
         while True:
             opened = self._opened.get(name) or await self._open(name)
             try:
@@ -325,8 +331,8 @@ _tool_threads = LimiterVar("_tool_threads")
 
 
 async def in_daemon_thread(
-    function: Callable[[], Any], max_threads: int, limit: LimiterVar = _tool_threads
-) -> Any:
+    function: Callable[[], Result], max_threads: int, limit: LimiterVar = _tool_threads
+) -> Result:
     """Run `function` in a thread that cannot keep the process from exiting.
 
     A thread that is abandoned, because the caller is cancelled, counts until it ends.
@@ -337,7 +343,8 @@ async def in_daemon_thread(
     loop_token = anyio.lowlevel.current_token()
     limiter = limiter_in(limit, max_threads)
     done = anyio.Event()
-    outcome: list[tuple[bool, Any]] = []
+    results: list[Result] = []
+    errors: list[BaseException] = []
     borrower = object()
     await limiter.acquire_on_behalf_of(borrower)  # no deadline: the call has one, timeout_s
 
@@ -347,18 +354,18 @@ async def in_daemon_thread(
 
     def work() -> None:
         try:
-            outcome.append((True, function()))
+            results.append(function())
         except BaseException as error:  # handed to the caller, whatever it is
-            outcome.append((False, error))
+            errors.append(error)
         with suppress(RuntimeError):  # the event loop has closed, so nobody is waiting
             anyio.from_thread.run_sync(finish, token=loop_token)
 
     threading.Thread(target=work, name=f"blocking {function}", daemon=True).start()
     await done.wait()  # no deadline: the call has one, timeout_s
-    succeeded, value = outcome[0]
-    if succeeded:
-        return value
-    raise value if isinstance(value, Exception) else RuntimeError(f"it raised {value!r}")
+    if results:
+        return results[0]
+    error = errors[0]
+    raise error if isinstance(error, Exception) else RuntimeError(f"it raised {error!r}")
 
 
 def _as_error(error: BaseException) -> str:
@@ -445,7 +452,7 @@ def _explain(error: pydantic.ValidationError) -> str:
     return "; ".join(problems)
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     if isinstance(value, str):
         return value
     try:

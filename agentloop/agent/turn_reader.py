@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import anyio
 
@@ -45,7 +44,7 @@ class TurnOptions:
     num_top_logprobs: int = 0
     rules: OutputRules = field(default_factory=OutputRules)
     stop_ids: tuple[int, ...] = ()
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, object] = field(default_factory=dict)
     single_message: bool = False
 
 

@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
 import anyio.to_thread
 import orjson
@@ -29,6 +28,7 @@ import orjson
 from agentloop.analysis.entropy import Sampled, k3
 from agentloop.environments.tasks.sources import read_jsonl
 from agentloop.errors import DataError, RunFolderError
+from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.learner_client.client import Learner, LearnerError
 from agentloop.training.learner_client.protocol import ScoreRequest
@@ -146,7 +146,7 @@ def read_rollouts(path: Path) -> list[RecordedRollout]:
     return rollouts
 
 
-def _rollout(row: Mapping[str, Any]) -> RecordedRollout:
+def _rollout(row: JsonObject) -> RecordedRollout:
     trajectory = Trajectory.from_dict(row)
     turns = []
     is_answered = False
@@ -203,7 +203,7 @@ class EntropyFolder:
     def _file(self, number: int) -> Path:
         return self.path / f"group-{number:07}.jsonl"
 
-    def _entries(self) -> dict[str, Any]:
+    def _entries(self) -> dict[str, object]:
         try:
             entries = json.loads((self.path / "about.json").read_bytes())
         except (OSError, ValueError):

@@ -15,12 +15,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentloop.analysis.run_list import read_rows
 from agentloop.distribution import install_hint
 from agentloop.errors import RunFolderError, SettingsError
 from agentloop.training.run_status import count_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["PANELS", "Panel", "labels_of", "moving_average", "plot_runs"]
 
@@ -268,7 +272,7 @@ def _names(panel: Panel) -> set[str]:
     return {panel.name, f"held_out/{panel.name}"} if panel.held_out else {panel.name}
 
 
-def _draw(axes: Any, panel: Panel, runs: Mapping[str, Sequence[Row]]) -> None:
+def _draw(axes: Axes, panel: Panel, runs: Mapping[str, Sequence[Row]]) -> None:
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     axes.set_title(_words(panel.title))
@@ -290,7 +294,7 @@ def _draw(axes: Any, panel: Panel, runs: Mapping[str, Sequence[Row]]) -> None:
 
 
 def _lines(
-    axes: Any, panel: Panel, rows: Sequence[Row], color: str, dashes: str, mark: str
+    axes: Axes, panel: Panel, rows: Sequence[Row], color: str, dashes: str, mark: str
 ) -> None:
     """Plot the training metric as a line, and the held-out one as markers with a thin line."""
     steps, values = _points(rows, panel.name)
@@ -315,7 +319,7 @@ def _lines(
         axes.plot(*measured, color=color, linestyle=dashes, marker=mark, markersize=6, **_MEASURED)
 
 
-def _stack(axes: Any, parts: Mapping[str, str], rows: Sequence[Row]) -> None:
+def _stack(axes: Axes, parts: Mapping[str, str], rows: Sequence[Row]) -> None:
     steps = [row for row in rows if any(_is_number(row.get(name)) for name in parts)]
     if not steps:
         return
@@ -337,7 +341,7 @@ def _points(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _legend(figure: Any, runs: Sequence[str], panels: Sequence[Panel]) -> None:
+def _legend(figure: Figure, runs: Sequence[str], panels: Sequence[Panel]) -> None:
     """Draw one legend of the runs above all panels, with the meaning of markers."""
     from matplotlib.lines import Line2D
 
@@ -357,7 +361,7 @@ def _words(text: str) -> str:
     return f" {text}".replace("$", r"\$") if text.startswith("_") else text.replace("$", r"\$")
 
 
-def _save(figure: Any, path: Path) -> None:
+def _save(figure: Figure, path: Path) -> None:
     # Omit the date, so that the output is reproducible.
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
     partial = path.with_name(f".{path.name}.partial{path.suffix}")

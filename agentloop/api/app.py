@@ -112,7 +112,7 @@ class RolloutsRequest(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
-    prompts: list[str | list[dict[str, Any]]] = pydantic.Field(min_length=1, max_length=65_536)
+    prompts: list[str | list[dict[str, object]]] = pydantic.Field(min_length=1, max_length=65_536)
     n: int = pydantic.Field(1, ge=1, le=1024)
     tools: list[str | ToolDefinition] | None = None
     sampling: Sampling = pydantic.Field(
@@ -479,7 +479,7 @@ class AgentService:
         if (limit := request.thinking_token_budget) is not None:
             limit = min(limit, budget.max_thought_tokens or limit)
             budget = budget.model_copy(update={"max_thought_tokens": limit})
-        tools: list[Any] | None = list(request.tools) if request.tools else None
+        tools: list[object] | None = list(request.tools) if request.tools else None
         return {
             "sampling": sampling.of_sibling(index),
             "budget": budget,

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -291,8 +290,8 @@ COMPLETION: Responses = {
         last_event="[DONE]",
     )
 }
-RESPONSE: Responses = {200: Response(_ANSWER, {JSON: ResponseObject, EVENTS: dict[str, Any]})}
-MESSAGE: Responses = {200: Response(_ANSWER, {JSON: MessageAnswer, EVENTS: dict[str, Any]})}
+RESPONSE: Responses = {200: Response(_ANSWER, {JSON: ResponseObject, EVENTS: dict[str, object]})}
+MESSAGE: Responses = {200: Response(_ANSWER, {JSON: MessageAnswer, EVENTS: dict[str, object]})}
 TOKEN_COUNT: Responses = {200: Response("The number.", {JSON: TokenCount})}
 _KEY = {"key": "The session's key, as in its URL."}
 _UNKNOWN: Responses = {404: Response("No session is open under this key.", {JSON: ErrorBody})}

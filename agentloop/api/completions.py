@@ -300,7 +300,7 @@ class Completions:
         chunks_in, chunks = anyio.create_memory_object_stream[TextChoice](0)
         timeout_s = self._settings.serve.io_timeout_s
 
-        async def write_event(body: Any) -> None:
+        async def write_event(body: object) -> None:
             await send(request, response, event_line(body), timeout_s=timeout_s)
 
         async def run(prompt: _EncodedPrompt, out: MemoryObjectSendStream[TextChoice]) -> None:

@@ -7,7 +7,7 @@ body ──parse──> Exchange.chat ──> rollouts ──> chunks ──even
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from agentloop.api.chat_completions import ChunkWriter, completion
 from agentloop.api.dialects import anthropic_answers as messages
@@ -34,7 +34,7 @@ Choices = Sequence[tuple[ChunkWriter, Trajectory]]
 """The choices of an answer, each with the writer of its chunks."""
 
 
-def named_event(name: str, data: Any) -> bytes:
+def named_event(name: str, data: object) -> bytes:
     """Return one event of a stream whose events have names."""
     return b"event: " + name.encode() + b"\n" + event_line(data)
 
@@ -75,7 +75,7 @@ class Exchange(Protocol):
         """Return what a stream ends with after an error."""
         ...
 
-    def whole(self, choices: Choices) -> Any:
+    def whole(self, choices: Choices) -> object:
         """Return the body of an answer without a stream."""
         ...
 
@@ -104,7 +104,7 @@ class ChatExchange:
     def fail(self, status: int, body: ErrorBody) -> bytes:
         return event_line(body)
 
-    def whole(self, choices: Choices) -> Any:
+    def whole(self, choices: Choices) -> object:
         return completion(choices)
 
 
@@ -131,7 +131,7 @@ class MessagesExchange:
     def fail(self, status: int, body: ErrorBody) -> bytes:
         return named_event("error", messages.error_form(status, body))
 
-    def whole(self, choices: Choices) -> Any:
+    def whole(self, choices: Choices) -> object:
         ((writer, trajectory),) = choices
         return messages.whole([*writer.whole(trajectory), writer.usage([trajectory])])
 
@@ -164,7 +164,7 @@ class ResponsesExchange:
     def fail(self, status: int, body: ErrorBody) -> bytes:
         return b"".join(named_event(*event) for event in self._stream.fail(status, body))
 
-    def whole(self, choices: Choices) -> Any:
+    def whole(self, choices: Choices) -> object:
         ((writer, trajectory),) = choices
         response = responses.whole(
             self._request, [*writer.whole(trajectory), writer.usage([trajectory])]
@@ -178,7 +178,7 @@ class ResponsesExchange:
             self._store.add(response["id"], [*conversation, *responses.messages_of(response)])
 
 
-def error_in_form_of(path: str, status: int, body: ErrorBody) -> Any:
+def error_in_form_of(path: str, status: int, body: ErrorBody) -> object:
     """Return an error in the form of the protocol that a path belongs to."""
     if path.rstrip("/").endswith(("/v1/messages", "/v1/messages/count_tokens")):
         return messages.error_form(status, body)

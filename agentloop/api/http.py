@@ -9,7 +9,6 @@ import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import anyio
 from aiohttp import web
@@ -68,12 +67,12 @@ def event_stream() -> web.StreamResponse:
     )
 
 
-def event_line(data: Any) -> bytes:
+def event_line(data: object) -> bytes:
     """Return one event of a stream."""
     return b"data: " + dumps(data) + b"\n\n"
 
 
-def json_response(body: Any, status: int = 200) -> web.Response:
+def json_response(body: object, status: int = 200) -> web.Response:
     return web.Response(body=dumps(body), status=status, content_type="application/json")
 
 

@@ -7,7 +7,7 @@ request lives in its handler's task, so its rollout is cancelled when the client
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from aiohttp import web
@@ -15,6 +15,9 @@ from aiohttp import web
 from agentloop.agent.mcp import import_sdk
 from agentloop.distribution import version
 from agentloop.errors import RequestError, ServerError, SettingsError
+
+if TYPE_CHECKING:
+    from mcp.types import CallToolRequestParams, CallToolResult, ListToolsResult
 
 __all__ = ["AgentTool"]
 
@@ -55,7 +58,7 @@ class AgentTool:
         from mcp.server import Server
         from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 
-        server: Any = Server(
+        server: object = Server(
             "agentloop", version=version(), on_list_tools=self._list, on_call_tool=self._call
         )
         # One for each request, so that nothing of it outlives its handler.
@@ -65,13 +68,13 @@ class AgentTool:
         async with manager.run():
             return await _forward(manager.handle_request, request, body)
 
-    async def _list(self, context: Any, parameters: Any) -> Any:
+    async def _list(self, context: object, parameters: object) -> ListToolsResult:
         from mcp.types import ListToolsResult, Tool
 
         tool = Tool(name=_NAME, description=self._description, input_schema=_SCHEMA)
         return ListToolsResult(tools=[tool])
 
-    async def _call(self, context: Any, parameters: Any) -> Any:
+    async def _call(self, context: object, parameters: CallToolRequestParams) -> CallToolResult:
         from mcp.types import CallToolResult, TextContent
 
         def result(text: str, *, is_error: bool = False) -> CallToolResult:
@@ -96,7 +99,7 @@ async def _forward(
     messages = [{"type": "http.request", "body": body, "more_body": False}]
     status, headers, parts = 500, list[tuple[bytes, bytes]](), list[bytes]()
 
-    async def receive() -> Mapping[str, Any]:
+    async def receive() -> Mapping[str, object]:
         if not messages:
             # no deadline: when the client disconnects, the handler and with it this is cancelled
             await anyio.sleep_forever()

@@ -23,6 +23,7 @@ from agentloop.agent.rollout import TurnOptions
 from agentloop.api.sampling_fields import SamplingFields, StopSequence
 from agentloop.api.schemas import InputMessage, ToolDefinition
 from agentloop.errors import RequestError, Unsupported
+from agentloop.plain_json import JsonObject
 
 __all__ = [
     "ONLY_BARE_MODEL",
@@ -46,14 +47,14 @@ __all__ = [
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 
-TypedObject = tuple[str, Any, Sequence[str], str]
+TypedObject = tuple[str, object, Sequence[str], str]
 """An object whose type may be unsupported: its path, itself, supported types, and advice."""
 
 
 class Only(NamedTuple):
     """The values of a parameter that are accepted besides null, and advice for the others."""
 
-    values: tuple[Any, ...] = ()
+    values: tuple[object, ...] = ()
     advice: str = ""
 
 
@@ -120,17 +121,17 @@ ONLY_BARE_MODEL: dict[str, Only] = {
 }
 
 
-def describe_unsupported(unsupported: Mapping[str, Only]) -> Callable[[dict[str, Any]], None]:
+def describe_unsupported(unsupported: Mapping[str, Only]) -> Callable[[JsonObject], None]:
     """Return what adds to a JSON schema the values that are accepted of unsupported parameters."""
 
-    def describe(schema: dict[str, Any]) -> None:
+    def describe(schema: JsonObject) -> None:
         for name, only in unsupported.items():
             schema["properties"][name] = {"enum": [*only.values, None]}
 
     return describe
 
 
-def _with_unsupported(schema: dict[str, Any]) -> None:
+def _with_unsupported(schema: JsonObject) -> None:
     describe_unsupported(UNSUPPORTED)(schema)
     wanted = {"top_logprobs": {"type": "integer", "minimum": 1}}
     schema["if"] = {"properties": wanted, "required": ["top_logprobs"]}
@@ -148,7 +149,7 @@ class NamedToolChoice(pydantic.BaseModel):
 
 class AnswerSchema(pydantic.BaseModel):
     name: str | None = None
-    json_schema: dict[str, Any] = pydantic.Field(alias="schema")
+    json_schema: dict[str, object] = pydantic.Field(alias="schema")
     strict: bool | None = None
 
 
@@ -180,7 +181,7 @@ class ChatRequest(SamplingFields):
     response_format: TextFormat | JsonFormat | SchemaFormat | None = pydantic.Field(
         None, discriminator="type"
     )
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
     reasoning_effort: str | None = pydantic.Field(None, max_length=32)
     thinking_token_budget: int | None = pydantic.Field(None, ge=1)
     parallel_tool_calls: bool | None = None
@@ -228,7 +229,7 @@ class ChatRequest(SamplingFields):
         )
 
     @property
-    def template_arguments(self) -> dict[str, Any]:
+    def template_arguments(self) -> dict[str, object]:
         """The variables of the chat template for this request."""
         effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
         return {**effort, **(self.chat_template_kwargs or {})}
@@ -245,7 +246,7 @@ class ChatRequest(SamplingFields):
         return self.tool_choice if self.tool_choice == "required" else None
 
     @property
-    def _answer_schema(self) -> dict[str, Any] | None:
+    def _answer_schema(self) -> dict[str, object] | None:
         match self.response_format:
             case SchemaFormat(json_schema=answer_schema):
                 return answer_schema.json_schema
@@ -255,14 +256,14 @@ class ChatRequest(SamplingFields):
                 return None
 
 
-def refuse_unsupported(value: Mapping[str, Any], unsupported: Mapping[str, Only]) -> None:
+def refuse_unsupported(value: Mapping[str, object], unsupported: Mapping[str, Only]) -> None:
     """Raise Unsupported if an unsupported parameter has a value that would change the answer."""
     if not unsupported.keys().isdisjoint(value):  # nearly always it is
         for name, only in unsupported.items():
             _check_supported(name, value.get(name), only)
 
 
-def _check_supported(name: str, value: Any, only: Only) -> None:
+def _check_supported(name: str, value: object, only: Only) -> None:
     if value is None or any(
         value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
         for accepted in only.values
@@ -285,7 +286,7 @@ def refuse_types(objects: Iterable[TypedObject]) -> None:
             )
 
 
-def objects_in(path: str, values: object) -> Iterator[tuple[str, dict[str, Any]]]:
+def objects_in(path: str, values: object) -> Iterator[tuple[str, JsonObject]]:
     """Yield the objects of a list with their paths; an empty one for what is none."""
     for index, value in enumerate(values if isinstance(values, list) else ()):
         yield f"{path}[{index}]", value if isinstance(value, dict) else {}
@@ -300,7 +301,7 @@ def parse(model: type[M], body: bytes) -> M:
     return validate(model, load_object(body))
 
 
-def load_object(body: bytes) -> dict[str, Any]:
+def load_object(body: bytes) -> JsonObject:
     """Return the JSON object in a request body. Raises RequestError if it is not one."""
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=False)  # integers of any size
@@ -311,7 +312,7 @@ def load_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def validate(model: type[M], value: dict[str, Any]) -> M:
+def validate(model: type[M], value: JsonObject) -> M:
     """Validate the object of a request body strictly. Raises RequestError naming a field."""
     try:
         try:
@@ -323,7 +324,7 @@ def validate(model: type[M], value: dict[str, Any]) -> M:
         raise RequestError(_error_message(error, value)) from error
 
 
-def with_overrides(base: M, overrides: Mapping[str, Any], name: str) -> M:
+def with_overrides(base: M, overrides: Mapping[str, object], name: str) -> M:
     """Return settings with some fields replaced.
 
     Args:
@@ -351,7 +352,7 @@ def _convert_integral_floats(value: Any, error: pydantic.ValidationError) -> Non
             reduce(getitem, above, value)[last] = int(number)
 
 
-def _error_message(error: pydantic.ValidationError, value: Any) -> str:
+def _error_message(error: pydantic.ValidationError, value: object) -> str:
     """Describe the error with the longest path: among a union's branches, the most specific one."""
     problems = [(_path(problem, value), problem) for problem in error.errors(include_url=False)]
     path, problem = max(problems, key=lambda item: len(item[0]))
@@ -359,7 +360,7 @@ def _error_message(error: pydantic.ValidationError, value: Any) -> str:
     return f"{field}: {problem['msg']}"
 
 
-def _path(problem: ErrorDetails, value: Any) -> list[int | str]:
+def _path(problem: ErrorDetails, value: object) -> list[int | str]:
     """Return the path of a problem in the body, without pydantic's names of union branches."""
     path: list[int | str] = []
     for part in problem["loc"]:

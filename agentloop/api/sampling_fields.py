@@ -7,7 +7,7 @@ stop, stop_token_ids, ignore_eos > where a generation ends
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import pydantic
 
@@ -63,14 +63,14 @@ class SamplingFields(pydantic.BaseModel):
         """The most tokens that a choice may have."""
         raise NotImplementedError
 
-    def sampling_overrides(self) -> dict[str, Any]:
+    def sampling_overrides(self) -> dict[str, object]:
         """Return the fields of `Sampling` that the request sets."""
         names = ("temperature", "top_p", "top_k", "min_p")
         overrides = {name: value for name in names if (value := getattr(self, name)) is not None}
         # SGLang does not accept negative seeds.
         return overrides if self.seed is None else {**overrides, "seed": self.seed % (1 << 63)}
 
-    def server_parameters(self) -> dict[str, Any]:
+    def server_parameters(self) -> dict[str, object]:
         """Return SGLang's parameters for what the request sets besides `Sampling`.
 
         A server counts only the tokens of one generation, so they suit the bare model and not an
@@ -84,7 +84,7 @@ class SamplingFields(pydantic.BaseModel):
             raise RequestError(f"min_tokens: {self.min_tokens} are more than the limit of {limit}")
         if self.stop_token_ids and self.ignore_eos:
             raise RequestError("stop_token_ids: no token ends a generation with ignore_eos")
-        parameters: dict[str, Any] = {}
+        parameters: dict[str, object] = {}
         for field, (name, neutral) in _SERVER_PARAMETERS.items():
             value = getattr(self, field)
             if value is not None and value != neutral:

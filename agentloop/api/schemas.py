@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Literal, NotRequired
 
 import pydantic
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
@@ -61,7 +61,7 @@ class TextPart(_Open):
 
 class InputFunction(_Open):
     name: str
-    arguments: str | dict[str, Any]
+    arguments: str | dict[str, object]
     """JSON text, as OpenAI's clients send it, or the object itself."""
 
 
@@ -85,7 +85,7 @@ class InputMessage(_Open):
 class FunctionSchema(_Open):
     name: Annotated[str, pydantic.Field(min_length=1)]
     description: NotRequired[str | None]
-    parameters: NotRequired[dict[str, Any] | None]
+    parameters: NotRequired[dict[str, object] | None]
     """JSON schema of an object."""
     strict: NotRequired[bool | None]
 
@@ -305,14 +305,14 @@ class RolloutLine(_Answer):
 
     index: int
     sample: int
-    trajectory: NotRequired[Annotated[dict[str, Any], _as(TrajectoryRecord)]]
+    trajectory: NotRequired[Annotated[dict[str, object], _as(TrajectoryRecord)]]
     error: NotRequired[str]
 
 
 class TrajectoryLine(_Answer):
     """A branch of a session as a trajectory."""
 
-    trajectory: Annotated[dict[str, Any], _as(TrajectoryRecord)]
+    trajectory: Annotated[dict[str, object], _as(TrajectoryRecord)]
 
 
 class ServerCount(_Answer):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import anyio
 from aiohttp import web
@@ -37,6 +38,7 @@ from agentloop.training.run_folder import RunFolder
 __all__ = ["RunDashboard"]
 
 _SAVE_S = 600.0
+T = TypeVar("T")
 
 
 class RunDashboard:
@@ -262,8 +264,10 @@ class RunDashboard:
         return served_here(settings.servers, settings.server.device)
 
     def _queue(self) -> tuple[int, int]:
-        view = {} if self.loop is None else self.loop.view()
-        return view.get("queue_groups", 0), view.get("queue_bytes", 0)
+        if self.loop is None:
+            return 0, 0
+        view = self.loop.view()
+        return view["queue_groups"], view["queue_bytes"]
 
     def _servers(self) -> Sequence[ServerView]:
         return () if self.runtime is None else self.runtime.router.view()
@@ -287,6 +291,6 @@ class RunDashboard:
         return found
 
     async def _read(
-        self, read: Callable[..., dict[str, Any] | None], name: str
-    ) -> dict[str, Any] | None:
+        self, read: Callable[[Path, str, ChatFormat | None], T | None], name: str
+    ) -> T | None:
         return await anyio.to_thread.run_sync(read, self.folder.path, name, self._chat)

@@ -106,11 +106,10 @@ async def train(
                 settings.credit.check_resumed(before.credit)
             await anyio.to_thread.run_sync(folder.metrics)  # report damage before the servers start
             await finish_undo(folder, queue)
-            cursor = (await queue.read_note("cursor") or {}).get("tasks")
-            tasks = await console.in_thread(opened, cursor)
+            tasks = await console.in_thread(opened, (await queue.cursor()).get("tasks"))
             if from_step is not None:
                 await undo(folder, queue, from_step)
-                if (cursor := (await queue.read_note("cursor") or {}).get("tasks")) is not None:
+                if (cursor := (await queue.cursor()).get("tasks")) is not None:
                     tasks.go_to(cursor)
             folder.tell(config)  # only now: rejected settings must leave the run unchanged
         tell_run(folder.path)

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 import anyio
@@ -103,7 +103,7 @@ class EndpointSettings(pydantic.BaseModel):
 
 def sampling_fields(
     sampling: Sampling, settings: EndpointSettings, max_tokens: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the fields of a request that say how to sample, besides the seed.
 
     Those that have their default are left out: not every endpoint supports all of them.
@@ -119,7 +119,7 @@ def seed_of(sampling: Sampling) -> int | None:
 
 class _Function(pydantic.BaseModel):
     name: ValidText = ""
-    arguments: ValidText | dict[str, Any] | None = None  # a dictionary from some servers
+    arguments: ValidText | dict[str, object] | None = None  # a dictionary from some servers
 
 
 class _ToolCall(pydantic.BaseModel):
@@ -137,7 +137,7 @@ class _Message(pydantic.BaseModel):
 class _Choice(pydantic.BaseModel):
     message: _Message
     finish_reason: str | None = None
-    stop_reason: Any = None  # agentloop's; other servers use it differently
+    stop_reason: object = None  # agentloop's; other servers use it differently
 
 
 class _Usage(pydantic.BaseModel):
@@ -254,7 +254,7 @@ class OpenAIClient:
         with anyio.move_on_after(_CLOSE_S, shield=True):
             await self._client.aclose()
 
-    async def complete(self, body: Mapping[str, Any], *, id: str) -> EndpointCompletion:
+    async def complete(self, body: Mapping[str, object], *, id: str) -> EndpointCompletion:
         """Send a request for a completion, retrying it up to `max_tries` times.
 
         Hold one of the `slots` meanwhile.

@@ -12,17 +12,25 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.errors import NotThere
 from agentloop.observe.bottleneck import Part, ServedOn, Spent, split_tool_time
+from agentloop.observe.frames import (
+    BoardFrame,
+    GroupDetails,
+    GroupSummary,
+    Lane,
+    MemberSummary,
+    RolloutSummary,
+)
 from agentloop.observe.latency import Duration, of_turn, summary_of
 from agentloop.observe.record import RecordReader
 from agentloop.observe.runs import curves, read_metrics, runs_beside, start_metrics
-from agentloop.plain_json import dumps, loads
+from agentloop.plain_json import JsonObject, dumps, loads, number_of
 from agentloop.trajectory import ToolCallStatus, Trajectory, rollout_of, union_s
 
 __all__ = ["Archive", "read_group", "read_rollout"]
@@ -38,11 +46,21 @@ _SERVED = ("model", "branch", "parent")  # of conversations that a service has r
 
 _Span = tuple[float, float]
 _Durations = Mapping[Duration, list[float]]
-_Summary = tuple[dict[str, Any], list[dict[str, Any]], Spent, _Durations, list[_Span]]
-"""Row of a group, rows of its rollouts, what their turns took, how long, and when they ran.
 
-Times are Unix times, of rows in milliseconds.
-"""
+
+class _Summary(NamedTuple):
+    """A group's file. Times are Unix times, of rows in milliseconds.
+
+    Attributes:
+        group: None: no rollout can be read.
+        spent, durations, spans: what the turns took, how long, and when they ran.
+    """
+
+    group: GroupSummary | None
+    rollouts: list[RolloutSummary]
+    spent: Spent
+    durations: _Durations
+    spans: list[_Span]
 
 
 @dataclass
@@ -56,14 +74,14 @@ class Archive:
     """
 
     folder: Path
-    about: Mapping[str, Any]
+    about: Mapping[str, object]
     chat: ChatFormat | None = None
-    progress: Callable[[], Mapping[str, Any]] = dict
+    progress: Callable[[], Mapping[str, object]] = dict
     served_on: ServedOn = ServedOn.UNKNOWN
     _read: dict[tuple[Path, int], _Summary] = field(default_factory=dict)
 
     async def frames(self, last_id: str | None = None) -> AsyncGenerator[tuple[str, bytes]]:
-        last_extent: Any = None
+        last_extent: tuple[int, int] | None = None
         while True:
             extent = await anyio.to_thread.run_sync(_extent, self.folder)
             if extent != last_extent:
@@ -74,7 +92,7 @@ class Archive:
             await anyio.sleep(_LOOK_EVERY_S)
             yield "", b""
 
-    async def frame(self) -> dict[str, Any]:
+    async def frame(self) -> BoardFrame:
         return await anyio.to_thread.run_sync(self._frame)
 
     async def rollout(self, key: str) -> dict[str, Any]:
@@ -83,22 +101,22 @@ class Archive:
             raise NotThere(f"rollout {key!r}: not found in {self.folder / 'trajectories'}")
         return rollout
 
-    async def rollout_events(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+    async def rollout_events(self, key: str) -> AsyncGenerator[tuple[str, Mapping[str, object]]]:
         yield "end", await self.rollout(key)
 
-    async def group(self, name: str) -> dict[str, Any]:
+    async def group(self, name: str) -> GroupDetails:
         group = await anyio.to_thread.run_sync(read_group, self.folder, name, self.chat)
         if group is None:
             raise NotThere(f"group {name!r}: not found in {self.folder / 'trajectories'}")
         return group
 
-    async def runs(self) -> list[dict[str, Any]]:
+    async def runs(self) -> Sequence[Mapping[str, object]]:
         return await anyio.to_thread.run_sync(runs_beside, self.folder)
 
-    async def curves(self, run: str) -> list[dict[str, Any]]:
+    async def curves(self, run: str) -> Sequence[Mapping[str, object]]:
         return await anyio.to_thread.run_sync(curves, self.folder, run)
 
-    def _frame(self) -> dict[str, Any]:
+    def _frame(self) -> BoardFrame:
         paths = sorted((self.folder / "trajectories").glob("group-*.jsonl"))[-_MAX_GROUPS:]
         read: dict[tuple[Path, int], _Summary] = {}
         num_rollouts = 0
@@ -108,16 +126,16 @@ class Archive:
             except OSError:
                 continue
             summary = self._read.get(key) or _summary(path)
-            num_rollouts += len(summary[1])
+            num_rollouts += len(summary.rollouts)
             if read and num_rollouts > _MAX_ROLLOUTS:
                 break
             read[key] = summary
         self._read = read
-        summaries = [summary for summary in reversed(read.values()) if summary[1]]
-        t0_ms = min((row["start"] for _, rows, *_ in summaries for row in rows), default=0)
+        summaries = [summary for summary in reversed(read.values()) if summary.rollouts]
+        rows = [row for summary in summaries for row in summary.rollouts]
+        t0_ms = min((row["start"] for row in rows), default=0)
         t0 = t0_ms / 1000
-        groups = [_relative_to(t0_ms, group) for group, *_ in summaries]
-        rollouts = [_relative_to(t0_ms, row) for _, rows, *_ in summaries for row in rows]
+        groups = [summary.group for summary in summaries if summary.group is not None]
         steps = read_metrics(self.folder)
         current = {**(_results(self.folder) or _moment(self.folder, steps)), **self.progress()}
         return {
@@ -126,15 +144,17 @@ class Archive:
             "full": True,
             "about": {**self.about, "t0": t0, "live": False},
             "now": current | (self._times(summaries, steps) if summaries else {}),
-            "rollouts": rollouts,
-            "groups": groups,
+            "rollouts": [_relative_rollout(t0_ms, row) for row in rows],
+            "groups": [_relative_group(t0_ms, group) for group in groups],
             "steps": [*start_metrics(self.folder), *steps],
         }
 
     def _times(
-        self, summaries: Sequence[_Summary], steps: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        of_all = {kind: [s for *_, of, _ in summaries for s in of[kind]] for kind in Duration}
+        self, summaries: Sequence[_Summary], steps: Sequence[Mapping[str, object]]
+    ) -> dict[str, object]:
+        of_all = {
+            kind: [s for summary in summaries for s in summary.durations[kind]] for kind in Duration
+        }
         return {
             "spent": _spent(summaries, steps).to_dict(self.served_on),
             "latency": {"of": summary_of(of_all)},
@@ -166,7 +186,7 @@ def read_rollout(folder: Path, key: str, chat: ChatFormat | None) -> dict[str, A
         return None
 
 
-def read_group(folder: Path, name: str, chat: ChatFormat | None) -> dict[str, Any] | None:
+def read_group(folder: Path, name: str, chat: ChatFormat | None) -> GroupDetails | None:
     """Return a group from the run's folder, as `PageData.group` does, or None if it is missing."""
     rows = _rows_of(folder, name)
     if not rows:
@@ -180,7 +200,7 @@ def read_group(folder: Path, name: str, chat: ChatFormat | None) -> dict[str, An
     }
 
 
-def _rows_of(folder: Path, group: str) -> list[dict[str, Any]]:
+def _rows_of(folder: Path, group: str) -> list[JsonObject]:
     """Return the rollouts of a group; its name begins with its number."""
     number = group.partition("-")[0]
     if not number.isdecimal() or len(number) > _MAX_DIGITS:  # untrusted input must not form a path
@@ -193,7 +213,7 @@ def _path(folder: Path, number: int) -> Path:
     return folder / "trajectories" / f"group-{number:07}.jsonl"
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> list[JsonObject]:
     """Return the rollouts of a group, without damaged ones."""
     try:
         lines = path.read_bytes().splitlines()
@@ -215,7 +235,7 @@ def _summary(path: Path) -> _Summary:
     spent, spans = Spent(), list[_Span]()
     durations: dict[Duration, list[float]] = {kind: [] for kind in Duration}
     if not rows:
-        return {}, [], spent, durations, spans
+        return _Summary(None, [], spent, durations, spans)
     for row in rows:
         created: float = row["trajectory"]["created_unix_s"]
         for turn in row["trajectory"]["turns"]:
@@ -224,10 +244,10 @@ def _summary(path: Path) -> _Summary:
             for kind, seconds in _durations_of(turn):
                 durations[kind].append(seconds)
     shown = [_rollout_row(row) for row in rows]
-    return _group_row(rows), shown, spent, durations, spans
+    return _Summary(_group_row(rows), shown, spent, durations, spans)
 
 
-def _durations_of(turn: Mapping[str, Any]) -> Iterator[tuple[Duration, float]]:
+def _durations_of(turn: JsonObject) -> Iterator[tuple[Duration, float]]:
     times = turn["started_s"], turn["first_token_s"], turn["generated_s"]
     yield from of_turn(*times, len(turn["output_ids"]))
     for result in turn["results"]:
@@ -235,7 +255,7 @@ def _durations_of(turn: Mapping[str, Any]) -> Iterator[tuple[Duration, float]]:
             yield Duration.CALL, result["ended_s"] - result["dispatched_s"]
 
 
-def _spent_on(turn: Mapping[str, Any]) -> Spent:
+def _spent_on(turn: JsonObject) -> Spent:
     """Return what a turn took. An older record does not say when it was placed, only that it was
     about to sample."""
     started, first = turn["started_s"], turn["first_token_s"]
@@ -260,28 +280,32 @@ def _spent_on(turn: Mapping[str, Any]) -> Spent:
     return spent
 
 
-def _spent(summaries: Sequence[_Summary], steps: Sequence[Mapping[str, Any]]) -> Spent:
+def _spent(summaries: Sequence[_Summary], steps: Sequence[Mapping[str, object]]) -> Spent:
     """Return what the whole run was spent on, as far as its folder says.
 
     Evaluations of a training run and its start are left out: their rollouts are not kept.
     """
-    total = Spent(busy_s=union_s(span for *_, spans in summaries for span in spans))
-    for _, _, spent, *_ in summaries:
-        total.add(spent)
+    total = Spent(busy_s=union_s(span for summary in summaries for span in summary.spans))
+    for summary in summaries:
+        total.add(summary.spent)
     for name, part in (("learn_s", Part.LEARNER), ("sync_s", Part.SYNC)):
-        total.seconds[part] = sum(row.get(name) or 0.0 for row in steps)
-    times = [time for *_, spans in summaries for span in spans for time in span]
+        total.seconds[part] = sum(number_of(row.get(name)) or 0.0 for row in steps)
+    times = [time for summary in summaries for span in summary.spans for time in span]
     free_s = max(times, default=0.0) - min(times, default=0.0) - total.busy_s
     between_s = total.seconds[Part.LEARNER] + total.seconds[Part.SYNC]
     total.window_s = total.busy_s + min(free_s, between_s)
     return total
 
 
-def _relative_to(t0_ms: int, row: dict[str, Any]) -> dict[str, Any]:
-    moved = {**row, "start": row["start"] - t0_ms, "end": row["end"] - t0_ms}
-    if "lanes" in row:
-        moved["lanes"] = [(lane, at - t0_ms) for lane, at in row["lanes"]]
-    return moved
+def _relative_rollout(t0_ms: int, row: RolloutSummary) -> RolloutSummary:
+    end = None if row["end"] is None else row["end"] - t0_ms
+    lanes = [(lane, at - t0_ms) for lane, at in row["lanes"]]
+    return {**row, "start": row["start"] - t0_ms, "end": end, "lanes": lanes}
+
+
+def _relative_group(t0_ms: int, group: GroupSummary) -> GroupSummary:
+    end = None if group["end"] is None else group["end"] - t0_ms
+    return {**group, "start": group["start"] - t0_ms, "end": end}
 
 
 def _entropies(folder: Path, number: int, key: str) -> Sequence[Sequence[float]] | None:
@@ -302,12 +326,12 @@ def _entropies(folder: Path, number: int, key: str) -> Sequence[Sequence[float]]
     return None
 
 
-def _group_of(row: Mapping[str, Any]) -> str:
+def _group_of(row: JsonObject) -> str:
     name: str = row["trajectory"]["id"].rpartition(".")[0]
     return name or str(row["group"])
 
 
-def _rollout_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def _rollout_row(row: JsonObject) -> RolloutSummary:
     """Return a row like `Row.to_row`, with Unix times in milliseconds.
 
     Older records lack the time of placement; their turns count as waiting until the first token.
@@ -318,7 +342,7 @@ def _rollout_row(row: Mapping[str, Any]) -> dict[str, Any]:
     def at(seconds: float) -> int:
         return start + round(1000 * seconds)
 
-    lanes: list[tuple[str, int]] = []
+    lanes: list[tuple[Lane, int]] = []
     for turn in trajectory["turns"]:
         lanes.append(("wait", at(turn["started_s"])))
         if turn.get("placed_s") is not None:
@@ -356,7 +380,7 @@ def _rollout_row(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _group_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _group_row(rows: Sequence[JsonObject]) -> GroupSummary:
     by_rollout = {rollout_of(row["trajectory"]["id"]): row["reward"] for row in rows}
     rewards = [reward for reward in by_rollout.values() if reward is not None]
     starts = [row["trajectory"]["created_unix_s"] for row in rows]
@@ -377,25 +401,33 @@ def _group_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _is_chosen(rows: Sequence[Mapping[str, Any]]) -> bool:
+def _is_chosen(rows: Sequence[JsonObject]) -> bool:
     """Return whether rollouts were selected from the group, which evaluations never do."""
     scored = [row for row in rows if row["reward"] is not None]
     return any(row["advantage"] is not None or row["dropped"] for row in scored or rows)
 
 
-def _member(row: Mapping[str, Any], *, is_chosen: bool) -> dict[str, Any]:
+def _member(row: JsonObject, *, is_chosen: bool) -> MemberSummary:
     summary = _rollout_row(row)
-    names = ("id", "state", "stop", "tokens", "calls", "failed_calls")
     return {
-        **{name: summary[name] for name in names},
-        **{name: row[name] for name in _VERDICT},
-        "branch": row.get("branch"),
+        "id": summary["id"],
+        "state": summary["state"],
+        "stop": summary["stop"],
+        "tokens": summary["tokens"],
+        "calls": summary["calls"],
+        "failed_calls": summary["failed_calls"],
         "turns": summary["turn"],
+        "reward": row["reward"],
+        "answer": row["answer"],
+        "reason": row["reason"],
+        "advantage": row["advantage"],
+        "dropped": row["dropped"],
+        "branch": row.get("branch"),
         "kept": row["advantage"] is not None if is_chosen else None,
     }
 
 
-def _results(folder: Path) -> dict[str, Any]:
+def _results(folder: Path) -> dict[str, object]:
     """Return the headline metrics of an evaluation, or nothing for other runs."""
     try:
         results = loads((folder / "results.json").read_bytes())
@@ -409,7 +441,7 @@ def _results(folder: Path) -> dict[str, Any]:
     return {"values": values}
 
 
-def _moment(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _moment(folder: Path, steps: Sequence[Mapping[str, object]]) -> dict[str, object]:
     if not steps:
         return {}
     # The last row may be from an evaluation, which has no version.
@@ -427,13 +459,16 @@ def _moment(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _split(state: dict[str, Any]) -> list[dict[str, Any]]:
+def _split(state: BoardFrame) -> list[BoardFrame]:
     """Split the state into frames with a bounded number of rows; the first replaces everything."""
     rows = state.pop("rollouts")
-    first = {**state, "rollouts": rows[:_MAX_ROWS]}
-    head = {"rev": 0, "t": state["t"], "full": False}
+    first: BoardFrame = {**state, "rollouts": rows[:_MAX_ROWS]}
+    head: BoardFrame = {"rev": 0, "t": state["t"], "full": False}
     starts = range(_MAX_ROWS, len(rows), _MAX_ROWS)
-    return [first, *({**head, "rollouts": rows[at : at + _MAX_ROWS]} for at in starts)]
+    frames = [first]
+    for at in starts:
+        frames.append({**head, "rollouts": rows[at : at + _MAX_ROWS]})
+    return frames
 
 
 def _extent(folder: Path) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 import anyio.abc
@@ -23,7 +22,9 @@ Ask = Callable[[str], Awaitable[str]]
 
 
 @asynccontextmanager
-async def asking(rollout: Callable[[str, Emit], Awaitable[Any]], emit: Emit) -> AsyncIterator[Ask]:
+async def asking(
+    rollout: Callable[[str, Emit], Awaitable[object]], emit: Emit
+) -> AsyncIterator[Ask]:
     """Yield a function that starts a rollout of a question.
 
     Leaving the context cancels all rollouts.

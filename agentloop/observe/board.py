@@ -13,7 +13,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from agentloop.events import (
     CallFinished,
@@ -36,14 +36,19 @@ from agentloop.events import (
     WeightsLoaded,
 )
 from agentloop.observe.bottleneck import CallTimes, Part, RecentTime, Spent
-from agentloop.observe.latency import Duration, RecentDurations, nearest_rank, of_turn
-from agentloop.trajectory import Trajectory, Turn, rollout_of
+from agentloop.observe.frames import (
+    BoardFrame,
+    GroupSummary,
+    Lane,
+    RolloutState,
+    RolloutSummary,
+    ToolsSummary,
+)
+from agentloop.observe.latency import Duration, LatencyShown, RecentDurations, nearest_rank, of_turn
+from agentloop.plain_json import number_of
+from agentloop.trajectory import Message, Trajectory, Turn, rollout_of
 
-__all__ = ["Board", "GroupRow", "Lane", "Row"]
-
-Lane = Literal["wait", "prefill", "decode", "tool", "client", "siblings", "reward"]
-"""State of a rollout: waiting for capacity, prefill, decoding, running tools, waiting for the
-client of its session, waiting for the rest of its group, or being scored."""
+__all__ = ["Board", "GroupRow", "Row"]
 
 _PARTS: Mapping[Lane, Part] = {
     "wait": Part.KV,
@@ -51,12 +56,6 @@ _PARTS: Mapping[Lane, Part] = {
     "decode": Part.DECODE,
     "tool": Part.TOOL,
 }
-# Fields that the page gets.
-_ROW_FIELDS = (
-    *("id", "group", "state", "stop", "turn", "tokens", "calls", "failed_calls", "server"),
-    *("reward", "start", "end", "lanes"),
-)
-_GROUP_FIELDS = ("id", "task", "size", "mean_reward", "kept", "has_signal", "start", "end")
 _MAX_LANES = 64  # per row, the newest
 _MAX_STEPS = 5_000  # rows of metrics
 _RATE_S = 5.0  # window for rates
@@ -72,7 +71,7 @@ class Row:
     id: str
     group: str
     start: int
-    state: Literal["live", "done", "abandoned"] = "live"
+    state: RolloutState = "live"
     turn: int = 0
     tokens: int = 0
     calls: int = 0
@@ -89,9 +88,25 @@ class Row:
     more: bool = False
     open_calls: set[str] = field(default_factory=set)
 
-    def to_row(self) -> dict[str, Any]:
-        row = {name: getattr(self, name) for name in _ROW_FIELDS}
-        return row | {"more": True} if self.more else row
+    def to_row(self) -> RolloutSummary:
+        row = RolloutSummary(
+            id=self.id,
+            group=self.group,
+            state=self.state,
+            stop=self.stop,
+            turn=self.turn,
+            tokens=self.tokens,
+            calls=self.calls,
+            failed_calls=self.failed_calls,
+            server=self.server,
+            reward=self.reward,
+            start=self.start,
+            end=self.end,
+            lanes=self.lanes,
+        )
+        if self.more:
+            row["more"] = True
+        return row
 
 
 @dataclass(slots=True)
@@ -100,7 +115,7 @@ class GroupRow:
 
     id: str
     task: str
-    prompt: Any
+    prompt: str | Sequence[Message]
     answer: str | None
     size: int
     start: int
@@ -112,9 +127,19 @@ class GroupRow:
     has_signal: bool | None = None
     end: int | None = None
 
-    def to_row(self) -> dict[str, Any]:
-        row = {name: getattr(self, name) for name in _GROUP_FIELDS}
-        return row | {"state": "live" if self.end is None else "done", "num_done": len(self.ended)}
+    def to_row(self) -> GroupSummary:
+        return {
+            "id": self.id,
+            "task": self.task,
+            "size": self.size,
+            "mean_reward": self.mean_reward,
+            "kept": self.kept,
+            "has_signal": self.has_signal,
+            "start": self.start,
+            "end": self.end,
+            "state": "live" if self.end is None else "done",
+            "num_done": len(self.ended),
+        }
 
 
 class Board:
@@ -140,7 +165,7 @@ class Board:
         self.t0 = clock()
         self.rows: dict[str, Row] = {}
         self.groups: dict[str, GroupRow] = {}
-        self.steps: deque[Mapping[str, Any]] = deque(maxlen=_MAX_STEPS)
+        self.steps: deque[Mapping[str, object]] = deque(maxlen=_MAX_STEPS)
         self.policy_version: str | None = None
         self.num_in_flight = self.num_done = self.num_moved = 0
         self.calls = Counter[str]()
@@ -277,11 +302,11 @@ class Board:
         last = self._cached.setdefault(row.server, deque(maxlen=_NUM_PROMPTS))
         last.append((turn.cached_tokens, len(row.record.prompt_ids) + sum(earlier_tokens)))
 
-    def _record_step(self, metrics: Mapping[str, Any]) -> None:
+    def _record_step(self, metrics: Mapping[str, object]) -> None:
         """Record the times of a step that has ended now: first the learner's, then the sync's."""
         end = self._clock()
         for name, part in (("sync_s", Part.SYNC), ("learn_s", Part.LEARNER)):
-            start = end - (metrics.get(name) or 0.0)
+            start = end - (number_of(metrics.get(name)) or 0.0)
             self._recent.add(part, start, end)
             end = start
 
@@ -377,7 +402,7 @@ class Board:
         while len(self._rates) > 2 and now_s - self._rates[0][0] > _RATE_S:
             self._rates.popleft()
 
-    def now(self) -> dict[str, Any]:
+    def now(self) -> dict[str, float | str | None]:
         """Return the current rates and counters."""
         (before_s, tokens, calls), (now_s, tokens_now, calls_now) = self._rates[0], self._rates[-1]
         per_s = 1 / (now_s - before_s) if now_s > before_s else 0.0  # the clock may go backwards
@@ -399,13 +424,13 @@ class Board:
         """
         return self._recent.spent(self._clock(), queued_share=queued_share)
 
-    def latency(self) -> dict[str, Any]:
+    def latency(self) -> LatencyShown:
         """Return percentiles of the turns and calls that ended in the last minute."""
         return self._durations.to_dict(self._clock())
 
-    def tools(self) -> dict[str, Any]:
+    def tools(self) -> ToolsSummary:
         """Return the number of calls by status, and percentiles of recent latencies."""
-        summary: dict[str, Any] = {"calls": dict(self.calls)}
+        summary = ToolsSummary(calls=dict(self.calls))
         if self._latencies:
             summary["latency_ms"] = _percentiles([latency for latency, _ in self._latencies])
             summary["queued_ms"] = _percentiles([queued for _, queued in self._latencies])
@@ -417,22 +442,24 @@ class Board:
         total = sum(of for _, of in last or ())
         return sum(cached for cached, _ in last or ()) / total if total else None
 
-    def take(self, max_rows: int) -> dict[str, Any]:
+    def take(self, max_rows: int) -> BoardFrame:
         """Return the changes since the last call; rows beyond `max_rows` follow later."""
         keys = _pop_first(self._lane_changes, max_rows)
         for key in keys:
             self._token_changes.pop(key, None)
         keys += _pop_first(self._token_changes, max_rows - len(keys))
-        taken: dict[str, Any] = {"rollouts": [self.rows[key].to_row() for key in keys]}
-        groups = [*self._changed_groups]
-        taken["groups"] = [self.groups[name].to_row() for name in groups if name in self.groups]
+        taken = BoardFrame()
+        if keys:
+            taken["rollouts"] = [self.rows[key].to_row() for key in keys]
+        if self._changed_groups:
+            taken["groups"] = [self.groups[name].to_row() for name in self._changed_groups]
         if self._removed or self._removed_groups:
             taken["gone"] = {"rollouts": [*self._removed], "groups": [*self._removed_groups]}
         if self._num_new_steps:
             taken["steps"] = [*self.steps][-self._num_new_steps :]
         self._removed, self._removed_groups, self._num_new_steps = {}, {}, 0
         self._changed_groups.clear()
-        return {name: value for name, value in taken.items() if value}
+        return taken
 
     def skip(self) -> None:
         """Discard the pending changes, because nobody is reading."""
@@ -441,7 +468,7 @@ class Board:
         self._changed_groups.clear()
         self._removed, self._removed_groups, self._num_new_steps = {}, {}, 0
 
-    def all(self, max_rows: int, *, taken: bool = False) -> Iterator[dict[str, Any]]:
+    def all(self, max_rows: int, *, taken: bool = False) -> Iterator[BoardFrame]:
         """Yield the whole state, in slices of at most `max_rows` rows.
 
         The state may change between slices. Rows and groups may be repeated by the next `take`;

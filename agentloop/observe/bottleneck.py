@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from agentloop.trajectory import union_s
 
@@ -175,7 +174,7 @@ class Spent:
             size = _of(by_part[largest], self.window_s)
         return f"{description}: {size}; {advice}"
 
-    def to_dict(self, on: ServedOn = ServedOn.UNKNOWN) -> dict[str, Any]:
+    def to_dict(self, on: ServedOn = ServedOn.UNKNOWN) -> dict[str, object]:
         """Return what the page shows."""
         return {
             "window_s": round(self.window_s, 1),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import pydantic
 from aiohttp import web
@@ -93,7 +93,7 @@ class Dashboard:
                 self.emit.remove(exporter.on_event)
 
     @asynccontextmanager
-    async def running(self, answer: Callable[[str, Emit], Awaitable[Any]]) -> AsyncIterator[Ask]:
+    async def running(self, answer: Callable[[str, Emit], Awaitable[object]]) -> AsyncIterator[Ask]:
         """Keep the page up to date; yield a function that starts the answer to a question.
 
         Args:

@@ -9,9 +9,9 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import TypedDict
 
-__all__ = ["Duration", "RecentDurations", "nearest_rank", "of_turn", "summary_of"]
+__all__ = ["Duration", "LatencyShown", "RecentDurations", "nearest_rank", "of_turn", "summary_of"]
 
 _WINDOW_S = 60.0
 _MAX_KEPT = 2_000  # durations of a kind; sorting them takes less than a millisecond
@@ -48,7 +48,7 @@ def nearest_rank(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def summary_of(durations: Mapping[Duration, Sequence[float]]) -> dict[str, Any]:
+def summary_of(durations: Mapping[Duration, Sequence[float]]) -> dict[str, dict[str, float]]:
     """Return, of each kind that there are some of, their number and percentiles in milliseconds."""
     summary = {}
     for kind in Duration:
@@ -59,6 +59,14 @@ def summary_of(durations: Mapping[Duration, Sequence[float]]) -> dict[str, Any]:
                 "p95": round(1000 * nearest_rank(ordered, 0.95), 2),
             }
     return summary
+
+
+class LatencyShown(TypedDict):
+    """The durations that the page shows; `of` is the result of `summary_of`."""
+
+    window_s: float
+    max_kept: int
+    of: dict[str, dict[str, float]]
 
 
 class RecentDurations:
@@ -73,8 +81,7 @@ class RecentDurations:
         """Add the duration of something that ends now."""
         self._kept[kind].append((now_s, seconds))
 
-    def to_dict(self, now_s: float) -> dict[str, Any]:
-        """Return what the page shows."""
+    def to_dict(self, now_s: float) -> LatencyShown:
         recent = {
             kind: [seconds for at, seconds in kept if now_s - at < _WINDOW_S]
             for kind, kept in self._kept.items()

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import anyio
 
@@ -28,10 +28,11 @@ from agentloop.inference.cpu import has_accelerator
 from agentloop.inference.replicas import ServerView
 from agentloop.observe.board import Board, Row
 from agentloop.observe.bottleneck import ServedOn, served_on
+from agentloop.observe.frames import BoardFrame, GroupDetails, MemberSummary
 from agentloop.observe.record import RecordReader
 from agentloop.observe.runs import curves, runs_beside
 from agentloop.observe.stalls import Stalls
-from agentloop.plain_json import dumps, loads
+from agentloop.plain_json import JsonObject, dumps, loads, number_of
 
 __all__ = ["Live", "Sources", "served_here"]
 
@@ -51,18 +52,18 @@ _MAX_DIGITS = 18  # of a valid frame id
 class Sources:
     """Functions and data to query for each frame, in addition to events; they must not block."""
 
-    about: Mapping[str, Any]
+    about: Mapping[str, object]
     chat: Callable[[], ChatFormat | None] = lambda: None
     servers: Callable[[], Sequence[ServerView]] = tuple
     num_waiting: Callable[[], int] = lambda: 0
-    sandbox: Callable[[], Mapping[str, Any]] = dict
+    sandbox: Callable[[], Mapping[str, object]] = dict
     served_on: Callable[[], ServedOn] = lambda: ServedOn.UNKNOWN
     # Further values, such as a training run's progress.
-    more: Callable[[], Mapping[str, Any]] = dict
+    more: Callable[[], Mapping[str, object]] = dict
     folder: Path | None = None  # the run's
-    read_rollout: Callable[[str], Awaitable[dict[str, Any] | None]] | None = None
+    read_rollout: Callable[[str], Awaitable[Mapping[str, object] | None]] | None = None
     """Reads a rollout from disk, if it was dropped from memory or ran on another machine."""
-    read_group: Callable[[str], Awaitable[dict[str, Any] | None]] | None = None
+    read_group: Callable[[str], Awaitable[GroupDetails | None]] | None = None
 
 
 class _Frame(NamedTuple):
@@ -84,8 +85,8 @@ class Live:
     _lag_s: float = 0.0  # delay of the last tick
     _frames: deque[_Frame] = field(default_factory=lambda: deque(maxlen=_MAX_FRAMES))
     _ticked: Signal = field(default_factory=Signal)
-    _spent: dict[str, Any] = field(default_factory=dict)  # not changed after the end
-    _latency: dict[str, Any] = field(default_factory=dict)  # alike
+    _spent: Mapping[str, object] = field(default_factory=dict)  # not changed after the end
+    _latency: Mapping[str, object] = field(default_factory=dict)  # alike
     _ended: dict[str, str] | None = None
     _ended_rev: int = 0
     # Set when the last reader leaves after the end.
@@ -166,9 +167,9 @@ class Live:
             if self._ended is not None and not self.num_readers:
                 self._all_left.set()
 
-    async def frame(self) -> dict[str, Any]:
+    async def frame(self) -> JsonObject:
         """Return the whole state in one frame."""
-        state: dict[str, Any] = {"rollouts": [], "groups": [], "steps": []}
+        state: JsonObject = {"rollouts": [], "groups": [], "steps": []}
         async for data in self._all(0, taken=False):  # no deadline: reads memory only
             for name, value in loads(data).items():
                 if isinstance(value, list) and name in state:
@@ -177,7 +178,7 @@ class Live:
                     state[name] = value
         return state
 
-    async def rollout(self, key: str) -> dict[str, Any]:
+    async def rollout(self, key: str) -> Mapping[str, object]:
         row = self.board.rows.get(key)
         if row is not None and row.record is not None:
             reader = RecordReader(row.record, self.sources.chat(), lambda: _verdict(row))
@@ -189,7 +190,7 @@ class Live:
             raise NotThere(f"rollout {key!r}: not found (only the newest rollouts are kept)")
         return rollout
 
-    async def rollout_events(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+    async def rollout_events(self, key: str) -> AsyncGenerator[tuple[str, Mapping[str, object]]]:
         row = self.board.rows.get(key)
         if row is None or row.record is None:
             yield "end", await self.rollout(key)
@@ -209,7 +210,7 @@ class Live:
                 yield "", {}
         yield "end", await anyio.to_thread.run_sync(reader.whole)
 
-    async def group(self, name: str) -> dict[str, Any]:
+    async def group(self, name: str) -> GroupDetails:
         group, rows = self.board.groups.get(name), self.board.rows
         if self.sources.read_group is not None and (
             group is None or (group.end is not None and not group.members.keys() <= rows.keys())
@@ -228,12 +229,12 @@ class Live:
             "rollouts": [_member(row, is_chosen=group.kept is not None) for row in members],
         }
 
-    async def runs(self) -> list[dict[str, Any]]:
+    async def runs(self) -> Sequence[Mapping[str, object]]:
         if self.sources.folder is None:
             return []
         return await anyio.to_thread.run_sync(runs_beside, self.sources.folder)
 
-    async def curves(self, run: str) -> list[dict[str, Any]]:
+    async def curves(self, run: str) -> Sequence[Mapping[str, object]]:
         if self.sources.folder is None:
             raise NotThere(f"run {run!r}: not found")
         return await anyio.to_thread.run_sync(curves, self.sources.folder, run)
@@ -243,22 +244,27 @@ class Live:
     async def _all(self, missed: int, *, taken: bool) -> AsyncIterator[bytes]:
         """Yield the whole state in slices, to let other tasks run in between."""
         about = {**self.sources.about, "t0": self.board.t0, "live": True}
-        head = {**self._head(full=True), "missed": missed, "about": about}
+        head: BoardFrame = {
+            **self._head(full=True),
+            "missed": missed,
+            "about": about,
+            **self._moment(),
+        }
         for slice_ in self.board.all(_MAX_ROWS, taken=taken):
-            yield dumps({**head, **self._moment(), **slice_} if head["full"] else head | slice_)
+            yield dumps({**head, **slice_})
             head = self._head(full=False)
             await anyio.lowlevel.checkpoint()
 
-    def _head(self, *, full: bool) -> dict[str, Any]:
+    def _head(self, *, full: bool) -> BoardFrame:
         return {"rev": self._rev, "t": round(time.time(), 3), "full": full}
 
-    def _moment(self) -> dict[str, Any]:
+    def _moment(self) -> BoardFrame:
         s = self.sources
         waits = [
             {"who": wait.rollout_id, "what": wait.what, "waited_s": round(wait.waited_s, 2)}
             for wait in self.stalls.waits(_MAX_WAITS)
         ]
-        values = {
+        values: dict[str, object] = {
             **self.board.now(),
             "num_waiting": s.num_waiting(),
             "no_progress_s": round(self.stalls.no_progress_s, 1),
@@ -280,7 +286,7 @@ class Live:
             "sandbox": sandbox,
         }
 
-    def _server(self, view: ServerView) -> dict[str, Any]:
+    def _server(self, view: ServerView) -> dict[str, object]:
         return {
             "url": view.url,
             "state": str(view.state),
@@ -314,21 +320,30 @@ def served_here(servers: Sequence[str], device: str) -> ServedOn:
     return served_on(servers, device, has_accelerator=has_accelerator())
 
 
-def _queued_share(sandbox: Mapping[str, Any]) -> float:
+def _queued_share(sandbox: Mapping[str, object]) -> float:
     """Return how many of the calls in the sandbox wait for a slot, of all that are there."""
-    waiting = sandbox.get("waiting") or 0
-    return waiting / (waiting + (sandbox.get("busy") or 0)) if waiting else 0.0
+    waiting, busy = (number_of(sandbox.get(name)) or 0 for name in ("waiting", "busy"))
+    return waiting / (waiting + busy) if waiting else 0.0
 
 
-def _verdict(row: Row) -> dict[str, Any]:
+def _verdict(row: Row) -> dict[str, object]:
     names = ("group", "state", "reward", "answer", "reason", "advantage", "dropped")
     return {**{name: getattr(row, name) for name in names}, "stop_reason": row.stop}
 
 
-def _member(row: Row, *, is_chosen: bool) -> dict[str, Any]:
-    names = ("id", "state", "reward", "answer", "reason", "advantage", "dropped", "tokens")
+def _member(row: Row, *, is_chosen: bool) -> MemberSummary:
     return {
-        **{name: getattr(row, name) for name in (*names, "calls", "failed_calls", "stop")},
+        "id": row.id,
+        "state": row.state,
+        "stop": row.stop,
+        "tokens": row.tokens,
+        "calls": row.calls,
+        "failed_calls": row.failed_calls,
         "turns": row.turn,
+        "reward": row.reward,
+        "answer": row.answer,
+        "reason": row.reason,
+        "advantage": row.advantage,
+        "dropped": row.dropped,
         "kept": row.advantage is not None if is_chosen else None,
     }

@@ -13,7 +13,6 @@ import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from agentloop.plain_json import dumps
 
@@ -25,7 +24,7 @@ _SCRIPT = re.compile(r'<script( defer)? src="page/([^"]+)"></script>\n?')
 _CHARSET = '<meta charset="utf-8">\n'
 
 
-def one_file(bodies: Mapping[str, Any]) -> str:
+def one_file(bodies: Mapping[str, object]) -> str:
     """Return the HTML; `bodies` are the API's responses by path (see page.py)."""
     data = dumps(bodies).decode().replace("<", "\\u003c")  # without "</script>" and "<!--"
     html = _read("index.html")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from aiohttp import web
 
 from agentloop.errors import AgentLoopError, NotThere, RequestError
 from agentloop.observe.perfetto import trace_of
-from agentloop.plain_json import dumps
+from agentloop.plain_json import JsonObject, dumps
 
 __all__ = ["Control", "Page", "PageData"]
 
@@ -41,7 +41,7 @@ _HEADERS = {
 }
 _MAX_QUESTION_CHARS = 100_000
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse | dict[str, Any]]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse | Mapping[str, object]]]
 """Returns a response, or the body of one as plain data."""
 
 
@@ -55,30 +55,30 @@ class PageData(Protocol):
         """
         ...
 
-    async def frame(self) -> dict[str, Any]:
+    async def frame(self) -> Mapping[str, Any]:
         """Return the whole state."""
         ...
 
-    async def rollout(self, key: str) -> dict[str, Any]:
+    async def rollout(self, key: str) -> Mapping[str, object]:
         """Return a trajectory with its text by token, its reward and its group."""
         ...
 
-    def rollout_events(self, key: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+    def rollout_events(self, key: str) -> AsyncGenerator[tuple[str, Mapping[str, object]]]:
         """Yield names and data: "trajectory", then "delta" as it grows, then "end".
 
         A keep-alive has an empty name.
         """
         ...
 
-    async def group(self, name: str) -> dict[str, Any]:
+    async def group(self, name: str) -> Mapping[str, object]:
         """Return the rollouts of a task, with their rewards and whether each is trained on."""
         ...
 
-    async def runs(self) -> list[dict[str, Any]]:
+    async def runs(self) -> Sequence[Mapping[str, object]]:
         """Return the runs whose curves can be shown for comparison."""
         ...
 
-    async def curves(self, run: str) -> list[dict[str, Any]]:
+    async def curves(self, run: str) -> Sequence[Mapping[str, object]]:
         """Return a run's metrics rows."""
         ...
 
@@ -146,14 +146,14 @@ class Page:
 
     # --- data -------------------------------------------------------------------------------------
 
-    async def _runs(self, request: web.Request) -> dict[str, Any]:
+    async def _runs(self, request: web.Request) -> Mapping[str, object]:
         return {"runs": await self._data.runs()}
 
-    async def _curves(self, request: web.Request) -> dict[str, Any]:
+    async def _curves(self, request: web.Request) -> Mapping[str, object]:
         run = request.query.get("run", "")
         return {"run": run, "rows": await self._data.curves(run)}
 
-    async def _trace(self, request: web.Request) -> dict[str, Any]:
+    async def _trace(self, request: web.Request) -> Mapping[str, object]:
         return await anyio.to_thread.run_sync(trace_of, await self._data.frame())
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
@@ -184,7 +184,7 @@ class Page:
 
     # --- actions ----------------------------------------------------------------------------------
 
-    async def _post_question(self, request: web.Request) -> dict[str, Any]:
+    async def _post_question(self, request: web.Request) -> Mapping[str, object]:
         question = (await _body(request, self._io_timeout_s)).get("question")
         if self._ask is None:
             raise RequestError("questions are not available here")
@@ -194,7 +194,7 @@ class Page:
             raise RequestError(f"question: longer than {_MAX_QUESTION_CHARS:,} characters")
         return {"rollout": await self._ask(question)}
 
-    async def _post_action(self, request: web.Request) -> dict[str, Any]:
+    async def _post_action(self, request: web.Request) -> Mapping[str, object]:
         token = request.headers.get("X-Control-Token", "").encode("utf-8", "surrogatepass")
         if not secrets.compare_digest(token, self.control_token.encode()):
             text = "the control token is missing or wrong; it was printed at startup"
@@ -232,7 +232,11 @@ class Page:
             transport.abort()
 
     async def _event(
-        self, request: web.Request, response: web.StreamResponse, name: str, data: dict[str, Any]
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        name: str,
+        data: Mapping[str, object],
     ) -> None:
         if not name:
             await self._write(request, response, b":\n\n")
@@ -271,7 +275,7 @@ def _as_json(handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamRe
     return handle
 
 
-async def _body(request: web.Request, timeout_s: float) -> dict[str, Any]:
+async def _body(request: web.Request, timeout_s: float) -> JsonObject:
     try:
         with anyio.fail_after(timeout_s):
             data = await request.read()

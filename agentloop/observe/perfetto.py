@@ -9,9 +9,11 @@ steps say how long they took, but not when.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
-__all__ = ["trace_of"]
+from agentloop.observe.frames import RolloutSummary
+
+__all__ = ["TraceEvent", "TraceFile", "trace_of"]
 
 _WORDS = {
     "wait": "waiting for KV capacity",
@@ -19,10 +21,29 @@ _WORDS = {
     "siblings": "waiting for group",
     "reward": "scoring",
 }
-_ARGUMENTS = ("stop", "reward", "turn", "tokens", "calls", "failed_calls", "server")
 
 
-def trace_of(frame: Mapping[str, Any]) -> dict[str, Any]:
+class TraceEvent(TypedDict):
+    """A slice ("X"), or the name of a process or a thread ("M")."""
+
+    name: str
+    ph: Literal["X", "M"]
+    pid: int
+    tid: int
+    ts: NotRequired[int]
+    dur: NotRequired[int]
+    args: NotRequired[Mapping[str, object]]
+
+
+class TraceFile(TypedDict):
+    """The contents of a trace file; the names are those of Chrome's format."""
+
+    traceEvents: list[TraceEvent]
+    displayTimeUnit: str
+    otherData: Mapping[str, object]
+
+
+def trace_of(frame: Mapping[str, Any]) -> TraceFile:
     """Return the trace of a whole frame (see `PageData.frame`).
 
     Groups are processes and rollouts are their threads. Times are microseconds since the time that
@@ -33,7 +54,7 @@ def trace_of(frame: Mapping[str, Any]) -> dict[str, Any]:
     now_ms = round(1000 * (frame.get("t", t0) - t0))
     tasks = {group["id"]: group.get("task") for group in frame.get("groups", ())}
     processes: dict[str, int] = {}
-    events: list[dict[str, Any]] = []
+    events: list[TraceEvent] = []
     rollouts = sorted(frame.get("rollouts", ()), key=lambda row: (row["start"], row["id"]))
     for thread, row in enumerate(rollouts, 1):
         group = row["group"]
@@ -52,13 +73,20 @@ def trace_of(frame: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _slices(
-    row: Mapping[str, Any], process: int, thread: int, now_ms: int
-) -> Iterator[dict[str, Any]]:
+def _slices(row: RolloutSummary, process: int, thread: int, now_ms: int) -> Iterator[TraceEvent]:
     """Yield the rollout as a slice, and within it a slice for each of its lanes."""
     end = row["end"] if row["end"] is not None else max(now_ms, row["start"])
-    arguments = {name: row[name] for name in _ARGUMENTS if row.get(name) not in (None, "")}
-    yield _slice("rollout", row["start"], end, process, thread) | {"args": arguments}
+    fields = {
+        "stop": row["stop"],
+        "reward": row["reward"],
+        "turn": row["turn"],
+        "tokens": row["tokens"],
+        "calls": row["calls"],
+        "failed_calls": row["failed_calls"],
+        "server": row["server"],
+    }
+    arguments = {name: value for name, value in fields.items() if value not in (None, "")}
+    yield {**_slice("rollout", row["start"], end, process, thread), "args": arguments}
     lanes = row["lanes"]
     for (lane, begin), until in zip(lanes, [*(at for _, at in lanes[1:]), end], strict=True):
         begin, until = max(begin, row["start"]), min(until, end)
@@ -66,7 +94,7 @@ def _slices(
             yield _slice(_WORDS.get(lane, lane), begin, until, process, thread)
 
 
-def _slice(name: str, begin_ms: int, end_ms: int, process: int, thread: int) -> dict[str, Any]:
+def _slice(name: str, begin_ms: int, end_ms: int, process: int, thread: int) -> TraceEvent:
     return {
         "name": name,
         "ph": "X",
@@ -77,5 +105,5 @@ def _slice(name: str, begin_ms: int, end_ms: int, process: int, thread: int) -> 
     }
 
 
-def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+def _name(kind: str, process: int, thread: int, name: str) -> TraceEvent:
     return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}

@@ -7,7 +7,7 @@ Text is decoded from the token ids, each token once. Decoding may take long, so 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class RecordReader:
         self,
         record: Trajectory,
         chat: ChatFormat | None,
-        verdict: Callable[[], Mapping[str, Any]] = dict,
+        verdict: Callable[[], Mapping[str, object]] = dict,
         entropies: Entropies | None = None,
     ) -> None:
         """
@@ -44,7 +44,7 @@ class RecordReader:
         self._verdict = verdict
         self._entropies = entropies
         self._decoded: list[_DecodedTurn] = []
-        self._last: Any = None  # extent of the last delta
+        self._last: tuple[float, ...] | None = None  # extent of the last delta
 
     def whole(self) -> dict[str, Any]:
         """Return everything so far; anything added since is in the next `delta`."""
@@ -148,5 +148,5 @@ def _in_words(messages: Sequence[Message]) -> str:
 
 def _extent(turn: Turn) -> tuple[float, ...]:
     """Return the sizes of the fields of a turn that may still grow."""
-    grow: tuple[list[Any], ...] = (turn.output_ids, turn.calls, turn.results, turn.servers)
+    grow: tuple[Sized, ...] = (turn.output_ids, turn.calls, turn.results, turn.servers)
     return (turn.ended_s, len(turn.observation_ids), *map(len, grow))

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import anyio
 import anyio.to_thread
@@ -39,7 +39,7 @@ class GroupFolder(Protocol):
 
     path: Path
 
-    def add_group(self, number: int, rows: Iterable[Mapping[str, Any]]) -> tuple[str, int]:
+    def add_group(self, number: int, rows: Iterable[Mapping[str, object]]) -> tuple[str, int]:
         """Write a group's rows atomically; return the file's path in the folder, and its size."""
         ...
 
@@ -217,7 +217,7 @@ class Recorder:
         self._files.append((path, size))
         self._num_bytes += size
 
-    def _row(self, number: int, group: _Group, index: int) -> dict[str, Any]:
+    def _row(self, number: int, group: _Group, index: int) -> dict[str, object]:
         rollout = group.rollouts[index]
         record = rollout.record
         name = f"{number}-{group.name}"

@@ -7,8 +7,8 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
+from agentloop.plain_json import JsonObject
 from agentloop.rollouts.record import RolloutGroup, RolloutRecord
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 
@@ -95,7 +95,7 @@ class GroupFigures:
         return cls([RolloutFigures.of(rollout) for rollout in group.rollouts], rejected)
 
     @classmethod
-    def from_dict(cls, row: Mapping[str, Any]) -> GroupFigures:
+    def from_dict(cls, row: JsonObject) -> GroupFigures:
         """Rebuild figures from the output of `asdict`; without any, those of an empty group."""
         rollouts = [RolloutFigures(**rollout) for rollout in row.get("rollouts", ())]
         return cls(rollouts, row.get("rejected"))
@@ -131,7 +131,7 @@ class RolloutMetrics:
     truncated: float
     pass_at_k: float
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict[str, float | None]:
         """Return the metrics as plain data, those by reason as `without_reward/REASON`."""
         row = asdict(self)
         by_reason = row.pop("without_reward")
@@ -168,7 +168,7 @@ def about(groups: Sequence[GroupFigures]) -> RolloutMetrics:
     )
 
 
-def about_each(groups: Iterable[tuple[str, GroupFigures]]) -> dict[str, Any]:
+def about_each(groups: Iterable[tuple[str, GroupFigures]]) -> dict[str, float | None]:
     """Compute the metrics of each environment, by names such as `env/guess/reward`.
 
     The means of the parts of a reward are `env/guess/part/found`, those of what the environment
@@ -181,7 +181,7 @@ def about_each(groups: Iterable[tuple[str, GroupFigures]]) -> dict[str, Any]:
     groups_of: dict[str, list[GroupFigures]] = {}
     for name, group in groups:
         groups_of.setdefault(name, []).append(group)
-    metrics: dict[str, Any] = {}
+    metrics: dict[str, float | None] = {}
     for name in sorted(groups_of):
         prefix = f"env/{name}/" if name else ""
         if name:
@@ -212,7 +212,7 @@ def _mean_of_each(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(values[name]) for name in sorted(values)}
 
 
-def rewards_of_each(metrics: Mapping[str, Any]) -> str:
+def rewards_of_each(metrics: Mapping[str, float | None]) -> str:
     """Return the rewards among the result of `about_each` in words; empty if there are none."""
     rewards = [
         f"{name.split('/')[1]} {mean(value)}"

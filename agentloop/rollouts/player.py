@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import NotRequired, Protocol, TypedDict, Unpack
 
 import anyio
 
@@ -107,8 +107,18 @@ class Runner(Host, Protocol):
     async def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]: ...
 
 
+class PlayerOptions(TypedDict):
+    """The options of an `EnvironmentPlayer`."""
+
+    sampling: Sampling
+    emit: NotRequired[Emit]
+    grader: NotRequired[Grader | None]
+    with_text: NotRequired[bool]
+    has_names: NotRequired[bool]
+
+
 def environment_player(
-    settings: EnvSettings, runner: Runner, *, sampling: Sampling, emit: Emit, **options: Any
+    settings: EnvSettings, runner: Runner, **options: Unpack[PlayerOptions]
 ) -> EnvironmentPlayer | AgentPlayer:
     """Return what plays the environment of the settings, or else the agent on each prompt.
 
@@ -117,14 +127,15 @@ def environment_player(
     Raises:
         SettingsError: there is no such environment, or an argument of it is invalid.
     """
-    options |= {"sampling": sampling, "emit": emit}
     environment = load(settings)
     if environment is None:
         return AgentPlayer(runner, runner.own_tools, **options)
     return EnvironmentPlayer(environment, runner, gate=runner.router, **options)
 
 
-def player_of(environments: Sequence[RunEnvironment], runner: Runner, **options: Any) -> Player:
+def player_of(
+    environments: Sequence[RunEnvironment], runner: Runner, **options: Unpack[PlayerOptions]
+) -> Player:
     """Return what plays each task in its environment, with that environment's budget.
 
     Takes the options of `environment_player`, and raises the same.
@@ -137,7 +148,11 @@ def player_of(environments: Sequence[RunEnvironment], runner: Runner, **options:
 
 
 def endpoint_player_of(
-    environments: Sequence[RunEnvironment], host: PlayerHost, *, max_groups: int, **options: Any
+    environments: Sequence[RunEnvironment],
+    host: PlayerHost,
+    *,
+    max_groups: int,
+    **options: Unpack[PlayerOptions],
 ) -> Player:
     """Return the same, with an endpoint in place of the model.
 
@@ -190,11 +205,19 @@ class _MixedPlayer:
         await next(iter(self._players.values())).wait_for_capacity(size)
 
     def group(
-        self, task: Task, *, budget: Budget, **options: Any
+        self,
+        task: Task,
+        *,
+        size: int,
+        name: str,
+        budget: Budget,
+        on_queued: Callable[[], None] = lambda: None,
     ) -> AbstractAsyncContextManager[Sequence[Sibling]]:
         """Implement `Player`."""
         environment_budget = self._environments[task.env].budget_of(budget)
-        return self._players[task.env].group(task, budget=environment_budget, **options)
+        return self._players[task.env].group(
+            task, size=size, name=name, budget=environment_budget, on_queued=on_queued
+        )
 
 
 class EnvironmentPlayer:
@@ -307,7 +330,9 @@ class EnvironmentPlayer:
 class AgentPlayer(EnvironmentPlayer):
     """Lets the built-in agent answer each task's prompt (`Player`): an environment of one line."""
 
-    def __init__(self, runner: Runner, tools: Sequence[Tool], **options: Any) -> None:
+    def __init__(
+        self, runner: Runner, tools: Sequence[Tool], **options: Unpack[PlayerOptions]
+    ) -> None:
         """Takes the options of `EnvironmentPlayer`, besides the tools of the agent."""
 
         async def agent(task: Task, agent: Agent) -> Trajectory:
@@ -371,7 +396,7 @@ class EnvironmentSibling:
         """
         agent, is_late = self.agent, False
 
-        def end_of(value: Any, error: BaseException | None) -> tuple[_End, RolloutRecord]:
+        def end_of(value: object, error: BaseException | None) -> tuple[_End, RolloutRecord]:
             agent.close(None if error is None and not is_late else _ENVIRONMENT)
             if agent.failure is not None:
                 end = _End.without_reward(agent.failure, _INFRASTRUCTURE)
@@ -410,7 +435,7 @@ class EnvironmentSibling:
             return running.result()
         return end_of(None, None)
 
-    def _end_of_value(self, value: Any) -> _End:
+    def _end_of_value(self, value: object) -> _End:
         """Return the end of a rollout of which the environment has returned a value."""
         try:
             for agent in (self.agent, *self.agent.others.values()):

@@ -11,6 +11,7 @@ from typing import Any
 
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
+from agentloop.plain_json import JsonObject
 from agentloop.trajectory import StopReason, Trajectory
 
 __all__ = [
@@ -180,7 +181,7 @@ class ConversationRow:
         return {**asdict(self), "advantage": self.advantage}
 
     @classmethod
-    def from_dict(cls, row: Mapping[str, Any]) -> ConversationRow:
+    def from_dict(cls, row: JsonObject) -> ConversationRow:
         """Rebuild a row from the output of `to_dict`; other keys are ignored.
 
         Raises:

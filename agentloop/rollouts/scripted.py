@@ -62,7 +62,7 @@ def call(name: str, text: str = "", /, **arguments: Any) -> Message:
 
 async def play(
     environment: Environment,
-    task: Task | Mapping[str, Any],
+    task: Task | Mapping[str, object],
     script: Script,
     *,
     budget: Budget | None = None,

@@ -27,7 +27,7 @@ the same ones in the same order.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 import anyio
 
@@ -43,7 +43,7 @@ from agentloop.training.weight_sync.loop import WeightSyncLoop
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Serving, publisher
 
-__all__ = ["TrainingLoop"]
+__all__ = ["LoopView", "TrainingLoop"]
 
 
 @dataclass(slots=True)
@@ -52,6 +52,21 @@ class _CheckpointRequest:
 
     event: anyio.Event = field(default_factory=anyio.Event)
     step: int | None = 0  # None: it could not be started
+
+
+class LoopView(TypedDict):
+    """The state of the loop, as the web page shows it."""
+
+    num_steps: int
+    step: int
+    learner_version: str
+    slots: int
+    slots_used: int
+    queue_groups: int
+    queue_bytes: int
+    max_staleness: int
+    paused: bool
+    draining: bool
 
 
 class TrainingLoop:
@@ -137,7 +152,7 @@ class TrainingLoop:
             raise LearnerRefused("the checkpoint could not be started; the run's log says why")
         return request.step
 
-    def view(self) -> dict[str, Any]:
+    def view(self) -> LoopView:
         """Return the state of the loop as plain data, for the web page."""
         buffer = self._context.buffer
         return {
@@ -192,7 +207,7 @@ class TrainingLoop:
             await self._held_out.find_tasks()
         if self.step:
             run.report.say(f"Resuming from the checkpoint of step {self.step}")
-        cursor = await run.queue.read_note("cursor") or {}
+        cursor = await run.queue.cursor()
         outcomes = await run.queue.outcomes()
         run.curriculum.restore(outcomes, num_offered=cursor.get("num_offered", 0))
         await self._trainer.restore()

@@ -24,18 +24,18 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import anyio
 
 from agentloop.aio import in_run_thread
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
-from agentloop.plain_json import dumps, loads
+from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.curriculum import GroupOutcome
 
-__all__ = ["GroupQueue", "Lease", "QueuedGroup", "StageNote", "copy_journal"]
+__all__ = ["GroupQueue", "Lease", "QueuedGroup", "StageNote", "TaskCursor", "copy_journal"]
 
 _FORMAT = 3
 _SCHEMA = f"""
@@ -124,9 +124,25 @@ class Lease:
     step: int
     groups: Sequence[QueuedGroup]
     notes: StepNotes
-    result: Mapping[str, Any] | None
+    result: Mapping[str, float | None] | None
     replaced: Sequence[QueuedGroup] = ()
     outcomes: Sequence[tuple[str, GroupOutcome]] = ()
+
+
+class TaskCursor(TypedDict, total=False):
+    """The positions after the task of the last admitted group.
+
+    Attributes:
+        tasks: position of the run's source, `TaskSource.cursor`.
+        stage: number of the stage.
+        num_drawn: number of tasks drawn from the stage's own.
+        num_offered: `Curriculum.num_offered`.
+    """
+
+    tasks: JsonObject
+    stage: int
+    num_drawn: int
+    num_offered: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +152,16 @@ class StageNote:
     Attributes:
         step: the last step before it.
         tasks: the stage's own tasks; None: those of the source.
-        last_group, cursor: number of the last group and position of the source before it.
+        last_group, cursor: number of the last group, and the cursor before it; None: there is none.
     """
 
     step: int
     tasks: Sequence[Task] | None
     last_group: int
-    cursor: Mapping[str, Any] | None
+    cursor: TaskCursor | None
 
     @classmethod
-    def from_dict(cls, row: Mapping[str, Any]) -> StageNote:
+    def from_dict(cls, row: JsonObject) -> StageNote:
         tasks = None if row["tasks"] is None else [Task(**task) for task in row["tasks"]]
         return cls(row["step"], tasks, row["last_group"], row["cursor"])
 
@@ -183,8 +199,8 @@ class GroupQueue:
         """Total size of the files of groups that are finished but not leased."""
         return self._num_bytes
 
-    async def admit(self, task: Task, *, version: int, cursor: Mapping[str, Any]) -> QueuedGroup:
-        """Admit the next group and record `cursor`, the position of the task source after it."""
+    async def admit(self, task: Task, *, version: int, cursor: TaskCursor) -> QueuedGroup:
+        """Admit the next group and record `cursor`, the positions after its task."""
 
         def work(db: sqlite3.Connection) -> QueuedGroup:
             row = (dumps(asdict(task)).decode(), version)  # fields of data sets may be dates
@@ -265,7 +281,7 @@ class GroupQueue:
         self._num_bytes -= sum(group.num_bytes for group in lease.groups)
         return lease
 
-    async def record_result(self, step: int, result: Mapping[str, Any]) -> None:
+    async def record_result(self, step: int, result: Mapping[str, float | None]) -> None:
         """Record the result of a step that is not in a checkpoint yet."""
 
         def work(db: sqlite3.Connection) -> None:
@@ -311,7 +327,7 @@ class GroupQueue:
         *,
         step: int,
         tasks: Sequence[Task] | None,
-        cursor: Mapping[str, Any],
+        cursor: TaskCursor,
         outcomes: Sequence[tuple[str, GroupOutcome]] = (),
     ) -> StageNote:
         """Record that a stage begins after `step`; return the note about it.
@@ -320,7 +336,7 @@ class GroupQueue:
             number: Number of the stage.
             step: The last step before the stage.
             tasks: Tasks of the stage; None: those of the source.
-            cursor: Position of the task source.
+            cursor: Positions before the stage's first task.
             outcomes: Outcomes of the groups that filtered the tasks, with their keys.
         """
 
@@ -417,12 +433,17 @@ class GroupQueue:
 
         self._num_bytes = await self._transaction(work)
 
-    async def note(self, key: str, value: Any) -> None:
+    async def cursor(self) -> TaskCursor:
+        """Return the last recorded cursor; empty: there is none."""
+        cursor: TaskCursor | None = await self.read_note("cursor")
+        return cursor or {}
+
+    async def note(self, key: str, value: object) -> None:
         """Store `value` under `key`; None deletes the value."""
         await self._transaction(lambda db: _note(db, key, value))
 
     async def read_note(self, key: str) -> Any:
-        """Return the value stored under `key`, such as `cursor`, or None."""
+        """Return the value stored under `key`, such as `stage 1`, or None."""
         return await self._transaction(lambda db: _read_note(db, key))
 
     async def counts(self) -> dict[str, int]:
@@ -491,7 +512,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _update_group(update: str, row: Sequence[Any], db: sqlite3.Connection) -> None:
+def _update_group(update: str, row: Sequence[object], db: sqlite3.Connection) -> None:
     """Update one group, whose number is last in `row`.
 
     Raises:
@@ -502,7 +523,7 @@ def _update_group(update: str, row: Sequence[Any], db: sqlite3.Connection) -> No
         raise ValueError(f"group {row[-1]} is {state[0] if state else 'not there'}")
 
 
-def _note(db: sqlite3.Connection, key: str, value: Any) -> None:
+def _note(db: sqlite3.Connection, key: str, value: object) -> None:
     row = (key, dumps(value).decode())  # a stage's tasks may have dates
     db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", row)
 
@@ -528,12 +549,12 @@ def _stage_number(stage: str) -> int:
     return int(stage.split()[1])
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     """Serialize figures. Raises TypeError if they are no plain data: no number becomes text."""
     return dumps(value, default=None).decode()
 
 
-def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[QueuedGroup]:
+def _groups(db: sqlite3.Connection, where: str, row: Sequence[object]) -> list[QueuedGroup]:
     columns = "number, task, version, path, num_bytes, figures"
     rows = db.execute(f"SELECT {columns} FROM groups WHERE {where}", row).fetchall()
     return [
@@ -550,7 +571,7 @@ def _groups(db: sqlite3.Connection, where: str, row: Sequence[Any]) -> list[Queu
 
 
 def _lease(
-    db: sqlite3.Connection, step: int, notes: StepNotes, result: Mapping[str, Any] | None
+    db: sqlite3.Connection, step: int, notes: StepNotes, result: Mapping[str, float | None] | None
 ) -> Lease:
     batch = _groups(db, "step = ? AND state != 'discarded' ORDER BY place", (step,))
     replaced = _groups(db, "step = ? AND state = 'discarded' ORDER BY number", (step,))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import pydantic
 
@@ -25,12 +24,12 @@ class _RecordedDialogue(pydantic.BaseModel):
     turns: list[_RecordedTurn] = pydantic.Field(min_length=1)
 
 
-def is_recorded(row: Mapping[str, Any]) -> bool:
+def is_recorded(row: Mapping[str, object]) -> bool:
     """Return whether a line of dialogues has ids in place of messages."""
     return "prompt_ids" in row
 
 
-def recorded_rollout(row: Mapping[str, Any], where: str) -> Trajectory:
+def recorded_rollout(row: Mapping[str, object], where: str) -> Trajectory:
     """Return the rollout of a line that `agentloop data dialogues` has written.
 
     Raises:

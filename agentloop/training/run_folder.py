@@ -13,13 +13,13 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import anyio
 import pydantic
 
 from agentloop.errors import RunFolderError, SettingsError
-from agentloop.plain_json import dumps, loads
+from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.rollouts.record import ConversationRow
 from agentloop.training.learner_client.protocol import TrainingState
 
@@ -208,11 +208,11 @@ class RunFolder:
                 return folder
         raise RunFolderError(f"{path} is not a run with a model. Try `agentloop runs list`.")
 
-    def add_metrics(self, metrics: Mapping[str, Any]) -> None:
+    def add_metrics(self, metrics: Mapping[str, object]) -> None:
         """Append a row to metrics.jsonl. Raises RunFolderError if that fails (disk full)."""
         self.append("metrics.jsonl", metrics)
 
-    def append(self, name: str, row: Mapping[str, Any]) -> None:
+    def append(self, name: str, row: Mapping[str, object]) -> None:
         """Append a row to a JSONL file. Raises RunFolderError if that fails (disk full)."""
         _append(self.path / name, [row])
 
@@ -221,7 +221,7 @@ class RunFolder:
         with _writing(self.path / name):
             _write(self.path / name, text)
 
-    def add_group(self, number: int, rows: Iterable[Mapping[str, Any]]) -> tuple[str, int]:
+    def add_group(self, number: int, rows: Iterable[Mapping[str, object]]) -> tuple[str, int]:
         """Write the rollouts of a group, one per line, atomically and durably.
 
         Returns:
@@ -243,7 +243,7 @@ class RunFolder:
             _sync(path.parent)  # make the file's name durable, too
         return str(path.relative_to(self.path)), size
 
-    def read_group(self, path: str) -> list[dict[str, Any]]:
+    def read_group(self, path: str) -> list[JsonObject]:
         """Read a group's rollouts. Raises RunFolderError if they are missing or damaged."""
         try:
             lines = (self.path / path).read_bytes().splitlines()
@@ -258,7 +258,7 @@ class RunFolder:
         except (KeyError, TypeError, ValueError) as error:
             raise RunFolderError(f"{self.path / path}: not a rollout: {error!r}") from error
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[JsonObject]:
         """Read metrics.jsonl, ignoring an incomplete last line.
 
         Raises:
@@ -266,7 +266,7 @@ class RunFolder:
         """
         return self.rows("metrics.jsonl")
 
-    def rows(self, name: str) -> list[dict[str, Any]]:
+    def rows(self, name: str) -> list[JsonObject]:
         """Read the rows of a JSONL file, none if it does not exist. Raises like `metrics`."""
         try:
             complete_lines = (self.path / name).read_bytes().rpartition(b"\n")[0]
@@ -429,7 +429,7 @@ def _cut_to_lines(path: Path) -> None:
             os.truncate(path, len(complete) + 1 if complete else 0)
 
 
-def _parse_lines(lines: Sequence[bytes], path: Path) -> list[dict[str, Any]]:
+def _parse_lines(lines: Sequence[bytes], path: Path) -> list[JsonObject]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:
@@ -439,7 +439,7 @@ def _parse_lines(lines: Sequence[bytes], path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def _append(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     with _writing(path), path.open("ab") as file:
         for row in rows:
             file.write(dumps(dict(row)) + b"\n")

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -468,7 +467,7 @@ class _FineTuning(ResumableTraining):
         for step in range(first + 1, num_steps + 1):
             metrics = await self._train_step(step, partial(self._learn, step))
             left_s = (time.monotonic() - started_s) / (step - first) * (num_steps - step)
-            self._show(metrics, left_s)
+            self._show(step, metrics, left_s)
             if every and step % every == 0 and step < num_steps:
                 await self.checkpoint()
         await self._check_checkpoint(wait=True)
@@ -480,7 +479,7 @@ class _FineTuning(ResumableTraining):
         for step in range(self._learner_state.step + 1, before):
             await self._learn(step)
 
-    async def _learn(self, step: int) -> dict[str, Any]:
+    async def _learn(self, step: int) -> dict[str, float | None]:
         """Train one step and return its metrics, which are recorded unless they were before."""
         started_s = time.monotonic()
         plan, settings = self._plan, self._plan.settings
@@ -495,7 +494,7 @@ class _FineTuning(ResumableTraining):
         )
         path.unlink()
         self._learner_state = plan.state(step)
-        metrics: dict[str, Any] = {"step": step, "epoch": epoch}
+        metrics: dict[str, float | None] = {"step": step, "epoch": epoch}
         metrics |= {f"learner/{name}": value for name, value in learned.metrics().items()}
         metrics["step_s"] = time.monotonic() - started_s
         if step in plan.losses:
@@ -506,8 +505,8 @@ class _FineTuning(ResumableTraining):
             plan.losses[step] = learned.loss
         return metrics
 
-    def _show(self, metrics: Mapping[str, Any], left_s: float) -> None:
-        step, num_steps, epoch = metrics["step"], len(self._plan.steps), metrics["epoch"]
+    def _show(self, step: int, metrics: Mapping[str, float | None], left_s: float) -> None:
+        num_steps, epoch = len(self._plan.steps), metrics["epoch"]
         loss = metrics.get("learner/loss")
         shown = "none" if loss is None else f"{loss:.4f}"
         self._report.show(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from agentloop.environments.tasks.sources import Task, TaskSource
 from agentloop.training.curriculum import Curriculum, GroupOutcome
+from agentloop.training.queue import TaskCursor
 
 __all__ = ["StageTasks"]
 
@@ -34,7 +34,7 @@ class StageTasks(Iterator[Task]):
         self._num_drawn = 0  # tasks drawn from the stage's own
         self._own: Iterator[Task] | None = None
 
-    def use(self, tasks: Sequence[Task], *, seed: str, cursor: Mapping[str, Any]) -> None:
+    def use(self, tasks: Sequence[Task], *, seed: str, cursor: TaskCursor) -> None:
         """Draw these tasks instead of the source's, each epoch in a new random order.
 
         Args:
@@ -70,8 +70,8 @@ class StageTasks(Iterator[Task]):
         """Draw up to `number` tasks of the run's source, whatever the curriculum says."""
         return list(itertools.islice(self._source, number))
 
-    def cursor(self) -> dict[str, Any]:
-        """Return the positions after the last task, as plain data for the journal."""
+    def cursor(self) -> TaskCursor:
+        """Return the positions after the last task."""
         return {
             "tasks": self._source.cursor(),
             "stage": self._number,

@@ -86,7 +86,7 @@ class StageRunner:
             return
         ids = None
         if note.tasks:
-            cursor = await run.queue.read_note("cursor") or {}
+            cursor = await run.queue.cursor()
             tasks.use(note.tasks, seed=f"{run.settings.seed} {title}", cursor=cursor)
             ids = {task.id for task in note.tasks}
         run.buffer.reset(self._trainer.version)

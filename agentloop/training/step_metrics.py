@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from agentloop.aio import in_run_thread
 from agentloop.events import Emit, Measured
+from agentloop.plain_json import JsonObject
 from agentloop.rollouts.metrics import RolloutMetrics, about, about_each
 from agentloop.training.queue import Lease
 from agentloop.training.run_folder import RunFolder
@@ -27,13 +27,13 @@ class Learned:
 
     num_learned: int
     learn_s: float
-    learner: Mapping[str, Any] = field(default_factory=dict)
+    learner: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def loss(self) -> float | None:
         return self.learner.get("loss")
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict[str, float | None]:
         """Return the metrics as plain data."""
         learner = {f"learner/{name}": value for name, value in self.learner.items()}
         return {"num_learned": self.num_learned, **learner, "learn_s": self.learn_s}
@@ -55,7 +55,7 @@ class WeightSyncMetrics:
     num_failed: int | None = None
     num_verified: int | None = None
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict[str, float | None]:
         """Return the metrics as plain data."""
         return {f"weights/{name}": value for name, value in _without_none(asdict(self))}
 
@@ -81,7 +81,7 @@ class StepMetrics:
     stage: int
     version: int
     rollouts: RolloutMetrics
-    environments: Mapping[str, Any]
+    environments: Mapping[str, float | None]
     num_groups_replaced: int
     staleness_mean: float
     staleness_max: int
@@ -115,7 +115,7 @@ class StepMetrics:
     def rollout_tokens_per_s(self) -> float | None:
         return None if self.step_s is None else self.rollouts.num_sampled_tokens / self.step_s
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict[str, float | None]:
         """Return the metrics as plain data: a line of `metrics.jsonl`."""
         timings = {
             "wait_s": self.wait_s,
@@ -147,12 +147,12 @@ class MetricsLog:
         self._folder = folder
         self._emit = emit
 
-    async def add(self, row: Mapping[str, Any]) -> None:
+    async def add(self, row: Mapping[str, object]) -> None:
         """Add a row. Raises RunFolderError."""
         await in_run_thread(self._folder.add_metrics, row)
         self._emit(Measured(row))
 
-    async def rows(self) -> list[dict[str, Any]]:
+    async def rows(self) -> list[JsonObject]:
         """Return all rows of the run, including those from before a restart."""
         return await in_run_thread(lambda: list(self._folder.metrics()))
 
@@ -161,5 +161,5 @@ class MetricsLog:
         return any(row["step"] == step and name in row for row in await self.rows())
 
 
-def _without_none(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+def _without_none(values: Mapping[str, float | None]) -> Iterable[tuple[str, float]]:
     return ((name, value) for name, value in values.items() if value is not None)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from agentloop.aio import in_run_thread
 from agentloop.rollouts.record import ConversationRow, TokenCredit
@@ -130,7 +129,7 @@ class Steps(ResumableTraining):
         num_learned, version = 0, self._learner_state.version
         if learns:
             num_learned = await in_run_thread(self._write_batch, path, lease)
-        metrics: Mapping[str, Any] = {}
+        metrics: Mapping[str, float | None] = {}
         if num_learned:
             rescue = self._checkpoint_folder(f"step-{lease.step:05}-rescue")
             before = TrainingState(step=lease.step - 1, version=version)

@@ -9,7 +9,7 @@ has no reward.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import anyio
 
 from agentloop.errors import ServerError, ServerRefused, ServerUnavailable, SettingsError
 from agentloop.inference.sglang.control import ControlClient, http_session
+from agentloop.plain_json import JsonObject
 from agentloop.training.credit.distill import DistillArguments
 from agentloop.training.credit.settings import CreditSettings
 from agentloop.trajectory import Trajectory
@@ -106,7 +107,7 @@ class TeacherClient:
         sampled = mask[start + 1 :]
         return [value for value, is_sampled in zip(logprobs, sampled, strict=True) if is_sampled]
 
-    async def _ask(self, path: str, body: dict[str, Any]) -> Any:
+    async def _ask(self, path: str, body: Mapping[str, object]) -> Any:
         """Send a request until it is answered.
 
         Raises:
@@ -153,7 +154,7 @@ async def open_teacher(
         yield client.logprobs
 
 
-def _parse_logprobs(answer: Any, ids: Sequence[int]) -> list[float] | None:
+def _parse_logprobs(answer: JsonObject, ids: Sequence[int]) -> list[float] | None:
     """Return the log-probabilities of `ids` but the first, or None if the answer has others."""
     try:
         rows = answer["meta_info"]["input_token_logprobs"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from agentloop.agent.channels import Channel, Channels, Markup, Splitter
 from agentloop.agent.formats.values import Schemas, parameters_of
@@ -92,7 +92,7 @@ class Family:
     def calls(
         self,
         chat: TokenCodec,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, object]] = (),
         *,
         id_prefix: str = "call",
     ) -> CallStream:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from agentloop.agent.formats.values import Parsed, Schemas, decode_json, decode_value
 
@@ -43,7 +42,7 @@ class TaggedForm:
         if head is None or not (name := head["name"].strip()):
             return "", {}, f"the tool call must have the form {self._example}"
         properties = schemas.get(name, {}).get("properties") or {}
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, object] = {}
         at = head.end()
         for match in self._argument_re.finditer(raw, at):
             if raw[at : match.start()].strip():
@@ -66,7 +65,7 @@ class TaggedForm:
         return name, arguments, None
 
 
-def _json_or_text(text: str) -> Any:
+def _json_or_text(text: str) -> object:
     try:
         return decode_json(text)
     except ValueError:

@@ -26,7 +26,7 @@ __all__ = [
     "parameters_of",
 ]
 
-Parsed = tuple[str, dict[str, Any], str | None]
+Parsed = tuple[str, dict[str, object], str | None]
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters of tools, by the tools' names."""
 
@@ -68,7 +68,7 @@ def decode_call(raw: str) -> Parsed:
     return name, *decode_arguments(arguments)
 
 
-def decode_arguments(arguments: Any) -> tuple[dict[str, Any], str | None]:
+def decode_arguments(arguments: object) -> tuple[dict[str, object], str | None]:
     """Return the arguments of a call, which may be JSON text as in OpenAI's API, and the error.
 
     The error is None if they are well-formed; otherwise the arguments are empty.
@@ -105,7 +105,7 @@ def _plain_python_call(source: str) -> Parsed | None:
     at = head.end()
     if source[at:] == ")":
         return head[1], {}, None
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, object] = {}
     while match := _PLAIN_ARGUMENT_RE.match(source, at):
         key, single, double, word, number, follows = match.groups()
         if key in arguments or iskeyword(key):
@@ -144,7 +144,7 @@ def _parsed_python_call(source: str) -> Parsed:
         return "", {}, "the tool call must be a call such as name(argument=value)"
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         return name, {}, "the tool call must name its arguments, such as name(argument=value)"
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, object] = {}
     for keyword in call.keywords:
         try:
             arguments[str(keyword.arg)] = _literal(keyword.value)
@@ -155,7 +155,7 @@ def _parsed_python_call(source: str) -> Parsed:
     return name, arguments, None
 
 
-def _literal(node: ast.expr | None) -> Any:
+def _literal(node: ast.expr | None) -> object:
     """Return the value of a literal of Python that is also a value of JSON.
 
     Raises:
@@ -173,9 +173,9 @@ def _literal(node: ast.expr | None) -> Any:
     if isinstance(node, ast.Name) and node.id in _WORDS:
         return _WORDS[node.id]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        value = _literal(node.operand)
-        if isinstance(value, int | float):
-            return -value if isinstance(node.op, ast.USub) else value
+        number = _literal(node.operand)
+        if isinstance(number, int | float):
+            return -number if isinstance(node.op, ast.USub) else number
     raise ValueError
 
 
@@ -186,7 +186,7 @@ def _key(node: ast.expr | None) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def decode_value(text: str, schema: Any) -> Any:
+def decode_value(text: str, schema: object) -> object:
     """Return the value that `text` stands for in an argument with this JSON schema.
 
     A string is taken literally. Anything else is JSON; text that is not stays as it is, for the
@@ -206,7 +206,7 @@ def decode_value(text: str, schema: Any) -> Any:
     return value
 
 
-def _types(schema: Any) -> set[str]:
+def _types(schema: object) -> set[str]:
     """Return the JSON types that a schema allows; empty: any, or unknown."""
     if not isinstance(schema, Mapping):
         return set()
@@ -220,12 +220,12 @@ def _types(schema: Any) -> set[str]:
     return types
 
 
-def _is_one_of(value: Any, types: set[str]) -> bool:
+def _is_one_of(value: object, types: set[str]) -> bool:
     type_name = _type_of(value)
     return type_name in types or (type_name == "integer" and "number" in types)
 
 
-def _type_of(value: Any) -> str:
+def _type_of(value: object) -> str:
     match value:
         case None:
             return "null"
@@ -243,7 +243,7 @@ def _type_of(value: Any) -> str:
             return "object"
 
 
-def decode_json(text: str) -> Any:
+def decode_json(text: str) -> object:
     """Parse JSON written by a model: integers stay exact, and strings may contain raw newlines.
 
     Raises:
@@ -273,14 +273,14 @@ def _finite(text: str) -> float:
     return value
 
 
-def _depth(value: Any) -> int:
+def _depth(value: object) -> int:
     depth, level = 0, [value]
     while level := [item for value in level for item in _items(value)]:
         depth += 1
     return depth
 
 
-def _items(value: Any) -> Iterable[Any]:
+def _items(value: object) -> Iterable[object]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()

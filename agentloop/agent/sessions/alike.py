@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.continuation import QUESTION
 from agentloop.agent.openai_messages import tool_message
@@ -20,7 +18,7 @@ def alike_by(chat: ChatFormat) -> Alike:
 
     def render(message: Message, *, with_reasoning: bool) -> list[int]:
         calls = message.get("tool_calls") or []
-        plain: dict[str, Any] = {"role": "assistant", "content": text_of(message)}
+        plain: dict[str, object] = {"role": "assistant", "content": text_of(message)}
         if has_more_fields(message):
             plain = {**message, **plain}
             for name in ("reasoning_content", "reasoning", "tool_calls"):

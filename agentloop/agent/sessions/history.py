@@ -17,9 +17,8 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
-from agentloop.plain_json import dumps, valid_text
+from agentloop.plain_json import JsonObject, dumps, valid_text
 from agentloop.trajectory import Message
 
 __all__ = [
@@ -63,10 +62,11 @@ def keys_of(
     ids = call_ids_of(next(before, {}))  # of the newest message of the assistant
     for message in messages[begin:]:
         role = message.get("role")
-        fields: list[Any] = ["system" if role == "developer" else role, text_of(message)]
+        text = text_of(message)
+        fields: list[object] = ["system" if role == "developer" else role, text]
         if role == "assistant":
             # Clients get it without surrounding space, and some join parts of it with their own.
-            fields[1] = fields[1].strip()
+            fields[1] = text.strip()
             fields.append([_call_key(call, reads) for call in message.get("tool_calls") or ()])
             ids = call_ids_of(message)
         elif role == "tool":
@@ -100,7 +100,9 @@ def given_keys_of(
     return keys
 
 
-def context_key(tools: Sequence[Mapping[str, Any]], template_arguments: Mapping[str, Any]) -> bytes:
+def context_key(
+    tools: Sequence[Mapping[str, object]], template_arguments: Mapping[str, object]
+) -> bytes:
     """Return a key of what else a prompt is made from."""
     return _digest([list(tools), sorted(template_arguments.items())])
 
@@ -169,13 +171,13 @@ def with_our_ids(messages: Sequence[Message], from_client: Message, ours: Messag
     return renamed
 
 
-def _digest(value: Any) -> bytes:
+def _digest(value: object) -> bytes:
     return hashlib.blake2b(dumps(value), digest_size=32).digest()
 
 
 def _more_fields(
-    value: Mapping[str, Any], known_fields: frozenset[str], kind: str, reads: Reads
-) -> list[Any]:
+    value: Mapping[str, object], known_fields: frozenset[str], kind: str, reads: Reads
+) -> list[object]:
     """Return the names and the values of further fields that the template reads."""
     if known_fields.issuperset(value):
         return []
@@ -186,7 +188,7 @@ def _more_fields(
     ]
 
 
-def _call_key(call: Mapping[str, Any], reads: Reads) -> list[Any]:
+def _call_key(call: JsonObject, reads: Reads) -> list[object]:
     function = call.get("function") or {}
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
@@ -210,6 +212,6 @@ def _arguments_in(text: str) -> str:
         return text
 
 
-def _plain_arguments(arguments: Any) -> str:
+def _plain_arguments(arguments: object) -> str:
     # The order of keys stays: a template writes it.
     return json.dumps(arguments, ensure_ascii=False)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio
 import pydantic
 
 from agentloop.agent.sessions.session import ModelSession
 from agentloop.errors import ServerError, UnknownSession
-from agentloop.trajectory import Trajectory
+from agentloop.trajectory import StopReason, Trajectory
 
 __all__ = ["ModelSessions", "ServedSessions", "SessionSettings"]
 
@@ -77,7 +77,7 @@ class ModelSessions:
         return len(self._by_key)
 
     def open(
-        self, name: str | None = None, *, is_listed: bool = True, **options: Any
+        self, name: str | None = None, *, is_listed: bool = True, **options: object
     ) -> ModelSession:
         """Open a session.
 
@@ -110,13 +110,12 @@ class ModelSessions:
             raise UnknownSession("session: no session is open under this address")
         return session
 
-    def close(self, session: ModelSession, **options: Any) -> list[Trajectory]:
-        """Close a session and return its trajectories.
-
-        Takes the options of `ModelSession.close`.
-        """
+    def close(
+        self, session: ModelSession, stop_reason: StopReason | None = None
+    ) -> list[Trajectory]:
+        """Close a session and return its trajectories; see `ModelSession.close`."""
         self._by_key.pop(session.key, None)
-        trajectories = session.close(**options)
+        trajectories = session.close(stop_reason)
         self._on_closed(session, trajectories)
         return trajectories
 

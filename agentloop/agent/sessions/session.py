@@ -17,7 +17,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import anyio
 
@@ -83,7 +82,7 @@ class TurnRequest:
     max_tokens: int | None = None
     max_thought_tokens: int | None = None
     options: TurnOptions = field(default_factory=TurnOptions)
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    template_arguments: Mapping[str, object] = field(default_factory=dict)
 
 
 class ModelSession:
@@ -522,7 +521,7 @@ class ModelSession:
                 self._emit(RolloutFinished(record.id, record))
         return self.trajectories
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """Return plain data about the session, without its key."""
         return {
             "name": self.name,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import pydantic
 
@@ -84,11 +84,11 @@ class CustomTool(pydantic.BaseModel):
     type: Literal["custom"] | None = None
     name: str = pydantic.Field(min_length=1)
     description: str | None = None
-    input_schema: dict[str, Any]
-    input_examples: list[dict[str, Any]] | None = None
+    input_schema: dict[str, object]
+    input_examples: list[dict[str, object]] | None = None
     strict: bool | None = None
 
-    def to_chat(self) -> dict[str, Any]:
+    def to_chat(self) -> dict[str, object]:
         fields = {
             "description": self.description,
             "parameters": self.input_schema,
@@ -121,7 +121,7 @@ class ThinkingChoice(pydantic.BaseModel):
 
 class OutputFormat(pydantic.BaseModel):
     type: Literal["json_schema"]
-    json_schema: dict[str, Any] = pydantic.Field(alias="schema")
+    json_schema: dict[str, object] = pydantic.Field(alias="schema")
 
 
 class OutputConfig(pydantic.BaseModel):
@@ -181,7 +181,7 @@ class _Conversation(pydantic.BaseModel):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     context_management: ContextManagement | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
 
     @classmethod
     def parse(cls: type[C], body: bytes) -> C:
@@ -201,7 +201,7 @@ class _Conversation(pydantic.BaseModel):
         fields = {name: value for name, value in self._fields().items() if value is not None}
         return validate(ChatRequest, fields)
 
-    def _fields(self) -> dict[str, Any]:
+    def _fields(self) -> dict[str, object]:
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         asked_format = config.format or self.output_format
         thinking = self.thinking
@@ -220,7 +220,7 @@ class _Conversation(pydantic.BaseModel):
         }
 
     @property
-    def _template_arguments(self) -> dict[str, Any]:
+    def _template_arguments(self) -> dict[str, object]:
         """The variables by which templates switch thinking on and off, under both of its names."""
         arguments = self.chat_template_kwargs or {}
         if self.thinking is None or self.thinking.type == "adaptive":
@@ -267,7 +267,7 @@ class MessagesRequest(_Conversation):
             )
         return request
 
-    def _fields(self) -> dict[str, Any]:
+    def _fields(self) -> dict[str, object]:
         same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "seed")
         return {
             **super()._fields(),
@@ -277,13 +277,13 @@ class MessagesRequest(_Conversation):
         }
 
 
-def _tool_choice(choice: FreeChoice | NamedChoice) -> Any:
+def _tool_choice(choice: FreeChoice | NamedChoice) -> object:
     if isinstance(choice, NamedChoice):
         return {"type": "function", "function": {"name": choice.name}}
     return "required" if choice.type == "any" else choice.type
 
 
-def _response_format(output_format: OutputFormat) -> dict[str, Any]:
+def _response_format(output_format: OutputFormat) -> dict[str, object]:
     return {
         "type": "json_schema",
         "json_schema": {"schema": output_format.json_schema, "strict": True},
@@ -293,7 +293,7 @@ def _response_format(output_format: OutputFormat) -> dict[str, Any]:
 # --- types ----------------------------------------------------------------------------------------
 
 
-def _typed_objects(body: Mapping[str, Any]) -> Iterator[TypedObject]:
+def _typed_objects(body: Mapping[str, object]) -> Iterator[TypedObject]:
     for path, tool in objects_in("tools", body.get("tools")):
         yield path, tool, ("custom",), "define a tool of your own, with an input_schema"
     for path, message in objects_in("messages", body.get("messages")):
@@ -315,7 +315,7 @@ def _typed_blocks(path: str, content: object, supported: Sequence[str]) -> Itera
             yield from _typed_blocks(inner, block.get("content"), BLOCKS["system"])
 
 
-def _refuse_callers(body: Mapping[str, Any]) -> None:
+def _refuse_callers(body: Mapping[str, object]) -> None:
     for path, tool in objects_in("tools", body.get("tools")):
         callers = tool.get("allowed_callers")
         if isinstance(callers, list) and callers and "direct" not in callers:

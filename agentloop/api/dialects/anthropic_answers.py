@@ -26,6 +26,7 @@ from agentloop.api.schemas import (
     Usage,
     UsageChunk,
 )
+from agentloop.plain_json import JsonObject
 from agentloop.trajectory import StopReason, ToolCallStatus
 
 __all__ = [
@@ -76,7 +77,7 @@ class MessageAnswer(TypedDict):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[dict[str, Any]]
+    content: list[dict[str, object]]
     stop_reason: _StopName | None
     stop_sequence: str | None
     usage: AnthropicUsage
@@ -118,7 +119,7 @@ class MessagesStream:
     def __init__(self) -> None:
         self._num_blocks = 0
         self._open: Literal["text", "thinking"] | None = None
-        self._ending: dict[str, Any] = {}
+        self._ending: dict[str, object] = {}
 
     def feed(self, chunk: ChatCompletionChunk) -> Iterator[MessageEvent]:
         """Yield the name and the data of each event."""
@@ -188,11 +189,11 @@ class MessagesStream:
             self._open = None
             yield self._stop()
 
-    def _start(self, block: dict[str, Any]) -> MessageEvent:
+    def _start(self, block: dict[str, object]) -> MessageEvent:
         self._num_blocks += 1
         return _event("content_block_start", index=self._num_blocks - 1, content_block=block)
 
-    def _delta(self, delta: dict[str, Any]) -> MessageEvent:
+    def _delta(self, delta: dict[str, object]) -> MessageEvent:
         return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
 
     def _stop(self) -> MessageEvent:
@@ -220,7 +221,7 @@ def whole(chunks: Iterable[ChatCompletionChunk]) -> MessageAnswer:
     return answer
 
 
-def _apply(delta: Mapping[str, str], block: dict[str, Any]) -> None:
+def _apply(delta: Mapping[str, str], block: JsonObject) -> None:
     match delta:
         case {"type": "input_json_delta", "partial_json": text}:
             block["input"] = json.loads(text)  # calls are sent in one piece
@@ -249,7 +250,7 @@ def _empty_message(chunk: ChatCompletionChunk) -> MessageAnswer:
     }
 
 
-def _ending(choice: ChunkChoice) -> dict[str, Any]:
+def _ending(choice: ChunkChoice) -> dict[str, object]:
     if choice.get("stop_reason") == StopReason.STOP_SEQUENCE:
         return {"stop_reason": "stop_sequence", "stop_sequence": choice.get("matched_stop")}
     # Failed rollouts have no last chunk but an error: there is always a reason.
@@ -266,7 +267,7 @@ def _usage(usage: Usage) -> AnthropicUsage:
     }
 
 
-def _event(name: str, **data: Any) -> MessageEvent:
+def _event(name: str, **data: object) -> MessageEvent:
     return name, {"type": name, **data}
 
 

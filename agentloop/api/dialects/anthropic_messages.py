@@ -45,7 +45,7 @@ class ToolUseBlock(pydantic.BaseModel):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, object]
 
 
 class ToolResultBlock(pydantic.BaseModel):
@@ -61,7 +61,7 @@ class ExecutedUseBlock(pydantic.BaseModel):
     type: Literal["mcp_tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, object]
 
 
 class ExecutedResultBlock(pydantic.BaseModel):
@@ -113,7 +113,7 @@ BLOCKS = {
 ConversationMessage = UserInput | AssistantInput | SystemInput
 
 
-def of_system(system: str | list[TextBlock] | None) -> list[dict[str, Any]]:
+def of_system(system: str | list[TextBlock] | None) -> list[dict[str, object]]:
     """Return the first message for chat completions, if there is a system prompt."""
     blocks = _texts(system)
     # Claude Code's first block has a hash that changes with each request, for Anthropic's accounts.
@@ -124,7 +124,7 @@ def of_system(system: str | list[TextBlock] | None) -> list[dict[str, Any]]:
 
 def of_messages(
     messages: Sequence[ConversationMessage], num_kept: int | None
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """Yield the messages for chat completions; adjacent ones of a role are one, as Anthropic's."""
     turns: list[tuple[str, list[Any]]] = [
         ("assistant" if is_answer else "user", [b for message in group for b in _blocks(message)])
@@ -147,7 +147,7 @@ def _blocks(message: ConversationMessage) -> Sequence[Any]:
     return [TextBlock(type="text", text=marked)]
 
 
-def _forget_thinking(turns: Sequence[tuple[str, list[Any]]], num_kept: int) -> None:
+def _forget_thinking(turns: Sequence[tuple[str, list[object]]], num_kept: int) -> None:
     """Remove the thinking of all turns but the latest; a turn lasts until the user speaks again."""
     has_answer = False
     for role, blocks in reversed(turns):
@@ -160,7 +160,7 @@ def _forget_thinking(turns: Sequence[tuple[str, list[Any]]], num_kept: int) -> N
             has_answer = False
 
 
-def _of_user(blocks: Sequence[TextBlock | ToolResultBlock]) -> Iterator[dict[str, Any]]:
+def _of_user(blocks: Sequence[TextBlock | ToolResultBlock]) -> Iterator[dict[str, object]]:
     """Yield the results of calls, in order, and then what the user says."""
     texts = []
     for block in blocks:
@@ -178,7 +178,7 @@ def _result_text(block: ToolResultBlock) -> str:
     return f"[error] {text}" if block.is_error and not text.startswith("[error]") else text
 
 
-def _of_assistant(blocks: Sequence[_AssistantBlock]) -> Iterator[dict[str, Any]]:
+def _of_assistant(blocks: Sequence[_AssistantBlock]) -> Iterator[dict[str, object]]:
     """Yield a message, or one for each turn of an agent that ran calls itself, with its results."""
     turn = _AnswerTurn()
     for block in blocks:
@@ -224,11 +224,11 @@ class _AnswerTurn:
             case RedactedThinkingBlock():
                 pass
 
-    def messages(self) -> Iterator[dict[str, Any]]:
+    def messages(self) -> Iterator[dict[str, object]]:
         content, reasoning = "".join(self.texts), "".join(self.thoughts)
         if not self.is_first:  # a blank line separates what is said from what was said before
             content, reasoning = content.lstrip(), reasoning.lstrip()
-        message: dict[str, Any] = {"role": "assistant", "content": content}
+        message: dict[str, object] = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning
         if self.calls:

@@ -8,7 +8,7 @@ The responses are in responses_stream.py, and the items of a conversation in res
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import pydantic
 
@@ -78,7 +78,7 @@ class FlatFunctionTool(pydantic.BaseModel):
     type: Literal["function"]
     name: str = pydantic.Field(min_length=1)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
     strict: bool | None = None
 
 
@@ -154,7 +154,7 @@ class AllowedTools(pydantic.BaseModel):
 class FlatSchemaFormat(pydantic.BaseModel):
     type: Literal["json_schema"]
     name: str
-    json_schema: dict[str, Any] = pydantic.Field(alias="schema")
+    json_schema: dict[str, object] = pydantic.Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
 
@@ -201,7 +201,7 @@ class ResponsesRequest(SamplingFields):
     metadata: dict[str, str] | None = None
     top_logprobs: int | None = pydantic.Field(None, ge=0, le=20)
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
     thinking_token_budget: int | None = pydantic.Field(None, ge=1)
 
     @classmethod
@@ -243,7 +243,7 @@ class ResponsesRequest(SamplingFields):
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         tools = self.offered_tools
-        chat: dict[str, Any] = {
+        chat: dict[str, object] = {
             **self.model_dump(include=_SAME_IN_CHAT, exclude_none=True),
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
@@ -320,7 +320,7 @@ class ResponsesRequest(SamplingFields):
         allowed = {(choice.type, choice.name) for choice in self.tool_choice.tools}
         return [tool for key, tool in by_name.items() if key in allowed]
 
-    def _chat_tool_choice(self) -> Any:
+    def _chat_tool_choice(self) -> object:
         match self.tool_choice:
             case ChosenTool(name=name):
                 return {"type": "function", "function": {"name": name}}
@@ -329,7 +329,7 @@ class ResponsesRequest(SamplingFields):
             case choice:
                 return choice
 
-    def _response_format(self) -> Any:
+    def _response_format(self) -> object:
         match self.text.format if self.text else None:
             case FlatSchemaFormat(name=name, json_schema=schema, strict=strict):
                 return {
@@ -342,9 +342,9 @@ class ResponsesRequest(SamplingFields):
                 return {"type": text_format.type}
 
 
-def _as_function(tool: FlatFunctionTool | TextTool) -> dict[str, Any]:
+def _as_function(tool: FlatFunctionTool | TextTool) -> dict[str, object]:
     """Return a tool of chat completions; a custom tool becomes a function of one text."""
-    function: dict[str, Any] = {"name": tool.name}
+    function: dict[str, object] = {"name": tool.name}
     if isinstance(tool, FlatFunctionTool):
         function |= tool.model_dump(include={"description", "parameters", "strict"})
     else:
@@ -371,7 +371,7 @@ def _passages(*texts: str | None) -> str | None:
     return "\n\n".join(text for text in texts if text) or None
 
 
-def _typed_objects(body: dict[str, Any]) -> Iterator[TypedObject]:
+def _typed_objects(body: dict[str, object]) -> Iterator[TypedObject]:
     tool_types = ("function", "custom")
     use_function = "leave it out, or send a function instead"
     for path, item in objects_in("input", body.get("input")):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
 
@@ -103,7 +103,7 @@ INPUT_ITEMS = (
 )
 
 
-def _type_of(item: Any) -> str:
+def _type_of(item: object) -> str:
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     return kind if kind in INPUT_ITEMS else "message"
 
@@ -136,11 +136,11 @@ class _Turn:
 
     reasoning: str | None = None
     content: str | None = None
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[dict[str, object]] = field(default_factory=list)
     outputs: list[Message] = field(default_factory=list)  # of calls that the agent has run
 
     def messages(self) -> Iterable[Message]:
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        message: dict[str, object] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
         if self.calls:

@@ -72,8 +72,8 @@ class _TextForm:
     part_event: str
     index: str  # the name of the part's index
 
-    def item(self, id: str, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        content: dict[str, Any]
+    def item(self, id: str, status: str, parts: list[dict[str, object]]) -> dict[str, object]:
+        content: dict[str, object]
         if self is _MESSAGE:
             content = {"type": "message", "role": "assistant", "content": parts}
         elif self is _SUMMARY:
@@ -82,8 +82,8 @@ class _TextForm:
             content = {"type": "reasoning", "summary": [], "content": parts}
         return {"id": id, "status": status, **content}
 
-    def part_of(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": self.part, "text": text}
+    def part_of(self, text: str, logprobs: list[dict[str, object]]) -> dict[str, object]:
+        part: dict[str, object] = {"type": self.part, "text": text}
         return part if self is not _MESSAGE else {**part, "annotations": [], "logprobs": logprobs}
 
 
@@ -110,10 +110,10 @@ class _OpenItem:
     id: str
     index: int
     text: str = ""
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[dict[str, object]] = field(default_factory=list)
 
     @property
-    def where(self) -> dict[str, Any]:
+    def where(self) -> dict[str, object]:
         return {"item_id": self.id, "output_index": self.index, self.form.index: 0}
 
 
@@ -136,8 +136,8 @@ class ResponsesStream:
         self._open: _OpenItem | None = None
         self._num_events = 0
         self._finish: FinishReason = "stop"  # failed rollouts have an error instead of a last chunk
-        self._logprobs: list[dict[str, Any]] = []  # of all tokens
-        self._unsent: list[dict[str, Any]] = []
+        self._logprobs: list[dict[str, object]] = []  # of all tokens
+        self._unsent: list[dict[str, object]] = []
         self._continued: set[_TextForm] = set()  # whose next text begins with _BETWEEN_TURNS
 
     def feed(self, chunk: ChatCompletionChunk) -> Iterator[StreamEvent]:
@@ -182,7 +182,7 @@ class ResponsesStream:
         self.response["output"] = self._with_logprobs()
         return self._event(f"response.{status}", response=dict(self.response))
 
-    def _with_logprobs(self) -> list[dict[str, Any]]:
+    def _with_logprobs(self) -> list[dict[str, object]]:
         """Return the output with the log-probabilities of all tokens at its last message.
 
         Which tokens came with which text depends on how the text was split.
@@ -199,7 +199,7 @@ class ResponsesStream:
                 break
         return output
 
-    def _event(self, kind: str, **data: Any) -> StreamEvent:
+    def _event(self, kind: str, **data: object) -> StreamEvent:
         self._num_events += 1
         return kind, {"type": kind, "sequence_number": self._num_events - 1, **data}
 
@@ -257,7 +257,7 @@ class ResponsesStream:
         yield self._event(f"{form.part_event}.done", **where, part=part)
         yield self._finish_item(form.item(written.id, status, [part]))
 
-    def _taken_logprobs(self) -> dict[str, Any]:
+    def _taken_logprobs(self) -> dict[str, object]:
         """Return the log-probabilities of the tokens since the last delta, if it is of text."""
         assert self._open is not None
         if self._open.form is not _MESSAGE:
@@ -272,7 +272,7 @@ class ResponsesStream:
         yield from self._close("completed")
         function = call["function"]
         named = self._namespaces.get(function["name"], {"name": function["name"]})
-        item = {"call_id": call["id"], **named}
+        item: dict[str, object] = {"call_id": call["id"], **named}
         if function["name"] in self._custom_tools:
             item = {"id": self._id("ctc"), "type": "custom_tool_call", **item}
             text = _custom_input(function["arguments"])
@@ -288,7 +288,7 @@ class ResponsesStream:
         yield from self._close("completed")
         function = call["function"]
         index, id = len(self._output), self._id("mcp")
-        item = {
+        item: dict[str, object] = {
             "id": id,
             "type": "mcp_call",
             "server_label": SERVER_LABEL,
@@ -305,7 +305,7 @@ class ResponsesStream:
         self._continued = {_MESSAGE, self._thought}
 
     def _begin_call(
-        self, item: dict[str, Any], name: str, text: str, event: str
+        self, item: dict[str, object], name: str, text: str, event: str
     ) -> Iterator[StreamEvent]:
         """Yield the events up to a call's arguments, and add these to the item."""
         item["status"] = "in_progress"
@@ -318,7 +318,7 @@ class ResponsesStream:
         yield self._event(f"{event}.done", **where, **{name: text}, **called)
         item |= {name: text, "status": "completed"}
 
-    def _finish_item(self, item: dict[str, Any]) -> StreamEvent:
+    def _finish_item(self, item: dict[str, object]) -> StreamEvent:
         index = len(self._output)
         self._output.append(item)
         return self._event("response.output_item.done", output_index=index, item=item)
@@ -414,7 +414,7 @@ def _empty_response(request: ResponsesRequest, chunk: ChatCompletionChunk) -> Re
     return answer
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage) -> dict[str, object]:
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"],
@@ -425,14 +425,14 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _logprob(token: TokenLogprob) -> dict[str, Any]:
+def _logprob(token: TokenLogprob) -> dict[str, object]:
     return {
         **_likely(token),
         "top_logprobs": [_likely(alternative) for alternative in token["top_logprobs"]],
     }
 
 
-def _likely(token: LikelyToken) -> dict[str, Any]:
+def _likely(token: LikelyToken) -> dict[str, object]:
     # The API has no null here; a part of a character has no bytes of its own.
     return {
         "token": token["token"],

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 import orjson
@@ -67,7 +66,7 @@ class SGLangServer(WeightUpdates):
     async def generate(
         self,
         ids: Sequence[int],
-        params: dict[str, Any],
+        params: dict[str, object],
         *,
         rid: str,
         on_chunk: OnChunk,

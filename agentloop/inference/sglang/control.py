@@ -46,7 +46,7 @@ class ControlClient:
         """Return the answer to a GET request; for the errors see `post`."""
         return await self._request("GET", path, None, _TIMEOUT_S)
 
-    async def post(self, path: str, body: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
+    async def post(self, path: str, body: object, *, timeout_s: float = _TIMEOUT_S) -> Any:
         """Send JSON and return the answer.
 
         Raises:
@@ -59,7 +59,7 @@ class ControlClient:
         self,
         method: str,
         path: str,
-        body: Any,
+        body: object,
         timeout_s: float,
     ) -> Any:
         timeout = aiohttp.ClientTimeout(total=timeout_s)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import orjson
 
 from agentloop.errors import ServerUnavailable
+from agentloop.plain_json import JsonObject
 from agentloop.trajectory import TurnEnd, VersionSpan
 
 __all__ = [
@@ -232,8 +232,8 @@ def _prompt_logprobs(payload: bytes) -> PromptLogprobs:
         raise InvalidFrame(f"{type(error).__name__}: {error}") from error
 
 
-def _frame(payload: bytes) -> Any:
-    frame = orjson.loads(payload)
+def _frame(payload: bytes) -> JsonObject:
+    frame: JsonObject = orjson.loads(payload)
     if "error" in frame:
         error = frame["error"]
         details = error if isinstance(error, dict) else {"message": error}
@@ -242,17 +242,21 @@ def _frame(payload: bytes) -> Any:
     return frame
 
 
-def _check_accepted(finish: Any) -> None:
+def _check_accepted(finish: object) -> None:
     """Raise ErrorFrame if the server aborted because the request is invalid.
 
     Such a frame may have a token without a log-probability.
     """
-    status = finish.get("status_code") if isinstance(finish, dict) else None
+    if not isinstance(finish, dict):
+        return
+    status = finish.get("status_code")
     if isinstance(status, int) and 400 <= status < 500:
         raise ErrorFrame(finish.get("message"), status)
 
 
-def _last_chunk(ids: list[int], logprobs: list[float], top: list[TopLogprobs], meta: Any) -> Chunk:
+def _last_chunk(
+    ids: list[int], logprobs: list[float], top: list[TopLogprobs], meta: JsonObject
+) -> Chunk:
     finish = meta["finish_reason"]
     kind = finish["type"]
     return Chunk(

@@ -10,9 +10,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentloop.errors import ModelError
+
+if TYPE_CHECKING:
+    from sglang.srt.function_call.base_format_detector import BaseFormatDetector
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
 __all__ = ["calls_found_by_sglang", "read_calls"]
 
@@ -21,8 +25,8 @@ _TAIL = 300
 
 
 def calls_found_by_sglang(
-    parser: str, turns: Sequence[Sequence[str]], tools: Sequence[Mapping[str, Any]]
-) -> list[list[tuple[str, Any]]]:
+    parser: str, turns: Sequence[Sequence[str]], tools: Sequence[Mapping[str, object]]
+) -> list[list[tuple[str, object]]]:
     """Return the names and arguments that SGLang finds in each turn; it blocks for some seconds.
 
     Args:
@@ -47,7 +51,7 @@ def calls_found_by_sglang(
     return [[(name, arguments) for name, arguments in turn] for turn in calls_by_turn]
 
 
-def _json_or_text(text: str) -> Any:
+def _json_or_text(text: str) -> object:
     try:
         return json.loads(text or "{}")
     except ValueError:
@@ -55,8 +59,8 @@ def _json_or_text(text: str) -> Any:
 
 
 def read_calls(
-    parser: str, turns: Sequence[Sequence[str]], tools: Sequence[Mapping[str, Any]]
-) -> list[list[tuple[str, Any]]]:
+    parser: str, turns: Sequence[Sequence[str]], tools: Sequence[Mapping[str, object]]
+) -> list[list[tuple[str, object]]]:
     """Return what `calls_found_by_sglang` does, in this process, which imports SGLang."""
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -65,7 +69,7 @@ def read_calls(
     return [_read_turn(FunctionCallParser(models, parser), pieces) for pieces in turns]
 
 
-def _read_turn(parser: Any, pieces: Sequence[str]) -> list[tuple[str, Any]]:
+def _read_turn(parser: FunctionCallParser, pieces: Sequence[str]) -> list[tuple[str, object]]:
     calls: dict[int, list[str]] = {}
     for piece in pieces:
         try:
@@ -82,7 +86,7 @@ def _read_turn(parser: Any, pieces: Sequence[str]) -> list[tuple[str, Any]]:
     return [(name, _json_or_text(text)) for _, (name, text) in sorted(calls.items())]
 
 
-def _rest_of_last_call(detector: Any) -> tuple[int, str]:
+def _rest_of_last_call(detector: BaseFormatDetector) -> tuple[int, str]:
     """Return what SGLang's server adds to the last call when the stream ends, and to which one.
 
     The detector has read those arguments, and has not streamed all of them.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import pydantic
 
@@ -65,8 +64,8 @@ class Sampling(pydantic.BaseModel):
             return self
         return self.model_copy(update={"seed": (self.seed + index) % (1 << 63)})
 
-    def to_sglang(self, *, max_new_tokens: int, stop_ids: Sequence[int]) -> dict[str, Any]:
-        params: dict[str, Any] = {
+    def to_sglang(self, *, max_new_tokens: int, stop_ids: Sequence[int]) -> dict[str, object]:
+        params: dict[str, object] = {
             "max_new_tokens": max_new_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import anyio
 
 from agentloop.errors import ServerError, ServerRefused
 from agentloop.inference.sglang.control import ControlClient, parsing
+from agentloop.plain_json import JsonObject
 
 __all__ = ["Bucket", "Checksum", "Pause", "WeightUpdates", "WeightsGroup", "WeightsInfo"]
 
@@ -149,7 +149,7 @@ class WeightUpdates(ABC):
         """
         return self._weights_info(await self._control.get("/server_info"))
 
-    def _weights_info(self, info: Any) -> WeightsInfo:
+    def _weights_info(self, info: JsonObject) -> WeightsInfo:
         with parsing(self.url):
             unusual = [name for name in _UNUSUAL if info.get(name)]
             unusual += [name for name in _UNUSUAL_ABOVE_1 if int(info.get(name) or 1) > 1]
@@ -261,7 +261,7 @@ class WeightUpdates(ABC):
                 await self._control.post(path, body)
         await self._resume()
 
-    def _check_in_place(self, info: Any) -> None:
+    def _check_in_place(self, info: JsonObject) -> None:
         if not info.get("disable_overlap_schedule"):
             raise ServerRefused(
                 f"{self.url}: weights.pause = in_place would give tokens the wrong version while "
@@ -290,6 +290,6 @@ class WeightUpdates(ABC):
             return Checksum(checksum, [_rank_checksums(rank) for rank in ranks])
 
 
-def _rank_checksums(rank: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
+def _rank_checksums(rank: JsonObject) -> tuple[int, dict[str, str]]:
     (parallelism, *_) = rank.get("parallelism_info") or [{}]  # a draft model's would follow
     return int(parallelism.get("tp_rank") or 0), dict(rank.get("checksums") or {})

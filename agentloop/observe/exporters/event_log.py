@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -48,7 +47,7 @@ from agentloop.events import (
     WeightsLoaded,
 )
 from agentloop.observe.exporters.drop_counter import DropCounter
-from agentloop.plain_json import dumps, loads
+from agentloop.plain_json import JsonObject, dumps, loads
 
 __all__ = ["EventLog", "EventLogSettings", "read_events"]
 
@@ -56,7 +55,7 @@ _NEW, _OLD = "events.jsonl", "events.old.jsonl"
 _CLOSE_S = 5.0
 _MAX_TEXT = 500  # characters of an answer, a reason or a tool name
 
-Line = dict[str, Any]
+Line = dict[str, object]
 
 
 class EventLogSettings(pydantic.BaseModel):
@@ -161,7 +160,7 @@ class _File:
         self.path = folder / _NEW
         self._max_bytes = max_bytes
 
-    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, lines: Sequence[Line]) -> None:
         """Append lines and rotate the file if it is full.
 
         Raises:
@@ -183,7 +182,7 @@ class _File:
             self.path.replace(self.path.with_name(_OLD))
 
 
-def read_events(folder: Path) -> Iterator[Line]:
+def read_events(folder: Path) -> Iterator[JsonObject]:
     """Yield the events of the run in `folder`, oldest first, skipping lines that were cut short.
 
     Raises:

@@ -39,6 +39,7 @@ from agentloop.events import (
 )
 from agentloop.inference.replicas import ServerView
 from agentloop.observe.latency import Duration, of_turn
+from agentloop.plain_json import number_of
 from agentloop.trajectory import Trajectory, Turn
 
 __all__ = ["Metrics"]
@@ -195,7 +196,7 @@ class Metrics(Collector):
         self._turn_begun_s: dict[str, float] = {}  # by rollout, until the turn is placed
         # Tokens are by far the most frequent event, so count them without a lock.
         self._num_tokens = 0
-        self._rows: dict[str, Any] = {}
+        self._rows: dict[str, object] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._define_rollout_metrics()
@@ -387,7 +388,7 @@ class Metrics(Collector):
         self._choice.labels("kept").inc(len(event.kept))
         self._choice.labels("dropped").inc(len(event.dropped))
 
-    def _record_row(self, row: Mapping[str, Any]) -> None:
+    def _record_row(self, row: Mapping[str, object]) -> None:
         self._rows.update(row)
         if "step_s" not in row:  # from an evaluation
             return
@@ -434,12 +435,12 @@ class Metrics(Collector):
             "agentloop_sampled_tokens", "Sampled tokens.", value=self._num_tokens
         )
         for key, name, text in _STEP_GAUGES:
-            if (value := _number(self._rows.get(key))) is not None:
+            if (value := number_of(self._rows.get(key))) is not None:
                 yield _gauge(name, text, value * _UNITS.get(key, 1))
         for key, name, text in _ROLLOUT_GAUGES:
             family = GaugeMetricFamily(f"agentloop_{name}", text, labels=["tasks"])
             for prefix, tasks in _TASKS.items():
-                if (value := _number(self._rows.get(prefix + key))) is not None:
+                if (value := number_of(self._rows.get(prefix + key))) is not None:
                     family.add_metric([tasks], value)
             if family.samples:
                 yield family
@@ -482,13 +483,9 @@ class Metrics(Collector):
         yield from gauges.values()
 
 
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _amount(value: Any) -> float:
+def _amount(value: object) -> float:
     """Return a value by which a counter may be increased."""
-    number = _number(value)
+    number = number_of(value)
     return number if number is not None and math.isfinite(number) and number > 0 else 0.0
 
 

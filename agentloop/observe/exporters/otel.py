@@ -32,7 +32,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
-from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
@@ -160,7 +159,7 @@ class _Span:
     name: str
     start_s: float
     end_s: float
-    attributes: dict[str, Any]
+    attributes: dict[str, object]
     error: str = ""  # message
     is_client: bool = False
 
@@ -312,7 +311,7 @@ class Traces:
         for turn in trajectory:
             num_prompt += num_context
             num_context += len(turn.output_ids) + len(turn.observation_ids)
-        attributes: dict[str, Any] = {
+        attributes: dict[str, object] = {
             Attribute.OPERATION: "invoke_agent",
             Attribute.PROVIDER: "sglang",
             Attribute.AGENT: "agentloop",
@@ -343,7 +342,7 @@ class Traces:
             num_context += len(turn.output_ids) + len(turn.observation_ids)
 
     def _turn(self, key: str, index: int, turn: Turn, num_context: int) -> _Span:
-        attributes: dict[str, Any] = {
+        attributes: dict[str, object] = {
             Attribute.OPERATION: "chat",
             Attribute.PROVIDER: "sglang",
             Attribute.MODEL: self._model,
@@ -384,7 +383,7 @@ class Traces:
         name = result.name
         if result.status in _MADE_UP and not self._settings.content:
             name = "unknown"
-        attributes: dict[str, Any] = {
+        attributes: dict[str, object] = {
             Attribute.OPERATION: "execute_tool",
             Attribute.TOOL: self._cut(name),
             Attribute.TOOL_TYPE: "function",
@@ -506,7 +505,7 @@ class _Sender:
         self._exporter.shutdown()
         self._log.removeFilter(self._last_log)
 
-    def _readable_spans(self, trace: _Trace) -> Iterator[Any]:
+    def _readable_spans(self, trace: _Trace) -> Iterator[object]:
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
@@ -551,5 +550,5 @@ def _finish_reason(turn: Turn) -> str:
     return "tool_call" if turn.calls and turn.end is TurnEnd.STOP else str(turn.end)
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return dumps(value).decode()

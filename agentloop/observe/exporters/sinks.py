@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import anyio
 import pydantic
@@ -60,7 +60,7 @@ class SinksSettings(pydantic.BaseModel):
 class Sink(Protocol):
     """A destination for metrics. All methods are called in one thread, may block, and may raise."""
 
-    def start(self, run_name: str, config: Mapping[str, Any]) -> None:
+    def start(self, run_name: str, config: Mapping[str, object]) -> None:
         """Start the sink, once. `config` is nested plain data without secrets."""
         ...
 
@@ -94,7 +94,7 @@ class Sinks:
         *,
         folder: Path,
         run_name: str,
-        config: Mapping[str, Any],
+        config: Mapping[str, object],
         make: Callable[[SinkName, SinksSettings, Path], Sink] | None = None,
     ) -> AsyncIterator[Sinks]:
         """Start the sinks; on leaving, wait for queued rows, for at most `CLOSE_S`.
@@ -158,7 +158,7 @@ class _SinkWorker:
         self.dropped = DropCounter(f"rows of metrics for {name}")
         self._thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)
 
-    def begin(self, run_name: str, config: Mapping[str, Any]) -> None:
+    def begin(self, run_name: str, config: Mapping[str, object]) -> None:
         self._started = run_name, config
         self._thread.start()
 
@@ -219,7 +219,7 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _numbers(row: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+def _numbers(row: Mapping[str, object]) -> tuple[int, dict[str, float]]:
     """Return the step and the finite numbers of a metrics row."""
     step = row.get("step")
     values = {
@@ -233,23 +233,27 @@ def _numbers(row: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
     return step if isinstance(step, int) else 0, values
 
 
-def mask_secrets(config: Any) -> Any:
+def mask_secrets(config: Mapping[str, object]) -> dict[str, object]:
     """Return the settings as plain data with secrets replaced by asterisks.
 
     Secrets are values, other than numbers, whose key names a secret, and credentials in URLs.
     """
-    if isinstance(config, Mapping):
-        return {
-            str(key): _MASK
-            if _SECRET.search(str(key)) and _may_be_secret(value)
-            else mask_secrets(value)
-            for key, value in config.items()
-        }
-    if isinstance(config, str):
-        return re.sub(r"://[^\s'\"]*@", f"://{_MASK}@", config)
-    if isinstance(config, Sequence):
-        return [mask_secrets(value) for value in config]
-    return config if isinstance(config, bool | int | float | None) else mask_secrets(str(config))
+    return {
+        str(key): _MASK
+        if _SECRET.search(str(key)) and _may_be_secret(value)
+        else _without_secrets(value)
+        for key, value in config.items()
+    }
+
+
+def _without_secrets(value: object) -> object:
+    if isinstance(value, Mapping):
+        return mask_secrets(value)
+    if isinstance(value, str):
+        return re.sub(r"://[^\s'\"]*@", f"://{_MASK}@", value)
+    if isinstance(value, Sequence):
+        return [_without_secrets(element) for element in value]
+    return value if isinstance(value, bool | int | float | None) else _without_secrets(str(value))
 
 
 def _may_be_secret(value: object) -> bool:
@@ -277,7 +281,7 @@ class _TensorBoard:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def start(self, run_name: str, config: Mapping[str, Any]) -> None:
+    def start(self, run_name: str, config: Mapping[str, object]) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(self._folder))
@@ -301,7 +305,7 @@ class _Trackio:
     def __init__(self, project: str) -> None:
         self._project = project
 
-    def start(self, run_name: str, config: Mapping[str, Any]) -> None:
+    def start(self, run_name: str, config: Mapping[str, object]) -> None:
         import trackio
 
         self._run = trackio.init(
@@ -326,7 +330,7 @@ class _Wandb:
         self._folder = folder
         self._finish_s = finish_s
 
-    def start(self, run_name: str, config: Mapping[str, Any]) -> None:
+    def start(self, run_name: str, config: Mapping[str, object]) -> None:
         import wandb
 
         is_online = wandb.setup().settings.mode == "online"

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.abc
@@ -35,6 +35,9 @@ from agentloop.inference.processes.keyed import KEY_VARIABLE
 from agentloop.inference.processes.supervise import Launch, start_guarded
 from agentloop.training.cluster.placement import ClusterNode, Placement
 from agentloop.training.cluster.settings import ClusterSettings
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 __all__ = [
     "ActorLost",
@@ -256,7 +259,7 @@ class RayCluster:
         return RemoteActor(self._ray, actor)
 
     @contextmanager
-    def _starting(self, placement: Placement, actor: Any) -> Iterator[None]:
+    def _starting(self, placement: Placement, actor: ActorHandle) -> Iterator[None]:
         """Give an actor time to start; if it does not, kill it. Raises ServerStartError."""
         ray, started = self._ray, False
         try:
@@ -277,7 +280,7 @@ class RayCluster:
             if not started:
                 ray.kill(actor)
 
-    def _make_actor(self, made: type, placement: Placement, num_gpus: int) -> Any:
+    def _make_actor(self, made: type, placement: Placement, num_gpus: int) -> ActorHandle:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         where = NodeAffinitySchedulingStrategy(self._ids[placement.node], soft=False)
@@ -300,11 +303,11 @@ class RayCluster:
 class RemoteActor:
     """An actor on a node of the cluster."""
 
-    def __init__(self, ray: Any, actor: Any) -> None:
+    def __init__(self, ray: Any, actor: ActorHandle) -> None:
         self._ray = ray
         self._actor = actor
 
-    async def call(self, method: str, *arguments: Any) -> Any:
+    async def call(self, method: str, *arguments: object) -> Any:
         """Call a method and return its result.
 
         Raises:
@@ -328,7 +331,7 @@ class RemoteProcess(anyio.abc.Process):
     Closing its stdin ends it. Its one line on stdout is its process id on its node.
     """
 
-    def __init__(self, ray: Any, host: Any, pid: str) -> None:
+    def __init__(self, ray: Any, host: ActorHandle, pid: str) -> None:
         self._ray = ray
         self._host = host
         self._pid = pid

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
@@ -115,13 +115,13 @@ class RolloutActor:
     async def ready(self) -> None:
         await self._on_loop(self._host.ready)
 
-    async def do(self, method: str, *arguments: Any) -> Any:
+    async def do(self, method: str, *arguments: object) -> object:
         return await self._on_loop(self._host.do, method, *arguments)
 
     async def close(self) -> None:
         await self._on_loop(self._host.close)
 
-    async def _on_loop(self, method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    async def _on_loop(self, method: Callable[..., Awaitable[T]], *arguments: object) -> T:
         return await asyncio.wrap_future(self._portal.start_task_soon(method, *arguments))
 
 
@@ -158,7 +158,7 @@ class RolloutHost:
         while self._worker is None:  # noqa: ASYNC110  # `run` may not have begun
             await anyio.sleep(_POLL_S)
 
-    async def do(self, method: str, *arguments: Any) -> Any:
+    async def do(self, method: str, *arguments: object) -> object:
         """Call a method of the runtime's `RolloutWorker`."""
         with anyio.CancelScope() as scope:
             self._calls.add(scope)

@@ -58,7 +58,7 @@ _CLOSE_S = 60.0
 class Actor(Protocol):
     """An actor with a runtime: `ray_cluster.RemoteActor` of a `RolloutActor`."""
 
-    async def call(self, method: str, *arguments: Any) -> Any:
+    async def call(self, method: str, *arguments: object) -> Any:
         """Call a method. Raises ActorLost."""
         ...
 
@@ -90,7 +90,7 @@ class _Member:
     is_gone: bool = False
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
-    async def do(self, method: str, *arguments: Any) -> Any:
+    async def do(self, method: str, *arguments: object) -> Any:
         return await self.actor.call("do", method, *arguments)
 
 

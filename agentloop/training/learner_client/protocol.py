@@ -280,7 +280,7 @@ class LayoutReply(Reply):
     num_bytes: int
     num_updates: int
     backend: str
-    model: dict[str, Any]
+    model: dict[str, object]
 
 
 class LayoutRequest(Request[LayoutReply]):

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import anyio
@@ -30,6 +30,7 @@ import orjson
 from agentloop.errors import ServerError, SettingsError
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.weight_updates import Bucket, Pause, WeightsGroup, WeightsInfo
+from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.client import Learner, LearnerRefused
 from agentloop.training.learner_client.protocol import (
     JoinRequest,
@@ -117,7 +118,7 @@ class PublishedInLearner:
     num_updates: int
     backend: str
     settings: WeightsSettings
-    model: Mapping[str, Any]  # the model's configuration, as far as `layout_of` needs it
+    model: JsonObject  # the model's configuration, as far as `layout_of` needs it
 
     @property
     def folder(self) -> None:

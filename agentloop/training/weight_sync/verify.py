@@ -19,11 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np  # a dependency of transformers
 
 from agentloop.inference.sglang.weight_updates import Checksum, WeightsInfo
+from agentloop.plain_json import JsonObject
 from agentloop.training.weight_sync.checksums import (
     MODELS,
     VERSIONS,
@@ -45,6 +46,9 @@ UNASKED = "weights.verify is false"
 
 Sum = Callable[[str, int], str | None]
 """The expected checksum of a server's tensor on a tensor-parallel rank; None: unknown."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ def judge(proofs: Mapping[str, Proof], rest: str | None = None) -> Judgement:
     return Judgement(sorted(proofs.keys() - wrong.keys()), wrong, rest)
 
 
-def layout_of(info: WeightsInfo, config: Mapping[str, Any]) -> Layout | str:
+def layout_of(info: WeightsInfo, config: JsonObject) -> Layout | str:
     """Return the layout of a model on a server, or the reason why it is unknown."""
     if info.sglang not in VERSIONS:
         return f"SGLang {info.sglang}: only checksums of {' and '.join(VERSIONS)} are known"
@@ -146,7 +150,7 @@ class PublishedFiles:
         self._folder = folder
         self._tensors: dict[str, Tensor] = {}
         self._parts: dict[str, tuple[str, ...]] = {}
-        self._config: dict[str, Any] = {}
+        self._config: JsonObject = {}
         self._sums: dict[tuple[str, int, Layout], str] = {}
         self._problem: str | None = None  # None: not checked yet
         self._is_damaged = False
@@ -216,7 +220,7 @@ class PublishedFiles:
         return checksum(name, [self._tensors[part] for part in self._parts[name]], layout, rank)
 
 
-def _in_threads(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+def _in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """Map `work` over `items` in threads; hashing releases the GIL."""
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
         return list(threads.map(work, items))

@@ -543,7 +543,7 @@ async def test_a_run_of_two_environments(tmp_path: Path, played_rank: Path) -> N
     again = load_settings(TrainSettings, [folder / "config.toml"])
     assert again == settings
     async with GroupQueue.open(folder / "queue.sqlite") as queue:
-        cursor = (await queue.read_note("cursor") or {})["tasks"]
+        cursor = (await queue.cursor())["tasks"]
     positions = [cursor["envs"][name]["position"] for name in ("agent", "agent-2")]
     assert positions[0] > positions[1] > 0
 

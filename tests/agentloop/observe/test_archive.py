@@ -135,8 +135,8 @@ async def test_a_turn_that_says_when_it_was_placed_has_a_prefill(run: RunFolder)
     row = rollout("3-c.0")
     row["trajectory"]["turns"][0]["placed_s"] = 0.0625
     add(run, 3, [row])
-    row = (await archive(run).frame())["rollouts"][-1]
-    assert [lane for lane, _ in row["lanes"]][:3] == ["wait", "prefill", "decode"]
+    shown = (await archive(run).frame())["rollouts"][-1]
+    assert [lane for lane, _ in shown["lanes"]][:3] == ["wait", "prefill", "decode"]
 
 
 async def test_the_supervised_start_is_shown_and_compared(run: RunFolder) -> None:
@@ -170,8 +170,8 @@ async def test_a_call_that_never_ran_has_no_tool_lane(run: RunFolder) -> None:
     row = rollout("3-c.0")
     row["trajectory"]["turns"][0]["results"][0]["status"] = "malformed"
     add(run, 3, [row])
-    row = (await archive(run).frame())["rollouts"][-1]
-    assert [lane for lane, _ in row["lanes"]] == ["wait", "decode", "wait", "decode"]
+    shown = (await archive(run).frame())["rollouts"][-1]
+    assert [lane for lane, _ in shown["lanes"]] == ["wait", "decode", "wait", "decode"]
 
 
 async def test_an_endpoints_answer_is_shown_without_ids(run: RunFolder) -> None:

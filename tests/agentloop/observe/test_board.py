@@ -6,7 +6,7 @@ import copy
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ class Reader:
         self.groups: dict[str, Any] = {}
         self.steps: list[Any] = []
 
-    def apply(self, frame: dict[str, Any]) -> None:
+    def apply(self, frame: Mapping[str, Any]) -> None:
         gone = frame.get("gone", {})
         for name, rows in (("rollouts", self.rollouts), ("groups", self.groups)):
             for row in frame.get(name, ()):

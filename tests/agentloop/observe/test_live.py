@@ -26,7 +26,8 @@ from agentloop.events import (
     TurnStarted,
 )
 from agentloop.observe import live as live_module
-from agentloop.observe.board import Board
+from agentloop.observe.board import Board, GroupRow
+from agentloop.observe.frames import GroupDetails
 from agentloop.observe.live import Live, Sources
 from agentloop.observe.stalls import Stalls
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
@@ -537,19 +538,22 @@ async def test_a_group_contains_its_rollouts() -> None:
 async def test_a_partly_evicted_group_is_read_from_disk() -> None:
     at = live(max_ended=1, max_groups=1)
 
-    async def read(name: str) -> dict[str, Any] | None:
-        return {"id": name, "from": "the folder"} if name in ("1-a", "2-b") else None
+    async def read(name: str) -> GroupDetails | None:
+        if name not in ("1-a", "2-b"):
+            return None
+        row = GroupRow(name, "a", "why?", "42", 2, 0, end=9).to_row()
+        return {**row, "prompt": "from the folder", "answer": "42", "rollouts": []}
 
     at.sources = Sources(ABOUT, read_group=read)
     for name in ("1-a", "2-b"):
         at.board.on_event(GroupStarted(name, "a", "why?", "42", 2))
         starts(at, f"{name}.0", f"{name}.1")
-    assert (await at.group("1-a"))["from"] == "the folder"
+    assert (await at.group("1-a"))["prompt"] == "from the folder"
     for key in ("2-b.0", "2-b.1"):
         at.board.on_event(RolloutFinished(key, Trajectory(key, [9])))
-    assert "from" not in await at.group("2-b")  # it is not written down yet
+    assert (await at.group("2-b"))["prompt"] == "why?"  # it is not written down yet
     at.board.on_event(GroupFinished("2-b"))
-    assert (await at.group("2-b"))["from"] == "the folder"
+    assert (await at.group("2-b"))["prompt"] == "from the folder"
     with pytest.raises(NotThere, match="'3-c'"):
         await at.group("3-c")
 

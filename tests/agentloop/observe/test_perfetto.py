@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.observe.perfetto import trace_of
+from agentloop.observe.perfetto import TraceEvent, TraceFile, trace_of
 
 
 def row(key: str, lanes: list[tuple[str, int]], end: int | None, group: str = "") -> dict[str, Any]:
@@ -23,7 +23,7 @@ def frame(*rollouts: dict[str, Any]) -> dict[str, Any]:
     return {"t": 110.0, "about": {"t0": 100.0}, "rollouts": rollouts, "groups": groups}
 
 
-def slices(trace: dict[str, Any]) -> list[dict[str, Any]]:
+def slices(trace: TraceFile) -> list[TraceEvent]:
     return [event for event in trace["traceEvents"] if event["ph"] == "X"]
 
 
@@ -69,12 +69,13 @@ ROWS = st.builds(
 def test_slices_lie_within_their_rollout_one_after_the_other(rows: list[dict[str, Any]]) -> None:
     events = slices(trace_of(frame(*rows)))
     assert sum(event["name"] == "rollout" for event in events) == len(rows)
-    rollout: dict[str, Any] = {}
+    rollout, at = next(iter(events), None), 0
     for event in events:
         assert event["dur"] >= 0
         if event["name"] == "rollout":
             rollout, at = event, event["ts"]
             continue
+        assert rollout is not None
         assert (event["pid"], event["tid"]) == (rollout["pid"], rollout["tid"])
         assert event["ts"] >= at
         at = event["ts"] + event["dur"]

@@ -321,7 +321,7 @@ async def undo_to(folder: Path, step: int) -> TaskSource:
     run = RunFolder(folder / "run")
     async with GroupQueue.open(run.path / "queue.sqlite") as queue:
         await undo(run, queue, step)
-        cursor = (await queue.read_note("cursor"))["tasks"]
+        cursor = (await queue.cursor())["tasks"]
     return TaskSource.open(ARITHMETIC, cursor)
 
 

@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -24,6 +23,7 @@ from agentloop.training.curriculum import (
     DrawPolicy,
     GroupOutcome,
 )
+from agentloop.training.queue import TaskCursor
 from agentloop.training.stage_tasks import StageTasks
 
 SOLVED = GroupOutcome(8, 8, is_equal=True)
@@ -266,7 +266,7 @@ def test_a_stage_continues_where_it_was(filtered: bool) -> None:
     settings = TasksSettings(levels=[1, 2, 3])
     own = [Task(str(index), "?", "1") for index in range(5)]
 
-    def stage(cursor: dict[str, Any]) -> tuple[StageTasks, Curriculum]:
+    def stage(cursor: TaskCursor) -> tuple[StageTasks, Curriculum]:
         curriculum = Curriculum(BY_SOLVE_RATE)
         tasks = StageTasks(TaskSource.open(settings, cursor.get("tasks")), 2, curriculum)
         if filtered:

@@ -18,7 +18,7 @@ from agentloop.cli.train import TrainSettings
 from agentloop.config import to_toml
 from agentloop.environments.tasks.sources import TaskSource
 from agentloop.observe.stalls import Stalls
-from agentloop.training.loop import TrainingLoop
+from agentloop.training.loop import LoopView, TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.queue import GroupQueue
 from agentloop.training.rollouts import Rollouts
@@ -211,7 +211,7 @@ async def test_a_pause_does_not_count_as_a_stall(
 async def tasks_from_cursor(folder: Path) -> TaskSource:
     """Return the tasks from the position of the run in this folder."""
     async with GroupQueue.open(folder / "run" / "queue.sqlite") as queue:
-        return TaskSource.open(ARITHMETIC, (await queue.read_note("cursor") or {}).get("tasks"))
+        return TaskSource.open(ARITHMETIC, (await queue.cursor()).get("tasks"))
 
 
 @pytest.mark.parametrize("num_filtered", [0, 2])
@@ -446,7 +446,7 @@ async def test_a_cancelled_save_does_not_interrupt_the_recovery_of_the_learner(
 async def test_view_is_plain_data(tmp_path: Path, max_staleness: int) -> None:
     tasks = TaskSource.open(ARITHMETIC)
     run_group = GatedRollouts(tasks)
-    views: list[dict[str, Any]] = []
+    views: list[LoopView] = []
     loops: list[TrainingLoop] = []
 
     async def meanwhile(loop: TrainingLoop) -> None:

@@ -19,9 +19,9 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RunFolderError
 from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 from agentloop.training.curriculum import GroupOutcome
-from agentloop.training.queue import GroupQueue, QueuedGroup, StageNote, StepNotes
+from agentloop.training.queue import GroupQueue, QueuedGroup, StageNote, StepNotes, TaskCursor
 
-CURSOR = {"position": 1}
+CURSOR: TaskCursor = {"num_drawn": 1}
 
 
 @asynccontextmanager
@@ -51,7 +51,7 @@ async def finished(queue: GroupQueue, count: int) -> list[int]:
 async def test_committed_data_survives_a_restart(tmp_path: Path) -> None:
     task = Task("a", [{"role": "user", "content": "?"}], "1", "book", 3, {"x": [1]})
     async with opened(tmp_path) as queue:
-        one = await queue.admit(task, version=4, cursor={"position": 7})
+        one = await queue.admit(task, version=4, cursor={"num_drawn": 7})
         two, three, four = await admitted(queue, 3)
         await queue.finish(two, path="2.jsonl", num_bytes=10, figures=figures(0.5))
         await queue.finish(three, path="3.jsonl", num_bytes=5, figures=GroupFigures())
@@ -64,7 +64,7 @@ async def test_committed_data_survives_a_restart(tmp_path: Path) -> None:
         (left,) = await queue.finished_groups()
         assert (left.number, left.path, left.figures) == (two, "2.jsonl", figures(0.5))
         assert queue.num_bytes == 10
-        assert await queue.read_note("cursor") == CURSOR
+        assert await queue.cursor() == CURSOR
         assert await queue.stage(1) == StageNote(0, None, 4, CURSOR)
         assert await queue.stage(2) is None
         assert await queue.counts() == {"open": 1, "finished": 1, "leased": 1, "discarded": 1}
@@ -168,18 +168,18 @@ async def test_discarded_groups_belong_to_the_next_step(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
-        await queue.begin_stage(1, step=0, tasks=None, cursor={"position": 0})
+        await queue.begin_stage(1, step=0, tasks=None, cursor={"num_drawn": 0})
         one, two, three, four = await finished(queue, 4)
         (discarded,) = await admitted(queue, 1)
         await queue.discard(discarded, path="5.jsonl", figures=GroupFigures())
         await queue.lease(1, [one], StepNotes(0))
         await queue.lease(2, [two], StepNotes(0))
         (still_open,) = await admitted(queue, 1)
-        stage = await queue.begin_stage(2, step=2, tasks=[], cursor={"position": 9})
+        stage = await queue.begin_stage(2, step=2, tasks=[], cursor={"num_drawn": 9})
         assert (stage.last_group, stage.cursor) == (still_open, CURSOR)
         (later,) = await admitted(queue, 1)
         await queue.discard(later, path="7.jsonl", figures=GroupFigures())
-        await queue.note("cursor", {"position": 10})
+        await queue.note("cursor", {"num_drawn": 10})
         await queue.acknowledge(2)
 
         await queue.undo(1)
@@ -191,7 +191,7 @@ async def test_undone_groups_are_reopened_or_deleted_with_their_stage(tmp_path: 
         ]
         assert await queue.stage(1) is not None
         assert await queue.stage(2) is None
-        assert await queue.read_note("cursor") == CURSOR
+        assert await queue.cursor() == CURSOR
         undone = await queue.read_note("undone")
         assert undone["step"] == 1
         assert sorted(undone["files"]) == ["2.jsonl", "3.jsonl", "4.jsonl", "7.jsonl"]
@@ -265,9 +265,9 @@ async def main():
             step += 1
             found = []
             for _ in range(3):
-                position = ((await queue.read_note("cursor")) or {"position": 0})["position"] + 1
+                position = (await queue.cursor()).get("num_drawn", 0) + 1
                 task = Task(str(position), "?", "")
-                group = await queue.admit(task, version=0, cursor={"position": position})
+                group = await queue.admit(task, version=0, cursor={"num_drawn": position})
                 figures = GroupFigures([RolloutFigures(1.0), RolloutFigures(0.0)])
                 await queue.finish(group.number, path="p", num_bytes=1, figures=figures)
                 found.append(group.number)
@@ -301,8 +301,8 @@ def test_a_kill_at_any_moment_loses_and_duplicates_nothing(tmp_path: Path) -> No
 
 async def _check(folder: Path, told: int) -> None:
     async with opened(folder) as queue:
-        cursor = await queue.read_note("cursor")
-        assert sum((await queue.counts()).values()) == cursor["position"]  # none skipped or twice
+        cursor = await queue.cursor()
+        assert sum((await queue.counts()).values()) == cursor["num_drawn"]  # none skipped or twice
         leases = await queue.rewind(0)
         assert [lease.step for lease in leases] == list(range(1, len(leases) + 1))
         assert len(leases) >= told
@@ -338,7 +338,7 @@ async def test_an_invalid_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_a_damaged_note_is_reported_with_the_file(tmp_path: Path) -> None:
     async with opened(tmp_path) as queue:
-        await queue.note("cursor", {"position": 1})
+        await queue.note("cursor", {"num_drawn": 1})
     with closing(sqlite3.connect(tmp_path / "queue.sqlite")) as connection, connection:
         connection.execute("UPDATE notes SET value = substr(value, 1, 5)")
     connection.close()

@@ -89,7 +89,7 @@ async def test_steps_since_the_checkpoint_are_repeated_after_a_restart(
     state = [request["state"] for op, request in died.requests if op == "save"][-1]
     assert state == {"step": 2, "version": 2}
     async with GroupQueue.open(tmp_path / "died" / "run" / "queue.sqlite") as queue:
-        tasks = TaskSource.open(ARITHMETIC, (await queue.read_note("cursor"))["tasks"])
+        tasks = TaskSource.open(ARITHMETIC, (await queue.cursor())["tasks"])
     again, _, run = await run_loop(
         tmp_path / "died", tasks=tasks, learner=RecordingLearner(), restored=state, **settings
     )

@@ -115,7 +115,7 @@ async def test_a_resumed_run_goes_on_with_the_same_sequence(tmp_path: Path, step
     settings: dict[str, Any] = {"steps": 5, "evaluate_every": 0, "checkpoint_every": 1}
     await run_until_failure(tmp_path, tasks=tasks, run_group=run_group, **settings)
     async with GroupQueue.open(tmp_path / "run" / "queue.sqlite") as queue:
-        cursor = (await queue.read_note("cursor") or {})["tasks"]
+        cursor = (await queue.cursor())["tasks"]
     tasks = mixed()
     tasks.go_to(cursor)
     state = {"step": steps, "version": steps}

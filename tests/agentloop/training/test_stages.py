@@ -214,8 +214,8 @@ async def test_a_resumed_run_does_not_draw_filtered_tasks_again(
         patched.setattr(GroupQueue, "admit", killed)
         await run_until_failure(tmp_path, stages=stages, evaluate_every=0)
     async with GroupQueue.open(tmp_path / "run" / "queue.sqlite") as queue:
-        cursor = await queue.read_note("cursor")
-    tasks = TaskSource.open(ARITHMETIC, cursor and cursor["tasks"])
+        cursor = await queue.cursor()
+    tasks = TaskSource.open(ARITHMETIC, cursor.get("tasks"))
     _, run_group, run = await run_loop(
         tmp_path, tasks=tasks, stages=stages, restored={"step": 0, "version": 0}, evaluate_every=0
     )
@@ -318,7 +318,7 @@ async def test_a_curriculum_retires_solved_tasks_and_a_resumed_run_draws_the_sam
         tmp_path / "cut", tasks=sum_tasks(tmp_path), run_group=killed, **settings
     )
     async with GroupQueue.open(tmp_path / "cut" / "run" / "queue.sqlite") as queue:
-        cursor = await queue.read_note("cursor")
+        cursor = await queue.cursor()
     tasks = sum_tasks(tmp_path, cursor["tasks"])
     _, _, run = await run_loop(
         tmp_path / "cut", tasks=tasks, run_group=UnevenRollouts(tasks),

@@ -78,14 +78,14 @@ async def run_of_three_steps(path: Path) -> None:
     async with GroupQueue.open(path / "queue.sqlite") as queue:
         for step in (1, 2, 3):
             task = Task(f"t{step}", "?", "1")
-            group = await queue.admit(task, version=step - 1, cursor={"position": step})
+            group = await queue.admit(task, version=step - 1, cursor={"num_drawn": step})
             file, size = folder.add_group(group.number, [{"step": step}])
             (path / "entropy" / Path(file).name).write_text(str(step))
             await queue.finish(group.number, path=file, num_bytes=size, figures=GroupFigures())
             await queue.lease(step, [group.number], StepNotes(0))
             await queue.acknowledge(step)
             folder.add_metrics({"step": step, "reward": 10**30})
-        await queue.admit(Task("t4", "?", "1"), version=3, cursor={"position": 4})
+        await queue.admit(Task("t4", "?", "1"), version=3, cursor={"num_drawn": 4})
     folder.end()
     del folder
     gc.collect()

@@ -1,0 +1,128 @@
+"""The JSON that the page's scripts read: frames of the board, single groups and single rollouts.
+
+Times of rows are in milliseconds since `t0` of `about`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NotRequired, TypedDict
+
+__all__ = [
+    "BoardFrame",
+    "GroupDetails",
+    "GroupSummary",
+    "Lane",
+    "MemberSummary",
+    "RemovedRows",
+    "RolloutState",
+    "RolloutSummary",
+    "ToolsSummary",
+]
+
+Lane = Literal["wait", "prefill", "decode", "tool", "client", "siblings", "reward"]
+"""State of a rollout: waiting for capacity, prefill, decoding, running tools, waiting for the
+client of its session, waiting for the rest of its group, or being scored."""
+
+RolloutState = Literal["live", "done", "abandoned"]
+
+
+class RolloutSummary(TypedDict):
+    """A row of the timelines."""
+
+    id: str
+    group: str
+    state: RolloutState
+    stop: str | None
+    turn: int
+    tokens: int
+    calls: int
+    failed_calls: int
+    server: str
+    reward: float | None
+    start: int
+    end: int | None
+    lanes: list[tuple[Lane, int]]
+    more: NotRequired[bool]  # lanes were left out
+
+
+class GroupSummary(TypedDict):
+    """A row of the groups. `kept` and `has_signal` are None if no rollouts are selected."""
+
+    id: str
+    task: str
+    size: int
+    state: Literal["live", "done"]
+    num_done: int
+    mean_reward: float | None
+    kept: int | None
+    has_signal: bool | None
+    start: int
+    end: int | None
+
+
+class MemberSummary(TypedDict):
+    """A conversation in its group."""
+
+    id: str
+    state: RolloutState
+    stop: str | None
+    tokens: int
+    calls: int
+    failed_calls: int
+    turns: int
+    reward: float | None
+    answer: str | None
+    reason: str
+    advantage: float | None
+    dropped: str | None
+    kept: bool | None
+    branch: NotRequired[str | None]  # of a conversation that a service has recorded
+
+
+class GroupDetails(GroupSummary):
+    """A group with its rollouts."""
+
+    prompt: str
+    answer: str | None
+    rollouts: list[MemberSummary]
+
+
+class ToolsSummary(TypedDict):
+    """Calls by status, and percentiles of the milliseconds that the latest took and waited."""
+
+    calls: dict[str, int]
+    latency_ms: NotRequired[dict[str, float]]
+    queued_ms: NotRequired[dict[str, float]]
+
+
+class RemovedRows(TypedDict):
+    """Ids of what the board has forgotten."""
+
+    rollouts: list[str]
+    groups: list[str]
+
+
+class BoardFrame(TypedDict, total=False):
+    """The board, or what has changed of it: a frame that is `full` replaces what was before.
+
+    Attributes:
+        rev, t, missed: number of the frame, its Unix time, and how many the reader has missed.
+        about: what does not change, such as the kind and title of the run.
+        now: counters, rates and progress.
+        steps: rows of metrics.
+    """
+
+    rev: int
+    t: float
+    full: bool
+    missed: int
+    about: Mapping[str, object]
+    now: Mapping[str, Any]
+    waits: list[dict[str, object]]
+    servers: list[dict[str, object]]
+    sandbox: Mapping[str, object]
+    rollouts: list[RolloutSummary]
+    groups: list[GroupSummary]
+    steps: Sequence[Mapping[str, object]]
+    gone: RemovedRows
