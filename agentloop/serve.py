@@ -1,4 +1,4 @@
-"""`agentloop serve`: serve the agent over HTTP until it is stopped. Routes: api/app.py."""
+"""`agentloop serve`: serve the agent over HTTP until it is stopped. Routes: service.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 import anyio
 from rich.console import Console
 
-from agentloop.api.app import AgentService, listening
 from agentloop.api.listen import bind
 from agentloop.cli import chat, console
 from agentloop.cli.playing import AskSettings
@@ -25,6 +24,7 @@ from agentloop.environments.tasks.task import Task
 from agentloop.errors import RunFolderError, SettingsError
 from agentloop.observe.throughput import Throughput
 from agentloop.runtime import Runtime, Settings
+from agentloop.service import AgentService, listening
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.run_status import count_of
 from agentloop.trajectory import Message

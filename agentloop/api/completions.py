@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import anyio
 import pydantic
@@ -23,6 +23,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.raw_generation import GeneratedPiece, RawGeneration
+from agentloop.agent.rollout import Budget
 from agentloop.agent.text_stream import TextStream
 from agentloop.aio import task_group
 from agentloop.api.http import error_of, event_line, event_stream, json_response, send
@@ -44,12 +45,11 @@ from agentloop.api.schemas import (
     usage_of,
 )
 from agentloop.errors import AgentLoopError, PromptTooLong, RequestError, ServerUnavailable
+from agentloop.inference.router import Router
 from agentloop.inference.sglang.frames import PromptLogprobs, TopLogprobs
+from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
 from agentloop.trajectory import TurnEnd
-
-if TYPE_CHECKING:
-    from agentloop.runtime import Runtime, Settings
 
 __all__ = ["NOT_FOR_COMPLETIONS", "CompletionRequest", "Completions"]
 
@@ -231,19 +231,30 @@ class Completions:
 
     def __init__(
         self,
-        runtime: Runtime,
-        settings: Settings,
+        router: Router,
+        chat: ChatFormat,
         *,
+        name: str,
+        sampling: Sampling,
+        budget: Budget,
+        io_timeout_s: float,
         slots: anyio.CapacityLimiter,
         token_text: Callable[[int], str],
     ) -> None:
         """
         Args:
+            name: The model's, in the answers.
+            sampling: Parameters of requests that bring none of their own.
+            budget: Limits of each choice.
             slots: Limits concurrent generations.
             token_text: Returns the text of one token.
         """
-        self._runtime = runtime
-        self._settings = settings
+        self._router = router
+        self._chat = chat
+        self._name = name
+        self._sampling = sampling
+        self._budget = budget
+        self._io_timeout_s = io_timeout_s
         self._slots = slots
         self._token_text = token_text
 
@@ -261,7 +272,7 @@ class Completions:
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": self._runtime.model_name,
+            "model": self._name,
             "choices": [],
         }
         try:
@@ -270,7 +281,7 @@ class Completions:
             return await self._whole(parameters, prompts, frame)
         finally:
             for prompt in prompts:
-                self._runtime.router.forget_group(prompt.name)
+                self._router.forget_group(prompt.name)
 
     async def _whole(
         self, parameters: CompletionRequest, prompts: Sequence[_EncodedPrompt], frame: TextChunk
@@ -298,7 +309,7 @@ class Completions:
     ) -> web.StreamResponse:
         response = event_stream()
         chunks_in, chunks = anyio.create_memory_object_stream[TextChoice](0)
-        timeout_s = self._settings.serve.io_timeout_s
+        timeout_s = self._io_timeout_s
 
         async def write_event(body: object) -> None:
             await send(request, response, event_line(body), timeout_s=timeout_s)
@@ -333,7 +344,7 @@ class Completions:
         Raises:
             RequestError: A prompt is empty, too long, or has an id outside of the vocabulary.
         """
-        chat, longest = self._runtime.chat, self._runtime.router.context_length
+        chat, longest = self._chat, self._router.context_length
         adds_special = parameters.add_special_tokens is not False
         name, prompts = uuid.uuid4().hex, []
         for number, prompt in enumerate(parameters.prompts):
@@ -366,7 +377,7 @@ class Completions:
             ChoiceWriter(
                 prompt.number * num_choices + index,
                 prompt.ids,
-                self._runtime.chat,
+                self._chat,
                 num_logprobs=parameters.logprobs,
                 token_text=self._token_text,
             )
@@ -447,16 +458,16 @@ class Completions:
             num_tokens += len(piece.ids)
             on_piece(piece)
 
-        chat = self._runtime.chat
+        chat = self._chat
         run = RawGeneration(
-            self._runtime.router,
+            self._router,
             chat,
             generation,
             vocab_size=chat.vocab_size,
             stop=parameters.stop_sequences,
             on_piece=count,
         )
-        timeout_s = self._settings.budget.timeout_s
+        timeout_s = self._budget.timeout_s
         with anyio.move_on_after(timeout_s) as scope:
             await run.run()
         if scope.cancelled_caught:
@@ -472,14 +483,14 @@ class Completions:
         *,
         prompt_logprobs: bool,
     ) -> Generation:
-        settings, budget = self._settings, self._settings.budget
+        budget = self._budget
         num_prompt = len(prompt.ids)
-        stop_ids = () if parameters.ignore_eos else self._runtime.chat.stop_ids
+        stop_ids = () if parameters.ignore_eos else self._chat.stop_ids
         limits = (
             parameters.token_limit,
             budget.max_response_tokens,
             budget.max_sampled_tokens,
-            self._runtime.router.context_length - num_prompt,
+            self._router.context_length - num_prompt,
         )
         name = uuid.uuid4().hex
         is_returned = not prompt_logprobs or parameters.token_limit == 1
@@ -487,9 +498,9 @@ class Completions:
             rid=name,
             key=name,
             ids=prompt.ids,
-            sampling=settings.sampling.model_copy(
-                update=parameters.sampling_overrides()
-            ).of_sibling(index),
+            sampling=self._sampling.model_copy(update=parameters.sampling_overrides()).of_sibling(
+                index
+            ),
             # A server samples a token anyway when it computes a prompt.
             max_new_tokens=1 if prompt_logprobs else min(x for x in limits if x is not None),
             stop_ids=(*stop_ids, *(parameters.stop_token_ids or ())),

@@ -20,7 +20,6 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from playwright.sync_api import Browser, expect
 
 from agentloop.agent.rollout import Budget
-from agentloop.api.app import AgentService, listening
 from agentloop.api.guard import ServeSettings
 from agentloop.api.listen import bind
 from agentloop.cli import console
@@ -34,6 +33,7 @@ from agentloop.rollouts.player import AgentPlayer
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import PoolSettings
+from agentloop.service import AgentService, listening
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_folder import RunFolder

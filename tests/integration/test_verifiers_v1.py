@@ -21,8 +21,8 @@ from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.rollouts.record import NoReward, RolloutRecord
-from tests.agentloop.api.test_app import CHAT, says
 from tests.agentloop.environments.test_agent_url import Listening
+from tests.agentloop.test_service import CHAT, says
 from tests.integration.conftest import need
 from tests.patience import patient
 from tests.rollouts import records_of

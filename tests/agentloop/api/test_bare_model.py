@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from agentloop.trajectory import StopReason
-from tests.agentloop.api.test_app import HELLO, THEIRS, Service, client, says, service
+from tests.agentloop.test_service import HELLO, THEIRS, Service, client, says, service
 from tests.support import END, call_text
 
 pytestmark = pytest.mark.anyio

@@ -14,8 +14,8 @@ from agentloop.api import response_store
 from agentloop.api.http import send
 from agentloop.api.response_store import ResponseStore
 from agentloop.errors import RequestError
-from tests.agentloop.api.test_app import HELLO, says, service
 from tests.agentloop.api.test_bare_model import open_session, trajectories
+from tests.agentloop.test_service import HELLO, says, service
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,7 @@ from agentloop.api.completions import NOT_FOR_COMPLETIONS, CompletionRequest
 from agentloop.errors import RequestError, ServerUnavailable, Unsupported
 from agentloop.inference.sglang.frames import Chunk, PromptLogprobs
 from agentloop.trajectory import TurnEnd
-from tests.agentloop.api.test_app import CHAT, Service, client, says, service
+from tests.agentloop.test_service import CHAT, Service, client, says, service
 from tests.support import END, Step, chunks, logprob, written
 
 pytestmark = pytest.mark.anyio

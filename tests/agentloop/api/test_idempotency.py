@@ -19,8 +19,8 @@ from agentloop.api.idempotency import IdempotentAnswers
 from agentloop.errors import RequestError
 from agentloop.events import Emit, ignore
 from agentloop.trajectory import Trajectory
-from tests.agentloop.api.test_app import HELLO, Service, says, service
 from tests.agentloop.api.test_bare_model import open_session, trajectories
+from tests.agentloop.test_service import HELLO, Service, says, service
 from tests.support import Step, chat_format, chunks, eventually
 
 pytestmark = pytest.mark.anyio

@@ -13,7 +13,7 @@ import mcp
 import pytest
 
 from agentloop.errors import ServerUnavailable
-from tests.agentloop.api.test_app import Service, says, service
+from tests.agentloop.test_service import Service, says, service
 from tests.patience import patient
 from tests.support import eventually
 

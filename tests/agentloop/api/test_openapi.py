@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentloop.api.app import ROUTES
 from agentloop.api.guard import ApiGuard, ServeSettings
 from agentloop.api.http import REFUSALS, REQUEST_ID
 from agentloop.sandbox.openapi import document
+from agentloop.service import ROUTES
 from agentloop.trajectory import ToolCall, Trajectory, Turn
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import Trajectory
-from tests.agentloop.api.test_app import HELLO, THEIRS, client, says, service
 from tests.agentloop.api.test_bare_model import open_session, trajectories
+from tests.agentloop.test_service import HELLO, THEIRS, client, says, service
 from tests.support import call_text
 
 pytestmark = pytest.mark.anyio

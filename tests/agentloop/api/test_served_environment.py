@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import agentloop
-from tests.agentloop.api.test_app import CHAT, HELLO, THEIRS, client, says, service
+from tests.agentloop.test_service import CHAT, HELLO, THEIRS, client, says, service
 from tests.support import call_text
 
 pytestmark = pytest.mark.anyio

@@ -19,14 +19,14 @@ import aiohttp
 import anyio
 import pytest
 
-from agentloop.api.app import AgentService, listening
 from agentloop.api.listen import bind
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.runtime import Settings
+from agentloop.service import AgentService, listening
 from tests.agentloop.api.simulated_agents import FaultyLink, RandomSGLang, SimulatedAgent
-from tests.agentloop.api.test_app import CHAT, PlayedRouter, PlayedRuntime
+from tests.agentloop.test_service import CHAT, PlayedRouter, PlayedRuntime
 from tests.support import eventually
 
 pytestmark = pytest.mark.anyio

@@ -20,7 +20,7 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.rollouts.record import RolloutRecord
 from agentloop.trajectory import StopReason, rollout_of
-from tests.agentloop.api.test_app import CHAT, HELLO, says
+from tests.agentloop.test_service import CHAT, HELLO, says
 from tests.patience import patient
 from tests.rollouts import records_of
 from tests.support import ScriptedEngine, Step

@@ -41,7 +41,7 @@ from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.rollouts import Rollouts
 from tests.agentloop.api.simulated_agents import RandomSGLang
-from tests.agentloop.api.test_app import CHAT, PlayedRouter, PlayedRuntime
+from tests.agentloop.test_service import CHAT, PlayedRouter, PlayedRuntime
 from tests.patience import patient
 from tests.support import Fault, eventually
 

@@ -224,7 +224,14 @@ class AgentService:
             io_timeout_s=settings.serve.io_timeout_s,
         )
         self._completions = Completions(
-            runtime, settings, slots=self._slots, token_text=self._answering.token_text
+            runtime.router,
+            runtime.chat,
+            name=runtime.model_name,
+            sampling=settings.sampling,
+            budget=settings.budget,
+            io_timeout_s=settings.serve.io_timeout_s,
+            slots=self._slots,
+            token_text=self._answering.token_text,
         )
         self._asks: Ask | None = None
         self._mcp = AgentTool(self._answer_to, model_name=runtime.model_name)

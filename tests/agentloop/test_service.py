@@ -17,7 +17,6 @@ import pytest
 
 import agentloop
 from agentloop.agent.chat_format import ChatFormat
-from agentloop.api.app import AgentService, listening
 from agentloop.api.guard import ServeSettings
 from agentloop.api.listen import bind
 from agentloop.environments.served import ServedAgent
@@ -31,6 +30,7 @@ from agentloop.observe.exporters.otel import CallerSpan, caller_span
 from agentloop.observe.recorder import GroupFolder
 from agentloop.runtime import Runtime, Settings, _Model, _Parts
 from agentloop.sandbox import Pool
+from agentloop.service import AgentService, listening
 from tests.patience import patient
 from tests.support import (
     END,
