@@ -124,26 +124,26 @@ class EndpointSampler:
         """Send a request, store the answer in `trajectory` and return its token count, if known."""
         started_s = time.monotonic()
         try:
-            found = await self._client.complete(body, id=trajectory.id)
+            completion = await self._client.complete(body, id=trajectory.id)
         except (ServerRefused, ServerUnavailable) as error:
             trajectory.error = str(error)
             return None
         finally:
             trajectory.elapsed_s = time.monotonic() - started_s
-        trajectory.stop_reason = found.stop_reason
-        if found.stop_reason.is_unscorable:
+        trajectory.stop_reason = completion.stop_reason
+        if completion.stop_reason.is_unscorable:
             trajectory.error = "the endpoint reports a failure of its own infrastructure"
-        cut = found.stop_reason is StopReason.TOKEN_BUDGET
+        cut = completion.stop_reason is StopReason.TOKEN_BUDGET
         turn = Turn(
-            text=found.text,
+            text=completion.text,
             end=TurnEnd.LENGTH if cut else TurnEnd.STOP,
             servers=[self._settings.url],
             generated_s=trajectory.elapsed_s,
             ended_s=trajectory.elapsed_s,
         )
         trajectory.turns.append(turn)
-        trajectory.answer = answer_in(found.text, reasoning=False)
-        return found.num_tokens
+        trajectory.answer = answer_in(completion.text, reasoning=False)
+        return completion.num_tokens
 
     def _body(
         self, messages: Sequence[Message], sampling: Sampling, budget: Budget

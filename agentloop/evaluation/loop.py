@@ -98,7 +98,7 @@ class Outcome:
     @property
     def rewards(self) -> list[float]:
         """Rewards of the samples that have one."""
-        return [one.reward for one in self.rollouts if one.reward is not None]
+        return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
 
 
 class Evaluation:
@@ -138,7 +138,7 @@ class Evaluation:
     def todo(self) -> list[Outcome]:
         """Outcomes that lack samples with a reward."""
         wanted = self._settings.num_samples
-        return [one for one in self._outcomes.values() if len(one.rewards) < wanted]
+        return [outcome for outcome in self._outcomes.values() if len(outcome.rewards) < wanted]
 
     async def take_up(self) -> None:
         """Load the results of earlier runs in the same folder.
@@ -176,7 +176,7 @@ class Evaluation:
                     group.task.refused = str(group.error)
                     self._on_refused(group.task.task, group.error)
                 self._on_progress(num_done)
-        refused = [one.refused for one in self._outcomes.values() if one.refused]
+        refused = [outcome.refused for outcome in self._outcomes.values() if outcome.refused]
         if refused and len(refused) == len(self._outcomes):
             raise RequestError(
                 f"no task could be sampled ({len(refused):,} refused): {refused[-1]}"
@@ -248,15 +248,15 @@ class Evaluation:
             rows_of = partial(_rows, group, missing, name, common)
             for index, rows in zip(missing, await in_run_thread(rows_of), strict=True):
                 samples[index] = rows
-        whole = [row for rows in samples for row in rows]
-        await in_run_thread(self._folder.add_group, outcome.number, whole)
+        all_rows = [row for rows in samples for row in rows]
+        await in_run_thread(self._folder.add_group, outcome.number, all_rows)
         outcome.rollouts = [RolloutFigures(**rows[0]["figures"]) for rows in samples]
         return ()
 
     async def _report(self, outcome: Outcome) -> None:
         self._num_reported += 1
         task = outcome.task
-        so_far = avg_at_k([one.rewards for one in self._outcomes.values()])
+        so_far = avg_at_k([outcome.rewards for outcome in self._outcomes.values()])
         row = {
             "step": self._num_reported,
             "group": outcome.number,
@@ -279,10 +279,10 @@ def _nothing() -> None:
 
 def _by_sample(rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows of a group's file by sample: one for each of its trajectories."""
-    found: dict[int, list[Row]] = {}
+    rows_by_sample: dict[int, list[Row]] = {}
     for number, row in enumerate(rows):
-        found.setdefault(row.get("rollout", number), []).append(row)
-    return list(found.values())
+        rows_by_sample.setdefault(row.get("rollout", number), []).append(row)
+    return list(rows_by_sample.values())
 
 
 def _rows(group: RolloutGroup, indexes: Sequence[int], name: str, common: Row) -> list[list[Row]]:
