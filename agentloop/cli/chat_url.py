@@ -40,7 +40,7 @@ class RunningService:
         """Open a connection.
 
         Args:
-            url: such as http://127.0.0.1:8000, with or without /v1.
+            url: The service's address, such as http://127.0.0.1:8000, with or without /v1.
 
         Raises:
             SettingsError: the URL is invalid.

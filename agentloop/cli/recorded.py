@@ -34,7 +34,7 @@ class Scores:
 
     Attributes:
         num_rollouts: number of recorded rollouts and branches.
-        num_without: those without a reward, such as for want of a known task.
+        num_without: rollouts without a reward, such as for want of a known task.
         total: sum of the rewards.
     """
 
@@ -55,7 +55,7 @@ async def score(files: Iterable[Path], settings: RewardSettings, tasks: Iterable
     """Score recorded conversations; the rewards are written into their files.
 
     Args:
-        files: of groups that `agentloop serve` has recorded.
+        files: the files of groups that `agentloop serve` has recorded.
         tasks: problems with answers, found by the question of a conversation. Unless the settings
             name a function of the user's, others get no reward.
 
@@ -64,7 +64,7 @@ async def score(files: Iterable[Path], settings: RewardSettings, tasks: Iterable
         RewardError: the user's function failed.
         SettingsError: the user's function cannot be loaded.
     """
-    known = {key: task for task in tasks for key in (task.id, task_digest(_question(task)))}
+    tasks_by_key = {key: task for task in tasks for key in (task.id, task_digest(_question(task)))}
     scores = Scores()
     remaining = iter(files)
 
@@ -74,7 +74,7 @@ async def score(files: Iterable[Path], settings: RewardSettings, tasks: Iterable
         async def work() -> None:
             for path in remaining:  # shared: each worker takes the next
                 rows = await anyio.to_thread.run_sync(_rows_of, path)
-                rewards = [await _reward(grader, settings, known, *one) for one in rows]
+                rewards = [await _reward(grader, settings, tasks_by_key, *row) for row in rows]
                 for reward in rewards:
                     scores.num_rollouts += 1
                     if reward is None or reward.value is None:
@@ -93,13 +93,13 @@ async def score(files: Iterable[Path], settings: RewardSettings, tasks: Iterable
 async def _reward(
     grader: Grader,
     settings: RewardSettings,
-    known: Mapping[str, Task],
+    tasks_by_key: Mapping[str, Task],
     row: Row,
     record: Trajectory,
 ) -> Reward | None:
     """Score a row and put the reward into it; return None if its task is unknown."""
     question = row["question"]
-    task = known.get(task_digest(question))
+    task = tasks_by_key.get(task_digest(question))
     if task is None and ":" not in settings.function:
         return None
     reward = await grader.score(record, task or Task("", question, ""))
@@ -185,5 +185,5 @@ def _question(task: Task) -> str:
     """Return the question as the user's message has it, with the template of the tasks."""
     if isinstance(task.prompt, str):
         return task.prompt
-    said = [one.get("content") for one in task.prompt if one.get("role") == "user"]
-    return said[-1] if said and isinstance(said[-1], str) else ""
+    contents = [message.get("content") for message in task.prompt if message.get("role") == "user"]
+    return contents[-1] if contents and isinstance(contents[-1], str) else ""

@@ -264,8 +264,8 @@ class Plan:
     def num_processes(self) -> int:
         """Number of servers and ranks. A server counts as one process."""
         s = self.settings
-        own = 0 if s.servers else s.server.count
-        return own + s.ranks.nproc_per_node * (s.ranks.nodes if s.cluster.address else 1)
+        num_servers = 0 if s.servers else s.server.count
+        return num_servers + s.ranks.nproc_per_node * (s.ranks.nodes if s.cluster.address else 1)
 
     @property
     def num_gpus(self) -> int:
@@ -557,9 +557,9 @@ def _warnings(
     if on_gpus:
         yield from _gpu_warnings(s, machine, learner, server)
     host = learner.loading
-    own = 0 if s.servers or on_gpus else s.server.count * s.server.dp_size
+    num_local_servers = 0 if s.servers or on_gpus else s.server.count * s.server.dp_size
     if not on_gpus:
-        host = s.ranks.nproc_per_node * learner.total + own * (
+        host = s.ranks.nproc_per_node * learner.total + num_local_servers * (
             server.weights + (server.kv_cache or 0)
         )
     host = max(host, learner.loading, s.ranks.nproc_per_node * learner.offloaded)

@@ -65,7 +65,7 @@ def test_an_answer_that_is_interrupted_is_forgotten(
     async def started(settings: object) -> AsyncIterator[SimpleNamespace]:
         yield SimpleNamespace(chat=PlayedChat(), rollout=None)
 
-    monkeypatch.setattr("agentloop.cli.console.started", started)
+    monkeypatch.setattr("agentloop.cli.console.open_runtime", started)
     monkeypatch.setattr("agentloop.cli.chat.ask", ask)
     monkeypatch.setattr("agentloop.cli.console.Lines", lambda: Asked("one", " ", "two", "three"))
     assert main(["chat"]) == 0
@@ -95,7 +95,7 @@ def test_it_says_which_weights_of_a_run_it_took(
     async def started(settings: object) -> AsyncIterator[None]:
         yield
 
-    monkeypatch.setattr("agentloop.cli.console.started", started)
+    monkeypatch.setattr("agentloop.cli.console.open_runtime", started)
     monkeypatch.setattr("agentloop.cli.console.Lines", lambda: Asked())
     (tmp_path / "config.toml").touch()
     for model in models:

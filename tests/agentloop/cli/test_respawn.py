@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.cli.respawn import revived
+from agentloop.cli.respawn import run_with_restarts
 from tests.patience import patient
 
 pytestmark = pytest.mark.timeout(60)  # several interpreters start, one after the other
@@ -40,7 +40,7 @@ def run(folder: Path, *, deaths: int, max_restarts: int, arguments: list[str]) -
     (folder / "deaths").write_text(str(deaths))
     said: list[str] = []
     command = [sys.executable, "-c", CHILD, str(folder)]
-    status = revived(command, arguments, max_restarts, said.append)
+    status = run_with_restarts(command, arguments, max_restarts, said.append)
     return status, "\n".join(said)
 
 
@@ -64,7 +64,7 @@ def test_what_the_run_does_not_keep_is_told_again(tmp_path: Path) -> None:
     (tmp_path / "deaths").write_text("1")
     command = [sys.executable, "-c", CHILD, str(tmp_path)]
     told = ["recipe.toml", "servers_key=secret"]
-    assert revived(command, told, 3, print, again=["servers_key=secret"]) == 7
+    assert run_with_restarts(command, told, 3, print, again=["servers_key=secret"]) == 7
     assert lives(tmp_path) == [
         "recipe.toml servers_key=secret",
         f"--resume {tmp_path / 'run'} servers_key=secret",
@@ -103,7 +103,7 @@ def test_a_request_to_end_after_the_childs_death_is_obeyed(
 
     monkeypatch.setattr("subprocess.Popen", Died)
     said: list[str] = []
-    assert revived(["train"], [], 3, said.append) == 128 + signal.SIGKILL
+    assert run_with_restarts(["train"], [], 3, said.append) == 128 + signal.SIGKILL
     assert said == ["Ended by SIGKILL; continue with: agentloop train --resume run"]
 
 
@@ -132,8 +132,8 @@ def test_without_a_run_there_is_nothing_to_go_on_with(tmp_path: Path) -> None:
 def waiting(child: str) -> Iterator[subprocess.Popen[str]]:
     """Start a process that waits for a child, which runs `child`."""
     waits = (
-        "import sys\nfrom agentloop.cli.respawn import revived\n"
-        f"sys.exit(revived([sys.executable, '-c', {child!r}], [], 3, print))"
+        "import sys\nfrom agentloop.cli.respawn import run_with_restarts\n"
+        f"sys.exit(run_with_restarts([sys.executable, '-c', {child!r}], [], 3, print))"
     )
     command = [sys.executable, "-c", waits]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -15,7 +15,7 @@ import agentloop
 from agentloop import RequestError, call
 from agentloop.cli.console import ProgressLine
 from agentloop.cli.sft import DialogueTraining
-from agentloop.cli.sft_stage import with_taught
+from agentloop.cli.sft_stage import add_teacher_dialogues
 from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
 from agentloop.environments.environment import open_tasks
@@ -83,7 +83,7 @@ def training_of(run: TrainSettings) -> DialogueTraining:
 
 
 async def taught(run: TrainSettings, folder: RunFolder) -> DialoguesSettings:
-    return await with_taught(
+    return await add_teacher_dialogues(
         run, training_of(run).data, run.environments, folder, cast(ProgressLine, silent)
     )
 

@@ -22,7 +22,7 @@ from agentloop.cli import train as train_module
 from agentloop.cli.rolling_out import rollouts_of
 from agentloop.cli.sft_stage import check_teachers
 from agentloop.cli.train import TrainSettings, main, train
-from agentloop.cli.train_checks import checked
+from agentloop.cli.train_checks import check_settings
 from agentloop.cli.train_settings import learner_settings
 from agentloop.config import load_settings, to_toml
 from agentloop.distribution import install_hint
@@ -82,7 +82,7 @@ from tests.support import FakeSGLang, eventually
 )
 def test_what_would_teach_the_wrong_thing_is_refused_by_name(override: str, named: str) -> None:
     with pytest.raises(SettingsError, match=named):
-        checked(load_settings(TrainSettings, overrides=[override]))
+        check_settings(load_settings(TrainSettings, overrides=[override]))
 
 
 def test_a_staged_run_can_be_told_again(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_staged_run_can_be_told_again(tmp_path: Path) -> None:
     settings = load_settings(TrainSettings, [recipe])
     again = tmp_path / "config.toml"
     again.write_text(to_toml(settings), "utf-8")
-    assert checked(load_settings(TrainSettings, [again])) == checked(settings)
+    assert check_settings(load_settings(TrainSettings, [again])) == check_settings(settings)
 
 
 def test_teachers_are_checked_before_anything_starts() -> None:
@@ -336,16 +336,18 @@ def test_a_group_is_given_up_before_the_ranks_give_each_other_up() -> None:
     group = ["weights.transport=group", "weights.group_timeout_s=90"]
     same = load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=90"])
     with pytest.raises(SettingsError, match=r"weights\.group_timeout_s: 90 .*learner\.collective"):
-        checked(same)
-    checked(load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=91"]))
+        check_settings(same)
+    check_settings(
+        load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=91"])
+    )
     by_disk = ["weights.group_timeout_s=90", "learner.collective_timeout_s=90"]
-    checked(load_settings(TrainSettings, overrides=by_disk))
+    check_settings(load_settings(TrainSettings, overrides=by_disk))
 
 
 def test_all_problems_of_the_settings_are_reported_at_once() -> None:
     overrides = ["model=/no/such", "sampling.top_k=5", "loop.early_stop_at=99", "ranks.nodes=2"]
     with pytest.raises(SettingsError) as raised:
-        checked(load_settings(TrainSettings, overrides=overrides))
+        check_settings(load_settings(TrainSettings, overrides=overrides))
     named = [problem.partition(":")[0] for problem in str(raised.value).split("; ")]
     assert named == ["model", "ranks.nodes", "sampling.top_k", "loop.early_stop_at"]
 
@@ -353,20 +355,20 @@ def test_all_problems_of_the_settings_are_reported_at_once() -> None:
 def test_a_group_of_one_teaches_nothing() -> None:
     overrides = ["loop.group_size=1", "roc.down_sample_to_n=0"]
     with pytest.raises(SettingsError, match=r"loop\.group_size"):
-        checked(load_settings(TrainSettings, overrides=overrides))
+        check_settings(load_settings(TrainSettings, overrides=overrides))
 
 
 def test_the_learner_has_the_servers_model_and_temperature() -> None:
     template = SMALL / "chat_template.jinja"
     overrides = ["sampling.temperature=0.7", f"chat.template={template}"]
     settings = load_settings(TrainSettings, overrides=overrides)
-    whole = checked(settings)
+    whole = check_settings(settings)
     told = learner_settings(whole)
     assert told == LearnerSettings(
         model=SMALL.resolve(), temperature=0.7, chat_template=template.read_text("utf-8")
     )
     assert str(told.model) == whole.model
-    assert checked(whole) == whole
+    assert check_settings(whole) == whole
 
 
 PLAYED_RANK = RANK.replace(
@@ -549,12 +551,12 @@ async def test_a_run_of_two_environments(tmp_path: Path, played_rank: Path) -> N
 
 
 def test_env_and_envs_exclude_each_other() -> None:
-    checked(load_settings(TrainSettings, overrides=[ENVS]))
+    check_settings(load_settings(TrainSettings, overrides=[ENVS]))
     both = load_settings(
         TrainSettings, overrides=[ENVS, "env=agentloop.environments.examples.guess_number:guess"]
     )
     with pytest.raises(SettingsError, match="env, envs: both are set"):
-        checked(both)
+        check_settings(both)
 
 
 @pytest.mark.anyio
