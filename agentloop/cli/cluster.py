@@ -299,7 +299,7 @@ class OnCluster:
         async with self._run.servers(makes, say=say) as started:
             self._servers = [server for server in started if server.model_path]
             self._hosts = [server for server in started if not server.model_path]
-            update: dict[str, Any] = {
+            update: dict[str, object] = {
                 "servers": [server.url for server in self._servers],
                 "servers_key": pydantic.SecretStr(key),
             }

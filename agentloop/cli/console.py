@@ -25,7 +25,7 @@ from collections.abc import (
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self, TextIO, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
@@ -38,6 +38,7 @@ from agentloop.training.run_status import RunStatus, clock
 if TYPE_CHECKING:
     import pydantic
     from rich.console import RenderableType
+    from structlog.typing import Processor
 
     from agentloop.runtime import Runtime, Settings
 
@@ -59,6 +60,7 @@ __all__ = [
 
 
 Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
 
 _threads = anyio.lowlevel.RunVar[anyio.CapacityLimiter]("_command_threads")
 _interruptible: list[anyio.CancelScope] = []  # innermost last; a process runs one command
@@ -380,8 +382,8 @@ def _configure_logging() -> None:
     import structlog
 
     stamp = structlog.processors.TimeStamper(fmt="iso")
-    shared: list[Any] = [structlog.stdlib.add_log_level, stamp]
-    renderer: Any = structlog.processors.JSONRenderer()
+    shared: list[Processor] = [structlog.stdlib.add_log_level, stamp]
+    renderer: Processor = structlog.processors.JSONRenderer()
     if sys.stderr.isatty():
         # Without the values of local variables, among which may be keys.
         plain = structlog.dev.plain_traceback
@@ -400,7 +402,7 @@ def _configure_logging() -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
-class _Stderr(logging.StreamHandler[Any]):
+class _Stderr(logging.StreamHandler[TextIO]):
     """A handler that looks up `sys.stderr` at each record, since live displays replace it.
 
     Of warnings that quote an error, such as those of an environment that fails in each rollout, it
@@ -438,15 +440,15 @@ class _Stderr(logging.StreamHandler[Any]):
         super().emit(record)
 
     @property
-    def stream(self) -> Any:
+    def stream(self) -> TextIO:
         return sys.stderr
 
     @stream.setter
-    def stream(self, stream: Any) -> None:
+    def stream(self, stream: TextIO) -> None:
         pass
 
 
-async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
+async def in_thread(function: Callable[[*Arguments], Result], *args: *Arguments) -> Result:
     """Run what may take long, as code of the user's or a download, so that signals end the command.
 
     Neither cancellation nor the end of the process waits for the thread.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import anyio
 import pydantic
@@ -44,7 +44,7 @@ SETS = {
 }
 """Number of rows and description of each problem set."""
 
-Result = tuple[str, dict[str, Any]]
+Result = tuple[str, dict[str, object]]
 """The result of a command, as text and as data for JSON."""
 
 _COUNTS = ("num_tasks", "num_too_few", "num_without", "num_unknown")  # of `Filtered`
@@ -242,7 +242,7 @@ def _trajectory_files(paths: Iterable[Path]) -> Iterable[Path]:
             raise DataError(f"{path}: no trajectories/*.jsonl; expected a run's folder")
 
 
-def _outcome(row: Any, where: str) -> tuple[str, float | None]:
+def _outcome(row: object, where: str) -> tuple[str, float | None]:
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: expected an object")
     task, reward = row.get("task"), row.get("reward")
@@ -255,11 +255,11 @@ def _outcome(row: Any, where: str) -> tuple[str, float | None]:
 
 def _tasks(files: Iterable[Path]) -> Iterable[Task]:
     for file in files:
-        kind: Any = "parquet" if file.suffix == ".parquet" else "jsonl"
+        kind: Literal["jsonl", "parquet"] = "parquet" if file.suffix == ".parquet" else "jsonl"
         yield from read_tasks(TasksSettings(kind=kind, paths=[file]))
 
 
-def _write(rows: Iterable[Mapping[str, Any]], out: Path) -> None:
+def _write(rows: Iterable[Mapping[str, object]], out: Path) -> None:
     """Write the rows as JSONL, atomically. Follow symbolic links; refuse devices.
 
     Raises:
@@ -282,9 +282,9 @@ def _write(rows: Iterable[Mapping[str, Any]], out: Path) -> None:
             unfinished.unlink()
 
 
-def _row(task: Task) -> dict[str, Any]:
+def _row(task: Task) -> dict[str, object]:
     field = "problem" if isinstance(task.prompt, str) else "messages"
-    row: dict[str, Any] = {field: task.prompt, "answer": task.answer, "source": task.source}
+    row: dict[str, object] = {field: task.prompt, "answer": task.answer, "source": task.source}
     row |= {"level": task.level} if task.level else {}
     return row | ({"extra_info": dict(task.extra)} if task.extra else {})
 

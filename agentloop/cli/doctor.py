@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import pydantic
 
@@ -22,6 +21,7 @@ from agentloop.cli.machine import examine, report
 from agentloop.config import load_settings
 from agentloop.errors import AgentLoopError, ModelError, RequestError
 from agentloop.inference.sglang.parser_probe import calls_found_by_sglang
+from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message
 
 __all__ = ["Diagnosis", "DoctorSettings", "diagnose", "main"]
@@ -188,7 +188,7 @@ def diagnose(chat: ChatFormat, *, ask_sglang: bool = False) -> Diagnosis:
     return diagnosis
 
 
-def _calling(call_id: str) -> dict[str, Any]:
+def _calling(call_id: str) -> JsonObject:
     function = {"name": "python_code", "arguments": _ARGUMENTS}
     call: Message = {"id": call_id, "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pydantic
@@ -50,6 +49,7 @@ from agentloop.inference.openai_client import EndpointSettings
 from agentloop.inference.processes.supervise import require_device
 from agentloop.models import SMALL
 from agentloop.observe.stalls import NO_PROGRESS_S
+from agentloop.plain_json import JsonObject
 from agentloop.rollouts.metrics import mean
 from agentloop.rollouts.player import endpoint_player_of, player_of
 from agentloop.rollouts.runner import GroupRunner
@@ -96,7 +96,7 @@ class EvaluateSettings(Settings):
 
 async def evaluate(
     settings: EvaluateSettings, progress: console.ProgressLine, *, resume: Path | None = None
-) -> tuple[Path, dict[str, Any]]:
+) -> tuple[Path, JsonObject]:
     """Run an evaluation, or continue the one at `resume`; return the run's folder and the results.
 
     The results are also written to the folder, as results.json and results.md.
@@ -119,7 +119,7 @@ async def _evaluate_in(
     settings: EvaluateSettings,
     tasks: Sequence[Task],
     progress: console.ProgressLine,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Sample and score the tasks that are not done, write the results and return them."""
     report = _ProgressReport(settings.evaluate, progress)
     dashboard = RunDashboard(
@@ -443,7 +443,7 @@ def _read_settings(
         RunFolderError: `run` or `resume` is not a run's folder.
     """
     files, overrides = console.split_settings(arguments)
-    base: dict[str, Any] = {}
+    base: dict[str, object] = {}
     if resume is not None:
         files = [str(config_of(resume, "--resume")), *files]
     if run is not None:
@@ -493,7 +493,7 @@ async def _evaluate(
     return 1 if summary["all"]["num_missing"] else 0
 
 
-def _print_table(summary: dict[str, Any]) -> None:
+def _print_table(summary: JsonObject) -> None:
     from rich.console import Console
     from rich.table import Table
 

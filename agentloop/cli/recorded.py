@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -20,12 +19,10 @@ from agentloop.aio import task_group
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task, read_jsonl, task_digest
 from agentloop.errors import DataError, summary_of
-from agentloop.plain_json import dumps
+from agentloop.plain_json import JsonObject, dumps
 from agentloop.trajectory import Trajectory
 
 __all__ = ["Scores", "dialogues", "score"]
-
-Row = dict[str, Any]
 
 
 @dataclass
@@ -94,7 +91,7 @@ async def _reward(
     grader: Grader,
     settings: RewardSettings,
     tasks_by_key: Mapping[str, Task],
-    row: Row,
+    row: JsonObject,
     record: Trajectory,
 ) -> Reward | None:
     """Score a row and put the reward into it; return None if its task is unknown."""
@@ -111,7 +108,7 @@ async def _reward(
     return reward
 
 
-def dialogues(files: Iterable[Path], *, least: float) -> Iterator[dict[str, Any]]:
+def dialogues(files: Iterable[Path], *, least: float) -> Iterator[dict[str, object]]:
     """Yield the conversations with a reward of at least `least` as lines for `agentloop sft`.
 
     A line has the ids as they were sampled. Each sampled token is trained on in one line at most.
@@ -142,8 +139,8 @@ def dialogues(files: Iterable[Path], *, least: float) -> Iterator[dict[str, Any]
                 }
 
 
-def _rows_of(path: Path) -> list[tuple[Row, Trajectory]]:
-    rows: list[tuple[Row, Trajectory]] = []
+def _rows_of(path: Path) -> list[tuple[JsonObject, Trajectory]]:
+    rows: list[tuple[JsonObject, Trajectory]] = []
     for number, row in read_jsonl(path):
         where = f"{path}: line {number}"
         if not isinstance(row, dict) or not isinstance(row.get("question"), str):
@@ -152,14 +149,14 @@ def _rows_of(path: Path) -> list[tuple[Row, Trajectory]]:
     return rows
 
 
-def _trajectory(row: Mapping[str, Any], where: str) -> Trajectory:
+def _trajectory(row: JsonObject, where: str) -> Trajectory:
     try:
         return Trajectory.from_dict(row["trajectory"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{where}: field 'trajectory': {summary_of(error)}") from error
 
 
-def _replace(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def _replace(path: Path, rows: Sequence[JsonObject]) -> None:
     """Replace a group's file, unless the service has deleted it meanwhile.
 
     Raises:
@@ -169,7 +166,7 @@ def _replace(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     try:
         with partial.open("wb") as file:
             for row in rows:
-                file.write(dumps(dict(row)) + b"\n")
+                file.write(dumps(row) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         if path.exists():

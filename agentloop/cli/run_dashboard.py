@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import anyio
 from aiohttp import web
@@ -30,6 +30,7 @@ from agentloop.observe.exporters.otel import OtelSettings, Traces
 from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from agentloop.observe.live import Sources, served_here
 from agentloop.observe.runs import of_start, start_metrics
+from agentloop.plain_json import JsonObject
 from agentloop.runtime import Runtime
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.run_folder import RunFolder
@@ -91,7 +92,7 @@ class RunDashboard:
         model: str,
         event_log: EventLogSettings | None = None,
         sinks: SinksSettings | None = None,
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
     ) -> AsyncIterator[None]:
         """Pass events to the configured exporters: traces, the event log and sinks such as wandb.
 
@@ -252,7 +253,7 @@ class RunDashboard:
     def _num_waiting(self) -> int:
         return 0 if self.runtime is None else self.runtime.router.num_waiting
 
-    def _sandbox(self) -> Mapping[str, Any]:
+    def _sandbox(self) -> Mapping[str, object]:
         return {} if self.runtime is None else self.runtime.pool.stats()
 
     def _served_on(self) -> ServedOn:
@@ -268,8 +269,8 @@ class RunDashboard:
     def _servers(self) -> Sequence[ServerView]:
         return () if self.runtime is None else self.runtime.router.view()
 
-    def _state(self) -> Mapping[str, Any]:
-        state: dict[str, Any] = {"waits": self._progress.line}
+    def _state(self) -> Mapping[str, object]:
+        state: dict[str, object] = {"waits": self._progress.line}
         if (status := self._progress.status) is not None:
             state |= {
                 "stage": status.stage,
@@ -286,7 +287,5 @@ class RunDashboard:
                 state["staleness"] = steps[-1].get("staleness_mean")
         return state
 
-    async def _read(
-        self, read: Callable[..., dict[str, Any] | None], name: str
-    ) -> dict[str, Any] | None:
+    async def _read(self, read: Callable[..., JsonObject | None], name: str) -> JsonObject | None:
         return await anyio.to_thread.run_sync(read, self.folder.path, name, self._chat)

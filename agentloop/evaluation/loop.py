@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import pydantic
 
@@ -24,6 +23,7 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import DataError, EnvironmentFailed, RequestError
 from agentloop.evaluation.estimate import avg_at_k
 from agentloop.events import Emit, Measured, ignore
+from agentloop.plain_json import JsonObject
 from agentloop.rollouts.metrics import GroupFigures, RolloutFigures, about, about_each
 from agentloop.rollouts.record import RolloutGroup
 from agentloop.rollouts.runner import GroupRunner
@@ -34,7 +34,6 @@ from agentloop.trajectory import Trajectory
 __all__ = ["Evaluation", "EvaluationSettings", "Outcome"]
 
 _OUTCOMES = "outcomes.jsonl"
-Row = dict[str, Any]
 
 
 class EvaluationSettings(pydantic.BaseModel):
@@ -193,7 +192,7 @@ class Evaluation:
             int(path.stem.removeprefix("group-")): f"trajectories/{path.name}"
             for path in (folder.path / "trajectories").glob("group-*.jsonl")
         }
-        by_number: dict[int, Row] = {
+        by_number: dict[int, JsonObject] = {
             row["group"]: row for row in folder.rows(_OUTCOMES) if row["group"] in files
         }
         for number, path in files.items():
@@ -221,7 +220,7 @@ class Evaluation:
     async def _sample(
         self, groups: GroupRunner, budget: Budget, outcome: Outcome, on_queued: Callable[[], None]
     ) -> Sequence[Trajectory]:
-        samples: list[list[Row]] = []
+        samples: list[list[JsonObject]] = []
         if outcome.rollouts:
             path = f"trajectories/group-{outcome.number:07}.jsonl"
             samples = _by_sample(await in_run_thread(self._folder.read_group, path))
@@ -277,22 +276,24 @@ def _nothing() -> None:
     """Do nothing: the task is already queued."""
 
 
-def _by_sample(rows: Sequence[Row]) -> list[list[Row]]:
+def _by_sample(rows: Sequence[JsonObject]) -> list[list[JsonObject]]:
     """Return the rows of a group's file by sample: one for each of its trajectories."""
-    rows_by_sample: dict[int, list[Row]] = {}
+    rows_by_sample: dict[int, list[JsonObject]] = {}
     for number, row in enumerate(rows):
         rows_by_sample.setdefault(row.get("rollout", number), []).append(row)
     return list(rows_by_sample.values())
 
 
-def _rows(group: RolloutGroup, indexes: Sequence[int], name: str, common: Row) -> list[list[Row]]:
+def _rows(
+    group: RolloutGroup, indexes: Sequence[int], name: str, common: JsonObject
+) -> list[list[JsonObject]]:
     """Return the rows of each sample.
 
     Args:
         indexes: the numbers of the samples among all of their task.
         name: the name of the group; in the rows, the ids of all samples are alike.
     """
-    samples: list[list[Row]] = [[] for _ in group.rollouts]
+    samples: list[list[JsonObject]] = [[] for _ in group.rollouts]
     figures = [asdict(RolloutFigures.of(rollout)) for rollout in group.rollouts]
     for row in group.rows():
         position, index = row.rollout, indexes[row.rollout]

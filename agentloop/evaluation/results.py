@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from agentloop.evaluation.estimate import Estimate, avg_at_k, pass_at_k, sampling_error
 from agentloop.evaluation.loop import EvaluationSettings, Outcome
+from agentloop.plain_json import JsonObject
 from agentloop.rollouts.metrics import GroupFigures, about, mean, mean_parts, mean_recorded, percent
 
 __all__ = ["Figures", "figures_of", "markdown", "notes", "results", "table", "text"]
@@ -76,8 +76,8 @@ def figures_of(outcomes: Sequence[Outcome], settings: EvaluationSettings) -> Fig
 
 
 def results(
-    outcomes: Sequence[Outcome], settings: EvaluationSettings, description: Mapping[str, Any]
-) -> dict[str, Any]:
+    outcomes: Sequence[Outcome], settings: EvaluationSettings, description: Mapping[str, object]
+) -> JsonObject:
     """Return all results for JSON, starting with `about_it`: the model and its settings."""
     sets: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
@@ -108,15 +108,15 @@ def results(
     }  # fmt: skip
 
 
-def _data(figures: Figures) -> dict[str, Any]:
+def _data(figures: Figures) -> JsonObject:
     data = asdict(figures)
     data["pass_at_k"] = {str(k): estimate for k, estimate in data["pass_at_k"].items()}
     return data
 
 
-def table(data: Mapping[str, Any]) -> list[list[str]]:
+def table(data: JsonObject) -> list[list[str]]:
     """Return rows of cells; the first row names the sets, the first column the metrics."""
-    sets: dict[str, Mapping[str, Any]] = dict(data["sets"])
+    sets: dict[str, JsonObject] = dict(data["sets"])
     if len(sets) != 1:
         sets["all"] = data["all"]
     k = data["num_samples"]
@@ -154,7 +154,7 @@ def table(data: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _estimate(estimate: Mapping[str, Any] | None) -> str:
+def _estimate(estimate: JsonObject | None) -> str:
     return (
         "-"
         if estimate is None
@@ -162,7 +162,7 @@ def _estimate(estimate: Mapping[str, Any] | None) -> str:
     )
 
 
-def notes(data: Mapping[str, Any]) -> list[str]:
+def notes(data: JsonObject) -> list[str]:
     """Return explanations of the table, one per line."""
     lines = [
         f"In brackets: the {100 * data['confidence']:g}% confidence interval for the population of "
@@ -182,7 +182,7 @@ def notes(data: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def text(data: Mapping[str, Any]) -> str:
+def text(data: JsonObject) -> str:
     """Return the table and its notes as plain text."""
     rows = table(data)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -193,7 +193,7 @@ def text(data: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", *notes(data)]) + "\n"
 
 
-def markdown(data: Mapping[str, Any]) -> str:
+def markdown(data: JsonObject) -> str:
     """Return the table and its notes as a Markdown page."""
     head, *rows = [[cell.replace("|", "\\|") for cell in cells] for cells in table(data)]
     lines = [f"# {data['model']}, by {data['by']}", ""]

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio.to_thread
 import pydantic
@@ -37,6 +36,7 @@ from agentloop.distribution import require
 from agentloop.errors import DataError, RunFolderError, SettingsError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL, not_a_model
+from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.client import start_learner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
@@ -269,7 +269,7 @@ def _mean_mismatch(
 # --- output -------------------------------------------------------------------------------------
 
 
-def as_data(report: EntropyReport, chat: ChatFormat, *, num_tokens: int) -> dict[str, Any]:
+def as_data(report: EntropyReport, chat: ChatFormat, *, num_tokens: int) -> JsonObject:
     """Return the report as plain data: entropies in nats, shares from 0 to 1.
 
     Each kind lists its first `num_tokens` tokens.
@@ -321,7 +321,7 @@ def _share(num: int, of: int) -> float:
     return num / of if of else 0.0
 
 
-def _example(report: EntropyReport, chat: ChatFormat, place: TokenPosition) -> dict[str, Any]:
+def _example(report: EntropyReport, chat: ChatFormat, place: TokenPosition) -> JsonObject:
     rollout = report.rollouts[place.rollout]
     ids = rollout.turns[place.turn].ids
     return {
@@ -332,7 +332,7 @@ def _example(report: EntropyReport, chat: ChatFormat, place: TokenPosition) -> d
     }
 
 
-def _print(data: Mapping[str, Any]) -> None:
+def _print(data: JsonObject) -> None:
     for line in _summary_lines(data):
         print(line)
     columns: tuple[str, ...] = ("kind", "tokens", "marked", "share of marked", "mean entropy")
@@ -367,7 +367,7 @@ def _print(data: Mapping[str, Any]) -> None:
             console.print_table(columns, rows, title=title, numbers=columns[1:-1])
 
 
-def _summary_lines(data: Mapping[str, Any]) -> list[str]:
+def _summary_lines(data: JsonObject) -> list[str]:
     """Return lines about the scored tokens and the weights that scored them."""
     version = data["version"]
     versions = list(data["versions"])

@@ -31,6 +31,7 @@ from safetensors.numpy import save_file
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.cli import console
 from agentloop.errors import AgentLoopError, ModelError, SettingsError
+from agentloop.plain_json import JsonObject
 
 __all__ = ["ModelSource", "export", "find", "main"]
 
@@ -230,7 +231,7 @@ def _add_card(model: ModelSource, out: Path, sha256: Mapping[str, str]) -> None:
 
 def _metrics_table(path: Path) -> Iterator[str]:
     """Yield Markdown tables of the last step and of the last evaluation."""
-    last: dict[bool, dict[str, Any]] = {}
+    last: dict[bool, JsonObject] = {}
     for row in _rows(path):
         last[any(name.startswith("held_out/") for name in row)] = row
     for is_evaluation, row in sorted(last.items()):
@@ -240,7 +241,7 @@ def _metrics_table(path: Path) -> Iterator[str]:
             yield f"| {name} | {f'{value:.4g}' if isinstance(value, float) else value} |"
 
 
-def _rows(path: Path) -> Iterable[dict[str, Any]]:
+def _rows(path: Path) -> Iterable[JsonObject]:
     if not path.is_file():
         return
     for line in path.read_text("utf-8").splitlines():
@@ -250,7 +251,7 @@ def _rows(path: Path) -> Iterable[dict[str, Any]]:
             continue
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> JsonObject:
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -260,7 +261,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import anyio.to_thread
 
@@ -90,7 +89,7 @@ async def _ls(folder: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _data(run: RunSummary) -> dict[str, Any]:
+def _data(run: RunSummary) -> dict[str, object]:
     return {"name": run.path.name, **asdict(run), "path": str(run.path.resolve())}
 
 

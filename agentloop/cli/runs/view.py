@@ -7,7 +7,6 @@ import contextlib
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import anyio
@@ -53,7 +52,7 @@ class _ModelSettings(pydantic.BaseModel):
     model: str | None = None
     chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
     servers: list[str] = []
-    server: dict[str, Any] = {}
+    server: dict[str, object] = {}
 
     @property
     def served_on(self) -> ServedOn:
@@ -130,7 +129,7 @@ async def _export(run: Path, out: Path, num_rollouts: int) -> int:
     with console.ProgressLine(f"Reading {run}", after_s=2.0) as progress:
         archive = await _open_archive(run)
         frame = await archive.frame()
-        bodies: dict[str, Any] = {"api/frame": frame, "api/runs": {"runs": []}}
+        bodies: dict[str, object] = {"api/frame": frame, "api/runs": {"runs": []}}
         bodies[f"api/curves?run={_quote_name(archive.folder.name)}"] = {
             "run": archive.folder.name,
             "rows": frame["steps"],
@@ -190,7 +189,7 @@ async def _open_archive(run: Path) -> Archive:
 def _read_archive(run: Path) -> Archive:
     config = config_of(run.expanduser())
     folder = config.parent.resolve()
-    description: dict[str, Any] = {
+    description: dict[str, object] = {
         "kind": "view",
         "of": str(summarize(folder).kind),
         "title": folder.name,
@@ -227,10 +226,12 @@ def _without_secrets(config: str) -> str:
     return "\n".join(lines)
 
 
-def _progress(folder: Path) -> dict[str, Any]:
+def _progress(folder: Path) -> dict[str, object]:
     """Return the total of a run's steps, and how it has ended, in the words of the live page."""
     summary = summarize(folder)
-    progress: dict[str, Any] = {} if summary.num_steps is None else {"num_steps": summary.num_steps}
+    progress: dict[str, object] = {}
+    if summary.num_steps is not None:
+        progress["num_steps"] = summary.num_steps
     if summary.kind is RunKind.TRAIN and summary.state is not RunState.RUNNING:
         state = "finished" if summary.state is RunState.ENDED else str(summary.state)
         progress["ended"] = {"state": state, "text": ". ".join(summary.problems)}
