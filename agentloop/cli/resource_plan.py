@@ -315,8 +315,7 @@ def plan(
         raise SettingsError(
             f"model: {not_a_model(folder)}. (A plan only needs the configuration, no weights.)"
         )
-    if machine is None:
-        machine = this_machine(settings.run.folder)
+    machine = machine or this_machine(settings.run.folder)
     shape = ModelShape.read(folder, changes)
     on_gpus = settings.server.device == "cuda" or (
         settings.server.device == "auto" and has_accelerator()
