@@ -65,7 +65,7 @@ async def _serve(arguments: list[str], question: str | None, number: int) -> int
         async with (
             _record_of(settings) as record,
             set_up([load(settings.env)]),
-            console.started(settings) as runtime,
+            console.open_runtime(settings) as runtime,
         ):
             agent: ServedAgent | None = None
             if task is not None and (environment := load(settings.env)) is not None:

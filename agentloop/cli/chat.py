@@ -81,15 +81,15 @@ class Transcript:
     def __init__(self, out: Console, chat: ChatFormat | None) -> None:
         """
         Args:
-            chat: of the model that is asked; None: something else is, so there are no token ids.
+            chat: The format of the model that is asked; None: something else is asked, without ids.
         """
         self._out = out
         self._chat = chat
         self._record: Trajectory | None = None
-        self._channels = self._opened(False)
+        self._channels = self._open_channels(False)
         self._at_line_start = True
 
-    def _opened(self, thinks: bool) -> Splitter:
+    def _open_channels(self, thinks: bool) -> Splitter:
         return self._chat.family.channels(thinks) if self._chat else Channels(reasoning=thinks)
 
     def __call__(self, event: Event) -> None:
@@ -103,7 +103,7 @@ class Transcript:
                     and not self._record.messages  # without token ids
                     and self._chat.begins_in_thought(self._record, turn)
                 )
-                self._channels = self._opened(thinks)
+                self._channels = self._open_channels(thinks)
             case TokensSampled(text=text):
                 for channel, piece in self._channels.feed(text):
                     self._write(piece, "dim" if channel is Channel.REASONING else "bold")
@@ -113,8 +113,10 @@ class Transcript:
             case CallFinished(result=result):
                 good = result.status is ToolCallStatus.OK
                 color = "green" if good else "red"
-                took = result.ended_s - result.dispatched_s
-                self._line(f"[{color}]\u25c0 {result.status} in {took * 1000:.0f} ms[/{color}]")
+                elapsed_s = result.ended_s - result.dispatched_s
+                self._line(
+                    f"[{color}]\u25c0 {result.status} in {elapsed_s * 1000:.0f} ms[/{color}]"
+                )
                 self._block(result.content, color)
             case TurnMoved(server=server):
                 self._line(
@@ -129,7 +131,7 @@ class Transcript:
         """Print the last lines: why the rollout ended, and its turns, tokens and time.
 
         Args:
-            num_tokens: as an endpoint has counted them; None: those of the trajectory.
+            num_tokens: The tokens that an endpoint has counted; None: count the trajectory's.
         """
         if num_tokens is None:
             num_tokens = trajectory.num_sampled_tokens
@@ -218,8 +220,8 @@ class Conversations:
         record = self._record
         if record.messages or self._chat is None:  # without token ids
             between = record.messages_between
-            said = between[turn] if turn < len(between) else []
-            return [one for one in said if one.get("role") != "tool"]
+            messages = between[turn] if turn < len(between) else []
+            return [message for message in messages if message.get("role") != "tool"]
         last = record.turns[turn - 1] if turn > 0 else None
         if last is not None and (last.calls or last.end is TurnEnd.THOUGHT):
             return []
@@ -228,8 +230,8 @@ class Conversations:
 
     def _print_messages(self, messages: Sequence[Message]) -> None:
         """Print what an environment says: after ">", and the role if that is not a user's."""
-        for one in messages:
-            role, content = str(one.get("role")), one.get("content") or ""
+        for message in messages:
+            role, content = str(message.get("role")), message.get("content") or ""
             if not isinstance(content, str):
                 content = "".join(str(part.get("text", "")) for part in content)
             mark = ">" if role == "user" else f"{role}>"
@@ -320,8 +322,8 @@ def main(arguments: list[str]) -> int:
     if options.list_settings:
         print(commands.settings_text(PlaySettings))
         return 0
-    given = [] if options.question is None else [options.question, *options.settings]
-    questions, settings = _split_questions(given)
+    positional = [] if options.question is None else [options.question, *options.settings]
+    questions, settings = _split_questions(positional)
     if len(questions) > 1:
         parser.error(f"expected one question, in quotes, not {', '.join(map(repr, questions))}")
     question = questions[0] if questions else None
@@ -410,25 +412,28 @@ async def _chat(question: str | None, arguments: list[str], run: Path | None, nu
     if task is not None:
         reward = await play(settings, task, out)
         return 0 if reward.value is not None else 1
-    async with commands.started(settings) as runtime:
+    async with commands.open_runtime(settings) as runtime:
         if question is not None:
-            asked = [_from_user(question)]
-            trajectory = await ask(runtime.rollout, runtime.chat, asked, out)
+            messages = [_from_user(question)]
+            trajectory = await ask(runtime.rollout, runtime.chat, messages, out)
             return 0 if trajectory.stop_reason is StopReason.ANSWERED else 1
 
-        async def answered(messages: list[Message]) -> list[Message]:
+        async def answer(messages: list[Message]) -> list[Message]:
             trajectory = await ask(runtime.rollout, runtime.chat, messages, out)
             return runtime.chat.messages_of(trajectory.turns)
 
-        await _converse(answered, out)
+        await _converse(answer, out)
     return 0
 
 
 async def _chat_at(url: str, question: str | None, arguments: list[str]) -> int:
     """Converse with a running service."""
     files, overrides = commands.split_settings(arguments)
-    if others := [*files, *(one for one in overrides if not one.startswith("serve.token="))]:
-        raise SettingsError(f"--url: the running service has its own settings: omit {others[0]}")
+    if unused := [
+        *files,
+        *(override for override in overrides if not override.startswith("serve.token=")),
+    ]:
+        raise SettingsError(f"--url: the running service has its own settings: omit {unused[0]}")
     token = load_settings(PlaySettings, [], overrides).serve.token
     out = Console()
     key = None if token is None else token.get_secret_value()
@@ -436,10 +441,10 @@ async def _chat_at(url: str, question: str | None, arguments: list[str]) -> int:
         if question is not None:
             return 0 if await service.answer([_from_user(question)], out) else 1
 
-        async def answered(messages: list[Message]) -> list[Message]:
+        async def answer(messages: list[Message]) -> list[Message]:
             return [{"role": "assistant", "content": await service.answer(messages, out)}]
 
-        await _converse(answered, out)
+        await _converse(answer, out)
     return 0
 
 

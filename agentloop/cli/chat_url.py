@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 from rich.console import Console
 
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
-from agentloop.plain_json import loads
+from agentloop.plain_json import JsonObject, loads
 from agentloop.trajectory import Message
 
 __all__ = ["RunningService"]
@@ -40,7 +39,7 @@ class RunningService:
         """Open a connection.
 
         Args:
-            url: such as http://127.0.0.1:8000, with or without /v1.
+            url: The service's address, such as http://127.0.0.1:8000, with or without /v1.
 
         Raises:
             SettingsError: the URL is invalid.
@@ -75,7 +74,7 @@ class RunningService:
             out.print()
         return answer
 
-    async def _deltas(self, messages: list[Message]) -> AsyncGenerator[dict[str, Any]]:
+    async def _deltas(self, messages: list[Message]) -> AsyncGenerator[JsonObject]:
         body = {"messages": messages, "stream": True}
         try:
             async with self._http.stream(
@@ -100,7 +99,7 @@ class RunningService:
         except ValueError as error:
             raise ServerUnavailable(f"{self._url}: an invalid chunk: {error}") from error
 
-    async def _with_model(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _with_model(self, body: JsonObject) -> JsonObject:
         """Add the first of the service's models, which for `agentloop serve` is the agent."""
         response = await self._http.get(f"{self._url}/models")
         if response.status_code != httpx.codes.OK:

@@ -108,7 +108,7 @@ def nodes_from(shapes: Sequence[str]) -> list[ClusterNode]:
     Raises:
         SettingsError: a shape is not of this form.
     """
-    found: list[ClusterNode] = []
+    nodes: list[ClusterNode] = []
     for shape in shapes:
         match = _SHAPE.fullmatch(shape.replace(" ", ""))
         if match is None:
@@ -118,17 +118,17 @@ def nodes_from(shapes: Sequence[str]) -> list[ClusterNode]:
             )
         cpus, gpus, gib, ram = (int(match[key] or 0) for key in ("cpus", "gpus", "gib", "ram"))
         for _ in range(int(match["nodes"])):
-            name = f"node-{len(found) + 1}"
-            found.append(ClusterNode(name, cpus, gpus, ram * _GIB, gib * _GIB))
-    return found
+            name = f"node-{len(nodes) + 1}"
+            nodes.append(ClusterNode(name, cpus, gpus, ram * _GIB, gib * _GIB))
+    return nodes
 
 
 class ClusterPlan:
     """The placements of a run's processes on some nodes.
 
     Attributes:
-        settings: those of the run, with the device that the nodes have.
-        machine: a node, as one machine for the estimates of a plan.
+        settings: The run's settings, with the device that the nodes have.
+        machine: A node, as one machine for the estimates of a plan.
     """
 
     def __init__(self, settings: TrainSettings, nodes: Sequence[ClusterNode], home: str) -> None:
@@ -258,7 +258,7 @@ class OnCluster:
     """The processes of a run on a cluster, for the parts of the run that use them.
 
     Attributes:
-        settings: those of the run: with the device of the nodes, and absolute paths.
+        settings: The run's settings, with the device of the nodes and absolute paths.
     """
 
     def __init__(self, settings: TrainSettings, run: PlacedRun, log_dir: Path) -> None:
@@ -276,7 +276,7 @@ class OnCluster:
         return self.settings.cluster.colocated and self.settings.server.device == "cuda"
 
     @asynccontextmanager
-    async def attached(
+    async def start_services(
         self, settings: Settings, *, say: Callable[[str], None]
     ) -> AsyncIterator[Settings]:
         """Start servers and sandbox hosts; yield the settings of a runtime that uses them.
@@ -297,14 +297,14 @@ class OnCluster:
                 timeout_s = settings.server.start_timeout_s
                 makes[name] = partial(sandbox_launch, pool, timeout_s, name, log_path, token)
         async with self._run.servers(makes, say=say) as started:
-            self._servers = [one for one in started if one.model_path]
-            self._hosts = [one for one in started if not one.model_path]
-            update: dict[str, Any] = {
-                "servers": [one.url for one in self._servers],
+            self._servers = [server for server in started if server.model_path]
+            self._hosts = [server for server in started if not server.model_path]
+            update: dict[str, object] = {
+                "servers": [server.url for server in self._servers],
                 "servers_key": pydantic.SecretStr(key),
             }
             if self._hosts:
-                hosts = {"hosts": [one.url for one in self._hosts]}
+                hosts = {"hosts": [server.url for server in self._hosts]}
                 hosts |= {"hosts_token": pydantic.SecretStr(token)}  # type: ignore[dict-item]
                 update["sandbox"] = settings.sandbox.model_copy(update=hosts)
             yield settings.model_copy(update=update)
@@ -327,9 +327,9 @@ class OnCluster:
             name = f"runtime {number + 1}"
             server = settings.server.model_copy(update={"count": count, "port": 0})
             log_dir = self._log_dir / name.replace(" ", "-")
-            own = settings.model_copy(update={"server": server, "log_dir": log_dir})
+            runtime_settings = settings.model_copy(update={"server": server, "log_dir": log_dir})
             starts[name] = partial(self._run.start_actor, name, RolloutActor)
-            opens[name] = partial(remote_rollouts, own)
+            opens[name] = partial(remote_rollouts, runtime_settings)
         async with runtimes.running(starts, opens):
             yield runtimes
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 __all__ = ["FILE", "candidates", "main"]
 
@@ -62,6 +62,39 @@ Print the script with which a shell completes commands, options, settings, their
 
 Candidate = tuple[str, str]
 """A word that may stand here, and what it means."""
+Takes = str | list[str] | None
+"""The choices of an option or argument, or the kind of its values; None: it is a flag."""
+
+
+class _Option(TypedDict):
+    about: str
+    takes: Takes
+
+
+class _Setting(TypedDict):
+    about: str
+    choices: list[str]
+
+
+class _Command(TypedDict, total=False):
+    """A command with options and arguments, or, with `commands`, a group of commands.
+
+    Attributes:
+        arguments: The values of each argument without an option.
+        settings: The first parts of the names of its settings, and the names under which the
+            settings of `_Completions` describe them.
+    """
+
+    about: str
+    commands: dict[str, _Command]
+    options: dict[str, _Option]
+    arguments: list[Takes]
+    settings: dict[str, str]
+
+
+class _Completions(TypedDict):
+    commands: dict[str, _Command]
+    settings: dict[str, _Setting]
 
 
 def main(arguments: list[str]) -> int:
@@ -71,66 +104,63 @@ def main(arguments: list[str]) -> int:
         print(_HELP)
         return 0
     if shell not in _SCRIPTS or words[:1] not in ([], ["--"]):
-        what = f"unknown shell {shell!r}" if shell not in _SCRIPTS else "expected only a shell"
-        print(f"{_USAGE}\nagentloop completion: error: {what}", file=sys.stderr)
+        problem = f"unknown shell {shell!r}" if shell not in _SCRIPTS else "expected only a shell"
+        print(f"{_USAGE}\nagentloop completion: error: {problem}", file=sys.stderr)
         return 2
     if not words:
         print(_SCRIPTS[shell])
         return 0
     words = words[1:] or [""]
     if shell == "bash":
-        words = _rejoined(words)
-    for value, about in candidates(words):
-        if (
-            shell == "bash"
-        ):  # it replaces the part after the last of the characters that break words
-            value = _escaped(value[max(words[-1].rfind("="), words[-1].rfind(":")) + 1 :])
-        print(value if shell == "bash" or not about else f"{value}\t{about}")
+        words = _join_broken(words)
+    for value, description in candidates(words):
+        if shell == "bash":
+            # Bash replaces the part after the last of the characters that break words.
+            value = _escape(value[max(words[-1].rfind("="), words[-1].rfind(":")) + 1 :])
+        print(value if shell == "bash" or not description else f"{value}\t{description}")
     return 0
 
 
 def candidates(words: Sequence[str]) -> list[Candidate]:
     """Return the candidates for the last of the words that follow `agentloop`."""
     *before, word = words
-    command: Mapping[str, Any] = _known()
+    completions = _completions()
+    command: _Command = {"commands": completions["commands"]}
     while "commands" in command:
         if not before:
-            named = ((name, one["about"]) for name, one in command["commands"].items())
-            return _beginning_with(word, named)
+            names = ((name, inner["about"]) for name, inner in command["commands"].items())
+            return _beginning_with(word, names)
         if before[0] not in command["commands"]:
             return []
         command = command["commands"][before.pop(0)]
-    options: Mapping[str, Mapping[str, Any]] = command["options"]
+    options = command["options"]
     name, equals, value = word.partition("=")
     if equals and name in options:
-        found = _values(options[name]["takes"], value)
-        return [(f"{name}={one}", about) for one, about in found]
+        return [(f"{name}={choice}", "") for choice, _ in _values(options[name]["takes"], value)]
     if before and (option := options.get(before[-1])) and option["takes"] is not None:
         return _values(option["takes"], word)
     if word.startswith("-"):
-        return _beginning_with(word, ((one, of["about"]) for one, of in options.items()))
+        return _beginning_with(word, ((name, option["about"]) for name, option in options.items()))
     return _values_of_argument(command, before, word)
 
 
-def _values_of_argument(
-    command: Mapping[str, Any], before: Sequence[str], word: str
-) -> list[Candidate]:
+def _values_of_argument(command: _Command, before: Sequence[str], word: str) -> list[Candidate]:
     """Return the values of the command's arguments that stand without an option."""
-    num_given = sum(not one.startswith("-") and "=" not in one for one in before)
-    arguments: Sequence[Any] = command["arguments"]
-    sections: Mapping[str, str] = command.get("settings", {})
+    num_before = sum(not word.startswith("-") and "=" not in word for word in before)
+    arguments = command["arguments"]
+    sections = command.get("settings", {})
     if not sections:  # the last one may stand several times
-        num_given = min(num_given, len(arguments) - 1)
-    takes = arguments[num_given] if num_given < len(arguments) and arguments else "text"
-    found = _values(takes, word)
+        num_before = min(num_before, len(arguments) - 1)
+    takes = arguments[num_before] if num_before < len(arguments) and arguments else "text"
+    values = _values(takes, word)
     if sections:
-        found += _settings(sections, word) + ([] if takes == "run" else _paths(word, ".toml"))
+        values += _settings(sections, word) + ([] if takes == "run" else _paths(word, ".toml"))
         if "run" in sections and takes != "run":
-            found += _beginning_with(word, ((one.stem, "") for one in _RECIPES.glob("*.toml")))
-    return found
+            values += _beginning_with(word, ((path.stem, "") for path in _RECIPES.glob("*.toml")))
+    return values
 
 
-def _values(takes: Any, word: str) -> list[Candidate]:
+def _values(takes: Takes, word: str) -> list[Candidate]:
     """Return the values of an option or argument: a list of choices, or the name of a kind."""
     match takes:
         case "run":
@@ -138,76 +168,75 @@ def _values(takes: Any, word: str) -> list[Candidate]:
         case "path":
             return _paths(word)
         case [*choices]:
-            return _beginning_with(word, ((one, "") for one in choices))
+            return _beginning_with(word, ((choice, "") for choice in choices))
         case _:
             return []
 
 
 def _settings(sections: Mapping[str, str], word: str) -> list[Candidate]:
-    """Return settings up to their next dot, or the values of the one that `word` sets.
-
-    Args:
-        sections: the first parts of the names of the command's settings, and under which names
-            those are described.
-    """
+    """Return settings up to their next dot, or the values of the one that `word` sets."""
     name, equals, value = word.partition("=")
-    described: Mapping[str, Any] = _known()["settings"]
+    settings = _completions()["settings"]
     head, dot, tail = name.partition(".")
     if equals:
-        at = sections.get(head)
-        about = described.get(f"{at}{dot}{tail}") if at else None
-        found = _beginning_with(value, ((one, "") for one in about["choices"])) if about else []
-        return [(f"{name}={one}", text) for one, text in found]
-    given = name.split(".")
+        section = sections.get(head)
+        setting = settings.get(f"{section}{dot}{tail}") if section else None
+        choices = setting["choices"] if setting else []
+        return [(f"{name}={choice}", "") for choice in choices if choice.startswith(value)]
+    typed = name.split(".")
     shown: dict[str, str] = {}
-    for section, key in ((one, key) for one, at in sections.items() for key in _keys_of(at)):
-        parts = [section, *key.split(".")[1:]]
-        matching = (one in ("NAME", other) for one, other in zip(parts, given[:-1], strict=False))
-        if len(parts) < len(given) or not all(matching):
+    for head, key in (
+        (head, key) for head, section in sections.items() for key in _keys_of(section)
+    ):
+        parts = [head, *key.split(".")[1:]]
+        matching = (
+            part in ("NAME", typed_part)
+            for part, typed_part in zip(parts, typed[:-1], strict=False)
+        )
+        if len(parts) < len(typed) or not all(matching):
             continue
-        last = parts[len(given) - 1]
-        if last == "NAME" or not last.startswith(given[-1]):
+        last = parts[len(typed) - 1]
+        if last == "NAME" or not last.startswith(typed[-1]):
             continue
-        path = ".".join([*given[:-1], last])
-        if len(parts) > len(given):
+        path = ".".join([*typed[:-1], last])
+        if len(parts) > len(typed):
             shown.setdefault(f"{path}.", "")
         else:
-            shown[f"{path}="] = described[key]["about"]
+            shown[f"{path}="] = settings[key]["about"]
     return list(shown.items())
 
 
 @cache
 def _keys_of(section: str) -> list[str]:
-    return [key for key in _known()["settings"] if key.partition(".")[0] == section]
+    return [key for key in _completions()["settings"] if key.partition(".")[0] == section]
 
 
 def _runs(word: str) -> list[Candidate]:
     """Return runs, newest first; below another folder than runs/, all folders."""
     folder, slash, _ = word.rpartition("/")
     if slash and folder != _RUNS:
-        return [one for one in _paths(word) if one[0].endswith("/")]
-    found = []
+        return [(path, "") for path, _ in _paths(word) if path.endswith("/")]
+    runs = []
     for entry in _entries(_RUNS):
         try:
-            found.append((os.stat(f"{entry.path}/config.toml").st_mtime, entry.path))
+            runs.append((-os.stat(f"{entry.path}/config.toml").st_mtime, entry.path))
         except OSError:
             continue
-    found.sort(key=lambda one: (-one[0], one[1]))
-    return _beginning_with(word, ((path, "") for _, path in found))
+    return _beginning_with(word, ((path, "") for _, path in sorted(runs)))
 
 
 def _paths(word: str, ending: str = "") -> list[Candidate]:
     """Return folders, and the files whose names have this ending."""
     folder, slash, start = word.rpartition("/")
-    found = []
+    paths = []
     for entry in _entries(os.path.expanduser(folder + slash) or "."):
         is_hidden = entry.name.startswith(".") and not start.startswith(".")
         if entry.name.startswith(start) and not is_hidden:
             if entry.is_dir():
-                found.append((f"{folder}{slash}{entry.name}/", ""))
+                paths.append((f"{folder}{slash}{entry.name}/", ""))
             elif entry.name.endswith(ending):
-                found.append((f"{folder}{slash}{entry.name}", ""))
-    return sorted(found)
+                paths.append((f"{folder}{slash}{entry.name}", ""))
+    return sorted(paths)
 
 
 def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
@@ -219,30 +248,30 @@ def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
 
 
 def _beginning_with(word: str, values: Iterator[Candidate]) -> list[Candidate]:
-    return [one for one in values if one[0].startswith(word)]
+    return [candidate for candidate in values if candidate[0].startswith(word)]
 
 
-def _rejoined(words: Sequence[str]) -> list[str]:
+def _join_broken(words: Sequence[str]) -> list[str]:
     """Return the words as a person sees them: bash breaks them at `=` and `:`."""
-    found = [""]
+    joined = [""]
     is_open = True
     for number, word in enumerate(words):
         is_break = bool(word) and set(word) <= set("=:")
         if number and (is_break or is_open):
-            found[-1] += word
+            joined[-1] += word
         elif number:
-            found.append(word)
+            joined.append(word)
         else:
-            found[-1] = word
+            joined[-1] = word
         is_open = is_break
-    return found
+    return joined
 
 
-def _escaped(value: str) -> str:
+def _escape(value: str) -> str:
     return re.sub(r"([^\w@%+=:,./~-])", r"\\\1", value)
 
 
 @cache
-def _known() -> dict[str, Any]:
-    known: dict[str, Any] = json.loads(FILE.read_bytes())
-    return known
+def _completions() -> _Completions:
+    completions: _Completions = json.loads(FILE.read_bytes())
+    return completions

@@ -25,7 +25,7 @@ from collections.abc import (
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self, TextIO, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
@@ -38,6 +38,7 @@ from agentloop.training.run_status import RunStatus, clock
 if TYPE_CHECKING:
     import pydantic
     from rich.console import RenderableType
+    from structlog.typing import Processor
 
     from agentloop.runtime import Runtime, Settings
 
@@ -48,17 +49,18 @@ __all__ = [
     "collect_garbage_less_often",
     "in_thread",
     "interruptible",
+    "open_runtime",
     "print_json",
     "print_table",
     "printable",
     "run",
     "settings_text",
     "split_settings",
-    "started",
 ]
 
 
 Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
 
 _threads = anyio.lowlevel.RunVar[anyio.CapacityLimiter]("_command_threads")
 _interruptible: list[anyio.CancelScope] = []  # innermost last; a process runs one command
@@ -140,7 +142,7 @@ def print_table(
 
     out, cells = Console(), [[printable(cell) for cell in row] for row in rows]
     if not out.is_terminal:
-        print(_aligned([list(columns), *cells], [name in numbers for name in columns], title))
+        print(_align([list(columns), *cells], [name in numbers for name in columns], title))
         return
     shown, headings = list(columns), list(columns)
     if _total_width(headings, cells) > out.width:
@@ -161,9 +163,11 @@ def print_table(
         show_edge=False,
         padding=(0, _GAP - 1, 0, 0),
     )
-    first, *others = _widths([headings, *cells])
-    first = max(_MIN_FIRST_WIDTH, min(first, out.width - sum(others) - _GAP * len(shown)))
-    for name, heading, width in zip(shown, headings, (first, *others), strict=True):
+    first_width, *other_widths = _widths([headings, *cells])
+    first_width = max(
+        _MIN_FIRST_WIDTH, min(first_width, out.width - sum(other_widths) - _GAP * len(shown))
+    )
+    for name, heading, width in zip(shown, headings, (first_width, *other_widths), strict=True):
         justify: Literal["left", "right"] = "right" if name in numbers else "left"
         table.add_column(heading, justify=justify, overflow="fold", width=width)
     for row in cells:
@@ -185,7 +189,7 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
     ]
 
 
-def _aligned(rows: Sequence[Sequence[str]], right: Sequence[bool], title: str) -> str:
+def _align(rows: Sequence[Sequence[str]], right: Sequence[bool], title: str) -> str:
     from rich.cells import cell_len
 
     widths = _widths(rows)
@@ -304,11 +308,11 @@ def _panel(status: RunStatus) -> RenderableType:
     from rich.text import Text
 
     bar = Table.grid(padding=(0, 1))
-    left = "" if status.left_s is None else f"about {clock(status.left_s)} left"
+    remaining = "" if status.left_s is None else f"about {clock(status.left_s)} left"
     bar.add_row(
         f"{status.unit} {status.step} of {status.num_steps}",
         ProgressBar(total=status.num_steps, completed=status.step, width=30),
-        left,
+        remaining,
     )
     values = [
         Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in status.values.items()
@@ -318,7 +322,7 @@ def _panel(status: RunStatus) -> RenderableType:
 
 
 @asynccontextmanager
-async def started(settings: Settings) -> AsyncIterator[Runtime]:
+async def open_runtime(settings: Settings) -> AsyncIterator[Runtime]:
     """Start a runtime, showing progress meanwhile, and stop it when the context is left."""
     from agentloop.runtime import Runtime
 
@@ -352,7 +356,7 @@ def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
         )
     except (AgentLoopError, SandboxError, BaseExceptionGroup) as error:
         errors = list(leaves(error))
-        if not all(isinstance(one, (AgentLoopError, SandboxError)) for one in errors):
+        if not all(isinstance(leaf, (AgentLoopError, SandboxError)) for leaf in errors):
             raise
         for message in dict.fromkeys(map(str, errors)):  # several tasks may fail alike
             print(f"agentloop: error: {message}", file=sys.stderr)
@@ -378,8 +382,8 @@ def _configure_logging() -> None:
     import structlog
 
     stamp = structlog.processors.TimeStamper(fmt="iso")
-    shared: list[Any] = [structlog.stdlib.add_log_level, stamp]
-    renderer: Any = structlog.processors.JSONRenderer()
+    shared: list[Processor] = [structlog.stdlib.add_log_level, stamp]
+    renderer: Processor = structlog.processors.JSONRenderer()
     if sys.stderr.isatty():
         # Without the values of local variables, among which may be keys.
         plain = structlog.dev.plain_traceback
@@ -398,7 +402,7 @@ def _configure_logging() -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
-class _Stderr(logging.StreamHandler[Any]):
+class _Stderr(logging.StreamHandler[TextIO]):
     """A handler that looks up `sys.stderr` at each record, since live displays replace it.
 
     Of warnings that quote an error, such as those of an environment that fails in each rollout, it
@@ -414,7 +418,7 @@ class _Stderr(logging.StreamHandler[Any]):
         error = record.exc_info[1] if record.exc_info else None
         if error is None or record.levelno > logging.WARNING:
             # asyncio's reports of tasks that `sys.exit` has ended: `run` reports it.
-            if error is None or not all(isinstance(one, SystemExit) for one in leaves(error)):
+            if error is None or not all(isinstance(leaf, SystemExit) for leaf in leaves(error)):
                 super().emit(record)
             return
         error, place = sole(error), place_of(error)
@@ -436,15 +440,15 @@ class _Stderr(logging.StreamHandler[Any]):
         super().emit(record)
 
     @property
-    def stream(self) -> Any:
+    def stream(self) -> TextIO:
         return sys.stderr
 
     @stream.setter
-    def stream(self, stream: Any) -> None:
+    def stream(self, stream: TextIO) -> None:
         pass
 
 
-async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
+async def in_thread(function: Callable[[*Arguments], Result], *args: *Arguments) -> Result:
     """Run what may take long, as code of the user's or a download, so that signals end the command.
 
     Neither cancellation nor the end of the process waits for the thread.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import anyio
 import pydantic
@@ -44,7 +44,7 @@ SETS = {
 }
 """Number of rows and description of each problem set."""
 
-Result = tuple[str, dict[str, Any]]
+Result = tuple[str, dict[str, object]]
 """The result of a command, as text and as data for JSON."""
 
 _COUNTS = ("num_tasks", "num_too_few", "num_without", "num_unknown")  # of `Filtered`
@@ -77,21 +77,22 @@ def _prepare(options: argparse.Namespace) -> Result:
 
 def _filter(options: argparse.Namespace) -> Result:
     solved, rollouts = options.solved
-    found = filter_solved(options.tasks, options.trajectories, solved=solved, rollouts=rollouts)
-    _write(map(_row, found.tasks), options.out)
+    filtered = filter_solved(options.tasks, options.trajectories, solved=solved, rollouts=rollouts)
+    _write(map(_row, filtered.tasks), options.out)
+    num_kept = len(filtered.tasks)
     text = (
-        f"{options.out}: {len(found.tasks):,} of {count_of(found.num_tasks, 'problem')} kept; "
-        f"solved at least {solved} of {rollouts} times: {found.num_tasks - len(found.tasks):,}"
+        f"{options.out}: {num_kept:,} of {count_of(filtered.num_tasks, 'problem')} kept; "
+        f"solved at least {solved} of {rollouts} times: {filtered.num_tasks - num_kept:,}"
     )
-    if found.num_too_few:
+    if filtered.num_too_few:
         text += (
             f"; kept for having fewer than {count_of(rollouts, 'rollout')} with a reward: "
-            f"{found.num_too_few:,} ({found.num_without:,} have none)"
+            f"{filtered.num_too_few:,} ({filtered.num_without:,} have none)"
         )
-    if found.num_unknown:
-        text += f"; rolled out, but not in the --tasks files: {found.num_unknown:,}"
-    counts = {name: getattr(found, name) for name in _COUNTS}
-    return text, {"out": str(options.out), "num_problems": len(found.tasks), **counts}
+    if filtered.num_unknown:
+        text += f"; rolled out, but not in the --tasks files: {filtered.num_unknown:,}"
+    counts = {name: getattr(filtered, name) for name in _COUNTS}
+    return text, {"out": str(options.out), "num_problems": num_kept, **counts}
 
 
 def _teacher(options: argparse.Namespace) -> Result:
@@ -103,16 +104,16 @@ def _teacher(options: argparse.Namespace) -> Result:
 def _score(options: argparse.Namespace) -> Result:
     settings = RewardSettings(function=options.reward)
     files = [*_trajectory_files(options.records)]
-    found = anyio.run(score, files, settings, [*_tasks(options.tasks)])
-    text = f"{count_of(found.num_scored, 'conversation')} scored"
-    if found.mean is not None:
-        text += f", mean reward {found.mean:.3f}"
-    if found.num_without:
-        text += f"; {found.num_without:,} without a reward"
+    scores = anyio.run(score, files, settings, [*_tasks(options.tasks)])
+    text = f"{count_of(scores.num_scored, 'conversation')} scored"
+    if scores.mean is not None:
+        text += f", mean reward {scores.mean:.3f}"
+    if scores.num_without:
+        text += f"; {scores.num_without:,} without a reward"
         if not options.tasks and ":" not in options.reward:
             text += " (name the problems with --tasks, or a function of your own with --reward)"
-    counts = {"num_scored": found.num_scored, "num_without": found.num_without}
-    return text, {**counts, "mean_reward": found.mean}
+    counts = {"num_scored": scores.num_scored, "num_without": scores.num_without}
+    return text, {**counts, "mean_reward": scores.mean}
 
 
 def _dialogues(options: argparse.Namespace) -> Result:
@@ -140,18 +141,18 @@ def prepare(
         DataError: a row is invalid, or, unless `any_count`, the number of rows is not the set's.
     """
     rows = list(_tasks(files))
-    expected, what = SETS[name]
+    expected, title = SETS[name]
     if len(rows) != expected and not any_count:
         raise DataError(
-            f"{name}: found {count_of(len(rows), 'row')}, but {what} has {expected:,}; "
+            f"{name}: found {count_of(len(rows), 'row')}, but {title} has {expected:,}; "
             "use --any-count to accept them anyway"
         )
     measured = {_problem(task) for task in _tasks(without)}
-    left: dict[str, Task] = {}
+    remaining: dict[str, Task] = {}
     for task in rows:
         if (problem := _problem(task)) not in measured:
-            left.setdefault(problem, task)
-    return len(rows), list(left.values())
+            remaining.setdefault(problem, task)
+    return len(rows), list(remaining.values())
 
 
 def _problem(task: Task) -> str:
@@ -165,7 +166,7 @@ class Filtered:
     Attributes:
         num_tasks: distinct problems before filtering.
         num_too_few: problems kept because they have too few rollouts.
-        num_without: those of them without any rollouts.
+        num_without: problems among these that have no rollouts.
         num_unknown: problems with rollouts that are not among the tasks.
     """
 
@@ -197,17 +198,17 @@ def filter_solved(
     for path in _trajectory_files(trajectories):
         counted = set()  # a rollout has a row for each of its conversations
         for number, row in read_jsonl(path):
-            task, reward = _outcome(row, f"{path}: line {number}")
-            rollout = (row.get("group"), task, row.get("rollout", f"line {number}"))
+            task_id, reward = _outcome(row, f"{path}: line {number}")
+            rollout = (row.get("group"), task_id, row.get("rollout", f"line {number}"))
             if rollout in counted:
                 continue
             counted.add(rollout)
-            rewards = last.setdefault(task, deque(maxlen=rollouts))
+            rewards = last.setdefault(task_id, deque(maxlen=rollouts))
             if reward is not None:
                 rewards.append(reward)
     tasks: dict[str, Task] = {}
-    for one in _tasks(files):
-        tasks.setdefault(one.id, one)
+    for task in _tasks(files):
+        tasks.setdefault(task.id, task)
     if not tasks.keys() & last.keys():
         raise DataError(
             f"--tasks: the rollouts have {count_of(len(last), 'problem')} and these files "
@@ -215,15 +216,15 @@ def filter_solved(
             "was trained on"
         )
     counts = {id: len(last.get(id, ())) for id in tasks}
-    left = [
+    remaining = [
         task
         for id, task in tasks.items()
         if counts[id] < rollouts or sum(reward > 0 for reward in last[id]) < solved
     ]
-    if not left:
+    if not remaining:
         raise DataError(f"no problems are left: all of them are solved ({len(tasks):,})")
     return Filtered(
-        left,
+        remaining,
         num_tasks=len(tasks),
         num_too_few=sum(count < rollouts for count in counts.values()),
         num_without=sum(not count for count in counts.values()),
@@ -241,7 +242,7 @@ def _trajectory_files(paths: Iterable[Path]) -> Iterable[Path]:
             raise DataError(f"{path}: no trajectories/*.jsonl; expected a run's folder")
 
 
-def _outcome(row: Any, where: str) -> tuple[str, float | None]:
+def _outcome(row: object, where: str) -> tuple[str, float | None]:
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: expected an object")
     task, reward = row.get("task"), row.get("reward")
@@ -254,11 +255,11 @@ def _outcome(row: Any, where: str) -> tuple[str, float | None]:
 
 def _tasks(files: Iterable[Path]) -> Iterable[Task]:
     for file in files:
-        kind: Any = "parquet" if file.suffix == ".parquet" else "jsonl"
+        kind: Literal["jsonl", "parquet"] = "parquet" if file.suffix == ".parquet" else "jsonl"
         yield from read_tasks(TasksSettings(kind=kind, paths=[file]))
 
 
-def _write(rows: Iterable[Mapping[str, Any]], out: Path) -> None:
+def _write(rows: Iterable[Mapping[str, object]], out: Path) -> None:
     """Write the rows as JSONL, atomically. Follow symbolic links; refuse devices.
 
     Raises:
@@ -281,9 +282,9 @@ def _write(rows: Iterable[Mapping[str, Any]], out: Path) -> None:
             unfinished.unlink()
 
 
-def _row(task: Task) -> dict[str, Any]:
+def _row(task: Task) -> dict[str, object]:
     field = "problem" if isinstance(task.prompt, str) else "messages"
-    row: dict[str, Any] = {field: task.prompt, "answer": task.answer, "source": task.source}
+    row: dict[str, object] = {field: task.prompt, "answer": task.answer, "source": task.source}
     row |= {"level": task.level} if task.level else {}
     return row | ({"extra_info": dict(task.extra)} if task.extra else {})
 
@@ -295,7 +296,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="sets:\n"
         + "\n".join(
-            f"  {name:<10} {count:>6} rows  {what}" for name, (count, what) in SETS.items()
+            f"  {name:<10} {count:>6} rows  {title}" for name, (count, title) in SETS.items()
         ),
     )
     commands = parser.add_subparsers(
@@ -407,7 +408,7 @@ def _from(least: int) -> Callable[[str], int]:
 
 
 def _share(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form K/N, such as 8/8")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])

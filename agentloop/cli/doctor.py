@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import pydantic
 
@@ -22,6 +21,7 @@ from agentloop.cli.machine import examine, report
 from agentloop.config import load_settings
 from agentloop.errors import AgentLoopError, ModelError, RequestError
 from agentloop.inference.sglang.parser_probe import calls_found_by_sglang
+from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message
 
 __all__ = ["Diagnosis", "DoctorSettings", "diagnose", "main"]
@@ -62,15 +62,15 @@ class Diagnosis:
         format: The chat format (`chat.format`).
         end_of_turn: The token that ends an answer.
         end_of_calls: The token that ends a turn with calls.
-        generation_prompt: What stands before the model's first token.
+        generation_prompt: The text before the model's first token.
         opens_thought: Whether it opens a thought.
         markers: The format's tags, and whether each is a single token.
         conversation: A rendered conversation with a call and its response.
         turn: The text that the model samples for the call.
-        observation: What stands between that turn and the next one.
-        by_sglang: What SGLang's own parser makes of the turn, token by token; None: not asked.
-        problems: What is wrong.
-        notes: What is different from the template's own prompt, but not wrong.
+        observation: The text between that turn and the next one.
+        by_sglang: The calls that SGLang's own parser reads in the turn; None: it was not asked.
+        problems: Faults, such as a call that is lost.
+        notes: Differences from the template's own prompt that are no faults.
     """
 
     format: str
@@ -114,15 +114,15 @@ def main(arguments: Sequence[str]) -> int:
         files, overrides = console.split_settings(options.settings)
         settings = load_settings(DoctorSettings, files=files, overrides=overrides)
         chat = ChatFormat.load(options.model, settings.chat)
-        found = diagnose(chat, ask_sglang=options.sglang)
+        diagnosis = diagnose(chat, ask_sglang=options.sglang)
     except AgentLoopError as error:
         print(f"agentloop: error: {error}", file=sys.stderr)
         return 2
     if options.json:
-        console.print_json(asdict(found))
+        console.print_json(asdict(diagnosis))
     else:
-        print(_text(found))
-    return 1 if found.problems else 0
+        print(_text(diagnosis))
+    return 1 if diagnosis.problems else 0
 
 
 def _machine(*, as_json: bool) -> int:
@@ -136,7 +136,7 @@ def _machine(*, as_json: bool) -> int:
 
 def diagnose(chat: ChatFormat, *, ask_sglang: bool = False) -> Diagnosis:
     """Write a conversation in a chat format, read it again, and compare."""
-    found = Diagnosis(
+    diagnosis = Diagnosis(
         format=chat.family.name,
         end_of_turn=chat.decode([chat.end_id]),
         end_of_calls=chat.end_of_calls,
@@ -150,25 +150,29 @@ def diagnose(chat: ChatFormat, *, ask_sglang: bool = False) -> Diagnosis:
     try:
         turn = chat.encode_assistant_turn(calling)
     except RequestError as error:
-        found.notes.append(f"a turn of this model cannot be imitated: {error}")
-        return found
-    found.turn = chat.decode(turn)
+        diagnosis.notes.append(f"a turn of this model cannot be imitated: {error}")
+        return diagnosis
+    diagnosis.turn = chat.decode(turn)
     stream = chat.family.calls(chat, [_TOOL])
     calls = [call for token in turn for call in stream.feed([token])] + stream.finish()
     if [(call.name, call.arguments, call.error) for call in calls] != [
         ("python_code", _ARGUMENTS, None)
     ]:
         read = [{"name": c.name, "arguments": c.arguments, "error": c.error} for c in calls]
-        found.problems.append(f"the call is read as {read}")
-        return found
+        diagnosis.problems.append(f"the call is read as {read}")
+        return diagnosis
     prompt, observation = chat.prompt([question], [_TOOL]), chat.observation([_RESPONSE], calls)
-    found.observation = chat.decode(observation)
-    found.conversation = chat.decode(prompt + turn + observation)
-    again = {**_calling(chat.family.call_id(calls[0])), "reasoning_content": "I compute it."}
-    response = {"role": "tool", "tool_call_id": again["tool_calls"][0]["id"], "content": _RESPONSE}
-    whole = chat.prompt([question, again, response], [_TOOL])
-    if whole != prompt + turn + observation:
-        found.notes.append(
+    diagnosis.observation = chat.decode(observation)
+    diagnosis.conversation = chat.decode(prompt + turn + observation)
+    answered = {**_calling(chat.family.call_id(calls[0])), "reasoning_content": "I compute it."}
+    response = {
+        "role": "tool",
+        "tool_call_id": answered["tool_calls"][0]["id"],
+        "content": _RESPONSE,
+    }
+    rendered = chat.prompt([question, answered, response], [_TOOL])
+    if rendered != prompt + turn + observation:
+        diagnosis.notes.append(
             "the template writes the conversation so far in another way than it was sampled, for "
             "example without its thoughts; agentloop keeps what was sampled"
         )
@@ -177,39 +181,39 @@ def diagnose(chat: ChatFormat, *, ask_sglang: bool = False) -> Diagnosis:
         try:
             (by_sglang,) = calls_found_by_sglang(chat.family.sglang_parser, [pieces], [_TOOL])
         except ModelError as error:
-            found.by_sglang = str(error)
+            diagnosis.by_sglang = str(error)
         else:
             is_same = by_sglang == [("python_code", _ARGUMENTS)]
-            found.by_sglang = "the same call" if is_same else f"{by_sglang}"
-    return found
+            diagnosis.by_sglang = "the same call" if is_same else f"{by_sglang}"
+    return diagnosis
 
 
-def _calling(call_id: str) -> dict[str, Any]:
+def _calling(call_id: str) -> JsonObject:
     function = {"name": "python_code", "arguments": _ARGUMENTS}
     call: Message = {"id": call_id, "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _text(found: Diagnosis) -> str:
-    single = [tag for tag, is_single in found.markers.items() if is_single]
-    spelled = [tag for tag, is_single in found.markers.items() if not is_single]
+def _text(diagnosis: Diagnosis) -> str:
+    single = [tag for tag, is_single in diagnosis.markers.items() if is_single]
+    spelled = [tag for tag, is_single in diagnosis.markers.items() if not is_single]
     rows = [
-        ("format", found.format),
-        ("end of a turn", found.end_of_turn),
-        ("end of calls", found.end_of_calls),
-        ("generation prompt", repr(found.generation_prompt)),
-        ("begins in a thought", "yes" if found.opens_thought else "no"),
+        ("format", diagnosis.format),
+        ("end of a turn", diagnosis.end_of_turn),
+        ("end of calls", diagnosis.end_of_calls),
+        ("generation prompt", repr(diagnosis.generation_prompt)),
+        ("begins in a thought", "yes" if diagnosis.opens_thought else "no"),
         ("single tokens", " ".join(single) or "none"),
         ("spelled in several", " ".join(spelled) or "none"),
     ]
     lines = [f"{name:<20} {value}" for name, value in rows]
-    for title, text in (("A conversation with a call", found.conversation),):
-        if text:
-            lines += ["", f"{title}:", "", *(f"    {line}" for line in text.splitlines())]
-    if found.turn and not found.problems:
+    if diagnosis.conversation:
+        conversation = (f"    {line}" for line in diagnosis.conversation.splitlines())
+        lines += ["", "A conversation with a call:", "", *conversation]
+    if diagnosis.turn and not diagnosis.problems:
         lines += ["", "The call is found again as it was written."]
-    if found.by_sglang is not None:
-        lines.append(f"SGLang's own parser finds: {found.by_sglang}")
-    lines += [f"note: {note}" for note in found.notes]
-    lines += [f"PROBLEM: {problem}" for problem in found.problems]
+    if diagnosis.by_sglang is not None:
+        lines.append(f"SGLang's own parser finds: {diagnosis.by_sglang}")
+    lines += [f"note: {note}" for note in diagnosis.notes]
+    lines += [f"PROBLEM: {problem}" for problem in diagnosis.problems]
     return "\n".join(lines)

@@ -11,11 +11,10 @@ import json
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pydantic
@@ -50,6 +49,7 @@ from agentloop.inference.openai_client import EndpointSettings
 from agentloop.inference.processes.supervise import require_device
 from agentloop.models import SMALL
 from agentloop.observe.stalls import NO_PROGRESS_S
+from agentloop.plain_json import JsonObject
 from agentloop.rollouts.metrics import mean
 from agentloop.rollouts.player import endpoint_player_of, player_of
 from agentloop.rollouts.runner import GroupRunner
@@ -96,7 +96,7 @@ class EvaluateSettings(Settings):
 
 async def evaluate(
     settings: EvaluateSettings, progress: console.ProgressLine, *, resume: Path | None = None
-) -> tuple[Path, dict[str, Any]]:
+) -> tuple[Path, JsonObject]:
     """Run an evaluation, or continue the one at `resume`; return the run's folder and the results.
 
     The results are also written to the folder, as results.json and results.md.
@@ -119,7 +119,7 @@ async def _evaluate_in(
     settings: EvaluateSettings,
     tasks: Sequence[Task],
     progress: console.ProgressLine,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Sample and score the tasks that are not done, write the results and return them."""
     report = _ProgressReport(settings.evaluate, progress)
     dashboard = RunDashboard(
@@ -133,7 +133,7 @@ async def _evaluate_in(
         settings.evaluate,
         tasks,
         folder,
-        on_progress=report.done,
+        on_progress=report.report_done,
         on_refused=lambda task, error: progress.say(f"Skipped task {task.id}: {error}"),
         emit=dashboard.emit,
     )
@@ -146,7 +146,7 @@ async def _evaluate_in(
             async with (
                 elsewhere,
                 dashboard.serve_page(settings.serve) if settings.page else nullcontext(),
-                set_up(one.load() for one in settings.environments),
+                set_up(environment.load() for environment in settings.environments),
                 _open_groups(settings, tasks, dashboard, progress) as (groups, settings),
             ):
                 folder.tell(to_toml(settings))
@@ -155,26 +155,32 @@ async def _evaluate_in(
                     await evaluation.run(groups, settings.budget)
     else:
         folder.tell(to_toml(settings))
-    environments = [one.env for one in settings.environments]
-    has_tools = not settings.endpoint.url and any(not one.name for one in environments)
-    about_it = {
+    environments = [environment.env for environment in settings.environments]
+    has_tools = not settings.endpoint.url and any(
+        not environment.name for environment in environments
+    )
+    description = {
         "model": settings.endpoint.model or settings.model or "small",
         "by": settings.endpoint.url or "agentloop",
-        "environments": [one.model_dump(mode="json") for one in environments if one.name],
+        "environments": [
+            environment.model_dump(mode="json") for environment in environments if environment.name
+        ],
         "tools": settings.tools if has_tools else [],
         "sampling": settings.sampling.model_dump(mode="json"),
         "budget": settings.budget.model_dump(mode="json"),
     }
-    told = results(evaluation.outcomes, settings.evaluate, about_it)
-    folder.write("results.json", json.dumps(told, indent=2, ensure_ascii=False) + "\n")
-    folder.write("results.md", markdown(told))
-    return told
+    summary = results(evaluation.outcomes, settings.evaluate, description)
+    folder.write("results.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    folder.write("results.md", markdown(summary))
+    return summary
 
 
 def chosen_tasks(settings: EvaluateSettings) -> list[Task]:
     """Return the tasks to evaluate on, of each environment. Raises the errors of `tasks_of`."""
     num_tasks = settings.evaluate.num_tasks
-    return [task for one in settings.environments for task in tasks_of(one, num_tasks)]
+    return [
+        task for environment in settings.environments for task in tasks_of(environment, num_tasks)
+    ]
 
 
 def tasks_of(environment: RunEnvironment, num_tasks: int) -> list[Task]:
@@ -212,7 +218,7 @@ def _check(settings: EvaluateSettings) -> None:
         raise SettingsError("endpoint.model: needs endpoint.url as well")
     if settings.endpoint.url and settings.agent.command:
         raise SettingsError("agent: a program needs agentloop's own servers: omit endpoint.url")
-    if settings.endpoint.url and any(not one.name for one in settings.envs):
+    if settings.endpoint.url and any(not env.name for env in settings.envs):
         raise SettingsError("envs: with endpoint.url, each must name an environment")
     if settings.endpoint.url and settings.servers:
         raise SettingsError("servers: not used with endpoint.url: omit one of the two")
@@ -280,17 +286,18 @@ async def _open_groups(
             endpoint = await stack.enter_async_context(opened)
             pool = None
             if any("reasoning_gym" in task.extra for task in tasks):  # scored in the sandbox
-                made = Pool(s.sandbox, on_progress=progress)
-                pool = await stack.enter_async_context(made)
+                pool = await stack.enter_async_context(Pool(s.sandbox, on_progress=progress))
             grader = await stack.enter_async_context(Grader(s.reward, pool=pool))
             named = s.endpoint.model_copy(update={"model": endpoint.model})
             groups = GroupRunner(endpoint, grader, emit=dashboard.emit)
             yield groups, s.model_copy(update={"endpoint": named})
         return
-    most = max(one.budget_of(s.budget).max_response_tokens for one in s.environments)
+    max_tokens = max(
+        environment.budget_of(s.budget).max_response_tokens for environment in s.environments
+    )
     update = {
         "log_dir": s.log_dir or dashboard.folder.path / "logs",
-        "budget": s.budget.model_copy(update={"max_response_tokens": most}),
+        "budget": s.budget.model_copy(update={"max_response_tokens": max_tokens}),
     }
     logged = s.model_copy(update=update)
     async with Runtime(logged, progress=progress) as runtime:
@@ -318,7 +325,7 @@ class _ProgressReport:
         self._evaluation: Evaluation | None = None
         self._open: set[str] = set()
         self._num_tokens = 0
-        self._begun_s = time.monotonic()
+        self._started_s = time.monotonic()
         self._done_at_start = self._done = self._num_lines = 0
         self._values: dict[str, str] = {}
 
@@ -334,29 +341,31 @@ class _ProgressReport:
     @asynccontextmanager
     async def of(self, evaluation: Evaluation) -> AsyncIterator[None]:
         """Report the progress of `evaluation` while the context is open."""
-        self._evaluation, self._begun_s = evaluation, time.monotonic()
+        self._evaluation, self._started_s = evaluation, time.monotonic()
         self._done_at_start = len(evaluation.outcomes) - len(evaluation.todo)
-        self.done(self._done_at_start)
+        self.report_done(self._done_at_start)
         async with task_group() as tasks:
             tasks.start_soon(self._tick)
             yield
             tasks.cancel_scope.cancel()
 
-    def done(self, num_done: int) -> None:
+    def report_done(self, num_done: int) -> None:
         """Report that `num_done` tasks are done."""
         assert self._evaluation is not None
         self._done = num_done
         outcomes = self._evaluation.outcomes
-        told = figures_of(outcomes, self._settings)
+        figures = figures_of(outcomes, self._settings)
         name = f"avg@{self._settings.num_samples}"
-        if told.avg_at_k is not None:
-            one = told.avg_at_k
-            self._values[name] = f"{one.value:.3f} [{one.low:.3f}, {one.high:.3f}]"
-        missing = sum(one.reward is None for each in outcomes for one in each.rollouts)
+        if figures.avg_at_k is not None:
+            estimate = figures.avg_at_k
+            self._values[name] = f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+        missing = sum(
+            rollout.reward is None for outcome in outcomes for rollout in outcome.rollouts
+        )
         self._values["missing"] = str(missing)
         if _LINES * num_done // len(outcomes) > self._num_lines:
             self._num_lines = _LINES * num_done // len(outcomes)
-            value = mean(told.avg_at_k.value if told.avg_at_k else None)
+            value = mean(figures.avg_at_k.value if figures.avg_at_k else None)
             self._progress(f"{num_done} of {count_of(len(outcomes), 'task')}, {name} {value}")
         self._show()
 
@@ -367,7 +376,7 @@ class _ProgressReport:
 
     def _show(self) -> None:
         assert self._evaluation is not None
-        elapsed_s = time.monotonic() - self._begun_s
+        elapsed_s = time.monotonic() - self._started_s
         total, fresh = len(self._evaluation.outcomes), self._done - self._done_at_start
         waits = f"{count_of(len(self._open), 'sample')} in flight"
         if self._num_tokens and elapsed_s > 0:
@@ -393,15 +402,15 @@ def main(arguments: list[str]) -> int:
         help="a .jsonl or .parquet file, such as one written by `agentloop data prepare`; may be "
         "repeated",
     )
-    told = parser.add_mutually_exclusive_group()
-    told.add_argument(
+    run_options = parser.add_mutually_exclusive_group()
+    run_options.add_argument(
         "--run",
         metavar="RUN",
         type=Path,
         help="evaluate the newest model of this run of `agentloop train`, such as runs/latest, "
         "with the run's tasks, tools and budget",
     )
-    told.add_argument(
+    run_options.add_argument(
         "--resume",
         metavar="RUN",
         type=Path,
@@ -434,20 +443,20 @@ def _read_settings(
         RunFolderError: `run` or `resume` is not a run's folder.
     """
     files, overrides = console.split_settings(arguments)
-    base: dict[str, Any] = {}
+    base: dict[str, object] = {}
     if resume is not None:
         files = [str(config_of(resume, "--resume")), *files]
     if run is not None:
         base = load_known(EvaluateSettings, config_of(run, "--run"))
-        for own in ("run", "log_dir", "evaluate"):
-            base.pop(own, None)
+        for key in ("run", "log_dir", "evaluate"):
+            base.pop(key, None)
         base |= {"model": str(RunFolder.model_in(run)), "servers": []}
     if paths:
         kinds = {"parquet" if path.suffix == ".parquet" else "jsonl" for path in paths}
         if len(kinds) > 1:
             raise SettingsError("--tasks: give files of one kind only, .jsonl or .parquet")
-        named = json.dumps([str(path) for path in paths], ensure_ascii=False)
-        overrides = [f"tasks.kind={kinds.pop()}", f"tasks.paths={named}", "tasks.held_out=0",
+        paths_json = json.dumps([str(path) for path in paths], ensure_ascii=False)
+        overrides = [f"tasks.kind={kinds.pop()}", f"tasks.paths={paths_json}", "tasks.held_out=0",
                      *overrides]  # fmt: skip
     return load_settings(EvaluateSettings, files, overrides, base=base)
 
@@ -455,42 +464,44 @@ def _read_settings(
 async def _plan(settings: EvaluateSettings) -> int:
     _check(settings)
     tasks = await console.in_thread(chosen_tasks, settings)
-    k, most = settings.evaluate.num_samples, settings.budget.max_response_tokens
+    k, max_tokens = settings.evaluate.num_samples, settings.budget.max_response_tokens
     by = settings.endpoint.url or "agentloop"
     sets = sorted({task.env or task.source for task in tasks})
     print(f"tasks      {len(tasks):,} ({', '.join(sets)})")
     print(f"samples    {k} per task, {len(tasks) * k:,} in total, by {by}")
-    print(f"tokens     at most {most:,} per sample, {len(tasks) * k * most:,} in total")
+    print(f"tokens     at most {max_tokens:,} per sample, {len(tasks) * k * max_tokens:,} in total")
     return 0
 
 
-async def _evaluate(read: Any, resume: Path | None, as_json: bool) -> int:
-    settings: EvaluateSettings = read()
+async def _evaluate(
+    read: Callable[[], EvaluateSettings], resume: Path | None, as_json: bool
+) -> int:
+    settings = read()
     if not settings.endpoint.url and not settings.servers:
         require_device(settings.server)
     with console.ProgressLine("Starting to evaluate") as progress:
         if settings.sampling.temperature == 0 and settings.evaluate.num_samples > 1:
             progress.say("At temperature 0 all samples of a task are practically the same")
-        folder, told = await evaluate(settings, progress, resume=resume)
+        folder, summary = await evaluate(settings, progress, resume=resume)
         progress.say(f"The run is in {folder}")
     if as_json:
-        print(json.dumps(told, ensure_ascii=False))
+        print(json.dumps(summary, ensure_ascii=False))
     elif sys.stdout.isatty():
-        _print_table(told)
+        _print_table(summary)
     else:
-        print(text(told), end="")
-    return 1 if told["all"]["num_missing"] else 0
+        print(text(summary), end="")
+    return 1 if summary["all"]["num_missing"] else 0
 
 
-def _print_table(told: dict[str, Any]) -> None:
+def _print_table(summary: JsonObject) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    head, *rows = table(told)
-    drawn = Table(*head, title=f"{told['model']}, by {told['by']}")
+    head, *rows = table(summary)
+    grid = Table(*head, title=f"{summary['model']}, by {summary['by']}")
     for cells in rows:
-        drawn.add_row(*cells)
+        grid.add_row(*cells)
     out = Console()
-    out.print(drawn)
-    for note in notes(told):
+    out.print(grid)
+    for note in notes(summary):
         out.print(note, markup=False, highlight=False)

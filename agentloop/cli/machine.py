@@ -1,4 +1,4 @@
-"""What this machine has of what agentloop's commands need, and how to get what is missing.
+"""List what agentloop's commands need and this machine has, and how to get what is missing.
 
 Nothing is imported or started: packages are looked up, and Docker Engine by its socket.
 """
@@ -35,7 +35,7 @@ class Check:
     """A part that agentloop may need.
 
     Attributes:
-        purpose: what it is for.
+        purpose: The use of the part.
         is_there: whether it was found.
         is_optional: whether most commands work without it.
         remedy: how to get it; "" if it is there.
@@ -58,7 +58,7 @@ def examine(
     """Look for the parts; the arguments take the place of this machine in tests."""
     has_gpu = which("nvidia-smi") is not None
     clash = conflict()
-    found = [
+    checks = [
         _check("package agentloop", "no other project in the place of ours", not clash, clash),
         _check(
             "SGLang",
@@ -92,17 +92,17 @@ def examine(
         missing = [name for name in modules if not installed(name)]
         name = f"extra {extra}" + (f" (lacks {', '.join(missing)})" if missing else "")
         hint = install_hint(extra)
-        found.append(_check(name, purpose, not missing, hint, is_optional=True))
-    return found
+        checks.append(_check(name, purpose, not missing, hint, is_optional=True))
+    return checks
 
 
 def report(checks: Sequence[Check]) -> str:
     """Return the checks as text: what is there, then what is missing and how to get it."""
-    lines = [f"ok       {one.name}: {one.purpose}" for one in checks if one.is_there]
-    for one in checks:
-        if not one.is_there:
-            word = "optional" if one.is_optional else "MISSING "
-            lines += [f"{word} {one.name}: {one.purpose}", f"           {one.remedy}"]
+    lines = [f"ok       {check.name}: {check.purpose}" for check in checks if check.is_there]
+    for check in checks:
+        if not check.is_there:
+            word = "optional" if check.is_optional else "MISSING "
+            lines += [f"{word} {check.name}: {check.purpose}", f"           {check.remedy}"]
     lines += ["", "How a model's conversations are read: agentloop doctor MODEL"]
     return "\n".join(lines)
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -20,12 +19,10 @@ from agentloop.aio import task_group
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task, read_jsonl, task_digest
 from agentloop.errors import DataError, summary_of
-from agentloop.plain_json import dumps
+from agentloop.plain_json import JsonObject, dumps
 from agentloop.trajectory import Trajectory
 
 __all__ = ["Scores", "dialogues", "score"]
-
-Row = dict[str, Any]
 
 
 @dataclass
@@ -34,7 +31,7 @@ class Scores:
 
     Attributes:
         num_rollouts: number of recorded rollouts and branches.
-        num_without: those without a reward, such as for want of a known task.
+        num_without: rollouts without a reward, such as for want of a known task.
         total: sum of the rewards.
     """
 
@@ -55,7 +52,7 @@ async def score(files: Iterable[Path], settings: RewardSettings, tasks: Iterable
     """Score recorded conversations; the rewards are written into their files.
 
     Args:
-        files: of groups that `agentloop serve` has recorded.
+        files: the files of groups that `agentloop serve` has recorded.
         tasks: problems with answers, found by the question of a conversation. Unless the settings
             name a function of the user's, others get no reward.
 
@@ -64,7 +61,7 @@ async def score(files: Iterable[Path], settings: RewardSettings, tasks: Iterable
         RewardError: the user's function failed.
         SettingsError: the user's function cannot be loaded.
     """
-    known = {key: task for task in tasks for key in (task.id, task_digest(_question(task)))}
+    tasks_by_key = {key: task for task in tasks for key in (task.id, task_digest(_question(task)))}
     scores = Scores()
     remaining = iter(files)
 
@@ -74,7 +71,7 @@ async def score(files: Iterable[Path], settings: RewardSettings, tasks: Iterable
         async def work() -> None:
             for path in remaining:  # shared: each worker takes the next
                 rows = await anyio.to_thread.run_sync(_rows_of, path)
-                rewards = [await _reward(grader, settings, known, *one) for one in rows]
+                rewards = [await _reward(grader, settings, tasks_by_key, *row) for row in rows]
                 for reward in rewards:
                     scores.num_rollouts += 1
                     if reward is None or reward.value is None:
@@ -93,13 +90,13 @@ async def score(files: Iterable[Path], settings: RewardSettings, tasks: Iterable
 async def _reward(
     grader: Grader,
     settings: RewardSettings,
-    known: Mapping[str, Task],
-    row: Row,
+    tasks_by_key: Mapping[str, Task],
+    row: JsonObject,
     record: Trajectory,
 ) -> Reward | None:
     """Score a row and put the reward into it; return None if its task is unknown."""
     question = row["question"]
-    task = known.get(task_digest(question))
+    task = tasks_by_key.get(task_digest(question))
     if task is None and ":" not in settings.function:
         return None
     reward = await grader.score(record, task or Task("", question, ""))
@@ -111,7 +108,7 @@ async def _reward(
     return reward
 
 
-def dialogues(files: Iterable[Path], *, least: float) -> Iterator[dict[str, Any]]:
+def dialogues(files: Iterable[Path], *, least: float) -> Iterator[dict[str, object]]:
     """Yield the conversations with a reward of at least `least` as lines for `agentloop sft`.
 
     A line has the ids as they were sampled. Each sampled token is trained on in one line at most.
@@ -142,8 +139,8 @@ def dialogues(files: Iterable[Path], *, least: float) -> Iterator[dict[str, Any]
                 }
 
 
-def _rows_of(path: Path) -> list[tuple[Row, Trajectory]]:
-    rows: list[tuple[Row, Trajectory]] = []
+def _rows_of(path: Path) -> list[tuple[JsonObject, Trajectory]]:
+    rows: list[tuple[JsonObject, Trajectory]] = []
     for number, row in read_jsonl(path):
         where = f"{path}: line {number}"
         if not isinstance(row, dict) or not isinstance(row.get("question"), str):
@@ -152,14 +149,14 @@ def _rows_of(path: Path) -> list[tuple[Row, Trajectory]]:
     return rows
 
 
-def _trajectory(row: Mapping[str, Any], where: str) -> Trajectory:
+def _trajectory(row: JsonObject, where: str) -> Trajectory:
     try:
         return Trajectory.from_dict(row["trajectory"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{where}: field 'trajectory': {summary_of(error)}") from error
 
 
-def _replace(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def _replace(path: Path, rows: Sequence[JsonObject]) -> None:
     """Replace a group's file, unless the service has deleted it meanwhile.
 
     Raises:
@@ -169,7 +166,7 @@ def _replace(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     try:
         with partial.open("wb") as file:
             for row in rows:
-                file.write(dumps(dict(row)) + b"\n")
+                file.write(dumps(row) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
@@ -185,5 +182,5 @@ def _question(task: Task) -> str:
     """Return the question as the user's message has it, with the template of the tasks."""
     if isinstance(task.prompt, str):
         return task.prompt
-    said = [one.get("content") for one in task.prompt if one.get("role") == "user"]
-    return said[-1] if said and isinstance(said[-1], str) else ""
+    contents = [message.get("content") for message in task.prompt if message.get("role") == "user"]
+    return contents[-1] if contents and isinstance(contents[-1], str) else ""

@@ -31,7 +31,7 @@ async def replay(run: Path, steps: tuple[int, int] | None) -> int:
     """Repeat the steps of a run, print how they compare, and return the exit status.
 
     Args:
-        steps: the first and the last one, of which the tokens are compared, too; None: all.
+        steps: the first and the last step, of which the tokens are compared, too; None: all.
 
     Raises:
         AgentLoopError: the run or something in it is missing, or the learner has failed.
@@ -49,10 +49,10 @@ async def replay(run: Path, steps: tuple[int, int] | None) -> int:
             ranks = record.ranks_of(settings.ranks)
             ranks.require_one_machine()
             async with KeptLearner(
-                learner, ranks, log_dir=opened.logs, on_progress=progress
+                learner, ranks, log_dir=recorded_run.logs, on_progress=progress
             ) as started:
-                now = (await started.about()).made_with
-                changed[:] = differences(record.made_with, now)
+                current = (await started.about()).made_with
+                changed[:] = differences(record.made_with, current)
                 for line in changed:
                     progress.say(f"Other than in the run: {line}")
                 yield Replayer(started, learner.micro_batch_tokens)
@@ -60,20 +60,20 @@ async def replay(run: Path, steps: tuple[int, int] | None) -> int:
         def tell(step: ReplayedStep) -> None:
             progress.say(step_line(step))
 
-        async with Replay.open(run) as opened:
-            first, last = steps or (1, opened.last)
+        async with Replay.open(run) as recorded_run:
+            first, last = steps or (1, recorded_run.last)
             compared: list[tuple[int, TokenDifferences]] = []
-            is_same = await opened.repeat(
+            is_same = await recorded_run.repeat(
                 start,
                 first=first,
                 last=last,
                 timeout_s=settings.loop.step_timeout_s,
                 on_step=tell,
-                on_tokens=None if steps is None else lambda *one: compared.append(one),
+                on_tokens=None if steps is None else lambda *tokens: compared.append(tokens),
                 say=progress.say,
             )
-    for step, found in compared:
-        await _print_tokens(step, found, settings)
+    for step, tokens in compared:
+        await _print_tokens(step, tokens, settings)
     if is_same:
         print(f"Steps {first} to {last} of {run} give the same results again.")
         return 0
@@ -81,24 +81,24 @@ async def replay(run: Path, steps: tuple[int, int] | None) -> int:
     return 1
 
 
-def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def differences(recorded: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
     """Return what differs between two machines, such as "torch 2.11.0, was 2.10.0"."""
     return [
-        f"{name} {now.get(name, '?')}, was {before.get(name, '?')}"
-        for name in sorted({*before, *now})
-        if now.get(name) != before.get(name)
+        f"{name} {current.get(name, '?')}, was {recorded.get(name, '?')}"
+        for name in sorted({*recorded, *current})
+        if current.get(name) != recorded.get(name)
     ]
 
 
 def step_line(step: ReplayedStep) -> str:
     """Return the line about a step."""
     weights = {True: "the same", False: "DIFFERENT", None: "no digest recorded"}
-    told = f"weights: {weights[step.has_same_weights]} ({step.weights_again[:12]})"
+    text = f"weights: {weights[step.has_same_weights]} ({step.weights_again[:12]})"
     if step.has_same_weights is False:
-        told += f", the run's: {(step.weights or '')[:12]}"
+        text += f", the run's: {(step.weights or '')[:12]}"
     if step.loss is None and step.loss_again is None:
-        return f"step {step.step}: {told}"
-    return f"step {step.step}: loss {_loss(step.loss)}, again {_loss(step.loss_again)}; {told}"
+        return f"step {step.step}: {text}"
+    return f"step {step.step}: loss {_loss(step.loss)}, again {_loss(step.loss_again)}; {text}"
 
 
 def _loss(loss: float | None) -> str:
@@ -114,29 +114,30 @@ def _reason(changed: list[str]) -> str:
     )
 
 
-async def _print_tokens(step: int, found: TokenDifferences, settings: TrainSettings) -> None:
-    if not found.num:
+async def _print_tokens(step: int, tokens: TokenDifferences, settings: TrainSettings) -> None:
+    if not tokens.num:
         print(f"\nStep {step}: no tokens to compare")
         return
     model = learner_settings(settings).model
     tokenizer = await anyio.to_thread.run_sync(load_tokenizer, model)
-    versions = ", ".join(f"{name} ({num:,})" for name, num in found.versions.items())
+    versions = ", ".join(f"{name} ({num:,})" for name, num in tokens.versions.items())
     print(
-        f"\nStep {step}: log-probabilities of {found.num:,} tokens, sampled by version {versions}; "
-        f"|learner - engine|: mean {found.mean:.3g}, p99 {found.p99:.3g}, max {found.max:.3g}"
+        f"\nStep {step}: log-probabilities of {tokens.num:,} tokens, sampled by version "
+        f"{versions}; |learner - engine|: mean {tokens.mean:.3g}, p99 {tokens.p99:.3g}, "
+        f"max {tokens.max:.3g}"
     )
     columns = ("token", "engine", "learner", "difference", "version", "position", "after")
     rows = [
         (
-            console.printable(tokenizer.decode([one.id])),
-            f"{one.engine:.6f}",
-            f"{one.learner:.6f}",
-            f"{one.difference:+.3g}",
-            one.version or "?",
-            f"{one.conversation}:{one.index}",
-            console.printable(tokenizer.decode(list(one.before))),
+            console.printable(tokenizer.decode([token.id])),
+            f"{token.engine:.6f}",
+            f"{token.learner:.6f}",
+            f"{token.difference:+.3g}",
+            token.version or "?",
+            f"{token.conversation}:{token.index}",
+            console.printable(tokenizer.decode(list(token.before))),
         )
-        for one in found.worst
+        for token in tokens.worst
     ]
     console.print_table(columns, rows, numbers=("engine", "learner", "difference"))
 
@@ -148,7 +149,7 @@ def step_range(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(
             f"{text!r}: expected a step, such as 7, or steps, such as 7-9"
         )
-    found = int(first), int(last or first)
-    if not 1 <= found[0] <= found[1]:
+    steps = int(first), int(last or first)
+    if not 1 <= steps[0] <= steps[1]:
         raise argparse.ArgumentTypeError(f"{text!r}: expected steps from 1 on, in order")
-    return found
+    return steps

@@ -39,7 +39,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 
@@ -49,6 +49,7 @@ from agentloop.errors import ModelError, SettingsError
 from agentloop.inference.cpu import has_accelerator
 from agentloop.inference.processes.supervise import ServerSettings
 from agentloop.models import SMALL, not_a_model
+from agentloop.plain_json import JsonObject
 from agentloop.training.cluster.settings import ClusterSettings
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.learner_client.launch import RanksSettings
@@ -134,7 +135,7 @@ class ModelShape:
     context_length: int
 
     @classmethod
-    def read(cls, folder: Path, changes: Mapping[str, Any] | None = None) -> ModelShape:
+    def read(cls, folder: Path, changes: Mapping[str, object] | None = None) -> ModelShape:
         """Read the shape of the model in a folder.
 
         Parameters are counted in the weights if they exist and there are no `changes` to the
@@ -264,8 +265,8 @@ class Plan:
     def num_processes(self) -> int:
         """Number of servers and ranks. A server counts as one process."""
         s = self.settings
-        own = 0 if s.servers else s.server.count
-        return own + s.ranks.nproc_per_node * (s.ranks.nodes if s.cluster.address else 1)
+        num_servers = 0 if s.servers else s.server.count
+        return num_servers + s.ranks.nproc_per_node * (s.ranks.nodes if s.cluster.address else 1)
 
     @property
     def num_gpus(self) -> int:
@@ -277,7 +278,7 @@ class Plan:
         shared = s.cluster.colocated or not s.cluster.address
         return (max if shared else sum)((_server_gpus(s), num_ranks))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the plan as plain data: bytes, tokens and counts."""
         names = ("num_rollouts", "num_kept", "max_tokens", "max_kept_tokens")
         return {
@@ -297,7 +298,7 @@ def plan(
     settings: PlanSettings,
     machine: Machine | None = None,
     *,
-    changes: Mapping[str, Any] | None = None,
+    changes: Mapping[str, object] | None = None,
 ) -> Plan:
     """Estimate what a run needs. Blocks for some tenths of a second.
 
@@ -314,8 +315,7 @@ def plan(
         raise SettingsError(
             f"model: {not_a_model(folder)}. (A plan only needs the configuration, no weights.)"
         )
-    if machine is None:
-        machine = this_machine(settings.run.folder)
+    machine = machine or this_machine(settings.run.folder)
     shape = ModelShape.read(folder, changes)
     on_gpus = settings.server.device == "cuda" or (
         settings.server.device == "auto" and has_accelerator()
@@ -351,15 +351,15 @@ def this_machine(folder: Path = Path()) -> Machine:
     return Machine(ram, free, len(sizes), min(sizes, default=0))
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> JsonObject:
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
+        config: JsonObject = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder}/config.json: {error}") from error
     return config
 
 
-def _count(config: Mapping[str, Any], query: int, kv: int) -> int:
+def _count(config: JsonObject, query: int, kv: int) -> int:
     """Count the parameters of a dense decoder with gated MLPs; tied embeddings count once."""
     kind = config.get("model_type")
     if kind not in _COUNTABLE:
@@ -557,9 +557,9 @@ def _warnings(
     if on_gpus:
         yield from _gpu_warnings(s, machine, learner, server)
     host = learner.loading
-    own = 0 if s.servers or on_gpus else s.server.count * s.server.dp_size
+    num_local_servers = 0 if s.servers or on_gpus else s.server.count * s.server.dp_size
     if not on_gpus:
-        host = s.ranks.nproc_per_node * learner.total + own * (
+        host = s.ranks.nproc_per_node * learner.total + num_local_servers * (
             server.weights + (server.kv_cache or 0)
         )
     host = max(host, learner.loading, s.ranks.nproc_per_node * learner.offloaded)

@@ -76,8 +76,8 @@ def _lines(p: Plan) -> Iterator[str]:
     if m.offloaded:
         yield f"  offloaded    {size(m.offloaded):>10}  of host memory, per rank"
     yield f"  at startup   {size(m.loading):>10}  of host memory, for all ranks of a node"
-    own = "" if s.servers else f", tp {s.server.tp_size}, dp {s.server.dp_size}"
-    yield f"inference  {where}{own}; on each {device}:"
+    parallelism = "" if s.servers else f", tp {s.server.tp_size}, dp {s.server.dp_size}"
+    yield f"inference  {where}{parallelism}; on each {device}:"
     yield f"  weights      {size(p.server.weights):>10}"
     yield (
         f"  KV cache     {size(p.server.kv_token):>10}  per token, {size(p.server.rollout)} per "

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from agentloop.inference.processes.restarts import Restarts
 
-__all__ = ["is_child", "revived", "tell_run"]
+__all__ = ["is_child", "run_with_restarts", "tell_run"]
 
 _FD = "AGENTLOOP_TRAIN_FD"
 _TOKEN = "AGENTLOOP_SERVE__CONTROL_TOKEN"
@@ -43,7 +43,7 @@ def tell_run(folder: Path) -> None:
     os.close(int(fd))
 
 
-def revived(
+def run_with_restarts(
     command: Sequence[str],
     arguments: Sequence[str],
     max_restarts: int,
@@ -66,8 +66,8 @@ def revived(
     # The control token printed before must remain valid after a restart.
     environment = {_TOKEN: secrets.token_urlsafe(9), **os.environ}
     while True:
-        status, told, is_to_end = _run([*command, *arguments], environment)
-        run = told or run  # killed before it could report: still the same run
+        status, reported_run, is_to_end = _run([*command, *arguments], environment)
+        run = reported_run or run  # killed before it could report: still the same run
         if status >= 0:
             return status
         name = _name(-status)
@@ -100,8 +100,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, s
         asked to stop.
     """
     reader, writer = os.pipe()
-    left = bytearray()
-    with open(reader, "rb") as told, _signals(left) as next_one:
+    unhandled = bytearray()
+    with open(reader, "rb") as run_pipe, _signals(unhandled) as next_one:
         try:
             child = subprocess.Popen(
                 command,
@@ -117,33 +117,33 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, s
             if number != signal.SIGCHLD:
                 was_asked = True
                 child.send_signal(number)
-        run = os.fsdecode(told.read())
-    was_asked |= any(number != signal.SIGCHLD for number in left)
+        run = os.fsdecode(run_pipe.read())
+    was_asked |= any(number != signal.SIGCHLD for number in unhandled)
     return child.returncode, run, was_asked
 
 
 @contextmanager
-def _signals(left: bytearray) -> Iterator[Callable[[], int]]:
+def _signals(unhandled: bytearray) -> Iterator[Callable[[], int]]:
     """Collect stop signals and SIGCHLD, and yield a function that waits for the next one.
 
     No signal is lost: neither one from before the child was started nor one from just before the
     wait, which a Python handler would only process after it. Signals that were not waited for
     are put into `left` at the end. A terminal also sends them to the child; repeats are harmless.
     """
-    heard, wakeup = os.pipe()
-    os.set_blocking(wakeup, False)
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-    before_fd = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    before_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
-        yield lambda: os.read(heard, 1)[0]
+        yield lambda: os.read(read_fd, 1)[0]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(before_fd)
-        os.close(wakeup)
-        with open(heard, "rb") as rest:
-            left += rest.read()
+        os.close(write_fd)
+        with open(read_fd, "rb") as remaining:
+            unhandled += remaining.read()
 
 
 def _name(number: int) -> str:

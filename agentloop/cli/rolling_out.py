@@ -41,7 +41,7 @@ async def rollouts_of(
     """
     s = settings
     # On a node of a cluster, this imports them.
-    environments = await in_thread(lambda: [one.load() for one in s.environments])
+    environments = await in_thread(lambda: [environment.load() for environment in s.environments])
     async with (
         set_up(environments),
         Grader(s.reward, pool=runtime.pool) as grader,

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import anyio
 from aiohttp import web
@@ -93,7 +93,7 @@ class RunDashboard:
         model: str,
         event_log: EventLogSettings | None = None,
         sinks: SinksSettings | None = None,
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
     ) -> AsyncIterator[None]:
         """Pass events to the configured exporters: traces, the event log and sinks such as wandb.
 
@@ -103,7 +103,7 @@ class RunDashboard:
         path = self.folder.path
         opened: dict[str, AbstractAsyncContextManager[Exporter]] = {
             "traces": Traces.open(
-                otel, model=model, run=path.name, is_scored=True, decode=self._decoded
+                otel, model=model, run=path.name, is_scored=True, decode=self._decode
             )
         }
         if event_log is not None and event_log.enabled:
@@ -238,7 +238,7 @@ class RunDashboard:
             num_waiting=self._num_waiting,
             sandbox=self._sandbox,
             served_on=self._served_on,
-            more=self._moment,
+            more=self._state,
             folder=self.folder.path,
             read_rollout=partial(self._read, read_rollout),
             read_group=partial(self._read, read_group),
@@ -248,13 +248,13 @@ class RunDashboard:
     def _chat(self) -> ChatFormat | None:
         return self._last_chat if self.runtime is None else self.runtime.chat
 
-    def _decoded(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: Sequence[int]) -> str:
         return "" if self._chat is None else self._chat.decode(ids)
 
     def _num_waiting(self) -> int:
         return 0 if self.runtime is None else self.runtime.router.num_waiting
 
-    def _sandbox(self) -> Mapping[str, Any]:
+    def _sandbox(self) -> Mapping[str, object]:
         return {} if self.runtime is None else self.runtime.pool.stats()
 
     def _served_on(self) -> ServedOn:
@@ -272,10 +272,10 @@ class RunDashboard:
     def _servers(self) -> Sequence[ServerView]:
         return () if self.runtime is None else self.runtime.router.view()
 
-    def _moment(self) -> Mapping[str, Any]:
-        found: dict[str, Any] = {"waits": self._progress.line}
+    def _state(self) -> Mapping[str, object]:
+        state: dict[str, object] = {"waits": self._progress.line}
         if (status := self._progress.status) is not None:
-            found |= {
+            state |= {
                 "stage": status.stage,
                 "stage_step": status.step,
                 "stage_num_steps": status.num_steps,
@@ -285,10 +285,10 @@ class RunDashboard:
                 "unit": status.unit,
             }
         if self.loop is not None:
-            found |= self.loop.view()
+            state |= self.loop.view()
             if steps := self._dashboard.board.steps:
-                found["staleness"] = steps[-1].get("staleness_mean")
-        return found
+                state["staleness"] = steps[-1].get("staleness_mean")
+        return state
 
     async def _read(
         self, read: Callable[[Path, str, ChatFormat | None], T | None], name: str

@@ -166,10 +166,10 @@ async def samples_of(
     )
     samples, num_left_out = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
     left_out = f" ({num_left_out} too long and skipped)" if num_left_out else ""
-    num_tokens = sum(len(one.ids) for one in samples)
+    num_tokens = sum(len(sample.ids) for sample in samples)
     progress.say(
         f"{count_of(len(samples), 'sample')}{left_out}, {count_of(num_tokens, 'token')}, "
-        f"{sum(sum(one.mask) for one in samples):,} of them trained on"
+        f"{sum(sum(sample.mask) for sample in samples):,} of them trained on"
     )
     return samples
 
@@ -207,9 +207,9 @@ async def imitate(
 
 def resume_hint(command: str, path: Path) -> str:
     """Return the message for a stopped run: its newest checkpoint and how to continue."""
-    found = {path: "", path / "sft": " of supervised fine-tuning"}
-    steps = ((max(checkpoints_in(one), default=None), of) for one, of in found.items())
-    newest = next((f"a checkpoint of step {n}{of}" for n, of in steps if n is not None), None)
+    phases = {path: "", path / "sft": " of supervised fine-tuning"}
+    steps = ((max(checkpoints_in(folder), default=None), phase) for folder, phase in phases.items())
+    newest = next((f"a checkpoint of step {n}{phase}" for n, phase in steps if n is not None), None)
     return (
         f"Stopped; there is {newest or 'no checkpoint yet'}. Continue with: "
         f"agentloop {command} --resume {display_path(path)}"
@@ -218,8 +218,8 @@ def resume_hint(command: str, path: Path) -> str:
 
 def display_path(path: Path) -> str:
     """Return a path relative to the working directory if it is inside it."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    cwd = Path.cwd()
+    return str(path.relative_to(cwd) if path.is_relative_to(cwd) else path)
 
 
 def load_run_settings(kind: type[S], arguments: list[str], resume: Path | None) -> S:

@@ -58,7 +58,7 @@ from agentloop.training.sft import (
     SupervisedSettings,
 )
 
-__all__ = ["SftStageSettings", "check_teachers", "make_start_model", "with_taught"]
+__all__ = ["SftStageSettings", "add_teacher_dialogues", "check_teachers", "make_start_model"]
 
 
 _NUM_LINES = 10  # progress lines of the teacher
@@ -130,11 +130,13 @@ class SftStageSettings(pydantic.BaseModel):
 
         The dialogues' tool responses are cut as in the rollouts that follow.
         """
-        most = budget.max_tool_response_tokens
+        max_tokens = budget.max_tool_response_tokens
         seed = {"seed": self.seed}
         usual = learner.model_dump(include=set(SftLearnerSettings.model_fields) - {"optimizer"})
         return DialogueTraining(
-            data=DialoguesSettings(**self.data.model_dump(), **seed, max_tool_response_tokens=most),
+            data=DialoguesSettings(
+                **self.data.model_dump(), **seed, max_tool_response_tokens=max_tokens
+            ),
             loop=SupervisedSettings(
                 **self.loop.model_dump(), **seed, step_timeout_s=loop.step_timeout_s
             ),
@@ -157,9 +159,13 @@ def check_teachers(
     """
     if not data.teacher or _is_arithmetic(environments, loaded):
         return
-    for one in loaded:
-        if one is None or one.teacher is None:
-            name = "the built-in agent" if one is None else f"the environment {one.name}"
+    for environment in loaded:
+        if environment is None or environment.teacher is None:
+            name = (
+                "the built-in agent"
+                if environment is None
+                else f"the environment {environment.name}"
+            )
             raise SettingsError(
                 f"sft.data.teacher: {name} has no teacher: pass teacher= to "
                 "@agentloop.environment, or name files of dialogues in sft.data.paths"
@@ -176,10 +182,10 @@ def _is_arithmetic(
     """
     if len(loaded) != 1:
         return False
-    (one,) = loaded
-    if one is None:
+    (environment,) = loaded
+    if environment is None:
         return True
-    has_own = one.teacher is not None or one.tasks is not None
+    has_own = environment.teacher is not None or environment.tasks is not None
     return not has_own and environments[0].tasks.kind == "arithmetic"
 
 
@@ -196,7 +202,9 @@ async def make_start_model(
     if not (made / "config.json").is_file():  # the folder is renamed into place when complete
         model, chat = model_folder(settings.model or SMALL), settings.chat
         async with folder.within("sft") as part:
-            data = await with_taught(settings, training.data, environments, part, progress)
+            data = await add_teacher_dialogues(
+                settings, training.data, environments, part, progress
+            )
             training = training.model_copy(update={"data": data})
             # The dialogues are read by one core, while the learner starts on others.
             async with learner_of(training, model, chat, part, progress).starting() as learner:
@@ -208,7 +216,7 @@ async def make_start_model(
     return made
 
 
-async def with_taught(
+async def add_teacher_dialogues(
     settings: Settings,
     data: DialoguesSettings,
     environments: Sequence[RunEnvironment],
@@ -219,7 +227,7 @@ async def with_taught(
 
     The file is kept, so that a resumed run reads the same dialogues.
     """
-    loaded = await console.in_thread(lambda: [one.load() for one in environments])
+    loaded = await console.in_thread(lambda: [environment.load() for environment in environments])
     if not data.teacher or _is_arithmetic(environments, loaded):
         return data
     file = anyio.Path(folder.path / "teacher.jsonl")
@@ -229,28 +237,31 @@ async def with_taught(
             set_up(loaded),
             open_tools(settings, log_dir=logs, progress=progress) as (pool, resolve),
         ):
-            loaded = [one.load() for one in environments]  # with what they share
+            loaded = [environment.load() for environment in environments]  # with what they share
             seeded = [
-                replace(one, tasks=one.tasks.model_copy(update={"seed": data.seed}))
-                for one in environments
+                replace(environment, tasks=environment.tasks.model_copy(update={"seed": data.seed}))
+                for environment in environments
             ]
             tasks = await anyio.to_thread.run_sync(open_mixture, seeded, loaded)
-            by_name = {one.name: (one, made) for one, made in zip(seeded, loaded, strict=True)}
+            by_name = {
+                run_environment.name: (run_environment, environment)
+                for run_environment, environment in zip(seeded, loaded, strict=True)
+            }
             lines: list[bytes] = []
             for number, task in enumerate(islice(tasks, data.teacher)):
                 if number % max(1, data.teacher // _NUM_LINES) == 0:
                     progress(f"The teacher plays: {number} of {data.teacher} rollouts")
-                environment, made = by_name[task.env]
-                assert made is not None
+                run_environment, environment = by_name[task.env]
+                assert environment is not None
                 lines += map(
                     dumps,
                     await teacher_dialogues(
-                        made,
+                        environment,
                         task,
                         Random(f"{data.seed} {number}"),
                         resolve=resolve,
                         pool=pool,
-                        budget=environment.budget_of(settings.budget),
+                        budget=run_environment.budget_of(settings.budget),
                     ),
                 )
         unfinished = file.with_suffix(".tmp")

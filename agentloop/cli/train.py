@@ -25,7 +25,7 @@ from agentloop.cli.cluster import OnCluster, on_cluster, plan_on_cluster
 from agentloop.cli.replay import replay, step_range
 from agentloop.cli.resource_plan import plan
 from agentloop.cli.resource_report import report
-from agentloop.cli.respawn import is_child, revived, tell_run
+from agentloop.cli.respawn import is_child, run_with_restarts, tell_run
 from agentloop.cli.rolling_out import rollouts_of
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.cli.sft import (
@@ -34,7 +34,7 @@ from agentloop.cli.sft import (
     resume_hint,
 )
 from agentloop.cli.sft_stage import check_teachers, make_start_model
-from agentloop.cli.train_checks import checked, require_machine
+from agentloop.cli.train_checks import check_settings, require_machine
 from agentloop.cli.train_settings import TrainSettings, learner_settings
 from agentloop.config import load_settings, to_toml
 from agentloop.environments.mixture import open_mixture
@@ -74,25 +74,25 @@ async def train(
     """Run a training run to its end and return its folder.
 
     Args:
-        resume: folder of a run to continue.
-        from_step: with `resume`, go back to the checkpoint of this step first.
+        resume: The folder of a run to continue.
+        from_step: The step whose checkpoint to go back to first, with `resume`.
 
     Raises:
         AgentLoopError: a failure that the run cannot recover from.
     """
     config = to_toml(settings)  # as given, so that --resume can load it and change something
-    settings = checked(settings)
+    settings = check_settings(settings)
     async with Grader(settings.reward) as grader:
         await grader.ready()  # report missing packages before the servers start
     environments = settings.environments
-    loaded = await console.in_thread(lambda: [one.load() for one in environments])
+    loaded = await console.in_thread(lambda: [environment.load() for environment in environments])
     if settings.sft is not None:
         check_teachers(settings.sft.data, environments, loaded)
-    opened = partial(open_mixture, environments, loaded)
+    open_tasks = partial(open_mixture, environments, loaded)
     if resume is None:
-        tasks = await console.in_thread(opened)
+        tasks = await console.in_thread(open_tasks)
     async with (
-        _opened(settings, config, resume) as folder,
+        _open_folder(settings, config, resume) as folder,
         GroupQueue.open(folder.path / "queue.sqlite") as queue,
     ):
         if resume is not None:
@@ -106,7 +106,7 @@ async def train(
                 settings.credit.check_resumed(before.credit)
             await anyio.to_thread.run_sync(folder.metrics)  # report damage before the servers start
             await finish_undo(folder, queue)
-            tasks = await console.in_thread(opened, (await queue.cursor()).get("tasks"))
+            tasks = await console.in_thread(open_tasks, (await queue.cursor()).get("tasks"))
             if from_step is not None:
                 await undo(folder, queue, from_step)
                 if (cursor := (await queue.cursor()).get("tasks")) is not None:
@@ -120,7 +120,7 @@ async def train(
     return folder.path
 
 
-def _opened(
+def _open_folder(
     settings: TrainSettings, config: str, resume: Path | None
 ) -> AbstractAsyncContextManager[RunFolder]:
     if resume is None:
@@ -262,7 +262,7 @@ async def _rolling_out(
     async with AsyncExitStack() as stack:
         runs: Settings = served
         if cluster is not None:
-            runs = await stack.enter_async_context(cluster.attached(served, say=progress))
+            runs = await stack.enter_async_context(cluster.start_services(served, say=progress))
         runtime = await stack.enter_async_context(Runtime(runs, progress=progress))
         if cluster is not None:
             await stack.enter_async_context(cluster.kept_alive(runtime))
@@ -356,7 +356,9 @@ def main(arguments: list[str]) -> int:
         command = [sys.executable, "-m", "agentloop", "train"]
         flags = ["--explain"] if options.explain else []
         overrides = console.split_settings(options.settings)[1]  # may contain a password
-        return revived([*command, *flags], arguments, options.restarts, _say, again=overrides)
+        return run_with_restarts(
+            [*command, *flags], arguments, options.restarts, _say, again=overrides
+        )
     work = partial(_train, options.settings, options.resume, options.from_step)
     return console.run(work, explain=options.explain)
 
@@ -372,15 +374,15 @@ async def _plan(
     sft, stages = settings.sft, settings.stages
     refused, missing = await console.in_thread(_refusal, settings), await _missing(settings)
     changes = sft.learner.config if sft is not None else {}
-    whole, machine, placed = settings.as_one_stage(), None, None
+    one_stage, machine, placed = settings.as_one_stage(), None, None
     if settings.cluster.address:
-        placed, problem = await plan_on_cluster(whole, shapes)
+        placed, problem = await plan_on_cluster(one_stage, shapes)
         refused = "; ".join(filter(None, [refused, problem]))
         if placed is not None:
-            whole, machine = placed.settings, placed.machine
-    made = await anyio.to_thread.run_sync(partial(plan, whole, machine, changes=changes))
+            one_stage, machine = placed.settings, placed.machine
+    estimate = await anyio.to_thread.run_sync(partial(plan, one_stage, machine, changes=changes))
     if as_json:
-        data = {**made.to_dict(), "refused": refused or None, "missing": missing or None}
+        data = {**estimate.to_dict(), "refused": refused or None, "missing": missing or None}
         data |= {"placement": placed.rows()} if placed else {}
         console.print_json(data)
         return 2 if refused else 0
@@ -397,7 +399,7 @@ async def _plan(
             f"{count_of(budget.max_response_tokens, 'token')} per rollout"
             + (f", on the hard ones of {count_of(num, 'task')}" if num else "")
         )
-    print(report(made), end="")
+    print(report(estimate), end="")
     for line in placed.lines() if placed else ():
         print(line)
     if missing:
@@ -410,9 +412,9 @@ async def _plan(
 def _refusal(settings: TrainSettings) -> str:
     """Return why the settings would be refused, or an empty string."""
     try:
-        checked(settings)
-        for one in settings.environments:
-            one.load()
+        check_settings(settings)
+        for environment in settings.environments:
+            environment.load()
     except SettingsError as error:
         return str(error)
     return ""
@@ -424,17 +426,19 @@ async def _missing(settings: TrainSettings) -> str:
     async def read_tasks() -> None:
         environments = settings.environments
         try:
-            loaded = await console.in_thread(lambda: [one.load() for one in environments])
+            loaded = await console.in_thread(
+                lambda: [environment.load() for environment in environments]
+            )
         except SettingsError:  # a refusal, which is printed as such
             return
-        if any(one.tasks.paths for one in environments) or any(loaded):
+        if any(environment.tasks.paths for environment in environments) or any(loaded):
             await console.in_thread(open_mixture, environments, loaded)
 
     async def import_reward() -> None:
         async with Grader(settings.reward) as grader:
             await grader.ready()
 
-    found = []
+    problems = []
     for check in (
         partial(anyio.to_thread.run_sync, require_machine, settings),
         read_tasks,
@@ -443,13 +447,13 @@ async def _missing(settings: TrainSettings) -> str:
         try:
             await check()
         except (SettingsError, DataError) as error:
-            found.append(str(error))
-    return "; ".join(found)
+            problems.append(str(error))
+    return "; ".join(problems)
 
 
 async def _train(arguments: list[str], resume: Path | None, from_step: int | None) -> int:
     settings = load_run_settings(TrainSettings, arguments, resume)
-    checked(settings)  # settings first: a missing package takes longer to put right
+    check_settings(settings)  # settings first: a missing package takes longer to put right
     if settings.sft is not None:
         settings.sft.data.require_files()
     require_machine(settings)

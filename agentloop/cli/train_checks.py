@@ -1,6 +1,5 @@
-"""Whether a training run can start: do its settings go together, and has the machine what it needs?
-
-This is `agentloop train`'s, and its `--dry-run`'s.
+"""Check before a training run, or for its `--dry-run`, that its settings go together, and that this
+machine has what it needs.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from agentloop.models import SMALL
 from agentloop.training.cluster.ray_cluster import require_ray
 from agentloop.training.loop_settings import LoopSettings
 
-__all__ = ["checked", "require_machine"]
+__all__ = ["check_settings", "require_machine"]
 
 _MIN_TEMPERATURE = 1e-5  # SGLang samples greedily below it
 
 
-def checked(settings: TrainSettings) -> TrainSettings:
+def check_settings(settings: TrainSettings) -> TrainSettings:
     """Return the settings with the model's folder resolved.
 
     Raises:

@@ -89,15 +89,17 @@ class TrainSettings(Settings):
         """Merge all stages into one with the sum of their steps, and the budgets of all stages and
         environments into the largest one."""
         stages = [stage.budget(self.budget) for stage in self.stages.values()] or [self.budget]
-        budgets = [one.budget_of(budget) for one in self.environments for budget in stages]
-        most = {
+        budgets = [
+            environment.budget_of(budget) for environment in self.environments for budget in stages
+        ]
+        largest = {
             name: max(getattr(budget, name) for budget in budgets)
             for name in ("max_turns", "max_response_tokens")
         }
         steps = sum(stage.steps for stage in self.stages.values()) or self.loop.steps
         loop = self.loop.model_copy(update={"steps": steps})
         return self.model_copy(
-            update={"stages": {}, "loop": loop, "budget": self.budget.model_copy(update=most)}
+            update={"stages": {}, "loop": loop, "budget": self.budget.model_copy(update=largest)}
         )
 
 

@@ -1,4 +1,4 @@
-"""What rollouts have besides a model: their sandbox and tools, and an endpoint in its place.
+"""Open a sandbox, tools and an endpoint for rollouts that need no inference servers.
 
 settings ──open_tools──> sandbox, tools ──open_endpoint──> a host of rollouts
 """

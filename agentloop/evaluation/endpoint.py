@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from agentloop.agent.channels import answer_in
 from agentloop.agent.rollout import Budget
@@ -106,7 +105,7 @@ class EndpointSampler:
         ]
 
     async def sample(
-        self, trajectory: Trajectory, group: str, body: Mapping[str, Any]
+        self, trajectory: Trajectory, group: str, body: Mapping[str, object]
     ) -> int | None:
         """Send a request, record the answer and return its number of tokens, if known."""
         async with self._client.slots:  # no deadline: each request has one
@@ -120,34 +119,34 @@ class EndpointSampler:
             self._emit(RolloutFinished(trajectory.id, trajectory, num_tokens))
         return num_tokens
 
-    async def _record(self, trajectory: Trajectory, body: Mapping[str, Any]) -> int | None:
+    async def _record(self, trajectory: Trajectory, body: Mapping[str, object]) -> int | None:
         """Send a request, store the answer in `trajectory` and return its token count, if known."""
         started_s = time.monotonic()
         try:
-            found = await self._client.complete(body, id=trajectory.id)
+            completion = await self._client.complete(body, id=trajectory.id)
         except (ServerRefused, ServerUnavailable) as error:
             trajectory.error = str(error)
             return None
         finally:
             trajectory.elapsed_s = time.monotonic() - started_s
-        trajectory.stop_reason = found.stop_reason
-        if found.stop_reason.is_unscorable:
+        trajectory.stop_reason = completion.stop_reason
+        if completion.stop_reason.is_unscorable:
             trajectory.error = "the endpoint reports a failure of its own infrastructure"
-        cut = found.stop_reason is StopReason.TOKEN_BUDGET
+        cut = completion.stop_reason is StopReason.TOKEN_BUDGET
         turn = Turn(
-            text=found.text,
+            text=completion.text,
             end=TurnEnd.LENGTH if cut else TurnEnd.STOP,
             servers=[self._settings.url],
             generated_s=trajectory.elapsed_s,
             ended_s=trajectory.elapsed_s,
         )
         trajectory.turns.append(turn)
-        trajectory.answer = answer_in(found.text, reasoning=False)
-        return found.num_tokens
+        trajectory.answer = answer_in(completion.text, reasoning=False)
+        return completion.num_tokens
 
     def _body(
         self, messages: Sequence[Message], sampling: Sampling, budget: Budget
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         body = {
             "model": self.model,
             "messages": list(messages),
@@ -165,7 +164,7 @@ class _Sample:
     sampler: EndpointSampler
     trajectory: Trajectory
     group: str
-    body: Mapping[str, Any]
+    body: Mapping[str, object]
 
     async def play(self) -> RolloutRecord:
         num_tokens = await self.sampler.sample(self.trajectory, self.group, self.body)

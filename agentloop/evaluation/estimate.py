@@ -63,9 +63,9 @@ def avg_at_k(rewards: Sequence[Sequence[float]], confidence: float = 0.95) -> Es
     Returns:
         None if no task has a sample.
     """
-    sampled = [one for one in rewards if one]
-    means = [statistics.fmean(one) for one in sampled]
-    if all(reward in (0, 1) for one in sampled for reward in one):
+    sampled = [task_rewards for task_rewards in rewards if task_rewards]
+    means = [statistics.fmean(task_rewards) for task_rewards in sampled]
+    if all(reward in (0, 1) for task_rewards in sampled for reward in task_rewards):
         return _of_shares(means, sum(map(len, sampled)), confidence)
     return _of_numbers(means, confidence)
 
@@ -80,9 +80,12 @@ def pass_at_k(
     Returns:
         None if no task has k samples.
     """
-    sampled = [one for one in rewards if len(one) >= k]
-    chances = [solved_by_any(len(one), sum(reward > 0 for reward in one), k) for one in sampled]
-    return _of_shares(chances, sum(len(one) // k for one in sampled), confidence)
+    sampled = [task_rewards for task_rewards in rewards if len(task_rewards) >= k]
+    chances = [
+        solved_by_any(len(task_rewards), sum(reward > 0 for reward in task_rewards), k)
+        for task_rewards in sampled
+    ]
+    return _of_shares(chances, sum(len(task_rewards) // k for task_rewards in sampled), confidence)
 
 
 def solved_by_any(num_samples: int, num_right: int, k: int) -> float:
@@ -103,10 +106,10 @@ def sampling_error(rewards: Sequence[Sequence[float]]) -> float | None:
     This is how much another run of the evaluation differs by chance. None if a task has fewer than
     two samples.
     """
-    sampled = [one for one in rewards if one]
+    sampled = [task_rewards for task_rewards in rewards if task_rewards]
     if not sampled or min(map(len, sampled)) < 2:
         return None
-    variances = [statistics.variance(one) / len(one) for one in sampled]
+    variances = [statistics.variance(task_rewards) / len(task_rewards) for task_rewards in sampled]
     return math.sqrt(math.fsum(variances)) / len(sampled)
 
 
@@ -119,14 +122,14 @@ def _of_shares(values: Sequence[float], num_samples: int, confidence: float) -> 
     if n == 1:  # a single task says nothing about other problems
         return Estimate(mean, 0.0, 1.0, n)
     spread = statistics.variance(values, mean)
-    most = mean * (1 - mean)
+    max_variance = mean * (1 - mean)
     num_effective = float(n)
     if 0 < mean < 1:
-        worth = most * n / spread if spread > 0 else math.inf
+        worth = max_variance * n / spread if spread > 0 else math.inf
         num_effective = min(max(float(n), worth), float(max(n, num_samples)))
     square = student_t(n - 1, confidence) ** 2 / num_effective
     centre = (mean + square / 2) / (1 + square)
-    half = math.sqrt(square * (most + square / 4)) / (1 + square)
+    half = math.sqrt(square * (max_variance + square / 4)) / (1 + square)
     # The mean is inside the interval, except for rounding.
     return Estimate(mean, min(max(0.0, centre - half), mean), max(min(1.0, centre + half), mean), n)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import pydantic
 
@@ -24,6 +23,7 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import DataError, EnvironmentFailed, RequestError
 from agentloop.evaluation.estimate import avg_at_k
 from agentloop.events import Emit, Measured, ignore
+from agentloop.plain_json import JsonObject
 from agentloop.rollouts.metrics import GroupFigures, RolloutFigures, about, about_each
 from agentloop.rollouts.record import RolloutGroup
 from agentloop.rollouts.runner import GroupRunner
@@ -34,7 +34,6 @@ from agentloop.trajectory import Trajectory
 __all__ = ["Evaluation", "EvaluationSettings", "Outcome"]
 
 _OUTCOMES = "outcomes.jsonl"
-Row = dict[str, Any]
 
 
 class EvaluationSettings(pydantic.BaseModel):
@@ -98,7 +97,7 @@ class Outcome:
     @property
     def rewards(self) -> list[float]:
         """Rewards of the samples that have one."""
-        return [one.reward for one in self.rollouts if one.reward is not None]
+        return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
 
 
 class Evaluation:
@@ -138,7 +137,7 @@ class Evaluation:
     def todo(self) -> list[Outcome]:
         """Outcomes that lack samples with a reward."""
         wanted = self._settings.num_samples
-        return [one for one in self._outcomes.values() if len(one.rewards) < wanted]
+        return [outcome for outcome in self._outcomes.values() if len(outcome.rewards) < wanted]
 
     async def take_up(self) -> None:
         """Load the results of earlier runs in the same folder.
@@ -176,7 +175,7 @@ class Evaluation:
                     group.task.refused = str(group.error)
                     self._on_refused(group.task.task, group.error)
                 self._on_progress(num_done)
-        refused = [one.refused for one in self._outcomes.values() if one.refused]
+        refused = [outcome.refused for outcome in self._outcomes.values() if outcome.refused]
         if refused and len(refused) == len(self._outcomes):
             raise RequestError(
                 f"no task could be sampled ({len(refused):,} refused): {refused[-1]}"
@@ -193,7 +192,7 @@ class Evaluation:
             int(path.stem.removeprefix("group-")): f"trajectories/{path.name}"
             for path in (folder.path / "trajectories").glob("group-*.jsonl")
         }
-        by_number: dict[int, Row] = {
+        by_number: dict[int, JsonObject] = {
             row["group"]: row for row in folder.rows(_OUTCOMES) if row["group"] in files
         }
         for number, path in files.items():
@@ -221,7 +220,7 @@ class Evaluation:
     async def _sample(
         self, groups: GroupRunner, budget: Budget, outcome: Outcome, on_queued: Callable[[], None]
     ) -> Sequence[Trajectory]:
-        samples: list[list[Row]] = []
+        samples: list[list[JsonObject]] = []
         if outcome.rollouts:
             path = f"trajectories/group-{outcome.number:07}.jsonl"
             samples = _by_sample(await in_run_thread(self._folder.read_group, path))
@@ -248,15 +247,15 @@ class Evaluation:
             rows_of = partial(_rows, group, missing, name, common)
             for index, rows in zip(missing, await in_run_thread(rows_of), strict=True):
                 samples[index] = rows
-        whole = [row for rows in samples for row in rows]
-        await in_run_thread(self._folder.add_group, outcome.number, whole)
+        all_rows = [row for rows in samples for row in rows]
+        await in_run_thread(self._folder.add_group, outcome.number, all_rows)
         outcome.rollouts = [RolloutFigures(**rows[0]["figures"]) for rows in samples]
         return ()
 
     async def _report(self, outcome: Outcome) -> None:
         self._num_reported += 1
         task = outcome.task
-        so_far = avg_at_k([one.rewards for one in self._outcomes.values()])
+        so_far = avg_at_k([outcome.rewards for outcome in self._outcomes.values()])
         row = {
             "step": self._num_reported,
             "group": outcome.number,
@@ -277,22 +276,24 @@ def _nothing() -> None:
     """Do nothing: the task is already queued."""
 
 
-def _by_sample(rows: Sequence[Row]) -> list[list[Row]]:
+def _by_sample(rows: Sequence[JsonObject]) -> list[list[JsonObject]]:
     """Return the rows of a group's file by sample: one for each of its trajectories."""
-    found: dict[int, list[Row]] = {}
+    rows_by_sample: dict[int, list[JsonObject]] = {}
     for number, row in enumerate(rows):
-        found.setdefault(row.get("rollout", number), []).append(row)
-    return list(found.values())
+        rows_by_sample.setdefault(row.get("rollout", number), []).append(row)
+    return list(rows_by_sample.values())
 
 
-def _rows(group: RolloutGroup, indexes: Sequence[int], name: str, common: Row) -> list[list[Row]]:
+def _rows(
+    group: RolloutGroup, indexes: Sequence[int], name: str, common: JsonObject
+) -> list[list[JsonObject]]:
     """Return the rows of each sample.
 
     Args:
         indexes: the numbers of the samples among all of their task.
         name: the name of the group; in the rows, the ids of all samples are alike.
     """
-    samples: list[list[Row]] = [[] for _ in group.rollouts]
+    samples: list[list[JsonObject]] = [[] for _ in group.rollouts]
     figures = [asdict(RolloutFigures.of(rollout)) for rollout in group.rollouts]
     for row in group.rows():
         position, index = row.rollout, indexes[row.rollout]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from agentloop.evaluation.estimate import Estimate, avg_at_k, pass_at_k, sampling_error
 from agentloop.evaluation.loop import EvaluationSettings, Outcome
+from agentloop.plain_json import JsonObject
 from agentloop.rollouts.metrics import GroupFigures, about, mean, mean_parts, mean_recorded, percent
 
 __all__ = ["Figures", "figures_of", "markdown", "notes", "results", "table", "text"]
@@ -55,29 +55,29 @@ def figures_of(outcomes: Sequence[Outcome], settings: EvaluationSettings) -> Fig
     k = settings.num_samples
     rewards = [outcome.rewards for outcome in outcomes]
     groups = [GroupFigures(outcome.rollouts) for outcome in outcomes]
-    found = about(groups)
+    metrics = about(groups)
     num_samples = sum(map(len, rewards))
     return Figures(
         num_tasks=len(outcomes),
-        num_whole=sum(len(one) >= k for one in rewards),
-        num_refused=sum(bool(one.refused) for one in outcomes),
+        num_whole=sum(len(task_rewards) >= k for task_rewards in rewards),
+        num_refused=sum(bool(outcome.refused) for outcome in outcomes),
         num_samples=num_samples,
-        num_missing=sum(max(0, k - len(one)) for one in rewards),
+        num_missing=sum(max(0, k - len(task_rewards)) for task_rewards in rewards),
         avg_at_k=avg_at_k(rewards, settings.confidence),
         pass_at_k={k: pass_at_k(rewards, k, settings.confidence) for k in settings.all_pass_at},
         sampling_error=sampling_error(rewards),
-        length_mean=found.length_mean,
-        turns_mean=found.turns_mean,
-        truncated=found.truncated,
-        tool_errors_in_correct=found.tool_errors_in_correct,
+        length_mean=metrics.length_mean,
+        turns_mean=metrics.turns_mean,
+        truncated=metrics.truncated,
+        tool_errors_in_correct=metrics.tool_errors_in_correct,
         parts=mean_parts(groups),
         recorded=mean_recorded(groups),
     )
 
 
 def results(
-    outcomes: Sequence[Outcome], settings: EvaluationSettings, about_it: Mapping[str, Any]
-) -> dict[str, Any]:
+    outcomes: Sequence[Outcome], settings: EvaluationSettings, description: Mapping[str, object]
+) -> JsonObject:
     """Return all results for JSON, starting with `about_it`: the model and its settings."""
     sets: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
@@ -89,11 +89,11 @@ def results(
         if rollout.reward is None
     )
     reasons.update(
-        {f"the task could not be sampled: {one.refused}": settings.num_samples
-         for one in outcomes if one.refused}
+        {f"the task could not be sampled: {outcome.refused}": settings.num_samples
+         for outcome in outcomes if outcome.refused}
     )  # fmt: skip
     return {
-        **about_it,
+        **description,
         "num_samples": settings.num_samples,
         "confidence": settings.confidence,
         "all": _data(figures_of(outcomes, settings)),
@@ -108,15 +108,15 @@ def results(
     }  # fmt: skip
 
 
-def _data(figures: Figures) -> dict[str, Any]:
+def _data(figures: Figures) -> JsonObject:
     data = asdict(figures)
-    data["pass_at_k"] = {str(k): one for k, one in data["pass_at_k"].items()}
+    data["pass_at_k"] = {str(k): estimate for k, estimate in data["pass_at_k"].items()}
     return data
 
 
-def table(data: Mapping[str, Any]) -> list[list[str]]:
+def table(data: JsonObject) -> list[list[str]]:
     """Return rows of cells; the first row names the sets, the first column the metrics."""
-    sets: dict[str, Mapping[str, Any]] = dict(data["sets"])
+    sets: dict[str, JsonObject] = dict(data["sets"])
     if len(sets) != 1:
         sets["all"] = data["all"]
     k = data["num_samples"]
@@ -127,34 +127,42 @@ def table(data: Mapping[str, Any]) -> list[list[str]]:
     columns = list(sets.values())
     rows = [
         row("", *sets),
-        row("tasks", *(str(one["num_tasks"]) for one in columns)),
-        row(f"avg@{k}", *(_estimate(one["avg_at_k"]) for one in columns)),
+        row("tasks", *(str(figures["num_tasks"]) for figures in columns)),
+        row(f"avg@{k}", *(_estimate(figures["avg_at_k"]) for figures in columns)),
     ]
     for at in data["all"]["pass_at_k"]:
-        rows.append(row(f"pass@{at}", *(_estimate(one["pass_at_k"][at]) for one in columns)))
+        rows.append(
+            row(f"pass@{at}", *(_estimate(figures["pass_at_k"][at]) for figures in columns))
+        )
     for part in data["all"]["parts"]:
-        rows.append(row(f"part {part}", *(mean(one["parts"].get(part)) for one in columns)))
+        rows.append(row(f"part {part}", *(mean(figures["parts"].get(part)) for figures in columns)))
     for key in data["all"]["recorded"]:
-        rows.append(row(f"recorded {key}", *(mean(one["recorded"].get(key)) for one in columns)))
+        rows.append(
+            row(f"recorded {key}", *(mean(figures["recorded"].get(key)) for figures in columns))
+        )
     rows += [
-        row("samples", *(str(one["num_samples"]) for one in columns)),
-        row("missing", *(str(one["num_missing"]) for one in columns)),
-        row("tokens, mean", *(f"{one['length_mean']:,.0f}" for one in columns)),
-        row("turns, mean", *(f"{one['turns_mean']:.1f}" for one in columns)),
-        row("out of budget", *(percent(one["truncated"]) for one in columns)),
+        row("samples", *(str(figures["num_samples"]) for figures in columns)),
+        row("missing", *(str(figures["num_missing"]) for figures in columns)),
+        row("tokens, mean", *(f"{figures['length_mean']:,.0f}" for figures in columns)),
+        row("turns, mean", *(f"{figures['turns_mean']:.1f}" for figures in columns)),
+        row("out of budget", *(percent(figures["truncated"]) for figures in columns)),
         row(
             "tool errors in correct rollouts",
-            *(percent(one["tool_errors_in_correct"]) for one in columns),
+            *(percent(figures["tool_errors_in_correct"]) for figures in columns),
         ),
     ]
     return rows
 
 
-def _estimate(one: Mapping[str, Any] | None) -> str:
-    return "-" if one is None else f"{one['value']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"
+def _estimate(estimate: JsonObject | None) -> str:
+    return (
+        "-"
+        if estimate is None
+        else f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
+    )
 
 
-def notes(data: Mapping[str, Any]) -> list[str]:
+def notes(data: JsonObject) -> list[str]:
     """Return explanations of the table, one per line."""
     lines = [
         f"In brackets: the {100 * data['confidence']:g}% confidence interval for the population of "
@@ -174,7 +182,7 @@ def notes(data: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def text(data: Mapping[str, Any]) -> str:
+def text(data: JsonObject) -> str:
     """Return the table and its notes as plain text."""
     rows = table(data)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -185,7 +193,7 @@ def text(data: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", *notes(data)]) + "\n"
 
 
-def markdown(data: Mapping[str, Any]) -> str:
+def markdown(data: JsonObject) -> str:
     """Return the table and its notes as a Markdown page."""
     head, *rows = [[cell.replace("|", "\\|") for cell in cells] for cells in table(data)]
     lines = [f"# {data['model']}, by {data['by']}", ""]

@@ -130,7 +130,7 @@ def test_a_question_is_found_wherever_it_stands(
     sent: list[Message] = []
     monkeypatch.chdir(tmp_path)
     Path("more.conf").touch()
-    monkeypatch.setattr("agentloop.cli.console.started", started)
+    monkeypatch.setattr("agentloop.cli.console.open_runtime", started)
     monkeypatch.setattr("agentloop.cli.chat.ask", ask)
     assert main(["chat", *arguments]) == 0
     assert sent == [{"role": "user", "content": "What is a = b?"}]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentloop.cli.train_checks import checked
+from agentloop.cli.train_checks import check_settings
 from agentloop.cli.train_settings import TrainSettings
 from agentloop.config import load_settings
 from bench import gpu, gpu_servers, handover
@@ -116,7 +116,7 @@ def test_the_list_has_a_command_for_each_part(capsys: pytest.CaptureFixture[str]
 def test_the_runs_settings_are_valid(setup: Setup, tmp_path: Path) -> None:
     handover.make_model(tmp_path / "model", 8, 1024)
     command, recipe, *overrides = gpu_servers.train_arguments(setup, tmp_path / "model", 10)
-    settings = checked(load_settings(TrainSettings, [Path(recipe)], overrides))
+    settings = check_settings(load_settings(TrainSettings, [Path(recipe)], overrides))
     assert command == "train"
     assert settings.loop.steps == 10
     assert settings.learner.dtype == "bfloat16"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentloop.cli.train import TrainSettings
-from agentloop.cli.train_checks import checked
+from agentloop.cli.train_checks import check_settings
 from agentloop.config import load_settings
 from agentloop.models import SMALL
 from bench.roc import ARMS, RECIPE, Run, summary
@@ -35,7 +35,9 @@ def test_the_table_has_a_row_for_each_arm() -> None:
 def test_arms_differ_only_in_the_trained_rollouts() -> None:
     """Sampling is the same, and each arm is a valid run."""
     settings = [
-        checked(load_settings(TrainSettings, [RECIPE], [f"model='{SMALL}'", "loop.steps=3", *arm]))
+        check_settings(
+            load_settings(TrainSettings, [RECIPE], [f"model='{SMALL}'", "loop.steps=3", *arm])
+        )
         for arm in ARMS.values()
     ]
     for setting in settings:

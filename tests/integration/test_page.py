@@ -85,33 +85,35 @@ class Service:
         return f"{name}-{task.id}"
 
     @contextmanager
-    def held(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """A rollout that is in its first call until it is released: its id, and what does so."""
+    def hold_rollout(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yield the id of a rollout whose first call waits, and a function that lets it go on."""
         go_on = self.portal.call(anyio.Event)
 
         def release() -> None:
             self.portal.call(go_on.set)
 
-        future, key = self.portal.start_task(self._held, go_on)
+        future, key = self.portal.start_task(self._run_held_rollout, go_on)
         try:
             yield key, release
         finally:
             release()
             future.result(WAIT_S)
 
-    async def _held(self, go_on: anyio.Event, *, task_status: anyio.abc.TaskStatus[str]) -> None:
+    async def _run_held_rollout(
+        self, go_on: anyio.Event, *, task_status: anyio.abc.TaskStatus[str]
+    ) -> None:
         async def multiply(a: int, b: int) -> int:
             """Multiply two integers."""
             await go_on.wait()
             return a * b
 
-        def seen(event: Event) -> None:
+        def on_event(event: Event) -> None:
             self.app.on_event(event)
             if isinstance(event, CallStarted) and event.turn == 0:
                 task_status.started(event.rollout_id)
 
         greedy = Sampling(temperature=0)
-        await self.runtime.rollout(QUESTION, tools=[multiply], sampling=greedy, on_event=seen)
+        await self.runtime.rollout(QUESTION, tools=[multiply], sampling=greedy, on_event=on_event)
 
 
 @asynccontextmanager
@@ -133,8 +135,8 @@ async def serving(sglang_url: str, portal: BlockingPortal, **serve: Any) -> Asyn
 @pytest.fixture(scope="module")
 def service(sglang_url: str) -> Iterator[Service]:
     with start_blocking_portal("asyncio") as portal:
-        with portal.wrap_async_context_manager(serving(sglang_url, portal)) as one:
-            yield one
+        with portal.wrap_async_context_manager(serving(sglang_url, portal)) as running_service:
+            yield running_service
 
 
 @pytest.fixture(scope="module")
@@ -145,20 +147,20 @@ def group(service: Service) -> str:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    with browser() as one:
-        yield one
+    with browser() as chromium:
+        yield chromium
 
 
 def test_the_first_view_has_its_numbers_and_they_live(service: Service, chromium: Browser) -> None:
     with looking(chromium, service.url) as (page, _):
         expect(page).to_have_title(re.compile("agentloop"))
         expect(page.get_by_text("tokens/s").first).to_be_visible()
-        now = get(service, "frame")["now"]
+        state = get(service, "frame")["now"]
         answer = httpx.post(
             f"{service.url}/v1/rollouts", json={"prompts": [QUESTION], "n": 3}, timeout=WAIT_S
         )
         assert len(answer.text.splitlines()) == 3
-        expect(page.get_by_text(f"{now['rollouts_done'] + 3} done")).to_be_visible()
+        expect(page.get_by_text(f"{state['rollouts_done'] + 3} done")).to_be_visible()
 
 
 @pytest.mark.gate
@@ -175,7 +177,7 @@ def test_a_question_is_asked_and_watched_to_its_answer(service: Service, chromiu
 def test_a_rollout_that_is_opened_while_it_streams_grows(
     service: Service, chromium: Browser
 ) -> None:
-    with looking(chromium, service.url) as (page, _), service.held() as (key, release):
+    with looking(chromium, service.url) as (page, _), service.hold_rollout() as (key, release):
         with page.expect_response(re.compile(f"rollouts/{key}/stream")):
             page.goto(f"{service.url}/#/rollout/{key}")
         view = page.locator("#view")
@@ -188,12 +190,12 @@ def test_a_rollout_that_is_opened_while_it_streams_grows(
         assert "".join(turn["pieces"]) == service.runtime.chat.decode(turn["ids"])
 
 
-def get(service: Service, what: str) -> Any:
-    return httpx.get(f"{service.url}/api/{what}", timeout=WAIT_S).json()
+def get(service: Service, path: str) -> Any:
+    return httpx.get(f"{service.url}/api/{path}", timeout=WAIT_S).json()
 
 
-def asked(service: Service, question: str) -> str:
-    """The id of the rollout that it began."""
+def ask(service: Service, question: str) -> str:
+    """Ask a question, and return the id of its rollout."""
     asking = {"question": question}
     answer = httpx.post(f"{service.url}/api/ask", json=asking, timeout=WAIT_S)
     key: str = answer.json()["rollout"]
@@ -206,11 +208,11 @@ def test_a_group_says_who_was_kept_and_why_others_were_not(
     with looking(chromium, f"{service.url}/#/group/{group}") as (page, _):
         rows = page.locator("#view table").first.get_by_role("row")
         expect(rows).to_have_count(5)  # its head, and four rollouts
-        told = get(service, f"groups/{group}")
-        for one in told["rollouts"]:
-            assert one["kept"] or one["dropped"]
+        group_data = get(service, f"groups/{group}")
+        for rollout_data in group_data["rollouts"]:
+            assert rollout_data["kept"] or rollout_data["dropped"]
         page.get_by_role(
-            "link", name=re.compile(re.escape(told["rollouts"][0]["id"][-3:]))
+            "link", name=re.compile(re.escape(group_data["rollouts"][0]["id"][-3:]))
         ).first.click()
         page.wait_for_url(re.compile("#/rollout/"))
 
@@ -235,8 +237,8 @@ def test_every_view_can_be_read_by_everybody(
 
 
 def test_control_wants_the_token_and_does_what_it_says(service: Service, chromium: Browser) -> None:
-    with looking(chromium, service.url) as (page, seen):
-        seen.expected = ["403", "503"]
+    with looking(chromium, service.url) as (page, problems):
+        problems.expected = ["403", "503"]
         ask = {"messages": [{"role": "user", "content": QUESTION}]}
         page.get_by_role("button", name=re.compile("pause", re.I)).click()
         dialog = page.get_by_role("dialog")
@@ -265,12 +267,12 @@ def test_control_wants_the_token_and_does_what_it_says(service: Service, chromiu
 @asynccontextmanager
 async def watched_run(folder: Path) -> AsyncIterator[tuple[str, RunDashboard]]:
     """A training run's page, with one rollout that goes on."""
-    said: list[str] = []
-    progress = SimpleNamespace(line="", say=said.append, status=RunStatus("stage", 3, 10, "Waits"))
+    lines: list[str] = []
+    progress = SimpleNamespace(line="", say=lines.append, status=RunStatus("stage", 3, 10, "Waits"))
     dashboard = RunDashboard(RunFolder(folder, ""), cast(console.ProgressLine, progress))
     async with dashboard.serve_page(ServeSettings(port=0)):
         dashboard.emit(RolloutStarted(Trajectory("1.0", [1, 2, 3]), "1"))
-        yield said[0].split()[2], dashboard
+        yield lines[0].split()[2], dashboard
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -285,8 +287,8 @@ def test_a_run_that_has_ended_looks_like_one(
         expect(page.get_by_role("button", name="Drain")).to_be_visible()
         error = RuntimeError("no disk left") if fails else None
         assert not run.__exit__(type(error) if error else None, error, None)
-        said = "The run has failed: no disk left" if fails else "The run has finished"
-        expect(page.locator("#notice")).to_contain_text(said)
+        notice = "The run has failed: no disk left" if fails else "The run has finished"
+        expect(page.locator("#notice")).to_contain_text(notice)
         expect(page.locator("#notice")).to_contain_text("agentloop runs view")
         expect(page.locator("#connection-text")).to_have_text("failed" if fails else "finished")
         expect(page.get_by_role("button", name="Drain")).not_to_be_visible()
@@ -334,8 +336,8 @@ def test_a_runs_folder_is_shown_and_made_one_file(
         expect(shown.first).to_have_text("0.875")
         errors = page.get_by_role("region", name="Tool errors in correct rollouts").locator("b")
         expect(errors.first).to_have_text("–")
-        found = page.get_by_role("region", name="Parts of the reward")
-        expect(found.get_by_text("found", exact=True)).to_be_visible()
+        parts = page.get_by_role("region", name="Parts of the reward")
+        expect(parts.get_by_text("found", exact=True)).to_be_visible()
         recorded = page.get_by_role("region", name="Recorded")
         expect(recorded.get_by_text("tries, held out")).to_be_visible()
         expect(page.get_by_role("heading", name="@k")).to_have_text("pass@k")  # there is no avg@k
@@ -360,11 +362,9 @@ def test_a_runs_folder_is_shown_and_made_one_file(
             process.stdout.close()
 
 
-def test_what_is_not_there_offers_nothing_to_be_done_with_it(
-    service: Service, chromium: Browser
-) -> None:
-    with looking(chromium, f"{service.url}/#/rollout/nosuch") as (page, seen):
-        seen.expected = ["404"]
+def test_a_missing_rollout_has_no_buttons(service: Service, chromium: Browser) -> None:
+    with looking(chromium, f"{service.url}/#/rollout/nosuch") as (page, problems):
+        problems.expected = ["404"]
         expect(page.get_by_text("cannot be shown")).to_be_visible()
         expect(page.get_by_role("button", name="Copy as JSON")).not_to_be_visible()
         expect(page.get_by_label("Color tokens by")).not_to_be_visible()
@@ -380,16 +380,16 @@ def test_what_is_not_there_offers_nothing_to_be_done_with_it(
 def test_a_question_while_nobody_answers_says_so_until_somebody_does(
     service: Service, chromium: Browser
 ) -> None:
-    with looking(chromium, service.url) as (page, seen):
-        seen.expected = ["ERR_"]
+    with looking(chromium, service.url) as (page, problems):
+        problems.expected = ["ERR_"]
         page.route("**/api/**", lambda route: route.abort())
         page.goto(f"{service.url}/?again#/ask")
         page.get_by_role("textbox").fill(QUESTION)
         page.get_by_role("button", name="Ask", exact=True).click()
-        said = page.locator("#view").get_by_text("the server is not responding")
-        expect(said).to_be_visible()
+        notice = page.locator("#view").get_by_text("the server is not responding")
+        expect(notice).to_be_visible()
         page.unroute("**/api/**")
-        expect(said).not_to_be_visible()
+        expect(notice).not_to_be_visible()
 
 
 def test_a_turn_says_what_can_be_said_of_it(chromium: Browser, tmp_path: Path) -> None:
@@ -401,10 +401,10 @@ def test_a_turn_says_what_can_be_said_of_it(chromium: Browser, tmp_path: Path) -
     turn["generated_s"] = turn["first_token_s"] + 0.0001
     folder.add_group(1, [row])
     text = "<think>Hm.</think>\nit is 42"
-    said = Turn(text=text, end=TurnEnd.STOP, generated_s=1.0, ended_s=1.0)
-    made = Trajectory("2-b.0", [], [said], StopReason.ANSWERED, None, 100.0, 1.0)
-    told = {"trajectory": made.to_dict(), "figures": {"num_tokens": 59}}
-    folder.add_group(2, [{"group": 2, "version": None, **rollout("2-b.0"), **told}])
+    turn_with_text = Turn(text=text, end=TurnEnd.STOP, generated_s=1.0, ended_s=1.0)
+    trajectory = Trajectory("2-b.0", [], [turn_with_text], StopReason.ANSWERED, None, 100.0, 1.0)
+    fields = {"trajectory": trajectory.to_dict(), "figures": {"num_tokens": 59}}
+    folder.add_group(2, [{"group": 2, "version": None, **rollout("2-b.0"), **fields}])
     out = tmp_path / "run.html"
     command = [
         sys.executable,
@@ -430,12 +430,12 @@ def test_a_turn_says_what_can_be_said_of_it(chromium: Browser, tmp_path: Path) -
 
 
 @pytest.mark.gate
-def test_what_a_model_writes_is_never_run(
+def test_text_of_a_model_is_never_run_as_html(
     service: Service, chromium: Browser, tmp_path: Path
 ) -> None:
     evil = "<img src=x onerror=window.pwned=1></script><script>window.pwned=1</script>"
     with looking(chromium, service.url) as (page, _):
-        key = asked(service, evil)
+        key = ask(service, evil)
         page.goto(f"{service.url}/#/rollout/{key}")
         expect(page.get_by_text("onerror").first).to_be_visible()
         assert page.evaluate("window.pwned") is None

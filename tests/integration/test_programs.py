@@ -75,8 +75,8 @@ async def run(agent: SessionAgent, code: str, *, timeout_s: float = 60) -> Progr
 
 async def containers(engine: aiodocker.Docker, owner: int) -> list[str]:
     """Names of the programs' containers, running or not, that a process has started."""
-    found = await engine.containers.list(all=True, filters={"label": [LABEL]})
-    names = [one["Names"][0] for one in found]
+    labelled = await engine.containers.list(all=True, filters={"label": [LABEL]})
+    names = [container["Names"][0] for container in labelled]
     return [name for name in names if name.startswith(f"/agentloop-program-{owner}-")]
 
 
@@ -86,13 +86,13 @@ async def wait_until(happened: Callable[[], Any]) -> None:
             await anyio.sleep(0.02)
 
 
-async def test_what_a_program_prints_is_the_answer(
+async def test_a_programs_output_is_the_answer(
     agent: SessionAgent, engine: aiodocker.Docker
 ) -> None:
     agent.answer = "The result is 42."
     code = f"{ASK}\nprint('asked:', answer)\nprint(answer.split()[-1].strip('.'))"
-    found = await program.function(TASK, agent, settings=python(code))
-    assert found.text == "<answer>42</answer>"
+    answer = await program.function(TASK, agent, settings=python(code))
+    assert answer.text == "<answer>42</answer>"
     assert agent.asked[0]["messages"] == [{"role": "user", "content": TASK.prompt}]
     assert agent.trajectories[0].text == "The result is 42."  # the record is as it was
     assert await containers(engine, os.getpid()) == []
@@ -113,8 +113,8 @@ async def test_a_folder_is_the_working_directory(agent: SessionAgent, tmp_path: 
     with pytest.raises(SettingsError, match=r"may not enter .*chmod -R o\+rX"):
         await program.function(TASK, agent, settings=settings)
     os.chmod(tmp_path, 0o755)
-    found = await program.function(TASK, agent, settings=settings)
-    assert found.text == "<answer>42</answer> /agent"
+    answer = await program.function(TASK, agent, settings=settings)
+    assert answer.text == "<answer>42</answer> /agent"
 
 
 async def test_the_example_runs_the_tools_of_its_model(agent: SessionAgent) -> None:
@@ -124,10 +124,10 @@ async def test_the_example_runs_the_tools_of_its_model(agent: SessionAgent) -> N
     agent.script = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     agent.answer = "The result is 42.\n\\boxed{42}"
     settings = ProgramSettings(command=("python3", "command_line_agent.py"), folder=EXAMPLES)
-    found = await program.function(TASK, agent, settings=settings)
-    assert found.text == agent.answer
+    answer = await program.function(TASK, agent, settings=settings)
+    assert answer.text == agent.answer
     assert agent.asked[1]["messages"][-1]["content"] == "42\n"
-    assert [len(one["tools"]) for one in agent.asked] == [1, 1]
+    assert [len(request["tools"]) for request in agent.asked] == [1, 1]
 
 
 async def test_a_program_that_hangs_is_killed_and_its_answer_counts(
@@ -135,8 +135,8 @@ async def test_a_program_that_hangs_is_killed_and_its_answer_counts(
 ) -> None:
     agent.time_left_s = 8.0
     code = f"{ASK}\nprint(41)\n{FOREVER}"
-    found = await program.function(TASK, agent, settings=python(code))
-    assert found.text == "<answer>41</answer>"
+    answer = await program.function(TASK, agent, settings=python(code))
+    assert answer.text == "<answer>41</answer>"
     assert await containers(engine, os.getpid()) == []
 
 
@@ -148,12 +148,12 @@ async def test_a_program_that_waits_for_the_model_is_not_to_blame(agent: Session
 
 
 async def test_a_crash_after_an_answer_is_the_agents(agent: SessionAgent) -> None:
-    found = await program.function(TASK, agent, settings=python(f"{ASK}\nraise SystemExit(127)"))
-    assert found.text == ""
+    answer = await program.function(TASK, agent, settings=python(f"{ASK}\nraise SystemExit(127)"))
+    assert answer.text == ""
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         (("no-such-program",), "status 127 .*no-such-program: No such file"),
         (("/etc/hostname",), "status 126 .*Permission denied"),
@@ -162,9 +162,9 @@ async def test_a_crash_after_an_answer_is_the_agents(agent: SessionAgent) -> Non
     ],
 )
 async def test_a_program_that_never_asks_is_the_users_mistake(
-    agent: SessionAgent, command: tuple[str, ...], said: str
+    agent: SessionAgent, command: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(SettingsError, match=f"(?s){said}"):
+    with pytest.raises(SettingsError, match=f"(?s){message}"):
         await program.function(TASK, agent, settings=ProgramSettings(command=command))
     assert agent.failures == []
 
@@ -189,7 +189,7 @@ async def test_an_image_without_python(
         await engine.images.delete("agentloop-test-empty:1", force=True)
 
 
-async def test_it_reaches_nothing_but_the_model(agent: SessionAgent) -> None:
+async def test_a_program_reaches_only_the_model(agent: SessionAgent) -> None:
     code = """
 import os, socket
 for address in ("1.1.1.1", "172.17.0.1", "10.0.0.1"):
@@ -326,7 +326,7 @@ async def test_an_engine_elsewhere_is_refused(
     pool: Pool, agent: SessionAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend: Any = pool._backends[0]
-    for one in backend._engines:
-        monkeypatch.setattr(one, "local", False)
+    for engine in backend._engines:
+        monkeypatch.setattr(engine, "local", False)
     with pytest.raises(ProgramUnsupported, match="must be on this machine"):
         await run(agent, "print(1)")

@@ -49,14 +49,14 @@ def _write(name: str, folder: Path) -> list[str]:
             f"NAME: a module {module!r} exists already and would be imported instead: choose "
             "another name"
         )
-    found = files(name, module)
+    texts = files(name, module)
     try:
         folder.mkdir(parents=True)
-        for path, text in found.items():
+        for path, text in texts.items():
             (folder / path).write_text(text, "utf-8")
     except OSError as error:
         raise SettingsError(f"{folder}: {error.strerror or error}") from error
-    return list(found)
+    return list(texts)
 
 
 def _module_of(name: str) -> str:

@@ -19,11 +19,14 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print a JSON list of objects")
     options = parser.parse_args(arguments)
-    found = registered()
+    environments = registered()
     if options.json:
-        console.print_json([asdict(one) for one in found])
-    elif found:
-        rows = [(one.name, one.target, one.package) for one in found]
+        console.print_json([asdict(environment) for environment in environments])
+    elif environments:
+        rows = [
+            (environment.name, environment.target, environment.package)
+            for environment in environments
+        ]
         console.print_table(("name", "environment", "package"), rows)
     else:
         print(f"No installed package registers an environment (entry points in the group {GROUP})")

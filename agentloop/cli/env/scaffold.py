@@ -175,11 +175,11 @@ def files(name: str, module: str) -> dict[str, str]:
         module: the name of its module and function.
     """
     values = {"name": name, "module": module, "group": GROUP, "agentloop": NAME}
-    found = {
+    templates = {
         "pyproject.toml": _PYPROJECT,
         f"{module}.py": _MODULE,
         f"test_{module}.py": _TEST,
         "train.toml": _TRAIN,
         "README.md": _README,
     }
-    return {path: Template(text).substitute(values) for path, text in found.items()}
+    return {path: Template(text).substitute(values) for path, text in templates.items()}

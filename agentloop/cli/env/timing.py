@@ -46,14 +46,14 @@ def seconds_by_activity(
 
     Spans may overlap. Time that no span covers is the environment's own.
     """
-    cut = [(what, max(start_s, a), min(end_s, b)) for what, a, b in spans]
+    cut = [(activity, max(start_s, a), min(end_s, b)) for activity, a, b in spans]
     edges = sorted({start_s, end_s, *(edge for _, a, b in cut if a < b for edge in (a, b))})
-    found = dict.fromkeys(Activity, 0.0)
+    seconds = dict.fromkeys(Activity, 0.0)
     order = list(Activity)
     for start, end in pairwise(edges):
-        active = [what for what, a, b in cut if a <= start and end <= b]
-        found[min(active, key=order.index, default=Activity.ENVIRONMENT)] += end - start
-    return found
+        active = [activity for activity, a, b in cut if a <= start and end <= b]
+        seconds[min(active, key=order.index, default=Activity.ENVIRONMENT)] += end - start
+    return seconds
 
 
 class Timeline:
@@ -84,8 +84,8 @@ class Timeline:
                 queued_s = max(0.0, result.started_s - result.dispatched_s)
                 self._close((key, result.call_id), queued_s)
             case TurnFinished(rollout_id=key) | RolloutAbandoned(rollout_id=key):
-                for one in [one for one in self._open if one[0] == key]:
-                    self._close(one)
+                for open_key in [open_key for open_key in self._open if open_key[0] == key]:
+                    self._close(open_key)
 
     def _change(self, key: str, activity: Activity) -> None:
         self._close((key, ""))
@@ -97,5 +97,5 @@ class Timeline:
             return
         activity, start = self._open.pop(key)
         end = self._clock()
-        begun = min(end, start + queued_s)
-        self._spans += [(Activity.WAITING, start, begun), (activity, begun, end)]
+        queued_until_s = min(end, start + queued_s)
+        self._spans += [(Activity.WAITING, start, queued_until_s), (activity, queued_until_s, end)]

@@ -88,7 +88,7 @@ class _Trial:
             for event in self.events
             if isinstance(event, RolloutFinished) and event.num_tokens is not None
         }
-        return sum(counted.get(one.id, one.num_sampled_tokens) for one in self.records)
+        return sum(counted.get(record.id, record.num_sampled_tokens) for record in self.records)
 
     async def run(self, groups: GroupRunner, budget: Budget, name: str) -> None:
         """Run the rollout; a failure becomes the reason of a missing reward."""
@@ -138,7 +138,7 @@ async def _try(name: str, arguments: list[str]) -> int:
 
             async def run(number: int, trial: _Trial) -> None:
                 await trial.run(groups_of(trial.on_event), settings.budget, f"try-{number}")
-                num_ended = sum(one.ended_s > 0 for one in trials)
+                num_ended = sum(trial.ended_s > 0 for trial in trials)
                 progress(f"{num_ended} of {count_of(len(trials), 'rollout')} ended")
 
             async with task_group() as watching:
@@ -178,8 +178,8 @@ def _print_summary(trials: Sequence[_Trial]) -> None:
                 str(number),
                 _value(trial.reward.value),
                 *(_value(trial.figures.get(name)) for name in parts),
-                str(sum(len(one.turns) for one in records)),
-                str(sum(len(one.calls) for one in records)),
+                str(sum(len(record.turns) for record in records)),
+                str(sum(len(record.calls) for record in records)),
                 str(trial.num_tokens),
                 *(f"{seconds:.1f}" for seconds in trial.seconds.values()),
             )
@@ -190,14 +190,14 @@ def _print_summary(trials: Sequence[_Trial]) -> None:
     values = [trial.reward.value for trial in trials if trial.reward.value is not None]
     print(f"\nreward     {mean(statistics.fmean(values) if values else None)} on average")
     for name in parts:
-        found = [trial.figures[name] for trial in trials if name in trial.figures]
-        print(f"  {console.printable(name)}: {statistics.fmean(found):.3f}")
+        figures = [trial.figures[name] for trial in trials if name in trial.figures]
+        print(f"  {console.printable(name)}: {statistics.fmean(figures):.3f}")
     reasons = Counter(trial.reward.reason for trial in trials if trial.reward.value is None)
     for reason, count in reasons.most_common():
         print(f"failed     {count} of {len(trials)}: {console.printable(reason)}")
     total = sum(trial.ended_s - trial.started_s for trial in trials)
-    spent = {what: sum(trial.seconds[what] for trial in trials) for what in Activity}
-    shares = ", ".join(f"{what} {100 * s / (total or 1):.0f}%" for what, s in spent.items())
+    spent = {activity: sum(trial.seconds[activity] for trial in trials) for activity in Activity}
+    shares = ", ".join(f"{activity} {100 * s / (total or 1):.0f}%" for activity, s in spent.items())
     print(f"time       {total:.1f} s in all rollouts: {shares}")
 
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio.to_thread
 import pydantic
@@ -37,6 +36,7 @@ from agentloop.distribution import require
 from agentloop.errors import DataError, RunFolderError, SettingsError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL, not_a_model
+from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.client import start_learner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
@@ -126,23 +126,23 @@ async def entropy(
     for rollouts in groups.values():
         for rollout in rollouts:
             versions.update(rollout.versions)
-    chosen = await anyio.to_thread.run_sync(
+    origin = await anyio.to_thread.run_sync(
         partial(_origin, run, settings, versions, weights=weights)
     )
-    found = await _found(run, settings, groups, chosen, progress)
+    scores = await _score_groups(run, settings, groups, origin, progress)
     progress("Counting the tokens")
     turns = [
         rollout.with_entropies(entropies)
         for number, rollouts in groups.items()
-        for rollout, entropies in zip(rollouts, found[number].entropies, strict=True)
+        for rollout, entropies in zip(rollouts, scores[number].entropies, strict=True)
     ]
     return EntropyReport(
         run=run,
         groups=list(groups),
         rollouts=[rollout for rollouts in groups.values() for rollout in rollouts],
-        origin=chosen,
+        origin=origin,
         versions=versions,
-        mismatch_kl=_mean_mismatch(groups, found),
+        mismatch_kl=_mean_mismatch(groups, scores),
         top=top,
         analysis=await anyio.to_thread.run_sync(analyze, turns, top / 100),
     )
@@ -152,16 +152,18 @@ def _last_groups(run: Path, num_groups: int | None) -> dict[int, list[RecordedRo
     files = group_files(run)
     if not files:
         raise DataError(f"{run}: no trajectories/group-*.jsonl: expected a run with rollouts")
-    found: dict[int, list[RecordedRollout]] = {}
+    rollouts_by_group: dict[int, list[RecordedRollout]] = {}
     for number, file in reversed(files.items()):
-        enough = sum(map(len, found.values())) >= _NUM_ROLLOUTS
-        if len(found) == num_groups or (num_groups is None and enough):
+        enough = sum(map(len, rollouts_by_group.values())) >= _NUM_ROLLOUTS
+        if len(rollouts_by_group) == num_groups or (num_groups is None and enough):
             break
-        found[number] = read_rollouts(file)
-    if not any(sum(one.mask) for rollouts in found.values() for one in rollouts):
-        last = count_of(len(found), "group")
+        rollouts_by_group[number] = read_rollouts(file)
+    if not any(
+        sum(rollout.mask) for rollouts in rollouts_by_group.values() for rollout in rollouts
+    ):
+        last = count_of(len(rollouts_by_group), "group")
         raise DataError(f"{run}: no tokens were sampled in its last {last}")
-    return dict(reversed(found.items()))
+    return dict(reversed(rollouts_by_group.items()))
 
 
 def _origin(
@@ -193,7 +195,7 @@ def _origin(
     return Origin.of(kept[version], version=str(version), temperature=temperature)
 
 
-async def _found(
+async def _score_groups(
     run: Path,
     settings: EntropySettings,
     groups: Mapping[int, Sequence[RecordedRollout]],
@@ -201,16 +203,16 @@ async def _found(
     progress: console.ProgressLine,
 ) -> dict[int, GroupScores]:
     folder = EntropyFolder(run)
-    found: dict[int, GroupScores] = {}
+    scores: dict[int, GroupScores] = {}
     for number, rollouts in groups.items():
         kept = await anyio.to_thread.run_sync(folder.load, number, rollouts, origin)
         if kept is not None:
-            found[number] = kept
-    missing = [number for number in groups if number not in found]
+            scores[number] = kept
+    missing = [number for number in groups if number not in scores]
     if not missing:
-        return found
+        return scores
     require("train", {"torch": "entropies", "deepspeed": "entropies"})
-    longest = max(len(one.ids) for number in missing for one in groups[number])
+    longest = max(len(rollout.ids) for number in missing for rollout in groups[number])
     of_run = settings.learner.model_copy(
         update={
             "micro_batch_tokens": max(settings.learner.micro_batch_tokens, longest),
@@ -241,31 +243,33 @@ async def _found(
         async def score_all() -> None:
             for done, number in enumerate(missing):
                 progress(f"Scoring group {number}, {done + 1} of {len(missing)}")
-                one = await score(
+                group_scores = await score(
                     learner,
                     groups[number],
                     folder.path.absolute(),
                     timeout_s=settings.loop.step_timeout_s,
                 )
-                await anyio.to_thread.run_sync(folder.save, number, groups[number], origin, one)
-                found[number] = one
+                await anyio.to_thread.run_sync(
+                    folder.save, number, groups[number], origin, group_scores
+                )
+                scores[number] = group_scores
 
         await ranks.while_alive(score_all)
-    return found
+    return scores
 
 
 def _mean_mismatch(
-    groups: Mapping[int, Sequence[RecordedRollout]], found: Mapping[int, GroupScores]
+    groups: Mapping[int, Sequence[RecordedRollout]], scores: Mapping[int, GroupScores]
 ) -> float:
-    nums = {number: sum(sum(one.mask) for one in groups[number]) for number in groups}
-    total = sum(found[number].mismatch_kl * num for number, num in nums.items())
+    nums = {number: sum(sum(rollout.mask) for rollout in groups[number]) for number in groups}
+    total = sum(scores[number].mismatch_kl * num for number, num in nums.items())
     return total / sum(nums.values())
 
 
 # --- output -------------------------------------------------------------------------------------
 
 
-def as_data(report: EntropyReport, chat: ChatFormat, *, num_tokens: int) -> dict[str, Any]:
+def as_data(report: EntropyReport, chat: ChatFormat, *, num_tokens: int) -> JsonObject:
     """Return the report as plain data: entropies in nats, shares from 0 to 1.
 
     Each kind lists its first `num_tokens` tokens.
@@ -276,15 +280,15 @@ def as_data(report: EntropyReport, chat: ChatFormat, *, num_tokens: int) -> dict
     for kind, figures in analysis.kinds.items():
         tokens = [
             {
-                "id": one.id,
-                "text": chat.decode([one.id]),
-                "num_tokens": one.num,
-                "num_marked": one.num_marked,
-                "share_of_marked": one.num_marked / figures.num_marked,
-                "mean_entropy": one.mean_entropy,
-                "example": _example(report, chat, one.highest),
+                "id": token.id,
+                "text": chat.decode([token.id]),
+                "num_tokens": token.num,
+                "num_marked": token.num_marked,
+                "share_of_marked": token.num_marked / figures.num_marked,
+                "mean_entropy": token.mean_entropy,
+                "example": _example(report, chat, token.highest),
             }
-            for one in figures.tokens[:num_tokens]
+            for token in figures.tokens[:num_tokens]
         ]
         kinds[str(kind)] = {
             "num_tokens": figures.num,
@@ -302,7 +306,7 @@ def as_data(report: EntropyReport, chat: ChatFormat, *, num_tokens: int) -> dict
         "weights": origin.weights,
         "version": origin.version,
         "temperature": origin.temperature,
-        "versions": dict(sorted(report.versions.items(), key=lambda one: -one[1])),
+        "versions": dict(Counter(report.versions).most_common()),
         "share_of_version": _share(report.versions.get(origin.version or "", 0), num_sampled),
         "mismatch_kl": report.mismatch_kl,
         "num_tokens": analysis.num,
@@ -317,7 +321,7 @@ def _share(num: int, of: int) -> float:
     return num / of if of else 0.0
 
 
-def _example(report: EntropyReport, chat: ChatFormat, place: TokenPosition) -> dict[str, Any]:
+def _example(report: EntropyReport, chat: ChatFormat, place: TokenPosition) -> JsonObject:
     rollout = report.rollouts[place.rollout]
     ids = rollout.turns[place.turn].ids
     return {
@@ -328,19 +332,19 @@ def _example(report: EntropyReport, chat: ChatFormat, place: TokenPosition) -> d
     }
 
 
-def _print(data: Mapping[str, Any]) -> None:
+def _print(data: JsonObject) -> None:
     for line in _summary_lines(data):
         print(line)
     columns: tuple[str, ...] = ("kind", "tokens", "marked", "share of marked", "mean entropy")
     rows: list[tuple[str, ...]] = [
         (
             f"{kind}: {_KINDS[Kind(kind)]}",
-            f"{one['num_tokens']:,}",
-            f"{one['num_marked']:,}",
-            f"{one['share_of_marked']:.1%}",
-            f"{one['mean_entropy']:.3g}",
+            f"{figures['num_tokens']:,}",
+            f"{figures['num_marked']:,}",
+            f"{figures['share_of_marked']:.1%}",
+            f"{figures['mean_entropy']:.3g}",
         )
-        for kind, one in data["kinds"].items()
+        for kind, figures in data["kinds"].items()
     ]
     print()
     console.print_table(columns, rows, numbers=columns[1:])
@@ -348,14 +352,14 @@ def _print(data: Mapping[str, Any]) -> None:
     for kind in (Kind.FORKING, Kind.REFLECTION):
         rows = [
             (
-                _shown(one["text"]),
-                f"{one['num_marked']:,}",
-                f"{one['num_tokens']:,}",
-                f"{one['share_of_marked']:.1%}",
-                f"{one['mean_entropy']:.3g}",
-                _shown(one["example"]["before"]),
+                _mark_spaces(token["text"]),
+                f"{token['num_marked']:,}",
+                f"{token['num_tokens']:,}",
+                f"{token['share_of_marked']:.1%}",
+                f"{token['mean_entropy']:.3g}",
+                _mark_spaces(token["example"]["before"]),
             )
-            for one in data["kinds"][kind]["tokens"]
+            for token in data["kinds"][kind]["tokens"]
         ]
         if rows:
             print()
@@ -363,7 +367,7 @@ def _print(data: Mapping[str, Any]) -> None:
             console.print_table(columns, rows, title=title, numbers=columns[1:-1])
 
 
-def _summary_lines(data: Mapping[str, Any]) -> list[str]:
+def _summary_lines(data: JsonObject) -> list[str]:
     """Return lines about the scored tokens and the weights that scored them."""
     version = data["version"]
     versions = list(data["versions"])
@@ -384,7 +388,7 @@ def _summary_lines(data: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _shown(text: str) -> str:
+def _mark_spaces(text: str) -> str:
     """Return `text` with visible leading and trailing spaces: " word" and "word" differ."""
     inner = text.strip(" ")
     before = len(text) - len(text.lstrip(" "))

@@ -31,6 +31,7 @@ from safetensors.numpy import save_file
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.cli import console
 from agentloop.errors import AgentLoopError, ModelError, SettingsError
+from agentloop.plain_json import JsonObject
 
 __all__ = ["ModelSource", "export", "find", "main"]
 
@@ -81,11 +82,11 @@ def find(source: Path, step: int | None = None) -> ModelSource:
         return ModelSource(model, source, _version(model))
     chosen = max(versions, default=None) if step is None else step
     if chosen not in versions:
-        there = ", ".join(map(str, sorted(versions))) or "none"
+        available = ", ".join(map(str, sorted(versions))) or "none"
         wanted = "" if step is None else f" of step {step}"
         raise ModelError(
-            f"{source}: no published weights{wanted} (available: {there}); a run keeps only its "
-            "newest"
+            f"{source}: no published weights{wanted} (available: {available}); a run keeps only "
+            "its newest"
         )
     return ModelSource(versions[chosen], source, _version(versions[chosen]))
 
@@ -100,16 +101,16 @@ def export(
             cannot be written.
         SettingsError: `out` exists.
     """
-    found = find(source, step)
+    model = find(source, step)
     if out.exists() or out.is_symlink():
         raise SettingsError(f"{out}: already exists; name another folder")
-    sha256 = _check(found.folder)
-    ChatFormat.load(found.folder)  # check that the runtime can use its tokenizer and template
+    sha256 = _check(model.folder)
+    ChatFormat.load(model.folder)  # check that the runtime can use its tokenizer and template
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        _write(found, partial, list(sha256), dtype)
-        _add_card(found, partial, sha256 if dtype is None else {})
+        _write(model, partial, list(sha256), dtype)
+        _add_card(model, partial, sha256 if dtype is None else {})
         for file in partial.iterdir():
             _sync(file)
         partial.rename(out)
@@ -118,7 +119,7 @@ def export(
         raise ModelError(f"{error.filename or out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return found
+    return model
 
 
 def _is_run(folder: Path) -> bool:
@@ -149,19 +150,19 @@ def _check(folder: Path) -> dict[str, str]:
     return {file: published.get(file, "") for file in files}
 
 
-def _write(found: ModelSource, out: Path, weights: Sequence[str], dtype: Dtype | None) -> None:
-    for file in found.folder.iterdir():
+def _write(model: ModelSource, out: Path, weights: Sequence[str], dtype: Dtype | None) -> None:
+    for file in model.folder.iterdir():
         if file.is_file() and file.suffix in _COPIED and file.name != _MANIFEST:
             shutil.copyfile(file, out / file.name)
     kinds: Counter[str] = Counter()
     num_bytes = 0
     for name in weights:
-        source, target = found.folder / name, out / name
+        source, target = model.folder / name, out / name
         if dtype is None:
             shutil.copyfile(source, target)
         else:
             _cast_file(source, target, dtype)
-        with _opened(target) as file:
+        with _open_weights(target) as file:
             for tensor in map(file.get_slice, file.keys()):
                 kinds[_NAMES.get(tensor.get_dtype(), "")] += math.prod(tensor.get_shape())
         with target.open("rb") as stream:
@@ -171,8 +172,8 @@ def _write(found: ModelSource, out: Path, weights: Sequence[str], dtype: Dtype |
         _write_json(out / _INDEX, index | {"metadata": {"total_size": num_bytes}})
     config = _read_json(out / "config.json")
     config.pop("torch_dtype", None)  # the old name of "dtype"
-    if most := kinds.most_common(1)[0][0]:
-        config["dtype"] = most
+    if stored_dtype := kinds.most_common(1)[0][0]:
+        config["dtype"] = stored_dtype
     _write_json(out / "config.json", config)
     if not (out / "generation_config.json").is_file():
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -183,7 +184,7 @@ def _write(found: ModelSource, out: Path, weights: Sequence[str], dtype: Dtype |
 def _cast_file(source: Path, target: Path, dtype: Dtype) -> None:
     """Copy a safetensors file, casting floating-point tensors to `dtype`."""
     tensors = {}
-    with _opened(source) as file:
+    with _open_weights(source) as file:
         for name in file.keys():  # noqa: SIM118
             kind = file.get_slice(name).get_dtype()
             if kind.startswith("F") and kind not in _NAMES:
@@ -199,7 +200,7 @@ def _cast_file(source: Path, target: Path, dtype: Dtype) -> None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_weights(path: Path) -> Iterator[Any]:
     """Open a safetensors file; one that is damaged or truncated is a `ModelError`."""
     try:
         with safe_open(path, framework="numpy") as file:
@@ -208,18 +209,18 @@ def _opened(path: Path) -> Iterator[Any]:
         raise ModelError(f"{path}: truncated, or not a safetensors file: {error}") from error
 
 
-def _add_card(found: ModelSource, out: Path, sha256: Mapping[str, str]) -> None:
+def _add_card(model: ModelSource, out: Path, sha256: Mapping[str, str]) -> None:
     """Write README.md: a run's settings and last metrics, or a copy of the model's own."""
-    if found.run is None:
-        if (found.folder / "README.md").is_file():
-            shutil.copyfile(found.folder / "README.md", out / "README.md")
+    if model.run is None:
+        if (model.folder / "README.md").is_file():
+            shutil.copyfile(model.folder / "README.md", out / "README.md")
         return
-    name = found.run.resolve().name
-    config = (found.run / "config.toml").read_text("utf-8").strip()
+    name = model.run.resolve().name
+    config = (model.run / "config.toml").read_text("utf-8").strip()
     lines = [
         *("---", "library_name: transformers", "pipeline_tag: text-generation", "---"),
-        *(f"# {name}", "", f"Trained with agentloop; weight version {found.version or 'unknown'}."),
-        *_metrics_table(found.run / "metrics.jsonl"),
+        *(f"# {name}", "", f"Trained with agentloop; weight version {model.version or 'unknown'}."),
+        *_metrics_table(model.run / "metrics.jsonl"),
         *("", "## Settings", "", "```toml", config, "```"),
     ]
     files = [f"{checksum}  {file}" for file, checksum in sha256.items() if checksum]
@@ -230,7 +231,7 @@ def _add_card(found: ModelSource, out: Path, sha256: Mapping[str, str]) -> None:
 
 def _metrics_table(path: Path) -> Iterator[str]:
     """Yield Markdown tables of the last step and of the last evaluation."""
-    last: dict[bool, dict[str, Any]] = {}
+    last: dict[bool, JsonObject] = {}
     for row in _rows(path):
         last[any(name.startswith("held_out/") for name in row)] = row
     for is_evaluation, row in sorted(last.items()):
@@ -240,7 +241,7 @@ def _metrics_table(path: Path) -> Iterator[str]:
             yield f"| {name} | {f'{value:.4g}' if isinstance(value, float) else value} |"
 
 
-def _rows(path: Path) -> Iterable[dict[str, Any]]:
+def _rows(path: Path) -> Iterable[JsonObject]:
     if not path.is_file():
         return
     for line in path.read_text("utf-8").splitlines():
@@ -250,7 +251,7 @@ def _rows(path: Path) -> Iterable[dict[str, Any]]:
             continue
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> JsonObject:
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -260,7 +261,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
@@ -299,13 +300,13 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         with console.ProgressLine("Checking and writing the weights", after_s=2.0):
-            found = export(options.source, options.out, dtype=options.dtype, step=options.step)
+            model = export(options.source, options.out, dtype=options.dtype, step=options.step)
     except AgentLoopError as error:
         print(f"agentloop: error: {error}", file=sys.stderr)
         return 2
-    version = "" if found.version is None else f", version {found.version}"
+    version = "" if model.version is None else f", version {model.version}"
     if options.json:
-        console.print_json({"out": options.out, **asdict(found)})
+        console.print_json({"out": options.out, **asdict(model)})
     else:
-        print(f"{options.out}: exported from {found.folder}{version}")
+        print(f"{options.out}: exported from {model.folder}{version}")
     return 0

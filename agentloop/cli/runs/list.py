@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import anyio.to_thread
 
@@ -69,18 +68,20 @@ async def _ls(folder: Path, *, as_json: bool) -> int:
         def look() -> list[RunSummary]:
             if folder == _DEFAULT_FOLDER and not folder.exists():
                 return []
-            found = []
+            summaries = []
             for path in find_runs(folder):
                 progress(f"Reading {console.printable(path.name)}")
-                found.append(summarize(path))
-            return sorted(found, key=lambda one: (-one.changed_unix_s, str(one.path)))
+                summaries.append(summarize(path))
+            return sorted(
+                summaries, key=lambda summary: (-summary.changed_unix_s, str(summary.path))
+            )
 
         try:
             runs = await anyio.to_thread.run_sync(look, abandon_on_cancel=True)
         except OSError as error:
             raise RunFolderError(f"{folder}: {error.strerror or error}") from error
     if as_json:
-        console.print_json([_data(one) for one in runs])
+        console.print_json([_data(summary) for summary in runs])
     elif runs:
         _print(runs, folder)
     else:
@@ -88,12 +89,12 @@ async def _ls(folder: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _data(run: RunSummary) -> dict[str, Any]:
+def _data(run: RunSummary) -> dict[str, object]:
     return {"name": run.path.name, **asdict(run), "path": str(run.path.resolve())}
 
 
 def _print(runs: Sequence[RunSummary], folder: Path) -> None:
-    now = time.time()
+    now_unix_s = time.time()
     rows = [
         (
             str(run.path.relative_to(folder)) if run.path != folder else run.path.resolve().name,
@@ -106,7 +107,7 @@ def _print(runs: Sequence[RunSummary], folder: Path) -> None:
             percent(run.tool_errors),
             _checkpoints(run.checkpoints),
             size(run.num_bytes),
-            age(now - run.changed_unix_s) if run.changed_unix_s else "-",
+            age(now_unix_s - run.changed_unix_s) if run.changed_unix_s else "-",
         )
         for run in runs
     ]

@@ -48,9 +48,9 @@ def main(arguments: list[str]) -> int:
     return console.run(lambda: _plot(runs, options.out or _DEFAULT_OUT, options.what))
 
 
-async def _plot(runs: list[Path], out: Sequence[Path], what: Sequence[str]) -> int:
+async def _plot(runs: list[Path], out: Sequence[Path], panels: Sequence[str]) -> int:
     with console.ProgressLine("Drawing", after_s=2.0):
-        problems = await anyio.to_thread.run_sync(partial(plot_runs, runs, *out, what=what))
+        problems = await anyio.to_thread.run_sync(partial(plot_runs, runs, *out, what=panels))
     for path in out:
         print(path)
     for problem in problems:

@@ -7,7 +7,6 @@ import contextlib
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import anyio
@@ -53,7 +52,7 @@ class _ModelSettings(pydantic.BaseModel):
     model: str | None = None
     chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
     servers: list[str] = []
-    server: dict[str, Any] = {}
+    server: dict[str, object] = {}
 
     @property
     def served_on(self) -> ServedOn:
@@ -116,7 +115,7 @@ def main(arguments: list[str]) -> int:
 
 async def _view(run: Path, arguments: list[str]) -> int:
     settings = load_settings(ViewSettings, *console.split_settings(arguments))
-    archive = await _opened(run)
+    archive = await _open_archive(run)
     with bind(settings.serve, or_free=True) as bound:
         app = web.Application(middlewares=[ApiGuard(settings.serve).middleware])
         Page(archive, io_timeout_s=settings.serve.io_timeout_s).add_to(app)
@@ -128,20 +127,20 @@ async def _view(run: Path, arguments: list[str]) -> int:
 
 async def _export(run: Path, out: Path, num_rollouts: int) -> int:
     with console.ProgressLine(f"Reading {run}", after_s=2.0) as progress:
-        archive = await _opened(run)
-        whole = await archive.frame()
-        bodies: dict[str, Any] = {"api/frame": whole, "api/runs": {"runs": []}}
-        bodies[f"api/curves?run={_quoted(archive.folder.name)}"] = {
+        archive = await _open_archive(run)
+        frame = await archive.frame()
+        bodies: dict[str, object] = {"api/frame": frame, "api/runs": {"runs": []}}
+        bodies[f"api/curves?run={_quote_name(archive.folder.name)}"] = {
             "run": archive.folder.name,
-            "rows": whole["steps"],
+            "rows": frame["steps"],
         }
-        for group in whole["groups"]:
-            bodies[f"api/groups/{_quoted(group['id'])}"] = await archive.group(group["id"])
-        keys = [row["id"] for row in whole["rollouts"]][-num_rollouts:] if num_rollouts else []
+        for group in frame["groups"]:
+            bodies[f"api/groups/{_quote_name(group['id'])}"] = await archive.group(group["id"])
+        keys = [row["id"] for row in frame["rollouts"]][-num_rollouts:] if num_rollouts else []
         for number, key in enumerate(keys, 1):
             progress(f"Reading rollout {number} of {len(keys)}")
             with contextlib.suppress(NotThere):  # the rollout's record is damaged
-                bodies[f"api/rollouts/{_quoted(key)}"] = await archive.rollout(key)
+                bodies[f"api/rollouts/{_quote_name(key)}"] = await archive.rollout(key)
     num_texts = sum(path.startswith("api/rollouts/") for path in bodies)
     html = await anyio.to_thread.run_sync(one_file, bodies)
     await _write(html, out, "--export")
@@ -151,7 +150,7 @@ async def _export(run: Path, out: Path, num_rollouts: int) -> int:
 
 async def _export_trace(run: Path, out: Path) -> int:
     with console.ProgressLine(f"Reading {run}", after_s=2.0):
-        frame = await (await _opened(run)).frame()
+        frame = await (await _open_archive(run)).frame()
         trace = await anyio.to_thread.run_sync(trace_of, frame)
     await _write(dumps(trace).decode(), out, "--perfetto")
     print(
@@ -172,25 +171,25 @@ async def _write(text: str, out: Path, option: str) -> None:
         raise SettingsError(f"{option}: {out}: {error.strerror or error}") from error
 
 
-def _quoted(name: str) -> str:
+def _quote_name(name: str) -> str:
     """Quote a name as the page does, with JavaScript's `encodeURIComponent`."""
     return quote(name, safe="!~*'()")
 
 
-async def _opened(run: Path) -> Archive:
+async def _open_archive(run: Path) -> Archive:
     """Open a run's folder.
 
     Raises:
         RunFolderError: there is no run.
         SettingsError: the run's settings are invalid.
     """
-    return await anyio.to_thread.run_sync(_open, run)
+    return await anyio.to_thread.run_sync(_read_archive, run)
 
 
-def _open(run: Path) -> Archive:
+def _read_archive(run: Path) -> Archive:
     config = config_of(run.expanduser())
     folder = config.parent.resolve()
-    about: dict[str, Any] = {
+    description: dict[str, object] = {
         "kind": "view",
         "of": str(summarize(folder).kind),
         "title": folder.name,
@@ -201,13 +200,17 @@ def _open(run: Path) -> Archive:
     }
     values = load_known(_ModelSettings, config)
     settings = with_values(_ModelSettings(), values, source=str(config))
-    about["settings"] = _shown(config.read_text("utf-8"))
+    description["settings"] = _without_secrets(config.read_text("utf-8"))
     return Archive(
-        folder, about, _chat_of(folder, settings), partial(_progress, folder), settings.served_on
+        folder,
+        description,
+        _chat_of(folder, settings),
+        partial(_progress, folder),
+        settings.served_on,
     )
 
 
-def _shown(config: str) -> str:
+def _without_secrets(config: str) -> str:
     """Return the text of config.toml without what may be secret, since a page may be passed on.
 
     Tokens are never written there, but MCP servers may have some in `env` and `headers`, and URLs
@@ -223,13 +226,15 @@ def _shown(config: str) -> str:
     return "\n".join(lines)
 
 
-def _progress(folder: Path) -> dict[str, Any]:
+def _progress(folder: Path) -> dict[str, object]:
     """Return the total of a run's steps, and how it has ended, in the words of the live page."""
-    found = summarize(folder)
-    progress: dict[str, Any] = {} if found.num_steps is None else {"num_steps": found.num_steps}
-    if found.kind is RunKind.TRAIN and found.state is not RunState.RUNNING:
-        state = "finished" if found.state is RunState.ENDED else str(found.state)
-        progress["ended"] = {"state": state, "text": ". ".join(found.problems)}
+    summary = summarize(folder)
+    progress: dict[str, object] = {}
+    if summary.num_steps is not None:
+        progress["num_steps"] = summary.num_steps
+    if summary.kind is RunKind.TRAIN and summary.state is not RunState.RUNNING:
+        state = "finished" if summary.state is RunState.ENDED else str(summary.state)
+        progress["ended"] = {"state": state, "text": ". ".join(summary.problems)}
     return progress
 
 

@@ -18,9 +18,9 @@ SAID = "<tool_response></tool_response>y"
 class AnyPromptServer(FakeSGLang):
     """Gives the same response to every prompt."""
 
-    async def _stream(self, request: Any, response: Any, asked: Any, fault: Any) -> None:
-        self.num_prompt = len(asked["input_ids"])
-        await super()._stream(request, response, asked, fault)
+    async def _stream(self, request: Any, response: Any, body: Any, fault: Any) -> None:
+        self.num_prompt = len(body["input_ids"])
+        await super()._stream(request, response, body, fault)
 
 
 def server() -> AnyPromptServer:

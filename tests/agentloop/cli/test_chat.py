@@ -46,7 +46,7 @@ class Asked:
 def test_an_answer_that_is_interrupted_is_forgotten(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
+    histories = []
 
     class PlayedChat:
         def messages_of(self, turns: list[str]) -> list[Message]:
@@ -55,26 +55,26 @@ def test_an_answer_that_is_interrupted_is_forgotten(
     async def ask(
         rollout: object, chat: object, messages: list[Message], out: object
     ) -> SimpleNamespace:
-        seen.append([message["content"] for message in messages])
+        histories.append([message["content"] for message in messages])
         if messages[-1]["content"] == "two":
             os.kill(os.getpid(), signal.SIGINT)
             await anyio.sleep_forever()
         return SimpleNamespace(turns=["said"])
 
     @asynccontextmanager
-    async def started(settings: object) -> AsyncIterator[SimpleNamespace]:
+    async def open_runtime(settings: object) -> AsyncIterator[SimpleNamespace]:
         yield SimpleNamespace(chat=PlayedChat(), rollout=None)
 
-    monkeypatch.setattr("agentloop.cli.console.started", started)
+    monkeypatch.setattr("agentloop.cli.console.open_runtime", open_runtime)
     monkeypatch.setattr("agentloop.cli.chat.ask", ask)
     monkeypatch.setattr("agentloop.cli.console.Lines", lambda: Asked("one", " ", "two", "three"))
     assert main(["chat"]) == 0
-    assert seen == [["one"], ["one", "said", "two"], ["one", "said", "three"]]
+    assert histories == [["one"], ["one", "said", "two"], ["one", "said", "three"]]
     assert "interrupted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("models", "said"),
+    ("models", "description"),
     [
         (("sft/model",), "sft/model (no weights have been published)"),
         (
@@ -84,25 +84,25 @@ def test_an_answer_that_is_interrupted_is_forgotten(
         (("model",), "model"),  # of a supervised run
     ],
 )
-def test_it_says_which_weights_of_a_run_it_took(
+def test_the_weights_used_from_a_run_are_named(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     models: tuple[str, ...],
-    said: str,
+    description: str,
 ) -> None:
     @asynccontextmanager
-    async def started(settings: object) -> AsyncIterator[None]:
+    async def open_runtime(settings: object) -> AsyncIterator[None]:
         yield
 
-    monkeypatch.setattr("agentloop.cli.console.started", started)
+    monkeypatch.setattr("agentloop.cli.console.open_runtime", open_runtime)
     monkeypatch.setattr("agentloop.cli.console.Lines", lambda: Asked())
     (tmp_path / "config.toml").touch()
     for model in models:
         (tmp_path / model).mkdir(parents=True)
         (tmp_path / model / "config.json").write_text("{}")
     assert main(["chat", "--run", str(tmp_path)]) == 0
-    assert f"Model: {tmp_path}/{said}\n" in capsys.readouterr().err
+    assert f"Model: {tmp_path}/{description}\n" in capsys.readouterr().err
 
 
 def test_a_wrong_end_of_turn_is_told_before_servers_are_started(
@@ -138,12 +138,12 @@ def test_a_rollout_of_an_environment_is_played(
     assert first.count("1 turn, 0 calls, 3 tokens in ") == 2
     assert first.count(SAID) == 2
     assert first.rstrip().endswith("reward 1.5 (whole 1, half 0.5)")
-    others = set()
+    first_lines = set()
     for number in ("1", "2", "3", "4"):
         assert main(["chat", "--task", number, *settings]) == 0
-        others.add(capsys.readouterr().out.splitlines()[0])
-    assert first.splitlines()[0] in others
-    assert len(others) > 1
+        first_lines.add(capsys.readouterr().out.splitlines()[0])
+    assert first.splitlines()[0] in first_lines
+    assert len(first_lines) > 1
 
 
 @pytest.mark.full
@@ -172,7 +172,7 @@ def test_a_rollout_without_a_reward_is_a_failure(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["What is 1 + 1?"], "env: the environment asks the questions: omit yours"),
         (["--task", "9", "tasks.held_out=2"], "--task: 9: the environment has only 2 tasks"),
@@ -183,11 +183,11 @@ def test_a_rollout_without_a_reward_is_a_failure(
         (["env.args.x=1"], "env.args.x: Extra inputs are not permitted"),
     ],
 )
-def test_mistakes_are_told_before_a_server_is_started(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_mistakes_are_reported_before_a_server_is_started(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["chat", *arguments, f"env.name={HERE}:two_talks"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_endpoint_needs_an_environment_to_play(capsys: pytest.CaptureFixture[str]) -> None:

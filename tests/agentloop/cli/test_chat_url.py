@@ -50,16 +50,16 @@ async def test_an_answer_is_printed_with_its_reasoning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ('data: {"error": {"message": "no server is left"}}', "no server is left"),
         ("data: {", "an invalid chunk"),
     ],
 )
-async def test_a_stream_that_breaks_is_an_error(line: str, said: str) -> None:
-    async with played(chunk(content="a"), line) as at:
-        with pytest.raises(ServerUnavailable, match=said):
-            await at.answer(HELLO, Console(file=StringIO()))
+async def test_a_stream_that_breaks_is_an_error(line: str, message: str) -> None:
+    async with played(chunk(content="a"), line) as service:
+        with pytest.raises(ServerUnavailable, match=message):
+            await service.answer(HELLO, Console(file=StringIO()))
 
 
 async def test_a_refusal_is_told() -> None:
@@ -84,7 +84,7 @@ async def test_our_own_service_answers(end: str) -> None:
             assert await running.answer(HELLO, Console(file=StringIO())) == "It is 1776."
 
 
-def test_nobody_there_and_settings_of_another_service_are_errors(
+def test_a_missing_service_and_unused_settings_are_errors(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:1", "Hello?"]) == 2

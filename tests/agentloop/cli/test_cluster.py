@@ -21,14 +21,14 @@ RECIPES = Path(__file__).parents[3] / "docs" / "recipes"
 MODEL = f"model='{RECIPES / 'qwen3-14b'}'"
 
 
-def planned(recipe: str, shape: str, *overrides: str) -> ClusterPlan:
+def plan_for(recipe: str, shape: str, *overrides: str) -> ClusterPlan:
     settings = load_settings(TrainSettings, [RECIPES / f"{recipe}.toml"], [MODEL, *overrides])
     nodes = nodes_from([shape])
     return ClusterPlan(settings, nodes, nodes[0].name)
 
 
 def test_the_papers_64_gpus_have_one_process_each() -> None:
-    made = planned("paper-stage1", "8x128,8x80,2048")
+    made = plan_for("paper-stage1", "8x128,8x80,2048")
     taken = [(placement.node, gpu) for placement in made.placements for gpu in placement.gpus]
     assert sorted(taken) == [(f"node-{n}", gpu) for n in range(1, 9) for gpu in range(8)]
     where = {
@@ -40,27 +40,31 @@ def test_the_papers_64_gpus_have_one_process_each() -> None:
 
 
 def test_runtimes_of_the_papers_run_have_a_node_with_their_servers_each() -> None:
-    made = planned("paper-stage1", "8x128,8x80,2048", "cluster.runtimes=4")
-    runtimes = [one for one in made.placements if one.process.kind is ProcessKind.RUNTIME]
-    assert {(one.node, one.gpus) for one in runtimes} == {
+    cluster_plan = plan_for("paper-stage1", "8x128,8x80,2048", "cluster.runtimes=4")
+    runtimes = [
+        placement
+        for placement in cluster_plan.placements
+        if placement.process.kind is ProcessKind.RUNTIME
+    ]
+    assert {(placement.node, placement.gpus) for placement in runtimes} == {
         (f"node-{number}", tuple(range(8))) for number in range(5, 9)
     }
-    assert {one.process.kind for one in made.placements} == {
+    assert {placement.process.kind for placement in cluster_plan.placements} == {
         ProcessKind.TRAINER,
         ProcessKind.RANK,
         ProcessKind.RUNTIME,
     }
-    assert any("runtime 4" in line for line in made.lines())
+    assert any("runtime 4" in line for line in cluster_plan.lines())
 
 
 def test_the_releases_servers_and_ranks_share_eight_gpus() -> None:
-    made = planned("release-8gpu", "1x128,8x80,1024", "cluster.address=auto")
+    made = plan_for("release-8gpu", "1x128,8x80,1024", "cluster.address=auto")
     gpus = {placement.process.name: placement.gpus for placement in made.placements}
     assert gpus["server 1"] == (0, 1, 2, 3)
     assert gpus["server 2"] == (4, 5, 6, 7)
     assert [gpus[f"rank {n}"] for n in range(8)] == [(n,) for n in range(8)]
     with pytest.raises(SettingsError, match=r"no place for server 1 .*server 2"):
-        planned("release-8gpu", "1x128,8x80,1024", "cluster.colocated=false")
+        plan_for("release-8gpu", "1x128,8x80,1024", "cluster.colocated=false")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,7 @@ def test_the_releases_servers_and_ranks_share_eight_gpus() -> None:
 )
 def test_memory_is_within_the_cards(recipe: str, shape: str, kv_rollouts: int) -> None:
     """With 8 GiB to spare for what an estimate leaves out: contexts, NCCL, CUDA graphs."""
-    made = planned(recipe, shape)
+    made = plan_for(recipe, shape)
     needs = plan(made.settings, made.machine)
     assert [text for text in needs.warnings if "free space" not in text] == []  # of this disk
     shared = recipe == "release-8gpu"
@@ -81,7 +85,7 @@ def test_memory_is_within_the_cards(recipe: str, shape: str, kv_rollouts: int) -
 
 def test_host_memory_counts() -> None:
     with pytest.raises(SettingsError, match=r"no place for trainer to rank 7 .*220.* GiB"):
-        planned("paper-stage1", "8x128,8x80,128")
+        plan_for("paper-stage1", "8x128,8x80,128")
 
 
 def test_a_dry_run_prints_where_everything_goes_and_its_commands(
@@ -89,13 +93,13 @@ def test_a_dry_run_prints_where_everything_goes_and_its_commands(
 ) -> None:
     recipe = str(RECIPES / "paper-stage1.toml")
     assert main(["--dry-run", recipe, MODEL, "--shape", "8x128,8x80,2048"]) == 0
-    said = capsys.readouterr().out
-    assert "  rank 24 to rank 31  node-4  8 CPUs, GPUs 0-7" in said
-    (line,) = (line for line in said.splitlines() if line.startswith("  server 4:"))
+    out = capsys.readouterr().out
+    assert "  rank 24 to rank 31  node-4  8 CPUs, GPUs 0-7" in out
+    (line,) = (line for line in out.splitlines() if line.startswith("  server 4:"))
     assert "--host node-8 " in line
     assert "--dp-size 8" in line
-    assert "64 GPUs of the cluster" in said
-    assert "servers and ranks share GPUs" not in said
+    assert "64 GPUs of the cluster" in out
+    assert "servers and ranks share GPUs" not in out
 
 
 def test_a_dry_run_reports_what_has_no_place(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +120,7 @@ def test_a_shape_may_be_of_several_kinds_of_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "named"),
+    ("override", "message"),
     [
         ("servers=['http://127.0.0.1:1']", "servers: on a cluster"),
         ("sandbox.hosts=['http://127.0.0.1:1']", "sandbox.hosts: .*cluster.sandbox_hosts to 0"),
@@ -127,10 +131,12 @@ def test_a_shape_may_be_of_several_kinds_of_nodes() -> None:
         ("sft.data.teacher=5", "sft: not on a cluster"),
     ],
 )
-def test_what_a_cluster_cannot_have_is_refused_by_name(override: str, named: str) -> None:
+def test_settings_that_a_cluster_cannot_have_are_refused_by_name(
+    override: str, message: str
+) -> None:
     settings = load_settings(TrainSettings, overrides=["cluster.address=auto", override])
     problems = [*cluster_problems(settings)]
-    assert any(re.search(named, problem) for problem in problems)
+    assert any(re.search(message, problem) for problem in problems)
 
 
 def test_without_ray_it_says_what_to_install(
@@ -139,6 +145,6 @@ def test_without_ray_it_says_what_to_install(
     monkeypatch.setattr("agentloop.distribution.find_spec", lambda name: None)
     run = [f"run.folder={tmp_path}", "--restarts", "0", "cluster.address=auto"]
     assert main(run) == 2
-    assert "ray (places a run on a cluster" in (said := capsys.readouterr().err)
-    assert "pip install 'agentloop-rl[ray]'" in said
+    assert "ray (places a run on a cluster" in (err := capsys.readouterr().err)
+    assert "pip install 'agentloop-rl[ray]'" in err
     assert not list(tmp_path.iterdir())

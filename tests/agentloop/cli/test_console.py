@@ -143,9 +143,9 @@ def test_a_cell_cannot_speak_to_the_terminal(capsys: pytest.CaptureFixture[str])
 
 @given(st.text())
 def test_printable_text_is_one_line_of_text(text: str) -> None:
-    found = printable(text)
-    assert found.isprintable()
-    assert found == text or not text.isprintable()
+    shown = printable(text)
+    assert shown.isprintable()
+    assert shown == text or not text.isprintable()
 
 
 def test_a_terminal_shows_a_panel_with_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,13 +233,13 @@ def test_lines_come_as_they_were_written() -> None:
     async def main() -> int:
         lines = Lines(reader)
         os.write(writer, b"one\n\ntwo\nthr")
-        found = [await lines.next() for _ in range(3)]
+        lines_read = [await lines.next() for _ in range(3)]
         with anyio.move_on_after(0.01) as waited:
             await lines.next()
         os.write(writer, "ée".encode())
         os.close(writer)
-        found += [await lines.next(), await lines.next()]
-        assert (found, waited.cancelled_caught) == (["one", "", "two", "thrée", None], True)
+        lines_read += [await lines.next(), await lines.next()]
+        assert (lines_read, waited.cancelled_caught) == (["one", "", "two", "thrée", None], True)
         return 0
 
     with open(reader, "rb"):
@@ -374,9 +374,9 @@ def test_a_failure_is_printed_once_for_each_place_and_then_counted(
     assert "SECRET" not in text
     assert text.count("Traceback") == 1
     assert text.count("File ") == 1  # of the user's code alone
-    why = r"JSONDecodeError: Expecting value: .* \(test_console.py:\d+\)"
-    assert re.search(rf"it failed on task 0: {why}", text)
-    assert re.search(rf"it failed on task 9: {why}, 10 times", text)
+    reason = r"JSONDecodeError: Expecting value: .* \(test_console.py:\d+\)"
+    assert re.search(rf"it failed on task 0: {reason}", text)
+    assert re.search(rf"it failed on task 9: {reason}, 10 times", text)
     assert text.count("it failed") == 2
 
 

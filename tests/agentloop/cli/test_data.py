@@ -24,7 +24,7 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def written(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
@@ -35,8 +35,8 @@ def test_files_become_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     files = [jsonl(tmp_path / "1.jsonl", rows(15)), str(parquet)]
     out = tmp_path / "new" / "aime.jsonl"
     assert main(["data", "prepare", "aime-2025", *files, "--out", str(out)]) == 0
-    assert written(out)[0] == {"problem": "What is 0?", "answer": "0", "source": "1"}
-    assert [row["answer"] for row in written(out)] == [str(n) for n in range(30)]
+    assert read_rows(out)[0] == {"problem": "What is 0?", "answer": "0", "source": "1"}
+    assert [row["answer"] for row in read_rows(out)] == [str(n) for n in range(30)]
     assert capsys.readouterr().out == f"{out}: 30 problems from 30 rows\n"
     source = TaskSource.open(TasksSettings(kind="jsonl", paths=[out], shuffle=False))
     assert next(source).answer == "0"
@@ -46,8 +46,8 @@ def test_json_output_says_what_was_done(tmp_path: Path, capsys: pytest.CaptureFi
     file, out = jsonl(tmp_path / "1.jsonl", [*rows(30), *rows(1)]), tmp_path / "out.jsonl"
     command = ["data", "prepare", "aime-2025", file, "--out", str(out), "--any-count", "--json"]
     assert main(command) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told == {"out": str(out), "num_problems": 30, "num_rows": 31}
+    result = json.loads(capsys.readouterr().out)
+    assert result == {"out": str(out), "num_problems": 30, "num_rows": 31}
     assert main(["data", "teacher", "--count", "3", "--out", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"out": str(out), "num_dialogues": 3}
 
@@ -61,7 +61,7 @@ def test_another_number_of_rows_is_refused(
     assert "aime-2024: found 29 rows, but AIME 2024 I and II has 30" in capsys.readouterr().err
     assert not out.exists()
     assert main([*command, "--any-count"]) == 0
-    assert len(written(out)) == 29
+    assert len(read_rows(out)) == 29
 
 
 def test_copies_and_what_is_measured_are_left_out(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_copies_and_what_is_measured_are_left_out(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     command = ["data", "prepare", "dapo-en", file, "--out", str(out), "--any-count"]
     assert main([*command, "--without", measured]) == 0
-    assert [row["answer"] for row in written(out)] == list("012356789")
+    assert [row["answer"] for row in read_rows(out)] == list("012356789")
 
 
 def test_messages_and_levels_are_kept(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_messages_and_levels_are_kept(tmp_path: Path) -> None:
     row = {"messages": messages, "answer": "2", "level": "Level 4", "source": "here"}
     file, out = jsonl(tmp_path / "1.jsonl", [row]), tmp_path / "out.jsonl"
     assert main(["data", "prepare", "math-500", file, "--out", str(out), "--any-count"]) == 0
-    assert written(out) == [{"messages": messages, "answer": "2", "source": "here", "level": 4}]
+    assert read_rows(out) == [{"messages": messages, "answer": "2", "source": "here", "level": 4}]
 
 
 def test_errors_name_the_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,20 +99,24 @@ def test_errors_name_the_place(tmp_path: Path, capsys: pytest.CaptureFixture[str
 # What a policy solves already.
 
 
-def rolled_out(path: Path, *rewards: tuple[int, Sequence[float | None]]) -> str:
+def write_rollouts(path: Path, *rewards: tuple[int, Sequence[float | None]]) -> str:
     """Write a file of rollouts from (number of the problem, its rewards) pairs."""
     path.parent.mkdir(exist_ok=True)
     settings = TasksSettings(kind="jsonl", paths=[Path(jsonl(path.parent / "problems", rows(20)))])
     ids = {task.answer: task.id for task in read_tasks(settings)}
-    found = [{"task": ids[str(n)], "reward": one} for n, some in rewards for one in some]
-    return jsonl(path, found)
+    rollout_rows = [
+        {"task": ids[str(n)], "reward": reward}
+        for n, rewards_of_problem in rewards
+        for reward in rewards_of_problem
+    ]
+    return jsonl(path, rollout_rows)
 
 
 def test_problems_that_are_always_solved_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tasks = [jsonl(tmp_path / "1.jsonl", rows(4)), jsonl(tmp_path / "2.jsonl", rows(4, 3))]
-    rollouts = rolled_out(
+    rollouts = write_rollouts(
         tmp_path / "step-00001.jsonl",
         (0, [1.0] * 8),
         (1, [1.0] * 7 + [0.0]),
@@ -125,17 +129,17 @@ def test_problems_that_are_always_solved_are_left_out(
     out = tmp_path / "hard.jsonl"
     command = ["data", "filter", rollouts, "--tasks", tasks[0], "--tasks", tasks[1]]
     assert main([*command, "--solved", "8/8", "--out", str(out)]) == 0
-    assert [row["answer"] for row in written(out)] == ["1", "2", "4", "5", "6"]
-    assert written(out)[0] == {"problem": "What is 1?", "answer": "1", "source": "1"}
+    assert [row["answer"] for row in read_rows(out)] == ["1", "2", "4", "5", "6"]
+    assert read_rows(out)[0] == {"problem": "What is 1?", "answer": "1", "source": "1"}
     assert capsys.readouterr().out == (
         f"{out}: 5 of 7 problems kept; solved at least 8 of 8 times: 2; kept for having fewer than "
         "8 rollouts with a reward: 4 (2 have none); rolled out, but not in the --tasks files: 1\n"
     )
     assert main([*command, "--solved", "7/8", "--out", str(out), "--json"]) == 0
     counts = {"num_tasks": 7, "num_too_few": 4, "num_without": 2, "num_unknown": 1}
-    told = json.loads(capsys.readouterr().out)
-    assert told == {"out": str(out), "num_problems": 4, **counts}
-    assert [row["answer"] for row in written(out)] == ["2", "4", "5", "6"]
+    result = json.loads(capsys.readouterr().out)
+    assert result == {"out": str(out), "num_problems": 4, **counts}
+    assert [row["answer"] for row in read_rows(out)] == ["2", "4", "5", "6"]
 
 
 def test_a_rollout_with_several_conversations_counts_once(tmp_path: Path) -> None:
@@ -146,18 +150,18 @@ def test_a_rollout_with_several_conversations_counts_once(tmp_path: Path) -> Non
     out = tmp_path / "hard.jsonl"
     command = ["data", "filter", rollouts, "--solved", "2/2", "--tasks", problems]
     assert main([*command, "--out", str(out)]) == 0
-    assert len(written(out)) == 1
+    assert len(read_rows(out)) == 1
 
 
-def test_of_many_rollouts_the_newest_count(tmp_path: Path) -> None:
+def test_only_the_newest_rollouts_of_a_problem_count(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    rolled_out(run / "trajectories" / "step-00010.jsonl", (0, [1.0, 1.0]), (1, [0.0, 1.0]))
-    rolled_out(run / "trajectories" / "step-00002.jsonl", (0, [0.0, 0.0]), (1, [1.0, 1.0]))
+    write_rollouts(run / "trajectories" / "step-00010.jsonl", (0, [1.0, 1.0]), (1, [0.0, 1.0]))
+    write_rollouts(run / "trajectories" / "step-00002.jsonl", (0, [0.0, 0.0]), (1, [1.0, 1.0]))
     tasks, out = jsonl(tmp_path / "1.jsonl", rows(2)), tmp_path / "hard.jsonl"
     command = ["data", "filter", str(run), "--solved", "2/2", "--tasks", tasks]
     assert main([*command, "--out", str(out)]) == 0
-    assert [row["answer"] for row in written(out)] == ["1"]
+    assert [row["answer"] for row in read_rows(out)] == ["1"]
 
 
 def test_rollouts_that_say_nothing_are_refused(
@@ -172,19 +176,19 @@ def test_rollouts_that_say_nothing_are_refused(
         return capsys.readouterr().err
 
     bad = tmp_path / "bad.jsonl"
-    for row, said in [
+    for row, message in [
         ([1], "line 1: expected an object"),
         ({"reward": 1.0}, "line 1: field 'task': expected a problem's id"),
         ({"task": "a"}, "line 1: field 'reward': expected a number or null"),
         ({"task": "a", "reward": "1"}, "line 1: field 'reward': expected a number or null"),
     ]:
-        assert f"{bad}: {said}" in refused(jsonl(bad, [row]))  # type: ignore[list-item]
-    others = rolled_out(bad, (7, [1.0]))
-    assert "--tasks: the rollouts have 1 problem and these files 2 problems" in refused(others)
-    solved = rolled_out(bad, (0, [1.0]), (1, [1.0]))
+        assert f"{bad}: {message}" in refused(jsonl(bad, [row]))  # type: ignore[list-item]
+    unrelated = write_rollouts(bad, (7, [1.0]))
+    assert "--tasks: the rollouts have 1 problem and these files 2 problems" in refused(unrelated)
+    solved = write_rollouts(bad, (0, [1.0]), (1, [1.0]))
     assert "no problems are left: all of them are solved (2)" in refused(solved, "--solved", "1/1")
     assert f"{tmp_path}: no trajectories/*.jsonl" in refused(str(tmp_path))
     for share in ("0/8", "9/8", "8", "a/b"):
         with pytest.raises(SystemExit):
-            main(["data", "filter", others, "--tasks", tasks, "--out", "x", "--solved", share])
+            main(["data", "filter", str(bad), "--tasks", tasks, "--out", "x", "--solved", share])
         assert f"'{share}' is not of the form K/N, such as 8/8" in capsys.readouterr().err

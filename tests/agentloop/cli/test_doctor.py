@@ -19,11 +19,11 @@ pytestmark = pytest.mark.timeout(120)  # transformers is slow to import
 
 def test_a_model_is_read_and_its_call_is_found_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(SMALL)]) == 0
-    told = capsys.readouterr().out
-    assert "format               hermes" in told
-    assert "end of a turn        <|im_end|>" in told
-    assert "The call is found again as it was written." in told
-    assert '<tool_call>\n    {"name": "python_code"' in told
+    out = capsys.readouterr().out
+    assert "format               hermes" in out
+    assert "end of a turn        <|im_end|>" in out
+    assert "The call is found again as it was written." in out
+    assert '<tool_call>\n    {"name": "python_code"' in out
     assert main([str(SMALL), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["problems"] == []
 
@@ -57,9 +57,9 @@ def test_a_folder_with_a_real_template_is_read(
 ) -> None:
     fast_tokenizer(name).save_pretrained(tmp_path)
     assert main([str(tmp_path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["format"], found["end_of_turn"]) == (format, end)
-    assert "1776" in found["observation"]
+    diagnosis = json.loads(capsys.readouterr().out)
+    assert (diagnosis["format"], diagnosis["end_of_turn"]) == (format, end)
+    assert "1776" in diagnosis["observation"]
 
 
 def test_a_template_without_a_known_form_of_calls_is_named(
@@ -69,8 +69,8 @@ def test_a_template_without_a_known_form_of_calls_is_named(
     hf.chat_template = "{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}"
     hf.save_pretrained(tmp_path)
     assert main([str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "no known form of tool calls: set chat.format to one of deepseek-v3, " in said
+    err = capsys.readouterr().err
+    assert "no known form of tool calls: set chat.format to one of deepseek-v3, " in err
 
 
 # It writes strings without quotes, and so no valid call.
@@ -84,7 +84,7 @@ def test_a_template_that_writes_no_valid_call_has_a_problem(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("calls", "expected"),
     [
         ([[("python_code", doctor._ARGUMENTS)]], "the same call"),
         ([[]], "[]"),
@@ -92,14 +92,14 @@ def test_a_template_that_writes_no_valid_call_has_a_problem(name: str) -> None:
     ],
 )
 def test_sglangs_own_parser_is_asked(
-    found: object, told: str, monkeypatch: pytest.MonkeyPatch
+    calls: object, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(parser: str, turns: list[list[str]], tools: object) -> object:
         assert parser == "qwen25"
         assert '"python_code"' in "".join(turns[0])
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(calls, Exception):
+            raise calls
+        return calls
 
     monkeypatch.setattr(doctor, "calls_found_by_sglang", ask)
-    assert diagnose(chat_of("Qwen-Qwen3-0.6B"), ask_sglang=True).by_sglang == told
+    assert diagnose(chat_of("Qwen-Qwen3-0.6B"), ask_sglang=True).by_sglang == expected

@@ -23,7 +23,7 @@ from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint
 from tests.support import eventually
 
 
-class Said:
+class RecordedProgress:
     """Records progress lines."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ def write(path: Path, *answers: str) -> Path:
     return path
 
 
-def told(*overrides: str) -> EvaluateSettings:
+def settings_with(*overrides: str) -> EvaluateSettings:
     return load_settings(EvaluateSettings, overrides=overrides)
 
 
@@ -91,13 +91,13 @@ def test_two_sets_are_measured_and_written_down(
     files = [write(tmp_path / "easy.jsonl", "1", "1"), write(tmp_path / "hard.jsonl", "1", "2")]
     arguments = [*overrides_for(fake, tmp_path), *(f"--tasks={file}" for file in files)]
     assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["all"]["avg_at_k"]["value"] == 0.75
-    assert found["sets"]["easy"]["avg_at_k"]["value"] == 1
-    assert found["sets"]["hard"]["pass_at_k"]["4"]["value"] == 0.5
-    assert (found["model"], found["by"]) == ("fake", fake.url)
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["all"]["avg_at_k"]["value"] == 0.75
+    assert summary["sets"]["easy"]["avg_at_k"]["value"] == 1
+    assert summary["sets"]["hard"]["pass_at_k"]["4"]["value"] == 0.5
+    assert (summary["model"], summary["by"]) == ("fake", fake.url)
     folder = tmp_path / "runs" / "one"
-    assert json.loads((folder / "results.json").read_text("utf-8")) == found
+    assert json.loads((folder / "results.json").read_text("utf-8")) == summary
     assert "| avg@4 | 1.000" in (folder / "results.md").read_text("utf-8")
     assert len(list((folder / "trajectories").glob("group-*.jsonl"))) == 4
     assert len((folder / "metrics.jsonl").read_text("utf-8").splitlines()) == 4
@@ -123,20 +123,20 @@ def test_missing_samples_are_reported_and_only_they_are_resumed(
     file = write(tmp_path / "set.jsonl", "1", "1")
     arguments = overrides_for(fake, tmp_path, "evaluate.retries=0", "endpoint.max_concurrent=1")
     assert main([*arguments, f"--tasks={file}", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["all"]["num_missing"], found["all"]["avg_at_k"]["value"]) == (3, 1)
-    assert sum(found["missing"].values()) == 3
-    assert "503" in next(iter(found["missing"]))
-    num_asked = len(fake.requests)
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["all"]["num_missing"], summary["all"]["avg_at_k"]["value"]) == (3, 1)
+    assert sum(summary["missing"].values()) == 3
+    assert "503" in next(iter(summary["missing"]))
+    num_requests = len(fake.requests)
     gc.collect()  # its lock
     folder = str(tmp_path / "runs" / "one")
     assert main(["--resume", folder, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["all"]["num_missing"] == 0
-    assert len(fake.requests) == num_asked + 3
+    assert len(fake.requests) == num_requests + 3
     gc.collect()
     assert main(["--resume", folder, "evaluate.pass_at=[3]", "--json"]) == 0
     assert [*json.loads(capsys.readouterr().out)["all"]["pass_at_k"]] == ["3"]
-    assert len(fake.requests) == num_asked + 3  # nobody was asked
+    assert len(fake.requests) == num_requests + 3  # nobody was asked
 
 
 def test_a_resumed_run_goes_on_with_the_model_that_it_has_found(
@@ -161,7 +161,7 @@ def test_the_key_is_of_the_environment_and_never_written_down(
     folder = tmp_path / "runs" / "one"
     written = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
     assert len(written) > 4
-    assert not any(b"sk-of-mine" in one for one in written)
+    assert not any(b"sk-of-mine" in content for content in written)
 
 
 def test_an_endpoint_is_evaluated_in_an_environment_with_its_tools(
@@ -178,10 +178,10 @@ def test_an_endpoint_is_evaluated_in_an_environment_with_its_tools(
         *("endpoint.max_concurrent=2", "budget.max_response_tokens=99"),
     )
     assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["by"], found["model"]) == (fake.url, "fake")
-    assert found["all"]["parts"] == {"found": 0.0}
-    assert found["all"]["length_mean"] == 7  # by its own count
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["by"], summary["model"]) == (fake.url, "fake")
+    assert summary["all"]["parts"] == {"found": 0.0}
+    assert summary["all"]["length_mean"] == 7  # by its own count
     assert len(fake.requests) == 6
     for request in fake.requests:
         assert [tool["function"]["name"] for tool in request["tools"]] == ["guess"]
@@ -243,37 +243,37 @@ def test_a_run_of_that_name_is_not_written_over(
 @pytest.mark.anyio
 async def test_progress_is_shown(tmp_path: Path) -> None:
     file = write(tmp_path / "set.jsonl", "1", "1", "2")
-    progress = Said()
+    progress = RecordedProgress()
     async with FakeEndpoint().serving() as fake:
         overrides = overrides_for(fake, tmp_path, "tasks.kind=jsonl", f'tasks.paths=["{file}"]')
-        await evaluate(told(*overrides), cast(console.ProgressLine, progress))
+        await evaluate(settings_with(*overrides), cast(console.ProgressLine, progress))
     last = progress.statuses[-1]
     assert (last.step, last.num_steps, last.unit) == (3, 3, "task")
     assert last.values["avg@4"].startswith("0.667 [")
     assert last.values["missing"] == "0"
-    assert any("samples in flight" in one.waits for one in progress.statuses)
+    assert any("samples in flight" in status.waits for status in progress.statuses)
 
 
 @pytest.mark.anyio
 async def test_a_page_shows_it_while_it_goes_on(tmp_path: Path) -> None:
     file = write(tmp_path / "set.jsonl", "1", "2")
-    progress = Said()
+    progress = RecordedProgress()
     more = ["tasks.kind=jsonl", f'tasks.paths=["{file}"]', "page=true", "serve.port=0"]
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
-        settings = told(*overrides_for(fake, tmp_path, *more))
+        settings = settings_with(*overrides_for(fake, tmp_path, *more))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(evaluate, settings, cast(console.ProgressLine, progress))
             await eventually(lambda: fake.num_in_flight == 8)
-            (line,) = [one for one in progress.lines if one.startswith("Watch it: ")]
+            (line,) = [line for line in progress.lines if line.startswith("Watch it: ")]
             async with httpx.AsyncClient(base_url=line.split()[2], trust_env=False) as http:
                 frame = (await http.get("api/frame")).json()
                 group = (await http.get(f"api/groups/{frame['groups'][0]['id']}")).json()
             assert fake.gate is not None
             fake.gate.set()
-    about = frame["about"]
-    assert (about["kind"], about["can_ask"], about["controls"]) == ("evaluate", False, [])
+    info = frame["about"]
+    assert (info["kind"], info["can_ask"], info["controls"]) == ("evaluate", False, [])
     assert [row["state"] for row in frame["rollouts"]] == ["live"] * 8
-    assert {one["id"] for one in frame["groups"]} == {row["group"] for row in frame["rollouts"]}
+    assert {group["id"] for group in frame["groups"]} == {row["group"] for row in frame["rollouts"]}
     assert len(group["rollouts"]) == 4
 
 
@@ -310,7 +310,7 @@ def test_invalid_settings_are_refused_by_name(
 
 @pytest.mark.timeout(120)  # transformers is slow to import, and parses the schemas of tools
 @pytest.mark.full
-def test_what_an_environment_returns_is_graded_as_the_settings_say(
+def test_an_answer_of_an_environment_is_graded_as_the_settings_say(
     portal: BlockingPortal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "agentloop.environments.examples.python_math:python_math"
@@ -326,9 +326,9 @@ def test_what_an_environment_returns_is_graded_as_the_settings_say(
             "page=false",
         ]
         assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["all"]["avg_at_k"]["value"] == 0  # it says nothing
-    assert (found["environments"], found["tools"]) == ([{"name": name, "args": {}}], [])
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["all"]["avg_at_k"]["value"] == 0  # it says nothing
+    assert (summary["environments"], summary["tools"]) == ([{"name": name, "args": {}}], [])
     rows = (tmp_path / "runs/one/trajectories/group-0000001.jsonl").read_text("utf-8")
     assert [json.loads(row)["reason"] for row in rows.splitlines()] == ["it gives no answer"] * 2
 
@@ -347,10 +347,10 @@ def test_a_sample_without_a_conversation_is_missing_and_the_run_resumes(
             "page=false",
         ]
         assert main([*arguments, "--json"]) == 1
-        found = json.loads(capsys.readouterr().out)
-        assert (found["all"]["num_samples"], found["all"]["avg_at_k"]["value"]) == (2, 1)
-        assert found["missing"] == {"its agent did not run: nothing was sampled": 2}
-        assert found["all"]["parts"] == {"spoke": 1}
+        summary = json.loads(capsys.readouterr().out)
+        assert (summary["all"]["num_samples"], summary["all"]["avg_at_k"]["value"]) == (2, 1)
+        assert summary["missing"] == {"its agent did not run: nothing was sampled": 2}
+        assert summary["all"]["parts"] == {"spoke": 1}
         row = (tmp_path / "runs/one/metrics.jsonl").read_text("utf-8").splitlines()[0]
         assert json.loads(row)["part/spoke"] == 1
         gc.collect()  # its lock
@@ -359,17 +359,17 @@ def test_a_sample_without_a_conversation_is_missing_and_the_run_resumes(
 
 
 def test_a_generator_gives_some_and_files_all(tmp_path: Path) -> None:
-    assert len(chosen_tasks(told())) == 64
-    assert len(chosen_tasks(told("evaluate.num_tasks=5"))) == 5
+    assert len(chosen_tasks(settings_with())) == 64
+    assert len(chosen_tasks(settings_with("evaluate.num_tasks=5"))) == 5
     file = write(tmp_path / "set.jsonl", *map(str, range(20)))
     kind = ("tasks.kind=jsonl", f"tasks.paths=['{file}']")
-    assert [task.answer for task in chosen_tasks(told(*kind))] == [*map(str, range(20))]
+    assert [task.answer for task in chosen_tasks(settings_with(*kind))] == [*map(str, range(20))]
 
 
 def test_each_environment_has_its_own_tasks() -> None:
     guess = "agentloop.environments.examples.guess_number:guess"
     items = f"envs=['{guess}', {{tasks={{levels=[2], held_out=4}}}}]"
-    tasks = chosen_tasks(told(items, "evaluate.num_tasks=3"))
+    tasks = chosen_tasks(settings_with(items, "evaluate.num_tasks=3"))
     assert [task.env for task in tasks] == ["guess"] * 3 + ["agent"] * 3
     assert len({task.id for task in tasks}) == 6
     assert tasks[0].top > 0
@@ -378,7 +378,7 @@ def test_each_environment_has_its_own_tasks() -> None:
 
 def test_problems_that_stand_there_twice_count_once(tmp_path: Path) -> None:
     file = write(tmp_path / "set.jsonl", "1", "2")
-    twice = told("tasks.kind=jsonl", f"tasks.paths=['{file}', '{file}']")
+    twice = settings_with("tasks.kind=jsonl", f"tasks.paths=['{file}', '{file}']")
     assert len(chosen_tasks(twice)) == 2
 
 
@@ -386,7 +386,7 @@ def test_a_part_is_drawn_by_the_seed(tmp_path: Path) -> None:
     file = write(tmp_path / "set.jsonl", *map(str, range(50)))
 
     def drawn(seed: int) -> list[int]:
-        s = told("tasks.kind=jsonl", f"tasks.paths=['{file}']", "evaluate.num_tasks=10",
+        s = settings_with("tasks.kind=jsonl", f"tasks.paths=['{file}']", "evaluate.num_tasks=10",
                  f"tasks.seed={seed}")  # fmt: skip
         return [int(task.answer) for task in chosen_tasks(s)]
 
@@ -398,9 +398,9 @@ def test_a_part_is_drawn_by_the_seed(tmp_path: Path) -> None:
 def test_held_out_tasks_are_those_that_training_leaves_out(tmp_path: Path) -> None:
     file = write(tmp_path / "set.jsonl", *map(str, range(50)))
     kind = ("tasks.kind=jsonl", f"tasks.paths=['{file}']")
-    held_out = {task.id for task in chosen_tasks(told(*kind, "tasks.held_out=7"))}
+    held_out = {task.id for task in chosen_tasks(settings_with(*kind, "tasks.held_out=7"))}
     assert len(held_out) == 7
-    assert held_out < {task.id for task in chosen_tasks(told(*kind))}
+    assert held_out < {task.id for task in chosen_tasks(settings_with(*kind))}
 
 
 @pytest.fixture

@@ -11,22 +11,22 @@ from agentloop.cli.machine import Check, examine, report
 
 
 def checks(*lacks: str, docker: bool = True, free_gb: float = 50.0) -> dict[str, Check]:
-    found = examine(
+    checks = examine(
         installed=lambda name: name not in lacks,
         which=lambda name: None if name in lacks else f"/usr/bin/{name}",
         docker=lambda: docker,
         free_gb=lambda: free_gb,
     )
-    return {check.name: check for check in found}
+    return {check.name: check for check in checks}
 
 
 def test_a_complete_machine_lacks_nothing() -> None:
-    found = checks()
-    assert all(check.is_there and not check.remedy for check in found.values())
-    assert "MISSING" not in report([*found.values()])
+    by_name = checks()
+    assert all(check.is_there and not check.remedy for check in by_name.values())
+    assert "MISSING" not in report([*by_name.values()])
 
 
-def test_what_is_missing_says_how_to_get_it() -> None:
+def test_a_missing_part_says_how_to_get_it() -> None:
     assert "[sglang]" in checks("sglang")["SGLang"].remedy
     assert (
         checks("sglang", "nvidia-smi")["SGLang"].remedy == "python -m agentloop.inference.install"
@@ -46,7 +46,7 @@ def test_the_report_names_each_missing_part_with_its_remedy() -> None:
 @pytest.mark.timeout(120)  # transformers is slow to import
 def test_the_command_reports_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["doctor", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    lacks = [one for one in told if not (one["is_there"] or one["is_optional"])]
+    parts = json.loads(capsys.readouterr().out)
+    lacks = [part for part in parts if not (part["is_there"] or part["is_optional"])]
     assert status == (1 if lacks else 0)
-    assert {"SGLang", "Docker Engine", "disk space"} <= {one["name"] for one in told}
+    assert {"SGLang", "Docker Engine", "disk space"} <= {part["name"] for part in parts}

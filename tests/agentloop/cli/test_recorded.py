@@ -54,8 +54,8 @@ def test_answers_are_compared_where_the_task_is_known(
     tasks.write_text(json.dumps({"problem": "What is 6 times 7?", "answer": "42"}))
     before = rows(record, 1)
     assert run("score", record.path, "--tasks", tasks, "--reward", "exact", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told == {"num_scored": 2, "num_without": 2, "mean_reward": 0.5}
+    result = json.loads(capsys.readouterr().out)
+    assert result == {"num_scored": 2, "num_without": 2, "mean_reward": 0.5}
     after = rows(record, 1)
     assert [row["reward"] for row in after] == [1.0, 0.0]
     assert [row["truth"] for row in after] == ["42", "42"]
@@ -67,7 +67,7 @@ def test_answers_are_compared_where_the_task_is_known(
 
     out = tmp_path / "good.jsonl"
     assert run("dialogues", record.path, "--min-reward", "0.5", "--out", out) == 0
-    (line,) = [json.loads(one) for one in out.read_text().splitlines()]
+    (line,) = [json.loads(text) for text in out.read_text().splitlines()]
     assert line["id"] == "1-s.0"
     samples, _ = read_samples(CHAT, DialoguesSettings(paths=[out]), max_tokens=10_000)
     (sample,) = samples
@@ -101,18 +101,18 @@ def test_without_tasks_it_says_what_to_do(
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"task": "t", "reward": 1.0}, "line 1: not a record of `agentloop serve`"),
         ({"question": "q", "trajectory": {"id": "x"}}, "line 1: field 'trajectory': KeyError"),
     ],
 )
 def test_other_files_are_refused(
-    row: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    row: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     RunFolder(tmp_path, "").add_group(1, [row])
     assert run("score", tmp_path, "--reward", "exact") == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_reward_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +122,7 @@ def test_a_reward_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ({"prompt_ids": [1], "turns": []}, "line 1: field 'turns'"),
         (
@@ -148,8 +148,8 @@ def test_a_reward_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) ->
         ),
     ],
 )
-def test_ids_that_cannot_be_trained_on_are_refused(line: Any, said: str, tmp_path: Path) -> None:
+def test_ids_that_cannot_be_trained_on_are_refused(line: Any, message: str, tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     file.write_text(json.dumps(line))
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         read_samples(chat_format(), DialoguesSettings(paths=[file]), max_tokens=100)

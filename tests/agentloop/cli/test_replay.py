@@ -21,7 +21,7 @@ def test_a_range_of_steps_is_read(first: int, more: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-", "0", "3-2", "-3", "1-2-3", "a", "1 2", "1.5"])
-def test_what_is_no_range_is_refused(text: str) -> None:
+def test_an_invalid_range_of_steps_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         step_range(text)
 
@@ -53,13 +53,14 @@ def test_a_folder_without_a_run_is_named(
 def test_the_line_of_a_step_says_what_differs() -> None:
     same = ReplayedStep(3, 0.5, 0.5, "a" * 64, "a" * 64)
     assert step_line(same) == "step 3: loss 0.5, again 0.5; weights: the same (aaaaaaaaaaaa)"
-    other = ReplayedStep(3, 0.5, 0.5, "b" * 64, "a" * 64)
-    assert step_line(other).endswith("DIFFERENT (aaaaaaaaaaaa), the run's: bbbbbbbbbbbb")
-    begun = ReplayedStep(0, None, None, None, "a" * 64)
-    assert step_line(begun) == "step 0: weights: no digest recorded (aaaaaaaaaaaa)"
-    assert [one.differs for one in (same, other, begun)] == [False, True, False]
+    changed = ReplayedStep(3, 0.5, 0.5, "b" * 64, "a" * 64)
+    assert step_line(changed).endswith("DIFFERENT (aaaaaaaaaaaa), the run's: bbbbbbbbbbbb")
+    start = ReplayedStep(0, None, None, None, "a" * 64)
+    assert step_line(start) == "step 0: weights: no digest recorded (aaaaaaaaaaaa)"
+    assert [step.differs for step in (same, changed, start)] == [False, True, False]
 
 
-def test_what_is_not_as_it_was_is_named() -> None:
-    before, now = {"torch": "2.10", "cpu": "AVX2"}, {"torch": "2.11", "cpu": "AVX2", "threads": "2"}
-    assert differences(before, now) == ["threads 2, was ?", "torch 2.11, was 2.10"]
+def test_differences_between_machines_are_named() -> None:
+    recorded = {"torch": "2.10", "cpu": "AVX2"}
+    current = {"torch": "2.11", "cpu": "AVX2", "threads": "2"}
+    assert differences(recorded, current) == ["threads 2, was ?", "torch 2.11, was 2.10"]

@@ -47,11 +47,11 @@ PAPER = (
 )
 
 
-def planned(*overrides: str, machine: Machine = BIG) -> Plan:
+def plan_for(*overrides: str, machine: Machine = BIG) -> Plan:
     return plan(load_settings(TrainSettings, overrides=[*PAPER, *overrides]), machine)
 
 
-def configured(folder: Path, **changes: Any) -> Path:
+def write_config(folder: Path, **changes: Any) -> Path:
     """Create a folder with a small configuration, without weights."""
     config = json.loads((SMALL / "config.json").read_text()) | changes
     kept = {key: value for key, value in config.items() if value is not None}
@@ -63,7 +63,7 @@ def configured(folder: Path, **changes: Any) -> Path:
 
 
 def test_the_small_models_parameters_are_those_in_its_weights(tmp_path: Path) -> None:
-    counted, computed = ModelShape.read(SMALL), ModelShape.read(configured(tmp_path))
+    counted, computed = ModelShape.read(SMALL), ModelShape.read(write_config(tmp_path))
     assert counted.counted
     assert not computed.counted
     assert dataclasses.replace(computed, counted=True) == counted
@@ -89,22 +89,22 @@ def test_qwen3_14b_has_as_many_as_its_weights() -> None:
     ],
 )
 def test_other_configurations(tmp_path: Path, changes: dict[str, Any], more: int) -> None:
-    shape = ModelShape.read(configured(tmp_path, **changes))
+    shape = ModelShape.read(write_config(tmp_path, **changes))
     assert shape.num_parameters == 853_376 + more
 
 
-def test_what_cannot_be_counted_is_said(tmp_path: Path) -> None:
+def test_parameters_that_cannot_be_counted_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="of a 'qwen3_moe' can only be counted in its weights"):
-        ModelShape.read(configured(tmp_path, model_type="qwen3_moe"))
+        ModelShape.read(write_config(tmp_path, model_type="qwen3_moe"))
     shutil.copy(SMALL / "model.safetensors", tmp_path)
     assert ModelShape.read(tmp_path).num_parameters == 853_376
     with pytest.raises(ModelError, match="'hidden_size' is missing"):
-        ModelShape.read(configured(tmp_path, hidden_size=None))
+        ModelShape.read(write_config(tmp_path, hidden_size=None))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json: "):
         ModelShape.read(tmp_path)
     with pytest.raises(SettingsError, match=r"has no config\.json.*no weights"):
-        planned(f"model='{tmp_path}/gone'")
+        plan_for(f"model='{tmp_path}/gone'")
 
 
 # Memory of the learner.
@@ -122,14 +122,14 @@ def test_what_cannot_be_counted_is_said(tmp_path: Path) -> None:
         (3, "float32", 2, (2, 2, 6)),
     ],
 )
-def test_what_the_ranks_share_out(
+def test_ranks_share_weights_gradients_and_optimizer_by_the_stage(
     stage: Any, dtype: Any, num_ranks: int, states: tuple[float, ...]
 ) -> None:
     shape = dataclasses.replace(ModelShape.read(SMALL), num_parameters=1_000_000)
     settings = LearnerSettings(zero_stage=stage, dtype=dtype)
     memory = learner_memory(shape, settings, RanksSettings(nproc_per_node=num_ranks), on_gpus=False)
-    found = (memory.weights, memory.gradients, memory.optimizer)
-    assert found == tuple(1_000_000 * per for per in states)
+    sizes = (memory.weights, memory.gradients, memory.optimizer)
+    assert sizes == tuple(1_000_000 * per for per in states)
     assert memory.loading == num_ranks * (4 if dtype == "float32" else 2) * 1_000_000
     assert memory.offloaded == 0
     settings = settings.model_copy(update={"offload": "optimizer"})
@@ -150,7 +150,7 @@ def test_a_lora_trains_few() -> None:
     lora = LoraSettings(rank=8, targets=("q_proj", "v_proj"))
     memory = learner_memory(shape, LearnerSettings(lora=lora), RanksSettings(), on_gpus=False)
     assert memory.optimizer == 12 * 4 * 8 * (256 + 192)
-    made = planned("learner.lora.rank=8")
+    made = plan_for("learner.lora.rank=8")
     assert made.disk.checkpoint == (4 + 12) * 77_824
     assert "77,824 trained parameters" in report(made)
 
@@ -162,7 +162,7 @@ def test_ranks_on_several_nodes_share_out_more() -> None:
     assert (memory.weights, memory.optimizer) == (4_000_000, 12 * 1_000_000 // 8)
     assert memory.loading == 2 * 4_000_000
     nodes = ("ranks.nodes=4", "ranks.launcher=torchrun", "ranks.address=here")
-    assert "2 ranks on each of 4 nodes" in report(planned("ranks.nproc_per_node=2", *nodes))
+    assert "2 ranks on each of 4 nodes" in report(plan_for("ranks.nproc_per_node=2", *nodes))
 
 
 def test_buffers_activations_and_logits() -> None:
@@ -191,18 +191,18 @@ def test_buffers_activations_and_logits() -> None:
 )
 def test_memory_of_a_server(tp_size: int, kv_token: int) -> None:
     overrides = (f"model='{QWEN3_14B}'", "server.device=cuda", f"server.tp_size={tp_size}")
-    server = planned(*overrides, "server.max_total_tokens=100000").server
+    server = plan_for(*overrides, "server.max_total_tokens=100000").server
     assert server.weights == 2 * 14_768_307_200 // tp_size
     assert server.kv_token == kv_token
     assert server.rollout == 8192 * kv_token
     assert server.kv_cache == 100_000 * kv_token
-    assert planned("server.tp_size=1").server.kv_token == 2 * 4 * 64 * 4  # float32 on a CPU
-    assert planned("server.tp_size=1").server.kv_cache is None
+    assert plan_for("server.tp_size=1").server.kv_token == 2 * 4 * 64 * 4  # float32 on a CPU
+    assert plan_for("server.tp_size=1").server.kv_cache is None
 
 
 def test_tokens_and_disk() -> None:
     overrides = ("loop.steps=300", "loop.checkpoint_every=50", "learner.dtype=bfloat16")
-    made = planned(f"model='{QWEN3_14B}'", *overrides)
+    made = plan_for(f"model='{QWEN3_14B}'", *overrides)
     assert made.num_rollouts == 512 * 32
     assert made.max_tokens == 512 * 32 * 8192
     assert (made.num_kept, made.max_kept_tokens) == (512 * 16, 512 * 16 * 8192)
@@ -211,14 +211,14 @@ def test_tokens_and_disk() -> None:
     assert made.disk.checkpoints == 4 * made.disk.checkpoint  # three kept, one being written
     assert made.disk.trajectories_per_step == 512 * 32 * 8192 * 30
     assert made.disk.trajectories == 300 * made.disk.trajectories_per_step
-    sharded = planned("loop.steps=300", "learner.zero_stage=3").disk
+    sharded = plan_for("loop.steps=300", "learner.zero_stage=3").disk
     assert sharded.checkpoint == 12 * 853_376
-    rare = planned("loop.steps=300", "loop.checkpoint_every=0").disk
+    rare = plan_for("loop.steps=300", "loop.checkpoint_every=0").disk
     assert rare.checkpoints == rare.checkpoint
-    every = planned("loop.steps=300", "learner.keep_checkpoints=0", "loop.checkpoint_every=7").disk
+    every = plan_for("loop.steps=300", "learner.keep_checkpoints=0", "loop.checkpoint_every=7").disk
     assert every.checkpoints == 43 * every.checkpoint
-    assert planned("roc.down_sample_to_n=0").num_kept == 512 * 32
-    assert planned("loop.group_size=8").num_kept == 512 * 8
+    assert plan_for("roc.down_sample_to_n=0").num_kept == 512 * 32
+    assert plan_for("loop.group_size=8").num_kept == 512 * 8
 
 
 def test_bytes_of_a_trajectorys_token() -> None:
@@ -235,19 +235,24 @@ def test_bytes_of_a_trajectorys_token() -> None:
 
 
 def test_gpus_are_shared_by_servers_and_ranks() -> None:
-    own = ("server.device=cuda", "server.count=2", "server.tp_size=2", "ranks.nproc_per_node=3")
-    assert planned(*own).num_gpus == 4
-    assert planned(*own).num_processes == 5
-    others = planned(*own, "servers=['http://node-1:30000']")
-    assert (others.num_gpus, others.num_processes) == (3, 3)
-    assert planned("ranks.nproc_per_node=3").num_gpus == 0
+    overrides = (
+        "server.device=cuda",
+        "server.count=2",
+        "server.tp_size=2",
+        "ranks.nproc_per_node=3",
+    )
+    assert plan_for(*overrides).num_gpus == 4
+    assert plan_for(*overrides).num_processes == 5
+    with_external_servers = plan_for(*overrides, "servers=['http://node-1:30000']")
+    assert (with_external_servers.num_gpus, with_external_servers.num_processes) == (3, 3)
+    assert plan_for("ranks.nproc_per_node=3").num_gpus == 0
 
 
 # What is said.
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["budget.max_response_tokens=4096"], "context of 4,096 tokens cannot hold a prompt and"),
         (["learner.micro_batch_tokens=8192"], r"micro_batch_tokens \(8,192\) cannot hold a"),
@@ -279,20 +284,20 @@ def test_gpus_are_shared_by_servers_and_ranks() -> None:
         (["loop.steps=400000"], r"up to [\d,.]+ TiB will be written to runs, .* only 100 TiB"),
     ],
 )  # fmt: skip
-def test_warnings(overrides: list[str], said: str) -> None:
+def test_warnings(overrides: list[str], message: str) -> None:
     usual = ["budget.max_response_tokens=1000"] if overrides[0].startswith("loop") else []
-    made = planned(*usual, *overrides)
-    [line] = [line for line in report(made).splitlines() if re.search(said, line)]
+    run_plan = plan_for(*usual, *overrides)
+    [line] = [line for line in report(run_plan).splitlines() if re.search(message, line)]
     assert line.startswith("warning    ")
 
 
-def test_nothing_is_warned_of_without_a_reason() -> None:
+def test_a_run_that_fits_has_no_warnings() -> None:
     fits = (
         *("loop.steps=100", "budget.max_response_tokens=512", "loop.prompts_per_step=8"),
         *("server.device=cuda", "server.extra_args=['--mem-fraction-static', '0.4']"),
     )
-    assert planned(*fits).warnings == ()
-    assert planned(*fits[:3]).warnings == ()
+    assert plan_for(*fits).warnings == ()
+    assert plan_for(*fits[:3]).warnings == ()
 
 
 def test_the_defaults_suit_the_model_that_ships_with_agentloop() -> None:
@@ -300,9 +305,9 @@ def test_the_defaults_suit_the_model_that_ships_with_agentloop() -> None:
 
 
 def test_a_plan_says_what_a_step_does() -> None:
-    made = planned(f"model='{QWEN3_14B}'", "server.device=cuda", "servers=['http://a:1']")
-    text = report(made)
-    for said in (
+    run_plan = plan_for(f"model='{QWEN3_14B}'", "server.device=cuda", "servers=['http://a:1']")
+    text = report(run_plan)
+    for line in (
         "14.77 billion parameters (from the configuration)",
         "40 layers of 5120, vocabulary 151,936, context 32,768",
         "roll out 512 tasks, 32 times each: 16,384 rollouts of at most 8,192 tokens and 10 turns",
@@ -312,7 +317,7 @@ def test_a_plan_says_what_a_step_does() -> None:
         "27.5 GiB of weights for 1 external server",
         "160 KiB  per token, 1.2 GiB per rollout",
     ):
-        assert said in text
+        assert line in text
 
 
 def test_this_machine(tmp_path: Path) -> None:

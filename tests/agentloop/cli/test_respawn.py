@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.cli.respawn import revived
+from agentloop.cli.respawn import run_with_restarts
 from tests.patience import patient
 
 pytestmark = pytest.mark.timeout(60)  # several interpreters start, one after the other
@@ -38,10 +38,10 @@ sys.exit(7)
 
 def run(folder: Path, *, deaths: int, max_restarts: int, arguments: list[str]) -> tuple[int, str]:
     (folder / "deaths").write_text(str(deaths))
-    said: list[str] = []
+    messages: list[str] = []
     command = [sys.executable, "-c", CHILD, str(folder)]
-    status = revived(command, arguments, max_restarts, said.append)
-    return status, "\n".join(said)
+    status = run_with_restarts(command, arguments, max_restarts, messages.append)
+    return status, "\n".join(messages)
 
 
 def lives(folder: Path) -> list[str]:
@@ -54,30 +54,30 @@ def test_a_child_that_ends_by_itself_is_not_restarted(tmp_path: Path) -> None:
 
 
 def test_a_killed_child_is_restarted_and_resumes_its_run(tmp_path: Path) -> None:
-    status, said = run(tmp_path, deaths=2, max_restarts=3, arguments=["a=1"])
+    status, output = run(tmp_path, deaths=2, max_restarts=3, arguments=["a=1"])
     assert status == 7
     assert lives(tmp_path) == ["a=1", *[f"--resume {tmp_path / 'run'}"] * 2]
-    assert said.count("killed by SIGKILL; resuming") == 2
+    assert output.count("killed by SIGKILL; resuming") == 2
 
 
-def test_what_the_run_does_not_keep_is_told_again(tmp_path: Path) -> None:
+def test_arguments_that_the_run_does_not_keep_are_repeated(tmp_path: Path) -> None:
     (tmp_path / "deaths").write_text("1")
     command = [sys.executable, "-c", CHILD, str(tmp_path)]
-    told = ["recipe.toml", "servers_key=secret"]
-    assert revived(command, told, 3, print, again=["servers_key=secret"]) == 7
+    arguments = ["recipe.toml", "servers_key=secret"]
+    assert run_with_restarts(command, arguments, 3, print, again=["servers_key=secret"]) == 7
     assert lives(tmp_path) == [
         "recipe.toml servers_key=secret",
         f"--resume {tmp_path / 'run'} servers_key=secret",
     ]
 
 
-def test_all_of_its_lives_have_one_control_token(tmp_path: Path) -> None:
+def test_all_lives_of_a_child_have_the_same_control_token(tmp_path: Path) -> None:
     run(tmp_path, deaths=1, max_restarts=3, arguments=[])
-    one, other = (tmp_path / "tokens").read_text().splitlines()
-    assert one == other
-    assert one
+    first, second = (tmp_path / "tokens").read_text().splitlines()
+    assert first == second
+    assert first
     run(tmp_path, deaths=0, max_restarts=3, arguments=[])
-    assert (tmp_path / "tokens").read_text().splitlines()[2] != one
+    assert (tmp_path / "tokens").read_text().splitlines()[2] != first
 
 
 def test_a_control_token_that_was_told_is_kept(
@@ -102,38 +102,38 @@ def test_a_request_to_end_after_the_childs_death_is_obeyed(
             return self.returncode
 
     monkeypatch.setattr("subprocess.Popen", Died)
-    said: list[str] = []
-    assert revived(["train"], [], 3, said.append) == 128 + signal.SIGKILL
-    assert said == ["Ended by SIGKILL; continue with: agentloop train --resume run"]
+    messages: list[str] = []
+    assert run_with_restarts(["train"], [], 3, messages.append) == 128 + signal.SIGKILL
+    assert messages == ["Ended by SIGKILL; continue with: agentloop train --resume run"]
 
 
 def test_a_child_that_is_killed_while_restarting_is_restarted_again(tmp_path: Path) -> None:
     (tmp_path / "once").touch()
-    status, said = run(tmp_path, deaths=2, max_restarts=3, arguments=[])
+    status, output = run(tmp_path, deaths=2, max_restarts=3, arguments=[])
     assert status == 7
-    assert said.count("; resuming ") == 2
+    assert output.count("; resuming ") == 2
     assert lives(tmp_path)[1:] == [f"--resume {tmp_path / 'run'}"] * 2
 
 
-def test_it_is_not_tried_for_ever(tmp_path: Path) -> None:
-    status, said = run(tmp_path, deaths=9, max_restarts=1, arguments=[])
+def test_restarts_are_limited(tmp_path: Path) -> None:
+    status, output = run(tmp_path, deaths=9, max_restarts=1, arguments=[])
     assert status == 128 + signal.SIGKILL
     assert len(lives(tmp_path)) == 2
-    assert f"agentloop train --resume {tmp_path / 'run'}" in said
+    assert f"agentloop train --resume {tmp_path / 'run'}" in output
 
 
-def test_without_a_run_there_is_nothing_to_go_on_with(tmp_path: Path) -> None:
-    status, said = run(tmp_path, deaths=1, max_restarts=3, arguments=["untold"])
+def test_a_child_without_a_run_is_not_restarted(tmp_path: Path) -> None:
+    status, output = run(tmp_path, deaths=1, max_restarts=3, arguments=["untold"])
     assert status == 128 + signal.SIGKILL
-    assert "before its run had a folder" in said
+    assert "before its run had a folder" in output
 
 
 @contextmanager
 def waiting(child: str) -> Iterator[subprocess.Popen[str]]:
     """Start a process that waits for a child, which runs `child`."""
     waits = (
-        "import sys\nfrom agentloop.cli.respawn import revived\n"
-        f"sys.exit(revived([sys.executable, '-c', {child!r}], [], 3, print))"
+        "import sys\nfrom agentloop.cli.respawn import run_with_restarts\n"
+        f"sys.exit(run_with_restarts([sys.executable, '-c', {child!r}], [], 3, print))"
     )
     command = [sys.executable, "-c", waits]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -179,7 +179,7 @@ signal.pause()
         assert process.stdout is not None
         assert process.stdout.readline() == "told\n"
         process.terminate()
-        said = process.stdout.readline()
-        assert said == "Ended by SIGTERM; continue with: agentloop train --resume run\n"
+        line = process.stdout.readline()
+        assert line == "Ended by SIGTERM; continue with: agentloop train --resume run\n"
         assert process.wait(patient(20)) == 128 + signal.SIGTERM
     assert lives(tmp_path) == ["once"]

@@ -35,17 +35,17 @@ pytestmark = pytest.mark.anyio
 TOKEN = {"X-Control-Token": "sesame"}
 
 
-class Told:
+class RecordedProgress:
     """Records progress."""
 
     line = "Starting 1 server"
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.status: RunStatus | None = None
 
     def say(self, line: str) -> None:
-        self.said.append(line)
+        self.lines.append(line)
 
 
 class PlayedRuntime:
@@ -110,7 +110,7 @@ class PlayedLoop:
 @dataclass
 class At:
     dashboard: RunDashboard
-    told: Told
+    progress: RecordedProgress
     http: aiohttp.ClientSession
     url: str
     runtime: PlayedRuntime = field(default_factory=PlayedRuntime)
@@ -133,18 +133,18 @@ class At:
 async def dashboard(
     folder: Path, *, readers: Sequence[Emit] = (), before: Callable[[RunFolder], None] | None = None
 ) -> AsyncIterator[At]:
-    run, told = RunFolder(folder / "run", ""), Told()
+    run, progress = RunFolder(folder / "run", ""), RecordedProgress()
     if before is not None:
         before(run)
-    made = RunDashboard(run, cast(console.ProgressLine, told), readers=readers)
+    run_dashboard = RunDashboard(run, cast(console.ProgressLine, progress), readers=readers)
     settings = ServeSettings.model_validate({"port": 0, "control_token": "sesame"})
-    async with made.serve_page(settings), aiohttp.ClientSession() as http:
-        found = re.search(r"(http://\S+)/ ", told.said[0])
-        assert found is not None
-        yield At(made, told, http, found[1])
+    async with run_dashboard.serve_page(settings), aiohttp.ClientSession() as http:
+        match = re.search(r"(http://\S+)/ ", progress.lines[0])
+        assert match is not None
+        yield At(run_dashboard, progress, http, match[1])
 
 
-async def test_from_its_first_moment_there_is_a_page(tmp_path: Path) -> None:
+async def test_the_page_is_there_before_the_runtime(tmp_path: Path) -> None:
     def before(run: RunFolder) -> None:  # the run goes on
         run.add_metrics({"step": 1, "reward": 0.5})
 
@@ -155,7 +155,7 @@ async def test_from_its_first_moment_there_is_a_page(tmp_path: Path) -> None:
         assert frame["now"]["waits"] == "Starting 1 server"
         assert (frame["servers"], frame["sandbox"]["calls"]) == ([], {})
         assert [row["step"] for row in frame["steps"]] == [1]
-        assert "control token: sesame" in at.told.said[0]
+        assert "control token: sesame" in at.progress.lines[0]
 
 
 async def test_the_supervised_start_has_curves_of_its_own(tmp_path: Path) -> None:
@@ -178,13 +178,15 @@ async def test_the_supervised_start_has_curves_of_its_own(tmp_path: Path) -> Non
 
 
 async def test_a_run_of_sft_is_shown_and_cannot_be_controlled(tmp_path: Path) -> None:
-    told = Told()
+    progress = RecordedProgress()
     folder = RunFolder(tmp_path / "run", "")
-    made = RunDashboard(folder, cast(console.ProgressLine, told), kind="sft", has_runtime=False)
+    run_dashboard = RunDashboard(
+        folder, cast(console.ProgressLine, progress), kind="sft", has_runtime=False
+    )
     settings = ServeSettings.model_validate({"port": 0, "control_token": "sesame"})
-    async with made.serve_page(settings), aiohttp.ClientSession() as http:
-        made.emit(Measured({"step": 1, "learner/loss": 1.5}))
-        url = told.said[0].removeprefix("Watch it: ")
+    async with run_dashboard.serve_page(settings), aiohttp.ClientSession() as http:
+        run_dashboard.emit(Measured({"step": 1, "learner/loss": 1.5}))
+        url = progress.lines[0].removeprefix("Watch it: ")
         async with http.get(f"{url}api/frame") as response:
             frame = await response.json()
         assert (frame["about"]["kind"], frame["about"]["controls"]) == ("sft", [])
@@ -196,8 +198,8 @@ async def test_a_group_of_before_a_restart_is_read_from_the_folder(tmp_path: Pat
         run.add_group(1, [{"group": 1, "version": 0, **rollout("1-a.0")}])
 
     async with dashboard(tmp_path, before=before) as at:
-        status, told = await at.get("/api/groups/1-a")
-        assert (status, [one["id"] for one in told["rollouts"]]) == (200, ["1-a.0"])
+        status, group = await at.get("/api/groups/1-a")
+        assert (status, [row["id"] for row in group["rollouts"]]) == (200, ["1-a.0"])
         assert (await at.get("/api/groups/2-a"))[0] == 404
 
 
@@ -211,12 +213,12 @@ async def test_before_servers_are_up_nobody_answers(tmp_path: Path) -> None:
 
 async def test_before_the_loop_is_there_it_cannot_be_controlled(tmp_path: Path) -> None:
     async with dashboard(tmp_path) as at:
-        for what in ("pause", "resume", "drain", "checkpoint"):
-            status, body = await at.post("/api/control", {"do": what})
+        for command in ("pause", "resume", "drain", "checkpoint"):
+            status, body = await at.post("/api/control", {"do": command})
             assert status == 400
             assert "has not started" in body["error"]
-        for asked in ({"do": "cancel"}, {"do": "cancel", "rollout": "r"}):
-            status, body = await at.post("/api/control", asked)
+        for request in ({"do": "cancel"}, {"do": "cancel", "rollout": "r"}):
+            status, body = await at.post("/api/control", request)
             assert status == 400
             assert body["error"].startswith("rollout: ")
 
@@ -224,8 +226,8 @@ async def test_before_the_loop_is_there_it_cannot_be_controlled(tmp_path: Path) 
 async def test_control_requests_are_carried_out(tmp_path: Path) -> None:
     async with dashboard(tmp_path) as at:
         at.begin()
-        for what in ("pause", "resume", "drain", "checkpoint"):
-            status, body = await at.post("/api/control", {"do": what})
+        for command in ("pause", "resume", "drain", "checkpoint"):
+            status, body = await at.post("/api/control", {"do": command})
             assert status == 200
             assert body["done"]
         assert "step 7" in body["done"]
@@ -307,7 +309,7 @@ async def test_a_reader_on_the_page_does_not_keep_a_run_from_its_end(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("how", "state", "said"),
+    ("ending", "state", "text"),
     [
         ("returns", "finished", "The run has finished."),
         ("raises", "failed", "The run has failed: no disk left."),
@@ -315,8 +317,8 @@ async def test_a_reader_on_the_page_does_not_keep_a_run_from_its_end(tmp_path: P
         ("is drained", "stopped", "The run was drained; to continue: agentloop train --resume"),
     ],
 )
-async def test_the_page_is_told_how_the_run_ended(
-    tmp_path: Path, how: str, state: str, said: str
+async def test_the_page_shows_how_the_run_ended(
+    tmp_path: Path, ending: str, state: str, text: str
 ) -> None:
     last: list[dict[str, Any]] = []
 
@@ -334,25 +336,27 @@ async def test_the_page_is_told_how_the_run_ended(
                 async with dashboard(tmp_path) as at:
                     at.begin()
                     await tasks.start(read, at.url)
-                    if how == "raises":
+                    if ending == "raises":
                         raise ValueError("no disk left.\nand more")
-                    if how == "is cancelled":
+                    if ending == "is cancelled":
                         scope.cancel()
                         await anyio.sleep_forever()
-                    if how == "is drained":
+                    if ending == "is drained":
                         at.loop.is_draining = True
                         at.dashboard.detach()
     assert last[0]["now"]["ended"]["state"] == state
-    assert last[0]["now"]["ended"]["text"].startswith(said)
+    assert last[0]["now"]["ended"]["text"].startswith(text)
 
 
 async def test_another_port_is_taken_where_its_own_is_in_use(tmp_path: Path) -> None:
     with bind(ServeSettings(port=0)) as taken:
         port = taken.getsockname()[1]
-        told = Told()
-        made = RunDashboard(RunFolder(tmp_path / "run", ""), cast(console.ProgressLine, told))
-        async with made.serve_page(ServeSettings(port=port)):
-            assert f":{port}/" not in told.said[0]
+        progress = RecordedProgress()
+        run_dashboard = RunDashboard(
+            RunFolder(tmp_path / "run", ""), cast(console.ProgressLine, progress)
+        )
+        async with run_dashboard.serve_page(ServeSettings(port=port)):
+            assert f":{port}/" not in progress.lines[0]
 
 
 async def test_an_error_of_the_run_comes_out_as_itself(tmp_path: Path) -> None:

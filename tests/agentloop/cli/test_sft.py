@@ -38,7 +38,7 @@ def test_every_setting_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ("loop.epoch=1", "did you mean 'loop.epochs'?"),
         ("data.paths=[]", "data.paths: name at least one file"),
@@ -52,14 +52,14 @@ def test_every_setting_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_invalid_settings_are_named_before_anything_starts(
-    setting: str, said: str, capsys: pytest.CaptureFixture[str]
+    setting: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sft", 'data.paths=["x.jsonl"]', setting]) == 2
-    assert re.search(said, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         (["train", "--restarts=0", "server.device=cuda"], "server.device: cuda, but no GPU"),
         (["evaluate", "server.device=cuda"], "server.device: cuda, but no GPU"),
@@ -72,7 +72,7 @@ def test_invalid_settings_are_named_before_anything_starts(
 )
 def test_a_gpu_that_is_not_there_is_named_before_anything_starts(
     command: list[str],
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -80,7 +80,7 @@ def test_a_gpu_that_is_not_there_is_named_before_anything_starts(
     monkeypatch.setenv("AGENTLOOP_ACCELERATOR", "0")
     monkeypatch.chdir(tmp_path)
     assert main(command) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -102,7 +102,7 @@ def test_the_laptops_stages_fit_together() -> None:
     assert settings.loop.evaluate_tasks <= settings.tasks.held_out
 
 
-class Said:
+class RecordedProgress:
     """Records progress."""
 
     def __init__(self) -> None:
@@ -157,9 +157,9 @@ async def test_a_killed_run_resumes_with_equal_losses_and_weights(tmp_path: Path
     """An undisturbed run and one whose process is killed, and that then loses a rank, have
     equal losses and weights."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
-    said = Said()
+    progress = RecordedProgress()
     settings = load_settings(SftSettings, overrides=tiny_settings(tmp_path, "unbroken"))
-    published = await sft(settings, said)  # type: ignore[arg-type]
+    published = await sft(settings, progress)  # type: ignore[arg-type]
     expected = rows(tmp_path / "unbroken")
     assert expected[0]["learner/loss"] == pytest.approx(6.24, abs=0.2)  # ln 512: it knows nothing
     assert expected[-1]["learner/loss"] < 5
@@ -168,40 +168,44 @@ async def test_a_killed_run_resumes_with_equal_losses_and_weights(tmp_path: Path
     assert (published / "chat_template.jinja").read_text("utf-8") == OWN
     config = json.loads((published / "config.json").read_text("utf-8"))
     assert (config["num_hidden_layers"], len(config["layer_types"])) == (2, 2)
-    assert said.lines[0].startswith("120 samples, ")
+    assert progress.lines[0].startswith("120 samples, ")
 
     run = tmp_path / "killed"
     command = [sys.executable, "-m", "agentloop", "sft", *tiny_settings(tmp_path, "killed")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    async with await anyio.open_process(command, stderr=None, stdout=None, env=environment) as one:
+    async with await anyio.open_process(
+        command, stderr=None, stdout=None, env=environment
+    ) as process:
         metrics = run / "metrics.jsonl"
         await eventually(
             lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 8, within_s=300
         )
-        one.kill()
+        process.kill()
     num_done = len(rows(run))
     assert 8 <= num_done < len(expected)
     step = max(checkpoints_in(run))
     assert 3 <= step <= num_done
 
-    class Kills(Said):
+    class Kills(RecordedProgress):
         def show(self, status: RunStatus) -> None:
             if status.step == num_done + 2:
                 os.kill(pid_of_rank_1(run / "logs"), signal.SIGKILL)
 
-    said = Kills()
+    progress = Kills()
     settings = load_run_settings(SftSettings, [], run)
-    again = await sft(settings, said, resume=run)  # type: ignore[arg-type]
-    assert f"Resuming from the checkpoint of step {step}" in said.lines
-    assert sum("was lost; restarting it" in line for line in said.lines) == 1
-    assert not [line for line in said.lines if "had a loss of" in line]
+    again = await sft(settings, progress, resume=run)  # type: ignore[arg-type]
+    assert f"Resuming from the checkpoint of step {step}" in progress.lines
+    assert sum("was lost; restarting it" in line for line in progress.lines) == 1
+    assert not [line for line in progress.lines if "had a loss of" in line]
     for name in ("step", "learner/loss", "learner/grad_norm", "learner/lr"):
         assert [row[name] for row in rows(run)] == [row[name] for row in expected], name
-    first, second = (json.loads((one / "published.json").read_text()) for one in (published, again))
+    first, second = (
+        json.loads((process / "published.json").read_text()) for process in (published, again)
+    )
     assert first == second
-    lines = len(said.lines)
-    assert await sft(settings, said, resume=run) == again  # type: ignore[arg-type]
-    assert len(said.lines) == lines + 1, "nothing is started for what is done"
+    lines = len(progress.lines)
+    assert await sft(settings, progress, resume=run) == again  # type: ignore[arg-type]
+    assert len(progress.lines) == lines + 1, "nothing is started for what is done"
 
 
 def pid_of_rank_1(logs: Path) -> int:
@@ -223,10 +227,10 @@ async def test_a_stopped_run_prints_the_command_to_resume_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command resumes with the run's settings, some of which may be changed."""
-    said, begun = Said(), anyio.Event()
+    progress, started = RecordedProgress(), anyio.Event()
 
     async def imitate(*_: object) -> Path:
-        begun.set()
+        started.set()
         await anyio.sleep_forever()
         raise AssertionError
 
@@ -235,10 +239,10 @@ async def test_a_stopped_run_prints_the_command_to_resume_it(
     monkeypatch.chdir(tmp_path)
     settings = load_settings(SftSettings, overrides=tiny_settings(tmp_path, "one"))
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(sft, settings, said))  # type: ignore[arg-type]
-        await begun.wait()
+        tasks.start_soon(partial(sft, settings, progress))  # type: ignore[arg-type]
+        await started.wait()
         tasks.cancel_scope.cancel()
-    assert said.lines[-1] == (
+    assert progress.lines[-1] == (
         "Stopped; there is no checkpoint yet. Continue with: agentloop sft --resume one"
     )
     again = load_run_settings(SftSettings, ["loop.epochs=9"], Path("one"))

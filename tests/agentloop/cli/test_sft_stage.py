@@ -15,7 +15,7 @@ import agentloop
 from agentloop import RequestError, call
 from agentloop.cli.console import ProgressLine
 from agentloop.cli.sft import DialogueTraining
-from agentloop.cli.sft_stage import with_taught
+from agentloop.cli.sft_stage import add_teacher_dialogues
 from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
 from agentloop.environments.environment import open_tasks
@@ -82,8 +82,8 @@ def training_of(run: TrainSettings) -> DialogueTraining:
     return run.sft.within(run.learner, run.ranks, run.loop, run.budget)
 
 
-async def taught(run: TrainSettings, folder: RunFolder) -> DialoguesSettings:
-    return await with_taught(
+async def with_teacher(run: TrainSettings, folder: RunFolder) -> DialoguesSettings:
+    return await add_teacher_dialogues(
         run, training_of(run).data, run.environments, folder, cast(ProgressLine, silent)
     )
 
@@ -97,24 +97,24 @@ def rows(data: DialoguesSettings) -> list[dict[str, Any]]:
 async def test_a_teacher_plays_with_the_real_tools_and_only_once(tmp_path: Path) -> None:
     run = settings(f"env={__name__}:count", "sft.data.teacher=12", "tasks.held_out=0.5")
     async with RunFolder.open(tmp_path / "run", "") as folder:
-        first = await taught(run, folder)
+        first = await with_teacher(run, folder)
         assert first.teacher == 0
         played = rows(first)
-        assert await taught(run, folder) == first
+        assert await with_teacher(run, folder) == first
         assert rows(first) == played
-    said = [row["messages"][-1]["content"].split(" and ") for row in played]
-    assert [int(number) for number, _, _ in said] == list(range(1, 13))  # one server for all
+    answers = [row["messages"][-1]["content"].split(" and ") for row in played]
+    assert [int(number) for number, _, _ in answers] == list(range(1, 13))  # one server for all
     assert [tool["function"]["name"] for tool in played[0]["tools"]] == [
         "count", "end", "freeze", "processes"
     ]  # fmt: skip
     held_out = {task.answer for task in open_tasks(run.tasks, count).held_out()}
-    assert not held_out & {answer for _, answer, _ in said}
+    assert not held_out & {answer for _, answer, _ in answers}
 
     async with RunFolder.open(tmp_path / "again", "") as folder:
-        assert rows(await taught(run, folder)) == played
-    other = settings(f"env={__name__}:count", "sft.data.teacher=12", "sft.seed=1")
+        assert rows(await with_teacher(run, folder)) == played
+    other_run = settings(f"env={__name__}:count", "sft.data.teacher=12", "sft.seed=1")
     async with RunFolder.open(tmp_path / "other", "") as folder:
-        assert rows(await taught(other, folder)) != played
+        assert rows(await with_teacher(other_run, folder)) != played
 
 
 @pytest.mark.full
@@ -122,7 +122,7 @@ async def test_a_server_that_dies_ends_the_teaching(tmp_path: Path) -> None:
     run = settings(f"env={__name__}:deadly", "sft.data.teacher=3")
     async with RunFolder.open(tmp_path / "run", "") as folder:
         with pytest.raises(RequestError, match=r"the teacher's rollout of task .*MCP server"):
-            await taught(run, folder)
+            await with_teacher(run, folder)
         assert not (folder.path / "teacher.jsonl").exists()
 
 
@@ -131,7 +131,7 @@ async def test_the_teachers_of_several_environments_play_by_weight(tmp_path: Pat
     envs = f"[{{name='{__name__}:count'}}, {{name='{__name__}:program', weight=2}}]"
     run = settings(f"envs={envs}", "sft.data.teacher=9")
     async with RunFolder.open(tmp_path / "run", "") as folder:
-        played = rows(await taught(run, folder))
+        played = rows(await with_teacher(run, folder))
     assert sum(row["messages"][-1]["content"] == "program" for row in played) == 6
 
 
@@ -139,7 +139,7 @@ async def test_the_teachers_of_several_environments_play_by_weight(tmp_path: Pat
 async def test_without_a_teacher_the_dialogues_are_arithmetic(tmp_path: Path, agent: str) -> None:
     run = settings("sft.data.teacher=9", agent)
     async with RunFolder.open(tmp_path / "run", "") as folder:
-        assert await taught(run, folder) == training_of(run).data
+        assert await with_teacher(run, folder) == training_of(run).data
 
 
 def test_the_fine_tuning_takes_from_the_run_what_it_does_not_say_itself() -> None:

@@ -22,7 +22,7 @@ from agentloop.cli import train as train_module
 from agentloop.cli.rolling_out import rollouts_of
 from agentloop.cli.sft_stage import check_teachers
 from agentloop.cli.train import TrainSettings, main, train
-from agentloop.cli.train_checks import checked
+from agentloop.cli.train_checks import check_settings
 from agentloop.cli.train_settings import learner_settings
 from agentloop.config import load_settings, to_toml
 from agentloop.distribution import install_hint
@@ -44,7 +44,7 @@ from tests.support import FakeSGLang, eventually
 
 
 @pytest.mark.parametrize(
-    ("override", "named"),
+    ("override", "message"),
     [
         ("sampling.temperature=0", "sampling.temperature: 0 is greedy"),
         ("sampling.top_p=0.9", "sampling.top_p"),
@@ -80,9 +80,11 @@ from tests.support import FakeSGLang, eventually
         ("envs=a:b", r"'envs' is a list of tables: write \[\[envs\]\]"),
     ],
 )
-def test_what_would_teach_the_wrong_thing_is_refused_by_name(override: str, named: str) -> None:
-    with pytest.raises(SettingsError, match=named):
-        checked(load_settings(TrainSettings, overrides=[override]))
+def test_settings_that_would_teach_the_wrong_thing_are_refused_by_name(
+    override: str, message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        check_settings(load_settings(TrainSettings, overrides=[override]))
 
 
 def test_a_staged_run_can_be_told_again(tmp_path: Path) -> None:
@@ -90,7 +92,7 @@ def test_a_staged_run_can_be_told_again(tmp_path: Path) -> None:
     settings = load_settings(TrainSettings, [recipe])
     again = tmp_path / "config.toml"
     again.write_text(to_toml(settings), "utf-8")
-    assert checked(load_settings(TrainSettings, [again])) == checked(settings)
+    assert check_settings(load_settings(TrainSettings, [again])) == check_settings(settings)
 
 
 def test_teachers_are_checked_before_anything_starts() -> None:
@@ -104,18 +106,18 @@ def test_teachers_are_checked_before_anything_starts() -> None:
         return 0.0
 
     of_many = load_settings(TrainSettings, overrides=["envs=[{name='a:b'}, {name='c:d'}]"])
-    others = load_settings(TrainSettings, overrides=["tasks.kind=symbolic"])
-    one, two = taught.environments, of_many.environments
-    check_teachers(untaught.sft.data, others.environments, [silent])
-    check_teachers(taught.sft.data, one, [None])
-    check_teachers(taught.sft.data, one, [guess])
-    check_teachers(taught.sft.data, one, [silent])  # imitates arithmetic
+    symbolic = load_settings(TrainSettings, overrides=["tasks.kind=symbolic"])
+    single, several = taught.environments, of_many.environments
+    check_teachers(untaught.sft.data, symbolic.environments, [silent])
+    check_teachers(taught.sft.data, single, [None])
+    check_teachers(taught.sft.data, single, [guess])
+    check_teachers(taught.sft.data, single, [silent])  # imitates arithmetic
     with pytest.raises(SettingsError, match=r"sft\.data\.teacher: the environment silent has no"):
-        check_teachers(taught.sft.data, others.environments, [silent])
+        check_teachers(taught.sft.data, symbolic.environments, [silent])
     with pytest.raises(SettingsError, match=r"sft\.data\.teacher: the environment silent has no"):
-        check_teachers(taught.sft.data, two, [guess, silent])
+        check_teachers(taught.sft.data, several, [guess, silent])
     with pytest.raises(SettingsError, match=r"sft\.data\.teacher: the built-in agent has no"):
-        check_teachers(taught.sft.data, two, [guess, None])
+        check_teachers(taught.sft.data, several, [guess, None])
 
 
 def test_a_plan_says_what_would_be_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,10 +131,10 @@ def test_a_plan_says_which_files_a_start_would_lack(
     tasks = tmp_path / "tasks.jsonl"
     run = ["tasks.kind=jsonl", f"tasks.paths=['{tasks}']", "reward.function=no_such_module:score"]
     assert main(["--dry-run", *run]) == 0
-    said = capsys.readouterr().out
-    assert f"{tasks}: No such file" in said
-    assert "reward.function: " in said
-    assert "no_such_module" in said
+    out = capsys.readouterr().out
+    assert f"{tasks}: No such file" in out
+    assert "reward.function: " in out
+    assert "no_such_module" in out
     tasks.write_text('{"problem": "1 plus 1?"}\n')
     assert main(["--dry-run", *run]) == 0
     assert "'answer', 'ground_truth' is required" in capsys.readouterr().out
@@ -144,12 +146,16 @@ def test_a_plan_with_a_wrong_environment_is_refused(capsys: pytest.CaptureFixtur
     assert re.match(r"refused    env.name: math has no 'mine' \(.*math.*\)", refused)
 
 
-def test_a_plan_is_told_to_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(Path(__file__).parents[3] / "docs" / "recipes" / "small.toml")
     assert main(["--dry-run", "--json", recipe]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["steps"], told["step"]["num_rollouts"], told["refused"]) == (10, 128, None)
-    assert told["disk_bytes"]["total"] > told["disk_bytes"]["trajectories"] > 0
+    plan_data = json.loads(capsys.readouterr().out)
+    assert (plan_data["steps"], plan_data["step"]["num_rollouts"], plan_data["refused"]) == (
+        10,
+        128,
+        None,
+    )
+    assert plan_data["disk_bytes"]["total"] > plan_data["disk_bytes"]["trajectories"] > 0
     assert main(["--dry-run", "--json", "loop.group_size=1"]) == 2
     assert json.loads(capsys.readouterr().out)["refused"].startswith("loop.group_size: 1 must")
     with pytest.raises(SystemExit, match="2"):
@@ -172,9 +178,9 @@ def test_missing_packages_are_named_before_anything_starts(
     monkeypatch.setattr("agentloop.distribution.find_spec", lambda name: None)
     run = [f"run.folder={tmp_path}", "--restarts", "0"]
     assert main([*run]) == 2
-    said = capsys.readouterr().err
-    assert "torch (the learner), deepspeed (the learner), matplotlib (plots)" in said
-    assert install_hint("train") in said
+    err = capsys.readouterr().err
+    assert "torch (the learner), deepspeed (the learner), matplotlib (plots)" in err
+    assert install_hint("train") in err
     assert not list(tmp_path.iterdir())
     assert main(["--dry-run", *run]) == 0
     assert "missing    torch (the learner)" in capsys.readouterr().out
@@ -188,8 +194,8 @@ def test_a_negative_number_of_restarts_is_refused(capsys: pytest.CaptureFixture[
 
 def run_at(path: Path, *overrides: str) -> TrainSettings:
     recipe = Path(__file__).parents[3] / "docs" / "recipes" / "small.toml"
-    told = [f"run.folder='{path}'", "run.name=one", *overrides]
-    return load_settings(TrainSettings, [recipe], told)
+    settings = [f"run.folder='{path}'", "run.name=one", *overrides]
+    return load_settings(TrainSettings, [recipe], settings)
 
 
 @pytest.mark.anyio
@@ -213,7 +219,7 @@ async def test_a_refused_resume_leaves_the_run_unchanged(
     path, before = folder.path, (folder.path / "config.toml").read_bytes()
     again = run_at(tmp_path, override)
     with pytest.raises(AgentLoopError, match=named):
-        await train(again, cast(Any, Said()), resume=path, from_step=from_step)
+        await train(again, cast(Any, RecordedProgress()), resume=path, from_step=from_step)
     assert (path / "config.toml").read_bytes() == before
 
 
@@ -231,8 +237,8 @@ async def test_going_back_is_finished_when_the_run_goes_on(tmp_path: Path) -> No
         await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
         await queue.undo(1)  # killed here
     with pytest.raises(AgentLoopError, match="they differ from the tasks of the saved cursor"):
-        await train(run_at(tmp_path, "tasks.seed=9"), cast(Any, Said()), resume=path)
-    assert [one.name for one in (path / "checkpoints").iterdir()] == ["step-1"]
+        await train(run_at(tmp_path, "tasks.seed=9"), cast(Any, RecordedProgress()), resume=path)
+    assert [checkpoint.name for checkpoint in (path / "checkpoints").iterdir()] == ["step-1"]
 
 
 @pytest.mark.anyio
@@ -245,7 +251,7 @@ async def test_a_run_without_its_journal_is_not_begun_anew(tmp_path: Path) -> No
         with pytest.raises(
             RunFolderError, match=r"--resume: .*its journal, queue\.sqlite, has no groups"
         ):
-            await train(settings, cast(Any, Said()), resume=path)
+            await train(settings, cast(Any, RecordedProgress()), resume=path)
 
 
 def test_a_run_without_its_journal_is_one_line_on_the_command_line(
@@ -265,7 +271,9 @@ def test_a_run_without_its_journal_is_one_line_on_the_command_line(
 async def test_a_reward_that_is_not_there_is_missed_at_once(tmp_path: Path) -> None:
     overrides = ["reward.function=no_such_module:reward", f"run.folder='{tmp_path}/runs'"]
     with pytest.raises(SettingsError, match=r"reward\.function: .*no_such_module"):
-        await train(load_settings(TrainSettings, overrides=overrides), cast(Any, Said()))
+        await train(
+            load_settings(TrainSettings, overrides=overrides), cast(Any, RecordedProgress())
+        )
     assert not (tmp_path / "runs").exists()
 
 
@@ -280,7 +288,7 @@ has_ended = True
 
 
 async def start_training(settings: TrainSettings) -> None:
-    await train(settings, cast(Any, Said()))
+    await train(settings, cast(Any, RecordedProgress()))
 
 
 async def start_on_a_node(settings: TrainSettings) -> None:
@@ -313,11 +321,11 @@ def test_a_signal_ends_a_run_whose_environment_is_slow_to_import(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("changed", "from_step", "why"),
+    ("changed", "from_step", "reason"),
     [("loop.steps=9", 7, "--from: no checkpoint of step 7"), ("tasks.seed=9", None, "cursor")],
 )
 async def test_settings_that_a_run_cannot_go_on_with_are_not_kept(
-    tmp_path: Path, changed: str, from_step: int | None, why: str
+    tmp_path: Path, changed: str, from_step: int | None, reason: str
 ) -> None:
     usual = [f"model={SMALL}", "tasks.kind=arithmetic", "reward.function=exact"]
     settings = load_settings(TrainSettings, overrides=usual)
@@ -326,9 +334,9 @@ async def test_settings_that_a_run_cannot_go_on_with_are_not_kept(
     async with GroupQueue.open(run / "queue.sqlite") as queue:
         tasks = TaskSource.open(settings.tasks)
         await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
-    others = load_settings(TrainSettings, overrides=[*usual, changed])
-    with console.ProgressLine("") as progress, pytest.raises(AgentLoopError, match=why):
-        await train(others, progress, resume=run, from_step=from_step)
+    changed_settings = load_settings(TrainSettings, overrides=[*usual, changed])
+    with console.ProgressLine("") as progress, pytest.raises(AgentLoopError, match=reason):
+        await train(changed_settings, progress, resume=run, from_step=from_step)
     assert (run / "config.toml").read_text() == to_toml(settings)
 
 
@@ -336,16 +344,18 @@ def test_a_group_is_given_up_before_the_ranks_give_each_other_up() -> None:
     group = ["weights.transport=group", "weights.group_timeout_s=90"]
     same = load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=90"])
     with pytest.raises(SettingsError, match=r"weights\.group_timeout_s: 90 .*learner\.collective"):
-        checked(same)
-    checked(load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=91"]))
+        check_settings(same)
+    check_settings(
+        load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=91"])
+    )
     by_disk = ["weights.group_timeout_s=90", "learner.collective_timeout_s=90"]
-    checked(load_settings(TrainSettings, overrides=by_disk))
+    check_settings(load_settings(TrainSettings, overrides=by_disk))
 
 
 def test_all_problems_of_the_settings_are_reported_at_once() -> None:
     overrides = ["model=/no/such", "sampling.top_k=5", "loop.early_stop_at=99", "ranks.nodes=2"]
     with pytest.raises(SettingsError) as raised:
-        checked(load_settings(TrainSettings, overrides=overrides))
+        check_settings(load_settings(TrainSettings, overrides=overrides))
     named = [problem.partition(":")[0] for problem in str(raised.value).split("; ")]
     assert named == ["model", "ranks.nodes", "sampling.top_k", "loop.early_stop_at"]
 
@@ -353,20 +363,20 @@ def test_all_problems_of_the_settings_are_reported_at_once() -> None:
 def test_a_group_of_one_teaches_nothing() -> None:
     overrides = ["loop.group_size=1", "roc.down_sample_to_n=0"]
     with pytest.raises(SettingsError, match=r"loop\.group_size"):
-        checked(load_settings(TrainSettings, overrides=overrides))
+        check_settings(load_settings(TrainSettings, overrides=overrides))
 
 
 def test_the_learner_has_the_servers_model_and_temperature() -> None:
     template = SMALL / "chat_template.jinja"
     overrides = ["sampling.temperature=0.7", f"chat.template={template}"]
     settings = load_settings(TrainSettings, overrides=overrides)
-    whole = checked(settings)
-    told = learner_settings(whole)
-    assert told == LearnerSettings(
+    run_settings = check_settings(settings)
+    of_learner = learner_settings(run_settings)
+    assert of_learner == LearnerSettings(
         model=SMALL.resolve(), temperature=0.7, chat_template=template.read_text("utf-8")
     )
-    assert str(told.model) == whole.model
-    assert checked(whole) == whole
+    assert str(of_learner.model) == run_settings.model
+    assert check_settings(run_settings) == run_settings
 
 
 PLAYED_RANK = RANK.replace(
@@ -381,14 +391,14 @@ class PlayedServer(FakeSGLang):
 
     silent_after = 1000
 
-    async def _stream(self, request: Any, response: Any, asked: Any, fault: Any) -> None:
-        self.num_prompt = len(asked["input_ids"])
+    async def _stream(self, request: Any, response: Any, body: Any, fault: Any) -> None:
+        self.num_prompt = len(body["input_ids"])
         if len(self.requests) > self.silent_after:
             await anyio.sleep_forever()
-        await super()._stream(request, response, asked, fault)
+        await super()._stream(request, response, body, fault)
 
 
-class Said:
+class RecordedProgress:
     """Records progress."""
 
     def __init__(self) -> None:
@@ -425,13 +435,13 @@ def played_settings(folder: Path, server: FakeSGLang, *more: str) -> TrainSettin
 
 def pids_of(script: Path) -> list[int]:
     """Return the pids of the ranks, without their guardians."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             arguments = (folder / "cmdline").read_bytes().split(b"\0")
             if arguments[1:2] == [str(script).encode()]:
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 @pytest.mark.anyio
@@ -439,14 +449,16 @@ def pids_of(script: Path) -> list[int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
 async def test_a_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: Path) -> None:
     server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
-    said = Said()
+    progress = RecordedProgress()
     async with server.serving():
-        folder = await train(played_settings(tmp_path, server), cast(console.ProgressLine, said))
+        folder = await train(
+            played_settings(tmp_path, server), cast(console.ProgressLine, progress)
+        )
     assert folder == tmp_path / "my runs" / "first"
     assert [path.name for path in (folder / "weights").iterdir()] == ["0"]  # nothing was learned
     metrics = (folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in metrics] == [0, 1, 1, 2, 2]
-    assert "The learner is ready" in said.lines
+    assert "The learner is ready" in progress.lines
     assert pids_of(played_rank) == []
     again = load_settings(TrainSettings, [folder / "config.toml"])
     assert again == played_settings(tmp_path, server)
@@ -456,15 +468,15 @@ async def test_a_run_with_played_servers_and_ranks(tmp_path: Path, played_rank: 
 @pytest.mark.timeout(180)  # all processes of a run start
 @pytest.mark.skipif(sys.platform != "linux", reason="guardians look at /proc")
 @pytest.mark.parametrize(
-    ("step", "there"), [(None, "no checkpoint yet"), (7, "a checkpoint of step 7")]
+    ("step", "checkpoint"), [(None, "no checkpoint yet"), (7, "a checkpoint of step 7")]
 )
 @pytest.mark.full
 async def test_a_stopped_run_prints_the_command_to_resume_it(
-    tmp_path: Path, played_rank: Path, step: int | None, there: str
+    tmp_path: Path, played_rank: Path, step: int | None, checkpoint: str
 ) -> None:
     server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
     server.gate = anyio.Event()
-    said = Said()
+    progress = RecordedProgress()
     folder = tmp_path / "my runs" / "first"
 
     async def stop(scope: anyio.CancelScope) -> None:
@@ -477,9 +489,9 @@ async def test_a_stopped_run_prints_the_command_to_resume_it(
 
     async with server.serving(), anyio.create_task_group() as tasks:
         tasks.start_soon(stop, tasks.cancel_scope)
-        await train(played_settings(tmp_path, server), cast(console.ProgressLine, said))
-    assert said.lines[-1] == (
-        f"Stopped; there is {there}. Continue with: agentloop train --resume {folder}"
+        await train(played_settings(tmp_path, server), cast(console.ProgressLine, progress))
+    assert progress.lines[-1] == (
+        f"Stopped; there is {checkpoint}. Continue with: agentloop train --resume {folder}"
     )
 
 
@@ -493,7 +505,7 @@ async def test_a_rank_that_dies_while_rollouts_go_on_is_started_again(
 ) -> None:
     server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
     server.gate = anyio.Event()
-    said = Said()
+    progress = RecordedProgress()
 
     async def kill() -> None:
         await eventually(lambda: server.num_streaming > 0, within_s=60)
@@ -510,13 +522,13 @@ async def test_a_rank_that_dies_while_rollouts_go_on_is_started_again(
         settings = settings.model_copy(update={"ranks": ranks})
         tasks.start_soon(kill)
         if max_restarts:
-            folder = await train(settings, cast(console.ProgressLine, said))
+            folder = await train(settings, cast(console.ProgressLine, progress))
             metrics = (folder / "metrics.jsonl").read_text().splitlines()
             assert [json.loads(line)["step"] for line in metrics] == [0, 1, 1, 2, 2]
-            assert any("was lost; restarting it" in line for line in said.lines)
+            assert any("was lost; restarting it" in line for line in progress.lines)
         else:
             with pytest.raises(learner.LearnerError, match="exit status 137"):
-                await train(settings, cast(console.ProgressLine, said))
+                await train(settings, cast(console.ProgressLine, progress))
     assert pids_of(played_rank) == []
 
 
@@ -531,7 +543,7 @@ async def test_a_run_of_two_environments(tmp_path: Path, played_rank: Path) -> N
     server = PlayedServer([5, 6, 99], context_length=4000, max_total_num_tokens=80_000)
     async with server.serving():
         settings = played_settings(tmp_path, server, ENVS, "loop.prompts_per_step=3")
-        folder = await train(settings, cast(console.ProgressLine, Said()))
+        folder = await train(settings, cast(console.ProgressLine, RecordedProgress()))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "reward" in row]
     numbers = [
@@ -549,12 +561,12 @@ async def test_a_run_of_two_environments(tmp_path: Path, played_rank: Path) -> N
 
 
 def test_env_and_envs_exclude_each_other() -> None:
-    checked(load_settings(TrainSettings, overrides=[ENVS]))
+    check_settings(load_settings(TrainSettings, overrides=[ENVS]))
     both = load_settings(
         TrainSettings, overrides=[ENVS, "env=agentloop.environments.examples.guess_number:guess"]
     )
     with pytest.raises(SettingsError, match="env, envs: both are set"):
-        checked(both)
+        check_settings(both)
 
 
 @pytest.mark.anyio
@@ -566,6 +578,6 @@ async def test_a_run_is_not_resumed_with_other_environments(tmp_path: Path) -> N
     tasks = open_mixture(environments, [None, None])
     async with GroupQueue.open(path / "queue.sqlite") as queue:
         await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
-    others = run_at(tmp_path, "envs=[{}, {}, {}]")
+    other_settings = run_at(tmp_path, "envs=[{}, {}, {}]")
     with pytest.raises(AgentLoopError, match="envs: the run has agent, agent-2, not agent, ag"):
-        await train(others, cast(Any, Said()), resume=path)
+        await train(other_settings, cast(Any, RecordedProgress()), resume=path)

@@ -44,11 +44,11 @@ async def sampled(
     task: Task = TASK,
     sampling: Sampling | None = None,
     max_tokens: int = 100,
-    **told: Any,
+    **fields: Any,
 ) -> Sequence[RolloutRecord]:
-    settings = EndpointSettings(**{"url": fake.url, "model": "fake", **QUICK, **told})
-    opened = EndpointSampler.open(settings, sampling or Sampling())
-    async with opened as endpoint:
+    settings = EndpointSettings(**{"url": fake.url, "model": "fake", **QUICK, **fields})
+    sampler = EndpointSampler.open(settings, sampling or Sampling())
+    async with sampler as endpoint:
         budget = Budget(max_response_tokens=max_tokens)
         return await records_of(endpoint, task, name="1-one", size=size, budget=budget)
 
@@ -220,9 +220,9 @@ async def test_the_only_model_need_not_be_named() -> None:
     async with FakeEndpoint(models=["sole"]).serving() as fake:
         await sampled(fake, model="")
         assert fake.requests[0]["model"] == "sole"
-        for models, there in ([["a", "b"], "a, b"], [[], "none"]):
+        for models, available in ([["a", "b"], "a, b"], [[], "none"]):
             fake.models = list(models)
-            with pytest.raises(SettingsError, match=f"endpoint.model: set it .*: {there}"):
+            with pytest.raises(SettingsError, match=f"endpoint.model: set it .*: {available}"):
                 await sampled(fake, model="")
 
 
@@ -242,29 +242,31 @@ async def test_the_only_model_need_not_be_named() -> None:
 )
 def test_the_stop_reason_of_an_answer(choice: dict[str, Any], stop_reason: StopReason) -> None:
     body = {"choices": [{"message": {"content": "x"}, **choice}]}
-    found = parse_completion(json.dumps(body).encode())
-    assert (found.stop_reason, found.text, found.num_tokens) == (stop_reason, "x", None)
+    completion = parse_completion(json.dumps(body).encode())
+    assert completion.stop_reason is stop_reason
+    assert completion.text == "x"
+    assert completion.num_tokens is None
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
 def test_reasoning_comes_before_the_answer(field: str) -> None:
     message = {"content": "It is \\boxed{2}.", field: "perhaps \\boxed{1}"}
-    found = parse_completion(json.dumps({"choices": [{"message": message}]}).encode())
-    assert found.text == "<think>perhaps \\boxed{1}</think>\nIt is \\boxed{2}."
-    assert final_answer(found.text) == "2"
+    completion = parse_completion(json.dumps({"choices": [{"message": message}]}).encode())
+    assert completion.text == "<think>perhaps \\boxed{1}</think>\nIt is \\boxed{2}."
+    assert final_answer(completion.text) == "2"
 
 
 def test_tool_calls_have_an_id_and_their_arguments_as_json_text() -> None:
-    asked = [
+    tool_calls = [
         {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1'}},
         {"function": {"name": "g\ud83d", "arguments": {"x": [1]}}},
         {"id": None, "function": {"name": "h", "arguments": ""}},
         {"id": "d", "function": {"arguments": None}},
     ]
-    body = {"choices": [{"message": {"content": None, "tool_calls": asked}}]}
-    found = parse_completion(json.dumps(body).encode())
-    assert found.text == ""
-    assert [(one.id, one.name, one.arguments) for one in found.tool_calls] == [
+    body = {"choices": [{"message": {"content": None, "tool_calls": tool_calls}}]}
+    completion = parse_completion(json.dumps(body).encode())
+    assert completion.text == ""
+    assert [(call.id, call.name, call.arguments) for call in completion.tool_calls] == [
         ("a", "f", '{"x": 1'),
         ("call_1", "g?", '{"x":[1]}'),
         ("call_2", "h", "{}"),
@@ -297,10 +299,10 @@ def test_an_invalid_completion_is_rejected_by_field(body: bytes, named: str) -> 
 @given(st.integers(1, 5000), st.none() | st.floats(-10, 1e9), st.floats(0, 1))
 def test_delays_are_within_their_bounds(tries: int, asked_s: float | None, draw: float) -> None:
     settings = EndpointSettings(backoff_s=2.0, max_backoff_s=60.0)
-    found = delay_s(settings, tries, asked_s, draw)
-    assert 0 <= found <= 60
+    delay = delay_s(settings, tries, asked_s, draw)
+    assert 0 <= delay <= 60
     if asked_s is not None and 0 <= asked_s <= 60:
-        assert found == asked_s
+        assert delay == asked_s
 
 
 def test_delays_double() -> None:
@@ -321,7 +323,7 @@ def test_retry_after(value: str, seconds: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "named"),
+    ("fields", "message"),
     [
         ({"url": "localhost:8000"}, "does not have the form http://HOST:PORT/v1"),
         ({"url": "ftp://a/v1"}, "does not have the form"),
@@ -329,9 +331,9 @@ def test_retry_after(value: str, seconds: float | None) -> None:
         ({"api_key": "a\nb"}, "printable ASCII"),
     ],
 )
-def test_bad_settings_are_named(told: dict[str, Any], named: str) -> None:
-    with pytest.raises(pydantic.ValidationError, match=named):
-        EndpointSettings(**told)
+def test_bad_settings_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=message):
+        EndpointSettings(**fields)
 
 
 def test_a_trailing_slash_of_the_url_is_ignored() -> None:

@@ -65,10 +65,12 @@ def test_impossible_counts_are_rejected(samples: int, right: int, k: int) -> Non
 def test_avg_at_k_is_the_mean_over_tasks_however_many_samples_each_has(
     rewards: list[list[float]],
 ) -> None:
-    found = avg_at_k(rewards)
-    assert found is not None
-    assert found.value == pytest.approx(statistics.fmean(sum(one) / len(one) for one in rewards))
-    assert found.num_tasks == len(rewards)
+    estimate = avg_at_k(rewards)
+    assert estimate is not None
+    assert estimate.value == pytest.approx(
+        statistics.fmean(sum(task_rewards) / len(task_rewards) for task_rewards in rewards)
+    )
+    assert estimate.num_tasks == len(rewards)
 
 
 @ANY_TIME
@@ -76,10 +78,10 @@ def test_avg_at_k_is_the_mean_over_tasks_however_many_samples_each_has(
 def test_an_interval_is_within_0_and_1_and_contains_the_estimate(
     rewards: list[list[float]], confidence: float
 ) -> None:
-    for found in (avg_at_k(rewards, confidence), pass_at_k(rewards, 1, confidence)):
-        assert found is not None
-        assert 0 <= found.low <= found.value <= found.high <= 1
-        assert found.low < found.high
+    for estimate in (avg_at_k(rewards, confidence), pass_at_k(rewards, 1, confidence)):
+        assert estimate is not None
+        assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1
+        assert estimate.low < estimate.high
 
 
 @ANY_TIME
@@ -95,24 +97,24 @@ def test_an_interval_widens_with_its_confidence(rewards: list[list[float]]) -> N
 @ANY_TIME
 @given(TASKS)
 def test_the_interval_is_symmetric_in_correct_and_wrong(rewards: list[list[float]]) -> None:
-    found = avg_at_k(rewards)
-    other = avg_at_k([[1 - reward for reward in one] for one in rewards])
-    assert found is not None
-    assert other is not None
-    assert (other.value, other.low, other.high) == pytest.approx(
-        (1 - found.value, 1 - found.high, 1 - found.low)
+    estimate = avg_at_k(rewards)
+    mirrored = avg_at_k([[1 - reward for reward in task_rewards] for task_rewards in rewards])
+    assert estimate is not None
+    assert mirrored is not None
+    assert (mirrored.value, mirrored.low, mirrored.high) == pytest.approx(
+        (1 - estimate.value, 1 - estimate.high, 1 - estimate.low)
     )
 
 
 @ANY_TIME
-@given(REWARDS.filter(lambda one: len(one) > 1))
+@given(REWARDS.filter(lambda rewards: len(rewards) > 1))
 def test_with_one_sample_per_task_it_is_wilsons_interval(rewards: list[float]) -> None:
     n, p = len(rewards), statistics.fmean(rewards)
     c = student_t(n - 1, 0.95)
     # A bound x is where the score test just does not reject: |p - x| = c sqrt(x (1 - x) / n).
-    found = avg_at_k([[reward] for reward in rewards])
-    assert found is not None
-    for bound in (found.low, found.high):
+    estimate = avg_at_k([[reward] for reward in rewards])
+    assert estimate is not None
+    for bound in (estimate.low, estimate.high):
         if 0 < bound < 1:
             assert abs(p - bound) == pytest.approx(c * math.sqrt(bound * (1 - bound) / n))
 
@@ -128,38 +130,38 @@ def test_repeated_samples_do_not_narrow_the_interval(rewards: list[float], k: in
 
 
 def test_independent_samples_narrow_the_interval() -> None:
-    one = avg_at_k([[1.0], [0.0]] * 15)
-    more = avg_at_k([[1.0, 0.0] * 8] * 30)
-    assert one is not None
-    assert more is not None
-    assert more.high - more.low < 0.6 * (one.high - one.low)
+    few = avg_at_k([[1.0], [0.0]] * 15)
+    many = avg_at_k([[1.0, 0.0] * 8] * 30)
+    assert few is not None
+    assert many is not None
+    assert many.high - many.low < 0.6 * (few.high - few.low)
 
 
 def test_thirty_solved_tasks_do_not_prove_that_all_are_solved() -> None:
-    found = avg_at_k([[1.0] * 16] * 30)
-    assert found is not None
-    assert found.high == 1
-    assert found.low == pytest.approx(1 / (1 + student_t(29, 0.95) ** 2 / 30))
+    estimate = avg_at_k([[1.0] * 16] * 30)
+    assert estimate is not None
+    assert estimate.high == 1
+    assert estimate.low == pytest.approx(1 / (1 + student_t(29, 0.95) ** 2 / 30))
 
 
-def test_one_task_says_nothing_about_others() -> None:
+def test_the_interval_of_a_single_task_is_from_0_to_1() -> None:
     assert avg_at_k([[1.0, 1.0, 0.0]]) == Estimate(2 / 3, 0, 1, 1)
 
 
 def test_rewards_outside_0_and_1_use_the_t_interval() -> None:
-    found = avg_at_k([[2.0, 4.0], [1.0], [5.0]])
-    assert found is not None
-    assert found.value == 3
-    assert found.high - found.value == pytest.approx(student_t(2, 0.95) * 2 / math.sqrt(3))
-    assert found.low == pytest.approx(6 - found.high)
+    estimate = avg_at_k([[2.0, 4.0], [1.0], [5.0]])
+    assert estimate is not None
+    assert estimate.value == 3
+    assert estimate.high - estimate.value == pytest.approx(student_t(2, 0.95) * 2 / math.sqrt(3))
+    assert estimate.low == pytest.approx(6 - estimate.high)
 
 
 def test_tasks_with_too_few_samples_are_ignored() -> None:
     rewards = [[1.0, 0.0], [], [0.0], [1.0, 1.0]]
-    found, passed = avg_at_k(rewards), pass_at_k(rewards, 2)
-    assert found is not None
+    average, passed = avg_at_k(rewards), pass_at_k(rewards, 2)
+    assert average is not None
     assert passed is not None
-    assert (found.value, found.num_tasks) == (0.5, 3)
+    assert (average.value, average.num_tasks) == (0.5, 3)
     assert (passed.value, passed.num_tasks) == (1, 2)
     assert avg_at_k([[], []]) is None
     assert pass_at_k(rewards, 3) is None
@@ -175,17 +177,19 @@ FEW = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=3)
 def test_the_sampling_error_is_unbiased_for_its_square(rewards: list[list[float]]) -> None:
     """Over all ways to redraw each task's samples with replacement, the mean of the square is the
     variance of the mean."""
-    draws = [list(itertools.product(one, repeat=len(one))) for one in rewards]
+    draws = [
+        list(itertools.product(task_rewards, repeat=len(task_rewards))) for task_rewards in rewards
+    ]
     squares, means = [], []
-    for drawn in itertools.product(*draws):
-        found = sampling_error(drawn)
-        assert found is not None
-        squares.append(found**2)
-        means.append(statistics.fmean(map(statistics.fmean, drawn)))
+    for drawn_rewards in itertools.product(*draws):
+        error = sampling_error(drawn_rewards)
+        assert error is not None
+        squares.append(error**2)
+        means.append(statistics.fmean(map(statistics.fmean, drawn_rewards)))
     assert statistics.fmean(squares) == pytest.approx(statistics.pvariance(means))
 
 
-def test_one_sample_per_task_has_no_sampling_error() -> None:
+def test_single_samples_of_tasks_have_no_sampling_error() -> None:
     assert sampling_error([[1.0], [0.0]]) is None
     assert sampling_error([]) is None
 

@@ -79,20 +79,20 @@ class Player:
         return record_of(made)
 
 
-def settings(**told: Any) -> EvaluationSettings:
-    return EvaluationSettings(**({"num_samples": 4} | told))
+def settings(**fields: Any) -> EvaluationSettings:
+    return EvaluationSettings(**({"num_samples": 4} | fields))
 
 
 async def run(
     path: Path,
     player: Player,
-    told: EvaluationSettings | None = None,
+    changed_settings: EvaluationSettings | None = None,
     tasks: Sequence[Task] = TASKS,
 ) -> list[Outcome]:
     gc.collect()  # an earlier life's lock
-    there = (path / "config.toml").exists()
-    folder = RunFolder(path, None if there else "")
-    evaluation = Evaluation(told or settings(), tasks, folder)
+    exists = (path / "config.toml").exists()
+    folder = RunFolder(path, None if exists else "")
+    evaluation = Evaluation(changed_settings or settings(), tasks, folder)
     await evaluation.take_up()
     async with Grader(RewardSettings(function="exact")) as grader:
         await evaluation.run(GroupRunner(player, grader), Budget())
@@ -108,29 +108,31 @@ async def test_each_task_is_sampled_k_times_and_written_down(tmp_path: Path) -> 
     player = Player(right=3)
     outcomes = await run(tmp_path / "run", player)
     assert sorted(player.asked) == [(t.id, f"{n}-{t.id}", 4) for n, t in enumerate(TASKS, 1)]
-    assert [one.rewards for one in outcomes] == [[1, 1, 1, 0]] * 4
+    assert [outcome.rewards for outcome in outcomes] == [[1, 1, 1, 0]] * 4
     for number, task in enumerate(TASKS, 1):
         for index, row in enumerate(rows(tmp_path / "run", number)):
             assert (row["task"], row["group"], row["attempt"]) == (task.id, number, 0)
             assert (row["advantage"], row["dropped"]) == (None, None)
             assert row["trajectory"]["id"] == f"{number}-{task.id}.{index}"
-    told = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
-    assert [json.loads(line)["step"] for line in told] == [1, 2, 3, 4]
-    assert {json.loads(line)["reward"] for line in told} == {0.75}
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert {json.loads(line)["reward"] for line in lines} == {0.75}
 
 
 async def test_other_agents_are_written_down_and_not_counted(tmp_path: Path) -> None:
     class TwoAgents(Player):
         def _sample(self, task: Task, name: str, index: int) -> RolloutRecord:
             sample = super()._sample(task, name, index)
-            made = Trajectory(f"{name}.{index}+opponent", [], [Turn(text="a"), Turn(text="b")])
-            return replace(sample, others={"opponent": AgentRecord([made])})
+            trajectory = Trajectory(
+                f"{name}.{index}+opponent", [], [Turn(text="a"), Turn(text="b")]
+            )
+            return replace(sample, others={"opponent": AgentRecord([trajectory])})
 
     (outcome,) = await run(tmp_path / "run", TwoAgents(), settings(num_samples=2), TASKS[:1])
-    assert [one.num_turns for one in outcome.rollouts] == [1, 1]
-    assert [one.num_tokens for one in outcome.rollouts] == [3, 3]
-    found = rows(tmp_path / "run", 1)
-    assert [row["trajectory"]["id"] for row in found] == [
+    assert [figures.num_turns for figures in outcome.rollouts] == [1, 1]
+    assert [figures.num_tokens for figures in outcome.rollouts] == [3, 3]
+    rows_of_group = rows(tmp_path / "run", 1)
+    assert [row["trajectory"]["id"] for row in rows_of_group] == [
         "1-task-0.0",
         "1-task-0.0+opponent",
         "1-task-0.1",
@@ -141,14 +143,14 @@ async def test_other_agents_are_written_down_and_not_counted(tmp_path: Path) -> 
 async def test_only_samples_without_a_reward_are_repeated(tmp_path: Path) -> None:
     player = Player(broken=3, mends=True)
     outcomes = await run(tmp_path / "run", player)
-    assert [one.rewards for one in outcomes] == [[0, 0, 0, 1]] * 4
+    assert [outcome.rewards for outcome in outcomes] == [[0, 0, 0, 1]] * 4
     again = [(id, name, size) for id, name, size in player.asked if "again" in name]
     assert sorted(again) == [
         (task.id, f"{n}-again-1-{task.id}", 3) for n, task in enumerate(TASKS, 1)
     ]
-    found = rows(tmp_path / "run", 1)
-    assert [row["attempt"] for row in found] == [1, 1, 1, 0]
-    assert [row["trajectory"]["id"] for row in found] == [f"1-task-0.{n}" for n in range(4)]
+    rows_of_group = rows(tmp_path / "run", 1)
+    assert [row["attempt"] for row in rows_of_group] == [1, 1, 1, 0]
+    assert [row["trajectory"]["id"] for row in rows_of_group] == [f"1-task-0.{n}" for n in range(4)]
 
 
 async def test_persistent_failures_are_missing_not_wrong(tmp_path: Path) -> None:
@@ -194,7 +196,7 @@ async def test_a_resumed_run_samples_only_what_is_missing(tmp_path: Path) -> Non
         (task.id, f"{n}-again-1-{task.id}", 1) for n, task in enumerate(TASKS, 1)
     ]
     assert rows(path, 2)[1:] == before[1:]
-    assert [one.rewards for one in outcomes] == [[1, 1, 1, 1]] * 4
+    assert [outcome.rewards for outcome in outcomes] == [[1, 1, 1, 1]] * 4
     again = Player()
     await run(path, again)
     assert again.asked == []
@@ -206,7 +208,7 @@ async def test_more_samples_are_added_to_existing_ones(tmp_path: Path) -> None:
     player = Player(right=9)
     outcomes = await run(path, player, settings(num_samples=6))
     assert {size for _, _, size in player.asked} == {4}
-    assert [one.rewards for one in outcomes] == [[1, 0, 1, 1, 1, 1]] * 4
+    assert [outcome.rewards for outcome in outcomes] == [[1, 0, 1, 1, 1, 1]] * 4
 
 
 async def test_a_stopped_run_keeps_complete_tasks(tmp_path: Path) -> None:
@@ -221,20 +223,20 @@ async def test_a_stopped_run_keeps_complete_tasks(tmp_path: Path) -> None:
     player = Player()
     outcomes = await run(path, player)
     assert sorted(player.asked) == [("task-1", "2-task-1", 4), ("task-3", "4-task-3", 4)]
-    assert [one.number for one in outcomes] == [1, 2, 3, 4]
+    assert [outcome.number for outcome in outcomes] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("left", [0, 1, 3])
-async def test_a_file_without_an_outcome_line_still_counts(tmp_path: Path, left: int) -> None:
+@pytest.mark.parametrize("num_lines", [0, 1, 3])
+async def test_a_file_without_an_outcome_line_still_counts(tmp_path: Path, num_lines: int) -> None:
     path = tmp_path / "run"
-    was = [(one.number, one.rollouts) for one in await run(path, Player(right=2))]
+    before = [(outcome.number, outcome.rollouts) for outcome in await run(path, Player(right=2))]
     for name in ("outcomes.jsonl", "metrics.jsonl"):
         lines = (path / name).read_text("utf-8").splitlines(keepends=True)
-        (path / name).write_text("".join(lines[:left]) + lines[left][:20], "utf-8")
+        (path / name).write_text("".join(lines[:num_lines]) + lines[num_lines][:20], "utf-8")
     player = Player()
     again = await run(path, player)
     assert player.asked == []
-    assert [(one.number, one.rollouts) for one in again] == was
+    assert [(outcome.number, outcome.rollouts) for outcome in again] == before
 
 
 async def test_a_task_without_its_file_is_sampled_again(tmp_path: Path) -> None:
@@ -250,8 +252,10 @@ async def test_tasks_added_later_get_new_numbers(tmp_path: Path) -> None:
     path = tmp_path / "run"
     await run(path, Player(), tasks=TASKS[1:2])
     outcomes = await run(path, Player())
-    assert [one.number for one in outcomes] == [2, 1, 3, 4]
-    assert [rows(path, one.number)[0]["task"] for one in outcomes] == [task.id for task in TASKS]
+    assert [outcome.number for outcome in outcomes] == [2, 1, 3, 4]
+    assert [rows(path, outcome.number)[0]["task"] for outcome in outcomes] == [
+        task.id for task in TASKS
+    ]
 
 
 async def test_a_damaged_file_is_named(tmp_path: Path) -> None:
@@ -266,14 +270,14 @@ async def test_a_task_that_cannot_be_sampled_is_reported_and_the_others_continue
     tmp_path: Path,
 ) -> None:
     outcomes = await run(tmp_path / "run", Player(refuses=["task-2"]))
-    (refused,) = [one for one in outcomes if one.refused]
+    (refused,) = [outcome for outcome in outcomes if outcome.refused]
     assert (refused.task.id, refused.refused, refused.rollouts) == (
         "task-2", "messages: too long", ()
     )  # fmt: skip
-    assert sum(len(one.rewards) for one in outcomes) == 12
+    assert sum(len(outcome.rewards) for outcome in outcomes) == 12
 
 
-async def test_it_fails_if_no_task_can_be_sampled(tmp_path: Path) -> None:
+async def test_an_evaluation_fails_if_no_task_can_be_sampled(tmp_path: Path) -> None:
     player = Player(refuses=[task.id for task in TASKS])
     with pytest.raises(RequestError, match=r"no task could be sampled \(4 refused\): .*too long"):
         await run(tmp_path / "run", player)
@@ -282,22 +286,22 @@ async def test_it_fails_if_no_task_can_be_sampled(tmp_path: Path) -> None:
 async def test_progress_counts_the_tasks_that_are_done(tmp_path: Path) -> None:
     path = tmp_path / "run"
     await run(path, Player(), tasks=TASKS[:2])
-    seen: list[int] = []
-    evaluation = Evaluation(settings(), TASKS, RunFolder(path), on_progress=seen.append)
+    counts: list[int] = []
+    evaluation = Evaluation(settings(), TASKS, RunFolder(path), on_progress=counts.append)
     await evaluation.take_up()
     async with Grader(RewardSettings(function="exact")) as grader:
         player = Player(refuses=["task-3"])
         await evaluation.run(GroupRunner(player, grader), Budget())
-    assert seen == [3, 4]
+    assert counts == [3, 4]
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("fields", "expected"),
     [({}, [2, 4, 8, 16]), ({"num_samples": 1}, [1]), ({"num_samples": 6}, [2, 4, 6]),
      ({"pass_at": [16, 1]}, [1, 16])],
 )  # fmt: skip
-def test_the_values_of_k_for_pass_at_k(told: dict[str, Any], expected: list[int]) -> None:
-    assert EvaluationSettings(**told).all_pass_at == expected
+def test_the_values_of_k_for_pass_at_k(fields: dict[str, Any], expected: list[int]) -> None:
+    assert EvaluationSettings(**fields).all_pass_at == expected
 
 
 def test_pass_at_more_than_num_samples_is_rejected() -> None:

@@ -29,78 +29,80 @@ def rollout(reward: float | None, **more: Any) -> RolloutFigures:
 
 
 def outcome(name: str, source: str, *rewards: float | None, **more: Any) -> Outcome:
-    return Outcome(Task(name, "?", "1", source), 1, [rollout(one, **more) for one in rewards])
+    return Outcome(Task(name, "?", "1", source), 1, [rollout(reward, **more) for reward in rewards])
 
 
 def test_missing_samples_are_counted_apart_from_wrong_ones() -> None:
-    told = figures_of([outcome("a", "s", 1.0, None), outcome("b", "s", 0.0, 0.0)], SETTINGS)
-    assert (told.num_tasks, told.num_whole) == (2, 1)
-    assert (told.num_samples, told.num_missing) == (3, 1)
-    assert told.avg_at_k is not None
-    assert told.avg_at_k.value == 0.5
-    passed = told.pass_at_k[2]
+    figures = figures_of([outcome("a", "s", 1.0, None), outcome("b", "s", 0.0, 0.0)], SETTINGS)
+    assert (figures.num_tasks, figures.num_whole) == (2, 1)
+    assert (figures.num_samples, figures.num_missing) == (3, 1)
+    assert figures.avg_at_k is not None
+    assert figures.avg_at_k.value == 0.5
+    passed = figures.pass_at_k[2]
     assert passed is not None
     assert (passed.value, passed.num_tasks) == (0.0, 1)
 
 
 def test_a_task_that_could_not_be_sampled_misses_all_samples() -> None:
     refused = Outcome(Task("b", "?", "1", "s"), refused="messages: too long")
-    told = results([outcome("a", "s", 1.0, 1.0), refused], SETTINGS, ABOUT)
-    assert (told["all"]["num_refused"], told["all"]["num_missing"]) == (1, 2)
-    assert told["missing"] == {"the task could not be sampled: messages: too long": 2}
+    summary = results([outcome("a", "s", 1.0, 1.0), refused], SETTINGS, ABOUT)
+    assert (summary["all"]["num_refused"], summary["all"]["num_missing"]) == (1, 2)
+    assert summary["missing"] == {"the task could not be sampled: messages: too long": 2}
 
 
 def test_sets_are_reported_separately_and_together() -> None:
-    told = results([outcome("a", "two", 1.0, 1.0), outcome("b", "one", 0.0, 0.0)], SETTINGS, ABOUT)
-    assert [*told["sets"]] == ["one", "two"]
-    values = [told["sets"][name]["avg_at_k"]["value"] for name in ("one", "two")]
-    assert [*values, told["all"]["avg_at_k"]["value"]] == [0, 1, 0.5]
-    assert table(told)[0] == ["", "one", "two", "all"]
+    summary = results(
+        [outcome("a", "two", 1.0, 1.0), outcome("b", "one", 0.0, 0.0)], SETTINGS, ABOUT
+    )
+    assert [*summary["sets"]] == ["one", "two"]
+    values = [summary["sets"][name]["avg_at_k"]["value"] for name in ("one", "two")]
+    assert [*values, summary["all"]["avg_at_k"]["value"]] == [0, 1, 0.5]
+    assert table(summary)[0] == ["", "one", "two", "all"]
     alone = results([outcome("a", "two", 1.0, 1.0)], SETTINGS, ABOUT)
     assert table(alone)[0] == ["", "two"]
 
 
 def test_the_tasks_of_an_environment_are_a_set() -> None:
     outcomes = [outcome("a", "environment", 1.0, 1.0), outcome("b", "environment", 0.0, 0.0)]
-    for one, name in zip(outcomes, ("guess", "solve"), strict=True):
-        one.task = replace(one.task, env=name)
+    for task_outcome, name in zip(outcomes, ("guess", "solve"), strict=True):
+        task_outcome.task = replace(task_outcome.task, env=name)
     sets = results(outcomes, SETTINGS, ABOUT)["sets"]
-    values = {name: one["avg_at_k"]["value"] for name, one in sets.items()}
+    values = {name: figures["avg_at_k"]["value"] for name, figures in sets.items()}
     assert values == {"guess": 1, "solve": 0}
 
 
 def test_the_parts_of_rewards_have_means_of_their_own() -> None:
-    both = outcome("a", "one", 1.0, parts={"right": 1, "short": 0.5})
-    one = outcome("b", "two", 0.0, parts={"right": 0})
-    told = results([both, one], SETTINGS, ABOUT)
-    assert told["sets"]["one"]["parts"] == {"right": 1, "short": 0.5}
-    assert told["all"]["parts"] == {"right": 0.5, "short": 0.5}
-    assert ["part right", "1.000", "0.000", "0.500"] in table(told)
-    assert ["part short", "0.500", "-", "0.500"] in table(told)
+    with_two_parts = outcome("a", "one", 1.0, parts={"right": 1, "short": 0.5})
+    with_one_part = outcome("b", "two", 0.0, parts={"right": 0})
+    summary = results([with_two_parts, with_one_part], SETTINGS, ABOUT)
+    assert summary["sets"]["one"]["parts"] == {"right": 1, "short": 0.5}
+    assert summary["all"]["parts"] == {"right": 0.5, "short": 0.5}
+    assert ["part right", "1.000", "0.000", "0.500"] in table(summary)
+    assert ["part short", "0.500", "-", "0.500"] in table(summary)
 
 
-def test_what_environments_record_has_a_mean() -> None:
-    told = results([outcome("a", "one", 1.0, 0.0, recorded={"tries": 3})], SETTINGS, ABOUT)
-    assert told["sets"]["one"]["recorded"] == {"tries": 3}
-    assert ["recorded tries", "3.000"] in table(told)
+def test_values_recorded_by_environments_have_a_mean() -> None:
+    summary = results([outcome("a", "one", 1.0, 0.0, recorded={"tries": 3})], SETTINGS, ABOUT)
+    assert summary["sets"]["one"]["recorded"] == {"tries": 3}
+    assert ["recorded tries", "3.000"] in table(summary)
 
 
 def test_results_are_plain_data() -> None:
-    told = results([outcome("a", "s", 1.0, None)], SETTINGS, ABOUT)
-    assert json.loads(json.dumps(told)) == told
+    summary = results([outcome("a", "s", 1.0, None)], SETTINGS, ABOUT)
+    assert json.loads(json.dumps(summary)) == summary
 
 
 def test_results_without_samples() -> None:
-    told = results([outcome("a", "s", None, None)], SETTINGS, ABOUT)
-    assert told["all"]["avg_at_k"] is None
-    assert ["avg@2", "-"] in table(told)
-    assert ["tool errors in correct rollouts", "-"] in table(told)
+    summary = results([outcome("a", "s", None, None)], SETTINGS, ABOUT)
+    assert summary["all"]["avg_at_k"] is None
+    assert ["avg@2", "-"] in table(summary)
+    assert ["tool errors in correct rollouts", "-"] in table(summary)
 
 
 def test_text_output_is_aligned_in_columns() -> None:
-    told = results([outcome("a", "first", 1.0, 0.0), outcome("b", "second", 0.0, None)],
+    summary = results([outcome("a", "first", 1.0, 0.0), outcome("b", "second", 0.0, None)],
                    SETTINGS, ABOUT)  # fmt: skip
-    lines = text(told).splitlines()
+    lines = text(summary).splitlines()
     assert lines[0].split() == ["first", "second", "all"]
     places = {line.index(word) for line, word in zip(lines[:2], ("second", "1  "), strict=True)
               if word in line}  # fmt: skip
@@ -117,7 +119,7 @@ def test_markdown_rows_have_equal_numbers_of_cells() -> None:
     assert "Sampled with temperature 0.6, max_turns 30." in page
 
 
-@pytest.mark.parametrize(("versions", "told"), [(["3"], False), (["3", "4"], True)])
-def test_a_change_of_weights_is_noted(versions: list[str], told: bool) -> None:
-    found = results([outcome("a", "s", 1.0, 1.0, versions=versions)], SETTINGS, ABOUT)
-    assert ("The weights changed during the evaluation" in text(found)) is told
+@pytest.mark.parametrize(("versions", "is_noted"), [(["3"], False), (["3", "4"], True)])
+def test_a_change_of_weights_is_noted(versions: list[str], is_noted: bool) -> None:
+    summary = results([outcome("a", "s", 1.0, 1.0, versions=versions)], SETTINGS, ABOUT)
+    assert ("The weights changed during the evaluation" in text(summary)) is is_noted

@@ -69,8 +69,8 @@ def test_an_installed_package_is_listed_and_used_by_its_name(package: Path) -> N
     lines = [f"{name} = {value}\n" for name, value in project["entry-points"][GROUP].items()]
     (info / "entry_points.txt").write_text(f"[{GROUP}]\n" + "".join(lines))
     listed = python(package, "-m", "agentloop", "env", "list", "--json")
-    found = [one for one in json.loads(listed.stdout) if one["package"] == "my-game 0.1.0"]
-    assert found == [{"name": "my-game", "target": "my_game:my_game", "package": "my-game 0.1.0"}]
+    rows = [row for row in json.loads(listed.stdout) if row["package"] == "my-game 0.1.0"]
+    assert rows == [{"name": "my-game", "target": "my_game:my_game", "package": "my-game 0.1.0"}]
     planned = python(
         package, "-m", "agentloop", "evaluate", "--dry-run", "env=my-game", "env.args.max_tries=5"
     )
@@ -100,7 +100,7 @@ def test_a_name_that_no_package_can_have_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_shadowed_or_written_over(
+def test_no_module_is_shadowed_and_no_file_overwritten(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["env", "init", "json"]) == 2

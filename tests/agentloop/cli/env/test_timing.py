@@ -25,7 +25,7 @@ MODEL, TOOLS, WAITING, ENVIRONMENT = Activity
 WHY = Decision(None, "kv", "the cheapest", ())
 
 
-def test_what_hides_what() -> None:
+def test_overlapping_spans_count_for_the_foremost_activity() -> None:
     spans = [(WAITING, 0.0, 4.0), (TOOLS, 2.0, 6.0), (MODEL, 3.0, 5.0), (MODEL, 9.0, 99.0)]
     assert seconds_by_activity(spans, 0.0, 10.0) == {
         MODEL: 3.0,  # 3 to 5, 9 to 10
@@ -45,9 +45,9 @@ SPANS = st.lists(
 @settings(deadline=None)
 @given(SPANS)
 def test_all_of_the_time_is_accounted_for(spans: list[tuple[Activity, float, float]]) -> None:
-    found = seconds_by_activity(spans, 0.0, 10.0)
-    assert sum(found.values()) == pytest.approx(10.0)
-    assert min(found.values()) >= 0
+    seconds = seconds_by_activity(spans, 0.0, 10.0)
+    assert sum(seconds.values()) == pytest.approx(10.0)
+    assert min(seconds.values()) >= 0
 
 
 def result(dispatched_s: float, started_s: float, ended_s: float) -> ToolResult:
@@ -59,16 +59,16 @@ CALL = ToolCall("c", "guess", {}, "", 0, 1)
 
 def spans_of(*events: tuple[float, Event]) -> list[tuple[Activity, float, float]]:
     """Return the spans, without empty ones, of events at these times."""
-    now = 0.0
+    now_s = 0.0
 
     def clock() -> float:
-        return now
+        return now_s
 
     timeline = Timeline(clock)
-    for at, event in events:
-        now = at
+    for at_s, event in events:
+        now_s = at_s
         timeline.on_event(event)
-    return sorted((one for one in timeline.spans if one[1] < one[2]), key=lambda one: one[1:])
+    return sorted((span for span in timeline.spans if span[1] < span[2]), key=lambda span: span[1:])
 
 
 def test_a_turn_waits_generates_and_calls() -> None:
@@ -92,7 +92,7 @@ def test_a_turn_that_moves_waits_again() -> None:
     ) == [(WAITING, 0, 1), (MODEL, 1, 3), (WAITING, 3, 4), (MODEL, 4, 6)]
 
 
-def test_what_is_cut_off_ends_with_its_turn_and_no_other() -> None:
+def test_unfinished_spans_end_with_their_own_turn() -> None:
     assert spans_of(
         (0, TurnStarted("r", 0)),
         (1, TurnStarted("other", 0)),

@@ -33,9 +33,9 @@ def test_an_environment_is_shown_with_all_parts(
 ) -> None:
     settings = [*settings_for(fake), "num_rollouts=3", "env.args.half=0.25"]
     assert main(["env", "try", f"{HERE}:two_talks", *settings]) == 0
-    out, told = capsys.readouterr()
+    out, err = capsys.readouterr()
     assert out.count("rollout ") >= 3
-    assert "3 of 3 rollouts ended" in out + told
+    assert "3 of 3 rollouts ended" in out + err
     assert "rollout 2 of 3: environment-" in out
     assert "mood '[good]'" in out
     assert out.count("> First question about ") == out.count("> Second question?") == 3
@@ -83,11 +83,11 @@ def test_an_endpoint_plays_with_the_tools_of_the_environment(
             settings = [f"endpoint.url={fake.url}", "sandbox.backend=process"]
             assert main([*command, *settings]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    at = next(number for number, line in enumerate(lines) if line.startswith("> Find my number"))
-    assert lines[at + 1 : at + 4] == ["I try [40].", "\u25b6 guess", '\u2502 {"number": 40}']
-    assert lines[at + 5] == "\u2502 lower"
-    assert lines[at + 6 : at + 8] == ["Too large.", "I give up."]
-    assert "2 turns, 1 call, 14 tokens in" in lines[at + 8]
+    start = next(number for number, line in enumerate(lines) if line.startswith("> Find my number"))
+    assert lines[start + 1 : start + 4] == ["I try [40].", "\u25b6 guess", '\u2502 {"number": 40}']
+    assert lines[start + 5] == "\u2502 lower"
+    assert lines[start + 6 : start + 8] == ["Too large.", "I give up."]
+    assert "2 turns, 1 call, 14 tokens in" in lines[start + 8]
     assert "reward 0 (found 0)" in lines
     first, second = fake.requests
     assert [tool["function"]["name"] for tool in first["tools"]] == ["guess"]
@@ -111,42 +111,42 @@ def test_the_line_that_blocks_the_event_loop_is_named(
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("name", "reason"),
     [
         ("broken", "environment broken: the environment raised KeyError: 'board' (played.py:"),
         ("undecided", "the environment gives none"),
     ],
 )
 @pytest.mark.full
-def test_who_failed_and_why_is_shown(
+def test_a_failed_rollout_is_shown_with_its_reason(
     fake: FakeSGLang,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     name: str,
-    why: str,
+    reason: str,
 ) -> None:
     settings = [*settings_for(fake), "num_rollouts=2"]
     assert main(["env", "try", f"{HERE}:{name}", *settings]) == 1
     out = capsys.readouterr().out
-    assert out.count(f"no reward: {why}") == 2
-    assert f"failed     2 of 2: {why}" in out
+    assert out.count(f"no reward: {reason}") == 2
+    assert f"failed     2 of 2: {reason}" in out
     assert "it breaks?" in out or name != "broken"  # the transcript is there nevertheless
     assert "reward     - on average" in out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["num_rollouts=3"], "expected the NAME of an environment first"),
         ([], "expected the NAME of an environment first"),
     ],
 )
 def test_the_name_comes_first(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["env", "try", *arguments])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_mistakes_are_told_before_anything_starts(

@@ -104,49 +104,49 @@ class LearnerProcessesThatLive(LearnerProcesses):
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
-    found = Starts()
-    monkeypatch.setattr(analyze, "start_learner", found)
+    starts = Starts()
+    monkeypatch.setattr(analyze, "start_learner", starts)
     monkeypatch.setattr(analyze, "require", lambda *_: None)  # the learner's packages
-    return found
+    return starts
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def entropy_report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     capsys.readouterr()
     assert main(["runs", "entropy", *arguments, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
 
 
 def test_the_nearest_weights_that_are_kept_score(
     run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = told(capsys, str(run), "--groups", "3")
-    assert found["groups"] == [2, 3, 4]
-    assert (found["version"], found["weights"]) == ("2", str(run / "weights" / "2"))
-    assert found["versions"].keys() == {"2", "3", "4"}
-    assert found["share_of_version"] == pytest.approx(1 / 3)
-    assert found["mismatch_kl"] == pytest.approx(0.1065, abs=1e-4)
+    report = entropy_report(capsys, str(run), "--groups", "3")
+    assert report["groups"] == [2, 3, 4]
+    assert (report["version"], report["weights"]) == ("2", str(run / "weights" / "2"))
+    assert report["versions"].keys() == {"2", "3", "4"}
+    assert report["share_of_version"] == pytest.approx(1 / 3)
+    assert report["mismatch_kl"] == pytest.approx(0.1065, abs=1e-4)
     assert starts.settings[0].model == run / "weights" / "2"
     assert starts.log_dir == run / "entropy" / "logs"  # not those of a run that goes on
-    assert told(capsys, str(run), "--groups", "1")["version"] == "5"
+    assert entropy_report(capsys, str(run), "--groups", "1")["version"] == "5"
 
 
-def test_text_and_what_follows_a_result_are_told_apart(
+def test_text_and_reflection_after_a_result_are_separate_kinds(
     run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = told(capsys, str(run), "--top", "100")
-    kinds = found["kinds"]
-    assert found["num_rollouts"] == 8
-    nums = {name: one["num_tokens"] for name, one in kinds.items()}
+    report = entropy_report(capsys, str(run), "--top", "100")
+    kinds = report["kinds"]
+    assert report["num_rollouts"] == 8
+    nums = {name: figures["num_tokens"] for name, figures in kinds.items()}
     assert nums == {
         "forking": 8 * len(THOUGHT),
         "call": 8 * len(CALL),
         "reflection": 8 * len(ANSWER),
     }
-    assert sum(one["share_of_marked"] for one in kinds.values()) == pytest.approx(1)
-    texts = {one["text"] for one in kinds["forking"]["tokens"]}
+    assert sum(figures["share_of_marked"] for figures in kinds.values()) == pytest.approx(1)
+    texts = {token["text"] for token in kinds["forking"]["tokens"]}
     assert texts == {CHAT.decode([id]) for id in THOUGHT}
-    by_id = {one["id"]: one for one in kinds["reflection"]["tokens"]}
+    by_id = {token["id"]: token for token in kinds["reflection"]["tokens"]}
     last = by_id[ANSWER[-1]]
     assert last["mean_entropy"] == pytest.approx(ANSWER[-1] / 100)
     assert last["example"] == {
@@ -155,21 +155,21 @@ def test_text_and_what_follows_a_result_are_told_apart(
         "token": len(ANSWER) - 1,
         "before": CHAT.decode(ANSWER[-7:-1]),
     }
-    assert found["num_marked"] == found["num_tokens"]
-    assert len(told(capsys, str(run), "--tokens", "1")["kinds"]["call"]["tokens"]) == 1
+    assert report["num_marked"] == report["num_tokens"]
+    assert len(entropy_report(capsys, str(run), "--tokens", "1")["kinds"]["call"]["tokens"]) == 1
 
 
 def test_known_entropies_are_not_computed_again(
     run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = (str(run), "--weights", str(run / "weights" / "5"))
-    first = told(capsys, *arguments, "--groups", "2")
+    first = entropy_report(capsys, *arguments, "--groups", "2")
     assert len(starts.learner.asked) == 2
-    assert told(capsys, *arguments, "--groups", "2") == first
+    assert entropy_report(capsys, *arguments, "--groups", "2") == first
     assert len(starts.settings) == 1
-    told(capsys, *arguments, "--groups", "3")
+    entropy_report(capsys, *arguments, "--groups", "3")
     assert len(starts.learner.asked) == 3
-    told(capsys, *arguments, "--groups", "3", "sampling.temperature=0.5")
+    entropy_report(capsys, *arguments, "--groups", "3", "sampling.temperature=0.5")
     assert len(starts.learner.asked) == 6
     assert starts.settings[-1].temperature == 0.5
     assert first["version"] is None  # whatever their folder is called
@@ -178,7 +178,7 @@ def test_known_entropies_are_not_computed_again(
 def test_the_page_reads_what_is_kept(
     run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told(capsys, str(run), "--groups", "1")
+    entropy_report(capsys, str(run), "--groups", "1")
     lines = (run / "entropy" / "group-0000004.jsonl").read_text().splitlines()
     first = json.loads(lines[0])
     assert first["id"] == "4.0"
@@ -198,7 +198,7 @@ def test_people_get_tables(run: Path, starts: Starts, capsys: pytest.CaptureFixt
 
 
 def test_long_rollouts_fit(run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
-    told(capsys, str(run), "learner.micro_batch_tokens=2")
+    entropy_report(capsys, str(run), "learner.micro_batch_tokens=2")
     length = 2 + len(THOUGHT) + 2 * len(CALL) + len(ANSWER)
     assert starts.settings[0].micro_batch_tokens == length
 
@@ -214,8 +214,8 @@ def test_an_evaluation_is_scored_by_its_model(
     (run / "trajectories").mkdir()
     row = {"trajectory": rollout("1.0", "default").to_dict()}
     (run / "trajectories" / "group-0000001.jsonl").write_text(json.dumps(row) + "\n")
-    found = told(capsys, str(run))
-    assert (found["version"], found["weights"]) == (None, str(model))
+    report = entropy_report(capsys, str(run))
+    assert (report["version"], report["weights"]) == (None, str(model))
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_an_evaluation_is_scored_by_its_model(
 def test_invalid_arguments_are_named(
     run: Path, starts: Starts, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
 ) -> None:
-    told = [argument.format(run=run) for argument in arguments]
-    assert main(["runs", "entropy", *told]) == 2
+    filled = [argument.format(run=run) for argument in arguments]
+    assert main(["runs", "entropy", *filled]) == 2
     assert error.format(run=run) in capsys.readouterr().err
 
 
@@ -253,10 +253,10 @@ def test_without_the_learner_it_says_what_to_install(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told(capsys, str(run), "--groups", "1")
+    entropy_report(capsys, str(run), "--groups", "1")
     monkeypatch.setattr(analyze, "require", distribution.require)
     monkeypatch.setattr("agentloop.distribution.find_spec", lambda name: None)
-    told(capsys, str(run), "--groups", "1")  # all of it was found before
+    entropy_report(capsys, str(run), "--groups", "1")  # all of it was found before
     assert main(["runs", "entropy", str(run)]) == 2
     assert "pip install 'agentloop-rl[train]'" in capsys.readouterr().err
 

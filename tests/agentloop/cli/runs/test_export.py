@@ -20,7 +20,7 @@ from agentloop.errors import AgentLoopError, ModelError, SettingsError
 from agentloop.models import SMALL
 
 
-def published(folder: Path, version: str, *, without: tuple[str, ...] = ()) -> Path:
+def publish_small_model(folder: Path, version: str, *, without: tuple[str, ...] = ()) -> Path:
     """Create a folder of the small model as the learner publishes it."""
     ignore = shutil.ignore_patterns("README.md", "__pycache__", *without)
     shutil.copytree(SMALL, folder, ignore=ignore)
@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
     """Create a run that was stopped while it published step 10."""
     folder = tmp_path / "runs" / "first"
     for step in ("2", "9"):
-        published(folder / "weights" / step, step)
+        publish_small_model(folder / "weights" / step, step)
     (folder / "weights" / ".10.partial").mkdir()
     (folder / "config.toml").write_text('model = "small"\n[loop]\nsteps = 9\n')
     rows: list[dict[str, Any]] = [
@@ -70,9 +70,7 @@ def shards(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_what_was_exported_is_told_to_scripts(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_output_says_what_was_exported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run.parent / "model"
     assert main(["runs", "export", str(run), str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
@@ -86,8 +84,8 @@ def test_what_was_exported_is_told_to_scripts(
 def test_the_newest_weights_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run.parent / "new" / "model"
     assert main(["runs", "export", str(run), str(out)]) == 0
-    said = f"{out}: exported from {run}/weights/9, version 9\n"
-    assert capsys.readouterr().out == said
+    message = f"{out}: exported from {run}/weights/9, version 9\n"
+    assert capsys.readouterr().out == message
     same = ("model.safetensors", "chat_template.jinja", "tokenizer.json", "generation_config.json")
     for name in same:
         assert (out / name).read_bytes() == (SMALL / name).read_bytes()
@@ -121,12 +119,12 @@ def test_an_older_step_and_a_folder_by_itself(run: Path, tmp_path: Path) -> None
 
 def test_the_model_of_a_supervised_run(tmp_path: Path) -> None:
     folder = tmp_path / "sft"
-    published(folder / "model", "sft-12", without=("generation_config.json",))
+    publish_small_model(folder / "model", "sft-12", without=("generation_config.json",))
     (folder / "config.toml").write_text("")
-    found = export(folder, tmp_path / "out")
-    assert (found.version, found.run) == ("sft-12", folder)
-    made = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert made == {"eos_token_id": 2, "pad_token_id": 0}
+    model = export(folder, tmp_path / "out")
+    assert (model.version, model.run) == ("sft-12", folder)
+    generation_config = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation_config == {"eos_token_id": 2, "pad_token_id": 0}
     assert "version sft-12" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -137,7 +135,7 @@ def test_somebody_elses_model_keeps_its_card(tmp_path: Path) -> None:
 
 def test_weights_are_cast(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    published(source, "1")
+    publish_small_model(source, "1")
     (source / "published.json").unlink()
     shards(source)
     export(source, tmp_path / "half", dtype="bfloat16")
@@ -145,11 +143,11 @@ def test_weights_are_cast(tmp_path: Path) -> None:
     export(tmp_path / "whole", tmp_path / "again", dtype="bfloat16")
     num_bytes = 0
     for path in sorted(source.glob("*.safetensors")):
-        was, now = load_file(path), load_file(tmp_path / "whole" / path.name)
-        assert list(was) == list(now)
-        for name, tensor in was.items():
-            assert now[name].shape == tensor.shape
-            np.testing.assert_allclose(now[name], tensor, rtol=2**-8)
+        tensors, cast_tensors = load_file(path), load_file(tmp_path / "whole" / path.name)
+        assert list(tensors) == list(cast_tensors)
+        for name, tensor in tensors.items():
+            assert cast_tensors[name].shape == tensor.shape
+            np.testing.assert_allclose(cast_tensors[name], tensor, rtol=2**-8)
             num_bytes += tensor.nbytes // 2
         half = tmp_path / "half" / path.name
         assert half.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
@@ -161,12 +159,12 @@ def test_weights_are_cast(tmp_path: Path) -> None:
 
 def test_bfloat16_is_rounded_to_the_nearest_and_to_even(tmp_path: Path) -> None:
     def cast(*values: float) -> list[float]:
-        source, half, whole = (tmp_path / f"{name}.safetensors" for name in "abc")
+        source, half, restored = (tmp_path / f"{name}.safetensors" for name in "abc")
         save_file({"x": np.array(values, np.float32), "n": np.arange(3)}, source)
         _cast_file(source, half, "bfloat16")
-        _cast_file(half, whole, "float32")
-        assert load_file(whole)["n"].tolist() == [0, 1, 2]  # integers are not cast
-        return [float(value) for value in load_file(whole)["x"]]
+        _cast_file(half, restored, "float32")
+        assert load_file(restored)["n"].tolist() == [0, 1, 2]  # integers are not cast
+        return [float(value) for value in load_file(restored)["x"]]
 
     step = 2.0**-7
     halfway = [1 + step / 2, 1 + 3 * step / 2]
@@ -191,13 +189,13 @@ def test_weights_that_differ_from_the_published_ones_are_refused(run: Path, tmp_
 
 
 def test_a_model_without_a_template_is_refused(tmp_path: Path) -> None:
-    folder = published(tmp_path / "model", "1", without=("chat_template.jinja",))
+    folder = publish_small_model(tmp_path / "model", "1", without=("chat_template.jinja",))
     with pytest.raises(ModelError, match="no chat template"):
         export(folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
-def test_what_exists_is_never_written_over(tmp_path: Path, kind: str) -> None:
+def test_an_existing_path_is_never_overwritten(tmp_path: Path, kind: str) -> None:
     out = tmp_path / "out"
     if kind == "file":
         out.touch()
@@ -210,7 +208,7 @@ def test_what_exists_is_never_written_over(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = published(tmp_path / "model", "1")
+    folder = publish_small_model(tmp_path / "model", "1")
     (folder / "published.json").unlink()
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])

@@ -34,30 +34,30 @@ def run_in(folder: Path, *, model: str = "") -> Path:
 
 def bodies(html: Path) -> dict[str, Any]:
     """Return the data that an exported page contains."""
-    found = re.search(
+    match = re.search(
         r'<script id="run" type="application/json">(.*?)</script>', html.read_text(), re.DOTALL
     )
-    assert found is not None
-    told: dict[str, Any] = json.loads(found[1])
-    return told
+    assert match is not None
+    bodies: dict[str, Any] = json.loads(match[1])
+    return bodies
 
 
-@pytest.mark.parametrize("there", ["nothing", "folder", "file", "folder for config"])
+@pytest.mark.parametrize("existing", ["nothing", "folder", "file", "folder for config"])
 def test_a_folder_without_a_run_is_an_error(
-    tmp_path: Path, there: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, existing: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    if there.startswith("folder"):
+    if existing.startswith("folder"):
         run.mkdir()
-    if there == "folder for config":
+    if existing == "folder for config":
         (run / "config.toml").mkdir()
-    if there == "file":
+    if existing == "file":
         run.write_text("")
     assert main(["runs", "view", str(run)]) == 2
     assert main(["runs", "view", str(run), "--export", str(tmp_path / "out.html")]) == 2
-    said = capsys.readouterr().err
-    assert f"{run} is not a run (no config.toml)" in said
-    assert "Traceback" not in said
+    err = capsys.readouterr().err
+    assert f"{run} is not a run (no config.toml)" in err
+    assert "Traceback" not in err
     assert not (tmp_path / "out.html").exists()
 
 
@@ -80,15 +80,15 @@ def test_a_run_becomes_one_file(
     run, out = run_in(tmp_path / "a run", model=model), tmp_path / "out.html"
     assert main(["runs", "view", str(run), "--export", str(out)]) == 0
     assert "1 rollout with text" in capsys.readouterr().out
-    told = bodies(out)
+    contents = bodies(out)
     # By the paths that the page asks for, encoded as JavaScript does it.
-    assert {*told} == {
+    assert {*contents} == {
         "api/frame", "api/runs", "api/curves?run=a%20run", "api/groups/1-a%2Fb%3A%20c",
         "api/rollouts/1-a%2Fb%3A%20c.0",
     }  # fmt: skip
-    assert told["api/frame"]["about"]["kind"] == "view"
-    assert told["api/frame"]["about"]["title"] == "a run"
-    assert told["api/rollouts/1-a%2Fb%3A%20c.0"]["answer"].startswith("</script>")
+    assert contents["api/frame"]["about"]["kind"] == "view"
+    assert contents["api/frame"]["about"]["title"] == "a run"
+    assert contents["api/rollouts/1-a%2Fb%3A%20c.0"]["answer"].startswith("</script>")
     html = out.read_text()
     assert "<script>alert" not in html
     assert not re.search(r'(?:src|href)="(?:page/|https?:)', html)
@@ -101,7 +101,7 @@ def test_a_runs_timelines_become_a_file_for_perfetto(
     assert main(["runs", "view", str(run), "--perfetto", str(out)]) == 0
     assert "1 rollout; open it at https://ui.perfetto.dev" in capsys.readouterr().out
     trace = json.loads(out.read_text())
-    assert [one["name"] for one in trace["traceEvents"]][:3] == [
+    assert [event["name"] for event in trace["traceEvents"]][:3] == [
         "process_name", "thread_name", "rollout",
     ]  # fmt: skip
     assert main(["runs", "view", str(run), "--perfetto", str(tmp_path / "no" / "t.json")]) == 2
@@ -135,16 +135,16 @@ def test_a_run_without_anything_in_it_is_an_empty_page(tmp_path: Path) -> None:
     assert bodies(out)["api/frame"]["rollouts"] == []
 
 
-def test_one_that_is_damaged_is_left_out_of_the_file(tmp_path: Path) -> None:
+def test_a_damaged_rollout_is_left_out_of_the_file(tmp_path: Path) -> None:
     run, out = run_in(tmp_path / "run"), tmp_path / "out.html"
     broken = rollout("2-x.0") | {"group": 2}
     broken["trajectory"]["turns"][0]["end"] = "nowhere"
     lines = [json.dumps(broken), json.dumps(rollout("2-x.1") | {"group": 2}), "{"]
     (run / "trajectories" / "group-0000002.jsonl").write_text("\n".join(lines))
     assert main(["runs", "view", str(run), "--export", str(out)]) == 0
-    told = bodies(out)
-    assert "api/rollouts/2-x.1" in told
-    assert "api/rollouts/2-x.0" not in told
+    contents = bodies(out)
+    assert "api/rollouts/2-x.1" in contents
+    assert "api/rollouts/2-x.0" not in contents
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -183,26 +183,26 @@ def test_a_number_below_0_is_refused(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_a_run_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_in(tmp_path / "run", model="/no/such/model")
-    said = ""
+    output = ""
 
     def is_shown() -> bool:
-        nonlocal said
-        said += capsys.readouterr().out
-        return "Showing run at" in said
+        nonlocal output
+        output += capsys.readouterr().out
+        return "Showing run at" in output
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(view._view, tmp_path / "run", ["serve.port=0"])
         await eventually(is_shown)
-        found = re.search(r"http://\S+?(?=/;)", said)
-        assert found is not None
+        match = re.search(r"http://\S+?(?=/;)", output)
+        assert match is not None
         async with aiohttp.ClientSession() as http:
-            async with http.get(f"{found[0]}/") as response:
+            async with http.get(f"{match[0]}/") as response:
                 assert response.status == 200
-            async with http.get(f"{found[0]}/api/frame") as response:
+            async with http.get(f"{match[0]}/api/frame") as response:
                 frame = await response.json()
             assert (frame["about"]["can_ask"], frame["about"]["controls"]) == (False, [])
             for path, body in (("ask", {"question": "?"}), ("control", {"do": "pause"})):
-                async with http.post(f"{found[0]}/api/{path}", json=body) as response:
+                async with http.post(f"{match[0]}/api/{path}", json=body) as response:
                     assert response.status in (400, 403)
         tasks.cancel_scope.cancel()
 
@@ -210,13 +210,15 @@ async def test_a_run_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_the_sample_is_a_finished_run_that_says_where_its_time_went(tmp_path: Path) -> None:
     out = tmp_path / "sample.html"
     assert main(["runs", "view", "--sample", "--export", str(out)]) == 0
-    told = bodies(out)
-    now = told["api/frame"]["now"]
-    assert now["ended"]["state"] == "finished"
-    assert now["step"] == now["num_steps"]
-    assert now["spent"]["sentence"]
-    assert sum(now["spent"]["seconds"].values()) == pytest.approx(now["spent"]["window_s"], abs=0.1)
-    texts = [body for path, body in told.items() if path.startswith("api/rollouts/")]
+    contents = bodies(out)
+    state = contents["api/frame"]["now"]
+    assert state["ended"]["state"] == "finished"
+    assert state["step"] == state["num_steps"]
+    assert state["spent"]["sentence"]
+    assert sum(state["spent"]["seconds"].values()) == pytest.approx(
+        state["spent"]["window_s"], abs=0.1
+    )
+    texts = [body for path, body in contents.items() if path.startswith("api/rollouts/")]
     assert any(turn["calls"] for body in texts for turn in body["turns"])
 
 
