@@ -54,15 +54,3 @@ class WeightsSettings(pydantic.BaseModel):
         description="With group: address of the learner as seen by all servers. By default, "
         "127.0.0.1, if all of them are on loopback.",
     )
-    backend: Literal["auto", "gloo", "nccl"] = pydantic.Field(
-        "auto",
-        description="With group: communication backend. auto: nccl for a learner on GPUs, "
-        "otherwise gloo. NCCL does not work if a server and the learner share a GPU.",
-    )
-    group_timeout_s: float = pydantic.Field(
-        60.0,
-        gt=0,
-        description="With group: time for which a member may keep the others waiting; then the "
-        "group fails and the sync is repeated without that member. Must be below "
-        "learner.collective_timeout_s.",
-    )
