@@ -49,7 +49,7 @@ from agentloop.events import (
 from agentloop.inference.openai_client import EndpointSettings
 from agentloop.inference.processes.supervise import require_device
 from agentloop.models import SMALL
-from agentloop.observe.stalls import NO_PROGRESS_S
+from agentloop.observe.watchdog import FOR_SERVICES, Progress
 from agentloop.rollouts.metrics import mean
 from agentloop.rollouts.player import endpoint_player_of, player_of
 from agentloop.rollouts.runner import GroupRunner
@@ -296,7 +296,7 @@ async def _open_groups(
     async with Runtime(logged, progress=progress) as runtime:
         dashboard.runtime = runtime
         async with Grader(s.reward, pool=runtime.pool) as grader, anyio.create_task_group() as tg:
-            tg.start_soon(dashboard.stalls.watch, NO_PROGRESS_S)
+            tg.start_soon(Progress(dashboard.stalls, FOR_SERVICES, may_idle=True).watch)
             player = player_of(
                 s.environments, runtime, sampling=s.sampling, emit=dashboard.emit, grader=grader
             )
