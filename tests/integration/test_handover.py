@@ -67,7 +67,7 @@ SETTINGS = LearnerSettings(
     # The small model's tensors are so small that ZeRO 3 would not share them out.
     deepspeed={"zero_optimization": {"stage3_param_persistence_threshold": 0}},
 )
-GROUP = WeightsSettings(transport="group")
+GROUP = WeightsSettings(transport="broadcast")
 TIMEOUT_S = 120.0
 PAUSES: list[Pause] = ["retract", "in_place"]
 IN_ORDER = ("--disable-overlap-schedule",)  # what a pause in place needs

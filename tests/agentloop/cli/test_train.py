@@ -333,7 +333,7 @@ async def test_settings_that_a_run_cannot_go_on_with_are_not_kept(
 
 
 def test_a_group_is_given_up_before_the_ranks_give_each_other_up() -> None:
-    group, same = "weights.transport=group", "learner.collective_timeout_s=60"
+    group, same = "weights.transport=broadcast", "learner.collective_timeout_s=60"
     with pytest.raises(SettingsError, match=r"learner\.collective_timeout_s: 60 .*above 60"):
         checked(load_settings(TrainSettings, overrides=[group, same]))
     checked(load_settings(TrainSettings, overrides=[group, "learner.collective_timeout_s=61"]))

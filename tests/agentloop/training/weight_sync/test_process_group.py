@@ -25,7 +25,7 @@ from tests.support import FakeSGLang
 
 pytestmark = pytest.mark.anyio
 
-SETTINGS = WeightsSettings(transport="group")
+SETTINGS = WeightsSettings(transport="broadcast")
 NAMES = ["embed", "norm"]
 
 
