@@ -212,7 +212,7 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the run lacks, or will hit, as far as the estimates tell."""
+        """Reasons why the run may fail, as far as the estimates tell."""
         return tuple(_warnings(self))
 
     @property
