@@ -26,16 +26,50 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import orjson
 from pydantic import BeforeValidator
 from pydantic_core import from_json
 
-__all__ = ["JsonObject", "ValidText", "dumps", "is_encodable", "loads", "number_of", "valid_text"]
+__all__ = [
+    "JsonObject",
+    "ValidText",
+    "dumps",
+    "is_encodable",
+    "loads",
+    "number_of",
+    "read_rows",
+    "valid_text",
+]
 
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object as `loads` returns it, before its fields are checked."""
+
+
+def read_rows(path: Path) -> tuple[list[JsonObject], list[int]]:
+    """Read a file with an object in each line, which may still be written to.
+
+    An incomplete last line is not damage: it may be from a kill or a write in progress.
+
+    Returns:
+        The objects, and the numbers of the lines that are none.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    rows, bad = [], []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            row = loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            bad.append(number)
+    return rows, bad
 
 
 def valid_text(text: str) -> str:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from agentloop.api.listen import bind
 from agentloop.cli import chat, console
-from agentloop.cli.playing import AskSettings
+from agentloop.cli.environment_settings import AskSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.environments.environment import load, set_up
 from agentloop.environments.served import ServedAgent

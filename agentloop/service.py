@@ -86,7 +86,8 @@ from agentloop.observe.event_fanout import EventFanout
 from agentloop.observe.exporters.otel import CallerSpan, Traces, caller_span
 from agentloop.observe.live import Sources, served_here
 from agentloop.observe.recorder import GroupFolder, Recorder
-from agentloop.observe.stalls import NO_PROGRESS_S, Wait
+from agentloop.observe.stalls import Wait
+from agentloop.observe.watchdog import FOR_SERVICES, Progress
 from agentloop.plain_json import dumps
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox.openapi import (
@@ -253,7 +254,9 @@ class AgentService:
             dashboard.running(self._answer) as self._asks,
             task_group() as tasks,
         ):
-            tasks.start_soon(dashboard.stalls.watch, NO_PROGRESS_S, self._servers_in_words)
+            more = self._servers_in_words
+            watch = Progress(dashboard.stalls, FOR_SERVICES, more=more, may_idle=True).watch
+            tasks.start_soon(watch)
             tasks.start_soon(self.sessions.close_idle)
             try:
                 yield

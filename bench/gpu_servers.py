@@ -258,7 +258,7 @@ async def disk(setup: Setup) -> list[Row]:
 
 async def group(setup: Setup) -> list[Row]:
     """Weights by a broadcast, verified: NCCL on GPUs, Gloo on a CPU."""
-    return await _sync_weights(setup, WeightsSettings(transport="group"))
+    return await _sync_weights(setup, WeightsSettings(transport="broadcast"))
 
 
 async def pause(setup: Setup) -> list[Row]:

@@ -163,7 +163,7 @@ async def load(options: argparse.Namespace, folder: Path, shm: Path) -> None:
     ways = {
         "disk": WeightsSettings(),
         "disk, /dev/shm": WeightsSettings(folder=shm),
-        "group": WeightsSettings(transport="group"),
+        "broadcast": WeightsSettings(transport="broadcast"),
     }
     async with parts(options, folder, 4096) as running:
         publishers = {name: running.publisher(way) for name, way in ways.items()}
@@ -279,7 +279,7 @@ async def stream(options: argparse.Namespace, folder: Path, shm: Path) -> None:
         (by, pause): WeightsSettings(
             transport=by, pause=pause, folder=shm if by == "disk" else None
         )
-        for by in ("disk", "group")
+        for by in ("disk", "broadcast")
         for pause in ("retract", "in_place")
     }
     async with parts(options, folder, num_kv_tokens) as running:

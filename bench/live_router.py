@@ -60,6 +60,7 @@ from agentloop.inference.processes.supervise import ServerSettings, sglang_serve
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.scheduling.admission import AdmissionLimits
 from agentloop.inference.scheduling.kv_policy import Costs
+from agentloop.inference.scheduling.wait_queue import STARVATION_THRESHOLD_S
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.frames import Chunk, OnChunk
@@ -79,6 +80,7 @@ GATEWAYS = {
 }
 OURS = (*POLICIES, "kv+groups")
 _BUDGET = 12_288  # tokens of a rollout before scaling, as in bench/router.py
+_RESERVE_TOKENS = 256  # before scaling, as in agentloop/inference/router.py
 _OWN = 2  # ids that distinguish siblings
 _GREEDY = Sampling(temperature=0.0)
 
@@ -340,13 +342,19 @@ class Bench:
             make_policy,
             arm.removesuffix("+groups"),
             costs=self.costs,
-            starvation_threshold_s=self.router.starvation_threshold_s,
+            starvation_threshold_s=STARVATION_THRESHOLD_S / self.scale,
         )
         servers = [SGLangServer(url, self.http) for url in self.urls]
         homes: dict[str, str] = {}
         num_moves = 0
         async with Router.open(
-            servers, self.router, longest=self.budget, limits=self.limits, make_policy=policy
+            servers,
+            self.router,
+            longest=self.budget,
+            limits=self.limits,
+            make_policy=policy,
+            reserve_tokens=max(1, round(_RESERVE_TOKENS / self.scale)),
+            starvation_threshold_s=STARVATION_THRESHOLD_S / self.scale,
         ) as router:
 
             async def send(generation: Generation, on_chunk: OnChunk) -> None:
@@ -593,24 +601,12 @@ def bench_of(
         http=http,
         scripts=scripts,
         scale=args.scale,
-        router=router_settings(args),
+        router=RouterSettings(probe_interval_s=args.probe_s),
         limits=admission_limits(args),
         costs=costs,
         gateways_python=args.gateways_python,
         deadline_s=args.deadline_s,
         log_dir=folder,
-    )
-
-
-def router_settings(args: argparse.Namespace) -> RouterSettings:
-    """Return our settings, with constants in tokens and seconds scaled like the rollouts."""
-    defaults = RouterSettings()
-    return defaults.model_copy(
-        update={
-            "reserve_tokens": max(1, round(defaults.reserve_tokens / args.scale)),
-            "starvation_threshold_s": defaults.starvation_threshold_s / args.scale,
-            "probe_interval_s": args.probe_s,
-        }
     )
 
 
@@ -659,7 +655,7 @@ async def check(args: argparse.Namespace) -> str:
             params=params,
             costs=costs,
             admission=bench.limits,
-            starvation_threshold_s=bench.router.starvation_threshold_s,
+            starvation_threshold_s=STARVATION_THRESHOLD_S / args.scale,
             tick_s=args.probe_s,
             report_lag_s=0.0,
             budget=bench.budget,

@@ -52,7 +52,7 @@ import anyio.abc
 import anyio.lowlevel
 import orjson
 
-from agentloop.sandbox import CallStatus, Pool, PoolSettings
+from agentloop.sandbox import CallStatus, Pool, PoolSettings, slots
 from agentloop.sandbox.engine import connect
 
 TIMEOUT_S = 10.0
@@ -641,7 +641,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("pool", nargs="*", type=_pair, metavar="key=value", help="settings of our pool")
     options = parser.parse_args(arguments)
     # The CPU time of a recycled worker would be lost.
-    options.pool = {"recycle_after": 1 << 30, **dict(options.pool)}
+    slots.RECYCLE_AFTER = 1 << 30
+    options.pool = dict(options.pool)
     options.cpu_of = {
         name: [int(pid) for pid in str(pids).split(",")] for name, pids in options.cpu_of
     }

@@ -94,8 +94,8 @@ class Broadcaster:
         bound = self._policy.settings.collective_timeout_s
         if timeout_s >= bound:
             raise RankError(
-                f"weights.group_timeout_s: {timeout_s:g} must be below "
-                f"learner.collective_timeout_s ({bound:g})"
+                f"learner.collective_timeout_s: {bound:g} must be above {timeout_s:g}, "
+                "for which rank 0 waits for servers"
             )
 
     def check_bucket(self, index: int) -> None:

@@ -38,6 +38,8 @@ SAME_MOMENT_S = 1.0  # workers lost within this time may have a common cause
 class Calls:
     """Runs calls on the workers of `queue` while it is open."""
 
+    MAX_WAITING = 100_000  # for a slot, which bounds memory; further calls are refused
+
     def __init__(self, settings: PoolSettings) -> None:
         self.settings = settings
         self.queue = SlotQueue(settings.workers, settings.max_sessions)
@@ -104,9 +106,9 @@ class Calls:
         if size > MAX_CODE_BYTES:
             reason = f"code and stdin have {size} characters; the maximum is {MAX_CODE_BYTES}"
             return CallResult.failed(next_id(), CallStatus.SANDBOX_ERROR, reason)
-        full = self.queue.num_waiting >= self.settings.max_waiting
+        full = self.queue.num_waiting >= self.MAX_WAITING
         if full and only is None and self.queue.worker_for_call() is None:
-            reason = f"{self.settings.max_waiting} calls are waiting already"
+            reason = f"{self.MAX_WAITING:,} calls are waiting already"
             return CallResult.failed(next_id(), CallStatus.OVERLOADED, reason)
         return None
 

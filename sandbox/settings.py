@@ -121,25 +121,12 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     max_output_bytes: Annotated[int, Field(ge=1024)] = Field(
         default=1 << 20,
         description="Maximum output of a call; one that writes more ends with the status "
-        "output_limit.",
-    )
-    keep_output_bytes: Annotated[int, Field(ge=64, le=MAX_KEPT_BYTES)] = Field(
-        default=64 * 1024,
-        description="Bytes to return of each output stream, half from its start and half from its "
-        "end.",
-    )
-    max_waiting: Annotated[int, Field(ge=0)] = Field(
-        default=100_000,
-        description="Number of calls that may wait for a slot; further ones end with the status "
-        "overloaded.",
+        "output_limit. Of each stream the result has the first and the last 32 KiB.",
     )
     max_wait_s: Annotated[float, Field(gt=0)] = Field(
         default=600.0,
         description="Time that a call may wait for a slot; then it ends with the status "
         "overloaded.",
-    )
-    recycle_after: Annotated[int, Field(ge=1)] = Field(
-        default=20_000, description="Number of calls after which a worker is replaced by a new one."
     )
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(
         default=60.0, description="Time for a worker to start, not counting a build of the image."

@@ -24,6 +24,7 @@ from agentloop.sandbox.settings import PoolSettings
 # Time beyond a call's time limit after which its worker is considered hung: longer than the worker
 # takes to start a program and to end a cell, even if it is busy.
 GRACE_S = 15.0
+RECYCLE_AFTER = 20_000  # calls: a worker is then replaced, with whatever it has leaked
 
 
 class PoolWorker:
@@ -35,7 +36,7 @@ class PoolWorker:
         self.num_slots = self.free = int(hello.get("slots", 1))
         self.max_sessions = self.free_sessions = int(hello.get("sessions", 1))
         self.grace_s = float(hello.get("grace_s", GRACE_S))
-        self.num_left = math.inf if self.is_host else settings.recycle_after
+        self.num_left = math.inf if self.is_host else RECYCLE_AFTER
         self.proven = False  # has replied to a call, so it does not fail at once
         self.retiring = False
         self.drained = anyio.Event()  # retiring, without calls and sessions left

@@ -18,8 +18,9 @@ import pytest
 import agentloop
 from agentloop.agent.tools import Tools, as_tool
 from agentloop.cli.env.trial import TrySettings
+from agentloop.cli.environment_settings import AskSettings
 from agentloop.cli.evaluate import EvaluateSettings
-from agentloop.cli.playing import AskSettings, PlaySettings
+from agentloop.cli.playing import PlaySettings
 from agentloop.cli.train import TrainSettings
 from agentloop.config import describe_settings, load_settings
 from agentloop.environments.environment import EnvSettings, load

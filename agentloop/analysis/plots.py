@@ -17,7 +17,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentloop.analysis.run_list import read_rows
+from agentloop.analysis.run_list import read_metrics
 from agentloop.distribution import install_hint
 from agentloop.errors import RunFolderError, SettingsError
 from agentloop.training.run_status import count_of
@@ -212,7 +212,7 @@ def _read(folder: Path, problems: list[str]) -> list[Row]:
     path, run_problems = folder / "metrics.jsonl", list[str]()
     if not path.exists():
         raise RunFolderError(f"there is nothing to plot: {path}: No such file or directory")
-    rows = read_rows(path, run_problems)
+    rows = read_metrics(path, run_problems)
     of_steps: list[Row] = [row for row in rows if isinstance(row.get("step"), int)]
     if num := len(rows) - len(of_steps):
         run_problems.append(f"{path.name}: {count_of(num, 'row')} without a step")

@@ -19,9 +19,10 @@ from typing import Any
 
 import orjson
 
+from agentloop.plain_json import read_rows
 from agentloop.training.run_folder import checkpoints_in, is_active
 
-__all__ = ["RunKind", "RunState", "RunSummary", "Stages", "find_runs", "read_rows", "summarize"]
+__all__ = ["RunKind", "RunState", "RunSummary", "Stages", "find_runs", "read_metrics", "summarize"]
 
 Row = Mapping[str, Any]
 
@@ -139,7 +140,7 @@ def summarize(path: Path) -> RunSummary:
     problems: list[str] = []
     config = _config(path / "config.toml", problems)
     kind = _kind(config)
-    rows = read_rows(path / "metrics.jsonl", problems)
+    rows = read_metrics(path / "metrics.jsonl", problems)
     if kind is RunKind.EVALUATE:
         progress = _of_evaluation(path, rows, problems)
     elif kind is RunKind.TRAIN:
@@ -187,7 +188,7 @@ def _of_training(
 ) -> _Progress:
     progress = _Progress(rows)
     if not rows and (path / "sft" / "metrics.jsonl").is_file():
-        progress = _Progress(read_rows(path / "sft" / "metrics.jsonl", problems))
+        progress = _Progress(read_metrics(path / "sft" / "metrics.jsonl", problems))
         progress.stage = "sft"
         return progress
     try:
@@ -242,28 +243,15 @@ def _kind(config: Mapping[str, Any]) -> RunKind:
     return RunKind.UNKNOWN
 
 
-def read_rows(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Read the rows of metrics that are readable, and report damaged ones.
-
-    An incomplete last line is not damage: it may be from a kill or a write in progress.
-    """
+def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """Read the rows of metrics that are readable, and report damaged ones."""
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        rows, bad = read_rows(path)
     except FileNotFoundError:
         return []
     except OSError as error:
         problems.append(f"{path.name}: {error.strerror or error}")
         return []
-    rows, bad = [], []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            bad.append(number)
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         problems.append(f"{path.name}: line {bad[0]}{more} cannot be read")

@@ -20,7 +20,8 @@ from agentloop.agent.channels import Channel, Channels, Splitter
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.cli import console as commands
 from agentloop.cli.chat_url import RunningService
-from agentloop.cli.playing import AskSettings, PlaySettings, check_player, playing
+from agentloop.cli.environment_settings import AskSettings
+from agentloop.cli.playing import PlaySettings, check_player, playing
 from agentloop.config import load_known, load_settings
 from agentloop.environments.environment import load, open_tasks
 from agentloop.environments.rewards.reward import Reward

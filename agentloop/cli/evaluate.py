@@ -21,19 +21,15 @@ import pydantic
 
 from agentloop.aio import task_group
 from agentloop.cli import console
+from agentloop.cli.environment_settings import EnvironmentRunSettings
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.cli.without_servers import open_endpoint
 from agentloop.config import load_known, load_settings, to_toml
-from agentloop.environments.environment import EnvSettings, open_tasks, set_up
-from agentloop.environments.mixture import (
-    Envs,
-    RunEnvironment,
-    environments_of,
-)
-from agentloop.environments.program import AgentProgram, ProgramSettings
-from agentloop.environments.rewards.reward import Grader, RewardSettings
+from agentloop.environments.environment import open_tasks, set_up
+from agentloop.environments.mixture import RunEnvironment
+from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.mixed import of_environment
-from agentloop.environments.tasks.sources import Task, TasksSettings
+from agentloop.environments.tasks.sources import Task
 from agentloop.errors import SettingsError
 from agentloop.evaluation.endpoint import EndpointSampler
 from agentloop.evaluation.loop import Evaluation, EvaluationSettings
@@ -48,14 +44,14 @@ from agentloop.events import (
 from agentloop.inference.openai_client import EndpointSettings
 from agentloop.inference.processes.supervise import require_device
 from agentloop.models import SMALL
-from agentloop.observe.stalls import NO_PROGRESS_S
+from agentloop.observe.watchdog import FOR_SERVICES, Progress
 from agentloop.plain_json import JsonObject
 from agentloop.rollouts.metrics import mean
 from agentloop.rollouts.player import endpoint_player_of, player_of
 from agentloop.rollouts.runner import GroupRunner
-from agentloop.runtime import Runtime, Settings
+from agentloop.runtime import Runtime
 from agentloop.sandbox import Pool
-from agentloop.training.run_folder import RunFolder, RunSettings, config_of
+from agentloop.training.run_folder import RunFolder, config_of
 from agentloop.training.run_status import RunStatus, count_of
 
 __all__ = ["EvaluateSettings", "chosen_tasks", "evaluate", "main", "tasks_of"]
@@ -70,28 +66,11 @@ _FIXED = (
 )
 
 
-class EvaluateSettings(Settings):
+class EvaluateSettings(EnvironmentRunSettings):
     """All settings of an evaluation, on top of those of a runtime."""
 
     evaluate: EvaluationSettings = pydantic.Field(default_factory=lambda: EvaluationSettings())
     endpoint: EndpointSettings = pydantic.Field(default_factory=lambda: EndpointSettings())
-    agent: AgentProgram = pydantic.Field(default_factory=lambda: ProgramSettings())
-    env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
-    envs: Envs = pydantic.Field(default_factory=list)
-    tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
-    reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
-    run: RunSettings = pydantic.Field(default_factory=lambda: RunSettings())
-    page: bool = pydantic.Field(
-        True,
-        description="Serve a web page of the run at serve.host and serve.port, or at a free port "
-        "if that one is taken.",
-    )
-
-    @property
-    def environments(self) -> list[RunEnvironment]:
-        """The environments to evaluate in. Raises SettingsError if their settings are invalid."""
-        environment = self.agent.environment(self.env)
-        return environments_of(environment, self.envs, self.tasks, self.budget)
 
 
 async def evaluate(
@@ -303,7 +282,7 @@ async def _open_groups(
     async with Runtime(logged, progress=progress) as runtime:
         dashboard.runtime = runtime
         async with Grader(s.reward, pool=runtime.pool) as grader, anyio.create_task_group() as tg:
-            tg.start_soon(dashboard.stalls.watch, NO_PROGRESS_S)
+            tg.start_soon(Progress(dashboard.stalls, FOR_SERVICES, may_idle=True).watch)
             player = player_of(
                 s.environments, runtime, sampling=s.sampling, emit=dashboard.emit, grader=grader
             )

@@ -12,33 +12,25 @@ from functools import partial
 import pydantic
 
 from agentloop.agent.chat_format import ChatFormat
+from agentloop.cli.environment_settings import AskSettings
 from agentloop.cli.without_servers import open_endpoint
 from agentloop.distribution import is_installed
-from agentloop.environments.environment import EnvSettings, load, set_up
+from agentloop.environments.environment import load, set_up
 from agentloop.environments.mixture import RunEnvironment
-from agentloop.environments.rewards.reward import Grader, RewardSettings
-from agentloop.environments.tasks.sources import TasksSettings
+from agentloop.environments.rewards.reward import Grader
 from agentloop.errors import SettingsError
 from agentloop.events import Emit
 from agentloop.inference.openai_client import EndpointSettings
 from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.rollouts.player import endpoint_player_of, environment_player
 from agentloop.rollouts.runner import GroupRunner
-from agentloop.runtime import Progress, Runtime, Settings
+from agentloop.runtime import Progress, Runtime
 
-__all__ = ["AskSettings", "PlaySettings", "check_player", "playing"]
-
-
-class AskSettings(Settings):
-    """The settings of a runtime and of an environment."""
-
-    env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
-    tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
-    reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
+__all__ = ["PlaySettings", "check_player", "playing"]
 
 
 class PlaySettings(AskSettings):
-    """The same, with an endpoint that may play in place of the model."""
+    """The settings of an environment, with an endpoint that may play in place of the model."""
 
     endpoint: EndpointSettings = pydantic.Field(default_factory=lambda: EndpointSettings())
 

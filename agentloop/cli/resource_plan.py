@@ -35,27 +35,21 @@ import math
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 
-from agentloop.agent.rollout import Budget
+from agentloop.cli.train_settings import TrainSettings
 from agentloop.cli.units import number, size
 from agentloop.errors import ModelError, SettingsError
 from agentloop.inference.cpu import has_accelerator
-from agentloop.inference.processes.supervise import ServerSettings
 from agentloop.models import SMALL, not_a_model
 from agentloop.plain_json import JsonObject
-from agentloop.training.cluster.settings import ClusterSettings
-from agentloop.training.credit.roc import RocSettings
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import RlLearnerSettings, TrainingSettings
-from agentloop.training.loop_settings import LoopSettings
-from agentloop.training.run_folder import RunSettings
 from agentloop.training.run_status import count_of
 
 __all__ = [
@@ -64,7 +58,6 @@ __all__ = [
     "Machine",
     "ModelShape",
     "Plan",
-    "PlanSettings",
     "ServerMemory",
     "learner_memory",
     "num_trained",
@@ -75,31 +68,6 @@ __all__ = [
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
 _COUNTABLE = ("llama", "mistral", "qwen2", "qwen3")
 _BYTES_PER_TRAJECTORY_TOKEN = 30  # in trajectories/*.jsonl
-
-
-class PlanSettings(Protocol):
-    """The settings that a plan needs, a subset of `TrainSettings`."""
-
-    @property
-    def model(self) -> str | None: ...
-    @property
-    def servers(self) -> Sequence[str]: ...
-    @property
-    def server(self) -> ServerSettings: ...
-    @property
-    def budget(self) -> Budget: ...
-    @property
-    def learner(self) -> RlLearnerSettings: ...
-    @property
-    def ranks(self) -> RanksSettings: ...
-    @property
-    def loop(self) -> LoopSettings: ...
-    @property
-    def roc(self) -> RocSettings: ...
-    @property
-    def run(self) -> RunSettings: ...
-    @property
-    def cluster(self) -> ClusterSettings: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,14 +201,19 @@ class Disk:
 class Plan:
     """The estimated requirements of a run."""
 
-    settings: PlanSettings
+    settings: TrainSettings
+    machine: Machine
     folder: Path
     shape: ModelShape
     on_gpus: bool
     learner: LearnerMemory
     server: ServerMemory
     disk: Disk
-    warnings: tuple[str, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Reasons why the run may fail, as far as the estimates tell."""
+        return tuple(_warnings(self))
 
     @property
     def num_rollouts(self) -> int:
@@ -250,7 +223,8 @@ class Plan:
     @property
     def num_kept(self) -> int:
         """Largest number of rollouts per step that are trained on."""
-        return _num_kept(self.settings)
+        size, target = self.settings.loop.group_size, self.settings.roc.down_sample_to_n
+        return self.settings.loop.prompts_per_step * (min(size, target) if target > 0 else size)
 
     @property
     def max_tokens(self) -> int:
@@ -295,7 +269,7 @@ class Plan:
 
 
 def plan(
-    settings: PlanSettings,
+    settings: TrainSettings,
     machine: Machine | None = None,
     *,
     changes: Mapping[str, object] | None = None,
@@ -320,18 +294,15 @@ def plan(
     on_gpus = settings.server.device == "cuda" or (
         settings.server.device == "auto" and has_accelerator()
     )
-    learner = learner_memory(shape, settings.learner, settings.ranks, on_gpus)
-    server = _server_memory(shape, settings, on_gpus)
-    disk = _disk(shape, settings)
     return Plan(
         settings=settings,
+        machine=machine,
         folder=folder,
         shape=shape,
         on_gpus=on_gpus,
-        learner=learner,
-        server=server,
-        disk=disk,
-        warnings=tuple(_warnings(settings, machine, shape, learner, server, disk, on_gpus)),
+        learner=learner_memory(shape, settings.learner, settings.ranks, on_gpus),
+        server=_server_memory(shape, settings, on_gpus),
+        disk=_disk(shape, settings),
     )
 
 
@@ -473,7 +444,7 @@ def _saved_of_layer(shape: ModelShape, dtype: str) -> int:
     return 2 * numbers + 4 * hidden + 2 * query + 2 * kv
 
 
-def _server_memory(shape: ModelShape, settings: PlanSettings, on_gpus: bool) -> ServerMemory:
+def _server_memory(shape: ModelShape, settings: TrainSettings, on_gpus: bool) -> ServerMemory:
     server = settings.server
     usual = shape.dtype if on_gpus else "float32"
     w = _WIDTHS.get(server.dtype or usual, 2)
@@ -489,7 +460,7 @@ def _server_memory(shape: ModelShape, settings: PlanSettings, on_gpus: bool) -> 
     )
 
 
-def _disk(shape: ModelShape, settings: PlanSettings) -> Disk:
+def _disk(shape: ModelShape, settings: TrainSettings) -> Disk:
     loop, learner = settings.loop, settings.learner
     weights = 0 if learner.zero_stage == 3 else _WIDTHS[learner.dtype]
     checkpoint = (weights + 12) * num_trained(shape, learner)
@@ -508,17 +479,12 @@ def _disk(shape: ModelShape, settings: PlanSettings) -> Disk:
     )
 
 
-def _num_kept(settings: PlanSettings) -> int:
-    size, target = settings.loop.group_size, settings.roc.down_sample_to_n
-    return settings.loop.prompts_per_step * (min(size, target) if target > 0 else size)
-
-
-def _server_gpus(settings: PlanSettings) -> int:
+def _server_gpus(settings: TrainSettings) -> int:
     server = settings.server
     return 0 if settings.servers else server.count * server.tp_size * server.dp_size
 
 
-def _mem_fraction(settings: PlanSettings) -> float | None:
+def _mem_fraction(settings: TrainSettings) -> float | None:
     """Return the fraction of a GPU's memory set for servers (SGLang: --mem-fraction-static)."""
     words = [word for argument in settings.server.extra_args for word in argument.split("=", 1)]
     for name, value in pairwise(words):
@@ -527,26 +493,13 @@ def _mem_fraction(settings: PlanSettings) -> float | None:
     return None
 
 
-def _warnings(
-    settings: PlanSettings,
-    machine: Machine,
-    shape: ModelShape,
-    learner: LearnerMemory,
-    server: ServerMemory,
-    disk: Disk,
-    on_gpus: bool,
-) -> Iterator[str]:
-    s = settings
+def _warnings(p: Plan) -> Iterator[str]:
+    s, machine, learner, server = p.settings, p.machine, p.learner, p.server
     longest = s.budget.max_response_tokens
-    if 0 < shape.context_length <= longest:
+    if 0 < p.shape.context_length <= longest:
         yield (
-            f"the model's context of {number(shape.context_length)} tokens cannot hold a prompt "
+            f"the model's context of {number(p.shape.context_length)} tokens cannot hold a prompt "
             f"and budget.max_response_tokens ({number(longest)})"
-        )
-    if s.learner.micro_batch_tokens <= longest:
-        yield (
-            f"learner.micro_batch_tokens ({number(s.learner.micro_batch_tokens)}) cannot hold a "
-            f"prompt and budget.max_response_tokens ({number(longest)})"
         )
     cache = s.server.max_total_tokens
     if cache is not None and not s.servers and cache <= longest:
@@ -554,26 +507,24 @@ def _warnings(
     if s.learner.optimizer.warmup_steps >= s.loop.steps * s.learner.updates_per_batch > 0:
         warmup = count_of(s.learner.optimizer.warmup_steps, "step")
         yield f"the warm-up of {warmup} lasts the whole run"
-    if on_gpus:
+    host = max(learner.loading, s.ranks.nproc_per_node * learner.offloaded)
+    if p.on_gpus:
         yield from _gpu_warnings(s, machine, learner, server)
-    host = learner.loading
-    num_local_servers = 0 if s.servers or on_gpus else s.server.count * s.server.dp_size
-    if not on_gpus:
-        host = s.ranks.nproc_per_node * learner.total + num_local_servers * (
-            server.weights + (server.kv_cache or 0)
-        )
-    host = max(host, learner.loading, s.ranks.nproc_per_node * learner.offloaded)
+    else:
+        num_local_servers = 0 if s.servers else s.server.count * s.server.dp_size
+        servers = num_local_servers * (server.weights + (server.kv_cache or 0))
+        host = max(host, s.ranks.nproc_per_node * learner.total + servers)
     if host > machine.ram_bytes:
         yield f"needs {size(host)} of host memory; this machine has {size(machine.ram_bytes)}"
-    if disk.total > machine.disk_free_bytes:
+    if p.disk.total > machine.disk_free_bytes:
         yield (
-            f"up to {size(disk.total)} will be written to {s.run.folder}, which has only "
+            f"up to {size(p.disk.total)} will be written to {s.run.folder}, which has only "
             f"{size(machine.disk_free_bytes)} of free space"
         )
 
 
 def _gpu_warnings(
-    s: PlanSettings, machine: Machine, learner: LearnerMemory, server: ServerMemory
+    s: TrainSettings, machine: Machine, learner: LearnerMemory, server: ServerMemory
 ) -> Iterator[str]:
     server_gpus = _server_gpus(s)
     needed = max(server_gpus, s.ranks.nproc_per_node)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from agentloop.cli.resource_plan import Plan, num_trained
-from agentloop.cli.units import amount, flops, number, size
+from agentloop.cli.units import amount, number, size
 from agentloop.training.run_status import count_of
 
 __all__ = ["report"]
@@ -37,12 +37,6 @@ def _lines(p: Plan) -> Iterator[str]:
         f"  train    on at most {number(p.num_kept)} of them, {amount(p.max_kept_tokens)} "
         f"tokens: at least {count_of(_micro_batches(p), 'micro-batch', 'micro-batches')} per rank, "
         f"{count_of(learner.updates_per_batch, 'optimizer step')}"
-    )
-    factor = 8 if learner.activation_checkpointing else 6
-    yield (
-        f"  compute  at most {flops(2 * shape.num_parameters * p.max_tokens)} for rollouts, "
-        f"{flops(factor * shape.num_parameters * p.max_kept_tokens)} for training, excluding "
-        "attention"
     )
     where = count_of(s.server.count, "server")
     if s.servers:

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, Self
+from typing import Self
 
 import anyio
 import anyio.to_thread
@@ -44,9 +44,9 @@ from agentloop.rollouts.scripted import teacher_dialogues
 from agentloop.runtime import Settings
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
+    InitSettings,
     RlLearnerSettings,
     SftLearnerSettings,
-    SftOptimizerSettings,
 )
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.run_folder import RunFolder
@@ -64,28 +64,15 @@ __all__ = ["SftStageSettings", "add_teacher_dialogues", "check_teachers", "make_
 _NUM_LINES = 10  # progress lines of the teacher
 
 
-class SftStageLearner(pydantic.BaseModel):
+class SftStageLearner(InitSettings):
     """Settings of the learner in which a run's supervised fine-tuning differs from its rollouts."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    init: Literal["pretrained", "random"] = pydantic.Field(
-        "pretrained",
-        description="Initial weights. pretrained: the model's. random: random weights (seed: "
-        "sft.seed); only the folder's configuration and tokenizer are used.",
-    )
-    config: dict[str, Any] = pydantic.Field(
-        default_factory=dict,
-        description="With init = random: values that replace those of the folder's config.json, "
-        "such as num_hidden_layers.",
-    )
     micro_batch_tokens: int | None = pydantic.Field(
         None,
         ge=2,
         description="Maximum number of tokens in a forward pass of a rank. By default, "
         "learner.micro_batch_tokens.",
     )
-    optimizer: SftOptimizerSettings = pydantic.Field(default_factory=SftOptimizerSettings)
 
 
 class SftStageRanks(pydantic.BaseModel):

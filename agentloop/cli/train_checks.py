@@ -18,6 +18,7 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
 from agentloop.training.cluster.ray_cluster import require_ray
 from agentloop.training.loop_settings import LoopSettings
+from agentloop.training.weight_sync.process_group import GROUP_TIMEOUT_S
 
 __all__ = ["check_settings", "require_machine"]
 
@@ -71,11 +72,11 @@ def _sampling(s: TrainSettings) -> Iterator[str]:
 
 
 def _timeouts(s: TrainSettings) -> Iterator[str]:
-    group_s, ranks_s = s.weights.group_timeout_s, s.learner.collective_timeout_s
-    if s.weights.transport == "group" and group_s >= ranks_s:
+    if s.weights.transport == "broadcast" and s.learner.collective_timeout_s <= GROUP_TIMEOUT_S:
         yield (
-            f"weights.group_timeout_s: {group_s:g} must be below learner.collective_timeout_s "
-            f"({ranks_s:g}), which is how long the other ranks wait for rank 0"
+            f"learner.collective_timeout_s: {s.learner.collective_timeout_s:g} must be above "
+            f"{GROUP_TIMEOUT_S:g} with weights.transport = broadcast: for so long rank 0 waits for "
+            "servers, and the other ranks for it"
         )
     give_up_s, step_s = s.watchdog.give_up_s, s.loop.step_timeout_s
     if 0 < give_up_s <= step_s:

@@ -7,18 +7,13 @@ from typing import Annotated
 import pydantic
 
 from agentloop.agent.rollout import Budget
+from agentloop.cli.environment_settings import EnvironmentRunSettings
 from agentloop.cli.sft import model_folder
 from agentloop.cli.sft_stage import SftStageSettings
-from agentloop.environments.environment import EnvSettings
-from agentloop.environments.mixture import Envs, RunEnvironment, environments_of
-from agentloop.environments.program import AgentProgram, ProgramSettings
-from agentloop.environments.rewards.reward import RewardSettings
-from agentloop.environments.tasks.sources import TasksSettings
 from agentloop.models import SMALL
 from agentloop.observe.exporters.event_log import EventLogSettings
 from agentloop.observe.exporters.sinks import SinksSettings
 from agentloop.observe.watchdog import WatchdogSettings
-from agentloop.runtime import Settings
 from agentloop.training.cluster.settings import ClusterSettings
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.credit.roc import RocSettings
@@ -26,7 +21,6 @@ from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings, RlLearnerSettings
 from agentloop.training.loop_settings import LoopSettings, StageSettings
-from agentloop.training.run_folder import RunSettings
 from agentloop.training.weight_sync.settings import WeightsSettings
 
 __all__ = ["TrainSettings", "learner_settings"]
@@ -42,7 +36,7 @@ class TrainBudget(Budget):
     )
 
 
-class TrainSettings(Settings):
+class TrainSettings(EnvironmentRunSettings):
     """All settings of a training run, on top of those of a runtime."""
 
     budget: TrainBudget = pydantic.Field(default_factory=lambda: TrainBudget())
@@ -52,11 +46,6 @@ class TrainSettings(Settings):
     stages: dict[StageName, StageSettings] = pydantic.Field(
         default_factory=dict, description="Stages by name, run in this order."
     )
-    agent: AgentProgram = pydantic.Field(default_factory=lambda: ProgramSettings())
-    env: EnvSettings = pydantic.Field(default_factory=lambda: EnvSettings())
-    envs: Envs = pydantic.Field(default_factory=list)
-    tasks: TasksSettings = pydantic.Field(default_factory=lambda: TasksSettings())
-    reward: RewardSettings = pydantic.Field(default_factory=lambda: RewardSettings())
     roc: RocSettings = pydantic.Field(default_factory=lambda: RocSettings())
     credit: CreditSettings = pydantic.Field(default_factory=lambda: CreditSettings())
     learner: RlLearnerSettings = pydantic.Field(default_factory=lambda: RlLearnerSettings())
@@ -66,24 +55,8 @@ class TrainSettings(Settings):
     collapse: CollapseSettings = pydantic.Field(default_factory=lambda: CollapseSettings())
     watchdog: WatchdogSettings = pydantic.Field(default_factory=lambda: WatchdogSettings())
     cluster: ClusterSettings = pydantic.Field(default_factory=lambda: ClusterSettings())
-    run: RunSettings = pydantic.Field(default_factory=lambda: RunSettings())
     event_log: EventLogSettings = pydantic.Field(default_factory=lambda: EventLogSettings())
     sinks: SinksSettings = pydantic.Field(default_factory=lambda: SinksSettings())
-    page: bool = pydantic.Field(
-        True,
-        description="Serve a web page of the run at serve.host and serve.port, or at a free port "
-        "if that one is taken.",
-    )
-
-    @property
-    def environments(self) -> list[RunEnvironment]:
-        """The environments of the run. Raises SettingsError if their settings are invalid."""
-        return environments_of(self.environment, self.envs, self.tasks, self.budget)
-
-    @property
-    def environment(self) -> EnvSettings:
-        """The environment of the run, if it has only one: also that of the agent's program."""
-        return self.agent.environment(self.env)
 
     def as_one_stage(self) -> TrainSettings:
         """Merge all stages into one with the sum of their steps, and the budgets of all stages and

@@ -1,8 +1,8 @@
-"""Numbers as text for people: bytes, amounts and floating-point operations."""
+"""Numbers as text for people: bytes and amounts."""
 
 from __future__ import annotations
 
-__all__ = ["amount", "flops", "number", "size"]
+__all__ = ["amount", "number", "size"]
 
 
 def size(num_bytes: float) -> str:
@@ -25,11 +25,3 @@ def amount(count: int) -> str:
 def number(count: int) -> str:
     """Return a count with commas between the thousands."""
     return f"{count:,}"
-
-
-def flops(count: float) -> str:
-    """Return a number of floating-point operations with a unit, such as `3.2 TFLOP`."""
-    for unit, width in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12)):
-        if count >= width:
-            return f"{count / width:.3g} {unit}"
-    return f"{count / 1e9:.3g} GFLOP"

@@ -17,7 +17,6 @@ from agentloop.environments.conversation import Conversation
 from agentloop.environments.endpoint import Endpoint
 from agentloop.environments.player import (
     OtherModel,
-    OtherModelHost,
     Player,
     PlayerHost,
     ResolveTools,
@@ -533,12 +532,9 @@ class Agent:
         return await self._grade(trajectory)
 
     def _host_of(self, player: Any) -> Host:
-        pool, resolve_tools = self._host.pool, self._host.resolve_tools
-        if isinstance(player, OtherModel):
-            return OtherModelHost(player, pool, resolve_tools)
-        if not isinstance(player, Endpoint) and not callable(player):
+        if not isinstance(player, Endpoint | OtherModel) and not callable(player):
             raise TypeError(f"player: expected an endpoint, a runtime or a function: {player!r}")
-        return PlayerHost(player, pool, resolve_tools)
+        return PlayerHost(player, self._host.pool, self._host.resolve_tools)
 
     def _failed(self, why: str) -> InfrastructureFailed:
         """Record a failure of the infrastructure, and return it as an error."""

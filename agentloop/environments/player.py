@@ -38,7 +38,6 @@ from agentloop.events import (
     TurnStarted,
 )
 from agentloop.inference.openai_client import EndpointCompletion, seed_of
-from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import dumps, valid_text
 from agentloop.trajectory import (
     Message,
@@ -53,7 +52,6 @@ from agentloop.trajectory import (
 
 __all__ = [
     "OtherModel",
-    "OtherModelHost",
     "Player",
     "PlayerHost",
     "ResolveTools",
@@ -85,20 +83,23 @@ ResolveTools = Callable[[Sequence[Tool | ToolFunction | str]], list[Tool]]
 
 
 @dataclass
-class OtherModelHost:
-    """Runs conversations with another model; implements `Host`.
+class PlayerHost:
+    """Runs conversations with a player in place of the model; implements `Host`.
 
     Attributes:
         pool: the sandbox of `agent.sandbox`.
+        dialogues: gets the conversations of an endpoint or a script, as `agentloop sft` reads them;
+            None: they are not kept.
     """
 
-    model: OtherModel
+    player: Player
     pool: Any
     resolve_tools: ResolveTools
+    dialogues: list[dict[str, Any]] | None = None
 
     @property
     def session_listener(self) -> None:
-        """Implement `Host`: the other model serves no programs."""
+        """Implement `Host`: a player serves no programs."""
 
     async def listen_for_sessions(self) -> None:
         """Implement `Host`."""
@@ -111,49 +112,17 @@ class OtherModelHost:
         **options: Any,
     ) -> Trajectory:
         """Implement `Host`."""
-        return await self.model.rollout(messages, tools=self.resolve_tools(tools), **options)
-
-
-@dataclass
-class PlayerHost:
-    """Runs conversations with an endpoint or a script in place of the model; implements `Host`.
-
-    Attributes:
-        pool: the sandbox of `agent.sandbox`.
-        dialogues: gets the conversations, as `agentloop sft` reads them; None: they are not kept.
-    """
-
-    player: Endpoint | Script
-    pool: Any
-    resolve_tools: ResolveTools
-    dialogues: list[dict[str, Any]] | None = None
-
-    @property
-    def session_listener(self) -> None:
-        """Implement `Host`: there is no model to serve."""
-
-    async def listen_for_sessions(self) -> None:
-        """Implement `Host`."""
-
-    async def rollout(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool | ToolFunction | str],
-        sampling: Sampling,
-        budget: Budget,
-        reply: Reply | None,
-        id: str,
-        on_event: Emit,
-        **_: Any,
-    ) -> Trajectory:
-        """Implement `Host`."""
-        opened = Tools(self.resolve_tools(tools))
-        record = Trajectory(id, [], created_unix_s=time.time(), messages=list(messages))
+        resolved = self.resolve_tools(tools)
+        if isinstance(self.player, OtherModel):
+            return await self.player.rollout(messages, tools=resolved, **options)
+        opened = Tools(resolved)
+        record = Trajectory(options["id"], [], created_unix_s=time.time(), messages=list(messages))
         if self.dialogues is not None:
             self.dialogues.append({"messages": record.messages, "tools": opened.schemas})
-        seed = seed_of(sampling)
-        return await _Conversation(self.player, record, opened, budget, reply, on_event, seed).run()
+        return await _Conversation(
+            self.player, record, opened, options["budget"], options["reply"], options["on_event"],
+            seed_of(options["sampling"]),
+        ).run()  # fmt: skip
 
 
 @dataclass

@@ -38,6 +38,8 @@ __all__ = [
 _BUSY = (408, 409, 425, 429)
 _MAX_ERROR_CHARS = 300  # quoted of an error's body
 _CLOSE_S = 5.0
+BACKOFF_S = 1.0  # before the second attempt; it doubles with each further one
+_MAX_BACKOFF_S = 120.0  # even if the endpoint asks for more
 _SEEDS = 1 << 31  # some endpoints accept no larger seeds
 
 
@@ -67,17 +69,6 @@ class EndpointSettings(pydantic.BaseModel):
         5,
         ge=1,
         description="Number of attempts at a request if the endpoint is busy, failing or slow.",
-    )
-    backoff_s: float = pydantic.Field(
-        1.0,
-        gt=0,
-        description="Maximum delay before the second attempt; it doubles with each further "
-        "attempt.",
-    )
-    max_backoff_s: float = pydantic.Field(
-        120.0,
-        gt=0,
-        description="Maximum delay before any attempt, even if the endpoint asks for more.",
     )
     token_limit: Literal["max_tokens", "max_completion_tokens"] = pydantic.Field(
         "max_tokens",
@@ -212,19 +203,17 @@ def _stop_reason(choice: _Choice) -> StopReason:
     return StopReason.ANSWERED
 
 
-def delay_s(
-    settings: EndpointSettings, tries: int, requested_s: float | None, draw: float
-) -> float:
-    """Return the delay before the next attempt, at most `max_backoff_s`.
+def delay_s(tries: int, requested_s: float | None, draw: float) -> float:
+    """Return the delay before the next attempt, at most `_MAX_BACKOFF_S`.
 
     This is the delay that the endpoint requested, or a share `draw` (0 to 1) of a bound that
     doubles with each attempt ("full jitter").
     """
     if requested_s is not None:
-        return min(max(requested_s, 0.0), settings.max_backoff_s)
+        return min(max(requested_s, 0.0), _MAX_BACKOFF_S)
     # A power beyond 1023 would overflow a float.
-    bound = settings.backoff_s * 2.0 ** min(tries - 1, 60)
-    return draw * min(bound, settings.max_backoff_s)
+    bound = BACKOFF_S * 2.0 ** min(tries - 1, 60)
+    return draw * min(bound, _MAX_BACKOFF_S)
 
 
 class OpenAIClient:
@@ -288,7 +277,7 @@ class OpenAIClient:
                 error = ServerUnavailable(f"{self._where}: not a chat completion: {malformed}")
             if tries == self._settings.max_tries:
                 raise error
-            await anyio.sleep(delay_s(self._settings, tries, requested_s, draw.random()))
+            await anyio.sleep(delay_s(tries, requested_s, draw.random()))
         raise AssertionError("unreachable")
 
     async def only_model(self) -> str:

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 import anyio
 import pydantic
@@ -45,7 +45,7 @@ from agentloop.inference.scheduling.placement import (
     PlacementPolicy,
     PlacementRequest,
 )
-from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
+from agentloop.inference.scheduling.wait_queue import STARVATION_THRESHOLD_S, Waiting, WaitQueue
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.frames import OnChunk
 from agentloop.inference.turns import Generation, OngoingTurn, TurnStream
@@ -56,6 +56,7 @@ explain_log = logging.getLogger("agentloop.explain")  # each placement, at INFO;
 
 _MAX_ORDERS = 100_000  # trajectories and groups whose position in the queue is remembered
 _MAX_WAITING = 65_536  # requests; further ones are refused
+_RESERVE_TOKENS = 256  # of KV cache for a turn, until enough turns have ended to predict its length
 _LIMITS = AdmissionLimits()
 _CLOSED = "the runtime is shutting down"
 
@@ -68,23 +69,11 @@ class RouterSettings(pydantic.BaseModel):
     wait_timeout_s: float = pydantic.Field(
         600.0, gt=0, description="Time that a turn may wait for KV capacity before it fails."
     )
-    starvation_threshold_s: float = pydantic.Field(
-        10.0,
-        gt=0,
-        description="Smaller requests may overtake a waiting one until it has waited for this "
-        "long. From then on, it may also evict the KV cache of rollouts that are running a tool.",
-    )
     max_migrations: int = pydantic.Field(
         4,
         ge=0,
         description="Number of times that a turn may move to another server after a failure; one "
         "more failure ends its rollout, without a reward.",
-    )
-    reserve_tokens: int = pydantic.Field(
-        256,
-        ge=1,
-        description="KV tokens to reserve for what a turn will generate, until enough turns have "
-        "ended to predict it.",
     )
     probe_interval_s: float = pydantic.Field(
         1.0, gt=0, description="Interval between probes of a server's health and load."
@@ -128,17 +117,14 @@ class Router:
         *,
         longest: int,
         limits: AdmissionLimits = _LIMITS,
-        make_policy: Callable[[KVLedger], PlacementPolicy] | None = None,
+        make_policy: Callable[[KVLedger], PlacementPolicy] = KVPolicy,
+        reserve_tokens: int = _RESERVE_TOKENS,
+        starvation_threshold_s: float = STARVATION_THRESHOLD_S,
     ) -> None:
         self._settings = settings
-        self._ledger = KVLedger(LengthPredictor(prior=settings.reserve_tokens))
-        make_policy = make_policy or partial(
-            KVPolicy, starvation_threshold_s=settings.starvation_threshold_s
-        )
+        self._ledger = KVLedger(LengthPredictor(prior=reserve_tokens))
         self._policy = make_policy(self._ledger)
-        self._queue: WaitQueue[_Request] = WaitQueue(
-            starvation_threshold_s=settings.starvation_threshold_s
-        )
+        self._queue: WaitQueue[_Request] = WaitQueue(starvation_threshold_s=starvation_threshold_s)
         self._gate = GroupGate(
             Admission(limits, Forecast(longest=longest)),
             capacity=lambda: self.replicas.capacity,
@@ -163,20 +149,18 @@ class Router:
         settings: RouterSettings,
         *,
         longest: int = 8192,
-        limits: AdmissionLimits = _LIMITS,
-        make_policy: Callable[[KVLedger], PlacementPolicy] | None = None,
+        **options: Any,
     ) -> AsyncIterator[Router]:
         """Query each server and keep watching them.
 
         Args:
             longest: Maximum number of response tokens of a rollout, which admission relies on.
-            limits: Limits of admission, which only benchmarks change.
-            make_policy: Returns a placement policy other than `KVPolicy`, for comparison.
+            options: Those of the constructor, which only benchmarks and tests change.
 
         Raises:
             ServerUnavailable, ServerRefused: A server cannot be used.
         """
-        router = cls(settings, longest=longest, limits=limits, make_policy=make_policy)
+        router = cls(settings, longest=longest, **options)
         async with router.replicas.watching(servers):
             try:
                 yield router

@@ -449,7 +449,7 @@ def _moment(folder: Path, steps: Sequence[Mapping[str, object]]) -> dict[str, ob
     version = last.get("version")
     # A step's version is the one it was sampled with; the run has since published the next one.
     if isinstance(version, int) and last.get("weights/publish_s") is not None:
-        version += 1  # also where no folder has it: weights.transport=group, a copied run
+        version += 1  # also where no folder has it: weights.transport=broadcast, a copied run
     published = [int(path.name) for path in (folder / "weights").glob("*") if path.name.isdigit()]
     version = max(published, default=version)
     return {

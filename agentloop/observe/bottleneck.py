@@ -86,7 +86,7 @@ _WORDS: dict[Part, tuple[str, str | None]] = {
     Part.QUEUE: ("Rollouts wait for sandbox slots", "raise sandbox.workers"),
     Part.TOOL: ("Rollouts wait for their tools to run", "no setting makes a tool faster"),
     Part.REWARD: ("Rollouts wait to be scored", "raise reward.num_workers"),
-    Part.SYNC: ("Servers wait for new weights", "set weights.transport=group"),
+    Part.SYNC: ("Servers wait for new weights", "set weights.transport=broadcast"),
     Part.LEARNER: ("Servers wait for the learner", "raise loop.max_staleness"),
 }
 _ON_CPU = {

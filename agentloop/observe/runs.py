@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentloop.errors import NotThere
-from agentloop.plain_json import loads
+from agentloop.plain_json import loads, read_rows
 
 __all__ = ["curves", "of_start", "read_metrics", "runs_beside", "start_metrics"]
 
@@ -68,18 +68,9 @@ def start_metrics(folder: Path) -> list[dict[str, Any]]:
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the last complete rows of a run's metrics, which may still be written to."""
     try:
-        lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+        return read_rows(folder / "metrics.jsonl")[0][-_MAX_ROWS:]
     except OSError:
         return []
-    rows = []
-    for line in lines[-_MAX_ROWS:]:
-        try:
-            row = loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
 
 
 def _last_step(path: Path) -> int:

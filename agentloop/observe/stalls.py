@@ -7,13 +7,10 @@ a period without any progress (no token, no finished call or rollout) while some
 from __future__ import annotations
 
 import heapq
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-
-import anyio
 
 from agentloop.events import (
     CallFinished,
@@ -34,11 +31,8 @@ from agentloop.events import (
     WeightsLoaded,
 )
 
-__all__ = ["NO_PROGRESS_S", "Stalls", "Wait"]
+__all__ = ["Stalls", "Wait"]
 
-log = logging.getLogger(__name__)
-
-NO_PROGRESS_S = 60.0  # after which a service or an evaluation logs what waits; cf. the watchdog
 _MAX_LOGGED = 50  # waits in one log message
 
 
@@ -62,7 +56,7 @@ class _Open:
 class Stalls:
     """Tracks waits and the time of the last progress.
 
-    Pass every event to `on_event`; `waits` lists the waits, and `watch` logs stalls.
+    Pass every event to `on_event`; `waits` lists the waits.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -160,23 +154,6 @@ class Stalls:
             key=lambda wait: (wait[1] in self._resting, wait[0]),
         )
         return [Wait(part, awaited, now_s - since_s) for since_s, part, awaited in longest]
-
-    async def watch(self, after_s: float, more: Callable[[], str] = lambda: "") -> None:
-        """Log each stall longer than `after_s`, and its end, until cancelled.
-
-        Args:
-            more: Returns additional information for the log, such as the state of the servers.
-        """
-        is_logged = False
-        while True:
-            await anyio.sleep(after_s / 4)
-            if self.no_progress_s < after_s:
-                if is_logged:
-                    log.warning("progress has resumed")
-                is_logged = False
-            elif not is_logged:
-                is_logged = True
-                log.warning("%s", self.report(more()))
 
     def report(self, more: str = "") -> str:
         """Return a description of the current stall."""

@@ -25,6 +25,7 @@ from agentloop.errors import AgentLoopError
 from agentloop.observe.stalls import Stalls
 
 __all__ = [
+    "FOR_SERVICES",
     "Heartbeat",
     "NoProgress",
     "Progress",
@@ -56,6 +57,10 @@ class WatchdogSettings(pydantic.BaseModel):
         description="End the run after this long without progress. 0: never. It should be longer "
         "than other deadlines, such as loop.step_timeout_s, whose errors are more specific.",
     )
+
+
+FOR_SERVICES = WatchdogSettings(no_progress_s=60.0, give_up_s=0.0)
+"""The limits of services and evaluations: their clients and samples have deadlines of their own."""
 
 
 class NoProgress(AgentLoopError):
@@ -154,14 +159,17 @@ class Progress:
         settings: WatchdogSettings,
         *,
         more: Callable[[], str] = lambda: "",
+        may_idle: bool = False,
     ) -> None:
         """
         Args:
             more: Returns additional information for the log, such as the state of the servers.
+            may_idle: Whether it is no stall if nothing waits, as in a service.
         """
         self._stalls = stalls
         self._settings = settings
         self._more = more
+        self._may_idle = may_idle
         self._is_logged = False
 
     async def watch(self) -> None:
@@ -178,7 +186,7 @@ class Progress:
     def look(self) -> None:
         """Log the start and the end of a stall, and raise NoProgress if it lasts too long."""
         s = self._settings
-        unmoved_s = self._stalls.unmoved_s
+        unmoved_s = self._stalls.no_progress_s if self._may_idle else self._stalls.unmoved_s
         if unmoved_s < s.no_progress_s:
             if self._is_logged:
                 log.warning("progress has resumed")

@@ -100,7 +100,7 @@ class TrainingLoop:
             self._weights,
             self._held_out,
             collapse=collapse or CollapseSettings(),
-            waits_for_weights=run.settings.max_staleness == 0 or weights.transport == "group",
+            waits_for_weights=run.settings.max_staleness == 0 or weights.transport == "broadcast",
         )
         self._stages = StageRunner(run, self._trainer)
 

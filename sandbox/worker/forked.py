@@ -17,15 +17,16 @@ from agentloop.sandbox.worker import wire
 from agentloop.sandbox.worker.wire import REPORT_BYTES, REPORT_SIZE, STARTED, clip
 
 _INT = struct.Struct("i")
+KEEP_BYTES = 64 << 10  # of each stream, unless a call says otherwise: what one can still read
 MAX_STALE = 1000  # messages; more than a channel holds
 
 
 class Output:
     """Output of a child on one stream: the first and last bytes, and their number."""
 
-    def __init__(self, fd: int, keep_bytes: int) -> None:
+    def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.keep(keep_bytes)
+        self.keep(KEEP_BYTES)
         self.head = bytearray()
         self.tail = bytearray()
         self.total = 0
@@ -74,7 +75,7 @@ class Call:
         self.session: int | None = frame.get("session")
         self.opens: bool = frame.get("opens", False)  # the first cell of its session
         self.is_first = self.session is None or self.opens  # the first call of its process
-        # Of its output, where it names them; else the worker's settings hold.
+        # Of its output, where it names them.
         self.max_output_bytes: int | None = frame.get("max_output_bytes")
         self.keep_output_bytes: int | None = frame.get("keep_output_bytes")
         if (mib := frame.get("memory_mib")) is not None:
@@ -90,7 +91,7 @@ class Call:
 class Forked:
     """A forked process and what the server holds of it."""
 
-    def __init__(self, number: int, level: int, keep: int) -> None:
+    def __init__(self, number: int, level: int) -> None:
         self.number = number
         self.level = level
         self.pid: int | None = None  # known once the zygote says so
@@ -101,7 +102,7 @@ class Forked:
         err, self.far_err = os.pipe2(os.O_CLOEXEC)
         for fd in (out, err):  # the child may open its pipes, and read what we have been told of
             os.set_blocking(fd, False)
-        self.out, self.err = Output(out, keep), Output(err, keep)
+        self.out, self.err = Output(out), Output(err)
         self.report_fd = os.memfd_create("report", os.MFD_CLOEXEC)
         os.ftruncate(self.report_fd, REPORT_BYTES)
         self.call: Call | None = None

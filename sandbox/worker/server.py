@@ -336,7 +336,7 @@ class WorkerServer:
 
     def fork(self, level: int) -> Forked:
         """Let a zygote fork. Raises OSError if it can't be asked."""
-        child = Forked(next(self.numbers), level, self.spec.keep_bytes)
+        child = Forked(next(self.numbers), level)
         try:
             zygote = self.zygotes[level]
             socket.send_fds(zygote, [FORK.pack(child.number)], child.far_fds())

@@ -20,7 +20,6 @@ class Spec:
         self.levels: list[list[str]] = spec.get("levels", [[]])
         #: The uid of calls; the next one is used by nobody but the server, to send signals.
         self.uid: int | None = spec.get("uid")
-        self.keep_bytes: int = spec.get("keep_output_bytes", 64 * 1024)
         self.max_output_bytes: int = spec.get("max_output_bytes", 1 << 20)
         self.memory_bytes: int = spec.get("memory_bytes", 512 << 20)
         self.file_bytes: int = spec.get("file_bytes", 32 << 20)

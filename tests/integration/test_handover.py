@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -67,7 +67,7 @@ SETTINGS = LearnerSettings(
     # The small model's tensors are so small that ZeRO 3 would not share them out.
     deepspeed={"zero_optimization": {"stage3_param_persistence_threshold": 0}},
 )
-GROUP = WeightsSettings(transport="group", group_timeout_s=20)
+GROUP = WeightsSettings(transport="broadcast")
 TIMEOUT_S = 120.0
 PAUSES: list[Pause] = ["retract", "in_place"]
 IN_ORDER = ("--disable-overlap-schedule",)  # what a pause in place needs
@@ -220,6 +220,13 @@ class Parts:
         await self.learner.ask(ScoreRequest(batch=batch, out=out), timeout_s=TIMEOUT_S)
         found = load_file(out)["logprobs"][40:]
         return float(np.abs(found - np.asarray(logprobs, np.float32)).max())
+
+
+@pytest.fixture(autouse=True)
+def short_group_timeout() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentloop.training.weight_sync.process_group.GROUP_TIMEOUT_S", 20.0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -502,7 +509,7 @@ async def test_a_server_that_dies_or_freezes_while_it_receives_is_left_out(
 
         monkeypatch.setattr(SGLangServer, "receive", freezing)
         await here.step()
-        came = await here.sync(GROUP.model_copy(update={"group_timeout_s": 10}))
+        came = await here.sync(GROUP)
         assert came.loaded == [other.url]
         assert await here.mismatch(here.servers[1]) < 1e-4
         monkeypatch.undo()

@@ -17,6 +17,7 @@ import pytest
 
 from agentloop.sandbox import CallStatus, Pool, PoolSettings, SandboxUnavailable
 from agentloop.sandbox.engine import connect
+from agentloop.sandbox.settings import MAX_KEPT_BYTES, OutputLimits
 from tests.integration.private_engine import PrivateEngine, private_engine
 from tests.patience import patient
 from tests.sandbox.chaos import Tally, kill_an_owner, kill_at_random, run_load
@@ -114,14 +115,15 @@ async def test_many_calls(pool: Pool) -> None:
 
 
 async def test_large_jobs_and_outputs(settings: PoolSettings) -> None:
-    more = {"max_output_bytes": 16 << 20, "keep_output_bytes": 8 << 20, "workers": 1}
-    async with Pool(settings.model_copy(update=more)) as pool:
+    async with Pool(settings.model_copy(update={"workers": 1})) as pool:
         results = []
 
         async def one(n: int) -> None:
             code = f"import sys\nx = {'x' * 2_000_000!r}\n"
             code += f"y = sys.stdin.read()\nprint({n}, len(x), len(y))\nprint('z' * 4_000_000)"
-            results.append((n, await pool.run(code, stdin="größe\n" * 400_000, timeout_s=60)))
+            stdin, output = "größe\n" * 400_000, OutputLimits(16 << 20, MAX_KEPT_BYTES)
+            result = await pool.run(code, stdin=stdin, timeout_s=60, output=output)
+            results.append((n, result))
 
         async with anyio.create_task_group() as group:
             for n in range(6):

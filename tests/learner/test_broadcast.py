@@ -188,7 +188,7 @@ def test_requests_for_other_weights_and_invalid_requests_are_refused(
         ({"op": "send", "bucket": 0, "num_updates": 1}, "no group"),
         ({"op": "send", "bucket": 0, "num_updates": 1, "layout": {"x": 1}}, "layout.x: "),
         ({"op": "join", "name": "x", "world_size": 2, "backend": "gloo", "within_s": 60},
-         "weights.group_timeout_s"),
+         "learner.collective_timeout_s"),
         ({"op": "layout", "out": "/nowhere/at/all"}, "no folder"),
     ]  # fmt: skip
     for request, why in cases:

@@ -230,9 +230,9 @@ async def test_cancelling_the_caller_kills_the_call(pool: Pool) -> None:
     assert (await pool.run("1")).ok
 
 
-async def test_waiting_is_bounded_and_in_order() -> None:
-    settings = BARE.model_copy(update={"workers": 1, "max_waiting": 2})
-    async with Pool(settings) as pool:
+async def test_waiting_is_bounded_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentloop.sandbox.calls.Calls.MAX_WAITING", 2)
+    async with Pool(BARE.model_copy(update={"workers": 1})) as pool:
         order: list[str] = []
 
         async def call(name: str) -> None:
@@ -270,16 +270,19 @@ async def test_a_call_of_a_lost_worker_runs_again() -> None:
         assert pool.stats()["replaced"] == 1
 
 
-async def test_a_worker_is_recycled() -> None:
-    settings = SINGLE.model_copy(update={"recycle_after": 3})
-    async with Pool(settings) as pool:
+async def test_a_worker_is_recycled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentloop.sandbox.slots.RECYCLE_AFTER", 3)
+    async with Pool(SINGLE) as pool:
         workers = [(await pool.run("1")).worker_id for _ in range(7)]
     assert len(set(workers)) == 3
     assert all(workers)
 
 
-async def test_without_a_waiting_room_free_slots_still_serve() -> None:
-    async with Pool(BARE.model_copy(update={"workers": 1, "max_waiting": 0})) as pool:
+async def test_without_a_waiting_room_free_slots_still_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentloop.sandbox.calls.Calls.MAX_WAITING", 0)
+    async with Pool(BARE.model_copy(update={"workers": 1})) as pool:
         assert (await pool.run("1")).ok
         async with anyio.create_task_group() as group:
             group.start_soon(pool.run, FOREVER, "", 600)
@@ -291,9 +294,12 @@ async def test_without_a_waiting_room_free_slots_still_serve() -> None:
             assert (await session.run("2")).ok
 
 
-async def test_a_worker_is_recycled_beside_a_session_that_lives_on() -> None:
+async def test_a_worker_is_recycled_beside_a_session_that_lives_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The session outlives its worker's share of calls, as one that lasts an hour would."""
-    async with Pool(SINGLE.model_copy(update={"recycle_after": 3})) as pool:
+    monkeypatch.setattr("agentloop.sandbox.slots.RECYCLE_AFTER", 3)
+    async with Pool(SINGLE) as pool:
         async with pool.session() as session:
             first = (await session.run("x = 41")).worker_id
             workers = {(await pool.run("1")).worker_id for _ in range(20)}

@@ -310,7 +310,8 @@ async def test_a_host_with_a_token_is_reached_by_its_name(monkeypatch: pytest.Mo
 
 
 async def test_an_overloaded_host_says_so_and_a_result_adds_up_its_queues() -> None:
-    async with host(max_waiting=1, workers=1) as there, over(there) as pool:
+    async with host(workers=1) as there, over(there) as pool:
+        there.pool._calls.MAX_WAITING = 1
         results: list[CallResult] = []
 
         async def call() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.scheduling.kv_pool import KVPool
 from agentloop.inference.scheduling.placement import Decision, PlacementPolicy, PlacementRequest
+from agentloop.inference.scheduling.wait_queue import STARVATION_THRESHOLD_S
 
 __all__ = ["Costs", "KVPolicy"]
 
@@ -65,7 +66,7 @@ class KVPolicy(PlacementPolicy):
         ledger: KVLedger,
         *,
         costs: Costs | None = None,
-        starvation_threshold_s: float = 10.0,
+        starvation_threshold_s: float = STARVATION_THRESHOLD_S,
         seed: int = 0,
     ) -> None:
         """Create a policy; after a wait of `starvation_threshold_s` a turn may evict parked KV."""

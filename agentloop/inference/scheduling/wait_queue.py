@@ -5,7 +5,7 @@
 
 Groups go in the order of their start; within a group the longest expected request goes first,
 because the group is done when its last one ends. A request that does not fit may be overtaken by
-smaller ones, but not forever: once it has waited for `starvation_threshold_s`, requests behind it
+smaller ones, but not forever: once it has waited for `STARVATION_THRESHOLD_S`, requests behind it
 wait until enough capacity has become free.
 """
 
@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["WaitQueue", "Waiting"]
+__all__ = ["STARVATION_THRESHOLD_S", "WaitQueue", "Waiting"]
+
+STARVATION_THRESHOLD_S = 10.0
 
 T = TypeVar("T")
 
@@ -40,7 +42,9 @@ class Waiting(Generic[T]):
 class WaitQueue(Generic[T]):
     """A priority queue; only `place` removes requests that were placed."""
 
-    def __init__(self, *, starvation_threshold_s: float = 10.0, max_overtaken: int = 8) -> None:
+    def __init__(
+        self, *, starvation_threshold_s: float = STARVATION_THRESHOLD_S, max_overtaken: int = 8
+    ) -> None:
         """`max_overtaken` bounds the requests tried per call that do not fit, and so the work."""
         self._starvation_threshold_s = starvation_threshold_s
         self._max_overtaken = max_overtaken

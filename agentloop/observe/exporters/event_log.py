@@ -16,9 +16,11 @@ A kill may lose the last half second. A disk that hangs is not handled.
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 
 import anyio
@@ -31,20 +33,14 @@ from agentloop.events import (
     CallStarted,
     ClientAwaited,
     Event,
-    GroupFinished,
     GroupStarted,
-    Measured,
-    RolloutAbandoned,
     RolloutFinished,
-    RolloutScored,
     RolloutStarted,
     TokensSampled,
     TurnFinished,
-    TurnMoved,
     TurnPlaced,
     TurnSampled,
     TurnStarted,
-    WeightsLoaded,
 )
 from agentloop.observe.exporters.drop_counter import DropCounter
 from agentloop.plain_json import JsonObject, dumps, loads
@@ -54,6 +50,8 @@ __all__ = ["EventLog", "EventLogSettings", "read_events"]
 _NEW, _OLD = "events.jsonl", "events.old.jsonl"
 _CLOSE_S = 5.0
 _MAX_TEXT = 500  # characters of an answer, a reason or a tool name
+_KEYS = {"rollout_id": "rollout"}  # of fields of events, where they differ
+_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 
 Line = dict[str, object]
 
@@ -209,27 +207,21 @@ def _line_of(event: Event) -> tuple[str, Line] | None:
         case TokensSampled() | TurnStarted() | TurnSampled() | CallStarted() | ClientAwaited():
             return None  # too many, or repeated when a turn or call finishes
         case RolloutStarted(record=record):
-            return "rollout_started", {
+            line: Line = {
                 "rollout": record.id,
                 "group": event.group,
                 "created_unix_s": record.created_unix_s,
                 "num_prompt_tokens": len(record.prompt_ids),
             }
         case TurnPlaced():
-            return "turn_placed", {
+            line = {
                 "rollout": event.rollout_id,
                 "turn": event.turn,
                 "server": event.server,
                 "reason": event.reason,
             }
-        case TurnMoved():
-            return "turn_moved", {
-                "rollout": event.rollout_id,
-                "server": event.server,
-                "reason": event.reason[:_MAX_TEXT],
-            }
         case CallFinished(result=result):
-            return "call_finished", {
+            line = {
                 "rollout": event.rollout_id,
                 "turn": event.turn,
                 "call": result.call_id,
@@ -240,7 +232,7 @@ def _line_of(event: Event) -> tuple[str, Line] | None:
                 "ended_s": result.ended_s,
             }
         case TurnFinished(record=turn):
-            return "turn_finished", {
+            line = {
                 "rollout": event.rollout_id,
                 "turn": event.turn,
                 "end": turn.end,
@@ -255,7 +247,7 @@ def _line_of(event: Event) -> tuple[str, Line] | None:
                 "ended_s": turn.ended_s,
             }
         case RolloutFinished(trajectory=trajectory):
-            return "rollout_finished", {
+            line = {
                 "rollout": event.rollout_id,
                 "stop_reason": trajectory.stop_reason,
                 "error": trajectory.error and trajectory.error[:_MAX_TEXT],
@@ -263,36 +255,18 @@ def _line_of(event: Event) -> tuple[str, Line] | None:
                 "num_tokens": trajectory.num_sampled_tokens,
                 "elapsed_s": trajectory.elapsed_s,
             }
-        case RolloutAbandoned():
-            return "rollout_abandoned", {"rollout": event.rollout_id}
-        case RolloutScored():
-            return "rollout_scored", {
-                "rollout": event.rollout_id,
-                "reward": event.reward,
-                "answer": event.answer and event.answer[:_MAX_TEXT],
-                "reason": event.reason[:_MAX_TEXT],
-                "seconds": event.seconds,
-            }
         case GroupStarted():
-            return "group_started", {
-                "group": event.group,
-                "task": event.task_id,
-                "size": event.size,
+            line = {"group": event.group, "task": event.task_id, "size": event.size}
+        case _:
+            line = {
+                _KEYS.get(item.name, item.name): _plain(getattr(event, item.name))
+                for item in fields(event)
             }
-        case GroupFinished():
-            return "group_finished", {
-                "group": event.group,
-                "kept": dict(event.kept),
-                "dropped": dict(event.dropped),
-                "mean_reward": event.mean_reward,
-                "has_signal": event.has_signal,
-            }
-        case Measured():
-            return "measured", {"row": dict(event.row)}
-        case WeightsLoaded():
-            return "weights_loaded", {
-                "version": event.version,
-                "seconds": event.seconds,
-                "loaded": list(event.loaded),
-                "failed": list(event.failed),
-            }
+    return _CAPITAL.sub("_", type(event).__name__).lower(), line
+
+
+def _plain(value: object) -> object:
+    """Return a copy, which nobody changes until it is written, of a field of an event."""
+    if isinstance(value, str):
+        return value[:_MAX_TEXT]
+    return dict(value) if isinstance(value, Mapping) else value

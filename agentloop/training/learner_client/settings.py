@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 
 __all__ = [
+    "InitSettings",
     "LearnerSettings",
     "LoraSettings",
     "LossSettings",
@@ -230,13 +231,15 @@ class RlLearnerSettings(TrainingSettings):
     optimizer: OptimizerSettings = pydantic.Field(default_factory=OptimizerSettings)
 
 
-class SftLearnerSettings(TrainingSettings):
-    """Settings of a learner that imitates dialogues, with the cross-entropy as its loss."""
+class InitSettings(pydantic.BaseModel):
+    """Settings of the weights that supervised fine-tuning starts from."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     init: Literal["pretrained", "random"] = pydantic.Field(
         "pretrained",
         description="Initial weights. pretrained: the model's. random: random weights, drawn with "
-        "`seed`; only the folder's configuration and tokenizer are used.",
+        "the seed; only the folder's configuration and tokenizer are used.",
     )
     config: dict[str, Any] = pydantic.Field(
         default_factory=dict,
@@ -255,7 +258,11 @@ class SftLearnerSettings(TrainingSettings):
         return value
 
 
-class LearnerSettings(SftLearnerSettings):
+class SftLearnerSettings(TrainingSettings, InitSettings):
+    """Settings of a learner that imitates dialogues, with the cross-entropy as its loss."""
+
+
+class LearnerSettings(RlLearnerSettings, SftLearnerSettings):
     """All settings of the learner's processes, which read them from learner.json."""
 
     model: Path = pydantic.Field(Path(), description="Folder of the model to start from.")
@@ -263,12 +270,6 @@ class LearnerSettings(SftLearnerSettings):
         None,
         description="Text of the Jinja chat template to publish with the model instead of the "
         "folder's.",
-    )
-    updates_per_batch: int = pydantic.Field(
-        1,
-        ge=1,
-        description="Optimizer steps per batch, each on its share of the batch's groups (PPO's "
-        "mini-batches).",
     )
     temperature: float = pydantic.Field(
         1.0, gt=0, description="The engine's sampling temperature, applied to log-probabilities."
@@ -287,7 +288,6 @@ class LearnerSettings(SftLearnerSettings):
         description="Time that a learner waits at its end for a checkpoint being written.",
     )
     loss: LossSettings = pydantic.Field(default_factory=LossSettings)
-    optimizer: OptimizerSettings = pydantic.Field(default_factory=OptimizerSettings)
 
     @classmethod
     def of(

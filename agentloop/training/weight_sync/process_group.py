@@ -47,9 +47,13 @@ from agentloop.training.weight_sync.layout import Layout
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.verify import UNASKED, Proof, layout_of, prove
 
-__all__ = ["GroupPublisher", "PublishedInLearner"]
+__all__ = ["GROUP_TIMEOUT_S", "GroupPublisher", "PublishedInLearner"]
 
 log = logging.getLogger(__name__)
+
+GROUP_TIMEOUT_S = 60.0
+"""Time for which a member may keep the others waiting; then the group fails and the sync is
+repeated without that member. The other ranks of the learner must wait for longer."""
 
 _SLACK_S = 30.0  # for the work of a request besides waiting for the group
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -73,12 +77,10 @@ class GroupPublisher:
         reply = await self._learner.ask(LayoutRequest(out=self._layout), timeout_s=timeout_s)
         layout = orjson.loads(await anyio.Path(self._layout).read_bytes())
         buckets = [Bucket(**bucket) for bucket in layout]
-        backend: str = self._settings.backend
-        if backend == "auto":
-            backend = reply.backend
         return PublishedInLearner(
-            version, self._learner, buckets, reply.num_updates, backend, self._settings, reply.model
-        )
+            version, self._learner, buckets, reply.num_updates, reply.backend, self._settings,
+            reply.model,
+        )  # fmt: skip
 
     async def tidy(self) -> None:
         """Do nothing: no files are left."""
@@ -237,7 +239,7 @@ class PublishedInLearner:
                     name=group.name,
                     world_size=group.world_size,
                     backend=group.backend,
-                    within_s=self.settings.group_timeout_s,
+                    within_s=GROUP_TIMEOUT_S,
                 )
             )
 
@@ -332,10 +334,10 @@ class PublishedInLearner:
     def _answer_s(self) -> float:
         """The deadline of a request to the learner, in seconds.
 
-        The learner abandons a group after `group_timeout_s`, possibly twice: it completes a
+        The learner abandons a group after `GROUP_TIMEOUT_S`, possibly twice: it completes a
         cancelled request before the next one.
         """
-        return 2 * self.settings.group_timeout_s + _SLACK_S
+        return 2 * GROUP_TIMEOUT_S + _SLACK_S
 
     async def _ask(self, request: Request[R]) -> R:
         return await self.learner.ask(request, timeout_s=self._answer_s)

@@ -17,11 +17,12 @@ class WeightsSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    transport: Literal["disk", "group"] = pydantic.Field(
+    transport: Literal["disk", "broadcast"] = pydantic.Field(
         "disk",
         description="How new weights reach the servers. disk: through a folder that the learner "
-        "writes and every server reads; group: by a broadcast in a process group (gloo or NCCL) of "
-        "the learner and the servers.",
+        "writes and every server reads; broadcast: in a process group of the learner and the "
+        "servers, NCCL for a learner on GPUs (which must not share one with a server), otherwise "
+        "gloo.",
     )
     pause: Pause = pydantic.Field(
         "retract",
@@ -51,18 +52,6 @@ class WeightsSettings(pydantic.BaseModel):
     )
     address: str | None = pydantic.Field(
         None,
-        description="With group: address of the learner as seen by all servers. By default, "
+        description="With broadcast: address of the learner as seen by all servers. By default, "
         "127.0.0.1, if all of them are on loopback.",
-    )
-    backend: Literal["auto", "gloo", "nccl"] = pydantic.Field(
-        "auto",
-        description="With group: communication backend. auto: nccl for a learner on GPUs, "
-        "otherwise gloo. NCCL does not work if a server and the learner share a GPU.",
-    )
-    group_timeout_s: float = pydantic.Field(
-        60.0,
-        gt=0,
-        description="With group: time for which a member may keep the others waiting; then the "
-        "group fails and the sync is repeated without that member. Must be below "
-        "learner.collective_timeout_s.",
     )

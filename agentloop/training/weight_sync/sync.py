@@ -63,7 +63,7 @@ def publisher(settings: WeightsSettings, learner: Learner, run: Path) -> Publish
 
     `run` is the run's folder; its path distinguishes runs that share `weights.folder`.
     """
-    if settings.transport == "group":
+    if settings.transport == "broadcast":
         return GroupPublisher(learner, run / "weights", settings)
     if settings.folder is None:
         return FolderPublisher(learner, run / "weights", settings)

@@ -127,7 +127,7 @@ def test_a_shape_may_be_of_several_kinds_of_nodes() -> None:
         ("cluster.runtimes=2", "cluster.runtimes: 2 must be at most server.count .1."),
         ("cluster={runtimes=1, colocated=true, address='auto'}", "cluster.colocated: not with"),
         ("ranks.launcher=torchrun", "ranks.launcher: on a cluster, Ray starts the ranks"),
-        ("weights.transport=group", "weights.transport: only disk"),
+        ("weights.transport=broadcast", "weights.transport: only disk"),
         ("sft.data.teacher=5", "sft: not on a cluster"),
     ],
 )

@@ -74,7 +74,6 @@ def fake(portal: BlockingPortal) -> Iterator[FakeEndpoint]:
 def overrides_for(fake: FakeEndpoint, path: Path, *more: str) -> list[str]:
     return [
         f"endpoint.url={fake.url}",
-        "endpoint.backoff_s=1e-6",
         "endpoint.max_tries=1",
         "evaluate.num_samples=4",
         "reward.function=exact",

@@ -341,15 +341,13 @@ async def test_settings_that_a_run_cannot_go_on_with_are_not_kept(
 
 
 def test_a_group_is_given_up_before_the_ranks_give_each_other_up() -> None:
-    group = ["weights.transport=group", "weights.group_timeout_s=90"]
-    same = load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=90"])
-    with pytest.raises(SettingsError, match=r"weights\.group_timeout_s: 90 .*learner\.collective"):
-        check_settings(same)
+    group, same = "weights.transport=broadcast", "learner.collective_timeout_s=60"
+    with pytest.raises(SettingsError, match=r"learner\.collective_timeout_s: 60 .*above 60"):
+        check_settings(load_settings(TrainSettings, overrides=[group, same]))
     check_settings(
-        load_settings(TrainSettings, overrides=[*group, "learner.collective_timeout_s=91"])
+        load_settings(TrainSettings, overrides=[group, "learner.collective_timeout_s=61"])
     )
-    by_disk = ["weights.group_timeout_s=90", "learner.collective_timeout_s=90"]
-    check_settings(load_settings(TrainSettings, overrides=by_disk))
+    check_settings(load_settings(TrainSettings, overrides=[same]))
 
 
 def test_all_problems_of_the_settings_are_reported_at_once() -> None:

@@ -76,7 +76,7 @@ async def read(
 
 @asynccontextmanager
 async def router_of(
-    *fakes: FakeSGLang, stall_timeout_s: float = 60.0, **options: Any
+    *fakes: FakeSGLang, stall_timeout_s: float = 60.0, reserve_tokens: int = 256, **options: Any
 ) -> AsyncIterator[Router]:
     given = {"probe_interval_s": 0.01, "stall_timeout_s": stall_timeout_s, **options}
     async with AsyncExitStack() as stack:
@@ -86,7 +86,9 @@ async def router_of(
         servers = [
             SGLangServer(fake.url, session, stall_timeout_s=stall_timeout_s) for fake in fakes
         ]
-        yield await stack.enter_async_context(Router.open(servers, RouterSettings(**given)))
+        yield await stack.enter_async_context(
+            Router.open(servers, RouterSettings(**given), reserve_tokens=reserve_tokens)
+        )
 
 
 def idle(router: Router) -> bool:

@@ -117,7 +117,7 @@ async def test_a_run_says_what_its_time_was_spent_on(run: RunFolder) -> None:
 
 
 async def test_a_step_that_has_published_has_the_next_version(run: RunFolder) -> None:
-    """Also if no folder has its weights, as with weights.transport=group."""
+    """Also if no folder has its weights, as with weights.transport=broadcast."""
     run.add_metrics({"step": 3, "version": 6, "weights/publish_s": 0.1})
     assert (await archive(run).frame())["now"]["policy_version"] == "7"
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
-import anyio
 import pytest
 
 from agentloop.events import (
@@ -23,7 +20,6 @@ from agentloop.events import (
 from agentloop.inference.scheduling.placement import Decision
 from agentloop.observe.stalls import Stalls
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult, Trajectory, Turn
-from tests.support import eventually
 
 
 class Clock:
@@ -108,24 +104,6 @@ def test_giving_up_a_wait_is_not_progress() -> None:
         gives_up()
     assert stalls.no_progress_s == 5
     assert len(stalls.waits()) == 1
-
-
-@pytest.mark.anyio
-async def test_a_stall_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
-    stalls = Stalls(clock)
-    stalls.on_event(RolloutStarted(Trajectory("r", [])))
-    with caplog.at_level(logging.WARNING):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(stalls.watch, 0.04)
-            clock.now_s += 1
-            await eventually(lambda: len(caplog.messages) == 1)
-            clock.now_s += 1
-            stalls.on_event(TurnStarted("r", 0))
-            await eventually(lambda: len(caplog.messages) == 2)
-            tasks.cancel_scope.cancel()
-    assert "r: its first turn, 1 s" in caplog.messages[0]
-    assert caplog.messages[1] == "progress has resumed"
 
 
 def test_a_session_that_waits_for_its_client_is_no_stall() -> None:

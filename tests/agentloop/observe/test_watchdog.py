@@ -11,9 +11,10 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from agentloop.events import RolloutStarted
+from agentloop.events import RolloutStarted, TurnStarted
 from agentloop.observe.stalls import Stalls
 from agentloop.observe.watchdog import (
+    FOR_SERVICES,
     Heartbeat,
     NoProgress,
     Progress,
@@ -157,6 +158,22 @@ def test_a_second_stall_is_logged_again(caplog: pytest.LogCaptureFixture) -> Non
     first, *later = caplog.messages
     assert "no progress for 99 s, and no waits are known" in first
     assert later == ["progress has resumed", first, "progress has resumed"]
+
+
+def test_a_service_without_rollouts_does_not_stall(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    stalls = Stalls(clock)
+    progress = Progress(stalls, FOR_SERVICES, may_idle=True)
+    clock.now_s += 1e6
+    progress.look()
+    assert not caplog.messages
+    stalls.on_event(RolloutStarted(Trajectory("r", [])))
+    clock.now_s += 61
+    progress.look()
+    assert "r: its first turn, 61 s" in caplog.messages[0]
+    stalls.on_event(TurnStarted("r", 0))
+    progress.look()
+    assert caplog.messages[1:] == ["progress has resumed"]
 
 
 def test_giving_up_can_be_disabled() -> None:

@@ -147,11 +147,14 @@ async def test_a_learner_that_is_lost_too_often_ends_the_run(tmp_path: Path) -> 
     assert lost.num_starts == 3
 
 
-async def test_weights_of_an_earlier_process_are_replaced_with_transport_group(
+async def test_weights_of_an_earlier_process_are_replaced_with_transport_broadcast(
     tmp_path: Path,
 ) -> None:
     """A new run in the same folder may find weights of that version, and higher ones."""
-    settings: dict[str, Any] = {"weights": WeightsSettings(transport="group"), "evaluate_every": 0}
+    settings: dict[str, Any] = {
+        "weights": WeightsSettings(transport="broadcast"),
+        "evaluate_every": 0,
+    }
     await run_loop(tmp_path, learner=MarkedLearner("first"), steps=1, **settings)
     (tmp_path / "run" / "weights" / "1").rename(tmp_path / "run" / "weights" / "7")
     (tmp_path / "run" / "weights" / "2").mkdir()

@@ -29,8 +29,8 @@ from tests.support import FakeSGLang, eventually
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]  # each step is synced to the disk
 
 
-async def test_transport_group_sends_weights_in_a_process_group(tmp_path: Path) -> None:
-    weights = WeightsSettings(transport="group")
+async def test_transport_broadcast_sends_weights_in_a_process_group(tmp_path: Path) -> None:
+    weights = WeightsSettings(transport="broadcast")
     learner, _, run = await run_loop(tmp_path, steps=1, evaluate_every=0, weights=weights)
     sent = ["layout", "open", "join", "send", "leave"]
     # At the end the model stays in the run's folder.
@@ -102,7 +102,8 @@ async def test_a_learner_lost_while_sending_to_a_restarted_server_is_restarted(
     lost = LostToo("join", 2)  # the first is as the run begins
     await run_loop(
         tmp_path, tasks=tasks, run_group=Waiting(tasks), fake=fake, learner=lost, max_restarts=2,
-        weights=WeightsSettings(transport="group"), steps=1, prompts_per_step=1, evaluate_every=0,
+        weights=WeightsSettings(transport="broadcast"), steps=1, prompts_per_step=1,
+        evaluate_every=0,
     )  # fmt: skip
     assert lost.num_starts == 2
     assert len(lost.learned) == 1

@@ -25,8 +25,13 @@ from tests.support import FakeSGLang
 
 pytestmark = pytest.mark.anyio
 
-SETTINGS = WeightsSettings(transport="group", group_timeout_s=1)
+SETTINGS = WeightsSettings(transport="broadcast")
 NAMES = ["embed", "norm"]
+
+
+@pytest.fixture(autouse=True)
+def short_group_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentloop.training.weight_sync.process_group.GROUP_TIMEOUT_S", 1.0)
 
 
 class PlayedLearner(FakeLearner):
