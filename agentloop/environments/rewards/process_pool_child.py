@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import operator
 import os
 import pickle
 import resource
@@ -61,10 +62,7 @@ def _attempt(function: Any) -> dict[str, Any]:
 
 def _find(name: str) -> Any:
     module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
+    return operator.attrgetter(path)(importlib.import_module(module))
 
 
 def _call(name: str, arguments: tuple[object, ...]) -> Any:

@@ -59,8 +59,8 @@ async def is_solved(
     pool: Programs, puzzle: Mapping[str, Any], answer: str, *, timeout_s: float
 ) -> tuple[bool, str]:
     """Return whether `answer` scores 1, and an explanation. Takes and raises what `score` does."""
-    value, why = await score(pool, puzzle, answer, timeout_s=timeout_s)
-    return value == 1, why
+    value, reason = await score(pool, puzzle, answer, timeout_s=timeout_s)
+    return value == 1, reason
 
 
 async def score(
@@ -98,15 +98,15 @@ def _not_scored(result: CallResult, mark: str) -> Exception:
             f"reasoning-gym is not installed in the sandbox ({outcome['missing']}): use an image "
             'that has it, or set sandbox.backend to "process"'
         )
-    why = result.error.message if result.error is not None else result.stderr[-500:].strip()
-    return CallFailed(f"the sandbox call ended with status {result.status}: {why}")
+    reason = result.error.message if result.error is not None else result.stderr[-500:].strip()
+    return CallFailed(f"the sandbox call ended with status {result.status}: {reason}")
 
 
 def _verdict(result: CallResult, mark: str, family: str) -> tuple[float, str]:
     outcome = _last_line(result.stdout, mark)
     if result.status is not CallStatus.OK or outcome is None:
-        how = "" if result.status is CallStatus.OK else f" ({result.status})"
-        return 0.0, f"it ended the process that scored it{how}"
+        status = "" if result.status is CallStatus.OK else f" ({result.status})"
+        return 0.0, f"it ended the process that scored it{status}"
     if "raised" in outcome:
         return 0.0, f"{family} raised {outcome['raised']} on it"
     value = outcome.get("score")  # untrusted: the answer may have forged it

@@ -23,7 +23,7 @@ class WeightedTurns:
     After any number of turns, each name has had fewer than one turn more than its share.
 
     Attributes:
-        credit: what each name is owed, in units of the weights; the sum is 0.
+        credit: the turns that each name is owed, in units of the weights; the sum is 0.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -100,7 +100,7 @@ class MixedTasks(TaskSource):
     @property
     def fingerprint(self) -> str:
         """The digests of all sources."""
-        return " ".join(f"{name}={one.fingerprint}" for name, one in self._sources.items())
+        return " ".join(f"{name}={source.fingerprint}" for name, source in self._sources.items())
 
     def cursor(self) -> dict[str, Any]:
         """Return the positions in all sources and whose turn is next, as JSON-compatible data."""

@@ -24,6 +24,7 @@ from agentloop.trajectory import Message
 __all__ = [
     "NUM_PROBLEM_DIGITS",
     "Task",
+    "describe",
     "is_digest",
     "level_of",
     "line_of",
@@ -31,7 +32,6 @@ __all__ = [
     "problem_digits",
     "problem_text",
     "row_digest",
-    "shown",
     "task_digest",
     "task_of",
 ]
@@ -80,21 +80,22 @@ def task_of(fields: Any, where: str) -> Task:
     for name in ("env", "extra"):
         if name in fields:
             raise DataError(f"{where}: field {name!r}: agentloop sets it: choose another name")
-    rest = plain_fields(fields, where)
-    if len(rest) < len(fields):
+    plain = plain_fields(fields, where)
+    if len(plain) < len(fields):
         raise DataError(f"{where}: two names of fields are the same as text")
     for name, value in fields.items():
         try:
-            _check_unchanged(value, rest[str(name)])
+            _check_unchanged(value, plain[str(name)])
         except ValueError as error:
             raise DataError(f"{where}: field {name!r}: {error}") from error
-    digest = _digest(_canonical(rest))
-    id = rest.pop("id", digest)
+    digest = _digest(_canonical(plain))
+    id = plain.pop("id", digest)
     if not isinstance(id, str | int) or not str(id).strip():
-        raise DataError(f"{where}: field 'id': expected text or a whole number, got {shown(id)}")
-    prompt, answer = rest.pop("prompt", ""), rest.pop("answer", None)
-    source, level = str(rest.pop("source", "environment")), level_of(rest.pop("level", None), where)
-    return Task(str(id), prompt, "" if answer is None else str(answer), source, level, rest)
+        raise DataError(f"{where}: field 'id': expected text or a whole number, got {describe(id)}")
+    prompt, answer = plain.pop("prompt", ""), plain.pop("answer", None)
+    source = str(plain.pop("source", "environment"))
+    level = level_of(plain.pop("level", None), where)
+    return Task(str(id), prompt, "" if answer is None else str(answer), source, level, plain)
 
 
 def plain_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -131,10 +132,10 @@ def problem_text(prompt: str | Sequence[Message]) -> str:
     """Return the text of a prompt, without system messages; of a single question the question."""
     if isinstance(prompt, str):
         return prompt
-    said = [message for message in prompt if message["role"] != "system"]
-    if len(said) == 1:
-        return str(said[0]["content"])
-    return "\n".join(f"{message['role']}: {message['content']}" for message in said)
+    messages = [message for message in prompt if message["role"] != "system"]
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 def level_of(level: Any, where: str) -> int:
@@ -146,7 +147,9 @@ def level_of(level: Any, where: str) -> int:
     except ValueError:
         if level == "Level ?":  # occurs in MATH
             return 0
-        raise DataError(f"{where}: field 'level': expected a number, got {shown(level)}") from None
+        raise DataError(
+            f"{where}: field 'level': expected a number, got {describe(level)}"
+        ) from None
 
 
 def line_of(function: Callable[..., Any], error: Exception | None = None) -> str:
@@ -167,12 +170,12 @@ def task_digest(text: str) -> str:
     return _digest(plain)
 
 
-def row_digest(problem: Any, others: Any) -> str:
+def row_digest(problem: Any, other_fields: Any) -> str:
     """Return 32 hexadecimal digits for a row of a file; the first half are the problem's.
 
     They do not depend on the problem's whitespace.
     """
-    halves = task_digest(_canonical(problem)), _digest(_canonical(others))
+    halves = task_digest(_canonical(problem)), _digest(_canonical(other_fields))
     return "".join(half[:NUM_PROBLEM_DIGITS] for half in halves)
 
 
@@ -194,6 +197,6 @@ def _canonical(plain: Any) -> str:
     return json.dumps(plain, sort_keys=True, ensure_ascii=False)
 
 
-def shown(value: Any) -> str:
+def describe(value: Any) -> str:
     """Return a value for an error message: its beginning, or its type."""
     return f"{value!r:.60}" if isinstance(value, str | int | float) else type(value).__name__

@@ -69,8 +69,8 @@ class _Sum:
     def with_other_operation(self, rng: Random) -> _Sum:
         """Return a copy whose last operation is a different one."""
         *before, (sign, number) = self.steps
-        other = rng.choice([one for one in _APPLY if one != sign])
-        return _Sum(self.first, (*before, (other, number)))
+        other_sign = rng.choice([candidate for candidate in _APPLY if candidate != sign])
+        return _Sum(self.first, (*before, (other_sign, number)))
 
 
 def lessons(count: int, *, levels: Sequence[int], seed: int = 0) -> Iterator[dict[str, Any]]:
@@ -128,9 +128,9 @@ def _call(kind: str, sum_: _Sum, rng: Random) -> tuple[str, str]:
         return _json(PythonCode.name, code), f"[stderr]\n{trace}\n{ending}"
     if kind == "unknown tool":
         name = rng.choice(_UNKNOWN)
-        known = PythonCode.name
+        tools = PythonCode.name
         return _json(name, code), (
-            f"[unknown tool] there is no tool {name!r}; the tools are: {known}"
+            f"[unknown tool] there is no tool {name!r}; the tools are: {tools}"
         )
     call = _json(PythonCode.name, code)
     if kind == "broken":

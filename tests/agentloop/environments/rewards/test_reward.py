@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.environments.rewards.answers import boxed, final_answer, tagged
+from agentloop.environments.rewards.answers import final_answer, last_box, tagged_answers
 from agentloop.environments.rewards.math_check import number, same_number
 from agentloop.environments.rewards.process_pool import (
     CallDied,
@@ -39,7 +39,7 @@ from tests.support import eventually
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]  # processes start, and import much
 
 FUNCTIONS = "tests.agentloop.environments.rewards.reward_functions"
-FRAGILE = "tests.agentloop.environments.rewards.fragile_check:verified"
+FRAGILE = "tests.agentloop.environments.rewards.fragile_check:is_equal"
 
 
 def rollout(*texts: str, reason: StopReason = StopReason.ANSWERED) -> Trajectory:
@@ -97,19 +97,19 @@ def test_what_counts_as_the_answer(text: str, answer: str | None) -> None:
 
 @given(st.text(alphabet="{}\\ab<>"), st.text(alphabet="ab"))
 def test_a_box_at_the_end_is_found_after_anything(before: str, inside: str) -> None:
-    assert boxed(f"{before} \\boxed{{{inside}}}") == inside
+    assert last_box(f"{before} \\boxed{{{inside}}}") == inside
 
 
 @given(st.lists(st.text(alphabet="<>/ab")))
 def test_every_closed_tag_is_counted(inside: list[str]) -> None:
     text = "".join(f"<answer>{one}</answer>" for one in inside)
-    assert tagged(text) == inside
+    assert tagged_answers(text) == inside
 
 
 def test_unbalanced_text_takes_no_time() -> None:
     """Each search is linear: half a megabyte would else take hours."""
-    assert boxed("\\boxed{" * 80_000) is None
-    assert tagged("<answer>" * 80_000) == []
+    assert last_box("\\boxed{" * 80_000) is None
+    assert tagged_answers("<answer>" * 80_000) == []
     assert number("9" * 500_000) is None
 
 
@@ -245,7 +245,7 @@ async def test_an_answer_that_hangs_math_verify_is_wrong() -> None:
 async def test_a_failed_check_is_attributed_to_its_cause(
     monkeypatch: pytest.MonkeyPatch, gold: str, answer: str, value: float | None, why: str
 ) -> None:
-    monkeypatch.setattr("agentloop.environments.rewards.reward._VERIFIED", FRAGILE)
+    monkeypatch.setattr("agentloop.environments.rewards.reward._IS_EQUAL", FRAGILE)
     async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as grader:
         assert (await grader.score(rollout(r"\boxed{good}"), task("g"))).value == 1.0
         found = await grader.score(rollout(rf"\boxed{{{answer}}}"), task(gold))
@@ -258,7 +258,7 @@ async def test_a_check_that_was_killed_once_is_not_the_answers_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One hang is no proof: the second try has to show it, and was killed from outside."""
-    monkeypatch.setattr("agentloop.environments.rewards.reward._VERIFIED", FRAGILE)
+    monkeypatch.setattr("agentloop.environments.rewards.reward._IS_EQUAL", FRAGILE)
     async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as grader:
         answer = f"hangs, then is killed: {tmp_path / 'mark'}"
         found = await grader.score(rollout(rf"\boxed{{{answer}}}"), task("g"))
