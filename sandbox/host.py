@@ -103,10 +103,10 @@ class LinkedClient:
         last_sent = 0
         while True:
             stats = self._pool.stats()
-            others = max(0, stats["busy"] + stats["waiting"] - len(self._calls))
-            if others != last_sent:
-                self._send(op="load", others=others)
-                last_sent = others
+            num_others = max(0, stats["busy"] + stats["waiting"] - len(self._calls))
+            if num_others != last_sent:
+                self._send(op="load", others=num_others)
+                last_sent = num_others
             self._count()  # what the client has read is free again
             await anyio.sleep(LOAD_EVERY_S)
 

@@ -164,8 +164,8 @@ class Link:
                 pass
             case "fatal":
                 self.why = str(message.get("why"))
-            case other:
-                raise ProtocolError(f"unknown message {other!r}")
+            case unknown:
+                raise ProtocolError(f"unknown message {unknown!r}")
 
     def _on_session_lost(self, message: dict[str, Any]) -> None:
         session = self.sessions.get(message["session"])

@@ -36,8 +36,8 @@ from agentloop.sandbox.container import (
     SCRATCH,
     STREAM_ERRORS,
     ContainerEngine,
-    attached,
-    created,
+    attach,
+    create_container,
     walls,
 )
 from agentloop.sandbox.engine import what_it_said
@@ -195,7 +195,10 @@ async def run_in_container(
         image_config = await _inspect(engine.docker, image)
         config = program_config(program, settings, image, image_config)
         id = f"{os.getpid()}-{_token}-{next(_numbers)}"
-        async with created(engine, config, id, "program") as container, attached(container) as io:
+        async with (
+            create_container(engine, config, id, "program") as container,
+            attach(container) as io,
+        ):
             deadline = began + timeout_s
             exit_status, limit = await _until_end(engine, container, io, program, output, deadline)
     except (*STREAM_ERRORS, TimeoutError) as error:

@@ -66,7 +66,7 @@ class Outbox:
 class HostLink(Link):
     """A link whose other end is a whole pool."""
 
-    others = 0
+    num_others = 0
 
     async def watch(self) -> None:
         """Wait until the host is lost; the WebSocket's heartbeat detects a silent one."""
@@ -79,8 +79,8 @@ class HostLink(Link):
 
     def _on_message(self, message: dict[str, Any]) -> None:
         match message:
-            case {"op": "load", "others": int(others)}:
-                self.others = others
+            case {"op": "load", "others": int(number)}:
+                self.num_others = number
             case {"op": "done", "run_s": _} if not message.keys() >= MEASURED:
                 raise ProtocolError("the host's results lack fields: does it run another version?")
             case _:
