@@ -49,7 +49,7 @@ class Closable:
         raise KeyError("board")
 
 
-async def test_what_a_library_opens_is_closed_also_after_an_error() -> None:
+async def test_an_object_of_a_library_is_closed_also_after_an_error() -> None:
     thing = Closable()
     library = Blocking("games", 5)
     with pytest.raises(KeyError, match="board"):

@@ -91,7 +91,7 @@ async def scoring(function: str, **settings: Any) -> AsyncIterator[Grader]:
         ("", None),
     ],
 )
-def test_what_counts_as_the_answer(text: str, answer: str | None) -> None:
+def test_the_last_box_or_answer_tag_is_the_answer(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
 
 
@@ -195,7 +195,9 @@ async def test_a_rollout_that_ran_out_of_time_has_no_reward(grader: Grader) -> N
 @pytest.mark.parametrize(
     ("text", "value"), [("while I compute", 0.0), (r"\boxed{5}", 1.0), (r"\boxed{6}", 0.0)]
 )
-async def test_one_that_used_up_its_time_is_scored(grader: Grader, text: str, value: float) -> None:
+async def test_a_rollout_that_used_up_its_time_is_scored(
+    grader: Grader, text: str, value: float
+) -> None:
     used = rollout(text, reason=StopReason.TIME_BUDGET)
     used.elapsed_s = 10.0
     used.turns[0].results = [ToolResult("c", "sleep", ToolStatus.TIMEOUT, "", 0.0, 1.0, 7.0)]
@@ -354,7 +356,7 @@ async def test_a_caller_who_leaves_takes_the_process_along(tmp_path: Path) -> No
 
 
 @pytest.mark.full
-async def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
+async def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     program = f"""
 import anyio
