@@ -532,7 +532,7 @@ class Agent:
             raise RuntimeError("grade: this agent has been created without a grader")
         return await self._grade(trajectory)
 
-    def _host_of(self, player: Any) -> Host:
+    def _host_of(self, player: Player) -> Host:
         pool, resolve_tools = self._host.pool, self._host.resolve_tools
         if isinstance(player, OtherModel):
             return OtherModelHost(player, pool, resolve_tools)

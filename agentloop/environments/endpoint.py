@@ -16,7 +16,7 @@ from agentloop.agent.tools import Schema
 from agentloop.environments.answer_cache import AnswerCache
 from agentloop.errors import InfrastructureFailed, LimitReached, ServerError, SettingsError
 from agentloop.inference.openai_client import EndpointCompletion, EndpointSettings, OpenAIClient
-from agentloop.plain_json import dumps
+from agentloop.plain_json import JsonObject, dumps
 from agentloop.trajectory import Message
 
 __all__ = ["Ask", "Endpoint", "asking"]
@@ -156,7 +156,7 @@ class Endpoint:
             SettingsError: the endpoint rejects all requests.
         """
         url, timeout_s = self._settings.url, self._settings.timeout_s
-        fields: dict[str, Any] = {"messages": list(messages), **self._options}
+        fields: JsonObject = {"messages": list(messages), **self._options}
         if tools:
             fields["tools"] = list(tools)
         if max_tokens is not None:
@@ -174,7 +174,7 @@ class Endpoint:
         except ServerError as error:
             raise InfrastructureFailed(str(error)) from error
 
-    async def _answer(self, fields: Mapping[str, Any]) -> EndpointCompletion:
+    async def _answer(self, fields: JsonObject) -> EndpointCompletion:
         url = self._settings.url
         async with self._connect() as client, client.slots:
             model = await self.model_name()

@@ -32,7 +32,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import pydantic
 
@@ -45,6 +45,7 @@ from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.sources import TaskList, TaskSource, TasksSettings
 from agentloop.environments.tasks.task import describe, line_of
 from agentloop.errors import AgentLoopError, SettingsError, leaves, place_of, summary_of
+from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Trajectory
 
 __all__ = [
@@ -66,17 +67,17 @@ __all__ = [
 EnvironmentFunction = Callable[..., Awaitable[Any]]
 """An async function of a task, an agent and, by name, the environment's arguments."""
 
-TaskFunction = Callable[..., "Mapping[str, Any] | Iterable[Mapping[str, Any]]"]
+TaskFunction = Callable[..., "Mapping[str, object] | Iterable[Mapping[str, object]]"]
 """A function of a `random.Random` that returns the fields of a task; or one without random numbers
 that returns those of all tasks, such as a generator.
 
 Further parameters are arguments of the environment, by their names.
 """
 
-Tasks = TaskFunction | Iterable[Mapping[str, Any]]
+Tasks = TaskFunction | Iterable[Mapping[str, object]]
 """A function that makes tasks, or the fields of all tasks: a list, an iterator or a data set."""
 
-Setup = Callable[..., AbstractAsyncContextManager[Any]]
+Setup = Callable[..., AbstractAsyncContextManager[object]]
 """A function that returns an async context manager, such as one made by `asynccontextmanager`.
 
 Its parameters are arguments of the environment, by their names.
@@ -85,8 +86,11 @@ Its parameters are arguments of the environment, by their names.
 Teacher = Callable[[Any, Random], Script]
 """A function of a task and a random number generator that returns the script of one rollout."""
 
+T = TypeVar("T")
+
 _SHARED = "shared"  # the parameter that gets what `setup` has opened
-_opened: dict[Any, Environment] = {}  # those of this process that have been set up
+# The environments of this process that have been set up, by `_key_of`.
+_opened: dict[tuple[EnvironmentFunction, str], Environment] = {}
 
 
 class EnvSettings(pydantic.BaseModel):
@@ -102,7 +106,7 @@ class EnvSettings(pydantic.BaseModel):
         "registers; none: the agent answers each task's prompt, and its answer is checked "
         "(`reward`).",
     )
-    args: dict[str, Any] = pydantic.Field(
+    args: JsonObject = pydantic.Field(
         default_factory=dict, description="Arguments of the environment, by name."
     )
 
@@ -157,7 +161,7 @@ class Environment:
                 return reward
         return None
 
-    async def __call__(self, task: Any, agent: Any) -> Any:
+    async def __call__(self, task: object, agent: object) -> Any:
         # What a rollout changes in its task or its arguments reaches no other rollout.
         shared = {} if self.setup is None else {_SHARED: self.shared}
         return await self.function(deepcopy(task), agent, **_copy(self.arguments), **shared)
@@ -177,7 +181,7 @@ class Environment:
                 arguments = self.with_arguments(self.arguments).arguments  # with the defaults
                 context = _partial(self.setup, 0, arguments)()
                 # No deadline: it may load a model or a data set, and Ctrl-C ends it.
-                shared = await stack.enter_async_context(context)
+                shared: object = await stack.enter_async_context(context)
             except Exception as error:  # the user's code
                 where = place_of(error) or line_of(self.setup)
                 message = f"setup of {self.name}: {where}: {summary_of(error)}"
@@ -185,7 +189,7 @@ class Environment:
             # To open it once more gives the same.
             yield replace(self, setup=partial(nullcontext, shared), shared=shared)
 
-    def _types_of(self, names: Sequence[str]) -> dict[str, Any]:
+    def _types_of(self, names: Sequence[str]) -> dict[str, object]:
         """Return the types of these parameters; those of task and agent may exist for mypy alone.
 
         Raises:
@@ -358,7 +362,7 @@ def _make_environment(
     )
 
 
-def _type_error(argument: str, expected: str, value: Any) -> TypeError:
+def _type_error(argument: str, expected: str, value: object) -> TypeError:
     return TypeError(f"environment: {argument}: expected {expected}, not {describe(value)}")
 
 
@@ -404,14 +408,14 @@ def _parameters(function: EnvironmentFunction) -> list[inspect.Parameter]:
     return [parameter for parameter in parameters if parameter.name != _SHARED]
 
 
-def _with_arguments(tasks: Tasks | None, values: Mapping[str, Any]) -> Tasks | None:
+def _with_arguments(tasks: Tasks | None, values: Mapping[str, object]) -> Tasks | None:
     """Pass those of the environment's arguments to a function of tasks that it takes."""
     if isinstance(tasks, TaskList):
         return TaskList(_partial(tasks.function, 0, values))
     return _partial(tasks, 1, values) if callable(tasks) else tasks
 
 
-def _partial(function: Callable[..., Any], num_own: int, values: Mapping[str, Any]) -> Any:
+def _partial(function: Callable[..., T], num_own: int, values: Mapping[str, object]) -> partial[T]:
     taken = list(inspect.signature(function).parameters)[num_own:]
     return partial(function, **{name: values[name] for name in taken if name in values})
 
@@ -472,7 +476,7 @@ def _key_of(environment: Environment) -> tuple[EnvironmentFunction, str]:
 def open_tasks(
     settings: TasksSettings,
     environment: Environment | None,
-    cursor: Mapping[str, Any] | None = None,
+    cursor: JsonObject | None = None,
 ) -> TaskSource:
     """Open the tasks of the settings. An environment's own replace those of a generator.
 
@@ -492,7 +496,7 @@ def open_tasks(
     )
 
 
-def reward_of(value: Any, weights: Mapping[str, float]) -> Reward:
+def reward_of(value: object, weights: Mapping[str, float]) -> Reward:
     """Return what an environment has returned as a reward.
 
     Raises:

@@ -19,14 +19,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio.to_thread
 
 from agentloop.environments.answer_cache import AnswerCache
 from agentloop.environments.endpoint import Ask, Endpoint, asking
 from agentloop.errors import InfrastructureFailed, SettingsError
-from agentloop.plain_json import dumps
+from agentloop.plain_json import JsonObject, dumps
 from agentloop.trajectory import Message
 
 __all__ = ["Judge", "Rating", "parse_rating"]
@@ -164,7 +163,7 @@ def parse_rating(answer: str, *, low: float, high: float) -> Rating:
             perhaps a reason.
     """
     verdict = _last_object(answer.strip().removesuffix("```").rstrip())
-    if not isinstance(verdict, dict):
+    if verdict is None:
         raise ValueError(f"it must end with a JSON object, not {answer[-_MAX_QUOTED:]!r}")
     score, reason = verdict.get("score"), verdict.get("reason", "")
     if verdict.keys() - {"score", "reason"} or not isinstance(reason, str):
@@ -174,7 +173,7 @@ def parse_rating(answer: str, *, low: float, high: float) -> Rating:
     return Rating(float(score), reason)
 
 
-def _last_object(text: str) -> Any:
+def _last_object(text: str) -> JsonObject | None:
     """Return the outermost JSON object that ends with the text, or None."""
     decoder, end = json.JSONDecoder(), 0
     # A model may open any number of braces, each of which costs a parse.
@@ -182,6 +181,7 @@ def _last_object(text: str) -> Any:
         if at < end:  # inside of an object that ended before the text did
             continue
         try:
+            value: JsonObject
             value, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
             continue

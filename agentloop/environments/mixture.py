@@ -11,7 +11,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import pydantic
 
@@ -21,6 +21,7 @@ from agentloop.environments.environment import Environment, EnvSettings, load, o
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import SettingsError
+from agentloop.plain_json import JsonObject
 
 __all__ = [
     "Envs",
@@ -41,10 +42,10 @@ class EnvsSettings(EnvSettings):
     weight: float = pydantic.Field(
         1.0, gt=0, allow_inf_nan=False, description="Share of the groups, relative to the others."
     )
-    tasks: dict[str, Any] = pydantic.Field(
+    tasks: JsonObject = pydantic.Field(
         default_factory=dict, description="Settings of its tasks; the others are those of `tasks`."
     )
-    budget: dict[str, Any] = pydantic.Field(
+    budget: JsonObject = pydantic.Field(
         default_factory=dict,
         description="Limits of its rollouts; the others are those of `budget` or of the stage.",
     )
@@ -74,7 +75,7 @@ class RunEnvironment:
     name: str
     env: EnvSettings
     tasks: TasksSettings
-    budget: Mapping[str, Any] = field(default_factory=dict)
+    budget: Mapping[str, object] = field(default_factory=dict)
     weight: float = 1.0
 
     def load(self) -> Environment | None:
@@ -116,7 +117,7 @@ def environments_of(
     return environments
 
 
-def _override(settings: M, values: Mapping[str, Any], at: str) -> M:
+def _override(settings: M, values: JsonObject, at: str) -> M:
     """Return the settings with these values. Raises SettingsError that names `at`."""
     try:
         return with_values(settings, values, source=at)
@@ -134,7 +135,7 @@ def _new_name(env: EnvSettings, taken: Sequence[str]) -> str:
 def open_mixture(
     environments: Sequence[RunEnvironment],
     loaded: Sequence[Environment | None],
-    cursor: Mapping[str, Any] | None = None,
+    cursor: JsonObject | None = None,
 ) -> TaskSource:
     """Open the tasks of the environments, and continue from `cursor` if given.
 

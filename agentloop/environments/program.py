@@ -31,7 +31,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, ClassVar, Protocol
 from urllib.parse import urlsplit
 
 import pydantic
@@ -42,7 +42,7 @@ from agentloop.environments.rewards.answers import final_answer
 from agentloop.environments.sandbox import EnvironmentSandbox
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import InfrastructureFailed, SettingsError
-from agentloop.plain_json import dumps
+from agentloop.plain_json import JsonObject, dumps
 from agentloop.sandbox import CallStatus, Program, ProgramEnd, ProgramUnsupported
 from agentloop.sandbox.program import PORT
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn
@@ -147,7 +147,7 @@ class ProgramSettings(pydantic.BaseModel):
 
     @pydantic.field_validator("command", mode="before")
     @classmethod
-    def _split(cls, command: Any) -> Any:
+    def _split(cls, command: object) -> object:
         return shlex.split(command) if isinstance(command, str) else command
 
     @pydantic.field_validator("folder")
@@ -161,7 +161,7 @@ class ProgramSettings(pydantic.BaseModel):
 
     @pydantic.field_validator("env", mode="before")
     @classmethod
-    def _numbers_are_text(cls, env: Any) -> Any:
+    def _numbers_are_text(cls, env: object) -> object:
         """Accept agent.env.NAME=1, where TOML has a number."""
         if not isinstance(env, dict):
             return env
@@ -296,7 +296,7 @@ def _check_access(folder: Path | None) -> None:
         )
 
 
-def _task_for(task: Task, prompt: str, fields: Iterable[str]) -> dict[str, Any]:
+def _task_for(task: Task, prompt: str, fields: Iterable[str]) -> JsonObject:
     """Return the task as the program reads it. The answer is not in it unless a field has it."""
     messages = task.prompt
     if isinstance(messages, str):

@@ -26,6 +26,7 @@ from agentloop.environments.tasks.task import Task
 from agentloop.errors import AgentLoopError, ServerError, place_of, sole, summary_of
 from agentloop.events import Emit, ignore
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.plain_json import JsonObject
 from agentloop.sandbox import Pool
 from agentloop.trajectory import Message, Trajectory
 
@@ -112,7 +113,7 @@ class _ClientHost:
     host: Host
     messages: list[Message]
     on_event: Emit
-    options: dict[str, Any]
+    options: JsonObject
     scope: anyio.CancelScope
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     trajectory: Trajectory | None = None
@@ -148,12 +149,12 @@ class _ClientHost:
         **options: Any,
     ) -> Trajectory:
         """Implement `Host`."""
-        common: dict[str, Any] = {"id": id, "sampling": sampling, "budget": budget}
+        common: JsonObject = {"id": id, "sampling": sampling, "budget": budget}
         if id != self.id:  # of another agent
             return await self.host.rollout(messages, tools=tools, **common, **options)
         if self.options.get("tools") is not None:
             tools = self.options["tools"]
-        of_client: dict[str, Any] = {**self.options, "tools": tools, "on_event": self.on_event}
+        of_client: JsonObject = {**self.options, "tools": tools, "on_event": self.on_event}
         try:
             conversation = _with_system(messages, self.messages)
             self.trajectory = await self.host.rollout(conversation, **common, **of_client)

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 from agentloop.agent.tools import CallerTool, Schema
 from agentloop.environments.agent import Agent
 from agentloop.errors import InfrastructureFailed, RequestError
+from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message, StopReason, ToolCall
 
 __all__ = ["AgentTransport", "Completion", "complete", "openai_call"]
@@ -46,7 +47,7 @@ class Completion:
         }
 
 
-def openai_call(id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def openai_call(id: str, name: str, arguments: Mapping[str, object]) -> JsonObject:
     """Return a tool call in OpenAI's form."""
     return {
         "id": id,
@@ -129,8 +130,8 @@ class AgentTransport:
         return response(200, json=_chat_completion(completion, body.get("model")))
 
 
-def _chat_completion(completion: Completion, model: object) -> Mapping[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": completion.text}
+def _chat_completion(completion: Completion, model: object) -> JsonObject:
+    message: JsonObject = {"role": "assistant", "content": completion.text}
     if completion.calls:
         message["tool_calls"] = [
             openai_call(call.id, call.name, call.arguments) for call in completion.calls

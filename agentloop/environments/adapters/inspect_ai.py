@@ -29,7 +29,7 @@ __all__ = ["sample"]
 Args = dict[str, Any] | None
 
 
-def rows(*, name: str, args: Args) -> Iterator[Mapping[str, Any]]:
+def rows(*, name: str, args: Args) -> Iterator[Mapping[str, object]]:
     """Yield a task for each sample of the data set. Raises SettingsError if it cannot run."""
     spec = _load(name, json.dumps(args or {}, sort_keys=True))
     for number, row in enumerate(spec.dataset):

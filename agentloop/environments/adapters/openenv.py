@@ -12,19 +12,19 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from random import Random
-from typing import Any
 
 from agentloop.agent.tools import RunTool, ToolOutput
 from agentloop.environments.adapters.openenv_server import InvalidAction, OpenEnvSession
 from agentloop.environments.agent import Agent
 from agentloop.environments.environment import environment
 from agentloop.environments.tasks.sources import Task
+from agentloop.plain_json import JsonObject
 from agentloop.trajectory import ToolCallStatus
 
 __all__ = ["episode"]
 
 
-def make_task(rng: Random) -> Mapping[str, Any]:
+def make_task(rng: Random) -> Mapping[str, object]:
     """Choose the seed of an episode."""
     return {"seed": rng.randrange(1 << 31), "source": "openenv"}
 
@@ -35,7 +35,7 @@ async def episode(
     agent: Agent,
     *,
     url: str,
-    reset: dict[str, Any] | None = None,
+    reset: JsonObject | None = None,
     system: str = "",
     max_steps: int = 50,
     max_sessions: int = 1,
@@ -83,7 +83,7 @@ class _Game:
         self._session = session
         self._max_steps = max_steps
 
-    async def step(self, action: Callable[[], Any]) -> Mapping[str, Any]:
+    async def step(self, action: Callable[[], object]) -> JsonObject:
         """Act, and return what the model sees: an observation, or why the action is invalid."""
         self.num_steps += 1
         try:
@@ -98,7 +98,7 @@ class _Game:
 class _Tool:
     """A tool of the server. Its calls are steps, one at a time for all tools (`state`)."""
 
-    def __init__(self, game: _Game, listed: Mapping[str, Any]) -> None:
+    def __init__(self, game: _Game, listed: JsonObject) -> None:
         self.name: str = listed["name"]
         parameters = listed.get("input_schema") or {"type": "object", "properties": {}}
         description = {"name": self.name, "description": listed.get("description") or ""}
@@ -109,7 +109,7 @@ class _Tool:
     async def open(self) -> AsyncIterator[RunTool]:
         yield self._run
 
-    async def _run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
+    async def _run(self, arguments: Mapping[str, object], /) -> ToolOutput:
         if self.state.is_over:
             return ToolOutput(ToolCallStatus.ERROR, "[error] the episode is over")
         call = {"type": "call_tool", "tool_name": self.name, "arguments": arguments}
@@ -120,21 +120,21 @@ class _Tool:
         return ToolOutput(ToolCallStatus.OK, _result_text(observation.get("result")))
 
 
-def _result_text(result: Any) -> str:
+def _result_text(result: object) -> str:
     """Return the text of an MCP result, or the result as JSON."""
     if isinstance(result, Mapping) and isinstance(content := result.get("content"), list):
         return "\n".join(item.get("text") or json.dumps(item) for item in content)
     return result if isinstance(result, str) else json.dumps(result)
 
 
-def _text_field(schema: Mapping[str, Any]) -> str | None:
+def _text_field(schema: JsonObject) -> str | None:
     """Return the only field that an action must have if it is any text: the answer goes there."""
     needed = schema.get("required") or []
     field = (schema.get("properties") or {}).get(needed[0], {}) if len(needed) == 1 else {}
     return needed[0] if field.get("type") == "string" and "enum" not in field else None
 
 
-def _action_in(answer: str) -> Any:
+def _action_in(answer: str) -> object:
     """Return the JSON object in an answer."""
     try:
         return json.loads(answer[answer.index("{") : answer.rindex("}") + 1])
@@ -142,7 +142,7 @@ def _action_in(answer: str) -> Any:
         raise InvalidAction(f"it is not a JSON object: {error}") from None
 
 
-def _text_of(result: Mapping[str, Any]) -> str:
+def _text_of(result: JsonObject) -> str:
     """Return an observation as text: its only text, or all of it as JSON."""
     observation = result.get("observation") or {}
     fields = {name: value for name, value in observation.items() if value not in (None, "", [], {})}

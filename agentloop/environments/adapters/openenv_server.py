@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import aiohttp
 import anyio
 import anyio.lowlevel
 
 from agentloop.errors import ServerUnavailable
+from agentloop.plain_json import JsonObject
 
 __all__ = ["InvalidAction", "OpenEnvSession"]
 
@@ -31,7 +31,7 @@ class OpenEnvSession:
     """
 
     def __init__(
-        self, socket: aiohttp.ClientWebSocketResponse, schema: Mapping[str, Any], timeout_s: float
+        self, socket: aiohttp.ClientWebSocketResponse, schema: JsonObject, timeout_s: float
     ) -> None:
         self.schema = schema
         self._socket = socket
@@ -70,7 +70,7 @@ class OpenEnvSession:
             async with socket:
                 yield cls(socket, schema, timeout_s)
 
-    async def request(self, kind: str, data: Any) -> Mapping[str, Any]:
+    async def request(self, kind: str, data: object) -> JsonObject:
         """Send a message, and return the observation, reward and end in the answer.
 
         Raises:
@@ -88,7 +88,7 @@ class OpenEnvSession:
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise ServerUnavailable(f"openenv: the server closed the connection at {kind}")
         response = json.loads(answer.data)
-        payload: Mapping[str, Any] = response.get("data") or {}
+        payload: JsonObject = response.get("data") or {}
         if response.get("type") != "error":
             return payload
         message = f"{payload.get('message')} {payload.get('errors') or ''}".strip()

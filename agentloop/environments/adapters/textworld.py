@@ -31,7 +31,7 @@ _SYSTEM = (
 )
 
 
-def make_task(rng: Random, *, file: str) -> Mapping[str, Any]:
+def make_task(rng: Random, *, file: str) -> Mapping[str, object]:
     """Choose one of the games.
 
     Raises:

@@ -23,11 +23,12 @@ from agentloop.environments.environment import environment
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import SettingsError
+from agentloop.plain_json import JsonObject
 
 __all__ = ["rollout"]
 
 
-def rows(*, id: str, args: dict[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+def rows(*, id: str, args: JsonObject | None) -> Iterator[Mapping[str, object]]:
     """Yield a task for each row of the environment's data set.
 
     Raises:
@@ -39,9 +40,7 @@ def rows(*, id: str, args: dict[str, Any] | None) -> Iterator[Mapping[str, Any]]
 
 
 @environment(tasks=rows)
-async def rollout(
-    task: Task, agent: Agent, *, id: str, args: dict[str, Any] | None = None
-) -> Reward:
+async def rollout(task: Task, agent: Agent, *, id: str, args: JsonObject | None = None) -> Reward:
     """Let verifiers run and score a rollout.
 
     Args:

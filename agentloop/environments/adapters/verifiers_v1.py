@@ -9,7 +9,7 @@ rollout's own endpoint, so what the model samples is recorded as exact ids.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import cache
 from importlib import import_module
@@ -22,11 +22,12 @@ from agentloop.environments.environment import environment
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import SettingsError, summary_of
+from agentloop.plain_json import JsonObject
 
 __all__ = ["config_of", "episode"]
 
 
-def rows(*, taskset: str, config: dict[str, Any] | None, num_tasks: int) -> Iterator[Any]:
+def rows(*, taskset: str, config: JsonObject | None, num_tasks: int) -> Iterator[JsonObject]:
     """Yield a task for each task of the set.
 
     Raises:
@@ -39,8 +40,8 @@ def rows(*, taskset: str, config: dict[str, Any] | None, num_tasks: int) -> Iter
 
 @asynccontextmanager
 async def serving(
-    *, taskset: str, config: dict[str, Any] | None, num_tasks: int
-) -> AsyncIterator[Any]:
+    *, taskset: str, config: JsonObject | None, num_tasks: int
+) -> AsyncIterator[object]:
     """Open what all episodes share: tool servers, and the proxies of the harnesses' requests."""
     env, tasks = _load(taskset, json.dumps(config or {}, sort_keys=True), num_tasks)
     async with env.serving():
@@ -54,7 +55,7 @@ async def episode(
     *,
     shared: Any,
     taskset: str,
-    config: dict[str, Any] | None = None,
+    config: JsonObject | None = None,
     num_tasks: int = 10_000,
 ) -> Reward:
     """Let verifiers run and score an episode.
@@ -94,7 +95,7 @@ def _load(taskset: str, config: str, num_tasks: int) -> tuple[Any, list[Any]]:
         raise SettingsError(f"env.args: verifiers cannot load {taskset!r}: {reason}") from error
 
 
-def config_of(taskset: str, settings: Mapping[str, Any]) -> Any:
+def config_of(taskset: str, settings: JsonObject) -> Any:
     """Return the settings of an environment with one agent.
 
     A harness that is not named runs no code of the model's; one that does runs in Docker.

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from agentloop.environments.rewards.process_pool import CallFailed
 from agentloop.errors import SettingsError
+from agentloop.plain_json import JsonObject
 from agentloop.sandbox import CallResult, CallStatus, SandboxError
 
 __all__ = ["is_solved", "score"]
@@ -56,7 +56,7 @@ class Programs(Protocol):
 
 
 async def is_solved(
-    pool: Programs, puzzle: Mapping[str, Any], answer: str, *, timeout_s: float
+    pool: Programs, puzzle: JsonObject, answer: str, *, timeout_s: float
 ) -> tuple[bool, str]:
     """Return whether `answer` scores 1, and an explanation. Takes and raises what `score` does."""
     value, reason = await score(pool, puzzle, answer, timeout_s=timeout_s)
@@ -64,7 +64,7 @@ async def is_solved(
 
 
 async def score(
-    pool: Programs, puzzle: Mapping[str, Any], answer: str, *, timeout_s: float
+    pool: Programs, puzzle: JsonObject, answer: str, *, timeout_s: float
 ) -> tuple[float, str]:
     """Return the score of `answer`, from 0 to 1, and an explanation.
 
@@ -115,7 +115,7 @@ def _verdict(result: CallResult, mark: str, family: str) -> tuple[float, str]:
     return float(value), f"{family} scores it {value:g}"
 
 
-def _last_line(stdout: str, mark: str) -> dict[str, Any] | None:
+def _last_line(stdout: str, mark: str) -> JsonObject | None:
     line = stdout.rstrip("\n").rpartition("\n")[2]
     try:
         outcome = json.loads(line.removeprefix(mark)) if line.startswith(mark) else None

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self, SupportsFloat
+from typing import Any, Self, SupportsFloat, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -96,6 +96,8 @@ def plain_reward(reward: Reward) -> Reward:
     }
     return Reward(value, answer, str(reward.reason), parts)
 
+
+T = TypeVar("T")
 
 Verdict = Reward | float | None
 RewardFunction = Callable[[Trajectory, Task], Verdict | Awaitable[Verdict]]
@@ -296,13 +298,13 @@ class Grader:
         verdict: Verdict = await result if inspect.isawaitable(result) else result
         return verdict
 
-    async def _call(self, function: str, *arguments: object) -> Any:
+    async def _call(self, function: str, *arguments: object) -> object:
         timeout_s = self._settings.timeout_s
         return await self._retry(
             partial(self._processes.call, function, *arguments, timeout_s=timeout_s)
         )
 
-    async def _retry(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
+    async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Return the result of the first attempt that succeeds."""
         for num_left in range(self._settings.retries, -1, -1):
             try:

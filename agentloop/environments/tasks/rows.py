@@ -161,7 +161,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path}: {error.strerror or error}") from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
     arrow = _package("pyarrow", extra="data")
     parquet = import_module("pyarrow.parquet")
     try:
@@ -183,13 +183,13 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path}: {error}") from error
 
 
-def _read_huggingface(settings: TasksSettings) -> Iterable[Any]:
+def _read_huggingface(settings: TasksSettings) -> Iterable[object]:
     datasets = _package("datasets", extra="data")
     name = settings.name
     try:
         if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
             data = datasets.load_from_disk(name)
-            rows: Iterable[Any] = data[settings.split] if isinstance(data, dict) else data
+            rows: Iterable[object] = data[settings.split] if isinstance(data, dict) else data
         else:
             rows = datasets.load_dataset(name, settings.config or None, split=settings.split)
     except Exception as error:  # the hub, files, format or split may raise anything
@@ -226,7 +226,7 @@ def _package(name: str, *, extra: str) -> Any:
         ) from error
 
 
-def _task(row: Any, where: str, source: str, settings: TasksSettings) -> Task:
+def _task(row: object, where: str, source: str, settings: TasksSettings) -> Task:
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: expected an object, got {describe(row)}")
     named, prompt = _first(row, _PROMPTS, where)
@@ -271,7 +271,7 @@ def _join(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _question(messages: Any, where: str) -> str:
+def _question(messages: object, where: str) -> str:
     """Check a conversation, and return its last question."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: expected text or messages, got {describe(messages)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from random import Random
@@ -31,6 +31,7 @@ from agentloop.environments.tasks.task import (
     task_of,
 )
 from agentloop.errors import AgentLoopError, DataError, SettingsError, summary_of
+from agentloop.plain_json import JsonObject
 
 __all__ = [
     "Task",
@@ -65,10 +66,10 @@ class TaskSource(ABC):
     @staticmethod
     def open(
         settings: TasksSettings | None = None,
-        cursor: Mapping[str, Any] | None = None,
+        cursor: JsonObject | None = None,
         *,
-        function: Callable[[Random], Any] | Iterable[Any] | None = None,
-        held_out: Callable[[Random], Any] | Iterable[Any] | None = None,
+        function: Callable[[Random], object] | Iterable[object] | None = None,
+        held_out: Callable[[Random], object] | Iterable[object] | None = None,
         env: str = "",
     ) -> TaskSource:
         """Read or prepare the tasks, and continue from `cursor` if given.
@@ -147,13 +148,13 @@ class TaskSource(ABC):
     def fingerprint(self) -> str:
         """A digest that is equal for the same tasks in the same order."""
 
-    def cursor(self) -> dict[str, Any]:
+    def cursor(self) -> JsonObject:
         """Return the position in the current epoch, as JSON-compatible data."""
         return {
             "epoch": self._epoch, "position": self._position, "fingerprint": self.fingerprint
         }  # fmt: skip
 
-    def go_to(self, cursor: Mapping[str, Any]) -> None:
+    def go_to(self, cursor: JsonObject) -> None:
         """Continue from a cursor.
 
         Raises:
@@ -162,7 +163,7 @@ class TaskSource(ABC):
         self._check(cursor)
         self._epoch, self._position = int(cursor["epoch"]), int(cursor["position"])
 
-    def _check(self, cursor: Mapping[str, Any]) -> None:
+    def _check(self, cursor: JsonObject) -> None:
         if cursor.get("fingerprint") != self.fingerprint:
             raise DataError(
                 "tasks: they differ from the tasks of the saved cursor: use the same files, seed "
@@ -232,7 +233,7 @@ class TaskList:
 
 
 def _of_environment(
-    settings: TasksSettings, tasks: Callable[[Random], Any] | Iterable[Any], env: str
+    settings: TasksSettings, tasks: Callable[[Random], object] | Iterable[object], env: str
 ) -> TaskSource:
     """Open the tasks that an environment makes or lists."""
     if callable(tasks):
@@ -259,7 +260,7 @@ class _FunctionTasks(_GeneratedTasks):
     """Tasks made by a function of random numbers."""
 
     def __init__(
-        self, settings: TasksSettings, function: Callable[[Random], Any], env: str
+        self, settings: TasksSettings, function: Callable[[Random], object], env: str
     ) -> None:
         super().__init__(settings)
         self._function = function
@@ -312,10 +313,10 @@ class _SplitTasks(TaskSource):
     def fingerprint(self) -> str:
         return task_digest(f"{self._training.fingerprint} {' '.join(self._held_out)}")
 
-    def cursor(self) -> dict[str, Any]:
+    def cursor(self) -> JsonObject:
         return {**self._training.cursor(), "fingerprint": self.fingerprint}
 
-    def go_to(self, cursor: Mapping[str, Any]) -> None:
+    def go_to(self, cursor: JsonObject) -> None:
         self._check(cursor)
         self._training.go_to({**cursor, "fingerprint": self._training.fingerprint})
 

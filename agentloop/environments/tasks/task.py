@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from agentloop.errors import DataError
-from agentloop.plain_json import dumps, loads
+from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.trajectory import Message
 
 __all__ = [
@@ -67,7 +67,7 @@ class Task:
         raise AttributeError(f"the task has no field {name!r}")
 
 
-def task_of(fields: Any, where: str) -> Task:
+def task_of(fields: object, where: str) -> Task:
     """Make a task of the fields that an environment gives.
 
     Its id is that of the field `id` or, without one, a digest of all fields.
@@ -98,7 +98,7 @@ def task_of(fields: Any, where: str) -> Task:
     return Task(str(id), prompt, "" if answer is None else str(answer), source, level, plain)
 
 
-def plain_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+def plain_fields(fields: Mapping[str, object], where: str) -> JsonObject:
     """Return the fields as JSON gives them back: tuples as lists, keys as text.
 
     Raises:
@@ -115,7 +115,7 @@ def plain_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     return plain
 
 
-def _check_unchanged(value: Any, plain: Any) -> None:
+def _check_unchanged(value: object, plain: Any) -> None:
     """Raise ValueError if `plain`, which JSON gives back for plain data, lacks a part of it."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not a finite number")
@@ -138,7 +138,7 @@ def problem_text(prompt: str | Sequence[Message]) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
-def level_of(level: Any, where: str) -> int:
+def level_of(level: object, where: str) -> int:
     """Parse a number or text such as "Level 5"; return 0 if there is none."""
     if level is None or level == "":
         return 0
@@ -152,7 +152,7 @@ def level_of(level: Any, where: str) -> int:
         ) from None
 
 
-def line_of(function: Callable[..., Any], error: Exception | None = None) -> str:
+def line_of(function: Callable[..., object], error: Exception | None = None) -> str:
     """Return file:line of a function, or of its last line that `error` has come through."""
     while isinstance(function, partial):
         function = function.func
@@ -170,7 +170,7 @@ def task_digest(text: str) -> str:
     return _digest(plain)
 
 
-def row_digest(problem: Any, other_fields: Any) -> str:
+def row_digest(problem: object, other_fields: object) -> str:
     """Return 32 hexadecimal digits for a row of a file; the first half are the problem's.
 
     They do not depend on the problem's whitespace.
@@ -193,10 +193,10 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def _canonical(plain: Any) -> str:
+def _canonical(plain: object) -> str:
     return json.dumps(plain, sort_keys=True, ensure_ascii=False)
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """Return a value for an error message: its beginning, or its type."""
     return f"{value!r:.60}" if isinstance(value, str | int | float) else type(value).__name__

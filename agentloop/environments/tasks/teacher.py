@@ -16,11 +16,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 from agentloop.agent.formats.values import decode_call
 from agentloop.agent.sandbox_tools import PythonCode
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
+from agentloop.plain_json import JsonObject
 
 __all__ = ["dialogues", "lessons"]
 
@@ -73,7 +73,7 @@ class _Sum:
         return _Sum(self.first, (*before, (other_sign, number)))
 
 
-def lessons(count: int, *, levels: Sequence[int], seed: int = 0) -> Iterator[dict[str, Any]]:
+def lessons(count: int, *, levels: Sequence[int], seed: int = 0) -> Iterator[JsonObject]:
     """Yield `count` dialogues about problems of these levels that no run holds out.
 
     Held-out problems, when given as a number, come from an eighth of all problems, which is
@@ -83,7 +83,7 @@ def lessons(count: int, *, levels: Sequence[int], seed: int = 0) -> Iterator[dic
     yield from dialogues(itertools.islice(TaskSource.open(settings), count), seed=seed)
 
 
-def dialogues(tasks: Iterable[Task], *, seed: int = 0) -> Iterator[dict[str, Any]]:
+def dialogues(tasks: Iterable[Task], *, seed: int = 0) -> Iterator[JsonObject]:
     """Yield {"messages": [...], "tools": [...]} for each task of the kind `arithmetic`.
 
     The same task and seed give the same dialogue.
