@@ -50,6 +50,7 @@ from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.image import ensure_image
 from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
 from agentloop.sandbox.owner import boot_id, is_dead, make_dir, own_tag, reap_dirs
+from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.settings import PoolSettings
 from agentloop.sandbox.worker.kernel import CAP_SYS_RESOURCE, can_have_cap
 
@@ -83,7 +84,7 @@ LIMITS = {"memory": "MemoryLimit", "process count": "PidsLimit", "processor time
 """Layers that an engine may lack, and what it calls them."""
 
 
-def walls(settings: PoolSettings, memory: int, processes: int) -> dict[str, Any]:
+def walls(settings: PoolSettings, memory: int, processes: int) -> JsonObject:
     """Return what holds for every container of ours, in the Engine's words.
 
     Args:
@@ -110,7 +111,7 @@ def walls(settings: PoolSettings, memory: int, processes: int) -> dict[str, Any]
 
 def host_config(
     settings: PoolSettings, socket_dir: Path | None, uid: int, caps: tuple[str, ...] = ()
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the walls of a worker.
 
     Args:

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.abc
@@ -35,6 +34,7 @@ from agentloop.sandbox.cgroup import Cgroup, NoCgroup, free_processes, new_cgrou
 from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
 from agentloop.sandbox.owner import PREFIX, make_dir, reap_dirs, remove_tree
+from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.required_layers import missing_layers, refusal
 from agentloop.sandbox.settings import PoolSettings
 
@@ -185,7 +185,7 @@ class ProcessBackend:
     async def _start(
         self, far: socket.socket, scratch: Path, uid: int, cgroup: Cgroup | None
     ) -> anyio.abc.Process:
-        spec: dict[str, Any] = {
+        spec: JsonObject = {
             "boot": read_boot(),
             "connect": f"fd:{far.fileno()}",
             "scratch": str(scratch),

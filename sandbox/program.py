@@ -42,6 +42,7 @@ from agentloop.sandbox.container import (
 )
 from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import ProgramUnsupported, SandboxUnavailable
+from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.results import CallStatus
 from agentloop.sandbox.settings import PoolSettings
 
@@ -141,7 +142,7 @@ def program_end(
 
 def program_config(
     program: Program, settings: PoolSettings, image: str, image_config: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the container of a program, in the Engine's words.
 
     Args:
@@ -175,7 +176,7 @@ def program_config(
     }
 
 
-def _mount(source: Path, target: str) -> dict[str, Any]:
+def _mount(source: Path, target: str) -> JsonObject:
     return {"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True}
 
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
 import aiohttp
 import anyio
 
 from agentloop.sandbox.errors import ProtocolError, SandboxUnavailable
 from agentloop.sandbox.link import Link, Pending, wait_ready
+from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.results import MEASURED
 from agentloop.sandbox.settings import PoolSettings
 
@@ -72,12 +72,12 @@ class HostLink(Link):
         """Wait until the host is lost; the WebSocket's heartbeat detects a silent one."""
         await self.lost.wait()  # no deadline: as long as the host lives
 
-    def submit(self, message: dict[str, Any]) -> Pending:
+    def submit(self, message: JsonObject) -> Pending:
         # Replace lone surrogates, as a worker does, because the host's JSON parser rejects them.
         clean = {key: message[key].encode("utf-8", "replace").decode() for key in ("code", "stdin")}
         return super().submit({**message, **clean})
 
-    def _on_message(self, message: dict[str, Any]) -> None:
+    def _on_message(self, message: JsonObject) -> None:
         match message:
             case {"op": "load", "others": int(number)}:
                 self.num_others = number
