@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from agentloop.learner.errors import ProcessGroupError, RankError
 from agentloop.learner.policy import Policy, config_of
 from agentloop.learner.weights import Shard, gather_values, split
+from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.protocol import (
     JoinRequest,
     LayoutReply,
@@ -126,7 +126,7 @@ class Broadcaster:
             model=self._model(),
         )
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self) -> JsonObject:
         """Return the part of the model's configuration that decides how servers store the
         weights."""
         config = config_of(self._policy.settings)
@@ -248,7 +248,7 @@ class Broadcaster:
             self.leave()
             raise ProcessGroupError(f"the group {group.name} broke: {_reason(error)}") from error
 
-    def _describe(self, bucket: Shard) -> dict[str, Any]:
+    def _describe(self, bucket: Shard) -> JsonObject:
         return {
             "names": [tensor.name for tensor in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket],

@@ -31,6 +31,7 @@ from agentloop.learner.errors import CheckpointError, RankError, WriteError
 from agentloop.learner.files import appear, fresh_partial, partial_of, remove_partial, writing
 from agentloop.learner.policy import Counters, Policy
 from agentloop.learner.world import BackgroundTask
+from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.protocol import TrainingState
 
 __all__ = ["SavedState", "Saver", "load_checkpoint", "read_state"]
@@ -290,9 +291,9 @@ def _load_converted(policy: Policy, folder: Path, saved: SavedState) -> None:
     world.run_beside((lambda: universal.remove(target)) if world.first else None)
 
 
-def _shape(policy: Policy) -> dict[str, Any]:
+def _shape(policy: Policy) -> JsonObject:
     s = policy.settings
-    shape: dict[str, Any] = {"num_ranks": policy.world.size, "zero_stage": s.zero_stage}
+    shape: JsonObject = {"num_ranks": policy.world.size, "zero_stage": s.zero_stage}
     shape |= {"dtype": s.dtype, "lora_rank": s.lora.rank}
     if _has_lora(policy):  # the base model and the adapters' settings are not in the checkpoint
         shape |= {"lora_alpha": s.lora.alpha, "lora_targets": sorted(s.lora.targets)}

@@ -40,6 +40,7 @@ from agentloop.learner.loss import LossInput, policy_loss
 from agentloop.learner.reference import Reference
 from agentloop.learner.utilization import Work, peak_tflops
 from agentloop.learner.world import Clock, World, to_device
+from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.protocol import StepReply
 from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
 
@@ -106,7 +107,7 @@ def _create_model(settings: LearnerSettings) -> PreTrainedModel:
         raise ModelError(f"learner.config: cannot create the model: {error!r}") from error
 
 
-def config_of(settings: LearnerSettings) -> dict[str, Any]:
+def config_of(settings: LearnerSettings) -> JsonObject:
     """Return the model's config.json from its folder, updated with `settings.config`."""
     config = _read_config(settings)
     num, types = settings.config.get("num_hidden_layers"), config.get("layer_types")
@@ -115,8 +116,8 @@ def config_of(settings: LearnerSettings) -> dict[str, Any]:
     return config | settings.config
 
 
-def _read_config(settings: LearnerSettings) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((settings.model / "config.json").read_text("utf-8"))
+def _read_config(settings: LearnerSettings) -> JsonObject:
+    config: JsonObject = json.loads((settings.model / "config.json").read_text("utf-8"))
     return config
 
 
@@ -491,8 +492,8 @@ def _adamw(scorer: TokenScorer, settings: LearnerSettings) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=fused or None)
 
 
-def _deepspeed_config(settings: LearnerSettings) -> dict[str, Any]:
-    config: dict[str, Any] = {
+def _deepspeed_config(settings: LearnerSettings) -> JsonObject:
+    config: JsonObject = {
         "train_micro_batch_size_per_gpu": 1,
         # The number of backward passes per step varies.
         "managed_gradient_accumulation": False,
@@ -510,13 +511,13 @@ def _deepspeed_config(settings: LearnerSettings) -> dict[str, Any]:
     return _merge(config, settings.deepspeed)
 
 
-def _offloads(settings: LearnerSettings) -> dict[str, Any]:
+def _offloads(settings: LearnerSettings) -> JsonObject:
     host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     names = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
     return {name: host for part, name in names.items() if part in settings.offload.split("+")}
 
 
-def _merge(config: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+def _merge(config: JsonObject, more: JsonObject) -> JsonObject:
     merged = dict(config)
     for key, value in more.items():
         is_nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
