@@ -174,7 +174,7 @@ def _varlen(
     options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
     if _must_allow_fewer_keys():
         options["enable_gqa"] = True
-    heads_last = [one[0].transpose(0, 1) for one in (query, key, value)]
+    heads_last = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     out: Tensor = varlen_attn(
         *heads_last, starts, starts, longest, longest, scale=scaling, **options
     )

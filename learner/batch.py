@@ -216,23 +216,25 @@ def plan(lengths: Sequence[int], budget: int, world_size: int) -> list[list[list
         bins[at].append(index)
         free[at] -= length
     _halve_until_even(bins, lengths, world_size)
-    bins.sort(key=lambda one: -_num_tokens(one, lengths))
+    bins.sort(key=lambda indices: -_num_tokens(indices, lengths))
     ranks: list[list[list[int]]] = [[] for _ in range(world_size)]
     for first in range(0, len(bins), world_size):
         # Each rank takes one; the least loaded rank takes the fullest.
-        turn = sorted(ranks, key=lambda rank: sum(_num_tokens(one, lengths) for one in rank))
-        for rank, one in zip(turn, bins[first : first + world_size], strict=False):
-            rank.append(one)
-    most = max(map(len, ranks))
-    return [rank + [[]] * (most - len(rank)) for rank in ranks]
+        turn = sorted(
+            ranks, key=lambda rank: sum(_num_tokens(indices, lengths) for indices in rank)
+        )
+        for rank, indices in zip(turn, bins[first : first + world_size], strict=False):
+            rank.append(indices)
+    num_bins = max(map(len, ranks))
+    return [rank + [[]] * (num_bins - len(rank)) for rank in ranks]
 
 
 def _halve_until_even(bins: list[list[int]], lengths: Sequence[int], world_size: int) -> None:
     while len(bins) % world_size:
-        several = [one for one in bins if len(one) > 1]
-        if not several:
+        splittable = [indices for indices in bins if len(indices) > 1]
+        if not splittable:
             return
-        fullest = max(several, key=lambda one: _num_tokens(one, lengths))
+        fullest = max(splittable, key=lambda indices: _num_tokens(indices, lengths))
         halves: tuple[list[int], list[int]] = ([], [])
         for index in fullest:  # longest first
             min(halves, key=lambda half: _num_tokens(half, lengths)).append(index)
@@ -240,8 +242,8 @@ def _halve_until_even(bins: list[list[int]], lengths: Sequence[int], world_size:
         bins.extend(halves)
 
 
-def _num_tokens(one: Sequence[int], lengths: Sequence[int]) -> int:
-    return sum(lengths[index] for index in one)
+def _num_tokens(indices: Sequence[int], lengths: Sequence[int]) -> int:
+    return sum(lengths[index] for index in indices)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,14 +19,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from agentloop.learner.errors import ProcessGroupError, RankError
 from agentloop.learner.policy import Policy, config_of
-from agentloop.learner.weights import Shard, gathered, split
+from agentloop.learner.weights import Shard, gather_values, split
+from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.protocol import (
     JoinRequest,
     LayoutReply,
@@ -62,9 +62,9 @@ class Broadcaster:
         buckets = split(policy.model, dtype, policy.settings.bucket_mib << 20)
         # Widest type first, so that each tensor is aligned when they are stored end to end.
         self._buckets: list[Shard] = [
-            sorted(bucket, key=lambda one: -one.dtype.itemsize) for bucket in buckets
+            sorted(bucket, key=lambda tensor: -tensor.dtype.itemsize) for bucket in buckets
         ]
-        self._parts = parts_of(one.name for bucket in self._buckets for one in bucket)
+        self._parts = parts_of(tensor.name for bucket in self._buckets for tensor in bucket)
         self._fused_into = {part: name for name, parts in self._parts.items() for part in parts}
         self._sent: dict[str, Tensor] = {}  # sent parts of fused tensors that are still incomplete
 
@@ -126,7 +126,7 @@ class Broadcaster:
             model=self._model(),
         )
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self) -> JsonObject:
         """Return the part of the model's configuration that decides how servers store the
         weights."""
         config = config_of(self._policy.settings)
@@ -195,17 +195,17 @@ class Broadcaster:
             device = self._policy.world.device
         flat = torch.empty(size if first else 0, dtype=torch.uint8, device=device)
         views: dict[str, torch.Tensor] = {}
-        whole = gathered(bucket, keep=first)
-        for (one, tensor), (start, end) in zip(whole, places, strict=False):
-            views[one.name] = flat[start:end].view(one.dtype).view(one.shape)
-            views[one.name].copy_(tensor)
+        values = gather_values(bucket, keep=first)
+        for (tensor, value), (start, end) in zip(values, places, strict=False):
+            views[tensor.name] = flat[start:end].view(tensor.dtype).view(tensor.shape)
+            views[tensor.name].copy_(value)
         if not first:
             return Reply()
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
             sums = {} if layout is None else self._sums(views, layout, threads)
             self._broadcast(flat)  # meanwhile the threads compute the checksums
-            found = {name: [one.result() for one in ranks] for name, ranks in sums.items()}
-        return SendReply(num_bytes=size, sums=found)
+            results = {name: [future.result() for future in ranks] for name, ranks in sums.items()}
+        return SendReply(num_bytes=size, sums=results)
 
     def _sums(
         self, views: dict[str, torch.Tensor], layout: Layout, threads: ThreadPoolExecutor
@@ -216,7 +216,7 @@ class Broadcaster:
             name = self._fused_into[part]
             parts = self._parts[name]
             if self._sent.keys() >= set(parts):
-                tensors = [self._sent.pop(one) for one in parts]
+                tensors = [*map(self._sent.pop, parts)]
                 sums[name] = [
                     threads.submit(checksum, name, tensors, layout, rank)
                     for rank in range(layout.num_ranks)
@@ -248,16 +248,16 @@ class Broadcaster:
             self.leave()
             raise ProcessGroupError(f"the group {group.name} broke: {_reason(error)}") from error
 
-    def _describe(self, bucket: Shard) -> dict[str, Any]:
+    def _describe(self, bucket: Shard) -> JsonObject:
         return {
-            "names": [one.name for one in bucket],
-            "dtypes": [str(one.dtype).removeprefix("torch.") for one in bucket],
-            "shapes": [list(one.shape) for one in bucket],
+            "names": [tensor.name for tensor in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket],
+            "shapes": [list(tensor.shape) for tensor in bucket],
         }
 
     def _spans(self, bucket: Shard) -> list[tuple[int, int]]:
         """Return (first byte, end) of each tensor, stored end to end."""
-        ends = list(itertools.accumulate(one.num_bytes for one in bucket))
+        ends = list(itertools.accumulate(tensor.num_bytes for tensor in bucket))
         return list(zip([0, *ends], ends, strict=False))
 
 

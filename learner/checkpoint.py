@@ -31,6 +31,7 @@ from agentloop.learner.errors import CheckpointError, RankError, WriteError
 from agentloop.learner.files import appear, fresh_partial, partial_of, remove_partial, writing
 from agentloop.learner.policy import Counters, Policy
 from agentloop.learner.world import BackgroundTask
+from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.protocol import TrainingState
 
 __all__ = ["SavedState", "Saver", "load_checkpoint", "read_state"]
@@ -47,7 +48,7 @@ class SavedState:
     """The content of state.json.
 
     Attributes:
-        shape: What the policy's state depends on, by name; see `_shape`.
+        shape: The settings that the policy's state depends on, by name; see `_shape`.
     """
 
     state: TrainingState
@@ -80,7 +81,7 @@ class Saver:
 
     Attributes:
         folder: The newest complete checkpoint saved by this process.
-        failed: Why the last save failed; None if it did not.
+        failed: The reason why the last save failed; None if it did not.
         writing: The checkpoint being written.
     """
 
@@ -145,9 +146,9 @@ class Saver:
 
 def _create_partial(folder: Path) -> None:
     with writing(folder):
-        for left in folder.parent.glob(".*.partial"):  # by a learner that died
-            if (left / _TAG).is_dir():
-                shutil.rmtree(left)
+        for old_partial in folder.parent.glob(".*.partial"):  # by a learner that died
+            if (old_partial / _TAG).is_dir():
+                shutil.rmtree(old_partial)
         (fresh_partial(folder) / _TAG).mkdir()
 
 
@@ -218,12 +219,12 @@ def _copy_to_host(value: Any, storages: dict[int, torch.UntypedStorage]) -> Any:
         place = (value.storage_offset(), value.size(), value.stride())
         return copied.set_(storages[address], *place)
     if isinstance(value, dict):
-        made = copy.copy(value)
-        for key, one in value.items():
-            made[key] = _copy_to_host(one, storages)
-        return made
+        copied_dict = copy.copy(value)
+        for key, item in value.items():
+            copied_dict[key] = _copy_to_host(item, storages)
+        return copied_dict
     if type(value) in (list, tuple):
-        return type(value)(_copy_to_host(one, storages) for one in value)
+        return type(value)(_copy_to_host(item, storages) for item in value)
     return copy.deepcopy(value)
 
 
@@ -242,9 +243,11 @@ def read_state(policy: Policy, folder: Path) -> SavedState:
         saved = SavedState.from_json((folder / _STATE).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise RankError(f"{folder}: not a checkpoint: {error}") from error
-    for name, now in _shape(policy).items():
-        if name not in _CONVERTED and saved.shape.get(name) != now:
-            raise RankError(f"{folder}: saved with {name} {saved.shape.get(name)}, this is {now}")
+    for name, expected in _shape(policy).items():
+        if name not in _CONVERTED and saved.shape.get(name) != expected:
+            raise RankError(
+                f"{folder}: saved with {name} {saved.shape.get(name)}, this is {expected}"
+            )
     return saved
 
 
@@ -256,8 +259,9 @@ def load_checkpoint(policy: Policy, folder: Path, saved: SavedState) -> None:
     """
     shape = _shape(policy)
     if all(saved.shape.get(name) == shape[name] for name in _CONVERTED):
-        whole = not _has_lora(policy)
-        loaded, _ = policy.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=whole)
+        loaded, _ = policy.engine.load_checkpoint(
+            str(folder), tag=_TAG, load_module_strict=not _has_lora(policy)
+        )
         if loaded is None:
             raise RankError(f"{folder}: DeepSpeed found nothing to load")
     else:
@@ -267,9 +271,9 @@ def load_checkpoint(policy: Policy, folder: Path, saved: SavedState) -> None:
 
 def _load_converted(policy: Policy, folder: Path, saved: SavedState) -> None:
     world, target = policy.world, folder.with_name(f".{folder.name}.universal")
-    then, now = (
-        f"num_ranks {one['num_ranks']}, zero_stage {one['zero_stage']}"
-        for one in (saved.shape, _shape(policy))
+    saved_with, wanted = (
+        f"num_ranks {shape['num_ranks']}, zero_stage {shape['zero_stage']}"
+        for shape in (saved.shape, _shape(policy))
     )
 
     def convert() -> None:
@@ -278,7 +282,7 @@ def _load_converted(policy: Policy, folder: Path, saved: SavedState) -> None:
                 raise CheckpointError("it was saved before the first step; start a new run instead")
             universal.convert(policy, folder / _TAG, target, stage=saved.shape["zero_stage"])
         except CheckpointError as error:
-            text = f"{folder}: saved with {then}, cannot be read with {now}: {error}"
+            text = f"{folder}: saved with {saved_with}, cannot be read with {wanted}: {error}"
             raise CheckpointError(text) from error
 
     world.run_beside(convert if world.first else None)
@@ -287,9 +291,9 @@ def _load_converted(policy: Policy, folder: Path, saved: SavedState) -> None:
     world.run_beside((lambda: universal.remove(target)) if world.first else None)
 
 
-def _shape(policy: Policy) -> dict[str, Any]:
+def _shape(policy: Policy) -> JsonObject:
     s = policy.settings
-    shape: dict[str, Any] = {"num_ranks": policy.world.size, "zero_stage": s.zero_stage}
+    shape: JsonObject = {"num_ranks": policy.world.size, "zero_stage": s.zero_stage}
     shape |= {"dtype": s.dtype, "lora_rank": s.lora.rank}
     if _has_lora(policy):  # the base model and the adapters' settings are not in the checkpoint
         shape |= {"lora_alpha": s.lora.alpha, "lora_targets": sorted(s.lora.targets)}
@@ -307,8 +311,8 @@ def _remove_older(folder: Path, keep: int) -> None:
     """Keep the latest `keep` checkpoints next to `folder`; remove older ones and nothing else."""
     if keep == 0:
         return
-    others = [file.parent for file in folder.parent.glob(f"*/{_STATE}") if file.parent != folder]
-    whole = [one for one in others if (one / _TAG).is_dir()]
-    whole.sort(key=lambda one: (one / _STATE).stat().st_mtime_ns)
-    for one in whole[: max(0, len(whole) - keep + 1)]:
-        shutil.rmtree(one)
+    folders = [file.parent for file in folder.parent.glob(f"*/{_STATE}") if file.parent != folder]
+    complete = [checkpoint for checkpoint in folders if (checkpoint / _TAG).is_dir()]
+    complete.sort(key=lambda checkpoint: (checkpoint / _STATE).stat().st_mtime_ns)
+    for checkpoint in complete[: max(0, len(complete) - keep + 1)]:
+        shutil.rmtree(checkpoint)

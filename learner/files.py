@@ -49,9 +49,9 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def _free_space(folder: Path) -> str:
-    there = next((one for one in folder.parents if one.is_dir()), Path("/"))
+    existing = next((parent for parent in folder.parents if parent.is_dir()), Path("/"))
     try:
-        return f" ({shutil.disk_usage(there).free} bytes free)"
+        return f" ({shutil.disk_usage(existing).free} bytes free)"
     except OSError:
         return ""
 

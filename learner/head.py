@@ -83,8 +83,8 @@ class Head(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     def _score(self, hidden: Tensor, targets: Tensor) -> Scores:
         score = _compiled_scores() if self._compiled else _scores
         options = (self._temperature, self._entropy_grad)
-        found: Scores = score(hidden, self.weight, self.bias, targets, *options)
-        return found
+        scores: Scores = score(hidden, self.weight, self.bias, targets, *options)
+        return scores
 
 
 def _scores(

@@ -64,7 +64,9 @@ def adapted_layers(model: torch.nn.Module) -> dict[str, LoraLayer]:
         return {}
     from peft.tuners.lora import LoraLayer
 
-    layers = ((name, one) for name, one in model.named_modules() if isinstance(one, LoraLayer))
+    layers = (
+        (name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)
+    )
     return {f"{name}.weight": layer for name, layer in layers}
 
 

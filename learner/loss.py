@@ -105,16 +105,16 @@ def importance_weight(old: Tensor, engine: Tensor, cap: float | None) -> Tensor:
     return ratio_of(old, engine).clamp(max=cap).detach()
 
 
-def k3(new: Tensor, other: Tensor) -> Tensor:
-    """Return exp(d) - d - 1 with d = other - new.
+def k3(new: Tensor, reference: Tensor) -> Tensor:
+    """Return exp(d) - d - 1 with d = reference - new.
 
-    On samples of new, its value is an unbiased estimate of KL(new || other), and never negative
+    On samples of new, its value is an unbiased estimate of KL(new || reference), and never negative
     (Schulman, "Approximating KL Divergence", k3). Its gradient there is that of the other
-    direction, KL(other || new): the samples' own dependence on new is left out. Samples of an older
-    policy are not reweighted. GRPO (arXiv 2402.03300, eq. 4) adds it to the loss; verl's low_var_kl
-    and TRL's beta are the same.
+    direction, KL(reference || new): the samples' own dependence on new is left out. Samples of an
+    older policy are not reweighted. GRPO (arXiv 2402.03300, eq. 4) adds it to the loss; verl's
+    low_var_kl and TRL's beta are the same.
     """
-    d = (other - new).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    d = (reference - new).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     return torch.expm1(d) - d  # expm1 stays exact where both nearly agree, the usual case
 
 
@@ -159,7 +159,7 @@ def policy_loss(batch: LossInput, settings: LossSettings) -> tuple[Tensor, dict[
     with torch.no_grad():
         sums = {
             "ratio": ratio.sum(),
-            "clipped": _clipped(ratio, batch.advantage, s).sum(),
+            "clipped": _is_clipped(ratio, batch.advantage, s).sum(),
             "tis": tis.sum(),
             "tis_capped": (tis >= s.tis_cap).sum() if s.tis_cap else tis.sum() * 0,
             "entropy": batch.entropy.sum(),
@@ -169,7 +169,7 @@ def policy_loss(batch: LossInput, settings: LossSettings) -> tuple[Tensor, dict[
     return (batch.weight * per_token).sum(), sums
 
 
-def _clipped(ratio: Tensor, advantage: Tensor, s: LossSettings) -> Tensor:
+def _is_clipped(ratio: Tensor, advantage: Tensor, s: LossSettings) -> Tensor:
     above, below = ratio > 1 + s.clip_high, ratio < 1 - s.clip_low
     if s.kind == "cispo":
         return above | below

@@ -40,6 +40,7 @@ from agentloop.learner.loss import LossInput, policy_loss
 from agentloop.learner.reference import Reference
 from agentloop.learner.utilization import Work, peak_tflops
 from agentloop.learner.world import Clock, World, to_device
+from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.protocol import StepReply
 from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
 
@@ -83,19 +84,21 @@ def load_model(settings: LearnerSettings) -> PreTrainedModel:
 def _create_model(settings: LearnerSettings) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    how = {
+    options = {
         "dtype": getattr(torch, settings.dtype),
         "attn_implementation": settings.attention,
     }
     if settings.init == "pretrained":
-        return AutoModelForCausalLM.from_pretrained(settings.model, local_files_only=True, **how)
-    given = config_of(settings)
+        return AutoModelForCausalLM.from_pretrained(
+            settings.model, local_files_only=True, **options
+        )
+    values = config_of(settings)
     try:
-        config = AutoConfig.for_model(**given)
+        config = AutoConfig.for_model(**values)
         _check_config(settings, type(config))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)  # the same on every rank
-            return AutoModelForCausalLM.from_config(config, **how)
+            return AutoModelForCausalLM.from_config(config, **options)
     except ModelError:
         raise
     except Exception as error:  # an invalid value can break a model anywhere
@@ -104,7 +107,7 @@ def _create_model(settings: LearnerSettings) -> PreTrainedModel:
         raise ModelError(f"learner.config: cannot create the model: {error!r}") from error
 
 
-def config_of(settings: LearnerSettings) -> dict[str, Any]:
+def config_of(settings: LearnerSettings) -> JsonObject:
     """Return the model's config.json from its folder, updated with `settings.config`."""
     config = _read_config(settings)
     num, types = settings.config.get("num_hidden_layers"), config.get("layer_types")
@@ -113,8 +116,8 @@ def config_of(settings: LearnerSettings) -> dict[str, Any]:
     return config | settings.config
 
 
-def _read_config(settings: LearnerSettings) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((settings.model / "config.json").read_text("utf-8"))
+def _read_config(settings: LearnerSettings) -> JsonObject:
+    config: JsonObject = json.loads((settings.model / "config.json").read_text("utf-8"))
     return config
 
 
@@ -216,7 +219,7 @@ class Policy:
     Attributes:
         num_updates: Optimizer steps applied, restarts included.
         num_skipped: Steps skipped because a gradient was not finite.
-        num_parameters, num_trained: Of the whole model; with LoRA few are trained.
+        num_parameters, num_trained: Counts of the whole model; with LoRA few are trained.
         engine: DeepSpeed's engine; `model` is the model in it.
     """
 
@@ -252,8 +255,8 @@ class Policy:
         self._reference = self._create_reference() if settings.loss.kl_coef else None
 
     def _create_reference(self) -> Reference:
-        own = {"activation_checkpointing": False, "lora": LoraSettings()}
-        settings = self.settings.model_copy(update=own)
+        changes = {"activation_checkpointing": False, "lora": LoraSettings()}
+        settings = self.settings.model_copy(update=changes)
         return Reference.of(
             self.engine,
             lambda: TokenScorer(load_model(settings), settings),
@@ -307,16 +310,19 @@ class Policy:
             clock.lap("ref_logprobs_s")
         done = [self._update(batch, samples, lr, clock) for samples in updates]
         num_tokens = int(batch.mask.sum())
-        norms = [one.grad_norm for one in done if one.grad_norm is not None]
+        norms = [update.grad_norm for update in done if update.grad_norm is not None]
         metrics = {
-            "loss": sum(one.loss for one in done) / len(done),
-            **{name: sum(one.sums[name] for one in done) / num_tokens for name in done[0].sums},
+            "loss": sum(update.loss for update in done) / len(done),
+            **{
+                name: sum(update.sums[name] for update in done) / num_tokens
+                for name in done[0].sums
+            },
             "grad_norm": sum(norms) / len(norms) if norms else None,
             "lr": done[-1].lr,
             "num_samples": len(batch.lengths),
             "num_tokens": num_tokens,
             **asdict(self.counters()),
-            "skipped": sum(one.skipped for one in done),
+            "skipped": sum(update.skipped for update in done),
             **self._speed(batch, clock),
         }
         # JSON has neither infinity nor NaN.
@@ -340,9 +346,9 @@ class Policy:
         # They stay on the device, such that the host launches the next pass during this one.
         sums: dict[str, Tensor] = defaultdict(lambda: self._zero.clone())
         for micro in self._micro_batches(batch, samples, weights_T):
-            loss, found = self._forward_loss(micro)
+            loss, sums_of_micro = self._forward_loss(micro)
             real = micro.source[0] >= 0
-            for name, value in {"loss": loss.detach(), **found}.items():
+            for name, value in {"loss": loss.detach(), **sums_of_micro}.items():
                 sums[name] += value if real else 0
             clock.lap("forward_s")
             self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
@@ -422,8 +428,8 @@ class Policy:
 
         Every sample must fit into a micro-batch.
         """
-        found: Array = self.scores(batch)[0]
-        return found
+        logprobs: Array = self.scores(batch)[0]
+        return logprobs
 
     def scores(self, batch: Batch) -> Array:
         """Return the log-probabilities and entropies of the sampled tokens (collective).
@@ -443,8 +449,8 @@ class Policy:
                 if micro.source[0] >= 0:
                     found_2T[:, torch.from_numpy(micro.source)] = scored.cpu()
         self.engine.train()
-        found: Array = self.world.all_reduce(found_2T).numpy()
-        return found
+        scores: Array = self.world.all_reduce(found_2T).numpy()
+        return scores
 
     def _micro_batches(
         self, batch: Batch, samples: Sequence[int], weights_T: Array
@@ -476,18 +482,18 @@ def _adamw(scorer: TokenScorer, settings: LearnerSettings) -> torch.optim.AdamW:
     o = settings.optimizer
     trained = [p for p in scorer.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim > 1]
-    others = [p for p in trained if p.ndim <= 1]
+    vectors = [p for p in trained if p.ndim <= 1]
     groups = [
         {"params": matrices, "weight_decay": o.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     # A fused step passes over the parameters once, not once per operation.
     fused = settings.offload != "none" or torch.cuda.is_available()
     return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=fused or None)
 
 
-def _deepspeed_config(settings: LearnerSettings) -> dict[str, Any]:
-    config: dict[str, Any] = {
+def _deepspeed_config(settings: LearnerSettings) -> JsonObject:
+    config: JsonObject = {
         "train_micro_batch_size_per_gpu": 1,
         # The number of backward passes per step varies.
         "managed_gradient_accumulation": False,
@@ -502,18 +508,18 @@ def _deepspeed_config(settings: LearnerSettings) -> dict[str, Any]:
             "enabled": True, "check_grad_overflow": True, "immediate_grad_update": True,
         }  # fmt: skip
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return _merged(config, settings.deepspeed)
+    return _merge(config, settings.deepspeed)
 
 
-def _offloads(settings: LearnerSettings) -> dict[str, Any]:
+def _offloads(settings: LearnerSettings) -> JsonObject:
     host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     names = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
     return {name: host for part, name in names.items() if part in settings.offload.split("+")}
 
 
-def _merged(config: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+def _merge(config: JsonObject, more: JsonObject) -> JsonObject:
     merged = dict(config)
     for key, value in more.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if both else value
+        is_nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if is_nested else value
     return merged

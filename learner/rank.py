@@ -1,4 +1,4 @@
-"""One rank: receives requests, answers them, and ends when the supervisor hangs up.
+"""A rank of the learner: receives requests, answers them, and ends when the supervisor hangs up.
 
     supervisor ──JSON lines──> rank 0 ──broadcast──> every rank: check, agree, work
         ▲                        │
@@ -117,8 +117,8 @@ class ControlChannel:
             self._buffer += data
             if len(self._buffer) > _MAX_LINE:
                 raise RankError(f"a request is longer than {_MAX_LINE} bytes")
-        line, _, rest = bytes(self._buffer).partition(b"\n")
-        self._buffer[:] = rest
+        line, _, remainder = bytes(self._buffer).partition(b"\n")
+        self._buffer[:] = remainder
         try:
             return decode_request(line)
         except MessageError as error:
@@ -209,7 +209,7 @@ def _prepare(
             _make_partial(policy, request.folder)
             return lambda: _save(policy, saver, request)
         case SavedRequest():
-            return lambda: _saved(saver, request.wait)
+            return lambda: _report_save(saver, request.wait)
         case ResetOptimizerRequest():
             return lambda: _reset_optimizer(policy)
         case LoadRequest():
@@ -292,7 +292,7 @@ def _save(policy: Policy, saver: Saver, request: SaveRequest) -> SaveReply:
     return SaveReply(folder=request.folder, **asdict(policy.counters()))
 
 
-def _saved(saver: Saver, wait: bool) -> SavedReply:
+def _report_save(saver: Saver, wait: bool) -> SavedReply:
     if wait:
         saver.wait()
     return SavedReply(folder=saver.folder, writing=saver.writing, failed=saver.failed)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from agentloop.learner.lora import adapted_layers, adapters_off
+from agentloop.plain_json import JsonObject
 
 if TYPE_CHECKING:
     from agentloop.learner.world import World
@@ -41,7 +42,7 @@ class Reference:
         load: Callable[[], torch.nn.Module],
         world: World,
         *,
-        zero: dict[str, Any],
+        zero: JsonObject,
         dtype: str,
     ) -> Reference:
         """Create the reference of a policy that has not been trained yet.
@@ -57,7 +58,7 @@ class Reference:
             return cls(frozen, partial(_on_device, frozen, world))
         import deepspeed
 
-        config: dict[str, Any] = {
+        config: JsonObject = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {k: v for k, v in zero.items() if k != "offload_optimizer"},
         }

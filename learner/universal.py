@@ -69,13 +69,13 @@ def remove(target: Path) -> None:
 def load(policy: Policy, target: Path) -> None:
     """Load a complete `target` (collective). The optimizer keeps its current settings."""
     optimizer = policy.engine.optimizer
-    whole = policy.settings.zero_stage != _WEIGHTS
+    is_replicated = policy.settings.zero_stage != _WEIGHTS
     # Stage 3 would apply the first group's settings, such as weight decay, to all groups.
-    groups = [{k: v for k, v in one.items() if k != "params"} for one in optimizer.param_groups]
-    if not whole:
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    if not is_replicated:
         optimizer.checkpoint_event_prologue()
     optimizer.load_state_dict(None, checkpoint_folder=str(_universal_folder(target)))
-    if whole:
+    if is_replicated:
         optimizer.update_lp_params()
     else:
         optimizer.checkpoint_event_epilogue()

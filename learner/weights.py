@@ -30,7 +30,7 @@ from agentloop.training.learner_client.settings import LearnerSettings
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
-__all__ = ["MANIFEST", "PublishedTensor", "Shard", "gathered", "publish", "split", "verify"]
+__all__ = ["MANIFEST", "PublishedTensor", "Shard", "gather_values", "publish", "split", "verify"]
 
 MANIFEST = "published.json"
 # Files that a loader needs besides the weights; others in the folder are not copied.
@@ -54,17 +54,17 @@ def publish(policy: Policy, folder: Path, version: str) -> Reply:
 
 
 def _publish(policy: Policy, folder: Path, version: str) -> Reply:
-    begun = time.perf_counter()
+    start_s = time.perf_counter()
     world, first = policy.world, policy.world.first
     dtype = getattr(torch, policy.settings.publish_dtype)
     partial = partial_of(folder)
 
     def on_first(work: Callable[[], object]) -> None:
-        def written() -> None:
+        def write() -> None:
             with writing(folder):
                 work()
 
-        world.run_beside(written if first else None)
+        world.run_beside(write if first else None)
 
     on_first(lambda: fresh_partial(folder))
     shards = split(policy.model, dtype, policy.settings.max_shard_mib << 20)
@@ -72,8 +72,8 @@ def _publish(policy: Policy, folder: Path, version: str) -> Reply:
     sha256: dict[str, str] = {}
     for file, shard in zip(names, shards, strict=True):
         tensors = {
-            one.name: tensor.to("cpu", one.dtype, copy=True).contiguous()
-            for one, tensor in gathered(shard, keep=first)
+            tensor.name: value.to("cpu", tensor.dtype, copy=True).contiguous()
+            for tensor, value in gather_values(shard, keep=first)
         }
         on_first(functools.partial(_write_shard, partial / file, tensors, sha256))
     manifest = {"version": version, "sha256": sha256}
@@ -89,7 +89,7 @@ def _publish(policy: Policy, folder: Path, version: str) -> Reply:
     if not first:
         return Reply()
     num_bytes = sum((folder / file).stat().st_size for file in names)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start_s
     return PublishReply(version=version, sha256=sha256, num_bytes=num_bytes, seconds=seconds)
 
 
@@ -108,7 +108,7 @@ def _sha256_of(path: Path, tensors: dict[str, torch.Tensor]) -> str:
         size = file.read(8)
         header = file.read(int.from_bytes(size, "little"))
     digest = hashlib.sha256(size + header)
-    places = {name: one for name, one in json.loads(header).items() if name in tensors}
+    places = {name: place for name, place in json.loads(header).items() if name in tensors}
     for name in sorted(places, key=lambda name: places[name]["data_offsets"]):
         digest.update(memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()
@@ -155,12 +155,12 @@ def split(model: torch.nn.Module, dtype: torch.dtype, max_bytes: int) -> list[Sh
     """
     shards: list[Shard] = [[]]
     free = max_bytes
-    for one in _tensors(model, dtype):
-        size = one.num_bytes
+    for tensor in _tensors(model, dtype):
+        size = tensor.num_bytes
         if size > free and shards[-1]:
             shards.append([])
             free = max_bytes
-        shards[-1].append(one)
+        shards[-1].append(tensor)
         free -= size
     return shards
 
@@ -174,19 +174,21 @@ def _tensors(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[PublishedTe
             continue
         name = name.replace(".base_layer.", ".")
         if layer := layers.get(name):
-            yield _merged(name, layer, dtype)
+            yield _merged_tensor(name, layer, dtype)
         else:
-            yield _unchanged(name, parameter, dtype)
+            yield _plain_tensor(name, parameter, dtype)
     kept = model.state_dict().keys()
-    yield from (_unchanged(name, one, dtype) for name, one in model.named_buffers() if name in kept)
+    yield from (
+        _plain_tensor(name, buffer, dtype) for name, buffer in model.named_buffers() if name in kept
+    )
 
 
-def _unchanged(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> PublishedTensor:
+def _plain_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> PublishedTensor:
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     return PublishedTensor(name, _shape(tensor), kind, (tensor,), lambda: tensor)
 
 
-def _merged(name: str, layer: LoraLayer, dtype: torch.dtype) -> PublishedTensor:
+def _merged_tensor(name: str, layer: LoraLayer, dtype: torch.dtype) -> PublishedTensor:
     weight = layer.get_base_layer().weight
     return PublishedTensor(
         name,
@@ -201,7 +203,7 @@ def _shape(tensor: torch.Tensor) -> torch.Size:
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def gathered(shard: Shard, *, keep: bool) -> Iterator[tuple[PublishedTensor, torch.Tensor]]:
+def gather_values(shard: Shard, *, keep: bool) -> Iterator[tuple[PublishedTensor, torch.Tensor]]:
     """Yield each tensor with its value, gathered one at a time (collective).
 
     A value is whole on the device until the next one. Without `keep` this rank only takes part and
@@ -209,11 +211,11 @@ def gathered(shard: Shard, *, keep: bool) -> Iterator[tuple[PublishedTensor, tor
     """
     import deepspeed
 
-    for one in shard:
-        parts = [part for part in one.made_of if hasattr(part, "ds_id")]
+    for tensor in shard:
+        parts = [part for part in tensor.made_of if hasattr(part, "ds_id")]
         with torch.no_grad(), deepspeed.zero.GatheredParameters(parts, enabled=bool(parts)):
             if keep:
-                yield one, one.make().detach()
+                yield tensor, tensor.make().detach()
 
 
 def _file_names(num_shards: int) -> list[str]:
@@ -223,7 +225,9 @@ def _file_names(num_shards: int) -> list[str]:
 
 
 def _write_index(partial: Path, names: list[str], shards: list[Shard]) -> None:
-    where = {one.name: file for file, shard in zip(names, shards, strict=True) for one in shard}
+    where = {
+        tensor.name: file for file, shard in zip(names, shards, strict=True) for tensor in shard
+    }
     total = sum((partial / file).stat().st_size for file in names)
     index = {"metadata": {"total_size": total}, "weight_map": where}
     text = json.dumps(index, indent=2) + "\n"
@@ -232,8 +236,8 @@ def _write_index(partial: Path, names: list[str], shards: list[Shard]) -> None:
 
 def _copy_others(settings: LearnerSettings, target: Path) -> None:
     for file in settings.model.iterdir():
-        known = file.suffix in _COPIED and not file.name.endswith(".index.json")
-        if file.is_file() and known and file.name != MANIFEST:
+        is_copied = file.suffix in _COPIED and not file.name.endswith(".index.json")
+        if file.is_file() and is_copied and file.name != MANIFEST:
             shutil.copyfile(file, target / file.name)
     if settings.chat_template is not None:
         (target / "chat_template.jinja").write_text(settings.chat_template, "utf-8")

@@ -76,9 +76,9 @@ class World:
         """
         errors: list[RankError | None] = [None] * self.size
         dist.all_gather_object(errors, error, group=self._control)
-        for found in errors:
-            if found is not None:
-                raise found
+        for rank_error in errors:
+            if rank_error is not None:
+                raise rank_error
 
     def run_beside(self, work: Callable[[], None] | None) -> None:
         """Run host work on the ranks that have some, and wait until all are done (collective).
@@ -205,9 +205,9 @@ class Clock:
         """Wait for the accelerator; return the seconds since the start, and those by name."""
         self._world.finish()
         laps: dict[str, float] = defaultdict(float)
-        for (_, begun), (name, ended) in pairwise(self._marks):
-            on_host = isinstance(begun, float)
-            laps[name] += ended - begun if on_host else begun.elapsed_time(ended) / 1e3
+        for (_, start), (name, end) in pairwise(self._marks):
+            on_host = isinstance(start, float)
+            laps[name] += end - start if on_host else start.elapsed_time(end) / 1e3
         return time.perf_counter() - self._begun, dict(laps)
 
 

@@ -1,4 +1,4 @@
-"""What the pool needs of a place where workers run. container.py and process.py are two."""
+"""The interface of a place where workers run. container.py and process.py implement it."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ import signal
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
 from agentloop.sandbox.errors import ProtocolError, SandboxUnavailable
 from agentloop.sandbox.link import Pending, next_id
+from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.results import CallError, CallResult, CallStatus
 from agentloop.sandbox.settings import MAX_CODE_BYTES, PoolSettings
 from agentloop.sandbox.slots import Need, PoolWorker, SlotQueue
@@ -68,7 +68,7 @@ class Calls:
 
     def message(
         self, code: str, stdin: str, timeout_s: float | None, memory_mib: int | None
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Return a call's message to a worker. Raises what `Pool.run` raises."""
         for name, text in (("code", code), ("stdin", stdin)):
             if not isinstance(text, str):
@@ -87,20 +87,20 @@ class Calls:
         more = {} if memory_mib is None else {"memory_mib": memory_mib}
         return {"op": "run", "code": code, "stdin": stdin, "timeout_s": timeout_s} | more
 
-    async def run(self, message: dict[str, Any]) -> CallResult:
+    async def run(self, message: JsonObject) -> CallResult:
         """Run a program on any worker, again if the first fails."""
         result = self._refuse(message, None) or await self._run(message)
         self.counts[result.status] += 1
         return result
 
-    async def run_cell(self, message: dict[str, Any], worker: PoolWorker) -> CallResult | None:
+    async def run_cell(self, message: JsonObject, worker: PoolWorker) -> CallResult | None:
         """Run a session's cell on its worker; return None if its process is lost."""
         result = self._refuse(message, worker) or await self._run_cell(message, worker)
         if result is not None:
             self.counts[result.status] += 1
         return result
 
-    def _refuse(self, message: dict[str, Any], only: PoolWorker | None) -> CallResult | None:
+    def _refuse(self, message: JsonObject, only: PoolWorker | None) -> CallResult | None:
         """Return the result of a call that is refused without a run, or None."""
         size = len(message["code"]) + len(message["stdin"])
         if size > MAX_CODE_BYTES:
@@ -112,7 +112,7 @@ class Calls:
             return CallResult.failed(next_id(), CallStatus.OVERLOADED, reason)
         return None
 
-    async def _run(self, message: dict[str, Any]) -> CallResult:
+    async def _run(self, message: JsonObject) -> CallResult:
         queue_s = 0.0
         reason = ""
         used: list[PoolWorker] = []
@@ -137,7 +137,7 @@ class Calls:
             return CallResult(message["id"], CallStatus.KILLED, **ended)
         return CallResult.failed(message["id"], CallStatus.SANDBOX_ERROR, reason, **where)
 
-    async def _run_cell(self, message: dict[str, Any], worker: PoolWorker) -> CallResult | None:
+    async def _run_cell(self, message: JsonObject, worker: PoolWorker) -> CallResult | None:
         entered = time.monotonic()
         slot = await self._slot(Need.CELL, worker, self.settings.max_wait_s)
         queue_s = time.monotonic() - entered
@@ -189,7 +189,7 @@ class Calls:
                 self.queue.leave(waiter)
         return waiter.worker
 
-    async def _answer(self, worker: PoolWorker, message: dict[str, Any]) -> dict[str, Any] | None:
+    async def _answer(self, worker: PoolWorker, message: JsonObject) -> JsonObject | None:
         """Send the call and wait for its reply; return None if the worker is lost.
 
         The message gets a new `id`. The slot is freed when the worker has replied, even if the
@@ -231,11 +231,11 @@ class Calls:
             worker.link.lose("it stopped responding")
 
 
-def _where(worker: PoolWorker, queue_s: float, attempt: int) -> dict[str, Any]:
+def _where(worker: PoolWorker, queue_s: float, attempt: int) -> JsonObject:
     return {"queue_s": queue_s, "worker_id": worker.link.worker_id, "attempt": attempt}
 
 
-def _failed_to_start(reply: dict[str, Any]) -> bool:
+def _failed_to_start(reply: JsonObject) -> bool:
     """Return whether the worker failed before the program started, such as in a fork.
 
     A host has repeated the call itself, and reports its `attempt`.

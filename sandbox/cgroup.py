@@ -38,7 +38,7 @@ class Cgroup:
     """The cgroup of a worker.
 
     Attributes:
-        paths: its directories by controller; in version 2 they are one.
+        paths: the cgroup's directories by controller; in version 2 they are one.
     """
 
     paths: Mapping[str, Path]
@@ -59,8 +59,8 @@ class Cgroup:
             _write_optional(path / "memory.swap.max", 0)
             return
         # The limit with swap may at no time be below the one without.
-        both = [path / "memory.limit_in_bytes", path / "memory.memsw.limit_in_bytes"]
-        for file in both if num_bytes < int(both[0].read_text()) else reversed(both):
+        files = [path / "memory.limit_in_bytes", path / "memory.memsw.limit_in_bytes"]
+        for file in files if num_bytes < int(files[0].read_text()) else reversed(files):
             (_write_optional if "memsw" in file.name else _write)(file, num_bytes)
         _write(path / "memory.max_usage_in_bytes", 0)
 

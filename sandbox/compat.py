@@ -19,6 +19,7 @@ import pydantic
 from pydantic import Field
 
 from agentloop.sandbox.api import MAX_BATCH, from_integral
+from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.results import CallResult, CallStatus
 from agentloop.sandbox.settings import MAX_KEPT_BYTES, OutputLimits
 
@@ -60,7 +61,7 @@ _REASONS = {
 }
 
 
-def refused_submission(submission: Submission) -> dict[str, Any] | None:
+def refused_submission(submission: Submission) -> JsonObject | None:
     """Return the response to a submission that cannot be run here, or None."""
     if submission.type != "python":
         reason = f"the type {submission.type!r} is not supported here, only 'python'"
@@ -73,7 +74,7 @@ def refused_submission(submission: Submission) -> dict[str, Any] | None:
     return _submission_result(submission, reason="invalid_input", stderr=reason)
 
 
-def submitted_call(submission: Submission, timeout_s: float) -> dict[str, Any]:
+def submitted_call(submission: Submission, timeout_s: float) -> JsonObject:
     """Return the arguments of the call, which keeps as much output as the comparison needs."""
     keep_bytes = min(KEEP_BYTES + _size(submission.expected_output), MAX_KEPT_BYTES)
     return {
@@ -84,7 +85,7 @@ def submitted_call(submission: Submission, timeout_s: float) -> dict[str, Any]:
     }
 
 
-def submission_result(submission: Submission, result: CallResult, num_chars: int) -> dict[str, Any]:
+def submission_result(submission: Submission, result: CallResult, num_chars: int) -> JsonObject:
     """Convert a result to Code Judge's format, with the first `num_chars` of each stream."""
     expected = submission.expected_output
     timeout_line = TIMEOUT_LINE if result.status is CallStatus.TIMEOUT else ""
@@ -99,7 +100,7 @@ def submission_result(submission: Submission, result: CallResult, num_chars: int
     )
 
 
-def _submission_result(submission: Submission, **fields: Any) -> dict[str, Any]:
+def _submission_result(submission: Submission, **fields: Any) -> JsonObject:
     """Return exactly the fields of Code Judge's SubmissionResult."""
     return {
         "sub_id": submission.sub_id or new_id(),
@@ -130,7 +131,7 @@ class RunCodeRequest(pydantic.BaseModel, strict=True):
     fetch_files: list[str] = Field(default_factory=list)
 
 
-def refused_code(request: RunCodeRequest) -> dict[str, Any] | None:
+def refused_code(request: RunCodeRequest) -> JsonObject | None:
     """Return the response to a request that cannot be run here, or None."""
     if request.language != "python":
         reason = f"language: {request.language!r} is not supported here, only 'python'"
@@ -150,7 +151,7 @@ RUN_CODE_OUTPUT = OutputLimits(MAX_OUTPUT_BYTES, MAX_KEPT_BYTES)
 MAX_RUN_CODE_BYTES = 2 * 6 * MAX_KEPT_BYTES  # of both streams, if each byte becomes \uXXXX
 
 
-def run_code_answer(result: CallResult) -> dict[str, Any]:
+def run_code_answer(result: CallResult) -> JsonObject:
     """Convert a result to SandboxFusion's format.
 
     Truncated output is an error, since clients compare the output.
@@ -172,7 +173,7 @@ def run_code_answer(result: CallResult) -> dict[str, Any]:
     return _fusion("Success" if result.ok else "Failed", "", run)
 
 
-def _fusion(status: str, message: str, run: dict[str, Any] | None) -> dict[str, Any]:
+def _fusion(status: str, message: str, run: JsonObject | None) -> JsonObject:
     return {
         "status": status,
         "message": message,

@@ -51,32 +51,32 @@ class Connections:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._busy)
 
-    def add(self, key: Any, now: float) -> Any:
+    def add(self, key: Any, now_s: float) -> Any:
         """Count a new connection; return the one to close in exchange, if any."""
         replaced = None
         if len(self) >= self._max_connections and self._waiting:
             replaced = next(iter(self._waiting))
             self.remove(replaced)
-        self._waiting[key] = _Wait(now + self._request_s, has_begun=True)
+        self._waiting[key] = _Wait(now_s + self._request_s, has_begun=True)
         return replaced
 
-    def receive(self, key: Any, now: float) -> None:
+    def receive(self, key: Any, now_s: float) -> None:
         """Note the arrival of bytes. Only the first bytes of a request start its time limit."""
         wait = self._waiting.get(key)
         if wait is not None and not wait.has_begun:
-            wait.has_begun, wait.until = True, now + self._request_s
+            wait.has_begun, wait.until = True, now_s + self._request_s
 
     def begin(self, key: Any) -> None:
         if self._waiting.pop(key, None) is not None:
             self._busy.add(key)
 
-    def send(self, key: Any, now: float) -> None:
+    def send(self, key: Any, now_s: float) -> None:
         """Note that a response is being sent, which its client must read."""
-        self._wait(key, now + self._request_s)
+        self._wait(key, now_s + self._request_s)
 
-    def end(self, key: Any, now: float) -> None:
+    def end(self, key: Any, now_s: float) -> None:
         """Note that a request has been answered."""
-        self._wait(key, now + self._idle_s)
+        self._wait(key, now_s + self._idle_s)
 
     def _wait(self, key: Any, until: float) -> None:
         if key in self._busy or key in self._waiting:
@@ -87,16 +87,16 @@ class Connections:
         self._waiting.pop(key, None)
         self._busy.discard(key)
 
-    def overdue(self, now: float) -> list[Any]:
-        return [key for key, wait in self._waiting.items() if wait.until <= now]
+    def overdue(self, now_s: float) -> list[Any]:
+        return [key for key, wait in self._waiting.items() if wait.until <= now_s]
 
-    def prolong(self, key: Any, num_unsent: int, now: float) -> bool:
+    def prolong(self, key: Any, num_unsent: int, now_s: float) -> bool:
         """Prolong an overdue connection if its peer is still reading its last response, of which
         so many bytes are left; return whether it is."""
         wait = self._waiting[key]
         if num_unsent in (0, wait.num_unsent):
             return False
-        wait.num_unsent, wait.until = num_unsent, now + self._request_s
+        wait.num_unsent, wait.until = num_unsent, now_s + self._request_s
         return True
 
 
@@ -104,9 +104,9 @@ async def close_overdue(connections: Connections) -> None:
     """Close connections that have waited for too long, until cancelled."""
     while True:
         await anyio.sleep(SWEEP_EVERY_S)
-        now = time.monotonic()
-        for transport in connections.overdue(now):
-            if not connections.prolong(transport, _num_unsent(transport), now):
+        now_s = time.monotonic()
+        for transport in connections.overdue(now_s):
+            if not connections.prolong(transport, _num_unsent(transport), now_s):
                 connections.remove(transport)
                 transport.abort()
 

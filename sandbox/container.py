@@ -50,6 +50,7 @@ from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.image import ensure_image
 from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
 from agentloop.sandbox.owner import boot_id, is_dead, make_dir, own_tag, reap_dirs
+from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.settings import PoolSettings
 from agentloop.sandbox.worker.kernel import CAP_SYS_RESOURCE, can_have_cap
 
@@ -83,7 +84,7 @@ LIMITS = {"memory": "MemoryLimit", "process count": "PidsLimit", "processor time
 """Layers that an engine may lack, and what it calls them."""
 
 
-def walls(settings: PoolSettings, memory: int, processes: int) -> dict[str, Any]:
+def walls(settings: PoolSettings, memory: int, processes: int) -> JsonObject:
     """Return what holds for every container of ours, in the Engine's words.
 
     Args:
@@ -110,11 +111,11 @@ def walls(settings: PoolSettings, memory: int, processes: int) -> dict[str, Any]
 
 def host_config(
     settings: PoolSettings, socket_dir: Path | None, uid: int, caps: tuple[str, ...] = ()
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the walls of a worker.
 
     Args:
-        uid: that of its calls.
+        uid: the user of its calls.
         caps: capabilities beside those that a worker can't do without.
     """
     mounts = [
@@ -161,13 +162,13 @@ class ContainerEngine:
 
     async def remove(self, name: str) -> None:
         """Remove a container for good. What the engine can't do now, `sweep` does later."""
-        why: str | None = "no answer in time"
+        problem: str | None = "no answer in time"
         with anyio.move_on_after(REMOVE_TIMEOUT_S, shield=True):
-            why = await remove(self.docker, name)
-        if why is None:
+            problem = await remove(self.docker, name)
+        if problem is None:
             return
         if not self.left:  # once, however many follow while the engine is away
-            log.warning("a container could not be removed, which is tried again: %s", why)
+            log.warning("a container could not be removed, which is tried again: %s", problem)
         self.left.add(name)
         self._changed.set()
 
@@ -205,8 +206,8 @@ class DockerBackend:
 
     @asynccontextmanager
     async def worker(self, worker_id: str) -> AsyncIterator[Link]:
-        now = anyio.current_time()
-        engine = min(self._engines, key=lambda e: (e.avoid_until > now, e.num_workers))
+        now_s = anyio.current_time()
+        engine = min(self._engines, key=lambda e: (e.avoid_until > now_s, e.num_workers))
         engine.num_workers += 1
         try:
             open_worker = self._by_socket if engine.local else self._by_attach
@@ -225,8 +226,8 @@ class DockerBackend:
             raise
         except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
             engine.avoid_until = anyio.current_time() + AVOID_S
-            why = what_it_said(error)
-            raise SandboxUnavailable(f"the engine refused a worker: {why}") from error
+            reason = what_it_said(error)
+            raise SandboxUnavailable(f"the engine refused a worker: {reason}") from error
         finally:
             engine.num_workers -= 1
 
@@ -297,7 +298,7 @@ class DockerBackend:
         failed: Exception | None = None
         async with (
             self._container(engine, link, uid, "stdio:", None) as container,
-            attached(container) as stream,
+            attach(container) as stream,
             anyio.create_task_group() as group,
         ):
 
@@ -357,13 +358,13 @@ class DockerBackend:
             "StdinOnce": by_attach,
             "HostConfig": host_config(self._settings, socket_dir, uid, engine.caps),
         }
-        async with created(engine, config, link.worker_id, "sandbox") as container:
+        async with create_container(engine, config, link.worker_id, "sandbox") as container:
             link.set_memory = partial(set_memory, engine.docker, container)
             yield container
 
 
 @asynccontextmanager
-async def created(
+async def create_container(
     engine: ContainerEngine, config: Mapping[str, Any], id: str, kind: str
 ) -> AsyncIterator[DockerContainer]:
     """Create a container, labelled with its owner, and remove it at the end.
@@ -398,7 +399,7 @@ STREAM_ERRORS = (AssertionError, RuntimeError, OSError, aiohttp.ClientError, aio
 
 
 @asynccontextmanager
-async def attached(container: DockerContainer) -> AsyncIterator[Stream]:
+async def attach(container: DockerContainer) -> AsyncIterator[Stream]:
     stream = container.attach(stdin=True, stdout=True, stderr=True)
     try:
         await stream.__aenter__()
@@ -424,8 +425,8 @@ async def set_memory(docker: aiodocker.Docker, container: DockerContainer, num_b
     except aiodocker.DockerError as error:
         raise OSError(what_it_said(error)) from error
     except (aiohttp.ClientError, OSError) as error:
-        why = what_it_said(error) or "no answer in time"
-        raise SandboxUnavailable(f"the engine did not limit a worker's memory: {why}") from error
+        reason = what_it_said(error) or "no answer in time"
+        raise SandboxUnavailable(f"the engine did not limit a worker's memory: {reason}") from error
 
 
 async def remove(docker: aiodocker.Docker, name: str) -> str | None:
@@ -455,13 +456,13 @@ async def reap_containers(docker: aiodocker.Docker, local: bool) -> int:
         # On a shared engine another machine's pids mean nothing to us.
         if (same_boot and is_dead(labels.get(f"{LABEL}.owner", ""))) or (local and not same_boot):
             with anyio.move_on_after(REMOVE_TIMEOUT_S):
-                if why := await remove(docker, container.id):
-                    log.warning("a dead owner's container could not be removed: %s", why)
-                num += why is None
+                if problem := await remove(docker, container.id):
+                    log.warning("a dead owner's container could not be removed: %s", problem)
+                num += problem is None
     return num
 
 
-async def _prepared(
+async def _prepare_engine(
     docker: aiodocker.Docker,
     url: str,
     settings: PoolSettings,
@@ -496,12 +497,14 @@ async def docker_backend(
                 )
             )
             try:
-                prepared = await _prepared(docker, url, settings, on_progress)
+                engine = await _prepare_engine(docker, url, settings, on_progress)
             except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
                 where = url or local_engine()
-                said = what_it_said(error) or "no answer in time"
-                raise SandboxUnavailable(f"the Docker Engine at {where} failed: {said}") from error
-            engines.append(prepared)
+                reason = what_it_said(error) or "no answer in time"
+                raise SandboxUnavailable(
+                    f"the Docker Engine at {where} failed: {reason}"
+                ) from error
+            engines.append(engine)
         group = await stack.enter_async_context(anyio.create_task_group())
         for engine in engines:
             group.start_soon(engine.sweep)
@@ -512,5 +515,5 @@ async def docker_backend(
             with anyio.move_on_after(REMOVE_TIMEOUT_S, shield=True):
                 for engine in engines:
                     await engine.sweep_once()
-            if left := [name for engine in engines for name in engine.left]:
-                log.warning("left for the next start to remove: %s", sorted(left))
+            if remaining := [name for engine in engines for name in engine.left]:
+                log.warning("left for the next start to remove: %s", sorted(remaining))

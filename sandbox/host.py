@@ -16,7 +16,7 @@ from aiohttp import web
 from agentloop.sandbox.api import LinkRequest, check, has_more_values, max_values
 from agentloop.sandbox.errors import LostBy, ProtocolError, SandboxError, SessionLost
 from agentloop.sandbox.pool import Pool
-from agentloop.sandbox.protocol import FrameReader, encode
+from agentloop.sandbox.protocol import FrameReader, JsonObject, encode
 from agentloop.sandbox.remote import Outbox
 from agentloop.sandbox.results import CallResult, CallStatus
 from agentloop.sandbox.sessions import Sessions
@@ -32,7 +32,7 @@ class _Frames(FrameReader):
     """A frame reader for clients, which are not trusted."""
 
     @staticmethod
-    def _parse(body: bytes) -> dict[str, Any]:
+    def _parse(body: bytes) -> JsonObject:
         limit = max_values(LinkRequest)
         if has_more_values(body, limit):
             raise ProtocolError(f"a frame may have at most {limit} values")
@@ -103,14 +103,14 @@ class LinkedClient:
         last_sent = 0
         while True:
             stats = self._pool.stats()
-            others = max(0, stats["busy"] + stats["waiting"] - len(self._calls))
-            if others != last_sent:
-                self._send(op="load", others=others)
-                last_sent = others
+            num_others = max(0, stats["busy"] + stats["waiting"] - len(self._calls))
+            if num_others != last_sent:
+                self._send(op="load", others=num_others)
+                last_sent = num_others
             self._count()  # what the client has read is free again
             await anyio.sleep(LOAD_EVERY_S)
 
-    def _on_frame(self, frame: dict[str, Any]) -> None:
+    def _on_frame(self, frame: JsonObject) -> None:
         match frame:
             case {"op": "run", "id": int(call_id)} if call_id in self._calls:
                 raise ProtocolError(f"the id {call_id} belongs to a call that is still open")
@@ -133,7 +133,7 @@ class LinkedClient:
             case _:
                 raise ProtocolError(f"unknown frame: {reprlib.repr(frame)}")
 
-    async def _call(self, call_id: int, frame: dict[str, Any], scope: anyio.CancelScope) -> None:
+    async def _call(self, call_id: int, frame: JsonObject, scope: anyio.CancelScope) -> None:
         size = sum(len(text) for text in frame.values() if isinstance(text, str))
         self._num_held += size
         try:
@@ -173,7 +173,7 @@ class LinkedClient:
         self._send(op="done", id=call_id, status=status, why=reason)
 
 
-def _fields(result: CallResult) -> dict[str, Any]:
+def _fields(result: CallResult) -> JsonObject:
     """Return a result as a frame's fields, the inverse of CallResult.from_frame."""
     fields = dataclasses.asdict(result)
     if result.status.is_unscorable:

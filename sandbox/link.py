@@ -10,12 +10,12 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import anyio
 
 from agentloop.sandbox.errors import LostBy, ProtocolError, SandboxUnavailable
-from agentloop.sandbox.protocol import FrameReader, encode
+from agentloop.sandbox.protocol import FrameReader, JsonObject, encode
 
 SPARE_BYTES = 16 << 20  # of a worker's limit: page tables and the like, beside a call's own memory
 BEAT_S = 5.0
@@ -30,7 +30,7 @@ class Pending:
     """A call in progress on a worker. `reply` stays None if the worker is lost."""
 
     done: anyio.Event = field(default_factory=anyio.Event)
-    reply: dict[str, Any] | None = None
+    reply: JsonObject | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +48,7 @@ class Link:
         self.worker_id = worker_id
         self.ready_or_lost = anyio.Event()
         self.lost = anyio.Event()
-        self.hello: dict[str, Any] = {}
+        self.hello: JsonObject = {}
         self.why = ""  # the reason for its loss, if known
         self.pending: dict[int, Pending] = {}
         self.sessions: dict[int, OpenSession] = {}
@@ -62,7 +62,7 @@ class Link:
         self._reader = FrameReader()
         self._heard = False
 
-    def submit(self, message: dict[str, Any]) -> Pending:
+    def submit(self, message: JsonObject) -> Pending:
         """Send a call; its reply arrives in the Pending.
 
         Raises:
@@ -100,7 +100,7 @@ class Link:
         else:
             self._memory_bytes = num_bytes
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def tell(self, message: JsonObject) -> None:
         if not self.lost.is_set():
             self.write(encode(message))
 
@@ -149,7 +149,7 @@ class Link:
         for call_id in list(self.pending):
             self._settle(call_id, None)
 
-    def _on_message(self, message: dict[str, Any]) -> None:
+    def _on_message(self, message: JsonObject) -> None:
         match message.get("op"):
             case "done":
                 self._settle(message["id"], message)
@@ -164,17 +164,17 @@ class Link:
                 pass
             case "fatal":
                 self.why = str(message.get("why"))
-            case other:
-                raise ProtocolError(f"unknown message {other!r}")
+            case unknown:
+                raise ProtocolError(f"unknown message {unknown!r}")
 
-    def _on_session_lost(self, message: dict[str, Any]) -> None:
+    def _on_session_lost(self, message: JsonObject) -> None:
         session = self.sessions.get(message["session"])
         if session is not None and session.lost_by is None:  # keep the first cause
             session.lost_by = LostBy(message.get("by", LostBy.INFRASTRUCTURE))
         if "id" in message:  # of a cell that was not run
             self._settle(message["id"], None)
 
-    def _settle(self, call_id: int, reply: dict[str, Any] | None) -> None:
+    def _settle(self, call_id: int, reply: JsonObject | None) -> None:
         pending = self.pending.pop(call_id, None)
         if pending is not None:
             pending.reply = reply

@@ -20,12 +20,12 @@ import pydantic
 from aiohttp import web
 from pydantic.json_schema import GenerateJsonSchema
 
+from agentloop.sandbox.protocol import JsonObject
+
 JSON = "application/json"
 JSON_LINES = "application/x-ndjson"
 EVENTS = "text/event-stream"
 TEXT = "text/plain"
-
-JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,14 +152,14 @@ class Pool:
                 await self._changed.wait()
             if fleet.num_failures and fleet.num < self._num_wanted(backend):
                 await anyio.sleep(BACKOFF_S[min(fleet.num_failures, len(BACKOFF_S)) - 1])
-            now = anyio.current_time()
+            now_s = anyio.current_time()
             num_open = sum(worker.open for worker in self._queue.workers if not worker.is_host)
             if num_open <= self._num_wanted(backend):
                 surplus_since = math.inf
-            elif now >= surplus_since + SURPLUS_S:
+            elif now_s >= surplus_since + SURPLUS_S:
                 self._close_surplus()
             else:
-                surplus_since = min(surplus_since, now)
+                surplus_since = min(surplus_since, now_s)
 
     def _num_wanted(self, backend: Backend) -> int:
         if isinstance(backend, HostBackend):
@@ -184,14 +184,14 @@ class Pool:
         self._why = str(error)
         if not self._calls.is_open and isinstance(error, SandboxError):
             return  # the error of a pool without workers says why
-        now = time.monotonic()
-        if now < self._quiet_until:
+        now_s = time.monotonic()
+        if now_s < self._quiet_until:
             self._num_unlogged += 1
             return
         more = f" ({self._num_unlogged} more since the last line)" if self._num_unlogged else ""
         # Errors other than our own need a traceback.
         log.warning("%s%s", error, more, exc_info=not isinstance(error, SandboxError))
-        self._quiet_until, self._num_unlogged = now + QUIET_S, 0
+        self._quiet_until, self._num_unlogged = now_s + QUIET_S, 0
 
     async def _live(self, fleet: _Fleet) -> None:
         """Run one worker from start to end."""
@@ -329,7 +329,7 @@ class Pool:
         """
         if not self._calls.is_open:
             raise RuntimeError(NOT_OPEN)
-        backend = next((one for one in self._backends if isinstance(one, DockerBackend)), None)
+        backend = next((item for item in self._backends if isinstance(item, DockerBackend)), None)
         if backend is None:
             raise ProgramUnsupported(
                 "a program runs in a container of its own, and calls do not run in containers "
@@ -391,8 +391,8 @@ class _Fleet:
 
     Attributes:
         num: workers that start or run.
-        num_tries: how many have started, or failed to.
-        num_failures: in a row.
+        num_tries: number of workers that have started, or failed to.
+        num_failures: number of failures in a row.
     """
 
     def __init__(self, backend: Backend) -> None:

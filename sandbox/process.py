@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.abc
@@ -35,6 +34,7 @@ from agentloop.sandbox.cgroup import Cgroup, NoCgroup, free_processes, new_cgrou
 from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
 from agentloop.sandbox.owner import PREFIX, make_dir, reap_dirs, remove_tree
+from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.required_layers import missing_layers, refusal
 from agentloop.sandbox.settings import PoolSettings
 
@@ -48,7 +48,7 @@ async def process_backend(settings: PoolSettings) -> AsyncIterator[ProcessBacken
     Raises SandboxUnavailable where it allows none, or not to this pool.
     """
     await anyio.to_thread.run_sync(reap_cgroups)
-    why = await anyio.to_thread.run_sync(why_no_cgroup)
+    without_cgroup = await anyio.to_thread.run_sync(why_no_cgroup)
     num_processes = max_processes(settings)
     free = free_processes()
     if free < num_processes:
@@ -58,16 +58,16 @@ async def process_backend(settings: PoolSettings) -> AsyncIterator[ProcessBacken
             "processes_per_call"
         )
     with ExitStack() as stack:
-        if why and not settings.allow_weak_isolation:
+        if without_cgroup and not settings.allow_weak_isolation:
             stack.enter_context(_only_pool())
-        yield ProcessBackend(settings, why, free // num_processes)
+        yield ProcessBackend(settings, without_cgroup, free // num_processes)
 
 
 class ProcessBackend:
     """Starts workers with this interpreter, each in its own session.
 
     Args:
-        without_cgroup: why workers have no cgroups; "": they have.
+        without_cgroup: the reason why workers have no cgroups; "": they have.
         max_workers: how many the limits on processes allow.
     """
 
@@ -179,13 +179,13 @@ class ProcessBackend:
             counted = "limited and counted by a cgroup"
             return {"memory": counted, "process count": counted, "processor time": counted}
         num = "one call at a time, since" if self.max_running == 1 else "not counted:"
-        why = f"{num} no cgroup can be created ({self._without_cgroup})"
-        return {"memory": f"limit per process; {why}", "processor time": why}
+        reason = f"{num} no cgroup can be created ({self._without_cgroup})"
+        return {"memory": f"limit per process; {reason}", "processor time": reason}
 
     async def _start(
         self, far: socket.socket, scratch: Path, uid: int, cgroup: Cgroup | None
     ) -> anyio.abc.Process:
-        spec: dict[str, Any] = {
+        spec: JsonObject = {
             "boot": read_boot(),
             "connect": f"fd:{far.fileno()}",
             "scratch": str(scratch),
@@ -197,10 +197,10 @@ class ProcessBackend:
         }
         with ExitStack() as stack:
             if cgroup is not None:  # opened here: a worker may run as a user who could not
-                spec["entries"] = [_opened(stack, path, os.O_WRONLY) for path in cgroup.entries]
+                spec["entries"] = [_open(stack, path, os.O_WRONLY) for path in cgroup.entries]
             counters = cgroup.counters if cgroup is not None else {"oom": "/proc/vmstat"}
             spec["counters"] = {
-                name: _opened(stack, path, os.O_RDONLY) for name, path in counters.items()
+                name: _open(stack, path, os.O_RDONLY) for name, path in counters.items()
             }
             spec_fd = _memory_file(json.dumps(spec))
             stack.callback(os.close, spec_fd)
@@ -215,7 +215,7 @@ class ProcessBackend:
             )
 
 
-def _opened(stack: ExitStack, path: str, flags: int) -> int:
+def _open(stack: ExitStack, path: str, flags: int) -> int:
     fd = os.open(path, flags | os.O_CLOEXEC)
     stack.callback(os.close, fd)
     return fd

@@ -36,12 +36,13 @@ from agentloop.sandbox.container import (
     SCRATCH,
     STREAM_ERRORS,
     ContainerEngine,
-    attached,
-    created,
+    attach,
+    create_container,
     walls,
 )
 from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import ProgramUnsupported, SandboxUnavailable
+from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.results import CallStatus
 from agentloop.sandbox.settings import PoolSettings
 
@@ -141,7 +142,7 @@ def program_end(
 
 def program_config(
     program: Program, settings: PoolSettings, image: str, image_config: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the container of a program, in the Engine's words.
 
     Args:
@@ -175,7 +176,7 @@ def program_config(
     }
 
 
-def _mount(source: Path, target: str) -> dict[str, Any]:
+def _mount(source: Path, target: str) -> JsonObject:
     return {"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True}
 
 
@@ -195,7 +196,10 @@ async def run_in_container(
         image_config = await _inspect(engine.docker, image)
         config = program_config(program, settings, image, image_config)
         id = f"{os.getpid()}-{_token}-{next(_numbers)}"
-        async with created(engine, config, id, "program") as container, attached(container) as io:
+        async with (
+            create_container(engine, config, id, "program") as container,
+            attach(container) as io,
+        ):
             deadline = began + timeout_s
             exit_status, limit = await _until_end(engine, container, io, program, output, deadline)
     except (*STREAM_ERRORS, TimeoutError) as error:

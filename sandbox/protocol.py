@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 
 from agentloop.sandbox.errors import ProtocolError
 
+JsonObject: TypeAlias = dict[str, Any]
+"""A decoded JSON object whose fields are not checked yet."""
+
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 
-def encode(message: dict[str, Any]) -> bytes:
+def encode(message: JsonObject) -> bytes:
     """Encode a message as a frame. Lone surrogates are allowed; the worker replaces them."""
     try:
         body = orjson.dumps(message)
@@ -47,10 +50,10 @@ class FrameReader:
         """Return the number of bytes of the incomplete message."""
         return len(self._buffer)
 
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
+    def feed(self, data: bytes) -> list[JsonObject]:
         """Return the messages that `data` completes. Raises ProtocolError on invalid frames."""
         self._buffer += data
-        messages: list[dict[str, Any]] = []
+        messages: list[JsonObject] = []
         while len(self._buffer) >= HEADER.size:
             (size,) = HEADER.unpack_from(self._buffer)
             if size > MAX_FRAME_BYTES:
@@ -63,7 +66,7 @@ class FrameReader:
         return messages
 
     @staticmethod
-    def _parse(body: bytes) -> dict[str, Any]:
+    def _parse(body: bytes) -> JsonObject:
         try:
             message = orjson.loads(body)
         except orjson.JSONDecodeError as error:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
 import aiohttp
 import anyio
 
 from agentloop.sandbox.errors import ProtocolError, SandboxUnavailable
 from agentloop.sandbox.link import Link, Pending, wait_ready
+from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.results import MEASURED
 from agentloop.sandbox.settings import PoolSettings
 
@@ -66,21 +66,21 @@ class Outbox:
 class HostLink(Link):
     """A link whose other end is a whole pool."""
 
-    others = 0
+    num_others = 0
 
     async def watch(self) -> None:
         """Wait until the host is lost; the WebSocket's heartbeat detects a silent one."""
         await self.lost.wait()  # no deadline: as long as the host lives
 
-    def submit(self, message: dict[str, Any]) -> Pending:
+    def submit(self, message: JsonObject) -> Pending:
         # Replace lone surrogates, as a worker does, because the host's JSON parser rejects them.
         clean = {key: message[key].encode("utf-8", "replace").decode() for key in ("code", "stdin")}
         return super().submit({**message, **clean})
 
-    def _on_message(self, message: dict[str, Any]) -> None:
+    def _on_message(self, message: JsonObject) -> None:
         match message:
-            case {"op": "load", "others": int(others)}:
-                self.others = others
+            case {"op": "load", "others": int(number)}:
+                self.num_others = number
             case {"op": "done", "run_s": _} if not message.keys() >= MEASURED:
                 raise ProtocolError("the host's results lack fields: does it run another version?")
             case _:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Self
+from typing import Self
 
 import anyio
 import anyio.to_thread
@@ -45,6 +45,7 @@ from agentloop.sandbox.openapi import (
     document,
 )
 from agentloop.sandbox.pool import Pool
+from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.remote import HEARTBEAT_S, MAX_MSG_SIZE
 from agentloop.sandbox.results import CallResult
 from agentloop.sandbox.serve_settings import SandboxServeSettings, num_connections
@@ -179,8 +180,8 @@ class SandboxService:
 
     async def _judge(
         self, submissions: list[compat.Submission], with_output: bool
-    ) -> list[dict[str, Any]]:
-        answers: dict[int, dict[str, Any]] = {}
+    ) -> list[JsonObject]:
+        answers: dict[int, JsonObject] = {}
         for index, submission in enumerate(submissions):
             if refusal := compat.refused_submission(submission):
                 answers[index] = refusal
@@ -222,9 +223,7 @@ class SandboxService:
     # -- helpers ----------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _run_all(
-        self, calls: Iterable[dict[str, Any]]
-    ) -> AsyncIterator[AsyncIterator[Numbered]]:
+    async def _run_all(self, calls: Iterable[JsonObject]) -> AsyncIterator[AsyncIterator[Numbered]]:
         """Run calls, given as arguments of `Pool.run`; yield (index, result) pairs as they finish.
 
         Only slightly more calls than there are slots are in the pool at a time, so that a batch
@@ -249,7 +248,7 @@ class SandboxService:
                     group.start_soon(work, out.clone())
             yield results
 
-    def _call(self, request: RunRequest) -> dict[str, Any]:
+    def _call(self, request: RunRequest) -> JsonObject:
         """Return the arguments of a call: its memory limit is at most the pool's."""
         call = request.model_dump()
         if request.memory_mib is not None:
@@ -275,7 +274,7 @@ def _no_session() -> RequestRefused:
 _REFUSED = Response("The request was refused.", {JSON: RefusalBody})
 _RESULT = Response("The result, however the program ended.", {JSON: CallResult})
 _LOST = Response("The session is lost, possibly because of this cell.", {JSON: RefusalBody})
-_ANSWER: Responses = {200: Response("The answer.", {JSON: dict[str, Any]})}
+_ANSWER: Responses = {200: Response("The answer.", {JSON: JsonObject})}
 _HEALTH: Responses = {
     200: Response("A worker is up.", {JSON: dict[str, str]}),
     503: Response("No worker is up.", {JSON: dict[str, str]}),

@@ -80,7 +80,7 @@ class PoolWorker:
         if not self.open:
             return -1
         if isinstance(self.link, HostLink):
-            return max(min(self.free, 1), self.free - self.link.others)
+            return max(min(self.free, 1), self.free - self.link.num_others)
         return int(self.is_idle)
 
 
@@ -172,8 +172,8 @@ class SlotQueue:
 
     def serve(self) -> None:
         """Grant workers to those that wait, oldest first."""
-        while (found := self._next()) is not None:
-            waiter, worker = found
+        while (grant := self._next()) is not None:
+            waiter, worker = grant
             self._calls.pop(waiter, None)
             self._others.pop(waiter, None)
             waiter.granted.set()
@@ -214,10 +214,10 @@ class SlotQueue:
 
     def worker_for_call(self) -> PoolWorker | None:
         """Return the worker with the most free slots that can take a call now."""
-        best, most = None, 0
+        best, max_available = None, 0
         for worker in self.workers:
-            if (num := worker.num_available) > most and self._can_run(worker):
-                best, most = worker, num
+            if (num := worker.num_available) > max_available and self._can_run(worker):
+                best, max_available = worker, num
         return best
 
     def worker_for_session(self) -> PoolWorker | None:

@@ -1,1 +1,1 @@
-"""What an agent is trained and evaluated on: environments, tasks and rewards."""
+"""Environments, tasks and rewards: an agent is trained and evaluated on them."""

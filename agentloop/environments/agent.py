@@ -1,4 +1,4 @@
-"""What an environment talks to: it runs conversations with the model and keeps their records."""
+"""The agent of an environment: it runs conversations with the model and keeps their records."""
 
 from __future__ import annotations
 
@@ -177,10 +177,10 @@ class Agent:
         self._siblings = siblings
         self._failure: str | None = None
         self._session: ModelSession | None = None
-        self._num_begun = 0
-        self._found: dict[int, Trajectory] = {}
+        self._num_conversations = 0
+        self._trajectories: dict[int, Trajectory] = {}
         self._others: dict[str, Agent] = {}
-        self._given: dict[str, tuple[bool, Player | None]] = {}  # the arguments of `other`
+        self._other_arguments: dict[str, tuple[bool, Player | None]] = {}
         self._recorded: dict[str, float] = {}
 
     @property
@@ -232,8 +232,8 @@ class Agent:
 
         Those of clients of its `url` come last.
         """
-        own = [self._found[number] for number in sorted(self._found)]
-        return own + (self._session.trajectories if self._session is not None else [])
+        trajectories = [self._trajectories[number] for number in sorted(self._trajectories)]
+        return trajectories + (self._session.trajectories if self._session is not None else [])
 
     @property
     def url(self) -> str:
@@ -288,13 +288,13 @@ class Agent:
         self._is_closed = True
         for number, scope in self._running.items():
             scope.cancel()
-            self._stopped(number)
+            self._record_stop(number)
         if self._session is not None:
             if self._session.failure is not None:
-                self._failed(self._session.failure)
+                self._record_failure(self._session.failure)
             self._listener.sessions.close(self._session, stop_reason=stop_reason)
-        for other in self._others.values():
-            other.close(stop_reason)
+        for agent in self._others.values():
+            agent.close(stop_reason)
 
     @property
     def is_closed(self) -> bool:
@@ -315,7 +315,7 @@ class Agent:
             self._session = self._listener.sessions.open(
                 f"{self.id}+api",
                 sampling=self._sampling.of_group("api"),
-                budget=self._lowered(None, None),
+                budget=self._limited_budget(None, None),
                 emit=self._emit,
                 with_text=self._with_text,
                 is_rollout=True,
@@ -335,7 +335,7 @@ class Agent:
     @property
     def sandbox(self) -> EnvironmentSandbox:
         """The sandbox, for what must not run in this process, such as code of the model."""
-        return EnvironmentSandbox(self._host.pool, self._failed)
+        return EnvironmentSandbox(self._host.pool, self._record_failure)
 
     def other(self, name: str, *, is_trained: bool = True, player: Player | None = None) -> Agent:
         """Return another agent, such as an opponent or a checker.
@@ -346,7 +346,7 @@ class Agent:
 
         Args:
             is_trained: whether to train on its tokens.
-            player: what plays it instead of the model: an `Endpoint`, such as a stronger model; an
+            player: plays it instead of the model: an `Endpoint`, such as a stronger model; an
                 `agentloop.Runtime`, such as that of an older checkpoint; or a function of the
                 messages so far, as in `agentloop.play`. It is never trained on. Its budget is that
                 of `agent`, except that an endpoint and a function have no budget of tokens:
@@ -376,8 +376,8 @@ class Agent:
                 main=self,
                 grade=self._grade,
             )
-        given = is_trained, player
-        if self._given.setdefault(name, given) != given:
+        arguments = is_trained, player
+        if self._other_arguments.setdefault(name, arguments) != arguments:
             raise RequestError(
                 f"agent.other({name!r}): is_trained={is_trained}, player={player} are not what it "
                 "was made with: pass the same arguments each time"
@@ -415,14 +415,14 @@ class Agent:
         if self._is_closed:
             await anyio.sleep(_REFUSAL_S)
             self._refuse_if_closed()
-        asked = conversation_of(messages, system)
+        conversation = conversation_of(messages, system)
         if isinstance(tools, str) or not isinstance(tools, Sequence):
             raise RequestError(f"tools: expected a list of functions or names, got {tools!r:.50}")
-        budget = self._lowered(max_turns, max_tokens)
-        number, self._num_begun = self._num_begun, self._num_begun + 1
+        budget = self._limited_budget(max_turns, max_tokens)
+        number, self._num_conversations = self._num_conversations, self._num_conversations + 1
         group, prompt_ids = "", None
         if self._siblings is not None and number == 0:
-            group = self._siblings.group_of(asked, tools)
+            group = self._siblings.group_of(conversation, tools)
             prompt_ids = self._siblings.prompt_ids
         clock = _ReplyClock(reply) if reply is not None else None
         if budget.timeout_s <= 0:
@@ -430,7 +430,7 @@ class Agent:
 
         def observe(event: Event) -> None:
             if isinstance(event, RolloutStarted):
-                self._found[number] = event.record
+                self._trajectories[number] = event.record
             self._emit(event)
 
         begun_s = anyio.current_time()
@@ -438,7 +438,7 @@ class Agent:
             with anyio.CancelScope() as scope:
                 self._running[number] = scope
                 trajectory = await self._host.rollout(
-                    asked,
+                    conversation,
                     tools=list(tools),
                     sampling=self._sampling.of_group(str(number)) if number else self._sampling,
                     budget=budget,
@@ -450,19 +450,19 @@ class Agent:
                     with_text=self._with_text,
                 )
         except ServerError as error:
-            raise self._failed(str(error)) from error
+            raise self._record_failure(str(error)) from error
         except BaseException:  # the environment's, or it has been stopped
-            self._stopped(number)
+            self._record_stop(number)
             raise
         finally:
             self._running.pop(number, None)
             (self._main or self)._conversing_s += anyio.current_time() - begun_s
         if scope.cancel_called:  # by `close`
-            self._stopped(number)
+            self._record_stop(number)
             self._refuse_if_closed()
-        self._found[number] = trajectory
+        self._trajectories[number] = trajectory
         if trajectory.stop_reason in (StopReason.INFRASTRUCTURE, StopReason.CANCELLED):
-            raise self._failed(trajectory.error or str(trajectory.stop_reason))
+            raise self._record_failure(trajectory.error or str(trajectory.stop_reason))
         if trajectory.stop_reason is StopReason.TIME_BUDGET and not trajectory.used_its_time:
             self._explain_lateness(trajectory, clock)
         return trajectory
@@ -471,23 +471,23 @@ class Agent:
         """Raise what a conversation ran out of time for: its environment, or the infrastructure."""
         main = self._main or self
         elapsed_s = self._budget.timeout_s - self.time_left_s
-        why = ""
+        reason = ""
         if clock is not None and clock.elapsed_s >= trajectory.elapsed_s / 2:
-            why = f"its replies took {clock.elapsed_s:.3g} s, most of the time"
+            reason = f"its replies took {clock.elapsed_s:.3g} s, most of the time"
         elif elapsed_s - main._conversing_s > self._budget.timeout_s / 2:
-            why = "its environment spent most of the time outside of conversations"
-        if why:
+            reason = "its environment spent most of the time outside of conversations"
+        if reason:
             trajectory.stop_reason = StopReason.ENVIRONMENT
-            raise _TooSlow(why)
-        raise self._failed("it ran out of time, mostly waiting for servers and sandbox")
+            raise _TooSlow(reason)
+        raise self._record_failure("it ran out of time, mostly waiting for servers and sandbox")
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
             raise RequestError(f"{self.id} has ended: its environment has returned")
 
-    def _stopped(self, number: int) -> None:
+    def _record_stop(self, number: int) -> None:
         """Record that the environment has stopped a conversation."""
-        if (cut := self._found.get(number)) is not None:
+        if (cut := self._trajectories.get(number)) is not None:
             cut.stop_reason = StopReason.ENVIRONMENT
 
     async def chat(
@@ -503,8 +503,8 @@ class Agent:
             InfrastructureFailed: the infrastructure failed.
             RequestError: a message is invalid.
         """
-        found = await self.run(messages, system=system, max_turns=1, max_tokens=max_tokens)
-        return found.answer
+        trajectory = await self.run(messages, system=system, max_turns=1, max_tokens=max_tokens)
+        return trajectory.answer
 
     @asynccontextmanager
     async def conversation(self, **options: Any) -> AsyncIterator[Conversation]:
@@ -531,18 +531,18 @@ class Agent:
             raise RuntimeError("grade: this agent has been created without a grader")
         return await self._grade(trajectory)
 
-    def _host_of(self, player: Any) -> Host:
+    def _host_of(self, player: Player) -> Host:
         if not isinstance(player, Endpoint | OtherModel) and not callable(player):
             raise TypeError(f"player: expected an endpoint, a runtime or a function: {player!r}")
         return PlayerHost(player, self._host.pool, self._host.resolve_tools)
 
-    def _failed(self, why: str) -> InfrastructureFailed:
+    def _record_failure(self, reason: str) -> InfrastructureFailed:
         """Record a failure of the infrastructure, and return it as an error."""
         main = self._main or self
-        main._failure = main._failure or why
-        return InfrastructureFailed(why)
+        main._failure = main._failure or reason
+        return InfrastructureFailed(reason)
 
-    def _lowered(self, max_turns: int | None, max_tokens: int | None) -> Budget:
+    def _limited_budget(self, max_turns: int | None, max_tokens: int | None) -> Budget:
         """Return the budget, lowered to these limits and to the time that is left.
 
         Raises:
@@ -573,12 +573,12 @@ class _ReplyClock:
         self.elapsed_s = 0.0
 
     async def __call__(self, answer: str) -> str | None:
-        begun = anyio.current_time()
+        begun_s = anyio.current_time()
         try:
-            found = self._reply(answer)
-            text = await found if inspect.isawaitable(found) else found
+            next_message = self._reply(answer)
+            text = await next_message if inspect.isawaitable(next_message) else next_message
         finally:
-            self.elapsed_s += anyio.current_time() - begun
+            self.elapsed_s += anyio.current_time() - begun_s
         if not isinstance(text, str | None):
             raise TypeError(f"reply: expected a string or None, got {text!r}")
         return text

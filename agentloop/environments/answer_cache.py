@@ -34,16 +34,16 @@ class AnswerCache(Generic[T]):
         lock = self._asking.setdefault(key, anyio.Lock())
         try:
             async with lock:  # no deadline: each answer has one
-                if (found := self._answers.get(key)) is not None:
+                if (answer := self._answers.get(key)) is not None:
                     self._answers.move_to_end(key)
-                    return found
-                if (found := await self._load(key)) is None:
-                    found = await ask()
-                    if not found:  # an empty answer may have been an accident
-                        return found
-                    await self._store(key, found)
-                self._remember(key, found)
-                return found
+                    return answer
+                if (answer := await self._load(key)) is None:
+                    answer = await ask()
+                    if not answer:  # an empty answer may have been an accident
+                        return answer
+                    await self._store(key, answer)
+                self._remember(key, answer)
+                return answer
         finally:
             if not lock.locked():
                 self._asking.pop(key, None)

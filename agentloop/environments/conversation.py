@@ -66,7 +66,7 @@ class Conversation:
         """
         if self.has_ended and self._error is None:
             raise RuntimeError(f"the conversation has ended ({self._end}): check has_ended")
-        answer = "" if self.has_ended else await self._answered(text)
+        answer = "" if self.has_ended else await self._next_answer(text)
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -76,7 +76,7 @@ class Conversation:
     def _end(self) -> str:
         return str(self.trajectory.stop_reason) if self.trajectory is not None else "it failed"
 
-    async def _answered(self, text: str) -> str:
+    async def _next_answer(self, text: str) -> str:
         if self._has_begun:
             self._send_question.send_nowait(text)
         else:

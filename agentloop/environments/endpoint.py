@@ -16,7 +16,7 @@ from agentloop.agent.tools import Schema
 from agentloop.environments.answer_cache import AnswerCache
 from agentloop.errors import InfrastructureFailed, LimitReached, ServerError, SettingsError
 from agentloop.inference.openai_client import EndpointCompletion, EndpointSettings, OpenAIClient
-from agentloop.plain_json import dumps
+from agentloop.plain_json import JsonObject, dumps
 from agentloop.trajectory import Message
 
 __all__ = ["Ask", "Endpoint", "asking"]
@@ -115,7 +115,7 @@ class Endpoint:
             ServerUnavailable: the endpoint cannot be reached.
         """
         if not self._model:
-            async with self._connected() as client:
+            async with self._connect() as client:
                 self._model = await client.only_model()
         return self._model
 
@@ -127,11 +127,11 @@ class Endpoint:
     async def chat(self, messages: Sequence[Message]) -> str:
         """Return the text of the model's next message. Raises the errors of `complete`."""
         if self._cache is None:
-            return await self._said(messages)
+            return await self._request_text(messages)
         key = hashlib.sha256(dumps(list(messages))).hexdigest()
-        return await self._cache.get(key, partial(self._said, messages))
+        return await self._cache.get(key, partial(self._request_text, messages))
 
-    async def _said(self, messages: Sequence[Message]) -> str:
+    async def _request_text(self, messages: Sequence[Message]) -> str:
         return answer_in((await self.complete(messages)).text, reasoning=False)
 
     async def complete(
@@ -156,7 +156,7 @@ class Endpoint:
             SettingsError: the endpoint rejects all requests.
         """
         url, timeout_s = self._settings.url, self._settings.timeout_s
-        fields: dict[str, Any] = {"messages": list(messages), **self._options}
+        fields: JsonObject = {"messages": list(messages), **self._options}
         if tools:
             fields["tools"] = list(tools)
         if max_tokens is not None:
@@ -174,21 +174,26 @@ class Endpoint:
         except ServerError as error:
             raise InfrastructureFailed(str(error)) from error
 
-    async def _answer(self, fields: Mapping[str, Any]) -> EndpointCompletion:
+    async def _answer(self, fields: JsonObject) -> EndpointCompletion:
         url = self._settings.url
-        async with self._connected() as client, client.slots:
+        async with self._connect() as client, client.slots:
             model = await self.model_name()
             self._count()
-            found = await client.complete({"model": model, **fields}, id=f"{self.num_requests}")
-        if self._max_cost is not None and None in (found.num_prompt_tokens, found.num_tokens):
+            completion = await client.complete(
+                {"model": model, **fields}, id=f"{self.num_requests}"
+            )
+        if self._max_cost is not None and None in (
+            completion.num_prompt_tokens,
+            completion.num_tokens,
+        ):
             raise SettingsError(
                 f"{url}: the answer has no token counts: max_cost cannot be held; set max_requests"
             )
-        tokens = (found.num_prompt_tokens or 0, found.num_tokens or 0)
+        tokens = (completion.num_prompt_tokens or 0, completion.num_tokens or 0)
         self.cost += sum(price * num / 1e6 for price, num in zip(self._prices, tokens, strict=True))
-        if found.stop_reason.is_unscorable:
+        if completion.stop_reason.is_unscorable:
             raise InfrastructureFailed(f"{url}: it reports a failure of its own infrastructure")
-        return found
+        return completion
 
     def _count(self) -> None:
         """Count a request. Raises LimitReached if there may be no further one."""
@@ -200,7 +205,7 @@ class Endpoint:
         self.num_requests += 1
 
     @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[OpenAIClient]:
+    async def _connect(self) -> AsyncIterator[OpenAIClient]:
         """Share the connections with all who ask at the same time; the last one closes them."""
         client = self._client = self._client or OpenAIClient(self._settings, prefix=self._named)
         self._num_users += 1

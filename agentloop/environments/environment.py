@@ -32,7 +32,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import pydantic
 
@@ -43,8 +43,9 @@ from agentloop.environments.registry import find
 from agentloop.environments.rewards.reward import Reward, finite_number, plain_reward
 from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.sources import TaskList, TaskSource, TasksSettings
-from agentloop.environments.tasks.task import line_of, shown
+from agentloop.environments.tasks.task import describe, line_of
 from agentloop.errors import AgentLoopError, SettingsError, leaves, place_of, summary_of
+from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Trajectory
 
 __all__ = [
@@ -66,17 +67,17 @@ __all__ = [
 EnvironmentFunction = Callable[..., Awaitable[Any]]
 """An async function of a task, an agent and, by name, the environment's arguments."""
 
-TaskFunction = Callable[..., "Mapping[str, Any] | Iterable[Mapping[str, Any]]"]
+TaskFunction = Callable[..., "Mapping[str, object] | Iterable[Mapping[str, object]]"]
 """A function of a `random.Random` that returns the fields of a task; or one without random numbers
 that returns those of all tasks, such as a generator.
 
 Further parameters are arguments of the environment, by their names.
 """
 
-Tasks = TaskFunction | Iterable[Mapping[str, Any]]
+Tasks = TaskFunction | Iterable[Mapping[str, object]]
 """A function that makes tasks, or the fields of all tasks: a list, an iterator or a data set."""
 
-Setup = Callable[..., AbstractAsyncContextManager[Any]]
+Setup = Callable[..., AbstractAsyncContextManager[object]]
 """A function that returns an async context manager, such as one made by `asynccontextmanager`.
 
 Its parameters are arguments of the environment, by their names.
@@ -85,8 +86,11 @@ Its parameters are arguments of the environment, by their names.
 Teacher = Callable[[Any, Random], Script]
 """A function of a task and a random number generator that returns the script of one rollout."""
 
+T = TypeVar("T")
+
 _SHARED = "shared"  # the parameter that gets what `setup` has opened
-_opened: dict[Any, Environment] = {}  # those of this process that have been set up
+# The environments of this process that have been set up, by `_key_of`.
+_opened: dict[tuple[EnvironmentFunction, str], Environment] = {}
 
 
 class EnvSettings(pydantic.BaseModel):
@@ -102,7 +106,7 @@ class EnvSettings(pydantic.BaseModel):
         "registers; none: the agent answers each task's prompt, and its answer is checked "
         "(`reward`).",
     )
-    args: dict[str, Any] = pydantic.Field(
+    args: JsonObject = pydantic.Field(
         default_factory=dict, description="Arguments of the environment, by name."
     )
 
@@ -122,7 +126,7 @@ class Environment:
         setup: opens what all rollouts of a process share.
         arguments: keyword arguments of the function, besides the task and the agent. Each rollout
             gets copies of lists, dicts and sets; other objects are shared.
-        shared: what `setup` has opened, after `opened`.
+        shared: the object that `setup` has opened, after `opened`.
     """
 
     function: EnvironmentFunction
@@ -147,8 +151,8 @@ class Environment:
         the least reward then counts.
         """
         rewards = [self._reward_of_leaf(leaf) for leaf in leaves(error)]
-        known = [reward for reward in rewards if reward is not None]
-        return min(known) if len(known) == len(rewards) else None
+        declared = [reward for reward in rewards if reward is not None]
+        return min(declared) if len(declared) == len(rewards) else None
 
     def _reward_of_leaf(self, error: BaseException) -> float | None:
         is_ours = isinstance(error, AgentLoopError)
@@ -157,7 +161,7 @@ class Environment:
                 return reward
         return None
 
-    async def __call__(self, task: Any, agent: Any) -> Any:
+    async def __call__(self, task: object, agent: object) -> Any:
         # What a rollout changes in its task or its arguments reaches no other rollout.
         shared = {} if self.setup is None else {_SHARED: self.shared}
         return await self.function(deepcopy(task), agent, **_copy(self.arguments), **shared)
@@ -177,29 +181,31 @@ class Environment:
                 arguments = self.with_arguments(self.arguments).arguments  # with the defaults
                 context = _partial(self.setup, 0, arguments)()
                 # No deadline: it may load a model or a data set, and Ctrl-C ends it.
-                shared = await stack.enter_async_context(context)
+                shared: object = await stack.enter_async_context(context)
             except Exception as error:  # the user's code
                 where = place_of(error) or line_of(self.setup)
-                what = f"setup of {self.name}: {where}: {summary_of(error)}"
-                raise SettingsError(what) from error
+                message = f"setup of {self.name}: {where}: {summary_of(error)}"
+                raise SettingsError(message) from error
             # To open it once more gives the same.
             yield replace(self, setup=partial(nullcontext, shared), shared=shared)
 
-    def _types_of(self, names: Sequence[str]) -> dict[str, Any]:
+    def _types_of(self, names: Sequence[str]) -> dict[str, object]:
         """Return the types of these parameters; those of task and agent may exist for mypy alone.
 
         Raises:
             SettingsError: an annotation has a name that is not defined.
         """
-        written = inspect.get_annotations(self.function)
-        space = getattr(self.function, "__globals__", {})
+        annotations = inspect.get_annotations(self.function)
+        namespace = getattr(self.function, "__globals__", {})
         try:
             return {
-                name: eval(written[name], space)  # as inspect does it, of the user's own code
-                if isinstance(written[name], str)
-                else written[name]
+                name: eval(
+                    annotations[name], namespace
+                )  # as inspect does it, of the user's own code
+                if isinstance(annotations[name], str)
+                else annotations[name]
                 for name in names
-                if name in written
+                if name in annotations
             }
         except NameError as error:
             raise SettingsError(f"env.name: {self.name}: an annotation: {error}") from error
@@ -211,27 +217,27 @@ class Environment:
             SettingsError: an argument is missing, unknown or of another type.
         """
         parameters = _parameters(self.function)
-        hints = self._types_of([one.name for one in parameters])
+        hints = self._types_of([parameter.name for parameter in parameters])
         fields: dict[str, Any] = {
-            one.name: (
-                hints.get(one.name, Any),
-                ... if one.default is one.empty else one.default,
+            parameter.name: (
+                hints.get(parameter.name, Any),
+                ... if parameter.default is parameter.empty else parameter.default,
             )
-            for one in parameters
-            if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         }
         config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
         model = pydantic.create_model("arguments", __config__=config, **fields)
         try:
-            found = model.model_validate(arguments)
+            validated = model.model_validate(arguments)
         except pydantic.ValidationError as error:
             problems = "; ".join(
-                f"env.args.{'.'.join(map(str, one['loc']))}: {one['msg']}"
-                for one in error.errors(include_url=False)
+                f"env.args.{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+                for problem in error.errors(include_url=False)
             )
-            known = ", ".join(fields) or "none"
-            raise SettingsError(f"{problems} (arguments of {self.name}: {known})") from error
-        values = {name: getattr(found, name) for name in fields}
+            accepted = ", ".join(fields) or "none"
+            raise SettingsError(f"{problems} (arguments of {self.name}: {accepted})") from error
+        values = {name: getattr(validated, name) for name in fields}
         return replace(
             self,
             arguments=values,
@@ -299,7 +305,7 @@ def environment(
         ValueError: a weight, or a reward of `agent_errors`, is no finite number.
     """
     make = partial(
-        _made,
+        _make_environment,
         tasks=tasks,
         held_out_tasks=held_out_tasks,
         weights={} if weights is None else weights,
@@ -310,7 +316,7 @@ def environment(
     return make if function is None else make(function)
 
 
-def _made(
+def _make_environment(
     function: EnvironmentFunction,
     *,
     tasks: Tasks | None,
@@ -325,16 +331,16 @@ def _made(
     if len(inspect.signature(function).parameters) < 2:
         raise TypeError(f"environment: {function.__name__} must take a task and an agent")
     if not isinstance(weights, Mapping):
-        raise _unexpected("weights", "a mapping such as {'quick': 0.2}", weights)
+        raise _type_error("weights", "a mapping such as {'quick': 0.2}", weights)
     weights = {
         name: finite_number(weight, f"environment: weights: {name!r}")
         for name, weight in weights.items()
     }
     if teacher is not None and (not callable(teacher) or inspect.iscoroutinefunction(teacher)):
         expected = "a function of a task and of random numbers that returns a script"
-        raise _unexpected("teacher", expected, teacher)
+        raise _type_error("teacher", expected, teacher)
     if not isinstance(agent_errors, Mapping):
-        raise _unexpected("agent_errors", "a mapping such as {ValueError: 0.0}", agent_errors)
+        raise _type_error("agent_errors", "a mapping such as {ValueError: 0.0}", agent_errors)
     for kind in agent_errors:
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             raise TypeError(f"environment: agent_errors: {kind!r} is not a type of exception")
@@ -356,8 +362,8 @@ def _made(
     )
 
 
-def _unexpected(argument: str, expected: str, value: Any) -> TypeError:
-    return TypeError(f"environment: {argument}: expected {expected}, not {shown(value)}")
+def _type_error(argument: str, expected: str, value: object) -> TypeError:
+    return TypeError(f"environment: {argument}: expected {expected}, not {describe(value)}")
 
 
 def _checked_tasks(tasks: Tasks | None, function: EnvironmentFunction) -> Tasks | None:
@@ -372,20 +378,20 @@ def _checked_tasks(tasks: Tasks | None, function: EnvironmentFunction) -> Tasks 
     if not callable(tasks):
         if isinstance(tasks, str | Mapping) or not isinstance(tasks, Iterable):
             expected = "a function of random numbers, or a list of the fields of tasks"
-            raise _unexpected("tasks", expected, tasks)
+            raise _type_error("tasks", expected, tasks)
         return list(tasks) if iter(tasks) is tasks else tasks
     if inspect.iscoroutinefunction(tasks):
         raise TypeError(f"environment: tasks: {line_of(tasks)}: it must not be async")
-    known = [one.name for one in _parameters(function)]
+    arguments = [parameter.name for parameter in _parameters(function)]
     parameters = list(inspect.signature(tasks).parameters.values())
     is_list = not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY
-    is_list = is_list or parameters[0].name in known
+    is_list = is_list or parameters[0].name in arguments
     missing = [
-        one.name
-        for one in parameters[0 if is_list else 1 :]
-        if one.default is one.empty
-        and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-        and one.name not in known
+        parameter.name
+        for parameter in parameters[0 if is_list else 1 :]
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and parameter.name not in arguments
     ]
     if missing:
         raise TypeError(
@@ -398,18 +404,18 @@ def _checked_tasks(tasks: Tasks | None, function: EnvironmentFunction) -> Tasks 
 
 def _parameters(function: EnvironmentFunction) -> list[inspect.Parameter]:
     """Return the parameters of an environment's function that are settings."""
-    others = list(inspect.signature(function).parameters.values())[2:]
-    return [one for one in others if one.name != _SHARED]
+    parameters = list(inspect.signature(function).parameters.values())[2:]
+    return [parameter for parameter in parameters if parameter.name != _SHARED]
 
 
-def _with_arguments(tasks: Tasks | None, values: Mapping[str, Any]) -> Tasks | None:
+def _with_arguments(tasks: Tasks | None, values: Mapping[str, object]) -> Tasks | None:
     """Pass those of the environment's arguments to a function of tasks that it takes."""
     if isinstance(tasks, TaskList):
         return TaskList(_partial(tasks.function, 0, values))
     return _partial(tasks, 1, values) if callable(tasks) else tasks
 
 
-def _partial(function: Callable[..., Any], num_own: int, values: Mapping[str, Any]) -> Any:
+def _partial(function: Callable[..., T], num_own: int, values: Mapping[str, object]) -> partial[T]:
     taken = list(inspect.signature(function).parameters)[num_own:]
     return partial(function, **{name: values[name] for name in taken if name in values})
 
@@ -436,14 +442,14 @@ def load(settings: EnvSettings) -> Environment | None:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise SettingsError(f"env.name: {name!r} is not of the form module:function")
-    found = import_named(name, "env.name")
-    if not isinstance(found, Environment):
+    imported = import_named(name, "env.name")
+    if not isinstance(imported, Environment):
         raise SettingsError(
             f"env.name: {name} is not an environment: decorate it with @agentloop.environment"
         )
     import_schema_parser()  # now, when nothing else waits for the event loop
-    made = found.with_arguments(settings.args)
-    return _opened.get(_key_of(made), made)
+    configured = imported.with_arguments(settings.args)
+    return _opened.get(_key_of(configured), configured)
 
 
 @asynccontextmanager
@@ -454,9 +460,11 @@ async def set_up(environments: Iterable[Environment | None]) -> AsyncIterator[No
         SettingsError: it cannot be opened.
     """
     async with AsyncExitStack() as stack:
-        for one in environments:
-            if one is not None and one.setup is not None and (key := _key_of(one)) not in _opened:
-                _opened[key] = await stack.enter_async_context(one.opened())
+        for environment in environments:
+            if environment is None or environment.setup is None:
+                continue
+            if (key := _key_of(environment)) not in _opened:
+                _opened[key] = await stack.enter_async_context(environment.opened())
                 stack.callback(_opened.pop, key)
         yield
 
@@ -468,7 +476,7 @@ def _key_of(environment: Environment) -> tuple[EnvironmentFunction, str]:
 def open_tasks(
     settings: TasksSettings,
     environment: Environment | None,
-    cursor: Mapping[str, Any] | None = None,
+    cursor: JsonObject | None = None,
 ) -> TaskSource:
     """Open the tasks of the settings. An environment's own replace those of a generator.
 
@@ -488,7 +496,7 @@ def open_tasks(
     )
 
 
-def reward_of(value: Any, weights: Mapping[str, float]) -> Reward:
+def reward_of(value: object, weights: Mapping[str, float]) -> Reward:
     """Return what an environment has returned as a reward.
 
     Raises:
@@ -507,8 +515,8 @@ def reward_of(value: Any, weights: Mapping[str, float]) -> Reward:
                 f"{', '.join(parts) or 'none'}"
             )
         total = sum(weights.get(name, 1.0) * part for name, part in parts.items())
-        told = ", ".join(f"{name} {part:g}" for name, part in parts.items())
-        return Reward(finite_number(total, "the sum of the parts"), None, told, parts)
+        reason = ", ".join(f"{name} {part:g}" for name, part in parts.items())
+        return Reward(finite_number(total, "the sum of the parts"), None, reason, parts)
     return Reward(finite_number(value, "the reward"), None, "by the environment")
 
 

@@ -19,14 +19,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio.to_thread
 
 from agentloop.environments.answer_cache import AnswerCache
 from agentloop.environments.endpoint import Ask, Endpoint, asking
 from agentloop.errors import InfrastructureFailed, SettingsError
-from agentloop.plain_json import dumps
+from agentloop.plain_json import JsonObject, dumps
 from agentloop.trajectory import Message
 
 __all__ = ["Judge", "Rating", "parse_rating"]
@@ -71,8 +70,8 @@ class Judge:
 
         @agentloop.environment
         async def support(task, agent):
-            found = await agent.run(task.prompt)
-            return await judge(found.answer)
+            trajectory = await agent.run(task.prompt)
+            return await judge(trajectory.answer)
 
     Equal content is judged once, also if it comes at the same time.
     """
@@ -92,7 +91,7 @@ class Judge:
         Args:
             model: an endpoint; or a function of a conversation, such as the `chat` of another
                 agent. The scores of a function are not cached, since it may change with training.
-            rubric: what to look at, and what each score means.
+            rubric: the criteria, and the meaning of each score.
             low, high: range of the scores.
             max_tries: attempts to get a valid score, each of which tells the model its mistake.
             max_cached: number of scores to remember; the least recently used one is forgotten.
@@ -132,12 +131,12 @@ class Judge:
             {"role": "user", "content": content},
         ]
         if self._identity is None:
-            return await self._rated(messages)
-        asked = dumps([self._identity, self._low, self._high, messages])
-        key = hashlib.sha256(asked).hexdigest()
-        return await self._cache.get(key, partial(self._rated, messages))
+            return await self._request_rating(messages)
+        request = dumps([self._identity, self._low, self._high, messages])
+        key = hashlib.sha256(request).hexdigest()
+        return await self._cache.get(key, partial(self._request_rating, messages))
 
-    async def _rated(self, messages: list[Message]) -> Rating:
+    async def _request_rating(self, messages: list[Message]) -> Rating:
         problem = ""
         for _ in range(self._max_tries):
             answer = await self._ask(messages)
@@ -163,18 +162,18 @@ def parse_rating(answer: str, *, low: float, high: float) -> Rating:
         ValueError: it does not end with one JSON object, which has a score from `low` to `high` and
             perhaps a reason.
     """
-    found = _last_object(answer.strip().removesuffix("```").rstrip())
-    if not isinstance(found, dict):
+    verdict = _last_object(answer.strip().removesuffix("```").rstrip())
+    if verdict is None:
         raise ValueError(f"it must end with a JSON object, not {answer[-_MAX_QUOTED:]!r}")
-    score, reason = found.get("score"), found.get("reason", "")
-    if found.keys() - {"score", "reason"} or not isinstance(reason, str):
+    score, reason = verdict.get("score"), verdict.get("reason", "")
+    if verdict.keys() - {"score", "reason"} or not isinstance(reason, str):
         raise ValueError("the JSON object must have the keys reason, a text, and score")
     if isinstance(score, bool) or not isinstance(score, int | float) or not low <= score <= high:
         raise ValueError(f"the score must be a number from {low:g} to {high:g}, not {score!r:.20}")
     return Rating(float(score), reason)
 
 
-def _last_object(text: str) -> Any:
+def _last_object(text: str) -> JsonObject | None:
     """Return the outermost JSON object that ends with the text, or None."""
     decoder, end = json.JSONDecoder(), 0
     # A model may open any number of braces, each of which costs a parse.
@@ -182,11 +181,12 @@ def _last_object(text: str) -> Any:
         if at < end:  # inside of an object that ended before the text did
             continue
         try:
-            found, end = decoder.raw_decode(text, at)
+            value: JsonObject
+            value, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
             continue
         if end == len(text):
-            return found
+            return value
     return None
 
 

@@ -64,7 +64,7 @@ async def _until_end(
     process: anyio.abc.Process, stdin: str, output: ProgramOutput, deadline: float
 ) -> CallStatus | None:
     """Return the limit at which the program is to be killed, or None when it has ended."""
-    found: CallStatus | None = None
+    limit: CallStatus | None = None
     pipe, stdout, stderr = process.stdin, process.stdout, process.stderr
     assert pipe is not None
     assert stdout is not None
@@ -77,11 +77,11 @@ async def _until_end(
         await pipe.aclose()
 
     async def read(number: int, stream: AsyncIterable[bytes]) -> None:
-        nonlocal found
+        nonlocal limit
         async for data in stream:  # no deadline: likewise
             output.add(number, data)
             if output.is_too_long:
-                found = CallStatus.OUTPUT_LIMIT
+                limit = CallStatus.OUTPUT_LIMIT
                 tasks.cancel_scope.cancel()
 
     with anyio.move_on_after(deadline - anyio.current_time()) as running:
@@ -90,4 +90,4 @@ async def _until_end(
             tasks.start_soon(read, 1, stdout)
             tasks.start_soon(read, 2, stderr)
             await process.wait()
-    return CallStatus.TIMEOUT if running.cancelled_caught else found
+    return CallStatus.TIMEOUT if running.cancelled_caught else limit

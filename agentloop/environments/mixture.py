@@ -11,7 +11,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import pydantic
 
@@ -21,6 +21,7 @@ from agentloop.environments.environment import Environment, EnvSettings, load, o
 from agentloop.environments.tasks.mixed import MixedTasks
 from agentloop.environments.tasks.sources import TaskSource, TasksSettings
 from agentloop.errors import SettingsError
+from agentloop.plain_json import JsonObject
 
 __all__ = [
     "Envs",
@@ -41,10 +42,10 @@ class EnvsSettings(EnvSettings):
     weight: float = pydantic.Field(
         1.0, gt=0, allow_inf_nan=False, description="Share of the groups, relative to the others."
     )
-    tasks: dict[str, Any] = pydantic.Field(
+    tasks: JsonObject = pydantic.Field(
         default_factory=dict, description="Settings of its tasks; the others are those of `tasks`."
     )
-    budget: dict[str, Any] = pydantic.Field(
+    budget: JsonObject = pydantic.Field(
         default_factory=dict,
         description="Limits of its rollouts; the others are those of `budget` or of the stage.",
     )
@@ -66,7 +67,7 @@ class RunEnvironment:
     """An environment of a run.
 
     Attributes:
-        name: its name in metrics and in the ids of tasks; empty if it is the only one.
+        name: the name in metrics and in the ids of tasks; empty if it is the only one.
         env: the environment and its arguments.
         budget: the limits that differ from the run's and the stage's.
     """
@@ -74,7 +75,7 @@ class RunEnvironment:
     name: str
     env: EnvSettings
     tasks: TasksSettings
-    budget: Mapping[str, Any] = field(default_factory=dict)
+    budget: Mapping[str, object] = field(default_factory=dict)
     weight: float = 1.0
 
     def load(self) -> Environment | None:
@@ -101,28 +102,28 @@ def environments_of(
         return [RunEnvironment("", env, tasks)]
     if env.name or env.args:
         raise SettingsError("env, envs: both are set: move `env` into a table [[envs]]")
-    found: list[RunEnvironment] = []
-    for number, one in enumerate(envs):
-        own = _replaced(budget, one.budget, f"envs.{number}.budget")
-        found.append(
+    environments: list[RunEnvironment] = []
+    for number, item in enumerate(envs):
+        item_budget = _override(budget, item.budget, f"envs.{number}.budget")
+        environments.append(
             RunEnvironment(
-                _new_name(one, [other.name for other in found]),
-                EnvSettings(name=one.name, args=one.args),
-                _replaced(tasks, one.tasks, f"envs.{number}.tasks"),
-                {key: getattr(own, key) for key in one.budget},
-                one.weight,
+                _new_name(item, [environment.name for environment in environments]),
+                EnvSettings(name=item.name, args=item.args),
+                _override(tasks, item.tasks, f"envs.{number}.tasks"),
+                {key: getattr(item_budget, key) for key in item.budget},
+                item.weight,
             )
         )
-    return found
+    return environments
 
 
-def _replaced(settings: M, values: Mapping[str, Any], at: str) -> M:
+def _override(settings: M, values: JsonObject, at: str) -> M:
     """Return the settings with these values. Raises SettingsError that names `at`."""
     try:
         return with_values(settings, values, source=at)
     except SettingsError as error:
-        said = str(error).removeprefix("settings: ")
-        raise SettingsError(said if at in said else f"{at}: {said}") from error
+        problem = str(error).removeprefix("settings: ")
+        raise SettingsError(problem if at in problem else f"{at}: {problem}") from error
 
 
 def _new_name(env: EnvSettings, taken: Sequence[str]) -> str:
@@ -134,7 +135,7 @@ def _new_name(env: EnvSettings, taken: Sequence[str]) -> str:
 def open_mixture(
     environments: Sequence[RunEnvironment],
     loaded: Sequence[Environment | None],
-    cursor: Mapping[str, Any] | None = None,
+    cursor: JsonObject | None = None,
 ) -> TaskSource:
     """Open the tasks of the environments, and continue from `cursor` if given.
 
@@ -147,9 +148,11 @@ def open_mixture(
     if not environments[0].name:
         return open_tasks(environments[0].tasks, loaded[0], cursor)
     sources: dict[str, TaskSource] = {}
-    for one, environment in zip(environments, loaded, strict=True):
-        sources[one.name] = open_tasks(one.tasks, environment)
-    source = MixedTasks(sources, {one.name: one.weight for one in environments})
+    for run_environment, environment in zip(environments, loaded, strict=True):
+        sources[run_environment.name] = open_tasks(run_environment.tasks, environment)
+    source = MixedTasks(
+        sources, {run_environment.name: run_environment.weight for run_environment in environments}
+    )
     if cursor is not None:
         source.go_to(cursor)
     return source

@@ -31,7 +31,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, ClassVar, Protocol
 from urllib.parse import urlsplit
 
 import pydantic
@@ -42,7 +42,7 @@ from agentloop.environments.rewards.answers import final_answer
 from agentloop.environments.sandbox import EnvironmentSandbox
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import InfrastructureFailed, SettingsError
-from agentloop.plain_json import dumps
+from agentloop.plain_json import JsonObject, dumps
 from agentloop.sandbox import CallStatus, Program, ProgramEnd, ProgramUnsupported
 from agentloop.sandbox.program import PORT
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn
@@ -147,7 +147,7 @@ class ProgramSettings(pydantic.BaseModel):
 
     @pydantic.field_validator("command", mode="before")
     @classmethod
-    def _split(cls, command: Any) -> Any:
+    def _split(cls, command: object) -> object:
         return shlex.split(command) if isinstance(command, str) else command
 
     @pydantic.field_validator("folder")
@@ -161,11 +161,14 @@ class ProgramSettings(pydantic.BaseModel):
 
     @pydantic.field_validator("env", mode="before")
     @classmethod
-    def _numbers_are_text(cls, env: Any) -> Any:
+    def _numbers_are_text(cls, env: object) -> object:
         """Accept agent.env.NAME=1, where TOML has a number."""
         if not isinstance(env, dict):
             return env
-        return {name: str(one) if type(one) in (int, float) else one for name, one in env.items()}
+        return {
+            name: str(value) if type(value) in (int, float) else value
+            for name, value in env.items()
+        }
 
     @pydantic.field_validator("env")
     @classmethod
@@ -214,7 +217,7 @@ async def program(task: Task, agent: ProgramAgent, *, settings: ProgramSettings)
         SettingsError: it cannot be run, or has ended without an answer of the model.
     """
     limit_s = min(settings.timeout_s or agent.time_left_s, agent.time_left_s)
-    end = _without(agent.key, await _ended(task, agent, settings, limit_s))
+    end = _without_key(agent.key, await _run_program(task, agent, settings, limit_s))
     is_timeout = end.status is CallStatus.TIMEOUT
     was_waiting = (is_timeout or not agent.trajectories) and agent.stop_requests()
     if is_timeout:
@@ -228,14 +231,14 @@ async def program(task: Task, agent: ProgramAgent, *, settings: ProgramSettings)
             )
     if not agent.trajectories:
         raise SettingsError(
-            f"agent.command: {settings.command[0]} {_how(end, limit_s)} without an answer of "
-            f"the model, at OPENAI_BASE_URL or ANTHROPIC_BASE_URL; {_last_words(end)}"
+            f"agent.command: {settings.command[0]} {_describe_end(end, limit_s)} without an answer "
+            f"of the model, at OPENAI_BASE_URL or ANTHROPIC_BASE_URL; {_quote_stderr(end)}"
         )
-    last = max(agent.trajectories, key=lambda one: one.created_unix_s + one.elapsed_s)
-    return _as_answered(last, end)
+    last = max(agent.trajectories, key=lambda item: item.created_unix_s + item.elapsed_s)
+    return _with_answer(last, end)
 
 
-async def _ended(
+async def _run_program(
     task: Task, agent: ProgramAgent, settings: ProgramSettings, limit_s: float
 ) -> ProgramEnd:
     in_container = agent.sandbox.has_containers
@@ -278,10 +281,10 @@ async def _ended(
         raise SettingsError(f"agent: {error}") from error
 
 
-def _without(key: str, end: ProgramEnd) -> ProgramEnd:
+def _without_key(key: str, end: ProgramEnd) -> ProgramEnd:
     """Return the end with the key of the session removed: clients like to log their URLs."""
-    said = {name: getattr(end, name).replace(key, "[key]") for name in ("stdout", "stderr")}
-    return replace(end, **said)
+    output = {name: getattr(end, name).replace(key, "[key]") for name in ("stdout", "stderr")}
+    return replace(end, **output)
 
 
 def _check_access(folder: Path | None) -> None:
@@ -293,7 +296,7 @@ def _check_access(folder: Path | None) -> None:
         )
 
 
-def _task_for(task: Task, prompt: str, fields: Iterable[str]) -> dict[str, Any]:
+def _task_for(task: Task, prompt: str, fields: Iterable[str]) -> JsonObject:
     """Return the task as the program reads it. The answer is not in it unless a field has it."""
     messages = task.prompt
     if isinstance(messages, str):
@@ -301,8 +304,8 @@ def _task_for(task: Task, prompt: str, fields: Iterable[str]) -> dict[str, Any]:
     chosen = {}
     for name in fields:
         if name not in task.extra:
-            known = ", ".join(task.extra) or "none"
-            raise SettingsError(f"agent.task_fields: task {task.id} has no {name!r} ({known})")
+            names = ", ".join(task.extra) or "none"
+            raise SettingsError(f"agent.task_fields: task {task.id} has no {name!r} ({names})")
         chosen[name] = task.extra[name]
     return {**chosen, "id": task.id, "prompt": prompt, "messages": list(messages)}
 
@@ -311,14 +314,14 @@ def _prompt_of(task: Task) -> str:
     """Return the task's prompt, or the last message of the user in it."""
     if isinstance(task.prompt, str):
         return task.prompt
-    said: list[Message] = [one for one in task.prompt if one.get("role") == "user"]
-    content = said[-1].get("content") if said else None
+    questions: list[Message] = [message for message in task.prompt if message.get("role") == "user"]
+    content = questions[-1].get("content") if questions else None
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content if "text" in part)
     return content or ""
 
 
-def _as_answered(last: Trajectory, end: ProgramEnd) -> Trajectory:
+def _with_answer(last: Trajectory, end: ProgramEnd) -> Trajectory:
     """Return a copy of the conversation that ended last, whose answer is the program's.
 
     It is the <answer> or the box in what it has printed, or the last line of that; if it has
@@ -343,7 +346,7 @@ def _as_answered(last: Trajectory, end: ProgramEnd) -> Trajectory:
     )
 
 
-def _how(end: ProgramEnd, limit_s: float) -> str:
+def _describe_end(end: ProgramEnd, limit_s: float) -> str:
     match end.status:
         case CallStatus.TIMEOUT:
             return f"ran out of time ({limit_s:.3g} s)"
@@ -353,7 +356,7 @@ def _how(end: ProgramEnd, limit_s: float) -> str:
             return f"ended with status {end.exit_status}"
 
 
-def _last_words(end: ProgramEnd) -> str:
-    if said := end.stderr.strip():
-        return f"the end of its stderr: {said[-_QUOTED_CHARS:]}"
+def _quote_stderr(end: ProgramEnd) -> str:
+    if stderr := end.stderr.strip():
+        return f"the end of its stderr: {stderr[-_QUOTED_CHARS:]}"
     return "it has written nothing to stderr"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import metadata
+from operator import attrgetter
 
 from agentloop.errors import SettingsError
 
@@ -35,7 +36,7 @@ class Registered:
 
 def registered() -> list[Registered]:
     """Return the environments of all installed packages, by name, without importing them."""
-    found = {
+    environments = {
         Registered(
             point.name,
             f"{point.module}:{point.attr}",
@@ -43,7 +44,7 @@ def registered() -> list[Registered]:
         )
         for point in metadata.entry_points(group=GROUP)
     }
-    return sorted(found, key=lambda one: (one.name, one.target, one.package))
+    return sorted(environments, key=attrgetter("name", "target", "package"))
 
 
 def find(name: str) -> str:
@@ -52,16 +53,18 @@ def find(name: str) -> str:
     Raises:
         SettingsError: no package registers it, or several do.
     """
-    known = registered()
-    found = {one.target: one for one in known if one.name == name}
-    if len(found) > 1:
-        packages = " and ".join(sorted(f"{one.package} ({one.target})" for one in found.values()))
+    entries = registered()
+    matches = {entry.target: entry for entry in entries if entry.name == name}
+    if len(matches) > 1:
+        packages = " and ".join(
+            sorted(f"{entry.package} ({entry.target})" for entry in matches.values())
+        )
         raise SettingsError(
             f"env.name: {packages} both register an environment {name!r}: name it as "
             "module:function"
         )
-    if not found:
-        names = sorted({one.name for one in known})
+    if not matches:
+        names = sorted({entry.name for entry in entries})
         near = get_close_matches(name, names, n=3)
         if near:
             hint = f"did you mean {' or '.join(map(repr, near))}?"
@@ -71,4 +74,4 @@ def find(name: str) -> str:
             f"env.name: no installed package registers an environment {name!r} ({hint}); a "
             "function of your own is named module:function"
         )
-    return next(iter(found))
+    return next(iter(matches))

@@ -22,16 +22,16 @@ from agentloop.sandbox import (
 
 __all__ = ["EnvironmentSandbox", "EnvironmentSession"]
 
-Failed = Callable[[str], InfrastructureFailed]
+RecordFailure = Callable[[str], InfrastructureFailed]
 """Records a failure of the infrastructure, and returns it as an error."""
 
 
 class EnvironmentSandbox:
     """Runs untrusted Python for an environment."""
 
-    def __init__(self, pool: Pool, failed: Failed) -> None:
+    def __init__(self, pool: Pool, record_failure: RecordFailure) -> None:
         self._pool = pool
-        self._failed = failed
+        self._record_failure = record_failure
 
     async def run(
         self, code: str, stdin: str = "", *, timeout_s: float | None = None
@@ -44,7 +44,7 @@ class EnvironmentSandbox:
         Raises:
             InfrastructureFailed: the sandbox failed.
         """
-        return _checked(await self._pool.run(code, stdin, timeout_s), self._failed)
+        return _check_scorable(await self._pool.run(code, stdin, timeout_s), self._record_failure)
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[EnvironmentSession]:
@@ -57,8 +57,8 @@ class EnvironmentSandbox:
             try:
                 session = await stack.enter_async_context(self._pool.session())
             except SandboxError as error:
-                raise self._failed(f"sandbox: {error}") from error
-            yield EnvironmentSession(session, self._failed)
+                raise self._record_failure(f"sandbox: {error}") from error
+            yield EnvironmentSession(session, self._record_failure)
 
     @property
     def has_containers(self) -> bool:
@@ -80,15 +80,15 @@ class EnvironmentSandbox:
         try:
             return await self._pool.run_program(program, timeout_s)
         except SandboxUnavailable as error:
-            raise self._failed(f"sandbox: {error}") from error
+            raise self._record_failure(f"sandbox: {error}") from error
 
 
 class EnvironmentSession:
     """A process of the sandbox that keeps its variables between runs."""
 
-    def __init__(self, session: Session, failed: Failed) -> None:
+    def __init__(self, session: Session, record_failure: RecordFailure) -> None:
         self._session = session
-        self._failed = failed
+        self._record_failure = record_failure
 
     async def run(self, code: str, *, timeout_s: float | None = None) -> CallResult:
         """Run code in the process; `result` is the value of its last expression.
@@ -100,16 +100,18 @@ class EnvironmentSession:
             InfrastructureFailed: the sandbox failed.
         """
         try:
-            return _checked(await self._session.run(code, timeout_s=timeout_s), self._failed)
+            return _check_scorable(
+                await self._session.run(code, timeout_s=timeout_s), self._record_failure
+            )
         except SessionLost as error:
             if error.by is LostBy.PROGRAM:
-                why = CallError("SessionLost", str(error))
-                return CallResult(0, CallStatus.KILLED, error=why)
-            raise self._failed(f"sandbox: {error}") from error
+                reason = CallError("SessionLost", str(error))
+                return CallResult(0, CallStatus.KILLED, error=reason)
+            raise self._record_failure(f"sandbox: {error}") from error
 
 
-def _checked(result: CallResult, failed: Failed) -> CallResult:
+def _check_scorable(result: CallResult, record_failure: RecordFailure) -> CallResult:
     if result.status.is_unscorable:
-        why = result.error.message if result.error else str(result.status)
-        raise failed(f"sandbox: {why}")
+        reason = result.error.message if result.error else str(result.status)
+        raise record_failure(f"sandbox: {reason}")
     return result

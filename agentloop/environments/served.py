@@ -26,6 +26,7 @@ from agentloop.environments.tasks.task import Task
 from agentloop.errors import AgentLoopError, ServerError, place_of, sole, summary_of
 from agentloop.events import Emit, ignore
 from agentloop.inference.sglang.sampling import Sampling
+from agentloop.plain_json import JsonObject
 from agentloop.sandbox import Pool
 from agentloop.trajectory import Message, Trajectory
 
@@ -40,7 +41,7 @@ class ServedAgent:
 
     Attributes:
         task: the task that the environment is run on.
-        sampling, budget: those of requests that have none of their own.
+        sampling, budget: used for requests that have none of their own.
     """
 
     environment: Environment
@@ -69,46 +70,50 @@ class ServedAgent:
         """
         budget = budget or self.budget
         with anyio.move_on_after(budget.timeout_s) as scope:
-            answering = _Answering(self.host, conversation_of(messages), on_event, options, scope)
+            client_host = _ClientHost(
+                self.host, conversation_of(messages), on_event, options, scope
+            )
             agent = Agent(
-                answering,
+                client_host,
                 ignore,
-                id=answering.id,
+                id=client_host.id,
                 sampling=sampling or self.sampling,
                 budget=budget,
             )
             try:
                 await self.environment(self.task, agent)
             except (Exception, SystemExit) as error:  # the user's code
-                if not answering.has_ended:
+                if not client_host.has_ended:
                     log.warning("%s failed", self.environment.name, exc_info=error)
                     cause = sole(error)
-                    what = summary_of(cause) + (f" ({place})" if (place := place_of(cause)) else "")
-                    raise self._failure(f"it raised {what}") from error
-        if answering.error is not None:
-            raise answering.error
-        if answering.trajectory is None:
+                    reason = summary_of(cause) + (
+                        f" ({place})" if (place := place_of(cause)) else ""
+                    )
+                    raise self._failure(f"it raised {reason}") from error
+        if client_host.error is not None:
+            raise client_host.error
+        if client_host.trajectory is None:
             raise self._failure(f"it took {budget.timeout_s:g} s" if scope.cancel_called else "")
-        return answering.trajectory
+        return client_host.trajectory
 
-    def _failure(self, why: str) -> ServerError:
-        what = f"environment {self.environment.name}: its agent had no conversation"
-        return ServerError(what + (f": {why}" if why else ""))
+    def _failure(self, reason: str) -> ServerError:
+        problem = f"environment {self.environment.name}: its agent had no conversation"
+        return ServerError(problem + (f": {reason}" if reason else ""))
 
 
 @dataclass(slots=True)
-class _Answering:
+class _ClientHost:
     """Runs a client's conversation in place of the agent's first one; implements `Host`.
 
     Attributes:
-        options: those of the request.
-        scope: of the environment; it is cancelled when the conversation has ended.
+        options: the options of the request.
+        scope: the environment's; it is cancelled when the conversation has ended.
     """
 
     host: Host
     messages: list[Message]
     on_event: Emit
-    options: dict[str, Any]
+    options: JsonObject
     scope: anyio.CancelScope
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     trajectory: Trajectory | None = None
@@ -144,15 +149,15 @@ class _Answering:
         **options: Any,
     ) -> Trajectory:
         """Implement `Host`."""
-        common: dict[str, Any] = {"id": id, "sampling": sampling, "budget": budget}
+        common: JsonObject = {"id": id, "sampling": sampling, "budget": budget}
         if id != self.id:  # of another agent
             return await self.host.rollout(messages, tools=tools, **common, **options)
         if self.options.get("tools") is not None:
             tools = self.options["tools"]
-        of_client: dict[str, Any] = {**self.options, "tools": tools, "on_event": self.on_event}
+        of_client: JsonObject = {**self.options, "tools": tools, "on_event": self.on_event}
         try:
-            asked = _with_system(messages, self.messages)
-            self.trajectory = await self.host.rollout(asked, **common, **of_client)
+            conversation = _with_system(messages, self.messages)
+            self.trajectory = await self.host.rollout(conversation, **common, **of_client)
         except AgentLoopError as error:
             self.error = error
         self.scope.cancel()
@@ -160,9 +165,11 @@ class _Answering:
         raise AssertionError
 
 
-def _with_system(own: Sequence[Message], client: Sequence[Message]) -> list[Message]:
+def _with_system(
+    environment_messages: Sequence[Message], client_messages: Sequence[Message]
+) -> list[Message]:
     """Return a client's messages after the environment's system message, if there is one."""
-    system = [one for one in own[:1] if one.get("role") == "system"]
-    if system and client and client[0].get("role") in ("system", "developer"):
-        client = client[1:]
-    return [*system, *client]
+    system = [message for message in environment_messages[:1] if message.get("role") == "system"]
+    if system and client_messages and client_messages[0].get("role") in ("system", "developer"):
+        client_messages = client_messages[1:]
+    return [*system, *client_messages]

@@ -37,7 +37,7 @@ class SimulatedUser:
         Args:
             model: an endpoint; or a function of a conversation, such as the `chat` of another
                 agent.
-            persona: who the person is, what it knows and wants.
+            persona: describes the person: who it is, what it knows and wants.
             max_turns: messages of the person, the first one included; then the conversation ends.
         """
         self.messages: list[Message] = [

@@ -69,7 +69,7 @@ def be_child(spec: Spec, fds: Sequence[int]) -> int:
         if num_cells or job.memory_bytes != spec.memory_bytes:
             limit_memory(job.memory_bytes, job.lasting)
         if not num_cells and (job.lasting or NEEDS_SEED.search(job.code)):
-            reseed()
+            seed_generators()
         if "fork" in job.code or "process" in job.code:
             register_fork_hooks()
         num_cells += 1
@@ -213,8 +213,8 @@ def set_limit(which: int, soft: int, hard: int) -> None:
 NEEDS_SEED = re.compile("import|exec|eval")
 
 
-def reseed() -> None:
-    """The generators that the zygote has loaded, which would else repeat in every call."""
+def seed_generators() -> None:
+    """Seed the generators that the zygote has loaded: they would else repeat in every call."""
     sys.modules["random"].seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()

@@ -51,10 +51,10 @@ class Connection:
     def send(self, frame: dict[str, Any]) -> None:
         """Send a frame, however slowly the supervisor reads. Raises EOFError if it is gone."""
         data = _to_json(frame).encode("utf-8", "replace")
-        left = memoryview(HEADER.pack(len(data)) + data)
-        while left:
+        unsent = memoryview(HEADER.pack(len(data)) + data)
+        while unsent:
             try:
-                left = left[os.write(self.write_fd, left) :]
+                unsent = unsent[os.write(self.write_fd, unsent) :]
             except BlockingIOError:
                 select.select([], [self.write_fd], [])
             except OSError:

@@ -1,4 +1,4 @@
-"""What the kernel counts for the cgroup of this worker: memory, processor time, OOM kills.
+"""The kernel's counters for the cgroup of this worker: memory, processor time, OOM kills.
 
 Read from files that are opened when the worker starts: in a container those below /sys/fs/cgroup,
 for a local worker those of the cgroup that the pool has made, or, where it could make none, only

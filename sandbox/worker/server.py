@@ -151,15 +151,15 @@ class WorkerServer:
                     handler(events)
             self.check_times(time.monotonic())
 
-    def check_times(self, now: float) -> None:
-        if self.fork_at <= now:
+    def check_times(self, now_s: float) -> None:
+        if self.fork_at <= now_s:
             self.fork_ahead()
-        if self.check_at <= now:
-            self.check_counters(now)
-        if self.deadline <= now:
-            self.check_deadline(now)
+        if self.check_at <= now_s:
+            self.check_counters(now_s)
+        if self.deadline <= now_s:
+            self.check_deadline(now_s)
 
-    def check_deadline(self, now: float) -> None:
+    def check_deadline(self, now_s: float) -> None:
         """End a call whose time is up. It counts from when its code began, but no later than
         START_S after the call: a machine that is busy is no fault of the program's."""
         self.deadline = math.inf
@@ -170,32 +170,32 @@ class WorkerServer:
         started_ns = child.started_ns_of(call)
         latest = call.started + START_S
         began = latest if started_ns is None else min(started_ns / 1e9, latest)
-        if call.verdict is None and now < began + call.timeout_s:
+        if call.verdict is None and now_s < began + call.timeout_s:
             in_time = began + call.timeout_s
-            self.deadline = in_time if started_ns is not None else now + START_CHECK_S
+            self.deadline = in_time if started_ns is not None else now_s + START_CHECK_S
         elif started_ns is None and call.is_first:
             self.kill(child, "sandbox_error")
         elif call.session is None or call.verdict is not None:
             self.kill(child, "timeout")
         else:
-            self.interrupt(child, call, now)
+            self.interrupt(child, call, now_s)
 
-    def interrupt(self, child: Forked, call: Call, now: float) -> None:
+    def interrupt(self, child: Forked, call: Call, now_s: float) -> None:
         """Send a cell whose time is up a KeyboardInterrupt. If it ends then, its session lives."""
         call.verdict = "timeout"
-        self.deadline = now + INTERRUPT_GRACE_S
+        self.deadline = now_s + INTERRUPT_GRACE_S
         if child.pid is not None:
             with contextlib.suppress(OSError):
                 os.kill(child.pid, signal.SIGINT)
 
-    def check_counters(self, now: float) -> None:
+    def check_counters(self, now_s: float) -> None:
         """End a call of which the kernel has killed a process for memory, since others may wait
         for that one; and a session that uses the processor while it rests."""
         child = self.current
         self.check_at = math.inf
         if child is None or child.verdict is not None:
             return
-        self.check_at = now + (REST_CHECK_S if self.is_resting else COUNTER_CHECK_S)
+        self.check_at = now_s + (REST_CHECK_S if self.is_resting else COUNTER_CHECK_S)
         if verdict := self.counters.oom_verdict():
             self.kill(child, verdict)
         elif self.is_resting and child.pid is not None:
@@ -231,8 +231,8 @@ class WorkerServer:
         try:
             call = Call(frame, self.spec.memory_bytes)
         except (KeyError, TypeError, AttributeError, struct.error) as error:
-            why = f"not a call: {error!r}"
-            answer = {"op": "done", "id": frame.get("id"), "status": "sandbox_error", "why": why}
+            reason = f"not a call: {error!r}"
+            answer = {"op": "done", "id": frame.get("id"), "status": "sandbox_error", "why": reason}
             self.send(answer)
             return
         child = self.current
@@ -291,9 +291,9 @@ class WorkerServer:
 
     def refuse(self, call: Call, code: int | None) -> None:
         """Report that no process could be forked for a call, and that this worker is of no use."""
-        why = f"fork: {os.strerror(code or 0)}"
+        reason = f"fork: {os.strerror(code or 0)}"
         if call.session is None:
-            self.answer_unstarted(call, "sandbox_error", why)
+            self.answer_unstarted(call, "sandbox_error", reason)
         else:
             frame = {"op": "session_lost", "session": call.session, "by": LOST_BY["sandbox_error"]}
             self.send({**frame, "id": call.id})
@@ -505,10 +505,10 @@ class WorkerServer:
         result = report.get("result")
         if self.counters.exist:
             cpu_s = self.counters.cpu_s()
-        why = "the machine's memory was used up"
+        reason = "the machine's memory was used up"
         if not child.has_started():
             verdict = call.verdict or "sandbox_error"
-            why = why_unstarted(call, stderr)
+            reason = why_unstarted(call, stderr)
         else:
             verdict = self.judge(call, exit_code, signum, error, cpu_s)
         started_ns = child.started_ns_of(call)
@@ -519,7 +519,7 @@ class WorkerServer:
         if status is not None:
             self.lose_session(child, verdict)
         if verdict == "sandbox_error":
-            self.answer_unstarted(call, verdict, why)
+            self.answer_unstarted(call, verdict, reason)
             return
         self.send(
             {
@@ -549,8 +549,8 @@ class WorkerServer:
         if not was_clean:
             self.on_clean()
 
-    def answer_unstarted(self, call: Call, status: str, why: str = "") -> None:
-        self.send({"op": "done", "id": call.id, "status": status, "why": why})
+    def answer_unstarted(self, call: Call, status: str, reason: str = "") -> None:
+        self.send({"op": "done", "id": call.id, "status": status, "why": reason})
 
     def judge(
         self,
@@ -580,10 +580,14 @@ def why_unstarted(call: Call, stderr: str) -> str:
     return f"its process did not get as far as the program{': ' if fault else ''}{fault}"
 
 
-def main(given: dict[str, Any], read_control: int, write_control: int) -> None:
-    """Run a worker until its supervisor goes. `given` as spec.py has it; then the descriptors of
-    the supervisor's connection, and we are called by boot.py."""
-    server = WorkerServer(Spec(given), Connection(read_control, write_control))
+def main(values: dict[str, Any], read_control: int, write_control: int) -> None:
+    """Run a worker until its supervisor goes; boot.py calls this.
+
+    Args:
+        values: the fields of a `Spec`.
+        read_control, write_control: descriptors of the supervisor's connection.
+    """
+    server = WorkerServer(Spec(values), Connection(read_control, write_control))
     try:
         server.start()
         server.run()

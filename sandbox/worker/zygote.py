@@ -65,9 +65,9 @@ def be_zygote(spec: Spec, level: int, links: Sequence[socket.socket]) -> None:
     """
     zygote = Zygote(spec, level, links[level])
     zygote.prepare()
-    for other in range(level + 1, len(spec.levels)):
-        if base_of(other, spec.levels) == level and os.fork() == 0:
-            be_zygote(spec, other, links)
+    for higher_level in range(level + 1, len(spec.levels)):
+        if base_of(higher_level, spec.levels) == level and os.fork() == 0:
+            be_zygote(spec, higher_level, links)
             return
     for link in links:
         if link is not links[level]:
@@ -77,7 +77,8 @@ def be_zygote(spec: Spec, level: int, links: Sequence[socket.socket]) -> None:
 
 def base_of(level: int, levels: Sequence[Sequence[str]]) -> int:
     """Return the last level before this one whose modules are all among its own."""
-    return max(other for other in range(level) if set(levels[other]) <= set(levels[level]))
+    modules = set(levels[level])
+    return max(lower for lower in range(level) if set(levels[lower]) <= modules)
 
 
 class Zygote:
@@ -211,7 +212,7 @@ def limit_address_space(spec: Spec) -> None:
         child.MAPPED_BYTES = int(f.read().split()[0]) * resource.getpagesize()
     soft = child.MAPPED_BYTES + spec.memory_bytes
     hard = soft + child.REPORT_HEADROOM_BYTES
-    most = resource.getrlimit(resource.RLIMIT_AS)[1]
-    if most != resource.RLIM_INFINITY:
-        soft, hard = min(soft, most), min(hard, most)
+    limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if limit != resource.RLIM_INFINITY:
+        soft, hard = min(soft, limit), min(hard, limit)
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

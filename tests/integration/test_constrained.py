@@ -220,7 +220,9 @@ async def test_recorded_logprobs_are_of_the_constrained_distribution(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_cannot_be_kept_is_refused(client: openai.AsyncOpenAI, stream: bool) -> None:
+async def test_constraints_that_cannot_be_enforced_are_refused(
+    client: openai.AsyncOpenAI, stream: bool
+) -> None:
     with pytest.raises(openai.BadRequestError, match="tool_choice: there is no tool 'none such'"):
         await ask(
             client,

@@ -163,7 +163,7 @@ async def test_killing_the_owner_under_load_leaves_nothing(
     await check_that_nothing_is_left(engine, scratch)
 
 
-async def test_what_an_engine_could_not_remove_is_removed_when_it_is_back(
+async def test_leftover_containers_are_removed_when_the_engine_is_back(
     engine: PrivateEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A pool whose engine is down waits for it, quietly, and tidies up itself."""

@@ -376,7 +376,7 @@ async def test_a_paused_container_counts_as_lost(
         assert (result.stdout, result.attempt) == ("1\n", 2)
 
 
-async def test_nothing_of_a_hanging_environment_is_left(pool: Pool) -> None:
+async def test_a_hanging_environment_leaves_no_process(pool: Pool) -> None:
     await hang(pool, "600.1618")
 
 
@@ -418,7 +418,9 @@ async def test_killing_the_supervisor_leaves_nothing(engine: aiodocker.Docker) -
     await wait_until(gone)
 
 
-async def test_what_the_engine_kept_is_reaped_at_the_next_start(engine: aiodocker.Docker) -> None:
+async def test_containers_of_dead_owners_are_removed_at_the_next_start(
+    engine: aiodocker.Docker,
+) -> None:
     """A container whose owner is dead, as a crash of the engine's own clean-up would leave it."""
     async with await anyio.open_process(["true"]) as dead:
         await dead.wait()

@@ -199,10 +199,10 @@ async def test_a_lost_container_is_replaced_and_its_call_runs_again(
         assert pool.stats()["workers"] == 1
 
 
-async def test_nothing_is_left(
+async def test_a_closed_pool_leaves_no_containers(
     settings: PoolSettings, engine: PrivateEngine, tmp_path: Path
 ) -> None:
-    """Before those tests that kill any worker: the module's pool replaces its own for a while."""
+    """Run before the tests that kill workers: the module's pool replaces its own for a while."""
     before = await containers(engine)  # of them, the engine may still be removing some
 
     async def new() -> set[str]:

@@ -97,7 +97,7 @@ def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
     assert not report["warnings"]["missing_deserializer"]
 
 
-def test_it_says_what_is_wrong(docker_engine: None) -> None:
+def test_invalid_settings_are_reported(docker_engine: None) -> None:
     with command() as (_, url):
         port = url.rpartition(":")[2]
         for wrong, says in [

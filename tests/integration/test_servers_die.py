@@ -50,8 +50,8 @@ def kill(process: ServerProcess) -> None:
     os.killpg(os.getpgid(process.pid), signal.SIGKILL)
 
 
-async def test_one_of_three_servers_is_killed_with_rollouts_in_flight(tmp_path: Path) -> None:
-    """How long a reply of this model is, and each of its ids, is known beforehand."""
+async def test_rollouts_survive_the_death_of_their_server(tmp_path: Path) -> None:
+    """The length of each reply of this model, and its ids, are known beforehand."""
     from bench import countdown_model  # needs numpy, which comes with SGLang
 
     countdown_model.save(tmp_path / "model")

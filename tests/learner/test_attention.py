@@ -84,10 +84,10 @@ def by_sample(query: Any, key: Any, value: Any) -> Any:
 
 @pytest.mark.parametrize("kernel", [grouped, windowed])
 @pytest.mark.parametrize("given", [False, True], ids=["segments", "starts"])
-def test_one_call_for_all_samples_computes_what_one_for_each_does(
+def test_packed_samples_have_the_same_attention_as_separate_ones(
     kernel: Callable[..., Any], given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an emulation of torch's kernel, which runs on GPUs alone."""
+    """The kernel is an emulation of torch's, which runs on GPUs alone."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     monkeypatch.setattr(attention, "varlen_runs_on", lambda _: True)

@@ -152,7 +152,7 @@ def test_no_gap_however_wide_makes_a_gradient_infinite(kind: Any, gap: float) ->
     assert all(torch.isfinite(value) for value in sums.values())
 
 
-def test_at_ratio_one_grpo_is_the_policy_gradient() -> None:
+def test_grpo_at_ratio_one_is_the_policy_gradient() -> None:
     """Only the gradient is checked: sum(weight * A * d log pi)."""
     new = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     advantage, weight = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([0.2, 0.3, 0.5])

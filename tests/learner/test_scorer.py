@@ -72,7 +72,7 @@ def test_packed_equals_unpacked(scorer: Any, reference: Any) -> None:
         assert (one.grad - other.grad).abs().max().item() <= 1e-4 * scale
 
 
-def test_one_sample_does_not_see_another(scorer: Any) -> None:
+def test_samples_do_not_attend_to_each_other(scorer: Any) -> None:
     batch = make_batch()
     ids = batch.ids.copy()
     ids[:40] = 3  # sample 0

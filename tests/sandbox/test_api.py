@@ -92,7 +92,7 @@ def test_bytes_are_held_up_to_the_bound(steps: list[tuple[int, int | None]]) -> 
 
 
 @pytest.mark.anyio
-async def test_who_waits_for_bytes_gets_them_when_others_are_freed() -> None:
+async def test_waiting_for_bytes_ends_when_others_are_freed() -> None:
     held = HeldBytes(50)
     held.hold_anyway("response", 80)
     async with anyio.create_task_group() as group:
@@ -104,7 +104,7 @@ async def test_who_waits_for_bytes_gets_them_when_others_are_freed() -> None:
 
 
 @pytest.mark.anyio
-async def test_who_waits_for_more_than_the_bound_gets_all_of_it() -> None:
+async def test_a_wait_for_more_than_the_bound_gets_the_bound() -> None:
     held = HeldBytes(50)
     await held.wait_to_hold("large", 80)
     assert held.total == 50

@@ -138,7 +138,7 @@ GET = "GET /healthz HTTP/1.1\r\nHost: HOST\r\n\r\n"
     ],
     ids=["nothing", "half a head", "idle after a request", "half a head after a request"],
 )
-async def test_one_that_does_nothing_is_closed(
+async def test_idle_connections_are_closed(
     pool: Pool, sent: str, more: dict[str, float], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with service(pool, **more) as client, connected(client, sent) as stream:

@@ -18,7 +18,7 @@ from aiohttp import web
 from aiohttp.client_reqrep import ConnectionKey
 
 from agentloop.sandbox import Pool, PoolSettings, SandboxUnavailable
-from agentloop.sandbox.container import ContainerEngine, created, host_config
+from agentloop.sandbox.container import ContainerEngine, create_container, host_config
 from agentloop.sandbox.engine import _unavailable, connect, local_engine
 from agentloop.sandbox.errors import NoEngine
 
@@ -235,6 +235,6 @@ async def test_an_engine_without_a_limit_is_not_asked_for_it(
     engine = ContainerEngine(docker, local=True, image="image", info=info)
     assert engine.missing_limits == missing
     config = {"HostConfig": host_config(PoolSettings(), None, uid=1)}
-    async with created(engine, config, "1", "test"):
+    async with create_container(engine, config, "1", "test"):
         assert ("NanoCpus" in docker.host_config) is has_quota
     assert docker.host_config["PidsLimit"] > 0

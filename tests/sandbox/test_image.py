@@ -95,7 +95,9 @@ def only_local_wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.anyio
 @pytest.mark.timeout(60)
 @pytest.mark.full
-async def test_what_is_added_keeps_what_is_pinned(only_local_wheels: Path, tmp_path: Path) -> None:
+async def test_added_packages_use_the_pinned_versions(
+    only_local_wheels: Path, tmp_path: Path
+) -> None:
     await build._fetch(PYTHON, ["beta"], tmp_path)
     found = sorted(path.name for path in (tmp_path / "site").iterdir())
     assert found == ["alpha", "alpha-1.0.dist-info", "beta", "beta-1.0.dist-info"]
@@ -105,7 +107,7 @@ async def test_what_is_added_keeps_what_is_pinned(only_local_wheels: Path, tmp_p
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("wrong", ["another hash", "a version that is pinned", "a missing package"])
 @pytest.mark.full
-async def test_what_cannot_be_fetched_is_named(
+async def test_packages_that_cannot_be_fetched_are_named(
     only_local_wheels: Path, tmp_path: Path, wrong: str
 ) -> None:
     packages, says = ["nowhere"], "nowhere"

@@ -151,9 +151,7 @@ for number in (confine.MOUNT_SETATTR, -1):  # and as before Linux 5.12, which ha
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to mount")
 @pytest.mark.parametrize("form", ["root", "user"])
-def test_what_is_mounted_below_a_read_only_directory_is_read_only_too(
-    tmp_path: Path, form: str
-) -> None:
+def test_mounts_below_a_read_only_directory_are_read_only(tmp_path: Path, form: str) -> None:
     roots = [str(tmp_path / "top"), str(tmp_path / "root")]
     for folder in roots:
         os.mkdir(folder)

@@ -259,7 +259,7 @@ async def test_a_session_stands_still_between_its_cells_and_goes_on_with_the_nex
         await wait_until(lambda: states(counting_processes()) == {"T"})
 
 
-async def test_what_idle_sessions_left_busy_takes_no_processor(alone: Pool) -> None:
+async def test_busy_processes_of_idle_sessions_are_stopped(alone: Pool) -> None:
     busy = "import os\nfor _ in range(3):\n  if os.fork() == 0:\n    while True: pass"
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(3):

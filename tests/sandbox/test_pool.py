@@ -608,7 +608,9 @@ async def test_a_worker_that_ignores_a_kill_is_replaced(monkeypatch: pytest.Monk
     await wait_until(lambda: not any(map(runs, frozen)))
 
 
-async def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_closed_pool_leaves_no_processes_or_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.chmod(tmp_path, 0o755)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     others = set(children(os.getpid()))

@@ -218,7 +218,7 @@ with socket.create_connection(("127.0.0.1", PORT)) as one:
     assert "the model's socket: " in stderr
 
 
-async def test_it_ends_with_its_owner() -> None:
+async def test_a_program_ends_with_its_owner() -> None:
     process = await entry(["sh", "-c", "echo $$; exec sleep 600"], Path("/nothing"))
     assert process.stdin is not None
     assert process.stdout is not None
@@ -231,7 +231,7 @@ async def test_it_ends_with_its_owner() -> None:
         await process.aclose()
 
 
-async def test_it_ends_if_its_owner_goes_before_there_is_a_job() -> None:
+async def test_the_entry_ends_if_its_owner_goes_before_there_is_a_job() -> None:
     done = subprocess.run(  # noqa: ASYNC221 - it ends at once
         [sys.executable, "-I", "-S", "-c", ENTRY], stdin=subprocess.DEVNULL, check=False
     )

@@ -422,7 +422,7 @@ async def test_links_are_counted_and_bounded(pool: Pool) -> None:
         await until_stat(client, "links", 0)
 
 
-async def test_what_links_hold_is_counted_and_bounded(pool: Pool) -> None:
+async def test_bytes_that_links_hold_are_counted_and_bounded(pool: Pool) -> None:
     async with service(pool, max_body_mib=1, max_held_mib=1) as client:
         link = client.url + "/v1/link"
         async with client.http.ws_connect(link) as one, client.http.ws_connect(link) as two:

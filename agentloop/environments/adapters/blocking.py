@@ -33,7 +33,7 @@ class Blocking:
     def __init__(self, library: str, timeout_s: float) -> None:
         """
         Args:
-            library: its name.
+            library: the library's name.
             timeout_s: time limit of each call, with the time that it waits for others.
         """
         self._library = library
@@ -64,14 +64,14 @@ class Blocking:
         return result
 
     @asynccontextmanager
-    async def opened(
+    async def open(
         self, function: Callable[..., Result], *args: Any, **kwargs: Any
     ) -> AsyncIterator[Result]:
         """Call a function that returns an object with a `close` method; close that at the end."""
-        thing: Any = await self.call(function, *args, **kwargs)
+        resource: Any = await self.call(function, *args, **kwargs)
         try:
-            yield thing
+            yield resource
         finally:
             if not self._is_abandoned:
                 with anyio.move_on_after(_CLOSE_S, shield=True):
-                    await self.call(thing.close)
+                    await self.call(resource.close)

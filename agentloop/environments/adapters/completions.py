@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 from agentloop.agent.tools import CallerTool, Schema
 from agentloop.environments.agent import Agent
 from agentloop.errors import InfrastructureFailed, RequestError
+from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message, StopReason, ToolCall
 
 __all__ = ["AgentTransport", "Completion", "complete", "openai_call"]
@@ -27,7 +28,7 @@ class Completion:
 
     Attributes:
         calls: tool calls, for the library to run.
-        finish_reason: as in OpenAI's API.
+        finish_reason: the same value as in OpenAI's API.
     """
 
     text: str
@@ -46,7 +47,7 @@ class Completion:
         }
 
 
-def openai_call(id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def openai_call(id: str, name: str, arguments: Mapping[str, object]) -> JsonObject:
     """Return a tool call in OpenAI's form."""
     return {
         "id": id,
@@ -73,20 +74,20 @@ async def complete(
         PromptTooLong: no token of an answer fits after the messages.
         RequestError: a message or a tool is invalid.
     """
-    found = await agent.run(
+    trajectory = await agent.run(
         messages,
         tools=[CallerTool(schema) for schema in tools],
         max_turns=1,
         max_tokens=max_tokens,
     )
-    is_called = found.stop_reason is StopReason.CALLER_TOOLS
-    is_cut = found.stop_reason in (StopReason.TOKEN_BUDGET, StopReason.TIME_BUDGET)
+    is_called = trajectory.stop_reason is StopReason.CALLER_TOOLS
+    is_cut = trajectory.stop_reason in (StopReason.TOKEN_BUDGET, StopReason.TIME_BUDGET)
     return Completion(
-        found.answer,
-        [call for call in found.calls if call.error is None] if is_called else (),
+        trajectory.answer,
+        [call for call in trajectory.calls if call.error is None] if is_called else (),
         "tool_calls" if is_called else "length" if is_cut else "stop",
-        len(found.prompt_ids),
-        found.num_sampled_tokens,
+        len(trajectory.prompt_ids),
+        trajectory.num_sampled_tokens,
     )
 
 
@@ -117,29 +118,29 @@ class AgentTransport:
         """Return the completion that a request asks for."""
         response = import_module(type(request).__module__.partition(".")[0]).Response
         body = json.loads(await request.aread())
-        most = body.get("max_completion_tokens") or body.get("max_tokens")
+        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
         tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
         try:
-            found = await complete(self._agent, body["messages"], tools, max_tokens=most)
+            completion = await complete(self._agent, body["messages"], tools, max_tokens=max_tokens)
         except RequestError as error:
-            why = {"message": str(error), "type": "invalid_request_error", "code": error.code}
-            return response(400, json={"error": why})
+            problem = {"message": str(error), "type": "invalid_request_error", "code": error.code}
+            return response(400, json={"error": problem})
         except InfrastructureFailed as error:
             return response(503, json={"error": {"message": str(error), "code": None}})
-        return response(200, json=_chat_completion(found, body.get("model")))
+        return response(200, json=_chat_completion(completion, body.get("model")))
 
 
-def _chat_completion(found: Completion, model: object) -> Mapping[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": found.text}
-    if found.calls:
+def _chat_completion(completion: Completion, model: object) -> JsonObject:
+    message: JsonObject = {"role": "assistant", "content": completion.text}
+    if completion.calls:
         message["tool_calls"] = [
-            openai_call(one.id, one.name, one.arguments) for one in found.calls
+            openai_call(call.id, call.name, call.arguments) for call in completion.calls
         ]
     return {
         "id": "chatcmpl-agent",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [{"index": 0, "message": message, "finish_reason": found.finish_reason}],
-        "usage": found.usage(),
+        "choices": [{"index": 0, "message": message, "finish_reason": completion.finish_reason}],
+        "usage": completion.usage(),
     }

@@ -29,11 +29,11 @@ __all__ = ["sample"]
 Args = dict[str, Any] | None
 
 
-def rows(*, name: str, args: Args) -> Iterator[Mapping[str, Any]]:
+def rows(*, name: str, args: Args) -> Iterator[Mapping[str, object]]:
     """Yield a task for each sample of the data set. Raises SettingsError if it cannot run."""
-    found = _loaded(name, json.dumps(args or {}, sort_keys=True))
-    for number, one in enumerate(found.dataset):
-        yield {"row": number, "answer": str(one.target), "source": found.name}
+    spec = _load(name, json.dumps(args or {}, sort_keys=True))
+    for number, row in enumerate(spec.dataset):
+        yield {"row": number, "answer": str(row.target), "source": spec.name}
 
 
 @environment(tasks=rows)
@@ -46,20 +46,20 @@ async def sample(task: Task, agent: Agent, *, name: str, args: Args = None) -> R
         name: FILE@NAME, or the name of an installed task.
         args: arguments of the task.
     """
-    found = _loaded(name, json.dumps(args or {}, sort_keys=True))
-    one, util, model = found.dataset[task.row], _module("util"), _module("model")
-    user = [model.ChatMessageUser(content=one.input)] if isinstance(one.input, str) else one.input
-    given = one.id or task.row, 1, one.input, list(user), _module("scorer").Target(one.target)
+    spec = _load(name, json.dumps(args or {}, sort_keys=True))
+    row, util, model = spec.dataset[task.row], _module("util"), _module("model")
+    user = [model.ChatMessageUser(content=row.input)] if isinstance(row.input, str) else row.input
+    fields = row.id or task.row, 1, row.input, list(user), _module("scorer").Target(row.target)
     state = _module("solver").TaskState(
-        model.ModelName(_provider()), *given, choices=one.choices, metadata=one.metadata
+        model.ModelName(_provider()), *fields, choices=row.choices, metadata=row.metadata
     )
-    generate = partial(_generate, found, _entered(found, agent, state))
-    limits = [util.message_limit(found.message_limit), util.token_limit(found.token_limit)]
+    generate = partial(_generate, spec, _enter_context(spec, agent, state))
+    limits = [util.message_limit(spec.message_limit), util.token_limit(spec.token_limit)]
     with util.apply_limits(limits, catch_errors=True):
-        for step in filter(None, (found.setup, found.solver)):
+        for step in filter(None, (spec.setup, spec.solver)):
             state = await step(state, generate)
-    _entered(found, agent.other("grader", is_trained=False), state)
-    return _reward(await found.scorer[0](state, state.target))
+    _enter_context(spec, agent.other("grader", is_trained=False), state)
+    return _reward(await spec.scorer[0](state, state.target))
 
 
 def _module(name: str) -> Any:
@@ -67,39 +67,41 @@ def _module(name: str) -> Any:
 
 
 @cache
-def _loaded(name: str, args: str) -> Any:
+def _load(name: str, args: str) -> Any:
     """Return the task of that name."""
     require("inspect", {"inspect_ai": "a task of Inspect"})
     try:
-        (found,) = _module("_eval.loader").load_tasks([name], json.loads(args))
+        (spec,) = _module("_eval.loader").load_tasks([name], json.loads(args))
     except Exception as error:  # the task is another's code
         raise SettingsError(f"env.args.name: {name}: {error!r}; write FILE@NAME") from error
-    if found.sandbox or not found.scorer or any(one.sandbox for one in found.dataset):
+    if spec.sandbox or not spec.scorer or any(row.sandbox for row in spec.dataset):
         raise SettingsError(f"env.args.name: {name}: it must have a scorer, and need no sandbox")
-    return found
+    return spec
 
 
-def _entered(found: Any, agent: Agent, state: Any) -> Any:
+def _enter_context(spec: Any, agent: Agent, state: Any) -> Any:
     """Set this rollout's context, by the private parts of Inspect's runner; return the model."""
-    model = _module("model").get_model(_provider(), config=found.config, memoize=False, agent=agent)
-    _module("_eval.context").init_model_context(model, found.model_roles)
+    model = _module("model").get_model(_provider(), config=spec.config, memoize=False, agent=agent)
+    _module("_eval.context").init_model_context(model, spec.model_roles)
     _module("model._model").init_sample_model_data()
     _module("util._store").init_subtask_store(state.store)
     _module("solver._task_state").set_sample_state(state)
     return model
 
 
-async def _generate(found: Any, model: Any, state: Any, how: str = "loop", **own: Any) -> Any:
+async def _generate(
+    spec: Any, model: Any, state: Any, tool_calls: str = "loop", cache: Any = False, **options: Any
+) -> Any:
     """Let the model answer and call tools, as Inspect's `Generate`."""
-    how, cache = own.pop("tool_calls", how), own.pop("cache", False)
-    config = found.config.merge(_module("model").GenerateConfig(**own))
-    return await _module("_eval.task.generate").task_generate(model, state, how, cache, config)
+    config = spec.config.merge(_module("model").GenerateConfig(**options))
+    run = _module("_eval.task.generate").task_generate
+    return await run(model, state, tool_calls, cache, config)
 
 
 @cache
 def _provider() -> str:
     """Register our agent as a model of Inspect, and return its name."""
-    model, call = _module("model"), _module("tool").ToolCall
+    model, tool_call = _module("model"), _module("tool").ToolCall
 
     @model.modelapi(name="agentloop")  # type: ignore[untyped-decorator, unused-ignore]
     class Api(model.ModelAPI):  # type: ignore[misc, name-defined]
@@ -111,18 +113,18 @@ def _provider() -> str:
             return 1 << 20  # the router has the limit
 
         async def generate(self, input: Any, tools: Any, tool_choice: Any, config: Any) -> Any:
-            infos = [one.model_dump(exclude_none=True) for one in tools if tool_choice != "none"]
-            schemas = [{"type": "function", "function": one} for one in infos]
-            asked = [*map(_message, input)]
+            infos = [tool.model_dump(exclude_none=True) for tool in tools if tool_choice != "none"]
+            schemas = [{"type": "function", "function": info} for info in infos]
+            prompt = [*map(_message, input)]
             try:
-                said = await complete(self._agent, asked, schemas, max_tokens=config.max_tokens)
+                answer = await complete(self._agent, prompt, schemas, max_tokens=config.max_tokens)
             except PromptTooLong:
-                said = Completion("", finish_reason="length")
-            calls = [call(one.id, one.name, one.arguments) for one in said.calls]
-            message = model.ChatMessageAssistant(content=said.text, tool_calls=calls or None)
-            end = said.finish_reason.replace("length", "max_tokens")
+                answer = Completion("", finish_reason="length")
+            calls = [tool_call(call.id, call.name, call.arguments) for call in answer.calls]
+            message = model.ChatMessageAssistant(content=answer.text, tool_calls=calls or None)
+            end = answer.finish_reason.replace("length", "max_tokens")
             output = model.ModelOutput.from_message(message, end)
-            output.usage = model.ModelUsage(**said.usage("input", "output"))
+            output.usage = model.ModelUsage(**answer.usage("input", "output"))
             return output
 
     return "agentloop/agent"
@@ -131,10 +133,10 @@ def _provider() -> str:
 def _message(message: Any) -> Message:
     """Return a message of Inspect as one of OpenAI."""
     error = getattr(message, "error", None)
-    found = {"role": message.role, "content": error.message if error else message.text}
+    data = {"role": message.role, "content": error.message if error else message.text}
     if calls := getattr(message, "tool_calls", None):
-        found["tool_calls"] = [openai_call(one.id, one.function, one.arguments) for one in calls]
-    return found
+        data["tool_calls"] = [openai_call(call.id, call.function, call.arguments) for call in calls]
+    return data
 
 
 def _reward(score: Any) -> Reward:

@@ -12,19 +12,19 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from random import Random
-from typing import Any
 
 from agentloop.agent.tools import RunTool, ToolOutput
 from agentloop.environments.adapters.openenv_server import InvalidAction, OpenEnvSession
 from agentloop.environments.agent import Agent
 from agentloop.environments.environment import environment
 from agentloop.environments.tasks.sources import Task
+from agentloop.plain_json import JsonObject
 from agentloop.trajectory import ToolCallStatus
 
 __all__ = ["episode"]
 
 
-def make_task(rng: Random) -> Mapping[str, Any]:
+def make_task(rng: Random) -> Mapping[str, object]:
     """Choose the seed of an episode."""
     return {"seed": rng.randrange(1 << 31), "source": "openenv"}
 
@@ -35,7 +35,7 @@ async def episode(
     agent: Agent,
     *,
     url: str,
-    reset: dict[str, Any] | None = None,
+    reset: JsonObject | None = None,
     system: str = "",
     max_steps: int = 50,
     max_sessions: int = 1,
@@ -46,7 +46,7 @@ async def episode(
     Args:
         url: address of the server.
         reset: arguments of its reset, besides the task's seed.
-        system: what to tell the model first, before the form of its actions.
+        system: system message; the form of the actions is appended to it.
         max_steps: the episode ends after this many actions.
         max_sessions: how many episodes the server runs at a time; others wait.
         timeout_s: time limit of a request to the server.
@@ -56,20 +56,20 @@ async def episode(
         fields = session.schema.get("properties") or {}
         has_tools = fields.get("type", {}).get("const") == "call_tool"
         listed = await session.request("step", {"type": "list_tools"}) if has_tools else {}
-        begun = _shown(await session.request("reset", {"seed": task.seed, **(reset or {})}))
+        opening = _text_of(await session.request("reset", {"seed": task.seed, **(reset or {})}))
         if has_tools:
             tools = [_Tool(game, tool) for tool in listed["observation"]["tools"]]
-            await agent.run(begun, tools=tools, system=system or None)
+            await agent.run(opening, tools=tools, system=system or None)
         else:
             field = _text_field(session.schema)
 
             async def act(answer: str) -> str | None:
-                seen = await game.step(lambda: {field: answer} if field else _parsed(answer))
-                return None if game.is_over else _shown(seen)
+                result = await game.step(lambda: {field: answer} if field else _action_in(answer))
+                return None if game.is_over else _text_of(result)
 
             form = f"Write each message as a JSON object: {json.dumps(session.schema)}"
-            told = "\n\n".join(part for part in (system, "" if field else form) if part)
-            await agent.run(begun, system=told or None, reply=act)
+            instructions = "\n\n".join(part for part in (system, "" if field else form) if part)
+            await agent.run(opening, system=instructions or None, reply=act)
     return {"reward": game.reward, "steps": game.num_steps}
 
 
@@ -83,58 +83,58 @@ class _Game:
         self._session = session
         self._max_steps = max_steps
 
-    async def step(self, action: Callable[[], Any]) -> Mapping[str, Any]:
+    async def step(self, action: Callable[[], object]) -> JsonObject:
         """Act, and return what the model sees: an observation, or why the action is invalid."""
         self.num_steps += 1
         try:
-            seen = await self._session.request("step", action())
+            result = await self._session.request("step", action())
         except InvalidAction as error:
-            seen = {"observation": {"error": f"[invalid action] {error}"}}
-        self.reward += seen.get("reward") or 0.0
-        self.is_over = bool(seen.get("done")) or self.num_steps == self._max_steps
-        return seen
+            result = {"observation": {"error": f"[invalid action] {error}"}}
+        self.reward += result.get("reward") or 0.0
+        self.is_over = bool(result.get("done")) or self.num_steps == self._max_steps
+        return result
 
 
 class _Tool:
     """A tool of the server. Its calls are steps, one at a time for all tools (`state`)."""
 
-    def __init__(self, game: _Game, listed: Mapping[str, Any]) -> None:
+    def __init__(self, game: _Game, listed: JsonObject) -> None:
         self.name: str = listed["name"]
         parameters = listed.get("input_schema") or {"type": "object", "properties": {}}
-        about = {"name": self.name, "description": listed.get("description") or ""}
-        self.schema = {"type": "function", "function": {**about, "parameters": parameters}}
+        description = {"name": self.name, "description": listed.get("description") or ""}
+        self.schema = {"type": "function", "function": {**description, "parameters": parameters}}
         self.state = game
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RunTool]:
         yield self._run
 
-    async def _run(self, arguments: Mapping[str, Any], /) -> ToolOutput:
+    async def _run(self, arguments: Mapping[str, object], /) -> ToolOutput:
         if self.state.is_over:
             return ToolOutput(ToolCallStatus.ERROR, "[error] the episode is over")
         call = {"type": "call_tool", "tool_name": self.name, "arguments": arguments}
-        seen = (await self.state.step(lambda: call)).get("observation") or {}
-        if error := seen.get("error"):
+        observation = (await self.state.step(lambda: call)).get("observation") or {}
+        if error := observation.get("error"):
             text = error.get("message") if isinstance(error, Mapping) else error
             return ToolOutput(ToolCallStatus.ERROR, f"[error] {text}")
-        return ToolOutput(ToolCallStatus.OK, _result_text(seen.get("result")))
+        return ToolOutput(ToolCallStatus.OK, _result_text(observation.get("result")))
 
 
-def _result_text(result: Any) -> str:
+def _result_text(result: object) -> str:
     """Return the text of an MCP result, or the result as JSON."""
     if isinstance(result, Mapping) and isinstance(content := result.get("content"), list):
         return "\n".join(item.get("text") or json.dumps(item) for item in content)
     return result if isinstance(result, str) else json.dumps(result)
 
 
-def _text_field(schema: Mapping[str, Any]) -> str | None:
+def _text_field(schema: JsonObject) -> str | None:
     """Return the only field that an action must have if it is any text: the answer goes there."""
     needed = schema.get("required") or []
     field = (schema.get("properties") or {}).get(needed[0], {}) if len(needed) == 1 else {}
     return needed[0] if field.get("type") == "string" and "enum" not in field else None
 
 
-def _parsed(answer: str) -> Any:
+def _action_in(answer: str) -> object:
     """Return the JSON object in an answer."""
     try:
         return json.loads(answer[answer.index("{") : answer.rindex("}") + 1])
@@ -142,9 +142,9 @@ def _parsed(answer: str) -> Any:
         raise InvalidAction(f"it is not a JSON object: {error}") from None
 
 
-def _shown(seen: Mapping[str, Any]) -> str:
+def _text_of(result: JsonObject) -> str:
     """Return an observation as text: its only text, or all of it as JSON."""
-    said = seen.get("observation") or {}
-    fields = {name: value for name, value in said.items() if value not in (None, "", [], {})}
+    observation = result.get("observation") or {}
+    fields = {name: value for name, value in observation.items() if value not in (None, "", [], {})}
     texts = [value for value in fields.values() if isinstance(value, str)]
     return texts[0] if len(fields) == len(texts) == 1 else json.dumps(fields)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import aiohttp
 import anyio
 import anyio.lowlevel
 
 from agentloop.errors import ServerUnavailable
+from agentloop.plain_json import JsonObject
 
 __all__ = ["InvalidAction", "OpenEnvSession"]
 
@@ -31,7 +31,7 @@ class OpenEnvSession:
     """
 
     def __init__(
-        self, socket: aiohttp.ClientWebSocketResponse, schema: Mapping[str, Any], timeout_s: float
+        self, socket: aiohttp.ClientWebSocketResponse, schema: JsonObject, timeout_s: float
     ) -> None:
         self.schema = schema
         self._socket = socket
@@ -65,12 +65,12 @@ class OpenEnvSession:
                         schema = (await answer.json())["action"]
                     socket = await http.ws_connect(f"{url}/ws", max_msg_size=_MAX_MESSAGE)
             except (aiohttp.ClientConnectionError, OSError) as error:
-                why = str(error) or f"no answer within {timeout_s:g} s"
-                raise ServerUnavailable(f"openenv: {url}: {why}") from error
+                reason = str(error) or f"no answer within {timeout_s:g} s"
+                raise ServerUnavailable(f"openenv: {url}: {reason}") from error
             async with socket:
                 yield cls(socket, schema, timeout_s)
 
-    async def request(self, kind: str, data: Any) -> Mapping[str, Any]:
+    async def request(self, kind: str, data: object) -> JsonObject:
         """Send a message, and return the observation, reward and end in the answer.
 
         Raises:
@@ -87,11 +87,11 @@ class OpenEnvSession:
             raise ServerUnavailable(f"openenv: {kind}: {error}") from error
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise ServerUnavailable(f"openenv: the server closed the connection at {kind}")
-        found = json.loads(answer.data)
-        said: Mapping[str, Any] = found.get("data") or {}
-        if found.get("type") != "error":
-            return said
-        message = f"{said.get('message')} {said.get('errors') or ''}".strip()
-        if kind == "step" and said.get("code") == "VALIDATION_ERROR":
+        response = json.loads(answer.data)
+        payload: JsonObject = response.get("data") or {}
+        if response.get("type") != "error":
+            return payload
+        message = f"{payload.get('message')} {payload.get('errors') or ''}".strip()
+        if kind == "step" and payload.get("code") == "VALIDATION_ERROR":
             raise InvalidAction(message)
-        raise RuntimeError(f"openenv: {kind}: {message} ({said.get('code')})")
+        raise RuntimeError(f"openenv: {kind}: {message} ({payload.get('code')})")

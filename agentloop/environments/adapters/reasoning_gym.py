@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from random import Random
-from typing import Any
 
 from agentloop.distribution import require
 from agentloop.environments.agent import Agent
@@ -22,6 +21,7 @@ from agentloop.environments.rewards.puzzles import score
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import SettingsError
+from agentloop.plain_json import JsonObject
 
 __all__ = ["puzzle"]
 
@@ -32,8 +32,8 @@ _SYSTEM = (
 
 
 def make_task(
-    rng: Random, *, families: list[str], options: dict[str, dict[str, Any]] | None
-) -> Mapping[str, Any]:
+    rng: Random, *, families: list[str], options: dict[str, JsonObject] | None
+) -> Mapping[str, object]:
     """Make a puzzle of one of the families.
 
     Raises:
@@ -62,7 +62,7 @@ async def puzzle(
     agent: Agent,
     *,
     families: list[str],
-    options: dict[str, dict[str, Any]] | None = None,
+    options: dict[str, JsonObject] | None = None,
     partial_credit: bool = True,
     system: str = _SYSTEM,
     timeout_s: float = 60.0,

@@ -31,7 +31,7 @@ _SYSTEM = (
 )
 
 
-def make_task(rng: Random, *, file: str) -> Mapping[str, Any]:
+def make_task(rng: Random, *, file: str) -> Mapping[str, object]:
     """Choose one of the games.
 
     Raises:
@@ -68,7 +68,7 @@ async def game(
     wanted = ("objective", "score", "max_score", "won", "admissible_commands")
     infos = textworld.EnvInfos(**dict.fromkeys(wanted, True))
     library = Blocking("textworld", timeout_s)
-    async with library.opened(textworld.start, task.file, infos) as play:
+    async with library.open(textworld.start, task.file, infos) as play:
         state = await library.call(play.reset)
         moves = 0
 
@@ -79,8 +79,8 @@ async def game(
             return None if is_over or moves == max_moves else _scene(state, lists_commands)
 
         await agent.run(_scene(state, lists_commands), system=system or None, reply=answer)
-    most = state["max_score"] or 1
-    return {"score": (state["score"] or 0) / most, "won": bool(state["won"]), "moves": moves}
+    max_score = state["max_score"] or 1
+    return {"score": (state["score"] or 0) / max_score, "won": bool(state["won"]), "moves": moves}
 
 
 def _command(answer: str) -> str:

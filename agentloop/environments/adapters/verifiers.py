@@ -23,52 +23,51 @@ from agentloop.environments.environment import environment
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import SettingsError
+from agentloop.plain_json import JsonObject
 
 __all__ = ["rollout"]
 
 
-def rows(*, id: str, args: dict[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+def rows(*, id: str, args: JsonObject | None) -> Iterator[Mapping[str, object]]:
     """Yield a task for each row of the environment's data set.
 
     Raises:
         SettingsError: verifiers is not installed, or cannot load the environment.
     """
-    data_set = _loaded(id, json.dumps(args or {}, sort_keys=True)).get_dataset()
+    data_set = _load(id, json.dumps(args or {}, sort_keys=True)).get_dataset()
     for number, row in enumerate(data_set):
         yield {"row": number, "answer": row.get("answer", ""), "source": id}
 
 
 @environment(tasks=rows)
-async def rollout(
-    task: Task, agent: Agent, *, id: str, args: dict[str, Any] | None = None
-) -> Reward:
+async def rollout(task: Task, agent: Agent, *, id: str, args: JsonObject | None = None) -> Reward:
     """Let verifiers run and score a rollout.
 
     Args:
         id: name of the environment, an installed package.
         args: arguments of its `load_environment`.
     """
-    found = _loaded(id, json.dumps(args or {}, sort_keys=True))
+    verifiers_env = _load(id, json.dumps(args or {}, sort_keys=True))
     openai, vf = import_module("openai"), import_module("verifiers")
     http = openai.DefaultAsyncHttpxClient(transport=AgentTransport(agent), timeout=None)
     async with openai.AsyncOpenAI(
         api_key="none", base_url="http://agent/v1", max_retries=0, http_client=http
     ) as client:
-        ended = await found.run_rollout(
-            dict(found.get_dataset()[task.row]),
+        result = await verifiers_env.run_rollout(
+            dict(verifiers_env.get_dataset()[task.row]),
             vf.OpenAIChatCompletionsClient(client),
             model="agent",
             sampling_args={},
         )
-    if error := ended.get("error"):
-        why = error.get("error_chain_str") if isinstance(error, Mapping) else error
-        raise RuntimeError(f"verifiers: {id}: {why}")
-    metrics = {name: float(value) for name, value in (ended.get("metrics") or {}).items()}
-    return Reward(float(ended["reward"]), None, f"by the rubric of {id}", metrics)
+    if error := result.get("error"):
+        reason = error.get("error_chain_str") if isinstance(error, Mapping) else error
+        raise RuntimeError(f"verifiers: {id}: {reason}")
+    metrics = {name: float(value) for name, value in (result.get("metrics") or {}).items()}
+    return Reward(float(result["reward"]), None, f"by the rubric of {id}", metrics)
 
 
 @cache
-def _loaded(id: str, args: str) -> Any:
+def _load(id: str, args: str) -> Any:
     """Return the environment of that name."""
     require("verifiers", {"verifiers": "an environment of verifiers"})
     try:

@@ -9,7 +9,7 @@ rollout's own endpoint, so what the model samples is recorded as exact ids.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import cache
 from importlib import import_module
@@ -22,27 +22,28 @@ from agentloop.environments.environment import environment
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import SettingsError, summary_of
+from agentloop.plain_json import JsonObject
 
 __all__ = ["config_of", "episode"]
 
 
-def rows(*, taskset: str, config: dict[str, Any] | None, num_tasks: int) -> Iterator[Any]:
+def rows(*, taskset: str, config: JsonObject | None, num_tasks: int) -> Iterator[JsonObject]:
     """Yield a task for each task of the set.
 
     Raises:
         SettingsError: verifiers is not installed, or cannot load the task set.
     """
-    _, tasks = _loaded(taskset, json.dumps(config or {}, sort_keys=True), num_tasks)
+    _, tasks = _load(taskset, json.dumps(config or {}, sort_keys=True), num_tasks)
     for number in range(len(tasks)):
         yield {"row": number, "source": taskset}
 
 
 @asynccontextmanager
 async def serving(
-    *, taskset: str, config: dict[str, Any] | None, num_tasks: int
-) -> AsyncIterator[Any]:
+    *, taskset: str, config: JsonObject | None, num_tasks: int
+) -> AsyncIterator[object]:
     """Open what all episodes share: tool servers, and the proxies of the harnesses' requests."""
-    env, tasks = _loaded(taskset, json.dumps(config or {}, sort_keys=True), num_tasks)
+    env, tasks = _load(taskset, json.dumps(config or {}, sort_keys=True), num_tasks)
     async with env.serving():
         yield env, tasks
 
@@ -54,7 +55,7 @@ async def episode(
     *,
     shared: Any,
     taskset: str,
-    config: dict[str, Any] | None = None,
+    config: JsonObject | None = None,
     num_tasks: int = 10_000,
 ) -> Reward:
     """Let verifiers run and score an episode.
@@ -68,19 +69,19 @@ async def episode(
     vf = import_module("verifiers.v1")
     env, tasks = shared
     client = vf.EvalClientConfig(base_url=agent.url, api_key_var="AGENTLOOP_NO_KEY_IS_NEEDED")
-    ended = await env.run_episode(tasks[task.row], vf.ModelContext("agent", client))
-    if not ended.ok:
-        errors = [*ended.errors, *(error for trace in ended.traces for error in trace.errors)]
-        why = f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed"
-        raise RuntimeError(f"verifiers: {taskset}: {why}")
-    (trace,) = ended.traces
+    result = await env.run_episode(tasks[task.row], vf.ModelContext("agent", client))
+    if not result.ok:
+        errors = [*result.errors, *(error for trace in result.traces for error in trace.errors)]
+        reason = f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed"
+        raise RuntimeError(f"verifiers: {taskset}: {reason}")
+    (trace,) = result.traces
     agent.record(**{name: value for name, value in trace.metrics.items() if value is not None})
-    parts = {name: one.value for name, one in trace.rewards.items() if one is not None}
+    parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
     return Reward(trace.reward, None, f"by {taskset}", parts)
 
 
 @cache
-def _loaded(taskset: str, config: str, num_tasks: int) -> tuple[Any, list[Any]]:
+def _load(taskset: str, config: str, num_tasks: int) -> tuple[Any, list[Any]]:
     """Return the environment of a task set, and its tasks."""
     require("verifiers-v1", {"verifiers.v1.taskset": "a task set of verifiers 0.4"})
     try:
@@ -90,11 +91,11 @@ def _loaded(taskset: str, config: str, num_tasks: int) -> tuple[Any, list[Any]]:
     except SettingsError:
         raise
     except Exception as error:  # the task set is another's code
-        why = summary_of(error)
-        raise SettingsError(f"env.args: verifiers cannot load {taskset!r}: {why}") from error
+        reason = summary_of(error)
+        raise SettingsError(f"env.args: verifiers cannot load {taskset!r}: {reason}") from error
 
 
-def config_of(taskset: str, given: Mapping[str, Any]) -> Any:
+def config_of(taskset: str, settings: JsonObject) -> Any:
     """Return the settings of an environment with one agent.
 
     A harness that is not named runs no code of the model's; one that does runs in Docker.
@@ -104,18 +105,23 @@ def config_of(taskset: str, given: Mapping[str, Any]) -> Any:
     """
     loaders = import_module("verifiers.v1.utils.loaders")
     agents = import_module("verifiers.v1.configs.agent")
-    values = {**given, "taskset": {**given.get("taskset", {}), "id": taskset}}
+    values = {**settings, "taskset": {**settings.get("taskset", {}), "id": taskset}}
     fields = loaders.env_config_type(taskset, values.get("id", "")).model_fields
-    names = [name for name, one in fields.items() if isinstance(one.default, agents.AgentConfig)]
+    names = [
+        name for name, field in fields.items() if isinstance(field.default, agents.AgentConfig)
+    ]
     if len(names) != 1:
         raise SettingsError(
             f"env.args.taskset: {taskset}: its environment has several agents: {', '.join(names)}: "
             "only environments with one can be played"
         )
-    own = values.get(names[0], {})
-    usual = loaders.default_harness_id(taskset)
-    harness = {"id": "null" if usual == "bash" else usual, **own.get("harness", {})}
+    agent_settings = values.get(names[0], {})
+    default_harness = loaders.default_harness_id(taskset)
+    harness = {
+        "id": "null" if default_harness == "bash" else default_harness,
+        **agent_settings.get("harness", {}),
+    }
     runs_code = loaders.harness_class(harness["id"]).EXECUTES_CODE
     runtime = {"type": "docker" if runs_code else "subprocess"}
-    values[names[0]] = {"runtime": runtime, **own, "harness": harness}
+    values[names[0]] = {"runtime": runtime, **agent_settings, "harness": harness}
     return loaders.resolve_env_config(values)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["boxed", "final_answer", "tagged"]
+__all__ = ["final_answer", "last_box", "tagged_answers"]
 
 # Match the innermost pair, so a tag that is opened twice and closed once gives one answer.
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _BRACES = re.compile(r"(?P<boxed>\\f?boxed\s*\{)|\\.|[{}]", re.DOTALL)
 
 
-def tagged(text: str) -> list[str]:
+def tagged_answers(text: str) -> list[str]:
     """Return the text of each closed <answer>...</answer>, in order."""
     return _TAGGED.findall(text)
 
 
-def boxed(text: str) -> str | None:
+def last_box(text: str) -> str | None:
     r"""Return the text of the last balanced `\boxed{...}`, ignoring escaped braces such as `\{`."""
     open_braces: list[int | None] = []  # start of the text for a box, None for a plain brace
     start, end = -1, -1
@@ -38,8 +38,8 @@ def final_answer(text: str) -> str | None:
     The answer is the last `\boxed{}` in the last <answer>, or all of that <answer> if nothing in it
     is boxed. If there is no <answer>, it is the last `\boxed{}` of the text.
     """
-    answers = tagged(text)
+    answers = tagged_answers(text)
     if not answers:
-        return boxed(text) or None
-    inside = boxed(answers[-1])
+        return last_box(text) or None
+    inside = last_box(answers[-1])
     return (answers[-1].strip() if inside is None else inside) or None

@@ -1,6 +1,6 @@
 r"""Compare answers: numbers exactly, everything else with math-verify.
 
-Run `verified` in a process that can be killed, because some answers never terminate and it has no
+Run `is_equal` in a process that can be killed, because some answers never terminate and it has no
 timeout of its own (math-verify's timeout uses a signal and reports a wrong answer). Only
 math-verify's LaTeX parser is used: its other parser passes text to Python's eval.
 """
@@ -11,7 +11,7 @@ import logging
 import re
 from fractions import Fraction
 
-__all__ = ["number", "same_number", "verified"]
+__all__ = ["is_equal", "number", "same_number"]
 
 _MAX_DIGITS = 200  # int() takes quadratic time, and no real answer is longer
 _INVISIBLE = re.compile(r"\\[!,;: ]|~|\s+")
@@ -33,10 +33,10 @@ def number(text: str) -> Fraction | None:
     if _DECIMAL.fullmatch(text):
         return Fraction(text)
     sign = "+"
-    if found := _FRAC.fullmatch(text):
-        sign, above, below = found.groups()
-    elif found := _RATIO.fullmatch(text):
-        above, below = found.groups()
+    if match := _FRAC.fullmatch(text):
+        sign, above, below = match.groups()
+    elif match := _RATIO.fullmatch(text):
+        above, below = match.groups()
     else:
         return None
     if int(below) == 0:
@@ -52,15 +52,15 @@ def same_number(gold: str, answer: str) -> bool | None:
     """
     if gold.strip() == answer.strip():
         return True
-    left, right = number(gold), number(answer)
-    if left is None or right is None:
+    gold_value, answer_value = number(gold), number(answer)
+    if gold_value is None or answer_value is None:
         return None
-    if left == right:
+    if gold_value == answer_value:
         return True
-    return False if left.denominator == right.denominator == 1 else None
+    return False if gold_value.denominator == answer_value.denominator == 1 else None
 
 
-def verified(gold: str, answer: str) -> bool:
+def is_equal(gold: str, answer: str) -> bool:
     """Return whether math-verify considers `answer` equal to `gold`. May hang or crash.
 
     Requires the extra `math`.
@@ -70,8 +70,8 @@ def verified(gold: str, answer: str) -> bool:
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # Box both, so that math-verify parses the whole text and not just a number in it.
-    left, right = (
+    parsed_gold, parsed_answer = (
         parse(rf"\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=None)
         for text in (gold, answer)
     )
-    return bool(verify(left, right, timeout_seconds=None))
+    return bool(verify(parsed_gold, parsed_answer, timeout_seconds=None))

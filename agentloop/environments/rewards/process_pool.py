@@ -22,6 +22,8 @@ import anyio
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from agentloop.plain_json import JsonObject
+
 __all__ = [
     "CallDied",
     "CallFailed",
@@ -189,14 +191,14 @@ class _Child:
         self._process = process
         self._replies = BufferedByteReceiveStream(process.stdout)
 
-    async def ask(self, request: bytes) -> dict[str, Any]:
+    async def ask(self, request: bytes) -> JsonObject:
         assert self._process.stdin is not None
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # read() reports why
             # no deadline: call() has one
             await self._process.stdin.send(len(request).to_bytes(8, "big") + request)
         return await self.read()  # no deadline: call() has one
 
-    async def read(self) -> dict[str, Any]:
+    async def read(self) -> JsonObject:
         try:
             # no deadline: call() has one, and _start()
             line = await self._replies.receive_until(b"\n", _MAX_REPLY_BYTES)
@@ -204,7 +206,7 @@ class _Child:
             raise await self._death() from None
         except anyio.DelimiterNotFound:
             raise CallRaised(f"the result exceeds {_MAX_REPLY_BYTES} bytes") from None
-        reply: dict[str, Any] = json.loads(line)
+        reply: JsonObject = json.loads(line)
         return reply
 
     async def _death(self) -> CallDied:

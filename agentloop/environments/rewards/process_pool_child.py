@@ -11,12 +11,15 @@ import dataclasses
 import importlib
 import inspect
 import json
+import operator
 import os
 import pickle
 import resource
 import signal
 import sys
-from typing import Any, BinaryIO
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import BinaryIO
 
 __all__ = ["main"]
 
@@ -38,7 +41,7 @@ def main() -> None:
             _limit_memory(int(memory_mib) << 20)
         while size := requests.read(8):
             request = requests.read(int.from_bytes(size, "big"))
-            _reply(replies, _attempt(lambda data=request: _call(*pickle.loads(data))))
+            _reply(replies, _attempt(partial(_call, request)))
 
 
 def _limit_memory(more: int) -> None:
@@ -50,7 +53,7 @@ def _limit_memory(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _attempt(function: Any) -> dict[str, Any]:
+def _attempt(function: Callable[[], object]) -> dict[str, object]:
     try:
         return {"value": function()}
     except MemoryError:  # little can be relied on from here
@@ -59,15 +62,14 @@ def _attempt(function: Any) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]}
 
 
-def _find(name: str) -> Any:
+def _find(name: str) -> Callable[..., object]:
     module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
+    function: Callable[..., object] = operator.attrgetter(path)(importlib.import_module(module))
+    return function
 
 
-def _call(name: str, arguments: tuple[object, ...]) -> Any:
+def _call(request: bytes) -> object:
+    name, arguments = pickle.loads(request)
     value = _find(name)(*arguments)
     if inspect.isawaitable(value):
         value = asyncio.run(_wait(value))
@@ -77,11 +79,11 @@ def _call(name: str, arguments: tuple[object, ...]) -> Any:
     return json.loads(json.dumps(value, default=float))
 
 
-async def _wait(awaitable: Any) -> Any:
+async def _wait(awaitable: Awaitable[object]) -> object:
     return await awaitable
 
 
-def _reply(replies: BinaryIO, reply: dict[str, Any]) -> None:
+def _reply(replies: BinaryIO, reply: dict[str, object]) -> None:
     replies.write(json.dumps(reply).encode() + b"\n")
     replies.flush()
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from agentloop.environments.rewards.process_pool import CallFailed
 from agentloop.errors import SettingsError
+from agentloop.plain_json import JsonObject
 from agentloop.sandbox import CallResult, CallStatus, SandboxError
 
 __all__ = ["is_solved", "score"]
@@ -56,15 +56,15 @@ class Programs(Protocol):
 
 
 async def is_solved(
-    pool: Programs, puzzle: Mapping[str, Any], answer: str, *, timeout_s: float
+    pool: Programs, puzzle: JsonObject, answer: str, *, timeout_s: float
 ) -> tuple[bool, str]:
     """Return whether `answer` scores 1, and an explanation. Takes and raises what `score` does."""
-    value, why = await score(pool, puzzle, answer, timeout_s=timeout_s)
-    return value == 1, why
+    value, reason = await score(pool, puzzle, answer, timeout_s=timeout_s)
+    return value == 1, reason
 
 
 async def score(
-    pool: Programs, puzzle: Mapping[str, Any], answer: str, *, timeout_s: float
+    pool: Programs, puzzle: JsonObject, answer: str, *, timeout_s: float
 ) -> tuple[float, str]:
     """Return the score of `answer`, from 0 to 1, and an explanation.
 
@@ -98,15 +98,15 @@ def _not_scored(result: CallResult, mark: str) -> Exception:
             f"reasoning-gym is not installed in the sandbox ({outcome['missing']}): use an image "
             'that has it, or set sandbox.backend to "process"'
         )
-    why = result.error.message if result.error is not None else result.stderr[-500:].strip()
-    return CallFailed(f"the sandbox call ended with status {result.status}: {why}")
+    reason = result.error.message if result.error is not None else result.stderr[-500:].strip()
+    return CallFailed(f"the sandbox call ended with status {result.status}: {reason}")
 
 
 def _verdict(result: CallResult, mark: str, family: str) -> tuple[float, str]:
     outcome = _last_line(result.stdout, mark)
     if result.status is not CallStatus.OK or outcome is None:
-        how = "" if result.status is CallStatus.OK else f" ({result.status})"
-        return 0.0, f"it ended the process that scored it{how}"
+        status = "" if result.status is CallStatus.OK else f" ({result.status})"
+        return 0.0, f"it ended the process that scored it{status}"
     if "raised" in outcome:
         return 0.0, f"{family} raised {outcome['raised']} on it"
     value = outcome.get("score")  # untrusted: the answer may have forged it
@@ -115,7 +115,7 @@ def _verdict(result: CallResult, mark: str, family: str) -> tuple[float, str]:
     return float(value), f"{family} scores it {value:g}"
 
 
-def _last_line(stdout: str, mark: str) -> dict[str, Any] | None:
+def _last_line(stdout: str, mark: str) -> JsonObject | None:
     line = stdout.rstrip("\n").rpartition("\n")[2]
     try:
         outcome = json.loads(line.removeprefix(mark)) if line.startswith(mark) else None

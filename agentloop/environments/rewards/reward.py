@@ -1,4 +1,4 @@
-"""What a rollout is worth: its answer, held against the task's.
+"""The reward of a rollout: its answer, compared with the task's.
 
     trajectory ──last turn──> answer ──the same number? ──> 1 or 0
                                  ├──a puzzle: its own scorer, in the sandbox──────> 1 or 0
@@ -6,8 +6,9 @@
 
 A rollout that infrastructure broke has no reward: its value is None. It is never 0, which would
 teach the model that it was wrong. An answer that makes its own check hang or crash is wrong, or a
-model could learn to take back bad rollouts that way: see `_verified`, and puzzles.py for puzzles.
-For the same reason a rollout that ran out of time is scored if its own tool calls took the time.
+model could learn to take back bad rollouts that way: see `_ask_math_verify`, and puzzles.py for
+puzzles. For the same reason a rollout that ran out of time is scored if its own tool calls took the
+time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self, SupportsFloat
+from typing import Any, Self, SupportsFloat, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -29,24 +30,24 @@ from agentloop.environments.rewards.math_check import same_number
 from agentloop.environments.rewards.process_pool import CallFailed, CallTimedOut, ProcessPool
 from agentloop.environments.rewards.puzzles import is_solved
 from agentloop.environments.tasks.sources import Task
-from agentloop.environments.tasks.task import shown
+from agentloop.environments.tasks.task import describe
 from agentloop.errors import RewardError, SettingsError, summary_of
 from agentloop.sandbox import Pool
 from agentloop.trajectory import StopReason, Trajectory
 
 __all__ = ["Grader", "Reward", "RewardFunction", "RewardSettings", "finite_number", "plain_reward"]
 
-_VERIFIED = "agentloop.environments.rewards.math_check:verified"
+_IS_EQUAL = "agentloop.environments.rewards.math_check:is_equal"
 _MAX_ANSWER_CHARS = 4000
 _LARGEST = 1e30
 
 
-def finite_number(value: object, what: str) -> float:
+def finite_number(value: object, name: str) -> float:
     """Return a number that comes from outside, such as a reward, as a float.
 
     Args:
         value: a number of any type, such as numpy's; True is 1.
-        what: what it is, for the error.
+        name: the name of the value, for the error.
 
     Raises:
         ValueError: it is no number, is not finite, or its magnitude is above 1e30. Up to there, it
@@ -60,7 +61,7 @@ def finite_number(value: object, what: str) -> float:
         number = math.nan
     if not abs(number) <= _LARGEST:
         expected = f"expected a finite number, at most {_LARGEST:g} in magnitude"
-        raise ValueError(f"{what}: {expected}, got {shown(value)}")
+        raise ValueError(f"{name}: {expected}, got {describe(value)}")
     return number
 
 
@@ -95,6 +96,8 @@ def plain_reward(reward: Reward) -> Reward:
     }
     return Reward(value, answer, str(reward.reason), parts)
 
+
+T = TypeVar("T")
 
 Verdict = Reward | float | None
 RewardFunction = Callable[[Trajectory, Task], Verdict | Awaitable[Verdict]]
@@ -147,10 +150,10 @@ class Grader:
     ) -> None:
         """
         Args:
-            function: in place of the one in the settings. If it is not async it runs in a thread,
+            function: replaces the one in the settings. If it is not async it runs in a thread,
                 which cannot be killed: where it may hang, name it in the settings instead, and it
                 runs in a process.
-            pool: where reasoning-gym's puzzles are scored.
+            pool: scores reasoning-gym's puzzles.
         """
         self._settings = settings or RewardSettings()
         self._pool = pool
@@ -217,13 +220,13 @@ class Grader:
             return Reward(0.0, answer, "differs from the reference answer")
         if len(answer) > _MAX_ANSWER_CHARS:
             return Reward(0.0, answer, f"longer than {_MAX_ANSWER_CHARS} characters")
-        return await self._verified(answer, task)
+        return await self._ask_math_verify(answer, task)
 
-    async def _verified(self, answer: str, task: Task) -> Reward:
+    async def _ask_math_verify(self, answer: str, task: Task) -> Reward:
         """Ask math-verify. Where it fails on the answer in two processes, the second a fresh one,
         and not on the task's own answer, the answer is to blame and wrong."""
         timeout_s = self._settings.timeout_s
-        call = partial(self._processes.call, _VERIFIED, task.answer, timeout_s=timeout_s)
+        call = partial(self._processes.call, _IS_EQUAL, task.answer, timeout_s=timeout_s)
         failures: list[CallFailed] = []
         for _ in range(1 + max(1, self._settings.retries)):
             try:
@@ -233,24 +236,24 @@ class Grader:
             else:
                 verdict = "equal to" if same else "different from"
                 return Reward(float(same), answer, f"math-verify: {verdict} the reference answer")
-        why = f"math-verify: {failures[-1]} ({len(failures)} tries)"
+        reason = f"math-verify: {failures[-1]} ({len(failures)} tries)"
         if sum(not failure.from_outside for failure in failures) < 2:
-            return Reward(None, answer, why)
+            return Reward(None, answer, reason)
         try:
             await call(task.answer, fresh=True)
         except CallFailed:
-            return Reward(None, answer, f"{why}; on the reference answer it fails, too")
-        return Reward(0.0, answer, f"{why}: the answer breaks the check, so it is wrong")
+            return Reward(None, answer, f"{reason}; on the reference answer it fails, too")
+        return Reward(0.0, answer, f"{reason}: the answer breaks the check, so it is wrong")
 
     async def _check_puzzle(self, answer: str, task: Task) -> Reward:
         if self._pool is None:
             raise SettingsError(f"task {task.id}: puzzles are scored in a sandbox; there is none")
         ask = partial(is_solved, self._pool, task.extra["reasoning_gym"], answer)
         try:
-            solved, why = await self._tried(partial(ask, timeout_s=self._settings.timeout_s))
+            solved, reason = await self._retry(partial(ask, timeout_s=self._settings.timeout_s))
         except CallFailed as error:
             return Reward(None, answer, f"reasoning-gym: {error}")
-        return Reward(float(solved), answer, f"reasoning-gym: {why}")
+        return Reward(float(solved), answer, f"reasoning-gym: {reason}")
 
     async def _ask_process(self, trajectory: Trajectory, task: Task) -> Reward:
         try:
@@ -270,44 +273,44 @@ class Grader:
         async def attempt() -> Verdict:
             try:
                 with anyio.fail_after(timeout_s) as deadline:
-                    return await self._called(function, trajectory, task)
+                    return await self._call_function(function, trajectory, task)
             except Exception as error:
                 if isinstance(error, TimeoutError) and deadline.cancelled_caught:
                     raise CallTimedOut(f"no result after {timeout_s:g} s") from None
                 raise CallFailed(summary_of(error)) from error
 
         try:
-            verdict = await self._tried(attempt)
+            verdict = await self._retry(attempt)
         except CallFailed as error:
             raise RewardError(f"{name}: task {task.id}: {error}") from error
         return _reward(verdict, name, task)
 
-    async def _called(
+    async def _call_function(
         self, function: RewardFunction, trajectory: Trajectory, task: Task
     ) -> Verdict:
-        found: Any
+        result: Any
         if inspect.iscoroutinefunction(function):
-            found = function(trajectory, task)
+            result = function(trajectory, task)
         else:
-            found = await anyio.to_thread.run_sync(
+            result = await anyio.to_thread.run_sync(
                 function, trajectory, task, abandon_on_cancel=True, limiter=self._threads
             )
-        verdict: Verdict = await found if inspect.isawaitable(found) else found
+        verdict: Verdict = await result if inspect.isawaitable(result) else result
         return verdict
 
-    async def _call(self, function: str, *arguments: object) -> Any:
+    async def _call(self, function: str, *arguments: object) -> object:
         timeout_s = self._settings.timeout_s
-        return await self._tried(
+        return await self._retry(
             partial(self._processes.call, function, *arguments, timeout_s=timeout_s)
         )
 
-    async def _tried(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
+    async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Return the result of the first attempt that succeeds."""
-        for left in range(self._settings.retries, -1, -1):
+        for num_left in range(self._settings.retries, -1, -1):
             try:
                 return await attempt()
             except CallFailed as error:
-                if not left:
+                if not num_left:
                     tries = self._settings.retries + 1
                     times = "" if tries == 1 else f" ({tries} tries)"
                     raise CallFailed(f"{error}{times}") from error

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from agentloop.environments.tasks.sources import Task, TaskSource
 from agentloop.errors import DataError
+from agentloop.plain_json import JsonObject
 
 __all__ = ["MixedTasks", "WeightedTurns", "of_environment"]
 
@@ -23,7 +23,7 @@ class WeightedTurns:
     After any number of turns, each name has had fewer than one turn more than its share.
 
     Attributes:
-        credit: what each name is owed, in units of the weights; the sum is 0.
+        credit: the turns that each name is owed, in units of the weights; the sum is 0.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -100,9 +100,9 @@ class MixedTasks(TaskSource):
     @property
     def fingerprint(self) -> str:
         """The digests of all sources."""
-        return " ".join(f"{name}={one.fingerprint}" for name, one in self._sources.items())
+        return " ".join(f"{name}={source.fingerprint}" for name, source in self._sources.items())
 
-    def cursor(self) -> dict[str, Any]:
+    def cursor(self) -> JsonObject:
         """Return the positions in all sources and whose turn is next, as JSON-compatible data."""
         return {
             "envs": {name: source.cursor() for name, source in self._sources.items()},
@@ -110,7 +110,7 @@ class MixedTasks(TaskSource):
             "weights": self._weights,
         }
 
-    def go_to(self, cursor: Mapping[str, Any]) -> None:
+    def go_to(self, cursor: JsonObject) -> None:
         """Continue from a cursor. The weights may have changed since.
 
         Raises:

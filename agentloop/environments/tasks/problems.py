@@ -63,10 +63,10 @@ def symbolic(level: int, rng: Random) -> Problem:
 
 def _linear(level: int, rng: Random) -> Problem:
     root = _coefficient(level, rng)
-    left, right = rng.sample(range(-9 * level, 9 * level + 1), 2)
+    left_slope, right_slope = rng.sample(range(-9 * level, 9 * level + 1), 2)
     constant = _coefficient(level, rng)
-    other = (left - right) * root + constant
-    equation = f"{polynomial([constant, left])} = {polynomial([other, right])}"
+    right_constant = (left_slope - right_slope) * root + constant
+    equation = f"{polynomial([constant, left_slope])} = {polynomial([right_constant, right_slope])}"
     return Problem(f"Solve for x: {equation}", root)
 
 
@@ -88,7 +88,7 @@ def _system(level: int, rng: Random) -> Problem:
 def _derivative(level: int, rng: Random) -> Problem:
     terms = [_coefficient(level, rng) for _ in range(level + 2)]
     at = rng.randint(-3, 3)
-    value = evaluate(derived(terms), at)
+    value = evaluate(derivative(terms), at)
     return Problem(f"Let f(x) = {polynomial(terms)}. What is f'({at})?", value)
 
 
@@ -96,7 +96,7 @@ def _integral(level: int, rng: Random) -> Problem:
     terms = [0, *(_coefficient(level, rng) for _ in range(level + 1))]
     low, high = sorted(rng.sample(range(-3, 4), 2))
     value = evaluate(terms, high) - evaluate(terms, low)
-    integrand = polynomial(derived(terms))
+    integrand = polynomial(derivative(terms))
     return Problem(f"What is the integral of {integrand} from x = {low} to x = {high}?", value)
 
 
@@ -111,7 +111,7 @@ def evaluate(terms: Sequence[int], x: int) -> int:
     return sum(term * x**power for power, term in enumerate(terms))
 
 
-def derived(terms: Sequence[int]) -> list[int]:
+def derivative(terms: Sequence[int]) -> list[int]:
     return [power * term for power, term in enumerate(terms)][1:]
 
 
@@ -122,11 +122,11 @@ def polynomial(terms: Sequence[int]) -> str:
         if term:
             variable = {0: "", 1: "x"}.get(power, f"x^{power}")
             parts.append(_term(term, variable))
-    return _joined(parts)
+    return _join(parts)
 
 
 def _two_terms(a: int, b: int) -> str:
-    return _joined([_term(a, "x"), _term(b, "y")])
+    return _join([_term(a, "x"), _term(b, "y")])
 
 
 def _term(number: int, variable: str) -> str:
@@ -135,7 +135,7 @@ def _term(number: int, variable: str) -> str:
     return f"{number}{variable}"
 
 
-def _joined(parts: Sequence[str]) -> str:
+def _join(parts: Sequence[str]) -> str:
     return " + ".join(parts).replace("+ -", "- ") or "0"
 
 

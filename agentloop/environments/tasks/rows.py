@@ -15,11 +15,11 @@ import pydantic
 from agentloop.distribution import install_hint
 from agentloop.environments.tasks.task import (
     Task,
+    describe,
     level_of,
     plain_fields,
     problem_text,
     row_digest,
-    shown,
     task_digest,
 )
 from agentloop.errors import DataError, SettingsError
@@ -161,7 +161,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path}: {error.strerror or error}") from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
     arrow = _package("pyarrow", extra="data")
     parquet = import_module("pyarrow.parquet")
     try:
@@ -171,8 +171,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
             for needed in (_PROMPTS, (*_ANSWERS, "reward_model")):
                 if not present.intersection(needed):
                     raise DataError(
-                        f"{path}: one of the columns {_listed(needed)} is required; the file has "
-                        f"{_listed(sorted(present)) or 'none'}"
+                        f"{path}: one of the columns {_join(needed)} is required; the file has "
+                        f"{_join(sorted(present)) or 'none'}"
                     )
             batches = file.iter_batches(batch_size=1024, columns=columns)
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
@@ -183,13 +183,13 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path}: {error}") from error
 
 
-def _read_huggingface(settings: TasksSettings) -> Iterable[Any]:
+def _read_huggingface(settings: TasksSettings) -> Iterable[object]:
     datasets = _package("datasets", extra="data")
     name = settings.name
     try:
         if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
-            found = datasets.load_from_disk(name)
-            rows: Iterable[Any] = found[settings.split] if isinstance(found, dict) else found
+            data = datasets.load_from_disk(name)
+            rows: Iterable[object] = data[settings.split] if isinstance(data, dict) else data
         else:
             rows = datasets.load_dataset(name, settings.config or None, split=settings.split)
     except Exception as error:  # the hub, files, format or split may raise anything
@@ -226,9 +226,9 @@ def _package(name: str, *, extra: str) -> Any:
         ) from error
 
 
-def _task(row: Any, where: str, source: str, settings: TasksSettings) -> Task:
+def _task(row: object, where: str, source: str, settings: TasksSettings) -> Task:
     if not isinstance(row, Mapping):
-        raise DataError(f"{where}: expected an object, got {shown(row)}")
+        raise DataError(f"{where}: expected an object, got {describe(row)}")
     named, prompt = _first(row, _PROMPTS, where)
     is_text = isinstance(prompt, str)
     question = prompt if is_text else _question(prompt, f"{where}: field {named!r}")
@@ -236,7 +236,7 @@ def _task(row: Any, where: str, source: str, settings: TasksSettings) -> Task:
         raise DataError(f"{where}: field {named!r} is empty")
     extra = row.get("extra_info")
     if not isinstance(extra, Mapping | None):
-        raise DataError(f"{where}: field 'extra_info': expected an object, got {shown(extra)}")
+        raise DataError(f"{where}: field 'extra_info': expected an object, got {describe(extra)}")
     for name in (named, *_ANSWERS, *_OTHERS):
         if not is_encodable(row.get(name)):
             raise DataError(
@@ -247,10 +247,11 @@ def _task(row: Any, where: str, source: str, settings: TasksSettings) -> Task:
     own_source = str(row.get("data_source") or row.get("source") or "")
     fields = plain_fields({named: prompt, "extra_info": extra or {}}, where)
     prompt, extra = fields.values()
-    said = [] if is_text else [one["content"] for one in prompt if one["role"] == "system"]
+    messages = [] if is_text else prompt
+    system_texts = [message["content"] for message in messages if message["role"] == "system"]
     problem = [task_digest(problem_text(prompt)), answer, extra]
     return Task(
-        id=row_digest(problem, [own_source, level, said]),
+        id=row_digest(problem, [own_source, level, system_texts]),
         prompt=prompt_of(prompt, settings) if is_text else prompt,
         answer=answer,
         source=own_source or source,
@@ -263,17 +264,17 @@ def _first(row: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[st
     for name in names:
         if row.get(name) is not None:
             return name, row[name]
-    raise DataError(f"{where}: one of the fields {_listed(names)} is required")
+    raise DataError(f"{where}: one of the fields {_join(names)} is required")
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _question(messages: Any, where: str) -> str:
+def _question(messages: object, where: str) -> str:
     """Check a conversation, and return its last question."""
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: expected text or messages, got {shown(messages)}")
+        raise DataError(f"{where}: expected text or messages, got {describe(messages)}")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, Mapping) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
@@ -297,7 +298,9 @@ def _answer(row: Mapping[str, Any], where: str) -> str:
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)  # from a column of integers with missing values
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise DataError(f"{where}: field {name!r}: expected text or a number, got {shown(answer)}")
+        raise DataError(
+            f"{where}: field {name!r}: expected text or a number, got {describe(answer)}"
+        )
     if not str(answer).strip():
         raise DataError(f"{where}: field {name!r} is empty")
     return str(answer).strip()

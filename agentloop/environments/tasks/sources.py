@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from random import Random
@@ -31,6 +31,7 @@ from agentloop.environments.tasks.task import (
     task_of,
 )
 from agentloop.errors import AgentLoopError, DataError, SettingsError, summary_of
+from agentloop.plain_json import JsonObject
 
 __all__ = [
     "Task",
@@ -65,17 +66,17 @@ class TaskSource(ABC):
     @staticmethod
     def open(
         settings: TasksSettings | None = None,
-        cursor: Mapping[str, Any] | None = None,
+        cursor: JsonObject | None = None,
         *,
-        function: Callable[[Random], Any] | Iterable[Any] | None = None,
-        held_out: Callable[[Random], Any] | Iterable[Any] | None = None,
+        function: Callable[[Random], object] | Iterable[object] | None = None,
+        held_out: Callable[[Random], object] | Iterable[object] | None = None,
         env: str = "",
     ) -> TaskSource:
         """Read or prepare the tasks, and continue from `cursor` if given.
 
         Args:
-            function: with the kind `environment`, makes the fields of a task from random numbers,
-                or iterates over those of all tasks.
+            function: makes the fields of a task from random numbers, or iterates over those of all
+                tasks; for the kind `environment`.
             held_out: the same for the tasks that are held out; None: some of the others are.
             env: name of the environment, for messages.
 
@@ -92,17 +93,18 @@ class TaskSource(ABC):
             if held_out is None:
                 source = _of_environment(settings, function, env)
             else:
-                whole = settings.model_copy(update={"held_out": 0.0})
-                other = whole.model_copy(update={"seed": -1 - settings.seed})  # of a generator
-                source = _Split(
+                without_held_out = settings.model_copy(update={"held_out": 0.0})
+                # The seed is that of a generator.
+                held_out_settings = without_held_out.model_copy(update={"seed": -1 - settings.seed})
+                source = _SplitTasks(
                     settings.held_out,
-                    _of_environment(whole, function, env),
-                    _of_environment(other, held_out, f"{env} (held out)"),
+                    _of_environment(without_held_out, function, env),
+                    _of_environment(held_out_settings, held_out, f"{env} (held out)"),
                 )
         elif settings.kind in GENERATORS:
-            source = _Generated(settings)
+            source = _GeneratedTasks(settings)
         else:
-            source = _Listed(settings, read_tasks(settings), "tasks")
+            source = _ListedTasks(settings, read_tasks(settings), "tasks")
         if cursor is not None:
             source.go_to(cursor)
         return source
@@ -146,13 +148,13 @@ class TaskSource(ABC):
     def fingerprint(self) -> str:
         """A digest that is equal for the same tasks in the same order."""
 
-    def cursor(self) -> dict[str, Any]:
+    def cursor(self) -> JsonObject:
         """Return the position in the current epoch, as JSON-compatible data."""
         return {
             "epoch": self._epoch, "position": self._position, "fingerprint": self.fingerprint
         }  # fmt: skip
 
-    def go_to(self, cursor: Mapping[str, Any]) -> None:
+    def go_to(self, cursor: JsonObject) -> None:
         """Continue from a cursor.
 
         Raises:
@@ -161,7 +163,7 @@ class TaskSource(ABC):
         self._check(cursor)
         self._epoch, self._position = int(cursor["epoch"]), int(cursor["position"])
 
-    def _check(self, cursor: Mapping[str, Any]) -> None:
+    def _check(self, cursor: JsonObject) -> None:
         if cursor.get("fingerprint") != self.fingerprint:
             raise DataError(
                 "tasks: they differ from the tasks of the saved cursor: use the same files, seed "
@@ -169,7 +171,7 @@ class TaskSource(ABC):
             )
 
 
-class _Generated(TaskSource):
+class _GeneratedTasks(TaskSource):
     """Generated problems; the position is the number of the next one, and there are no epochs."""
 
     @property
@@ -192,11 +194,11 @@ class _Generated(TaskSource):
 
     def held_out(self) -> list[Task]:
         wanted = self._settings.held_out
-        most = int(wanted) if wanted >= 1 else _MAX_HELD_OUT
+        max_tasks = int(wanted) if wanted >= 1 else _MAX_HELD_OUT
         tasks: dict[str, Task] = {}
         index = last_new = 0
         # Low levels have few problems: stop once new ones no longer turn up.
-        while len(tasks) < most and wanted and index - last_new < _MAX_MISSES / self._share:
+        while len(tasks) < max_tasks and wanted and index - last_new < _MAX_MISSES / self._share:
             task, digest = self._make(index)
             if _is_below(digest, self._share) and digest not in tasks:
                 tasks[digest] = task
@@ -231,14 +233,14 @@ class TaskList:
 
 
 def _of_environment(
-    settings: TasksSettings, tasks: Callable[[Random], Any] | Iterable[Any], env: str
+    settings: TasksSettings, tasks: Callable[[Random], object] | Iterable[object], env: str
 ) -> TaskSource:
     """Open the tasks that an environment makes or lists."""
     if callable(tasks):
-        return _Made(settings, tasks, env)
+        return _FunctionTasks(settings, tasks, env)
     where = f"the tasks of {env}"
 
-    def listed() -> Iterator[Task]:
+    def read_listed() -> Iterator[Task]:
         number = 0
         try:
             for number, fields in enumerate(tasks, 1):
@@ -251,14 +253,14 @@ def _of_environment(
                 f"{where}: after number {number}: {line}{type(error).__name__}: {error}"
             ) from error
 
-    return _Listed(settings, listed(), where)
+    return _ListedTasks(settings, read_listed(), where)
 
 
-class _Made(_Generated):
+class _FunctionTasks(_GeneratedTasks):
     """Tasks made by a function of random numbers."""
 
     def __init__(
-        self, settings: TasksSettings, function: Callable[[Random], Any], env: str
+        self, settings: TasksSettings, function: Callable[[Random], object], env: str
     ) -> None:
         super().__init__(settings)
         self._function = function
@@ -276,7 +278,7 @@ class _Made(_Generated):
         return replace(task, id=f"{self._settings.kind}-{index}"), problem_digits(task.id)
 
 
-class _Split(TaskSource):
+class _SplitTasks(TaskSource):
     """Training tasks from one source, and held-out ones from another, which are in no group."""
 
     has_split = True
@@ -286,15 +288,15 @@ class _Split(TaskSource):
         Args:
             limit: number of tasks to hold out; below 1: all.
         """
-        whole = held_out.distinct
-        if whole is None:
-            made = itertools.islice(held_out, _MAX_HELD_OUT)
-            whole = [replace(task, id=f"held-out-{task.id}") for task in made]
-        self._held_out = {task.id: task for task in whole}
+        held_out_tasks = held_out.distinct
+        if held_out_tasks is None:
+            new_tasks = itertools.islice(held_out, _MAX_HELD_OUT)
+            held_out_tasks = [replace(task, id=f"held-out-{task.id}") for task in new_tasks]
+        self._held_out = {task.id: task for task in held_out_tasks}
         self._limit = int(limit) or None
         self._training = training
         if training.distinct is not None:
-            self.distinct = [one for one in training.distinct if one.id not in self._held_out]
+            self.distinct = [task for task in training.distinct if task.id not in self._held_out]
             if not self.distinct:
                 raise DataError("no tasks to train on: all of them are held out, too")
 
@@ -311,26 +313,26 @@ class _Split(TaskSource):
     def fingerprint(self) -> str:
         return task_digest(f"{self._training.fingerprint} {' '.join(self._held_out)}")
 
-    def cursor(self) -> dict[str, Any]:
+    def cursor(self) -> JsonObject:
         return {**self._training.cursor(), "fingerprint": self.fingerprint}
 
-    def go_to(self, cursor: Mapping[str, Any]) -> None:
+    def go_to(self, cursor: JsonObject) -> None:
         self._check(cursor)
         self._training.go_to({**cursor, "fingerprint": self._training.fingerprint})
 
 
-class _Listed(TaskSource):
+class _ListedTasks(TaskSource):
     """Tasks of a list, epoch by epoch; of those that are equal in all fields one is kept.
 
     The first half of an id is that of the problem: rows of files that differ only in source, level
     or system message are held out together.
     """
 
-    def __init__(self, settings: TasksSettings, listed: Iterable[Task], where: str) -> None:
+    def __init__(self, settings: TasksSettings, read_listed: Iterable[Task], where: str) -> None:
         super().__init__(settings)
         tasks: dict[str, Task] = {}
         num_listed = 0
-        for task in listed:
+        for task in read_listed:
             num_listed += 1
             if tasks.setdefault(task.id, task) != task and not is_digest(task.id):
                 raise DataError(f"{where}: two tasks have the id {task.id!r} and other fields")

@@ -18,12 +18,13 @@ from functools import partial
 from typing import Any
 
 from agentloop.errors import DataError
-from agentloop.plain_json import dumps, loads
+from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.trajectory import Message
 
 __all__ = [
     "NUM_PROBLEM_DIGITS",
     "Task",
+    "describe",
     "is_digest",
     "level_of",
     "line_of",
@@ -31,7 +32,6 @@ __all__ = [
     "problem_digits",
     "problem_text",
     "row_digest",
-    "shown",
     "task_digest",
     "task_of",
 ]
@@ -67,7 +67,7 @@ class Task:
         raise AttributeError(f"the task has no field {name!r}")
 
 
-def task_of(fields: Any, where: str) -> Task:
+def task_of(fields: object, where: str) -> Task:
     """Make a task of the fields that an environment gives.
 
     Its id is that of the field `id` or, without one, a digest of all fields.
@@ -80,24 +80,25 @@ def task_of(fields: Any, where: str) -> Task:
     for name in ("env", "extra"):
         if name in fields:
             raise DataError(f"{where}: field {name!r}: agentloop sets it: choose another name")
-    rest = plain_fields(fields, where)
-    if len(rest) < len(fields):
+    plain = plain_fields(fields, where)
+    if len(plain) < len(fields):
         raise DataError(f"{where}: two names of fields are the same as text")
     for name, value in fields.items():
         try:
-            _check_unchanged(value, rest[str(name)])
+            _check_unchanged(value, plain[str(name)])
         except ValueError as error:
             raise DataError(f"{where}: field {name!r}: {error}") from error
-    digest = _digest(_canonical(rest))
-    id = rest.pop("id", digest)
+    digest = _digest(_canonical(plain))
+    id = plain.pop("id", digest)
     if not isinstance(id, str | int) or not str(id).strip():
-        raise DataError(f"{where}: field 'id': expected text or a whole number, got {shown(id)}")
-    prompt, answer = rest.pop("prompt", ""), rest.pop("answer", None)
-    source, level = str(rest.pop("source", "environment")), level_of(rest.pop("level", None), where)
-    return Task(str(id), prompt, "" if answer is None else str(answer), source, level, rest)
+        raise DataError(f"{where}: field 'id': expected text or a whole number, got {describe(id)}")
+    prompt, answer = plain.pop("prompt", ""), plain.pop("answer", None)
+    source = str(plain.pop("source", "environment"))
+    level = level_of(plain.pop("level", None), where)
+    return Task(str(id), prompt, "" if answer is None else str(answer), source, level, plain)
 
 
-def plain_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+def plain_fields(fields: Mapping[str, object], where: str) -> JsonObject:
     """Return the fields as JSON gives them back: tuples as lists, keys as text.
 
     Raises:
@@ -114,7 +115,7 @@ def plain_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     return plain
 
 
-def _check_unchanged(value: Any, plain: Any) -> None:
+def _check_unchanged(value: object, plain: Any) -> None:
     """Raise ValueError if `plain`, which JSON gives back for plain data, lacks a part of it."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not a finite number")
@@ -131,13 +132,13 @@ def problem_text(prompt: str | Sequence[Message]) -> str:
     """Return the text of a prompt, without system messages; of a single question the question."""
     if isinstance(prompt, str):
         return prompt
-    said = [message for message in prompt if message["role"] != "system"]
-    if len(said) == 1:
-        return str(said[0]["content"])
-    return "\n".join(f"{message['role']}: {message['content']}" for message in said)
+    messages = [message for message in prompt if message["role"] != "system"]
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
-def level_of(level: Any, where: str) -> int:
+def level_of(level: object, where: str) -> int:
     """Parse a number or text such as "Level 5"; return 0 if there is none."""
     if level is None or level == "":
         return 0
@@ -146,10 +147,12 @@ def level_of(level: Any, where: str) -> int:
     except ValueError:
         if level == "Level ?":  # occurs in MATH
             return 0
-        raise DataError(f"{where}: field 'level': expected a number, got {shown(level)}") from None
+        raise DataError(
+            f"{where}: field 'level': expected a number, got {describe(level)}"
+        ) from None
 
 
-def line_of(function: Callable[..., Any], error: Exception | None = None) -> str:
+def line_of(function: Callable[..., object], error: Exception | None = None) -> str:
     """Return file:line of a function, or of its last line that `error` has come through."""
     while isinstance(function, partial):
         function = function.func
@@ -167,12 +170,12 @@ def task_digest(text: str) -> str:
     return _digest(plain)
 
 
-def row_digest(problem: Any, others: Any) -> str:
+def row_digest(problem: object, other_fields: object) -> str:
     """Return 32 hexadecimal digits for a row of a file; the first half are the problem's.
 
     They do not depend on the problem's whitespace.
     """
-    halves = task_digest(_canonical(problem)), _digest(_canonical(others))
+    halves = task_digest(_canonical(problem)), _digest(_canonical(other_fields))
     return "".join(half[:NUM_PROBLEM_DIGITS] for half in halves)
 
 
@@ -190,10 +193,10 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def _canonical(plain: Any) -> str:
+def _canonical(plain: object) -> str:
     return json.dumps(plain, sort_keys=True, ensure_ascii=False)
 
 
-def shown(value: Any) -> str:
+def describe(value: object) -> str:
     """Return a value for an error message: its beginning, or its type."""
     return f"{value!r:.60}" if isinstance(value, str | int | float) else type(value).__name__

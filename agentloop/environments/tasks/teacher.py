@@ -16,11 +16,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 from agentloop.agent.formats.values import decode_call
 from agentloop.agent.sandbox_tools import PythonCode
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
+from agentloop.plain_json import JsonObject
 
 __all__ = ["dialogues", "lessons"]
 
@@ -69,11 +69,11 @@ class _Sum:
     def with_other_operation(self, rng: Random) -> _Sum:
         """Return a copy whose last operation is a different one."""
         *before, (sign, number) = self.steps
-        other = rng.choice([one for one in _APPLY if one != sign])
-        return _Sum(self.first, (*before, (other, number)))
+        other_sign = rng.choice([candidate for candidate in _APPLY if candidate != sign])
+        return _Sum(self.first, (*before, (other_sign, number)))
 
 
-def lessons(count: int, *, levels: Sequence[int], seed: int = 0) -> Iterator[dict[str, Any]]:
+def lessons(count: int, *, levels: Sequence[int], seed: int = 0) -> Iterator[JsonObject]:
     """Yield `count` dialogues about problems of these levels that no run holds out.
 
     Held-out problems, when given as a number, come from an eighth of all problems, which is
@@ -83,7 +83,7 @@ def lessons(count: int, *, levels: Sequence[int], seed: int = 0) -> Iterator[dic
     yield from dialogues(itertools.islice(TaskSource.open(settings), count), seed=seed)
 
 
-def dialogues(tasks: Iterable[Task], *, seed: int = 0) -> Iterator[dict[str, Any]]:
+def dialogues(tasks: Iterable[Task], *, seed: int = 0) -> Iterator[JsonObject]:
     """Yield {"messages": [...], "tools": [...]} for each task of the kind `arithmetic`.
 
     The same task and seed give the same dialogue.
@@ -128,9 +128,9 @@ def _call(kind: str, sum_: _Sum, rng: Random) -> tuple[str, str]:
         return _json(PythonCode.name, code), f"[stderr]\n{trace}\n{ending}"
     if kind == "unknown tool":
         name = rng.choice(_UNKNOWN)
-        known = PythonCode.name
+        tools = PythonCode.name
         return _json(name, code), (
-            f"[unknown tool] there is no tool {name!r}; the tools are: {known}"
+            f"[unknown tool] there is no tool {name!r}; the tools are: {tools}"
         )
     call = _json(PythonCode.name, code)
     if kind == "broken":

@@ -47,7 +47,7 @@ from typing import Literal, Self
 
 import pydantic
 
-from agentloop.environments.rewards.answers import tagged
+from agentloop.environments.rewards.answers import tagged_answers
 from agentloop.trajectory import ToolCallStatus, Trajectory
 
 __all__ = [
@@ -164,7 +164,7 @@ class Trace:
             reward=None if is_lost else reward,
             num_calls=len(statuses),
             num_failed_calls=sum(status.failed for status in statuses),
-            num_answers=sum(len(tagged(turn.text)) for turn in turns),
+            num_answers=sum(len(tagged_answers(turn.text)) for turn in turns),
             num_turns=len(turns),
             num_pairs=_num_pairs("\n".join(turn.text for turn in turns)),
         )

@@ -96,7 +96,7 @@ def test_the_reward_of_each_environment_is_plotted(tmp_path: Path) -> None:
     assert "reward of guess" not in words(out)
 
 
-def test_what_an_environment_names_itself_is_plotted(tmp_path: Path) -> None:
+def test_metrics_of_an_environment_are_plotted(tmp_path: Path) -> None:
     more = {"part/found": 0.5, "held_out/recorded/tries": 3, "env/guess/recorded/tries": 4}
     one, out = run(tmp_path / "one", steps(3, **more)), tmp_path / "plots.svg"
     plot_runs([one], out)

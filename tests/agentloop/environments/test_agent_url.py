@@ -69,7 +69,7 @@ async def ask(agent: Agent, messages: Any = HELLO) -> str:
 
 
 @pytest.mark.full
-async def test_what_a_client_samples_is_the_rollouts_record() -> None:
+async def test_tokens_that_a_client_samples_are_recorded() -> None:
     @agentloop.environment
     async def asks(task: Task, agent: Agent) -> float:
         first = await ask(agent)

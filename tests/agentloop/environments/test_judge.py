@@ -164,7 +164,7 @@ async def test_equal_content_is_judged_once_also_at_the_same_time() -> None:
     assert judge._cache._asking == {}
 
 
-async def test_who_is_cancelled_leaves_the_question_to_the_next() -> None:
+async def test_a_waiting_call_asks_if_the_call_before_it_is_cancelled() -> None:
     async with FakeEndpoint(gate=anyio.Event()).serving() as fake:
         model = endpoint(fake)
         judge = Judge(model, RUBRIC)

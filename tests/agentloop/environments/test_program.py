@@ -188,7 +188,7 @@ async def answered(end: ProgramEnd, *conversations: Trajectory) -> Trajectory:
     ],
 )
 @pytest.mark.full
-async def test_what_it_prints_is_graded(stdout: str, value: float, answer: str) -> None:
+async def test_output_of_a_program_is_graded(stdout: str, value: float, answer: str) -> None:
     found = await answered(ProgramEnd(CallStatus.OK, 0, stdout, "", 1.0))
     async with Grader() as grader:
         reward = await grader.score(found, TASK)

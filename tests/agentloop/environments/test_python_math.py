@@ -322,7 +322,7 @@ def test_wrong_arguments_are_named(args: dict[str, Any], problem: str) -> None:
         load(EnvSettings(name=REGISTERED["python-math"], args=args))
 
 
-def test_it_is_registered() -> None:
+def test_python_math_is_registered() -> None:
     ours = [one for one in registered() if one.package.startswith("agentloop-rl ")]
     # An installation in place that is older than this needs: pip install -e . --no-deps
     assert {one.name: one.target for one in ours} == REGISTERED

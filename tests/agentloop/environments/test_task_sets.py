@@ -133,7 +133,7 @@ def broken() -> Iterator[dict[str, Any]]:
         ([{"words": {1}}], "number 1: field 'words': Type is not JSON serializable: set"),
     ],
 )
-def test_what_is_wrong_with_listed_tasks_is_named(tasks: Any, message: str) -> None:
+def test_errors_of_listed_tasks_name_the_task(tasks: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         opened(tasks)
 
@@ -158,7 +158,7 @@ async def sharing(task: Any, agent: agentloop.Agent, *, shared: list[int], top: 
 
 
 @pytest.mark.anyio
-async def test_what_rollouts_share_is_opened_once() -> None:
+async def test_setup_is_entered_once_for_all_rollouts() -> None:
     log.clear()
     environment = load(EnvSettings(name=f"{HERE}:sharing", args={"top": 4}))
     async with set_up([environment, None]):

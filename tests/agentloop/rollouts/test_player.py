@@ -170,7 +170,7 @@ async def test_an_environment_may_combine_a_grade_with_other_parts() -> None:
         assert episode.others["checker"].reward == 2.0
 
 
-async def test_what_an_environment_records_is_beside_the_reward() -> None:
+async def test_recorded_measurements_do_not_change_the_reward() -> None:
     @agentloop.environment
     async def measures(task: Any, agent: Agent) -> float:
         agent.record(tries=1, depth=np.float32(2))

@@ -94,7 +94,7 @@ def test_the_parts_of_a_reward_are_metrics() -> None:
     assert rewards_of_each({}) == ""
 
 
-def test_what_rollouts_with_a_reward_have_recorded_is_a_metric() -> None:
+def test_recorded_measurements_of_scored_rollouts_are_metrics() -> None:
     rollouts = [
         RolloutFigures(1.0, recorded={"tries": 2.0}),
         RolloutFigures(0.0, recorded={"tries": 5.0, "reward": 9.0}),

@@ -49,15 +49,15 @@ class Closable:
         raise KeyError("board")
 
 
-async def test_what_a_library_opens_is_closed_also_after_an_error() -> None:
+async def test_an_object_of_a_library_is_closed_also_after_an_error() -> None:
     thing = Closable()
     library = Blocking("games", 5)
     with pytest.raises(KeyError, match="board"):
-        async with library.opened(lambda: thing):
+        async with library.open(lambda: thing):
             await library.call(thing.fail)
     assert thing.num_closed == 1
     with anyio.CancelScope() as scope:
-        async with library.opened(lambda: thing):
+        async with library.open(lambda: thing):
             scope.cancel()
             await anyio.sleep_forever()
     assert thing.num_closed == 2
@@ -71,7 +71,7 @@ async def test_a_call_that_hangs_ends_at_its_deadline_and_what_it_uses_is_left_a
 
     library = Blocking("games that hang", 0.05)
     with pytest.raises(TimeoutError, match=r"games that hang: hang took more than 0.05 s"):
-        async with library.opened(lambda: thing):
+        async with library.open(lambda: thing):
             await library.call(hang)
     assert thing.num_closed == 0
     release.set()

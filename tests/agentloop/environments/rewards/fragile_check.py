@@ -12,7 +12,7 @@ import time
 _num_checks = 0
 
 
-def verified(gold: str, answer: str) -> bool:
+def is_equal(gold: str, answer: str) -> bool:
     global _num_checks
     _num_checks += 1
     after, _, mark = answer.partition(": ")

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.environments.rewards.answers import boxed, final_answer, tagged
+from agentloop.environments.rewards.answers import final_answer, last_box, tagged_answers
 from agentloop.environments.rewards.math_check import number, same_number
 from agentloop.environments.rewards.process_pool import (
     CallDied,
@@ -39,7 +39,7 @@ from tests.support import eventually
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]  # processes start, and import much
 
 FUNCTIONS = "tests.agentloop.environments.rewards.reward_functions"
-FRAGILE = "tests.agentloop.environments.rewards.fragile_check:verified"
+FRAGILE = "tests.agentloop.environments.rewards.fragile_check:is_equal"
 
 
 def rollout(*texts: str, reason: StopReason = StopReason.ANSWERED) -> Trajectory:
@@ -91,25 +91,25 @@ async def scoring(function: str, **settings: Any) -> AsyncIterator[Grader]:
         ("", None),
     ],
 )
-def test_what_counts_as_the_answer(text: str, answer: str | None) -> None:
+def test_the_last_box_or_answer_tag_is_the_answer(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
 
 
 @given(st.text(alphabet="{}\\ab<>"), st.text(alphabet="ab"))
 def test_a_box_at_the_end_is_found_after_anything(before: str, inside: str) -> None:
-    assert boxed(f"{before} \\boxed{{{inside}}}") == inside
+    assert last_box(f"{before} \\boxed{{{inside}}}") == inside
 
 
 @given(st.lists(st.text(alphabet="<>/ab")))
 def test_every_closed_tag_is_counted(inside: list[str]) -> None:
     text = "".join(f"<answer>{one}</answer>" for one in inside)
-    assert tagged(text) == inside
+    assert tagged_answers(text) == inside
 
 
 def test_unbalanced_text_takes_no_time() -> None:
     """Each search is linear: half a megabyte would else take hours."""
-    assert boxed("\\boxed{" * 80_000) is None
-    assert tagged("<answer>" * 80_000) == []
+    assert last_box("\\boxed{" * 80_000) is None
+    assert tagged_answers("<answer>" * 80_000) == []
     assert number("9" * 500_000) is None
 
 
@@ -195,7 +195,9 @@ async def test_a_rollout_that_ran_out_of_time_has_no_reward(grader: Grader) -> N
 @pytest.mark.parametrize(
     ("text", "value"), [("while I compute", 0.0), (r"\boxed{5}", 1.0), (r"\boxed{6}", 0.0)]
 )
-async def test_one_that_used_up_its_time_is_scored(grader: Grader, text: str, value: float) -> None:
+async def test_a_rollout_that_used_up_its_time_is_scored(
+    grader: Grader, text: str, value: float
+) -> None:
     used = rollout(text, reason=StopReason.TIME_BUDGET)
     used.elapsed_s = 10.0
     used.turns[0].results = [ToolResult("c", "sleep", ToolStatus.TIMEOUT, "", 0.0, 1.0, 7.0)]
@@ -245,7 +247,7 @@ async def test_an_answer_that_hangs_math_verify_is_wrong() -> None:
 async def test_a_failed_check_is_attributed_to_its_cause(
     monkeypatch: pytest.MonkeyPatch, gold: str, answer: str, value: float | None, why: str
 ) -> None:
-    monkeypatch.setattr("agentloop.environments.rewards.reward._VERIFIED", FRAGILE)
+    monkeypatch.setattr("agentloop.environments.rewards.reward._IS_EQUAL", FRAGILE)
     async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as grader:
         assert (await grader.score(rollout(r"\boxed{good}"), task("g"))).value == 1.0
         found = await grader.score(rollout(rf"\boxed{{{answer}}}"), task(gold))
@@ -258,7 +260,7 @@ async def test_a_check_that_was_killed_once_is_not_the_answers_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One hang is no proof: the second try has to show it, and was killed from outside."""
-    monkeypatch.setattr("agentloop.environments.rewards.reward._VERIFIED", FRAGILE)
+    monkeypatch.setattr("agentloop.environments.rewards.reward._IS_EQUAL", FRAGILE)
     async with Grader(RewardSettings(num_workers=1, timeout_s=3)) as grader:
         answer = f"hangs, then is killed: {tmp_path / 'mark'}"
         found = await grader.score(rollout(rf"\boxed{{{answer}}}"), task("g"))
@@ -354,7 +356,7 @@ async def test_a_caller_who_leaves_takes_the_process_along(tmp_path: Path) -> No
 
 
 @pytest.mark.full
-async def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
+async def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     program = f"""
 import anyio

@@ -27,7 +27,7 @@ def test_turns_are_spread() -> None:
 
 @settings(deadline=None)
 @given(WEIGHTS, st.integers(1, 300))
-def test_nobody_has_more_than_its_share(weights: dict[str, float], number: int) -> None:
+def test_each_name_gets_its_share_of_turns(weights: dict[str, float], number: int) -> None:
     turns = WeightedTurns(weights)
     had = Counter(turns.take() for _ in range(number))
     for name, weight in weights.items():
