@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -16,6 +16,7 @@ from contextlib import (
 )
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 
@@ -37,6 +38,7 @@ from agentloop.cli.sft_stage import check_teachers, make_start_model
 from agentloop.cli.train_checks import checked, require_machine
 from agentloop.cli.train_settings import TrainSettings, learner_settings
 from agentloop.config import load_settings, to_toml
+from agentloop.environments.environment import Environment
 from agentloop.environments.mixture import open_mixture
 from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.sources import TaskSource
@@ -88,7 +90,7 @@ async def train(
     loaded = await console.in_thread(lambda: [one.load() for one in environments])
     if settings.sft is not None:
         check_teachers(settings.sft.data, environments, loaded)
-    opened = partial(open_mixture, environments, loaded)
+    opened = partial(_tasks, settings, loaded)
     if resume is None:
         tasks = await console.in_thread(opened)
     async with (
@@ -419,6 +421,18 @@ def _refusal(settings: TrainSettings) -> str:
     return ""
 
 
+def _tasks(
+    settings: TrainSettings,
+    loaded: Sequence[Environment | None],
+    cursor: Mapping[str, Any] | None = None,
+) -> TaskSource:
+    """Open the tasks. Raises DataError if there are none to train on."""
+    tasks = open_mixture(settings.environments, loaded, cursor)
+    if settings.loop.steps or settings.stages:
+        tasks.check_training()
+    return tasks
+
+
 async def _missing(settings: TrainSettings) -> str:
     """Return what a start on this machine would lack: packages, task files, the reward function."""
 
@@ -429,7 +443,7 @@ async def _missing(settings: TrainSettings) -> str:
         except SettingsError:  # a refusal, which is printed as such
             return
         if any(one.tasks.paths for one in environments) or any(loaded):
-            await console.in_thread(open_mixture, environments, loaded)
+            await console.in_thread(_tasks, settings, loaded)
 
     async def import_reward() -> None:
         async with Grader(settings.reward) as grader:
