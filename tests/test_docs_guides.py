@@ -76,6 +76,8 @@ def test_commands_name_settings_that_exist(path: Path) -> None:
             settings |= {f"agent.{name}" for name in ProgramSettings.model_fields}
             arguments = {name for name in named if name.startswith(("env.args.", "agent.env."))}
             assert set(named) - arguments <= settings, line
+            if match[1] == "train" and "servers" in named and ".toml" not in match[2]:
+                assert "model" in named, f"the learner starts from the model's folder: {line}"
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)

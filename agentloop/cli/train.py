@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -37,6 +37,7 @@ from agentloop.cli.sft_stage import check_teachers, make_start_model
 from agentloop.cli.train_checks import check_settings, require_machine
 from agentloop.cli.train_settings import TrainSettings, learner_settings
 from agentloop.config import load_settings, to_toml
+from agentloop.environments.environment import Environment
 from agentloop.environments.mixture import open_mixture
 from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.sources import TaskSource
@@ -44,6 +45,7 @@ from agentloop.errors import DataError, RunFolderError, SettingsError
 from agentloop.inference.cpu import has_accelerator
 from agentloop.models import SMALL
 from agentloop.observe.watchdog import watching
+from agentloop.plain_json import JsonObject
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.learner_client.client import KeptLearner, spawn_here
 from agentloop.training.learner_record import LearnerRecord, record_learner
@@ -88,7 +90,7 @@ async def train(
     loaded = await console.in_thread(lambda: [environment.load() for environment in environments])
     if settings.sft is not None:
         check_teachers(settings.sft.data, environments, loaded)
-    open_tasks = partial(open_mixture, environments, loaded)
+    open_tasks = partial(_open_tasks, settings, loaded)
     if resume is None:
         tasks = await console.in_thread(open_tasks)
     async with (
@@ -420,6 +422,18 @@ def _refusal(settings: TrainSettings) -> str:
     return ""
 
 
+def _open_tasks(
+    settings: TrainSettings,
+    loaded: Sequence[Environment | None],
+    cursor: JsonObject | None = None,
+) -> TaskSource:
+    """Open the tasks. Raises DataError if there are none to train on."""
+    tasks = open_mixture(settings.environments, loaded, cursor)
+    if settings.loop.steps or settings.stages:
+        tasks.check_training()
+    return tasks
+
+
 async def _missing(settings: TrainSettings) -> str:
     """Return what a start on this machine would lack: packages, task files, the reward function."""
 
@@ -432,7 +446,7 @@ async def _missing(settings: TrainSettings) -> str:
         except SettingsError:  # a refusal, which is printed as such
             return
         if any(environment.tasks.paths for environment in environments) or any(loaded):
-            await console.in_thread(open_mixture, environments, loaded)
+            await console.in_thread(_open_tasks, settings, loaded)
 
     async def import_reward() -> None:
         async with Grader(settings.reward) as grader:

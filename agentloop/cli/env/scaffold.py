@@ -154,11 +154,11 @@ them by yours.
 
 ```sh
 pip install -e '.[test]'
-python -m pytest                      # scripts play the game, no model is needed
-agentloop env try $name               # ten rollouts of a model: transcripts, rewards, times
-agentloop chat env=$name              # one rollout, as it happens
+python -m pytest  # scripts play the game, no model is needed
+agentloop env try $name  # ten rollouts of a model: transcripts, rewards, times
+agentloop chat env=$name  # one rollout, as it happens
 agentloop evaluate env=$name evaluate.num_samples=4
-agentloop train train.toml            # a short run on two cores
+agentloop train train.toml  # a short run on two cores
 ```
 
 Arguments are settings: `env.args.max_tries=5`. The small model that agentloop starts by default

@@ -70,6 +70,10 @@ class MixedTasks(TaskSource):
         name = self._turns.take()
         return of_environment(next(self._sources[name]), name)
 
+    def check_training(self) -> None:
+        for source in self._sources.values():
+            source.check_training()
+
     def draw(self, accepts: Callable[[Task], bool]) -> Task:
         """Return the next task of the environment whose turn it is that is accepted."""
         name = self._turns.take()

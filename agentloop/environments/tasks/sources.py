@@ -120,6 +120,9 @@ class TaskSource(ABC):
     @abstractmethod
     def __next__(self) -> Task: ...
 
+    def check_training(self) -> None:  # noqa: B027  # most have no list
+        """Raise DataError if all tasks are held out."""
+
     def draw(self, accepts: Callable[[Task], bool]) -> Task:
         """Return the next task that is accepted, passing over the others."""
         return next(filter(accepts, self))
@@ -362,8 +365,7 @@ class _ListedTasks(TaskSource):
         return task_digest(f"{settings.seed} {settings.shuffle} {' '.join(self._training)}")
 
     def __next__(self) -> Task:
-        if not self._training:
-            raise DataError(f"no tasks to train on: all {len(self._tasks)} are held out")
+        self.check_training()
         if self._position == len(self._training):
             self._epoch, self._position = self._epoch + 1, 0
         if self._order[0] != self._epoch:
@@ -372,6 +374,13 @@ class _ListedTasks(TaskSource):
                 Random(f"{self._settings.seed} {self._epoch}").shuffle(self._order[1])
         self._position += 1
         return self._tasks[self._order[1][self._position - 1]]
+
+    def check_training(self) -> None:
+        if not self._training:
+            raise DataError(
+                f"no tasks to train on: all {len(self._tasks)} are held out: "
+                f"tasks.held_out is {self._settings.held_out:g}"
+            )
 
     def held_out(self) -> list[Task]:
         return [self._tasks[id] for id in self._held_out]

@@ -29,7 +29,7 @@ from agentloop.distribution import install_hint
 from agentloop.environments.examples.guess_number import guess
 from agentloop.environments.mixture import open_mixture
 from agentloop.environments.tasks.sources import TaskSource
-from agentloop.errors import AgentLoopError, RunFolderError, SettingsError
+from agentloop.errors import AgentLoopError, DataError, RunFolderError, SettingsError
 from agentloop.events import ignore
 from agentloop.models import SMALL
 from agentloop.training.learner_client import client as learner
@@ -184,6 +184,22 @@ def test_missing_packages_are_named_before_anything_starts(
     assert not list(tmp_path.iterdir())
     assert main(["--dry-run", *run]) == 0
     assert "missing    torch (the learner)" in capsys.readouterr().out
+
+
+def test_a_run_that_holds_out_all_its_tasks_does_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"problem": "?", "answer": 1}\n')
+    listed = ["tasks.kind=jsonl", f"tasks.paths=['{file}']", "tasks.held_out=4"]
+    reason = "no tasks to train on: all 1 are held out: tasks.held_out is 4"
+    with pytest.raises(DataError, match=re.escape(reason)):
+        anyio.run(train, run_at(tmp_path, *listed), cast(Any, RecordedProgress()))
+    assert not (tmp_path / "one").exists()
+    assert main(["--dry-run", *listed]) == 0
+    assert reason in capsys.readouterr().out
+    assert main(["--dry-run", *listed, "loop.steps=0"]) == 0
+    assert reason not in capsys.readouterr().out
 
 
 def test_a_negative_number_of_restarts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from agentloop.environments.mixture import (
 )
 from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.sources import Task, TasksSettings
-from agentloop.errors import SettingsError
+from agentloop.errors import DataError, SettingsError
 from agentloop.events import ignore
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import player_of
@@ -117,6 +118,15 @@ class Model:
     async def rollout(self, messages: Any, *, id: str, budget: Budget, **_: Any) -> Trajectory:
         self.budgets.append((id, budget))
         return Trajectory(id, [9], stop_reason=StopReason.ANSWERED)
+
+
+def test_each_environment_needs_tasks_to_train_on(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"problem": "?", "answer": 1}\n')
+    few = {"tasks": {"kind": "jsonl", "paths": [str(file)], "held_out": 1}}
+    source = open_mixture(resolved({}, few), [None, None])
+    with pytest.raises(DataError, match="all 1 are held out"):
+        source.check_training()
 
 
 async def test_a_group_runs_in_its_tasks_environment() -> None:
