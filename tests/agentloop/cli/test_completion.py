@@ -43,7 +43,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["data", "pre"], ["prepare"]),
         (["train", "--sh"], ["--shape"]),
         (["serve", "server.dev"], ["server.device="]),
-        (["serve", "serv"], ["servers=", "servers_key=", "server.", "serve."]),
+        (
+            ["serve", "serv"],
+            ["served_model_name=", "servers=", "servers_key=", "server.", "serve."],
+        ),
         (["serve", "server.device="], [f"server.device={one}" for one in ("auto", "cpu", "cuda")]),
         (["train", "--resume", "x", "page=f"], ["page=false"]),
         (["runs", "export", "a", "b", "--dtype", "b"], ["bfloat16"]),
