@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import pydantic
@@ -81,12 +82,20 @@ class Heartbeat:
         max_lag_s: float = 1.0,
         logged_every_s: float = 60.0,
         clock: Clock = time.monotonic,
+        cpu_wait: Clock | None = None,
     ) -> None:
-        """Call it in the thread of the event loop."""
+        """Call it in the thread of the event loop.
+
+        Args:
+            cpu_wait: Returns for how many seconds the thread has been ready to run without getting
+                a processor; by default, as Linux counts it.
+        """
         self.max_lag_s = max_lag_s
         self._logged_every_s = logged_every_s
         self._clock = clock
         self._thread_id = threading.get_ident()
+        self._cpu_wait = cpu_wait or partial(_cpu_wait_s, threading.get_native_id())
+        self._cpu_wait_s = self._cpu_wait()  # at the last beat
         self._due_s: float | None = None
         self._seen_due_s: float | None = None  # the last late beat that `look` has seen
         self._logged_s: float | None = None
@@ -100,6 +109,7 @@ class Heartbeat:
             lag_s = max(0.0, now_s - self._due_s)
             self.largest_lag_s = max(self.largest_lag_s, lag_s)
             self._largest_since_s = max(self._largest_since_s, lag_s)
+        self._cpu_wait_s = self._cpu_wait()
         self._due_s = now_s + every_s
 
     def take_lag_s(self) -> float:
@@ -124,10 +134,25 @@ class Heartbeat:
         # The loop has resumed, so this stack is not the cause.
         if frame is None or self._due_s != due_s:
             return None
-        stack = "".join(traceback.format_stack(frame)[-_STACK_DEPTH:])
+        lag_s, cpu_wait_s = now_s - due_s, self._cpu_wait() - self._cpu_wait_s
         omitted = f" ({self._num_omitted} earlier occurrences not logged)" * bool(self._num_omitted)
         self._logged_s, self._num_omitted = now_s, 0
-        return f"the event loop has been blocked for {now_s - due_s:.2f} s{omitted} by:\n{stack}"
+        if cpu_wait_s > lag_s / 2:  # what it was about to do is not to blame
+            return (
+                f"the event loop is {lag_s:.2f} s late{omitted}: "
+                f"other processes had the processors for {cpu_wait_s:.2f} s"
+            )
+        stack = "".join(traceback.format_stack(frame)[-_STACK_DEPTH:])
+        return f"the event loop has been blocked for {lag_s:.2f} s{omitted} by:\n{stack}"
+
+
+def _cpu_wait_s(thread: int) -> float:
+    """Return for how long a thread of this process has waited for a processor; 0 if unknown."""
+    try:
+        with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except OSError:  # not Linux, or a kernel without these statistics
+        return 0.0
 
 
 async def watch_lag(heart: Heartbeat) -> None:

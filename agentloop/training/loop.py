@@ -223,6 +223,11 @@ class TrainingLoop:
                 run.report.say(f"Drained after step {self.step}; continue with: {command}")
                 break
         if run.settings.learn and self.step:
+            if not self.version:
+                run.report.say(
+                    "The weights have not changed: in no group did the rewards of its rollouts "
+                    "differ, so there was nothing to learn"
+                )
             await self._steps.checkpoint(wait=True)
         await self._steps.leave_model()
         if not self.is_draining:

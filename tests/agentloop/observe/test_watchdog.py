@@ -63,6 +63,18 @@ def test_the_blocking_code_is_reported() -> None:
     assert blocks_everything(heart) is None  # once is enough
 
 
+def test_a_machine_without_a_free_processor_is_named_instead_of_the_code() -> None:
+    clock, waits = Clock(), Clock()
+    heart = Heartbeat(clock=clock, cpu_wait=waits)
+    heart.beat(0.5)
+    clock.now_s += 2.0
+    waits.now_s += 1.2
+    message = blocks_everything(heart)
+    assert message == (
+        "the event loop is 1.50 s late: other processes had the processors for 1.20 s"
+    )
+
+
 def test_reports_are_rate_limited_and_omissions_counted() -> None:
     clock = Clock()
     heart = Heartbeat(clock=clock)

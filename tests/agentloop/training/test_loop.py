@@ -112,6 +112,17 @@ async def test_a_run_proceeds_while_environments_hold_all_threads(tmp_path: Path
     assert len(recorded_rows(run, [4, 5, 6])) == 24
 
 
+@pytest.mark.parametrize(("right", "has_learned"), [(0.5, True), (1.0, False)])
+async def test_a_run_that_has_learned_nothing_says_why(
+    tmp_path: Path, right: float, has_learned: bool
+) -> None:
+    report = RecordedReport()
+    tasks = TaskSource.open(ARITHMETIC)
+    run_group = FakeRollouts(tasks, right=right)
+    await run_loop(tmp_path, run_group=run_group, report=report, steps=2, evaluate_every=0)
+    assert report.lines[-1].startswith("The weights have not changed: ") is not has_learned
+
+
 async def wait_until_settled() -> None:
     """Wait until everything that can start has started."""
     for _ in range(20):
