@@ -175,6 +175,7 @@ def read_rollout(folder: Path, key: str, chat: ChatFormat | None) -> dict[str, A
         "task": row.get("title") or row["task"],
         "state": "done",
         "stop_reason": row["trajectory"]["stop_reason"],
+        "no_reward": row.get("no_reward"),
         **{name: row[name] for name in _VERDICT},
         **{name: row.get(name) for name in _SERVED},
     }
@@ -418,6 +419,7 @@ def _member(row: JsonObject, *, is_chosen: bool) -> MemberSummary:
         "failed_calls": summary["failed_calls"],
         "turns": summary["turn"],
         "reward": row["reward"],
+        "no_reward": row.get("no_reward"),
         "answer": row["answer"],
         "reason": row["reason"],
         "advantage": row["advantage"],

@@ -72,6 +72,7 @@ class MemberSummary(TypedDict):
     failed_calls: int
     turns: int
     reward: float | None
+    no_reward: NotRequired[str | None]  # `NoReward`, once the group is on disk
     answer: str | None
     reason: str
     advantage: float | None

@@ -67,10 +67,11 @@
     return row.reward > 0 ? "correct" : "incorrect";
   }
 
-  /** A reward with a symbol, so that it does not rely on color alone. */
+  /** A reward with a symbol, so that it does not rely on color alone, or the kind of reason why there is none. */
   function rewardText(row) {
     const kind = rewardOf(row);
-    return kind === "none" ? "–" : `${kind === "correct" ? "✓" : "✗"} ${number(row.reward, 2)}`;
+    if (kind === "none") return row.no_reward ? `– ${words(row.no_reward)}` : "–";
+    return `${kind === "correct" ? "✓" : "✗"} ${number(row.reward, 2)}`;
   }
 
   const rewardMark = (row) => h("span", { class: `v-reward ${rewardOf(row)}` }, rewardText(row));

@@ -55,7 +55,7 @@ def rollout(key: str, *, reward: float | None = 1.0, created_s: float = 100.0) -
     return {
         "task": "a/b", "reward": reward, "answer": "42", "reason": "the same",
         "advantage": 0.5 if reward else None, "dropped": None if reward else "infrastructure",
-        "trajectory": made.to_dict(),
+        "no_reward": None if reward else "stopped", "trajectory": made.to_dict(),
     }  # fmt: skip
 
 
@@ -164,6 +164,8 @@ async def test_rollouts_and_groups_can_be_opened(run: RunFolder) -> None:
     assert [(row["id"], row["kept"], row["dropped"]) for row in group["rollouts"]] == [
         ("1-a/b.0", True, None), ("1-a/b.1", False, "infrastructure"),
     ]  # fmt: skip
+    assert [row["no_reward"] for row in group["rollouts"]] == [None, "stopped"]
+    assert (await at.rollout("1-a/b.1"))["no_reward"] == "stopped"
 
 
 async def test_a_call_that_never_ran_has_no_tool_lane(run: RunFolder) -> None:
