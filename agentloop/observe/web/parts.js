@@ -183,7 +183,7 @@
   const link = (kind, id) => h("a", { href: hash(kind, id) }, id);
 
   const WHY_DROPPED = {
-    infrastructure: "no reward because of an infrastructure failure",
+    no_reward: "no reward",
     group_rejected: "the whole group was rejected",
     negative: "incorrect, quota full",
     positive: "correct, quota full",

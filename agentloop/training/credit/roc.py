@@ -180,7 +180,7 @@ class Rejected(StrEnum):
 class DropReason(StrEnum):
     """Reason why a rollout was not kept."""
 
-    INFRASTRUCTURE = "infrastructure"  # no reward
+    NO_REWARD = "no_reward"
     GROUP_REJECTED = "group_rejected"
     NEGATIVE = "negative"  # over the quota of wrong rollouts
     POSITIVE = "positive"  # over the quota of correct rollouts
@@ -302,7 +302,7 @@ def _weighted_sample(
 
 def _why_dropped(trace: Trace, rejected: Rejected | None) -> DropReason:
     if trace.reward is None:
-        return DropReason.INFRASTRUCTURE
+        return DropReason.NO_REWARD
     if rejected:
         return DropReason.GROUP_REJECTED
     return DropReason.POSITIVE if _is_correct(trace) else DropReason.NEGATIVE

@@ -53,6 +53,7 @@ REASONS = (
     "the environment ",
     "stopped: ",
     "its agent did not run",
+    "nothing was sampled",
     "timed out in the queue",
     "a reason of its own",
 )

@@ -54,7 +54,7 @@ def rollout(key: str, *, reward: float | None = 1.0, created_s: float = 100.0) -
     made = Trajectory(key, written(CHAT, "why?"), turns, StopReason.ANSWERED, None, created_s, 2.0)
     return {
         "task": "a/b", "reward": reward, "answer": "42", "reason": "the same",
-        "advantage": 0.5 if reward else None, "dropped": None if reward else "infrastructure",
+        "advantage": 0.5 if reward else None, "dropped": None if reward else "no_reward",
         "no_reward": None if reward else "stopped", "trajectory": made.to_dict(),
     }  # fmt: skip
 
@@ -162,7 +162,7 @@ async def test_rollouts_and_groups_can_be_opened(run: RunFolder) -> None:
     group = await at.group("1-a/b")
     assert group["prompt"] == "why?"
     assert [(row["id"], row["kept"], row["dropped"]) for row in group["rollouts"]] == [
-        ("1-a/b.0", True, None), ("1-a/b.1", False, "infrastructure"),
+        ("1-a/b.0", True, None), ("1-a/b.1", False, "no_reward"),
     ]  # fmt: skip
     assert [row["no_reward"] for row in group["rollouts"]] == [None, "stopped"]
     assert (await at.rollout("1-a/b.1"))["no_reward"] == "stopped"

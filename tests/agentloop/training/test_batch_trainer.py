@@ -75,7 +75,7 @@ async def test_each_step_trains_on_the_selected_rollouts(tmp_path: Path) -> None
     rows = recorded_rows(run, [1, 2, 3])
     assert len(rows) == 24
     assert sum(row["advantage"] is not None for row in rows) == 12
-    assert sum(row["dropped"] == "infrastructure" for row in rows) == 3
+    assert sum(row["dropped"] == "no_reward" for row in rows) == 3
     assert list((run.path / "batches").iterdir()) == []
     assert [path.name for path in (run.path / "weights").iterdir()] == ["2"]
 

@@ -248,7 +248,7 @@ def test_every_trace_is_kept_or_dropped_with_a_reason(
     else:
         assert choice.kept == []
     for index, why in choice.dropped.items():
-        expected: set[DropReason] = {DropReason.INFRASTRUCTURE}
+        expected: set[DropReason] = {DropReason.NO_REWARD}
         if index in scored:
             side = DropReason.POSITIVE if group[index].reward else DropReason.NEGATIVE
             expected = {DropReason.GROUP_REJECTED if choice.rejected else side}
@@ -362,7 +362,7 @@ def test_groups_that_are_rejected() -> None:
 def test_without_a_target_all_scored_traces_are_kept() -> None:
     choice = resample([*group(3, 2), trace(None)], RocSettings(down_sample_to_n=-1), Random(0))
     assert choice.kept == [0, 1, 2, 3, 4]
-    assert choice.dropped == {5: DropReason.INFRASTRUCTURE}
+    assert choice.dropped == {5: DropReason.NO_REWARD}
     assert resample([trace(None)], RocSettings(down_sample_to_n=0), Random(0)).rejected
 
 
