@@ -48,10 +48,13 @@ JsonObject: TypeAlias = dict[str, Any]
 """A JSON object as `loads` returns it, before its fields are checked."""
 
 
-def read_rows(path: Path) -> tuple[list[JsonObject], list[int]]:
+def read_rows(path: Path, *, last: int = 0) -> tuple[list[JsonObject], list[int]]:
     """Read a file with an object in each line, which may still be written to.
 
     An incomplete last line is not damage: it may be from a kill or a write in progress.
+
+    Args:
+        last: How many lines to read, from the end; 0: all.
 
     Returns:
         The objects, and the numbers of the lines that are none.
@@ -60,7 +63,8 @@ def read_rows(path: Path) -> tuple[list[JsonObject], list[int]]:
         OSError: The file cannot be read.
     """
     rows, bad = [], []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    lines = [*enumerate(path.read_bytes().split(b"\n")[:-1], 1)]
+    for number, line in lines[-last:]:
         try:
             row = loads(line)
         except ValueError:

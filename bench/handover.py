@@ -7,8 +7,8 @@ It uses a model of random weights with the small model's tokenizer (`--layers 0`
 itself), in float32 unless `--dtype` says otherwise, real SGLang servers and a real learner.
 
 load: each round syncs once by disk (in the temporary folder), once by disk in /dev/shm, and once by
-group, in turn, while the servers are idle. Reported is the time from asking the learner until the
-last server serves again, and the servers' part of it.
+broadcast, in turn, while the servers are idle. Reported is the time from asking the learner until
+the last server serves again, and the servers' part of it.
 
 stream: requests are streamed from each server while weights are synced, once per round, in every
 way in turn. Reported is the pause of a server (from requesting it to the answer to resuming); and,

@@ -109,7 +109,7 @@ def agentic_batch(
 def arrange(lengths: Sequence[int], budget: int, variant: str) -> list[list[int]]:
     """Return the indices of samples by micro-batch of at most `budget` tokens.
 
-    If `how` pads, padding counts. A sample longer than the budget is alone.
+    If `variant` pads, padding counts. A sample longer than the budget is alone.
     """
     if variant in PACKED:
         return plan(lengths, budget, 1)[0]

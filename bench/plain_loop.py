@@ -1,7 +1,7 @@
 """Training as a typical handwritten loop; bench/learner.py starts it.
 
-python -m bench.plain_loop SETTINGS.json HOW          reads paths of batches, prints figures
-python -m bench.plain_loop SETTINGS.json HOW BATCH    peak memory of one pass over the batch
+python -m bench.plain_loop SETTINGS.json VARIANT          reads paths of batches, prints figures
+python -m bench.plain_loop SETTINGS.json VARIANT BATCH    peak memory of one pass over the batch
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ATTENTION = {
 
 
 class Plain:
-    """Handwritten training. `how` selects the way micro-batches are made and scored:
+    """Handwritten training. `variant` selects the way micro-batches are made and scored:
 
     packed     samples end to end, each attends only to itself, as in the learner
     compiled   like packed; layers and log-probabilities by torch's compiler, AdamW fused

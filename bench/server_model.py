@@ -161,7 +161,7 @@ class ServerModel:
         return ended
 
     def num_emitted(self, job: Job, now_s: float) -> int:
-        """Return the tokens of a running job that have been streamed by `now`."""
+        """Return the tokens of a running job that have been streamed by `now_s`."""
         if job.first_token_s > now_s:
             return 0
         steps = min(self._planned, math.floor(self._steps_until(now_s))) if self._planned else 0
@@ -174,7 +174,7 @@ class ServerModel:
         return min(1.0, 0.7 * self.params.conservativeness)
 
     def _plan(self, now_s: float) -> None:
-        """Plan the next segment from `now` on."""
+        """Plan the next segment from `now_s` on."""
         self._start_s, self._planned = now_s, 0
         if self.waiting and (uncached := self._admit()):
             self.next_s = now_s + self.params.prefill_s + uncached * self.params.prefill_s_per_token

@@ -381,7 +381,9 @@ class Policy:
         )
         loss, sums = policy_loss(batch, self.settings.loss)
         # If it is not finite, so is no gradient: their norm, shared by all ranks, tells the others.
-        return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan), sums
+        # Not by the loss's own graph, in which a clipped token passes nothing on.
+        zero_or_nan = torch.where(loss.detach().isfinite(), 0.0, math.nan)
+        return loss + new.nan_to_num().sum() * zero_or_nan, sums
 
     def _count_step(self, skipped: bool) -> None:
         if not skipped:

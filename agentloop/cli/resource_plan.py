@@ -7,7 +7,7 @@ w the bytes of `learner.dtype`. With DeepSpeed 0.19's ZeRO stages, each rank hol
 
                  1            2            3
     weights      w P          w P          w P / R
-    gradients    w T          4 T / R      4 T / R
+    gradients    4 T          4 T / R      4 T / R
     optimizer    12 T / R     12 T / R     12 T / R
     checkpoint   (w + 12) T   (w + 12) T   12 T          all ranks together, on disk
 
@@ -397,7 +397,7 @@ def learner_memory(
     weights = w * (math.ceil(p / num_ranks) if stage == 3 else p)
     has_copy = _has_frozen_copy(learner)
     weights += weights if has_copy and stage == 3 else 0
-    gradients = w * t if stage == 1 else 4 * share
+    gradients = 4 * (t if stage == 1 else share)
     optimizer = 12 * share
     # On a GPU the buffer is allocated whole; on a CPU only pages written to count.
     bucket = int(zero.get("reduce_bucket_size", 5e8))
@@ -407,7 +407,7 @@ def learner_memory(
     offloaded = w * p if has_copy and stage < 3 else 0
     if "optimizer" in learner.offload:
         offloaded += optimizer + 4 * share
-        optimizer, gradients = 0, w * t if stage == 1 else 0
+        optimizer, gradients = 0, 4 * t if stage == 1 else 0
     if "parameters" in learner.offload:
         offloaded += weights
         weights = 0

@@ -128,7 +128,8 @@ def _signals(unhandled: bytearray) -> Iterator[Callable[[], int]]:
 
     No signal is lost: neither one from before the child was started nor one from just before the
     wait, which a Python handler would only process after it. Signals that were not waited for
-    are put into `left` at the end. A terminal also sends them to the child; repeats are harmless.
+    are put into `unhandled` at the end. A terminal also sends them to the child; repeats are
+    harmless.
     """
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)

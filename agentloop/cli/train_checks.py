@@ -75,8 +75,8 @@ def _timeouts(s: TrainSettings) -> Iterator[str]:
     if s.weights.transport == "broadcast" and s.learner.collective_timeout_s <= GROUP_TIMEOUT_S:
         yield (
             f"learner.collective_timeout_s: {s.learner.collective_timeout_s:g} must be above "
-            f"{GROUP_TIMEOUT_S:g} with weights.transport = broadcast: for so long rank 0 waits for "
-            "servers, and the other ranks for it"
+            f"{GROUP_TIMEOUT_S:g} with weights.transport = broadcast: so long rank 0 waits for "
+            "servers while the other ranks wait for rank 0"
         )
     give_up_s, step_s = s.watchdog.give_up_s, s.loop.step_timeout_s
     if 0 < give_up_s <= step_s:

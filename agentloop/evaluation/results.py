@@ -78,7 +78,7 @@ def figures_of(outcomes: Sequence[Outcome], settings: EvaluationSettings) -> Fig
 def results(
     outcomes: Sequence[Outcome], settings: EvaluationSettings, description: Mapping[str, object]
 ) -> JsonObject:
-    """Return all results for JSON, starting with `about_it`: the model and its settings."""
+    """Return all results for JSON, starting with `description`: the model and its settings."""
     sets: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         sets.setdefault(outcome.task.env or outcome.task.source or "tasks", []).append(outcome)

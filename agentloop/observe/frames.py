@@ -1,4 +1,4 @@
-"""The JSON that the page's scripts read: frames of the board, single groups and single rollouts.
+"""The JSON that the page's scripts read: frames of the board, with rows of rollouts and groups.
 
 Times of rows are in milliseconds since `t0` of `about`.
 """

@@ -68,7 +68,7 @@ def start_metrics(folder: Path) -> list[dict[str, Any]]:
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the last complete rows of a run's metrics, which may still be written to."""
     try:
-        return read_rows(folder / "metrics.jsonl")[0][-_MAX_ROWS:]
+        return read_rows(folder / "metrics.jsonl", last=_MAX_ROWS)[0]
     except OSError:
         return []
 

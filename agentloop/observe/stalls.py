@@ -138,7 +138,7 @@ class Stalls:
         Sessions that wait for their clients come last.
 
         Args:
-            most: Maximum number of waits to return.
+            limit: Maximum number of waits to return.
         """
         now_s = self._clock()
         waits = [(since_s, part, awaited) for part, awaited, since_s in self._others]

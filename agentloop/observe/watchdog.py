@@ -140,7 +140,7 @@ class Heartbeat:
         if cpu_wait_s > lag_s / 2:  # what it was about to do is not to blame
             return (
                 f"the event loop is {lag_s:.2f} s late{omitted}: "
-                f"other processes had the processors for {cpu_wait_s:.2f} s"
+                f"its thread waited {cpu_wait_s:.2f} s for a processor"
             )
         stack = "".join(traceback.format_stack(frame)[-_STACK_DEPTH:])
         return f"the event loop has been blocked for {lag_s:.2f} s{omitted} by:\n{stack}"
@@ -151,7 +151,7 @@ def _cpu_wait_s(thread: int) -> float:
     try:
         with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9
-    except OSError:  # not Linux, or a kernel without these statistics
+    except (OSError, IndexError, ValueError):  # not Linux, or a kernel without these statistics
         return 0.0
 
 

@@ -67,7 +67,7 @@ class LearnerRecord(pydantic.BaseModel):
         return self == record.model_copy(update={"after": self.after})
 
     def learner(self, current: LearnerSettings) -> LearnerSettings:
-        """Return the learner's settings, with the model of `now`.
+        """Return the learner's settings, with the model of `current`.
 
         Raises:
             RunFolderError: another version of agentloop recorded them.
@@ -83,7 +83,7 @@ class LearnerRecord(pydantic.BaseModel):
             ) from error
 
     def ranks_of(self, current: RanksSettings) -> RanksSettings:
-        """Return the settings of the ranks, started as `now` says."""
+        """Return the settings of the ranks, started as `current` says."""
         return current.model_copy(update=self.ranks)
 
 

@@ -225,8 +225,7 @@ class TrainingLoop:
         if run.settings.learn and self.step:
             if not self.version:
                 run.report.say(
-                    "The weights have not changed: in no group did the rewards of its rollouts "
-                    "differ, so there was nothing to learn"
+                    "The weights have not changed: no group had rollouts with different rewards"
                 )
             await self._steps.checkpoint(wait=True)
         await self._steps.leave_model()

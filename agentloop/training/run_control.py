@@ -48,7 +48,7 @@ class RunControl:
     async def wait_until(
         self, condition: Callable[[], bool], waiter: str, reason: Callable[[], str]
     ) -> None:
-        """Wait until `condition` holds, reporting that `who` waits for `what`.
+        """Wait until `condition` holds, reporting what `waiter` waits for (`reason`).
 
         Both functions are evaluated at each `notify`.
         """

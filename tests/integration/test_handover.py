@@ -1,5 +1,5 @@
-"""New weights into real SGLang servers, from a real learner, by disk and by group, also while they
-generate."""
+"""New weights into real SGLang servers, from a real learner, by disk and by broadcast, also while
+they generate."""
 
 from __future__ import annotations
 

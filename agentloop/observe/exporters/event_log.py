@@ -269,4 +269,6 @@ def _plain(value: object) -> object:
     """Return a copy, which nobody changes until it is written, of a field of an event."""
     if isinstance(value, str):
         return value[:_MAX_TEXT]
-    return dict(value) if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        return dict(value)
+    return [*value] if isinstance(value, Sequence) else value

@@ -239,7 +239,8 @@ class InitSettings(pydantic.BaseModel):
     init: Literal["pretrained", "random"] = pydantic.Field(
         "pretrained",
         description="Initial weights. pretrained: the model's. random: random weights, drawn with "
-        "the seed; only the folder's configuration and tokenizer are used.",
+        "the seed of the learner, or of `sft`; only the folder's configuration and tokenizer are "
+        "used.",
     )
     config: dict[str, Any] = pydantic.Field(
         default_factory=dict,

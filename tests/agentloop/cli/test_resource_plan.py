@@ -114,7 +114,7 @@ def test_parameters_that_cannot_be_counted_are_an_error(tmp_path: Path) -> None:
     ("stage", "dtype", "num_ranks", "states"),
     [
         # of a parameter: weights, gradients, optimizer
-        (1, "bfloat16", 4, (2, 2, 3)),
+        (1, "bfloat16", 4, (2, 4, 3)),
         (2, "bfloat16", 4, (2, 1, 3)),
         (3, "bfloat16", 4, (0.5, 1, 3)),
         (1, "float32", 1, (4, 4, 12)),

@@ -15,6 +15,7 @@ from agentloop.errors import RequestError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.sandbox import Pool
+from tests.patience import patient
 from tests.rollouts import records_of
 from tests.support import eventually
 
@@ -58,7 +59,7 @@ async def hang(pool: Pool, mark: str) -> None:
 
     player = EnvironmentPlayer(hangs, OnlyASandbox(pool), sampling=Sampling())
     with pytest.raises(RequestError, match="ran out of time"):
-        await records_of(player, Task("t", "", ""), budget=agentloop.Budget(timeout_s=6))
+        await records_of(player, Task("t", "", ""), budget=agentloop.Budget(timeout_s=patient(6)))
     assert len(found) == 2
     await eventually(lambda: not _sleeping(mark))
     await eventually(lambda: (pool.stats()["busy"], pool.stats()["sessions"]) == (0, 0))

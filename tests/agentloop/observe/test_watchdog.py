@@ -70,9 +70,7 @@ def test_a_machine_without_a_free_processor_is_named_instead_of_the_code() -> No
     clock.now_s += 2.0
     waits.now_s += 1.2
     message = blocks_everything(heart)
-    assert message == (
-        "the event loop is 1.50 s late: other processes had the processors for 1.20 s"
-    )
+    assert message == "the event loop is 1.50 s late: its thread waited 1.20 s for a processor"
 
 
 def test_reports_are_rate_limited_and_omissions_counted() -> None:
