@@ -139,7 +139,7 @@ class Workspace:
         self.is_clean = not self._is_inhabited() and self._is_empty()
         if self.is_clean:
             return
-        pid = os.fork()
+        pid = _fork_in_time()
         if pid:
             self._cleaner = pid
             return
@@ -215,3 +215,19 @@ class Workspace:
         self.kill_rest()
         with contextlib.suppress(OSError), self._as_call():
             remove_below(self.spec.home)
+
+
+def _fork_in_time() -> int:
+    """Fork as soon as the limit on processes allows it: those of a call that was killed count until
+    they have been waited for. Raises OSError if that takes too long."""
+    give_up = time.monotonic() + END_TIMEOUT_S
+    while True:
+        try:
+            return os.fork()
+        except BlockingIOError:
+            if time.monotonic() > give_up:
+                raise
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.001)

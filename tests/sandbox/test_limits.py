@@ -384,6 +384,35 @@ print("alive", os.getresuid())
 """
 
 
+# A server whose first forks exceed a limit on processes.
+FORKS_LATE = """
+import errno, os, sys
+from pathlib import Path
+from agentloop.sandbox.worker.spec import Spec
+from agentloop.sandbox.worker.workspace import Workspace
+home = Path(sys.argv[1])
+(home / "left").touch()
+workspace = Workspace(Spec({"home": str(home), "kill_by": "tree"}))
+fork, refusals = os.fork, [BlockingIOError(errno.EAGAIN, "the limit")] * 3
+def fork_after_refusals():
+    if refusals:
+        raise refusals.pop()
+    return fork()
+os.fork = fork_after_refusals
+workspace.clean()
+while not workspace.is_clean:
+    workspace.reap()
+print(len(refusals), len([*home.iterdir()]))
+"""
+
+
+def test_the_directory_is_emptied_once_the_limit_on_processes_allows_it(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    command = [sys.executable, "-c", FORKS_LATE, str(tmp_path)]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True, timeout=patient(50))
+    assert done.stdout.split() == [b"0", b"0"]
+
+
 @needs_root
 def test_a_call_can_not_stop_who_kills_it() -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
