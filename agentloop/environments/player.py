@@ -89,7 +89,7 @@ class PlayerHost:
     Attributes:
         pool: the sandbox of `agent.sandbox`.
         dialogues: gets the conversations of an endpoint or a script, as `agentloop sft` reads them;
-            None: they are not kept.
+            None: no conversation is kept.
     """
 
     player: Player
@@ -171,7 +171,7 @@ class _Conversation:
             turn = await self._run_turn()
             if turn.end is TurnEnd.LENGTH:
                 return StopReason.TOKEN_BUDGET
-            if any(one.status is ToolCallStatus.CALLER for one in turn.results):
+            if any(result.status is ToolCallStatus.CALLER for result in turn.results):
                 return StopReason.CALLER_TOOLS
             text: str | None = None
             if not turn.calls and self.reply is not None:
@@ -194,7 +194,7 @@ class _Conversation:
             self.record.messages.append(message)
             self.emit(TokensSampled(key, index, [], turn.text))
             if turn.end is TurnEnd.STOP:  # otherwise the last call may be cut off
-                turn.calls = [_call_of(one) for one in message.get("tool_calls") or ()]
+                turn.calls = [_call_of(call) for call in message.get("tool_calls") or ()]
             async with anyio.create_task_group() as running:
                 for number, call in enumerate(turn.calls):
                     self.emit(CallStarted(key, index, call))
@@ -205,8 +205,8 @@ class _Conversation:
             turn.results = [results[number] for number in sorted(results)]
             self.emit(TurnFinished(key, index, turn))
         for result in turn.results:
-            said = {"role": "tool", "tool_call_id": result.call_id, "content": result.content}
-            self.record.messages.append(said)
+            response = {"role": "tool", "tool_call_id": result.call_id, "content": result.content}
+            self.record.messages.append(response)
         return turn
 
     async def _next_message(self, index: int, turn: Turn) -> Message:
@@ -224,23 +224,25 @@ class _Conversation:
         url = str(endpoint.identity["url"])
         turn.servers.append(url)
         self.emit(TurnPlaced(self.record.id, index, url, _NoChoice()))
-        found = await endpoint.complete(
-            [_as_sent(one) for one in self.record.messages],
+        completion = await endpoint.complete(
+            [_as_sent(message) for message in self.record.messages],
             tools=self.tools.schemas,
             max_tokens=self.budget.max_turn_tokens,
             seed=self.seed,
         )
-        if found.num_tokens is not None:
-            self.num_tokens = (self.num_tokens or 0) + found.num_tokens
-        turn.text = found.text
-        was_cut = found.stop_reason is StopReason.TOKEN_BUDGET
+        if completion.num_tokens is not None:
+            self.num_tokens = (self.num_tokens or 0) + completion.num_tokens
+        turn.text = completion.text
+        was_cut = completion.stop_reason is StopReason.TOKEN_BUDGET
         turn.end = TurnEnd.LENGTH if was_cut else TurnEnd.STOP
-        return _message_of(found)
+        return _message_of(completion)
 
     async def _from_script(self, script: Script, turn: Turn) -> Message:
-        said = script(list(self.record.messages))
-        said = await said if inspect.isawaitable(said) else said
-        message: Message = {"role": "assistant", "content": said} if isinstance(said, str) else said
+        reply = script(list(self.record.messages))
+        reply = await reply if inspect.isawaitable(reply) else reply
+        message: Message = (
+            {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
+        )
         turn.text, turn.end = str(message.get("content") or ""), TurnEnd.STOP
         return message
 
@@ -268,17 +270,17 @@ class _NoChoice:
         return self.why
 
 
-def _message_of(found: EndpointCompletion) -> Message:
+def _message_of(completion: EndpointCompletion) -> Message:
     """Return an endpoint's answer as a message, without reasoning, which most endpoints refuse."""
-    message: dict[str, Any] = {"role": "assistant", "content": _answer_in(found.text)}
-    if found.tool_calls:
+    message: dict[str, Any] = {"role": "assistant", "content": _answer_in(completion.text)}
+    if completion.tool_calls:
         message["tool_calls"] = [
             {
-                "id": one.id,
+                "id": call.id,
                 "type": "function",
-                "function": {"name": one.name, "arguments": one.arguments},
+                "function": {"name": call.name, "arguments": call.arguments},
             }
-            for one in found.tool_calls
+            for call in completion.tool_calls
         ]
     return message
 
@@ -286,8 +288,11 @@ def _message_of(found: EndpointCompletion) -> Message:
 def _as_sent(message: Message) -> Message:
     """Return a message with the arguments of its calls as JSON text, as OpenAI's API has them."""
     calls = [
-        {**one, "function": {**one["function"], "arguments": _json(one["function"]["arguments"])}}
-        for one in message.get("tool_calls") or ()
+        {
+            **call,
+            "function": {**call["function"], "arguments": _json(call["function"]["arguments"])},
+        }
+        for call in message.get("tool_calls") or ()
     ]
     return {**message, "tool_calls": calls} if calls else message
 
@@ -296,11 +301,11 @@ def _json(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else dumps(arguments).decode()
 
 
-def _call_of(asked: Mapping[str, Any]) -> ToolCall:
-    function = asked["function"]
+def _call_of(call: Mapping[str, Any]) -> ToolCall:
+    function = call["function"]
     arguments, error = decode_arguments(function["arguments"])
     raw = _json(function["arguments"])
-    return ToolCall(asked["id"], function["name"], arguments, raw, 0, 0, error)
+    return ToolCall(call["id"], function["name"], arguments, raw, 0, 0, error)
 
 
 def _answer_in(text: str) -> str:
