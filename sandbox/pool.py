@@ -77,7 +77,7 @@ class Pool:
         self._calls = Calls(self.settings)
         self._queue = self._calls.queue
         self._changed = anyio.Event()  # workers, or how many are wanted
-        self._num_replaced = 0
+        self._num_lost = 0  # workers that ended without being retired
         self._why = ""  # why the last worker that failed did not start
         self._quiet_until = -math.inf
         self._num_unlogged = 0
@@ -210,8 +210,8 @@ class Pool:
             fleet.num -= 1
             if worker is None:
                 fleet.num_tries += 1
-            elif fleet.num < self._num_wanted(fleet.backend):
-                self._num_replaced += 1
+            elif not worker.retiring:
+                self._num_lost += 1
             if worker is None or not worker.proven:
                 fleet.num_failures += 1
             self._notify()
@@ -357,7 +357,7 @@ class Pool:
             "waiting": self._queue.num_waiting,
             "sessions": sum(w.num_sessions for w in alive),
             "sessions_waiting": self._queue.num_waiting_sessions,
-            "replaced": self._num_replaced,
+            "lost": self._num_lost,
             "calls": {str(status): count for status, count in self._calls.counts.items() if count},
             "layers": layers[self._backends[-1].name],
         }

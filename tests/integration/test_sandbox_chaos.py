@@ -207,7 +207,7 @@ async def test_the_loss_of_one_of_two_engines(engine: PrivateEngine) -> None:
         os.kill(server, signal.SIGKILL)
 
         async def whole() -> bool:
-            return bool(pool.stats()["replaced"] and pool.stats()["workers"] == 2)
+            return bool(pool.stats()["lost"] and pool.stats()["workers"] == 2)
 
         await wait_until(whole)
         tally = Tally([0] * 100)

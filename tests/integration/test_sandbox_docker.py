@@ -101,13 +101,13 @@ async def num_processes(pool: Pool) -> int:
 async def test_attack(pool: Pool, attack: Attack, num_processes: int) -> None:
     if attack.wall == "hidden" and not hides_processes(pool):
         pytest.skip("the engine's kernel has no Landlock")
-    replaced = pool.stats()["replaced"]
+    num_lost = pool.stats()["lost"]
     result = await pool.run(attack.code, timeout_s=attack.timeout_s)
     assert result.status in attack.statuses, result
     assert attack.check(result), result
     assert result.attempt == 1
     await check_after(pool, num_processes)
-    assert pool.stats()["replaced"] == replaced
+    assert pool.stats()["lost"] == num_lost
 
 
 @pytest.mark.gate
@@ -167,7 +167,7 @@ async def test_the_next_call_finds_nothing() -> None:
     few = {"workers": 1, "max_sessions": 0, "preload": []}
     async with Pool(SETTINGS.model_copy(update=few)) as pool:
         await check_that_the_next_finds_nothing(pool)
-        assert pool.stats()["replaced"] == 0
+        assert pool.stats()["lost"] == 0
 
 
 # Each lasts until its limit, and takes as much as it can get meanwhile.
@@ -306,7 +306,7 @@ async def test_an_idle_container_that_hangs_is_found(
         name = f"agentloop-sandbox-{pool._queue.workers[0].link.worker_id}"
         await (await engine.containers.get(name)).pause()
         with anyio.fail_after(patient(60)):
-            while not pool.stats()["replaced"]:  # noqa: ASYNC110 - nor does the pool
+            while not pool.stats()["lost"]:  # noqa: ASYNC110 - nor does the pool
                 await anyio.sleep(0.02)
         assert (await pool.run("print(1)")).stdout == "1\n"
 
@@ -314,7 +314,7 @@ async def test_an_idle_container_that_hangs_is_found(
 @pytest.mark.parametrize("bomb", [SMALL_BOMBS, SECRET_BOMBS], ids=["small", "secret"])
 async def test_a_call_over_its_memory_ends_alone(pool: Pool, bomb: str) -> None:
     """However small and well hidden its processes are: no neighbour and no worker dies of it."""
-    replaced = pool.stats()["replaced"]
+    num_lost = pool.stats()["lost"]
     kept: list[str] = []
 
     async def keep() -> None:
@@ -329,7 +329,7 @@ async def test_a_call_over_its_memory_ends_alone(pool: Pool, bomb: str) -> None:
         assert (result.status, result.attempt) == (CallStatus.OOM, 1)
         assert (await session.run("x + 1")).result == "42"
     assert kept == ["kept\n", "kept\n"]
-    assert pool.stats()["replaced"] == replaced
+    assert pool.stats()["lost"] == num_lost
 
 
 async def test_processes_that_sessions_leave_take_no_others_place(pool: Pool) -> None:

@@ -135,13 +135,13 @@ async def test_large_jobs_and_outputs(settings: PoolSettings) -> None:
 
 
 async def test_a_flood_and_a_cancelled_call(pool: Pool) -> None:
-    before = pool.stats()["replaced"]
+    before = pool.stats()["lost"]
     flood = await pool.run("import os\nwhile True: os.write(1, b'x' * 10**6)")
     assert flood.status is CallStatus.OUTPUT_LIMIT
     with anyio.move_on_after(0.3):
         await pool.run(FOREVER, timeout_s=600)
     await wait_until(lambda: pool.stats()["busy"] == 0)
-    assert pool.stats()["replaced"] == before
+    assert pool.stats()["lost"] == before
 
 
 async def test_a_session(pool: Pool) -> None:
@@ -159,7 +159,7 @@ async def test_a_worker_outlives_the_time_limit_of_requests(
         await session.run("x = 41")
         await anyio.sleep(9)
         assert (await session.run("x + 1")).result == "42"
-        assert pool.stats()["replaced"] == 0
+        assert pool.stats()["lost"] == 0
 
 
 async def test_standard_streams_of_the_worker_are_closed_to_a_call(pool: Pool) -> None:

@@ -86,7 +86,7 @@ async def attribute(
     """Run `number` random programs, with neighbours running all the time."""
     found = Found()
     left = iter(programs(seed, number))
-    num_replaced = pool.stats()["replaced"]
+    num_lost = pool.stats()["lost"]
 
     async def run_programs() -> None:
         for program in left:
@@ -100,7 +100,7 @@ async def attribute(
             for _ in range(side_by_side):
                 tasks.start_soon(run_programs)
         beside.cancel_scope.cancel()
-    if lost := pool.stats()["replaced"] - num_replaced:
+    if lost := pool.stats()["lost"] - num_lost:
         found.violations.append(f"{lost} workers were lost")
     return found
 

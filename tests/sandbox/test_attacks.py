@@ -64,13 +64,13 @@ async def test_attack(pool: Pool, attack: Attack, num_processes: int | None) -> 
         pytest.skip(f"local workers of this user have no {attack.wall}")
     if attack.name == "write to the root" and lacks(pool, "spaces"):
         pytest.skip("this machine refuses a root of its own")
-    replaced = pool.stats()["replaced"]
+    num_lost = pool.stats()["lost"]
     result = await pool.run(attack.code, timeout_s=attack.timeout_s)
     assert result.status in attack.statuses, result
     assert attack.check(result), result
     await check_after(pool, num_processes)
     assert result.attempt == 1
-    assert pool.stats()["replaced"] == replaced
+    assert pool.stats()["lost"] == num_lost
 
 
 @pytest.mark.parametrize("channel", CHANNELS, ids=lambda channel: channel.name)
@@ -90,7 +90,7 @@ async def test_the_next_call_finds_nothing(form: str) -> None:
     settings = BARE.model_copy(update={"workers": 1, "max_sessions": 0})
     async with Pool(settings) as pool:
         await check_that_the_next_finds_nothing(pool)
-        assert pool.stats()["replaced"] == 0
+        assert pool.stats()["lost"] == 0
 
 
 async def test_a_full_disk_is_full_for_one_call_alone(pool: Pool) -> None:

@@ -267,13 +267,14 @@ async def test_a_call_of_a_lost_worker_runs_again() -> None:
         (result,) = results
         assert (result.stdout, result.attempt) == ("1\n", 2)
         assert pool.stats()["workers"] == 1
-        assert pool.stats()["replaced"] == 1
+        assert pool.stats()["lost"] == 1
 
 
 async def test_a_worker_is_recycled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.sandbox.slots.RECYCLE_AFTER", 3)
     async with Pool(SINGLE) as pool:
         workers = [(await pool.run("1")).worker_id for _ in range(7)]
+        assert pool.stats()["lost"] == 0
     assert len(set(workers)) == 3
     assert all(workers)
 
@@ -323,7 +324,7 @@ async def test_workers_are_added_for_sessions_and_closed_when_nobody_needs_them(
             assert [(await s.run("x")).result for s in (first, second)] == ["0", "1"]
         await wait_until(lambda: pool.stats()["workers"] == 1)
         assert (await pool.run("1")).ok
-        assert pool.stats()["replaced"] == 0
+        assert pool.stats()["lost"] == 0
 
 
 class Breaking:
@@ -506,7 +507,7 @@ async def test_an_idle_worker_that_hangs_is_found(monkeypatch: pytest.MonkeyPatc
         frozen = started_since(others)
         for pid in frozen:
             os.kill(pid, signal.SIGSTOP)
-        await wait_until(lambda: pool.stats()["replaced"] == 1)
+        await wait_until(lambda: pool.stats()["lost"] == 1)
         for pid in frozen:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -578,7 +579,7 @@ async def test_a_fault_before_the_program_begins_is_ours(
         async with pool.session() as session:
             assert (await session.run("1", timeout_s=0.5)).status is CallStatus.SANDBOX_ERROR
             assert session.lost_by is LostBy.INFRASTRUCTURE
-        assert pool.stats()["replaced"] == 0
+        assert pool.stats()["lost"] == 0
 
 
 async def test_a_call_too_long_for_a_frame_is_refused_and_frees_its_slot(pool: Pool) -> None:
@@ -600,7 +601,7 @@ async def test_a_worker_that_ignores_a_kill_is_replaced(monkeypatch: pytest.Monk
             for pid in frozen:
                 os.kill(pid, signal.SIGSTOP)
             group.cancel_scope.cancel()
-        await wait_until(lambda: pool.stats()["replaced"] == 1)
+        await wait_until(lambda: pool.stats()["lost"] == 1)
         for pid in frozen:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)

@@ -251,7 +251,7 @@ async def test_after_a_cancelled_cell_on_a_host_the_session_is_lost() -> None:
             group.cancel_scope.cancel()
         assert await lost_by(session) is LostBy.CALLER
         await wait_until(lambda: pool.stats()["busy"] == there.pool.stats()["busy"] == 0)
-        assert there.pool.stats()["replaced"] == 0
+        assert there.pool.stats()["lost"] == 0
 
 
 async def test_a_session_that_is_closed_while_a_host_has_none_free_is_not_opened() -> None:
@@ -393,7 +393,7 @@ async def test_a_wrong_call_is_answered_and_reaches_no_worker(wrong: Any, says: 
             assert answer == {"op": "done", "id": 2, "status": "sandbox_error", "why": says}
             assert (await done({"id": 3}))["result"] == "42"
         assert there.pool.stats()["calls"] == {"ok": 1}
-        assert there.pool.stats()["replaced"] == 0
+        assert there.pool.stats()["lost"] == 0
 
 
 def test_a_result_of_another_version_loses_the_link() -> None:

@@ -110,7 +110,7 @@ async def test_after_a_cancelled_cell_only_its_session_is_lost(
         assert await lost_by(session) is LostBy.CALLER
         await wait_until(lambda: pool.stats()["busy"] == 0)  # it was answered, too
         assert (await other.run("x + 1")).result == "42"
-    assert pool.stats()["replaced"] == 0
+    assert pool.stats()["lost"] == 0
 
 
 async def test_a_session_whose_first_cell_is_given_up_before_it_is_sent_is_not_lost() -> None:
@@ -273,7 +273,7 @@ time.sleep(600)
 
 
 async def check_unread_jobs(pool: Pool) -> None:
-    replaced = pool.stats()["replaced"]
+    num_lost = pool.stats()["lost"]
     long = "#" + 60_000 * "x"  # a few fill the channel
     async with pool.session() as other, pool.session() as session:
         await other.run("x = 41")
@@ -282,7 +282,7 @@ async def check_unread_jobs(pool: Pool) -> None:
         assert session.lost_by is LostBy.PROGRAM
         assert (await other.run("x + 1")).result == "42"
     assert (await pool.run("1")).attempt == 1
-    assert pool.stats()["replaced"] == replaced
+    assert pool.stats()["lost"] == num_lost
 
 
 async def test_a_session_that_reads_no_jobs_is_lost_by_its_program(pool: Pool) -> None:
@@ -301,12 +301,12 @@ for _ in range(8):
 async def test_a_session_whose_children_take_its_jobs_is_lost_by_its_program(pool: Pool) -> None:
     """Its cells are answered later than any other call. That is no sign of a worker that hangs."""
     assert GRACE_S > 2 * (START_S + INTERRUPT_GRACE_S)
-    replaced = pool.stats()["replaced"]
+    num_lost = pool.stats()["lost"]
     async with pool.session() as session:
         await session.run(TAKES_JOBS_AWAY)
         await wait_until_lost(session)  # now and then it takes one itself
         assert session.lost_by is LostBy.PROGRAM
-    assert pool.stats()["replaced"] == replaced
+    assert pool.stats()["lost"] == num_lost
 
 
 async def test_random_numbers_differ_between_sessions_whichever_cell_draws(pool: Pool) -> None:

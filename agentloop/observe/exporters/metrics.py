@@ -495,8 +495,8 @@ def _of_sandbox(stats: Mapping[str, Any]) -> Iterator[Metric]:
     yield _gauge("sandbox_busy_slots", "Running sandbox calls.", stats["busy"])
     yield _gauge("sandbox_waiting_calls", "Sandbox calls that wait for a slot.", stats["waiting"])
     yield _gauge("sandbox_sessions", "Open notebook sessions in the sandbox.", stats["sessions"])
-    text = "Sandbox workers replaced because they were lost or had reached their call limit."
-    yield CounterMetricFamily("agentloop_sandbox_replaced_workers", text, value=stats["replaced"])
+    text = "Sandbox workers that ended without having been retired."
+    yield CounterMetricFamily("agentloop_sandbox_lost_workers", text, value=stats["lost"])
     calls = CounterMetricFamily(
         "agentloop_sandbox_calls",
         "Sandbox calls that ended, including those of rewards.",

@@ -27,11 +27,11 @@
   const mountTiles = (store) => {
     const list = h("ul", { class: "tiles", "aria-label": "Current state of the sandbox" });
     const kills = ({ calls }) => calls && KILLS.reduce((sum, name) => sum + (calls[name] ?? 0), 0);
-    const replaced = ({ replaced: count }) => count > 0 && `${whole(count)} replaced`;
+    const lost = ({ lost: count }) => count > 0 && `${whole(count)} lost and replaced`;
     const TILES = [
       ["slots busy", "sandbox_busy", (one) => one.busy, (one) => `of ${whole(one.slots)}`],
       ["calls queued", "sandbox_waiting", (one) => one.waiting, () => "waiting for a slot", (one) => one.waiting > 0 && "warn"],
-      ["workers", null, (one) => one.workers, replaced, (one) => one.workers === 0 && "bad"],
+      ["workers", null, (one) => one.workers, lost, (one) => one.workers === 0 && "bad"],
       ["sessions", null, (one) => one.sessions, () => "notebooks open"],
       ["calls killed", null, kills, () => "at limits or by signals"],
     ];

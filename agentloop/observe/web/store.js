@@ -197,9 +197,9 @@
         for (const url of previous.keys()) store.addToLog(`${url} was removed`, { kind: "warn", href: "#/servers" });
       }
       if (frame.sandbox && before.sandbox) {
-        const replaced = (sandbox.replaced ?? 0) - (before.sandbox.replaced ?? 0);
-        if (replaced > 0)
-          store.addToLog(`${format.plural(replaced, "sandbox worker")} replaced`, { kind: "warn", href: "#/sandbox" });
+        const lost = (sandbox.lost ?? 0) - (before.sandbox.lost ?? 0);
+        if (lost > 0)
+          store.addToLog(`${format.plural(lost, "sandbox worker")} lost and replaced`, { kind: "warn", href: "#/sandbox" });
       }
       if (frame.full) return;
       for (const row of frame.steps ?? []) logRow(row, store.t);

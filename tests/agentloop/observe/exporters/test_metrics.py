@@ -42,7 +42,7 @@ STATS = {
     "busy": 1,
     "waiting": 3,
     "sessions": 1,
-    "replaced": 5,
+    "lost": 5,
     "calls": {"ok": 6, "timeout": 1},
 }
 
@@ -196,7 +196,7 @@ def test_other_state_is_queried_at_each_scrape() -> None:
     samples = values(fed())
     assert samples["agentloop_sandbox_waiting_calls"] == 3
     assert samples['agentloop_sandbox_calls_total{status="timeout"}'] == 1
-    assert samples["agentloop_sandbox_replaced_workers_total"] == 5
+    assert samples["agentloop_sandbox_lost_workers_total"] == 5
     assert samples["agentloop_no_progress_seconds"] == 12.5
     assert samples["agentloop_queue_groups"] == 3
     assert samples["agentloop_queue_bytes"] == 4096
