@@ -122,6 +122,7 @@ class RayCluster:
 
     Attributes:
         home: name of this machine's node.
+        draining: names of the other nodes that are about to be taken away, as `usable` last saw it.
     """
 
     def __init__(self, settings: ClusterSettings, ray: Any) -> None:
@@ -131,6 +132,7 @@ class RayCluster:
         self._addresses: dict[str, str] = {}
         self._gpus: dict[tuple[str, int], str] = {}  # real ids, by node and number in a placement
         self.home = ""
+        self.draining: frozenset[str] = frozenset()
 
     @classmethod
     @asynccontextmanager
@@ -174,7 +176,7 @@ class RayCluster:
         nodes: list[ClusterNode] = []
         with anyio.move_on_after(self._settings.wait_s):
             # Ray tells nobody of a new node.
-            while len(nodes := await self.alive()) < self._settings.nodes:  # noqa: ASYNC110
+            while len(nodes := await self.usable()) < self._settings.nodes:  # noqa: ASYNC110
                 await anyio.sleep(_POLL_S)
         if len(nodes) < self._settings.nodes:
             raise SettingsError(
@@ -183,31 +185,39 @@ class RayCluster:
             )
         return nodes
 
-    async def alive(self) -> list[ClusterNode]:
-        """Return the nodes that are alive, this machine's first."""
-        return await _blocking(self._alive)
+    async def usable(self) -> list[ClusterNode]:
+        """Return the nodes for new processes, this machine's first: those alive, unless they drain.
+
+        Ray lets a node drain when it gets SIGTERM (`ray start --block`), and when its autoscaler or
+        `ray drain-node` says so.
+        """
+        return await _blocking(self._usable)
 
     def address_of(self, node: str) -> str:
         """Return the address at which other nodes reach a node."""
         return self._addresses[node]
 
-    def _alive(self) -> list[ClusterNode]:
+    def _usable(self) -> list[ClusterNode]:
         mine = self._ray.get_runtime_context().get_node_id()
         alive = [view for view in self._ray.nodes() if view["Alive"]]
         alive.sort(key=lambda view: (view["NodeID"] != mine, view["NodeID"]))
         addresses = [view["NodeManagerAddress"] for view in alive]
-        nodes = []
+        drain = self._ray._private.state.state.get_draining_nodes()  # as Ray Train does
+        nodes, draining = [], set[str]()
         for view, address in zip(alive, addresses, strict=True):
             # Several nodes of a test may share an address.
             name = address if addresses.count(address) == 1 else f"{address}/{view['NodeID'][:6]}"
             self._ids[name], self._addresses[name] = view["NodeID"], address
+            if view["NodeID"] in drain and view["NodeID"] != mine:
+                draining.add(name)
+                continue
             has = view["Resources"]
             nodes.append(
                 ClusterNode(
                     name, has.get("CPU", 0), int(has.get("GPU", 0)), int(has.get("memory", 0))
                 )
             )
-        self.home = nodes[0].name
+        self.home, self.draining = nodes[0].name, frozenset(draining)
         return nodes
 
     async def start(

@@ -13,7 +13,7 @@ from agentloop.cli.resource_plan import plan
 from agentloop.cli.train import TrainSettings, main
 from agentloop.config import load_settings
 from agentloop.errors import SettingsError
-from agentloop.training.cluster.placement import ProcessKind
+from agentloop.training.cluster.placement import PlacementError, ProcessKind
 
 pytestmark = pytest.mark.timeout(120)  # the first plan imports all that a run would
 
@@ -55,6 +55,23 @@ def test_runtimes_of_the_papers_run_have_a_node_with_their_servers_each() -> Non
         ProcessKind.RUNTIME,
     }
     assert any("runtime 4" in line for line in cluster_plan.lines())
+
+
+def test_the_ranks_of_the_fine_tuning_have_places_of_their_own_before_the_rest() -> None:
+    recipe = [RECIPES / "laptop.toml"]
+    settings = load_settings(TrainSettings, recipe, ["ranks.nodes=2", "ranks.nproc_per_node=2"])
+    nodes = nodes_from(["3x4"])
+    made = ClusterPlan(settings, nodes, nodes[0].name)
+    rows = [(row["process"], row["node"], row["cpus"]) for row in made.rows()]
+    assert rows[:2] == [("sft rank 0", "node-1", 2), ("sft rank 1", "node-2", 2)]
+    assert rows[2] == ("trainer", "node-1", 1)
+    assert ("rank 2 to rank 3", "node-2", 2) in rows
+    assert "WORLD_SIZE=2" in made.rows()[1]["command"]
+    names = [placement.process.name for placement in made.sft_placements]
+    assert names == ["trainer", "rank 0", "rank 1"]
+    settings = load_settings(TrainSettings, recipe, ["ranks.nproc_per_node=1"])
+    with pytest.raises(PlacementError, match=r"no place for trainer to rank 0 .*needs 3 CPUs"):
+        ClusterPlan(settings, [*nodes_from(["1x2"]), *nodes[1:]], "node-1")
 
 
 def test_the_releases_servers_and_ranks_share_eight_gpus() -> None:
@@ -128,7 +145,6 @@ def test_a_shape_may_be_of_several_kinds_of_nodes() -> None:
         ("cluster={runtimes=1, colocated=true, address='auto'}", "cluster.colocated: not with"),
         ("ranks.launcher=torchrun", "ranks.launcher: on a cluster, Ray starts the ranks"),
         ("weights.transport=broadcast", "weights.transport: only disk"),
-        ("sft.data.teacher=5", "sft: not on a cluster"),
     ],
 )
 def test_settings_that_a_cluster_cannot_have_are_refused_by_name(

@@ -21,6 +21,25 @@ PLACEMENT = Placement(RunProcess("runtime 1", ProcessKind.RUNTIME, 2), "node-2")
 class RayError(Exception): ...
 
 
+class FakeNodes:
+    """A Ray that knows nodes, of which some drain."""
+
+    def __init__(self, *nodes: tuple[str, bool], draining: dict[str, int], mine: str) -> None:
+        self._private = SimpleNamespace(
+            state=SimpleNamespace(state=SimpleNamespace(get_draining_nodes=lambda: draining))
+        )
+        self.nodes = lambda: [
+            {
+                "NodeID": id,
+                "Alive": alive,
+                "NodeManagerAddress": f"at-{id}",
+                "Resources": {"CPU": 3},
+            }
+            for id, alive in nodes
+        ]
+        self.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: mine)
+
+
 class RayTaskError(RayError): ...
 
 
@@ -68,6 +87,15 @@ async def test_a_call_has_a_result_or_fails_because_the_actor_is_lost() -> None:
         await remote.call("lost")
     with pytest.raises(RayTaskError, match="ZeroDivisionError"):
         await remote.call("wrong")
+
+
+async def test_nodes_that_are_lost_or_drain_get_no_processes_but_the_trainers_own_does() -> None:
+    nodes = ("one", True), ("two", True), ("lost", False), ("mine", True)
+    ray = FakeNodes(*nodes, draining={"two": 0, "mine": 1, "lost": 5}, mine="mine")
+    cluster = RayCluster(ClusterSettings(), ray)
+    assert [node.name for node in await cluster.usable()] == ["at-mine", "at-one"]
+    assert cluster.home == "at-mine"
+    assert cluster.draining == {"at-two"}
 
 
 async def test_an_actor_that_does_not_start_is_killed() -> None:
