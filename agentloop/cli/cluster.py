@@ -91,14 +91,20 @@ def cluster_problems(s: TrainSettings) -> Iterator[str]:
             f"cluster.runtimes: {s.cluster.runtimes} must be at most server.count "
             f"({s.server.count}): each runtime has servers of its own"
         )
-    if s.cluster.runtimes and s.cluster.colocated:
-        yield "cluster.colocated: not with cluster.runtimes so far"
     if s.sandbox.hosts and s.cluster.sandbox_hosts and not s.cluster.runtimes:
         yield "sandbox.hosts: set cluster.sandbox_hosts to 0 to use these"
     if s.ranks.launcher != "processes":
         yield "ranks.launcher: on a cluster, Ray starts the ranks: set it to processes"
-    if s.weights.transport != "disk":
-        yield "weights.transport: only disk works on a cluster so far"
+    if s.weights.transport == "broadcast" and s.cluster.runtimes:
+        yield (
+            "weights.transport: set it to disk with cluster.runtimes: the learner can share a "
+            "process group only with servers that the trainer itself can ask to join it"
+        )
+    if s.weights.transport == "broadcast" and s.cluster.colocated:
+        yield (
+            "weights.transport: set it to disk with cluster.colocated: members of a process group "
+            "must not share a GPU"
+        )
 
 
 def nodes_from(shapes: Sequence[str]) -> list[ClusterNode]:
@@ -278,8 +284,11 @@ class OnCluster:
     def __init__(
         self, settings: TrainSettings, run: PlacedRun, fine_tuning: PlacedRun, log_dir: Path
     ) -> None:
-        ranks = settings.ranks.model_copy(update={"address": run.home_address})
-        self.settings = settings.model_copy(update={"ranks": ranks})
+        # Rank 0 is on this node.
+        here = run.home_address
+        ranks = settings.ranks.model_copy(update={"address": here})
+        weights = settings.weights.model_copy(update={"address": settings.weights.address or here})
+        self.settings = settings.model_copy(update={"ranks": ranks, "weights": weights})
         self.spawn_rank = run.spawn_rank
         self.spawn_sft_rank = fine_tuning.spawn_rank
         self._run = run

@@ -134,7 +134,7 @@ class PlacedRun:
         shares = placement.process.kind is ProcessKind.RANK and any(
             server.node == placement.node and set(placement.gpus) & set(server.gpus)
             for server in self.placements
-            if server.process.kind is ProcessKind.SERVER
+            if server.process.kind in (ProcessKind.SERVER, ProcessKind.RUNTIME)
         )
         return await self.cluster.start(placement, make, port=port, shares_gpus=shares)
 

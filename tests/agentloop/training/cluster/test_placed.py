@@ -222,13 +222,15 @@ async def test_an_actor_starts_elsewhere_when_its_node_is_lost() -> None:
     assert [where for _, where, _ in fake.started] == ["b", "a"]
 
 
+@pytest.mark.parametrize("runtimes", [0, 1])
 @pytest.mark.parametrize("colocated", [False, True])
 async def test_a_rank_shares_gpus_only_where_a_server_has_them(
-    tmp_path: Path, colocated: bool
+    tmp_path: Path, colocated: bool, runtimes: int
 ) -> None:
     fake = FakeCluster()
     fake.nodes = [ClusterNode("a", 16, 4)]
-    run = placed(fake, ClusterSettings(sandbox_hosts=0, colocated=colocated), on_gpus=True)
+    settings = ClusterSettings(sandbox_hosts=0, colocated=colocated, runtimes=runtimes)
+    run = placed(fake, settings, on_gpus=True)
     start = Start("rank 1", (sys.executable, "-c", ""), {})
     process = await run.spawn_rank(start, tmp_path / "rank.log")
     assert await process.wait() == 0
