@@ -39,8 +39,8 @@ from bench.kill_real import (
 __all__ = ["CLUSTER_VICTIMS", "play_on_cluster"]
 
 CLUSTER_VICTIMS = ("node", "rank", "server", "drain", "runtime", "cut", "host", "trainer")
-_NUM_NODES = 4
-_NUM_CPUS = 4  # of a node, as Ray counts them
+_NUM_NODES = 3
+_NUM_CPUS = 6  # of a node, as Ray counts them
 _HEAD_PORT = 6379
 _UP = "This command will now block forever"
 _START_S = 300.0
@@ -48,7 +48,7 @@ _STILL_S = 900.0  # without output: then it hangs
 _AWAY_S = (5.0, 40.0)  # how long a node stays away
 _RETRY_S = 60.0  # before another try to start a node
 _LEFT_S = 60.0
-_POLL_S = 0.2
+_POLL_S = 0.5
 _MODULES = {
     "rank": "agentloop.learner",
     "server": "agentloop.inference.processes.keyed",
@@ -225,6 +225,7 @@ def play_on_cluster(
         *("server.start_timeout_s=900", "ranks.start_timeout_s=300"),
         *(AGENTS[seed % len(AGENTS)], f"run.folder={run.parent}", f"run.name={run.name}"),
     ]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and remove the nodes
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="alk-", dir="/tmp"))  # short: sockets are in it
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -278,12 +279,13 @@ def _train(
                 played.fell.append(f"{victim} at effect {at}: {where}")
                 print(f"     {played.fell[-1]}", flush=True)
         for node in nodes[1:]:
-            if time.monotonic() >= away.get(node, 0.0):
-                away.pop(node, None)
+            if time.monotonic() < away.get(node, 0.0):
+                continue
+            if away.pop(node, None):
                 node.set_link(up=True)
-                if not node.is_running:
-                    node.start()
-                    away[node] = time.monotonic() + _RETRY_S  # if it fails on a busy machine
+            if not node.is_running:
+                node.start()
+                away[node] = time.monotonic() + _RETRY_S  # if it fails on a busy machine
         time.sleep(_POLL_S)
     played.num_lives = log.read_text("utf-8", "replace").count("was killed by") + 1
     if trainer.poll() is None:

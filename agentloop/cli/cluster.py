@@ -43,6 +43,7 @@ from agentloop.training.cluster.placed import (
 from agentloop.training.cluster.placement import (
     ClusterNode,
     Placement,
+    PlacementError,
     ProcessKind,
     RunProcess,
     learner_processes,
@@ -63,6 +64,7 @@ __all__ = [
     "nodes_from",
     "on_cluster",
     "plan_on_cluster",
+    "plan_when_placed",
 ]
 
 _SHAPE = re.compile(
@@ -70,6 +72,7 @@ _SHAPE = re.compile(
 )
 _MOST = 1 << 60
 _GIB = 1 << 30
+_POLL_S = 1.0
 _CALLS_PER_CPU = 4  # of the sandbox: most wait, such as for the next turn
 
 
@@ -416,6 +419,30 @@ class OnCluster:
                 tasks.cancel_scope.cancel()
 
 
+async def plan_when_placed(
+    settings: TrainSettings, cluster: RayCluster, say: Callable[[str], None]
+) -> ClusterPlan:
+    """Return a plan as soon as the cluster has place for all processes.
+
+    Raises:
+        SettingsError: it has not within `cluster.wait_s`.
+    """
+    problem = ""
+    nodes = await cluster.nodes()
+    deadline = anyio.current_time() + settings.cluster.wait_s
+    while True:
+        try:
+            return await anyio.to_thread.run_sync(ClusterPlan, settings, nodes, cluster.home)
+        except PlacementError as error:
+            if anyio.current_time() > deadline:
+                raise
+            if str(error) != problem:
+                problem = str(error)
+                say(f"{problem}. Waiting for more (cluster.wait_s: {settings.cluster.wait_s:g} s)")
+        await anyio.sleep(_POLL_S)
+        nodes = await cluster.usable()
+
+
 class _Hosts:
     """The sandbox hosts for keep_alive.py. The pool notices by itself which of them are well."""
 
@@ -446,15 +473,15 @@ async def on_cluster(
     `log_dir` is absolute, and the same folder on all nodes.
 
     Raises:
-        SettingsError: there is no such cluster, or some processes have no place on it.
+        SettingsError: there is no such cluster, or some processes have no place on it, also not
+            on nodes that have joined within `cluster.wait_s`.
     """
     if not settings.cluster.address:
         yield None
         return
     async with RayCluster.join(settings.cluster) as cluster:
         say(f"Joined the Ray cluster at {settings.cluster.address}")
-        nodes = await cluster.nodes()
-        made = await anyio.to_thread.run_sync(ClusterPlan, settings, nodes, cluster.home)
+        made = await plan_when_placed(settings, cluster, say)
         for row in made.rows():
             say(f"{row['process']}: on {row['node']}")
         run, fine_tuning = (

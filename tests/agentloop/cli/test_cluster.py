@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from agentloop.cli.cluster import ClusterPlan, cluster_problems, nodes_from
+from agentloop.cli.cluster import ClusterPlan, cluster_problems, nodes_from, plan_when_placed
 from agentloop.cli.resource_plan import plan
 from agentloop.cli.train import TrainSettings, main
 from agentloop.config import load_settings
 from agentloop.errors import SettingsError
-from agentloop.training.cluster.placement import PlacementError, ProcessKind
+from agentloop.training.cluster.placement import ClusterNode, PlacementError, ProcessKind
+from agentloop.training.cluster.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.timeout(120)  # the first plan imports all that a run would
 
@@ -72,6 +74,36 @@ def test_the_ranks_of_the_fine_tuning_have_places_of_their_own_before_the_rest()
     settings = load_settings(TrainSettings, recipe, ["ranks.nproc_per_node=1"])
     with pytest.raises(PlacementError, match=r"no place for trainer to rank 0 .*needs 3 CPUs"):
         ClusterPlan(settings, [*nodes_from(["1x2"]), *nodes[1:]], "node-1")
+
+
+class GrowingCluster:
+    """A cluster that another node joins after each look at it."""
+
+    home = "node-1"
+
+    def __init__(self) -> None:
+        self.num_nodes = 0
+
+    async def usable(self) -> list[ClusterNode]:
+        self.num_nodes += 1
+        return nodes_from([f"{self.num_nodes}x2"])
+
+    nodes = usable
+
+
+@pytest.mark.anyio
+async def test_a_run_waits_for_the_nodes_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentloop.cli.cluster._POLL_S", 0.0)
+    settings = load_settings(TrainSettings, overrides=["server.count=3"])
+    lines: list[str] = []
+    cluster = GrowingCluster()
+    made = await plan_when_placed(settings, cast(RayCluster, cluster), lines.append)
+    assert cluster.num_nodes == 3
+    assert [placement.node for placement in made.placements][:2] == ["node-1", "node-1"]
+    assert ["no place for server 1" in lines[0], "no place for server 3" in lines[1]] == [True] * 2
+    settings = load_settings(TrainSettings, overrides=["server.tp_size=3", "cluster.wait_s=0.01"])
+    with pytest.raises(PlacementError, match=r"no place for server 1 \(needs 3 CPUs"):
+        await plan_when_placed(settings, cast(RayCluster, cluster), lines.append)
 
 
 def test_the_releases_servers_and_ranks_share_eight_gpus() -> None:
