@@ -52,7 +52,7 @@ from bench.kill_checks import (
     processes_left,
     tail,
 )
-from bench.kill_cluster import CLUSTER_VICTIMS, play_on_cluster
+from bench.kill_cluster import CLUSTER_VICTIMS, nodes_apart, play_on_cluster
 from bench.kill_learner import PID
 from bench.kill_parts import STRUCK, TICKS, Fuse, learner_of, live, serve, strike
 from bench.kill_real import VICTIMS, RealRun, play_real
@@ -421,19 +421,24 @@ def main() -> int:
     num_failed = 0
     if options.runs:
         num_failed += run_many(folder, range(options.seed, options.seed + options.runs))
-    kinds = (
-        ("real", options.real, VICTIMS, play_real),
-        ("cluster", options.cluster, CLUSTER_VICTIMS, play_on_cluster),
-    )
-    for where, num, victims, play_one in kinds:
-        if num:
+    if options.real:
+        num_failed += run_real(
+            folder,
+            range(options.seed, options.seed + options.real),
+            num_steps=options.steps,
+            victims=options.victims or VICTIMS,
+            where="real",
+            play=play_real,
+        )
+    if options.cluster:
+        with nodes_apart() as nodes:
             num_failed += run_real(
                 folder,
-                range(options.seed, options.seed + num),
+                range(options.seed, options.seed + options.cluster),
                 num_steps=options.steps,
-                victims=options.victims or victims,
-                where=where,
-                play=play_one,
+                victims=options.victims or CLUSTER_VICTIMS,
+                where="cluster",
+                play=partial(play_on_cluster, nodes),
             )
     if not num_failed and options.folder is None:
         shutil.rmtree(folder)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -36,14 +36,14 @@ from bench.kill_real import (
     progress_of,
 )
 
-__all__ = ["CLUSTER_VICTIMS", "play_on_cluster"]
+__all__ = ["CLUSTER_VICTIMS", "nodes_apart", "play_on_cluster"]
 
 CLUSTER_VICTIMS = ("node", "rank", "server", "drain", "runtime", "cut", "host", "trainer")
 _NUM_NODES = 3
 _NUM_CPUS = 6  # of a node, as Ray counts them
 _HEAD_PORT = 6379
 _UP = "This command will now block forever"
-_START_S = 300.0
+_START_S = 600.0
 _STILL_S = 900.0  # without output: then it hangs
 _AWAY_S = (5.0, 40.0)  # how long a node stays away
 _RETRY_S = 60.0  # before another try to start a node
@@ -123,11 +123,15 @@ class Node:
     def is_up(self) -> bool:
         return self.is_running and _UP in self._log.read_text("utf-8", "replace")
 
-    def wait_up(self) -> None:
+    def ensure_up(self) -> None:
+        """Wait until the node is up; start it until it is."""
+        self.set_link(up=True)
         deadline = time.monotonic() + _START_S
         while not self.is_up():
-            if time.monotonic() > deadline or not self.is_running:
+            if time.monotonic() > deadline:
                 raise SystemExit(f"{self.name} does not start: {tail(self._log)}")
+            if not self.is_running:
+                self.start()
             time.sleep(_POLL_S)
 
     def pids(self) -> list[int]:
@@ -200,8 +204,30 @@ class Network:
         _ip("-n", self._prefix, *words)
 
 
+@contextmanager
+def nodes_apart() -> Iterator[list[Node]]:
+    """Yield the nodes of a cluster, and remove them at the end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and remove the nodes
+    with ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="alk-", dir="/tmp"))  # short: sockets are in it
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        (folder / "tmp").mkdir()
+        network = Network()
+        stack.callback(network.remove)
+        nodes = [Node(network, folder, number + 1) for number in range(_NUM_NODES)]
+        for node in nodes:
+            stack.callback(node.stop)
+        yield nodes
+
+
 def play_on_cluster(
-    run: Path, seed: int, *, num_steps: int, max_staleness: int, victims: Sequence[str]
+    nodes: Sequence[Node],
+    run: Path,
+    seed: int,
+    *,
+    num_steps: int,
+    max_staleness: int,
+    victims: Sequence[str],
 ) -> RealRun:
     """Run to completion, with one or two of `victims` killed, which rotate with the seed."""
     draw, started = Random(seed), time.monotonic()
@@ -225,19 +251,9 @@ def play_on_cluster(
         *("server.start_timeout_s=900", "ranks.start_timeout_s=300"),
         *(AGENTS[seed % len(AGENTS)], f"run.folder={run.parent}", f"run.name={run.name}"),
     ]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and remove the nodes
-    with ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="alk-", dir="/tmp"))  # short: sockets are in it
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        (folder / "tmp").mkdir()
-        network = Network()
-        stack.callback(network.remove)
-        nodes = [Node(network, folder, number + 1) for number in range(_NUM_NODES)]
-        for node in nodes:
-            stack.callback(node.stop)
-            node.start()
-            node.wait_up()
-        _train(played, nodes, overrides, blows, draw)
+    for node in nodes:
+        node.ensure_up()
+    _train(played, nodes, overrides, blows, draw)
     if not played.problems:
         played.problems += [*problems(run), *of_the_learner(run, losses_of(run))]
         played.problems += of_infrastructure(played)
@@ -292,7 +308,7 @@ def _train(
         played.problems.append(f"the run hung: {tail(log)}")
     elif trainer.returncode:
         played.problems.append(f"the run ended with exit status {trainer.returncode}: {tail(log)}")
-    for node in away:
+    for node in nodes:
         node.set_link(up=True)
     if not played.problems:
         played.problems += _processes_left(nodes)
@@ -317,7 +333,7 @@ def _kill(
             node.drain()
         return f"{node.name} with {', '.join(what) or 'nothing'}"
     if victim == "trainer":
-        pids = [*descendants(trainer)][-1:]
+        pids = [pid for pid in descendants(trainer) if "agentloop" in modules_of(pid)][-1:]
     else:
         pids = [pid for node in nodes for pid in node.pids() if _what(pid) == victim]
     if not pids:
