@@ -52,9 +52,10 @@ from bench.kill_checks import (
     processes_left,
     tail,
 )
+from bench.kill_cluster import CLUSTER_VICTIMS, nodes_apart, play_on_cluster
 from bench.kill_learner import PID
 from bench.kill_parts import STRUCK, TICKS, Fuse, learner_of, live, serve, strike
-from bench.kill_real import VICTIMS, play_real
+from bench.kill_real import VICTIMS, RealRun, play_real
 
 __all__ = ["main"]
 
@@ -352,15 +353,23 @@ def _print_result(seed: int, played: Played) -> None:
         print(f"     repeat: python -m bench.kill --runs 1 --seed {seed}; see {played.run}")
 
 
-def run_real(folder: Path, seeds: Sequence[int], *, num_steps: int, victims: Sequence[str]) -> int:
+def run_real(
+    folder: Path,
+    seeds: Sequence[int],
+    *,
+    num_steps: int,
+    victims: Sequence[str],
+    where: str,
+    play: Callable[..., RealRun],
+) -> int:
     """Run all seeds with real parts; return the number of failures."""
     num_failed = num_again = num_lives = 0
     fell: Counter[str] = Counter()
     for seed in seeds:
         staleness = seed // len(VICTIMS) % 2
         print(f"{seed:4} all parts real, staleness {staleness}", flush=True)
-        run = folder / f"real-{seed}"
-        played = play_real(run, seed, num_steps=num_steps, max_staleness=staleness, victims=victims)
+        run = folder / f"{where}-{seed}"
+        played = play(run, seed, num_steps=num_steps, max_staleness=staleness, victims=victims)
         num_failed += bool(played.problems)
         num_again += played.num_again
         num_lives += played.num_lives
@@ -372,7 +381,7 @@ def run_real(folder: Path, seeds: Sequence[int], *, num_steps: int, victims: Seq
         for problem in played.problems:
             print(f"     - {problem}")
         if played.problems:
-            print(f"     repeat: python -m bench.kill --real 1 --seed {seed}; see {run}")
+            print(f"     repeat: python -m bench.kill --{where} 1 --seed {seed}; see {run}")
         else:
             shutil.rmtree(run)
     killed = ", ".join(f"{victim} {num}" for victim, num in sorted(fell.items()))
@@ -388,12 +397,15 @@ def main() -> int:
     )
     parser.add_argument("--runs", type=int, default=0, help="number of runs with simulated parts")
     parser.add_argument("--real", type=int, default=0, help="number of runs with real parts")
+    parser.add_argument(
+        "--cluster", type=int, default=0, help="number of real runs on a Ray cluster; needs root"
+    )
     parser.add_argument("--steps", type=int, default=6, help="steps of each real run")
     parser.add_argument(
         "--victims",
         nargs="+",
-        choices=VICTIMS,
-        default=VICTIMS,
+        choices={*VICTIMS, *CLUSTER_VICTIMS},
+        default=[],
         help="processes to kill in the real runs",
     )
     parser.add_argument(
@@ -414,8 +426,20 @@ def main() -> int:
             folder,
             range(options.seed, options.seed + options.real),
             num_steps=options.steps,
-            victims=options.victims,
+            victims=options.victims or VICTIMS,
+            where="real",
+            play=play_real,
         )
+    if options.cluster:
+        with nodes_apart() as nodes:
+            num_failed += run_real(
+                folder,
+                range(options.seed, options.seed + options.cluster),
+                num_steps=options.steps,
+                victims=options.victims or CLUSTER_VICTIMS,
+                where="cluster",
+                play=partial(play_on_cluster, nodes),
+            )
     if not num_failed and options.folder is None:
         shutil.rmtree(folder)
     return 1 if num_failed else 0

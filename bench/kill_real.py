@@ -36,8 +36,8 @@ __all__ = ["VICTIMS", "RealRun", "coin", "play_real"]
 
 VICTIMS = ("runtime", "rank", "server", "container", "host")
 _OUTLIVED = ("container", "host")  # killing these does not end the runtime
-_RECIPE = Path(__file__).resolve().parents[1] / "docs" / "recipes" / "small.toml"
-_TASKS_PER_STEP = 3
+RECIPE = Path(__file__).resolve().parents[1] / "docs" / "recipes" / "small.toml"
+TASKS_PER_STEP = 3
 _STILL_S = 300.0  # without output: then it hangs
 _LEFT_S = 30.0
 _START_S = 120.0  # timeout of the host's start
@@ -46,15 +46,15 @@ _POLL_S = 0.1
 _SAME_LOSS = 1e-5  # relative
 _AGAIN = re.compile(r"Repeating steps (\d+) to (\d+),")
 _OWNER = "agentloop.sandbox.owner"
-_AGENTS = (  # rotate with the seed
+AGENTS = (  # rotate with the seed
     'tools=["python_code_with_standard_io"]',
     'tools=["jupyter_code"]',
     "env=bench.kill_environment:solve_and_check",
 )
 _RUN = (ToolCallStatus.OK, ToolCallStatus.ERROR, ToolCallStatus.TIMEOUT)
 
-_OVERRIDES = [
-    f"loop.prompts_per_step={_TASKS_PER_STEP}",
+OVERRIDES = [
+    f"loop.prompts_per_step={TASKS_PER_STEP}",
     "loop.group_size=6",
     "loop.evaluate_every=2",
     "loop.evaluate_tasks=4",
@@ -93,7 +93,7 @@ def play_real(
     """Run to completion, with one or two of `victims` killed, which rotate with the seed."""
     draw, started = Random(seed), time.monotonic()
     played = RealRun(run)
-    max_progress = num_steps * (_TASKS_PER_STEP + 2)  # the final value of `_progress`
+    max_progress = num_steps * (TASKS_PER_STEP + 2)  # the final value of `progress_of`
     blows = [
         (
             victims[(seed + life) % len(victims)],
@@ -102,9 +102,9 @@ def play_real(
         )
         for life in range(draw.randint(1, 2))
     ]
-    overrides = [*_OVERRIDES, f"loop.steps={num_steps}", f"loop.max_staleness={max_staleness}"]
-    overrides.append(_AGENTS[seed % len(_AGENTS)])
-    first_arguments = [str(_RECIPE), *overrides, f"run.folder={run.parent}", f"run.name={run.name}"]
+    overrides = [*OVERRIDES, f"loop.steps={num_steps}", f"loop.max_staleness={max_staleness}"]
+    overrides.append(AGENTS[seed % len(AGENTS)])
+    first_arguments = [str(RECIPE), *overrides, f"run.folder={run.parent}", f"run.name={run.name}"]
     losses: dict[int, float] = {}
     host = _Host(played) if any(victim == "host" for victim, *_ in blows) else None
     if host is not None:
@@ -113,7 +113,7 @@ def play_real(
         resumes = (run / "config.toml").is_file()
         arguments = ["--resume", str(run)] if resumes else first_arguments
         status = _live_once(played, arguments, blows, draw, host)
-        new_losses = _losses(run)
+        new_losses = losses_of(run)
         played.problems += _changed_losses(losses, new_losses)
         losses |= new_losses
         if status == 0:
@@ -128,8 +128,8 @@ def play_real(
     if host is not None:
         host.stop()
     if not played.problems:
-        played.problems += [*problems(run), *_of_the_learner(run, losses)]
-        played.problems += _of_infrastructure(played)
+        played.problems += [*problems(run), *of_the_learner(run, losses)]
+        played.problems += of_infrastructure(played)
     if not played.problems and not played.num_calls:
         played.problems.append("the sandbox has run no calls")
     played.seconds = time.monotonic() - started
@@ -214,7 +214,7 @@ def _live_once(
             if heard != (heard := [sign.stat().st_mtime_ns for sign in signs if sign.exists()]):
                 heard_s = time.monotonic()
         # Only as long as needed: reading while the journal is closed leaves files next to it.
-        if blows and _progress(run) >= blows[0][1]:
+        if blows and progress_of(run) >= blows[0][1]:
             victim, at, later_s = blows.pop(0)
             time.sleep(later_s)
             if _kill(victim, runtime.pid, draw, host):
@@ -235,7 +235,7 @@ def _live_once(
     return status
 
 
-def _progress(run: Path) -> int:
+def progress_of(run: Path) -> int:
     """Return the progress that the journal has recorded."""
     done = (
         "SELECT (SELECT count(*) FROM groups WHERE state != 'open')"
@@ -265,13 +265,13 @@ def _kill(victim: str, runtime: int, draw: Random, host: _Host | None) -> bool:
     if victim == "runtime":
         os.kill(runtime, signal.SIGKILL)
         return True
-    pids = [pid for pid in _descendants(runtime) if module in _modules(pid)]
+    pids = [pid for pid in descendants(runtime) if module in modules_of(pid)]
     if pids:
         os.kill(draw.choice(pids), signal.SIGKILL)
     return bool(pids)
 
 
-def _modules(pid: int) -> list[str]:
+def modules_of(pid: int) -> list[str]:
     """Return the modules after -m on the command line; none for a guardian."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
@@ -281,7 +281,7 @@ def _modules(pid: int) -> list[str]:
     return [] if is_guardian else [b for a, b in itertools.pairwise(words) if a == "-m"]
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def descendants(pid: int) -> Iterator[int]:
     try:
         threads = [*Path(f"/proc/{pid}/task").iterdir()]
         children = [
@@ -291,7 +291,7 @@ def _descendants(pid: int) -> Iterator[int]:
         return
     for child in map(int, children):
         yield child
-        yield from _descendants(child)
+        yield from descendants(child)
 
 
 def _containers(owner: int) -> list[str]:
@@ -312,7 +312,7 @@ def _containers_left(owner: int) -> list[str]:
     return []
 
 
-def _losses(run: Path) -> dict[int, float]:
+def losses_of(run: Path) -> dict[int, float]:
     """Return the loss of each step in the journal."""
     try:
         journal = Journal.of(run)
@@ -331,13 +331,13 @@ def _changed_losses(before: dict[int, float], repeated: dict[int, float]) -> Ite
             yield f"step {step} had the loss {loss}, but {repeated[step]} when repeated"
 
 
-def _of_the_learner(run: Path, losses: dict[int, float]) -> Iterator[str]:
+def of_the_learner(run: Path, losses: dict[int, float]) -> Iterator[str]:
     kept = last_checkpoint(run)
     if kept["num_updates"] != len(losses):
         yield f"{kept['num_updates']} updates, {len(losses)} steps"
 
 
-def _of_infrastructure(played: RealRun) -> Iterator[str]:
+def of_infrastructure(played: RealRun) -> Iterator[str]:
     """Check that broken rollouts have no reward and are not trained on."""
     for group in Journal.of(played.run).groups:
         for row in lines(played.run / group["path"]) if group["path"] else ():

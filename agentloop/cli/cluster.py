@@ -3,7 +3,7 @@
     settings + nodes ──> placements ──> a table (--dry-run), or a PlacedRun
     PlacedRun ──> servers and sandbox hosts ──URLs, key and token──> the runtime, in this process
               ├─> or runtimes, each with servers and a sandbox of its own (`cluster.runtimes`)
-              └─> ranks ──> the learner's client
+              └─> ranks ──> the learner's client; before all this, ranks of the fine-tuning (`sft`)
 
 The servers' key and the sandboxes' token are drawn for each run and never written to its folder.
 """
@@ -14,7 +14,7 @@ import math
 import re
 import secrets
 import shlex
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import groupby
@@ -43,7 +43,10 @@ from agentloop.training.cluster.placed import (
 from agentloop.training.cluster.placement import (
     ClusterNode,
     Placement,
+    PlacementError,
     ProcessKind,
+    RunProcess,
+    learner_processes,
     place,
     processes_of,
     shares,
@@ -52,7 +55,7 @@ from agentloop.training.cluster.ray_cluster import RayCluster, Spot
 from agentloop.training.cluster.rollout_host import OpenRollouts, RolloutActor
 from agentloop.training.cluster.runtimes import RemoteRuntimes, StartActor
 from agentloop.training.learner_client.client import learner_command
-from agentloop.training.learner_client.launch import starts
+from agentloop.training.learner_client.launch import RanksSettings, starts
 
 __all__ = [
     "ClusterPlan",
@@ -61,6 +64,7 @@ __all__ = [
     "nodes_from",
     "on_cluster",
     "plan_on_cluster",
+    "plan_when_placed",
 ]
 
 _SHAPE = re.compile(
@@ -68,6 +72,7 @@ _SHAPE = re.compile(
 )
 _MOST = 1 << 60
 _GIB = 1 << 30
+_POLL_S = 1.0
 _CALLS_PER_CPU = 4  # of the sandbox: most wait, such as for the next turn
 
 
@@ -89,16 +94,20 @@ def cluster_problems(s: TrainSettings) -> Iterator[str]:
             f"cluster.runtimes: {s.cluster.runtimes} must be at most server.count "
             f"({s.server.count}): each runtime has servers of its own"
         )
-    if s.cluster.runtimes and s.cluster.colocated:
-        yield "cluster.colocated: not with cluster.runtimes so far"
     if s.sandbox.hosts and s.cluster.sandbox_hosts and not s.cluster.runtimes:
         yield "sandbox.hosts: set cluster.sandbox_hosts to 0 to use these"
     if s.ranks.launcher != "processes":
         yield "ranks.launcher: on a cluster, Ray starts the ranks: set it to processes"
-    if s.weights.transport != "disk":
-        yield "weights.transport: only disk works on a cluster so far"
-    if s.sft is not None:
-        yield "sft: not on a cluster so far: run `agentloop sft` first, and set model to its result"
+    if s.weights.transport == "broadcast" and s.cluster.runtimes:
+        yield (
+            "weights.transport: set it to disk with cluster.runtimes: the learner can share a "
+            "process group only with servers that the trainer itself can ask to join it"
+        )
+    if s.weights.transport == "broadcast" and s.cluster.colocated:
+        yield (
+            "weights.transport: set it to disk with cluster.colocated: members of a process group "
+            "must not share a GPU"
+        )
 
 
 def nodes_from(shapes: Sequence[str]) -> list[ClusterNode]:
@@ -129,6 +138,9 @@ class ClusterPlan:
     Attributes:
         settings: The run's settings, with the device that the nodes have.
         machine: A node, as one machine for the estimates of a plan.
+        sft_ranks: Settings of the ranks of the run's supervised fine-tuning, which comes before
+            all but the trainer.
+        sft_placements: The placements of the trainer and these ranks; empty without `sft`.
     """
 
     def __init__(self, settings: TrainSettings, nodes: Sequence[ClusterNode], home: str) -> None:
@@ -161,6 +173,15 @@ class ClusterPlan:
             rank_bytes=rank_bytes,
         )
         self.placements = place(processes, nodes, home=home, colocated=settings.cluster.colocated)
+        self.sft_ranks, self.sft_placements = settings.ranks, list[Placement]()
+        if settings.sft is not None:
+            self.sft_ranks = settings.sft.within(
+                settings.learner, settings.ranks, settings.loop, settings.budget
+            ).ranks
+            ranks = learner_processes(
+                self.sft_ranks, on_gpus=server.device == "cuda", rank_bytes=rank_bytes
+            )
+            self.sft_placements = place(ranks, nodes, home=home)
 
     def _host_memory(self) -> tuple[int, int]:
         """Return the host memory of a server and of a rank; 0 if it is unknown."""
@@ -175,21 +196,10 @@ class ClusterPlan:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the table: processes of one kind and node, their GPUs, CPUs, and command."""
-        rows = []
-        by_place = groupby(self.placements, key=_place)
-        for placements in (list(group) for _, group in by_place):
-            gpus = sorted({gpu for placement in placements for gpu in placement.gpus})
-            names = [placement.process.name for placement in placements]
-            rows.append(
-                {
-                    "process": names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
-                    "node": placements[0].node,
-                    "cpus": sum(placement.process.num_cpus for placement in placements),
-                    "gpus": gpus,
-                    "command": self._command(placements[0]),
-                }
-            )
-        return rows
+        return [
+            *self._rows(self.sft_placements[1:], self.sft_ranks, "sft "),
+            *self._rows(self.placements, self.settings.ranks),
+        ]
 
     def lines(self) -> Iterator[str]:
         """Return the table and the commands as text, one line each."""
@@ -207,7 +217,20 @@ class ClusterPlan:
             if row["command"]:
                 yield f"  {row['process']}: {row['command']}"
 
-    def _command(self, placement: Placement) -> str:
+    def _rows(
+        self, placements: Sequence[Placement], ranks: RanksSettings, before: str = ""
+    ) -> Iterator[dict[str, Any]]:
+        for group in (list(group) for _, group in groupby(placements, key=_place)):
+            names = [placement.process.name for placement in group]
+            yield {
+                "process": before + (names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"),
+                "node": group[0].node,
+                "cpus": sum(placement.process.num_cpus for placement in group),
+                "gpus": sorted({gpu for placement in group for gpu in placement.gpus}),
+                "command": self._command(group[0], ranks),
+            }
+
+    def _command(self, placement: Placement, ranks: RanksSettings) -> str:
         s, logs = self.settings, Path("logs")
         spot = Spot("127.0.0.1", tuple(map(str, placement.gpus)))
         name, kind = placement.process.name, placement.process.kind
@@ -218,10 +241,10 @@ class ClusterPlan:
             launch = sandbox_launch("{}", 1, name, logs / "x", "TOKEN", spot)
             variables["SANDBOX_HOST"] = spot.address
         elif kind is ProcessKind.RANK:
-            ranks = starts(
-                s.ranks, learner_command(Path("learner.json")), socket_path=Path("socket"), port=1
+            all_starts = starts(
+                ranks, learner_command(Path("learner.json")), socket_path=Path("socket"), port=1
             )
-            start = next(start for start in ranks if start.name == name)
+            start = next(start for start in all_starts if start.name == name)
             launch = rank_launch(start, logs / "x", spot)
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
             variables |= {name: launch.environment[name] for name in names}
@@ -261,14 +284,21 @@ class OnCluster:
         settings: The run's settings, with the device of the nodes and absolute paths.
     """
 
-    def __init__(self, settings: TrainSettings, run: PlacedRun, log_dir: Path) -> None:
-        ranks = settings.ranks.model_copy(update={"address": run.home_address})
-        self.settings = settings.model_copy(update={"ranks": ranks})
+    def __init__(
+        self, settings: TrainSettings, run: PlacedRun, fine_tuning: PlacedRun, log_dir: Path
+    ) -> None:
+        # Rank 0 is on this node.
+        here = run.home_address
+        ranks = settings.ranks.model_copy(update={"address": here})
+        weights = settings.weights.model_copy(update={"address": settings.weights.address or here})
+        self.settings = settings.model_copy(update={"ranks": ranks, "weights": weights})
         self.spawn_rank = run.spawn_rank
+        self.spawn_sft_rank = fine_tuning.spawn_rank
         self._run = run
         self._log_dir = log_dir
         self._servers: list[PlacedServer] = []
         self._hosts: list[PlacedServer] = []
+        self._runtimes: RemoteRuntimes | None = None
 
     @property
     def servers_first(self) -> bool:
@@ -330,8 +360,35 @@ class OnCluster:
             runtime_settings = settings.model_copy(update={"server": server, "log_dir": log_dir})
             starts[name] = partial(self._run.start_actor, name, RolloutActor)
             opens[name] = partial(remote_rollouts, runtime_settings)
+        self._runtimes = runtimes
         async with runtimes.running(starts, opens):
             yield runtimes
+
+    @asynccontextmanager
+    async def leaving_nodes(
+        self, move_learner: Callable[[], Awaitable[None]]
+    ) -> AsyncIterator[None]:
+        """While the block runs, let all processes leave nodes that are about to be taken away.
+
+        Args:
+            move_learner: writes a checkpoint and restarts the ranks.
+        """
+
+        async def leave(processes: Sequence[RunProcess]) -> None:
+            names = {process.name for process in processes}
+            if processes[0].kind is ProcessKind.RANK:
+                await move_learner()
+            for name in names:
+                if self._runtimes is not None:
+                    self._runtimes.leave(name)
+            for server in (*self._servers, *self._hosts):
+                if server.name in names:
+                    await server.stop()  # it is restarted as if it had died
+
+        async with task_group(only_first=True) as tasks:
+            tasks.start_soon(self._run.leave_draining, leave)
+            yield
+            tasks.cancel_scope.cancel()
 
     @asynccontextmanager
     async def kept_alive(self, runtime: Runtime) -> AsyncIterator[None]:
@@ -360,6 +417,30 @@ class OnCluster:
                 yield
             finally:
                 tasks.cancel_scope.cancel()
+
+
+async def plan_when_placed(
+    settings: TrainSettings, cluster: RayCluster, say: Callable[[str], None]
+) -> ClusterPlan:
+    """Return a plan as soon as the cluster has place for all processes.
+
+    Raises:
+        SettingsError: it has not within `cluster.wait_s`.
+    """
+    problem = ""
+    nodes = await cluster.nodes()
+    deadline = anyio.current_time() + settings.cluster.wait_s
+    while True:
+        try:
+            return await anyio.to_thread.run_sync(ClusterPlan, settings, nodes, cluster.home)
+        except PlacementError as error:
+            if anyio.current_time() > deadline:
+                raise
+            if str(error) != problem:
+                problem = str(error)
+                say(f"{problem}. Waiting for more (cluster.wait_s: {settings.cluster.wait_s:g} s)")
+        await anyio.sleep(_POLL_S)
+        nodes = await cluster.usable()
 
 
 class _Hosts:
@@ -392,19 +473,22 @@ async def on_cluster(
     `log_dir` is absolute, and the same folder on all nodes.
 
     Raises:
-        SettingsError: there is no such cluster, or some processes have no place on it.
+        SettingsError: there is no such cluster, or some processes have no place on it, also not
+            on nodes that have joined within `cluster.wait_s`.
     """
     if not settings.cluster.address:
         yield None
         return
     async with RayCluster.join(settings.cluster) as cluster:
         say(f"Joined the Ray cluster at {settings.cluster.address}")
-        nodes = await cluster.nodes()
-        made = await anyio.to_thread.run_sync(ClusterPlan, settings, nodes, cluster.home)
+        made = await plan_when_placed(settings, cluster, say)
         for row in made.rows():
             say(f"{row['process']}: on {row['node']}")
-        run = PlacedRun(cluster, settings.cluster, made.placements)
-        yield OnCluster(made.settings, run, log_dir)
+        run, fine_tuning = (
+            PlacedRun(cluster, settings.cluster, placements)
+            for placements in (made.placements, made.sft_placements)
+        )
+        yield OnCluster(made.settings, run, fine_tuning, log_dir)
 
 
 def _place(placement: Placement) -> tuple[str, ...]:

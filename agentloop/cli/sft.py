@@ -24,7 +24,7 @@ from agentloop.events import Emit, ignore
 from agentloop.inference.cpu import NO_ACCELERATOR, has_accelerator
 from agentloop.models import SMALL, not_a_model
 from agentloop.training.learner_client.batch import Sample
-from agentloop.training.learner_client.client import KeptLearner
+from agentloop.training.learner_client.client import KeptLearner, Spawn, spawn_here
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
     LearnerSettings,
@@ -180,6 +180,7 @@ def learner_of(
     chat: ChatSettings,
     folder: RunFolder,
     progress: console.ProgressLine,
+    spawn: Spawn = spawn_here,
 ) -> KeptLearner:
     """Return the learner that is to train `model`; it is not started yet."""
     return KeptLearner(
@@ -187,6 +188,7 @@ def learner_of(
         settings.ranks,
         log_dir=folder.path / "logs",
         on_progress=progress,
+        spawn=spawn,
     )
 
 

@@ -42,6 +42,7 @@ from agentloop.models import SMALL
 from agentloop.plain_json import dumps
 from agentloop.rollouts.scripted import teacher_dialogues
 from agentloop.runtime import Settings
+from agentloop.training.learner_client.client import Spawn
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
     InitSettings,
@@ -182,6 +183,7 @@ async def make_start_model(
     environments: Sequence[RunEnvironment],
     dashboard: RunDashboard,
     progress: console.ProgressLine,
+    spawn: Spawn,
 ) -> Path:
     """Make the model that the rollouts start from, unless it exists, and return its folder."""
     folder = dashboard.folder
@@ -194,7 +196,8 @@ async def make_start_model(
             )
             training = training.model_copy(update={"data": data})
             # The dialogues are read by one core, while the learner starts on others.
-            async with learner_of(training, model, chat, part, progress).starting() as learner:
+            learner = learner_of(training, model, chat, part, progress, spawn)
+            async with learner.starting():
                 samples = await samples_of(training, model, chat, progress)
                 plan = await anyio.to_thread.run_sync(FineTuningPlan, training.loop, samples, part)
                 await imitate(training, learner, plan, progress, dashboard.on_start_event)

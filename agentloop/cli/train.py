@@ -151,16 +151,19 @@ async def _run(
         async with (
             elsewhere,
             dashboard.serve_page(settings.serve) if settings.page else nullcontext(),
+            on_cluster(settings, log_dir=folder.path / "logs", say=progress.say) as cluster,
         ):
+            settings = cluster.settings if cluster else settings
             if settings.sft is not None:
                 training = settings.sft.within(
                     settings.learner, settings.ranks, settings.loop, settings.budget
                 )
+                spawn = cluster.spawn_sft_rank if cluster else spawn_here
                 model = await make_start_model(
-                    settings, training, settings.environments, dashboard, progress
+                    settings, training, settings.environments, dashboard, progress, spawn
                 )
                 settings = settings.model_copy(update={"model": str(model)})
-            await _roll_out_and_learn(settings, tasks, queue, dashboard, progress)
+            await _roll_out_and_learn(settings, tasks, queue, dashboard, progress, cluster)
     except anyio.get_cancelled_exc_class():
         progress.say(resume_hint("train", folder.path))
         raise
@@ -172,14 +175,11 @@ async def _roll_out_and_learn(
     queue: GroupQueue,
     dashboard: RunDashboard,
     progress: console.ProgressLine,
+    cluster: OnCluster | None,
 ) -> None:
     folder, stalls = dashboard.folder, dashboard.stalls
     logs = folder.path / "logs"
     async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(
-            on_cluster(settings, log_dir=logs, say=progress.say)
-        )
-        settings = cluster.settings if cluster else settings
         learner = KeptLearner(
             learner_settings(settings),
             settings.ranks,
@@ -232,6 +232,8 @@ async def _roll_out_and_learn(
         )
         dashboard.loop = loop
         stack.callback(dashboard.detach)
+        if cluster:
+            await stack.enter_async_context(cluster.leaving_nodes(steps.move))
         await loop.run()
 
 

@@ -14,6 +14,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -139,6 +140,22 @@ class ResumableTraining(ABC):
                 if num_recovered == self._num_recovered:  # otherwise a request has recovered it
                     await self._recover(LearnerLost(description), None)
 
+    async def move(self) -> None:
+        """Write a checkpoint, and restart the learner from it; without one, steps are repeated.
+
+        Raises:
+            LearnerError: as in `watch`.
+        """
+        if self.state.step:
+            with suppress(LearnerRefused):
+                await self.checkpoint(wait=True)
+        async with self._busy:  # no deadline: requests have one
+            self._say("The learner leaves a node; restarting it on others")
+            try:
+                await self._restart(None)
+            except LearnerLost as error:
+                await self._recover(error, None)
+
     async def checkpoint(self, *, wait: bool = False) -> bool:
         """Start writing a checkpoint, unless there is one of this step.
 
@@ -240,16 +257,17 @@ class ResumableTraining(ABC):
                 ) from error
             self._say(f"The learner was lost; restarting it: {str(error).splitlines()[0]}")
             log.error("the learner was lost; restarting it: %s", error)
-            self._writing = None
             await anyio.sleep(delay_s)
             try:
-                await self.learner.restart()
-                self._num_recovered += 1
-                timeout_s = self._timeout_s
-                self._use_checkpoint(
-                    await load_newest(self.learner, self._folder, timeout_s=timeout_s)
-                )
-                await self._repeat_steps(self.state.step + 1 if before is None else before)
+                await self._restart(before)
                 return
             except LearnerLost as lost:
                 error = lost
+
+    async def _restart(self, before: int | None) -> None:
+        self._writing = None
+        await self.learner.restart()
+        self._num_recovered += 1
+        timeout_s = self._timeout_s
+        self._use_checkpoint(await load_newest(self.learner, self._folder, timeout_s=timeout_s))
+        await self._repeat_steps(self.state.step + 1 if before is None else before)

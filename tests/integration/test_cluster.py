@@ -23,7 +23,7 @@ from anyio.streams.text import TextReceiveStream
 
 from agentloop.training.learner_client.launch import free_port
 from tests.integration.conftest import need
-from tests.integration.test_train import RECIPE
+from tests.integration.test_train import CUT_SHORT, RECIPE
 from tests.patience import patient
 from tests.support import eventually
 
@@ -237,6 +237,22 @@ async def test_a_run_goes_on_when_its_runtime_is_killed_and_when_its_node_is_los
     assert len(ports) == 3  # of a server in each of the runtime's lives
     left = [one for one in commands() if any(f" --port {port} " in one for port in ports)]
     assert not left
+
+
+async def test_a_run_from_nothing_with_its_fine_tuning_runs_on_a_cluster(tmp_path: Path) -> None:
+    """laptop.toml, cut short."""
+    async with one_node(tmp_path, num_cpus=5) as (_, address):
+        overrides = [*CUT_SHORT, f"cluster.address={address}", "page=false", "server.device=cpu"]
+        overrides += ["sandbox.backend=process", "sandbox.workers=1", "ranks.start_timeout_s=900"]
+        overrides += ["server.start_timeout_s=900", f"run.folder={tmp_path}", "run.name=run"]
+        run = [sys.executable, "-m", "agentloop", "train", str(RECIPE.with_name("laptop.toml"))]
+        done = await anyio.run_process([*run, *overrides], stderr=subprocess.STDOUT, check=False)
+    text = done.stdout.decode()
+    assert done.returncode == 0, text
+    assert "sft rank 0: on " in text
+    assert (tmp_path / "run" / "sft" / "model" / "model.safetensors").exists()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert {0, 1, 2} <= {json.loads(line)["step"] for line in lines}
 
 
 async def test_groups_come_back_from_runtimes_of_which_one_is_killed(tmp_path: Path) -> None:

@@ -26,6 +26,23 @@ pytestmark = [
 ]
 
 RECIPE = Path(__file__).parents[2] / "docs" / "recipes" / "small.toml"
+CUT_SHORT = [  # of laptop.toml
+    "sft.data.teacher=40",
+    "stages.short.steps=1",
+    "stages.short.max_response_tokens=40",
+    "stages.longer.steps=1",
+    "stages.hard.steps=1",
+    "stages.hard.filter_tasks=2",
+    "budget.max_response_tokens=60",
+    "loop.prompts_per_step=2",
+    "loop.group_size=4",
+    "loop.evaluate_tasks=2",
+    "tasks.held_out=2",
+    "roc.down_sample_to_n=3",
+    "ranks.nproc_per_node=1",  # two: above
+    "roc.reject_equal_reward=false",
+    f"reward.function={__name__}:coin",
+]
 
 
 def coin(trajectory: Trajectory, task: Task) -> float:
@@ -106,25 +123,7 @@ async def test_two_steps_of_training_change_what_the_servers_serve(
 
 async def test_a_run_from_nothing_through_its_stages(tmp_path: Path) -> None:
     """laptop.toml, cut short: a model that has learned nothing yet, but each part is there."""
-    overrides = [
-        f"run.folder={tmp_path}",
-        "run.name=laptop",
-        "sft.data.teacher=40",
-        "stages.short.steps=1",
-        "stages.short.max_response_tokens=40",
-        "stages.longer.steps=1",
-        "stages.hard.steps=1",
-        "stages.hard.filter_tasks=2",
-        "budget.max_response_tokens=60",
-        "loop.prompts_per_step=2",
-        "loop.group_size=4",
-        "loop.evaluate_tasks=2",
-        "tasks.held_out=2",
-        "roc.down_sample_to_n=3",
-        "ranks.nproc_per_node=1",  # two: above
-        "roc.reject_equal_reward=false",
-        f"reward.function={__name__}:coin",
-    ]
+    overrides = [*CUT_SHORT, f"run.folder={tmp_path}", "run.name=laptop"]
     settings = load_settings(TrainSettings, [RECIPE.with_name("laptop.toml")], overrides)
     said = Said()
     folder = await train(settings, cast(ProgressLine, said))

@@ -1,4 +1,5 @@
 """The processes of a run on a cluster: each has a placement, and gets another if its node is lost.
+A node that is about to be taken away (it drains) is left before, if others have place.
 
     PlacedRun ──servers──> PlacedServer ──keep_alive.py──> started again, here or elsewhere
         └──spawn_rank──> a rank, for the learner's client, which restarts all of them together
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
@@ -31,7 +34,14 @@ from agentloop.inference.processes.supervise import (
     plan,
     stop_all,
 )
-from agentloop.training.cluster.placement import Placement, PlacementError, ProcessKind, place
+from agentloop.training.cluster.placement import (
+    ClusterNode,
+    Placement,
+    PlacementError,
+    ProcessKind,
+    RunProcess,
+    place,
+)
 from agentloop.training.cluster.ray_cluster import (
     MakeLaunch,
     RayCluster,
@@ -124,7 +134,7 @@ class PlacedRun:
         shares = placement.process.kind is ProcessKind.RANK and any(
             server.node == placement.node and set(placement.gpus) & set(server.gpus)
             for server in self.placements
-            if server.process.kind is ProcessKind.SERVER
+            if server.process.kind in (ProcessKind.SERVER, ProcessKind.RUNTIME)
         )
         return await self.cluster.start(placement, make, port=port, shares_gpus=shares)
 
@@ -139,39 +149,69 @@ class PlacedRun:
     def node_of(self, name: str) -> str:
         return self._placements[name].node
 
+    async def leave_draining(
+        self, leave: Callable[[list[RunProcess]], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Give the processes of nodes that drain other placements, as soon as there is place for
+        them, until cancelled.
+
+        Args:
+            leave: called with those that have to leave their node together.
+        """
+        async with task_group() as tasks:
+            while True:
+                nodes = await self.cluster.usable()
+                leaving = [
+                    placement.process
+                    for placement in self.placements
+                    if placement.node in self.cluster.draining
+                ]
+                for _, group in groupby(leaving, lambda process: process.block or process.name):
+                    block = list(group)
+                    with suppress(PlacementError):  # there may be place later
+                        self._place_again(block, nodes)
+                        tasks.start_soon(leave, block)
+                await anyio.sleep(_POLL_S)
+
     async def _placement(self, name: str) -> Placement:
         """Return the placement of a process; if its node is lost, find another one first."""
         deadline = anyio.current_time() + self._settings.wait_s
         while True:
-            nodes = await self.cluster.alive()
-            names = {node.name for node in nodes}
+            nodes = await self.cluster.usable()
             placement = self._placements[name]
-            if placement.node in names:
+            if placement.node in {node.name for node in nodes}:
                 return placement
-            kept = [placement for placement in self.placements if placement.node in names]
             try:
-                (placement,) = place(
-                    [placement.process],
-                    nodes,
-                    home=self.cluster.home,
-                    colocated=self._settings.colocated,
-                    kept=kept,
-                )
+                self._place_again([placement.process], nodes)
             except PlacementError as error:
                 if anyio.current_time() > deadline:
                     raise ServerStartError(
                         f"{error} ({self._settings.wait_s:g} s after {placement.node} was lost)"
                     ) from error
                 await anyio.sleep(_POLL_S)
-                continue
-            self._placements[name] = placement
-            return placement
+
+    def _place_again(self, processes: Sequence[RunProcess], nodes: Sequence[ClusterNode]) -> None:
+        """Find other placements on these nodes, all or none. Raises PlacementError."""
+        names, moving = {node.name for node in nodes}, {process.name for process in processes}
+        placements = place(
+            processes,
+            nodes,
+            home=self.cluster.home,
+            colocated=self._settings.colocated,
+            kept=[
+                placement
+                for name, placement in self._placements.items()
+                if placement.node in names and name not in moving
+            ],
+        )
+        self._placements |= {placement.process.name: placement for placement in placements}
 
 
 class PlacedServer(ServerProcess):
     """A server or a sandbox host at its placement.
 
     Attributes:
+        name: name of its process.
         moved: told of another URL after a restart; None: nobody is.
     """
 
@@ -185,7 +225,7 @@ class PlacedServer(ServerProcess):
     ) -> None:
         super().__init__(launch, process)
         self._run = run
-        self._name = name
+        self.name = name
         self._make = make
         self._node = run.node_of(name)
         self._url = launch.url  # the one that its users know
@@ -205,15 +245,15 @@ class PlacedServer(ServerProcess):
         self._set_log_aside()
         self._pid = None
         before = self._node, urlsplit(self.launch.url).port or 0
-        self.launch, self._guardian = await self._run.start(self._name, self._make, before=before)
-        self._node = self._run.node_of(self._name)
+        self.launch, self._guardian = await self._run.start(self.name, self._make, before=before)
+        self._node = self._run.node_of(self.name)
         await self.ready(on_progress)
         new = self.launch.url
         if new != self._url and self.moved is not None:
             try:
                 await self.moved(self._url, new)
             except ServerError as error:
-                raise ServerStartError(f"{self._name} at {new}: {error}") from error
+                raise ServerStartError(f"{self.name} at {new}: {error}") from error
         self._url = new
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "PlacementError",
     "ProcessKind",
     "RunProcess",
+    "learner_processes",
     "place",
     "processes_of",
     "shares",
@@ -81,6 +82,27 @@ class Placement:
     gpus: tuple[int, ...] = ()
 
 
+def learner_processes(
+    ranks: RanksSettings, *, on_gpus: bool, rank_bytes: int = 0
+) -> list[RunProcess]:
+    """Return the trainer and the ranks of a learner, in the order in which they are placed.
+
+    Args:
+        rank_bytes: memory on the host of one rank; 0: unknown.
+    """
+    return [RunProcess("trainer", ProcessKind.TRAINER, 1, block="learner node 1")] + [
+        RunProcess(
+            f"rank {number}",
+            ProcessKind.RANK,
+            ranks.threads,
+            int(on_gpus),
+            rank_bytes,
+            f"learner node {number // ranks.nproc_per_node + 1}",
+        )
+        for number in range(ranks.nodes * ranks.nproc_per_node)
+    ]
+
+
 def processes_of(
     cluster: ClusterSettings,
     server: ServerSettings,
@@ -98,18 +120,7 @@ def processes_of(
         server_bytes, rank_bytes: memory on the host of one server and of one rank; 0: unknown.
     """
     width = server.tp_size * server.dp_size
-    processes = [RunProcess("trainer", ProcessKind.TRAINER, 1, block="learner node 1")]
-    for number in range(ranks.nodes * ranks.nproc_per_node):
-        processes.append(
-            RunProcess(
-                f"rank {number}",
-                ProcessKind.RANK,
-                ranks.threads,
-                int(on_gpus),
-                rank_bytes,
-                f"learner node {number // ranks.nproc_per_node + 1}",
-            )
-        )
+    processes = learner_processes(ranks, on_gpus=on_gpus, rank_bytes=rank_bytes)
     cpus, gpus = width * (1 if on_gpus else server.threads), width if on_gpus else 0
     if cluster.runtimes:
         return processes + [

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -47,6 +47,7 @@ __all__ = [
     "RemoteActor",
     "RemoteProcess",
     "Spot",
+    "gpu_ids",
     "require_ray",
 ]
 
@@ -88,10 +89,7 @@ class ProcessHost:
             reserves: the GPUs are those that Ray has reserved for this actor.
         """
         if reserves:
-            import ray
-
-            ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-            spot = replace(spot, gpus=tuple(map(str, ids)))
+            spot = replace(spot, gpus=gpu_ids())
         launch = make(spot)
         environment = {**launch.environment, "CUDA_VISIBLE_DEVICES": ",".join(spot.gpus)}
         self._process = await start_guarded(
@@ -122,6 +120,7 @@ class RayCluster:
 
     Attributes:
         home: name of this machine's node.
+        draining: names of the other nodes that are about to be taken away, as `usable` last saw it.
     """
 
     def __init__(self, settings: ClusterSettings, ray: Any) -> None:
@@ -131,6 +130,7 @@ class RayCluster:
         self._addresses: dict[str, str] = {}
         self._gpus: dict[tuple[str, int], str] = {}  # real ids, by node and number in a placement
         self.home = ""
+        self.draining: frozenset[str] = frozenset()
 
     @classmethod
     @asynccontextmanager
@@ -174,7 +174,7 @@ class RayCluster:
         nodes: list[ClusterNode] = []
         with anyio.move_on_after(self._settings.wait_s):
             # Ray tells nobody of a new node.
-            while len(nodes := await self.alive()) < self._settings.nodes:  # noqa: ASYNC110
+            while len(nodes := await self.usable()) < self._settings.nodes:  # noqa: ASYNC110
                 await anyio.sleep(_POLL_S)
         if len(nodes) < self._settings.nodes:
             raise SettingsError(
@@ -183,31 +183,39 @@ class RayCluster:
             )
         return nodes
 
-    async def alive(self) -> list[ClusterNode]:
-        """Return the nodes that are alive, this machine's first."""
-        return await _blocking(self._alive)
+    async def usable(self) -> list[ClusterNode]:
+        """Return the nodes for new processes, this machine's first: those alive, unless they drain.
+
+        Ray lets a node drain when it gets SIGTERM (`ray start --block`), and when its autoscaler or
+        `ray drain-node` says so.
+        """
+        return await _blocking(self._usable)
 
     def address_of(self, node: str) -> str:
         """Return the address at which other nodes reach a node."""
         return self._addresses[node]
 
-    def _alive(self) -> list[ClusterNode]:
+    def _usable(self) -> list[ClusterNode]:
         mine = self._ray.get_runtime_context().get_node_id()
         alive = [view for view in self._ray.nodes() if view["Alive"]]
         alive.sort(key=lambda view: (view["NodeID"] != mine, view["NodeID"]))
         addresses = [view["NodeManagerAddress"] for view in alive]
-        nodes = []
+        drain = self._ray._private.state.state.get_draining_nodes()  # as Ray Train does
+        nodes, draining = [], set[str]()
         for view, address in zip(alive, addresses, strict=True):
             # Several nodes of a test may share an address.
             name = address if addresses.count(address) == 1 else f"{address}/{view['NodeID'][:6]}"
             self._ids[name], self._addresses[name] = view["NodeID"], address
+            if view["NodeID"] in drain and view["NodeID"] != mine:
+                draining.add(name)
+                continue
             has = view["Resources"]
             nodes.append(
                 ClusterNode(
                     name, has.get("CPU", 0), int(has.get("GPU", 0)), int(has.get("memory", 0))
                 )
             )
-        self.home = nodes[0].name
+        self.home, self.draining = nodes[0].name, frozenset(draining)
         return nodes
 
     async def start(
@@ -222,9 +230,7 @@ class RayCluster:
             ServerStartError: the node is lost or cannot start it, or the resources were not free
                 within `cluster.wait_s`.
         """
-        gpus = (
-            tuple(self._gpus[placement.node, gpu] for gpu in placement.gpus) if shares_gpus else ()
-        )
+        gpus = await self._reserved(placement) if shares_gpus else ()
         spot = Spot(self.address_of(placement.node), gpus, port)
         reserves = bool(placement.gpus) and not shares_gpus
         host = await _blocking(
@@ -232,16 +238,35 @@ class RayCluster:
         )
         with self._starting(placement, host):
             launch, pid, spot = await host.start.remote(make, spot, reserves)
-        self._gpus |= {
-            (placement.node, gpu): id for gpu, id in zip(placement.gpus, spot.gpus, strict=False)
-        }
+        self._note_gpus(placement, spot.gpus)
         return launch, RemoteProcess(self._ray, host, pid)
+
+    async def _reserved(self, placement: Placement) -> tuple[str, ...]:
+        """Wait for others to reserve the GPUs of a placement, and return their ids.
+
+        Raises:
+            ServerStartError: they were not reserved within `cluster.wait_s`.
+        """
+        keys = [(placement.node, gpu) for gpu in placement.gpus]
+        with anyio.move_on_after(self._settings.wait_s):
+            while not self._gpus.keys() >= set(keys):  # noqa: ASYNC110  # nobody tells
+                await anyio.sleep(_POLL_S)
+            return tuple(self._gpus[key] for key in keys)
+        raise ServerStartError(
+            f"{placement.process.name}: the server with which it shares GPUs of {placement.node} "
+            f"was not started within {self._settings.wait_s:g} s (cluster.wait_s)"
+        )
+
+    def _note_gpus(self, placement: Placement, ids: Sequence[str]) -> None:
+        numbers = zip(placement.gpus, ids, strict=False)
+        self._gpus |= {(placement.node, gpu): gpu_id for gpu, gpu_id in numbers}
 
     async def start_actor(self, placement: Placement, made: type) -> RemoteActor:
         """Start an actor at its placement.
 
         Args:
-            made: the actor's class, whose method `version` returns the node's version of agentloop.
+            made: the actor's class, whose method `about` returns the node's version of agentloop,
+                and the ids of the actor's GPUs (`gpu_ids`).
 
         Raises:
             ServerStartError: the node is lost, or the resources were not free within
@@ -250,12 +275,13 @@ class RayCluster:
         """
         actor = await _blocking(partial(self._make_actor, made, placement, len(placement.gpus)))
         with self._starting(placement, actor):
-            theirs = await actor.version.remote()
+            theirs, gpus = await actor.about.remote()
             if theirs != version():
                 raise SettingsError(
                     f"{placement.node} has agentloop {theirs} and this machine {version()}: "
                     "install the same version on all nodes"
                 )
+        self._note_gpus(placement, gpus)
         return RemoteActor(self._ray, actor)
 
     @contextmanager
@@ -411,6 +437,13 @@ class _Stdout(anyio.abc.ByteReceiveStream):
 
     async def aclose(self) -> None:
         pass
+
+
+def gpu_ids() -> tuple[str, ...]:
+    """Return the ids of the GPUs that Ray has reserved for the actor that calls this."""
+    import ray
+
+    return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", [])))
 
 
 def require_ray() -> None:

@@ -29,6 +29,7 @@ from agentloop.errors import AgentLoopError, ServerError, leaves
 from agentloop.plain_json import dumps, loads
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.rollouts.record import ConversationRow
+from agentloop.training.cluster.ray_cluster import gpu_ids
 from agentloop.training.rollouts import Purpose, RollsOut
 from agentloop.training.weight_sync.sync import Serving, SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
@@ -105,9 +106,9 @@ class RolloutActor:
         self._running = start_blocking_portal(backend_options={"use_uvloop": True})
         self._portal = self._running.__enter__()  # until Ray ends this process
 
-    async def version(self) -> str:
-        """Return the version of agentloop on this node."""
-        return distribution.version()
+    async def about(self) -> tuple[str, tuple[str, ...]]:
+        """Return the version of agentloop on this node, and the ids of this actor's GPUs."""
+        return distribution.version(), gpu_ids()
 
     async def run(self, open_rollouts: OpenRollouts) -> str:
         return await self._on_loop(self._host.run, open_rollouts)

@@ -77,6 +77,7 @@ class _Member:
         is_right: whether it has the weights of that sync.
         verified: versions of which its weights are known to be right.
         is_free: whether it has capacity for a group that it was not given.
+        is_leaving: whether it is to be restarted when its groups have ended.
     """
 
     name: str
@@ -88,6 +89,7 @@ class _Member:
     num_open: int = 0
     is_free: bool = False
     is_gone: bool = False
+    is_leaving: bool = False
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     async def do(self, method: str, *arguments: object) -> Any:
@@ -144,6 +146,12 @@ class RemoteRuntimes:
             yield
             tasks.cancel_scope.cancel()
 
+    def leave(self, name: str) -> None:
+        """Restart a runtime, on another node, when the groups that it has are complete."""
+        if (member := self._members.get(name)) is not None:
+            member.is_leaving, member.is_free = True, False
+            member.scope.cancel()
+
     async def _keep(
         self,
         name: str,
@@ -164,6 +172,8 @@ class RemoteRuntimes:
         while True:
             try:
                 await self._use(name, await start(), open_rollouts, on_ready)
+                self._say(f"{name} has left its node; starting it on another")
+                continue
             except (ActorLost, ServerError) as error:
                 if not was_ready:
                     raise
@@ -181,7 +191,7 @@ class RemoteRuntimes:
     async def _use(
         self, name: str, actor: Actor, open_rollouts: OpenRollouts, on_ready: Callable[[], None]
     ) -> None:
-        """Open a runtime in an actor, and let it roll out groups until it is lost.
+        """Open a runtime in an actor, and let it roll out groups until it is to leave, or lost.
 
         Raises:
             ActorLost: the actor or its node is lost.
@@ -200,6 +210,7 @@ class RemoteRuntimes:
                 self._say(f"{name}: ready after {time.monotonic() - started_s:.1f} s")
                 on_ready()
                 await self._offer(name, actor)
+                tasks.cancel_scope.cancel()
         finally:
             with anyio.move_on_after(_CLOSE_S, shield=True), suppress(ActorLost):
                 await actor.call("close")
@@ -207,6 +218,8 @@ class RemoteRuntimes:
 
     async def _offer(self, name: str, actor: Actor) -> None:
         """Let a runtime take groups while it has capacity for them and the newest weights.
+
+        Return when it is to leave, and has no group any more.
 
         Raises:
             ActorLost: it is lost.
@@ -221,6 +234,9 @@ class RemoteRuntimes:
                     await member.do("wait_for_capacity", self._group_size)
                     member.is_free = True
                     self._changed.notify()
+            if member.is_leaving:
+                await self._until(lambda: not member.num_open)
+                return
             raise ServerError(
                 f"version {self._version}: its weights differ from those of the other runtimes: "
                 f"checksum {member.synced.checksum}, not {self._checksum}"
@@ -300,6 +316,7 @@ class RemoteRuntimes:
             raise
         finally:
             member.num_open -= 1
+            self._changed.notify()
         return result
 
     async def _unpack(self, member: _Member, result: GroupResult) -> RolledOut:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from agentloop.cli.cluster import ClusterPlan, cluster_problems, nodes_from
+from agentloop.cli.cluster import ClusterPlan, cluster_problems, nodes_from, plan_when_placed
 from agentloop.cli.resource_plan import plan
 from agentloop.cli.train import TrainSettings, main
 from agentloop.config import load_settings
 from agentloop.errors import SettingsError
-from agentloop.training.cluster.placement import ProcessKind
+from agentloop.training.cluster.placement import ClusterNode, PlacementError, ProcessKind
+from agentloop.training.cluster.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.timeout(120)  # the first plan imports all that a run would
 
@@ -55,6 +57,53 @@ def test_runtimes_of_the_papers_run_have_a_node_with_their_servers_each() -> Non
         ProcessKind.RUNTIME,
     }
     assert any("runtime 4" in line for line in cluster_plan.lines())
+
+
+def test_the_ranks_of_the_fine_tuning_have_places_of_their_own_before_the_rest() -> None:
+    recipe = [RECIPES / "laptop.toml"]
+    settings = load_settings(TrainSettings, recipe, ["ranks.nodes=2", "ranks.nproc_per_node=2"])
+    nodes = nodes_from(["3x4"])
+    made = ClusterPlan(settings, nodes, nodes[0].name)
+    rows = [(row["process"], row["node"], row["cpus"]) for row in made.rows()]
+    assert rows[:2] == [("sft rank 0", "node-1", 2), ("sft rank 1", "node-2", 2)]
+    assert rows[2] == ("trainer", "node-1", 1)
+    assert ("rank 2 to rank 3", "node-2", 2) in rows
+    assert "WORLD_SIZE=2" in made.rows()[1]["command"]
+    names = [placement.process.name for placement in made.sft_placements]
+    assert names == ["trainer", "rank 0", "rank 1"]
+    settings = load_settings(TrainSettings, recipe, ["ranks.nproc_per_node=1"])
+    with pytest.raises(PlacementError, match=r"no place for trainer to rank 0 .*needs 3 CPUs"):
+        ClusterPlan(settings, [*nodes_from(["1x2"]), *nodes[1:]], "node-1")
+
+
+class GrowingCluster:
+    """A cluster that another node joins after each look at it."""
+
+    home = "node-1"
+
+    def __init__(self) -> None:
+        self.num_nodes = 0
+
+    async def usable(self) -> list[ClusterNode]:
+        self.num_nodes += 1
+        return nodes_from([f"{self.num_nodes}x2"])
+
+    nodes = usable
+
+
+@pytest.mark.anyio
+async def test_a_run_waits_for_the_nodes_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentloop.cli.cluster._POLL_S", 0.0)
+    settings = load_settings(TrainSettings, overrides=["server.count=3"])
+    lines: list[str] = []
+    cluster = GrowingCluster()
+    made = await plan_when_placed(settings, cast(RayCluster, cluster), lines.append)
+    assert cluster.num_nodes == 3
+    assert [placement.node for placement in made.placements][:2] == ["node-1", "node-1"]
+    assert ["no place for server 1" in lines[0], "no place for server 3" in lines[1]] == [True] * 2
+    settings = load_settings(TrainSettings, overrides=["server.tp_size=3", "cluster.wait_s=0.01"])
+    with pytest.raises(PlacementError, match=r"no place for server 1 \(needs 3 CPUs"):
+        await plan_when_placed(settings, cast(RayCluster, cluster), lines.append)
 
 
 def test_the_releases_servers_and_ranks_share_eight_gpus() -> None:
@@ -125,16 +174,22 @@ def test_a_shape_may_be_of_several_kinds_of_nodes() -> None:
         ("servers=['http://127.0.0.1:1']", "servers: on a cluster"),
         ("sandbox.hosts=['http://127.0.0.1:1']", "sandbox.hosts: .*cluster.sandbox_hosts to 0"),
         ("cluster.runtimes=2", "cluster.runtimes: 2 must be at most server.count .1."),
-        ("cluster={runtimes=1, colocated=true, address='auto'}", "cluster.colocated: not with"),
         ("ranks.launcher=torchrun", "ranks.launcher: on a cluster, Ray starts the ranks"),
-        ("weights.transport=broadcast", "weights.transport: only disk"),
-        ("sft.data.teacher=5", "sft: not on a cluster"),
+        (
+            "cluster={runtimes=1, address='auto'}",
+            "weights.transport: set it to disk with cluster.runtimes",
+        ),
+        (
+            "cluster={colocated=true, address='auto'}",
+            "weights.transport: set it to disk with cluster.colocated",
+        ),
     ],
 )
 def test_settings_that_a_cluster_cannot_have_are_refused_by_name(
     override: str, message: str
 ) -> None:
-    settings = load_settings(TrainSettings, overrides=["cluster.address=auto", override])
+    overrides = ["cluster.address=auto", "weights.transport=broadcast", override]
+    settings = load_settings(TrainSettings, overrides=overrides)
     problems = [*cluster_problems(settings)]
     assert any(re.search(message, problem) for problem in problems)
 

@@ -192,6 +192,21 @@ async def test_a_lost_learner_repeats_the_steps_since_its_checkpoint(tmp_path: P
         assert [line for line in run.said if "loss" in line] == []
 
 
+async def test_a_learner_that_moves_repeats_nothing(tmp_path: Path) -> None:
+    async with opened(tmp_path) as run:
+        steps = run.steps()
+        await steps.move()  # before the first step
+        assert run.learner.ops == []
+        await steps.learn(await run.lease(1, [0.5, -0.5]))
+        await steps.move()
+        assert run.learner.ops == ["step", "save", "load"]
+        learned = await steps.learn(await run.lease(2, [0.5, -0.5]))
+        assert learned.loss == 2.0
+        run.learner.lost_at = len(run.learner.ops) + 1
+        await steps.move()  # the learner is lost before it can write a checkpoint
+        assert run.learner.num_updates == 2
+
+
 async def test_a_repeated_step_with_another_loss_is_reported(tmp_path: Path) -> None:
     async with opened(tmp_path) as run:
         await run.steps().learn(await run.lease(1, [0.5, -0.5]))

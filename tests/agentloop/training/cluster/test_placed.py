@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from agentloop.training.cluster.placed import (
     sandbox_launch,
     server_launch,
 )
-from agentloop.training.cluster.placement import ClusterNode, place, processes_of
+from agentloop.training.cluster.placement import ClusterNode, RunProcess, place, processes_of
 from agentloop.training.cluster.ray_cluster import MakeLaunch, RayCluster, Spot
 from agentloop.training.cluster.settings import ClusterSettings
 from agentloop.training.learner_client.client import LearnerLost
@@ -73,12 +74,15 @@ def stub(folder: Path, spot: Spot) -> Launch:
 
 class FakeCluster:
     home = "a"
+    draining: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.nodes = [ClusterNode("a", 4, 4), ClusterNode("b", 4, 4)]
         self.started: list[tuple[str, str, bool]] = []
+        self.num_views = 0
 
-    async def alive(self) -> list[ClusterNode]:
+    async def usable(self) -> list[ClusterNode]:
+        self.num_views += 1
         return self.nodes
 
     def address_of(self, node: str) -> str:
@@ -182,6 +186,30 @@ async def test_without_a_place_a_start_fails_with_what_is_missing(tmp_path: Path
     assert fake.started == []
 
 
+async def test_processes_leave_a_node_that_drains_when_another_has_place_for_them() -> None:
+    fake, left = FakeCluster(), list[list[str]]()
+    run = placed(fake)
+    both = fake.nodes
+
+    async def leave(processes: Sequence[RunProcess]) -> None:
+        left.append([process.name for process in processes])
+
+    assert run.node_of("server 1") == "b"
+    async with anyio.create_task_group() as tasks:
+        fake.nodes, fake.draining = both[:1], frozenset("b")
+        tasks.start_soon(run.leave_draining, leave)
+        await eventually(lambda: fake.num_views >= 2, within_s=60)
+        assert left == []  # the other has no place: it is better here than nowhere
+        fake.nodes = [*both[:1], ClusterNode("c", 4, 4)]
+        await eventually(lambda: bool(left), within_s=60)
+        num_views = fake.num_views
+        await eventually(lambda: fake.num_views > num_views, within_s=60)
+        tasks.cancel_scope.cancel()
+    assert left == [["server 1"]]
+    assert run.node_of("server 1") == "c"
+    assert run.node_of("rank 1") == "a"
+
+
 async def test_an_actor_starts_elsewhere_when_its_node_is_lost() -> None:
     fake = FakeCluster()
     run = placed(fake, ClusterSettings(address="auto", runtimes=1, wait_s=0.01))
@@ -194,13 +222,15 @@ async def test_an_actor_starts_elsewhere_when_its_node_is_lost() -> None:
     assert [where for _, where, _ in fake.started] == ["b", "a"]
 
 
+@pytest.mark.parametrize("runtimes", [0, 1])
 @pytest.mark.parametrize("colocated", [False, True])
 async def test_a_rank_shares_gpus_only_where_a_server_has_them(
-    tmp_path: Path, colocated: bool
+    tmp_path: Path, colocated: bool, runtimes: int
 ) -> None:
     fake = FakeCluster()
     fake.nodes = [ClusterNode("a", 16, 4)]
-    run = placed(fake, ClusterSettings(sandbox_hosts=0, colocated=colocated), on_gpus=True)
+    settings = ClusterSettings(sandbox_hosts=0, colocated=colocated, runtimes=runtimes)
+    run = placed(fake, settings, on_gpus=True)
     start = Start("rank 1", (sys.executable, "-c", ""), {})
     process = await run.spawn_rank(start, tmp_path / "rank.log")
     assert await process.wait() == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +12,11 @@ import pytest
 
 from agentloop import distribution
 from agentloop.errors import ServerStartError, SettingsError
+from agentloop.training.cluster.placed import rank_launch
 from agentloop.training.cluster.placement import Placement, ProcessKind, RunProcess
-from agentloop.training.cluster.ray_cluster import ActorLost, RayCluster, RemoteActor
+from agentloop.training.cluster.ray_cluster import ActorLost, RayCluster, RemoteActor, Spot
 from agentloop.training.cluster.settings import ClusterSettings
+from agentloop.training.learner_client.launch import Start
 
 pytestmark = pytest.mark.anyio
 
@@ -19,6 +24,25 @@ PLACEMENT = Placement(RunProcess("runtime 1", ProcessKind.RUNTIME, 2), "node-2")
 
 
 class RayError(Exception): ...
+
+
+class FakeNodes:
+    """A Ray that knows nodes, of which some drain."""
+
+    def __init__(self, *nodes: tuple[str, bool], draining: dict[str, int], mine: str) -> None:
+        self._private = SimpleNamespace(
+            state=SimpleNamespace(state=SimpleNamespace(get_draining_nodes=lambda: draining))
+        )
+        self.nodes = lambda: [
+            {
+                "NodeID": id,
+                "Alive": alive,
+                "NodeManagerAddress": f"at-{id}",
+                "Resources": {"CPU": 3},
+            }
+            for id, alive in nodes
+        ]
+        self.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: mine)
 
 
 class RayTaskError(RayError): ...
@@ -38,12 +62,15 @@ def actor_with(**results: object) -> Any:
     """An actor whose methods return these results, or raise them."""
 
     def method(result: object) -> Any:
+        spots: list[Spot] = []
+
         async def remote(*arguments: object) -> object:
+            spots.extend(argument for argument in arguments if isinstance(argument, Spot))
             if isinstance(result, Exception):
                 raise result
             return result
 
-        return SimpleNamespace(remote=remote)
+        return SimpleNamespace(remote=remote, spots=spots)
 
     return SimpleNamespace(**{name: method(result) for name, result in results.items()})
 
@@ -52,8 +79,11 @@ class OneActor(RayCluster):
     """A cluster on which each actor is this one."""
 
     def __init__(self, ray: FakeRay, actor: Any) -> None:
-        super().__init__(ClusterSettings(), ray)
+        super().__init__(ClusterSettings(wait_s=0.01), ray)
         self.actor = actor
+
+    def address_of(self, node: str) -> str:
+        return f"at-{node}"
 
     def _make_actor(self, made: type, placement: Placement, num_gpus: int) -> Any:
         return self.actor
@@ -70,18 +100,42 @@ async def test_a_call_has_a_result_or_fails_because_the_actor_is_lost() -> None:
         await remote.call("wrong")
 
 
+async def test_nodes_that_are_lost_or_drain_get_no_processes_but_the_trainers_own_does() -> None:
+    nodes = ("one", True), ("two", True), ("lost", False), ("mine", True)
+    ray = FakeNodes(*nodes, draining={"two": 0, "mine": 1, "lost": 5}, mine="mine")
+    cluster = RayCluster(ClusterSettings(), ray)
+    assert [node.name for node in await cluster.usable()] == ["at-mine", "at-one"]
+    assert cluster.home == "at-mine"
+    assert cluster.draining == {"at-two"}
+
+
 async def test_an_actor_that_does_not_start_is_killed() -> None:
-    ray, actor = FakeRay(), actor_with(version=RayError("its node\nis gone"))
+    ray, actor = FakeRay(), actor_with(about=RayError("its node\nis gone"))
     with pytest.raises(ServerStartError, match="runtime 1 cannot be started on node-2: is gone"):
         await OneActor(ray, actor).start_actor(PLACEMENT, object)
     assert ray.killed == [actor]
 
 
+async def test_a_rank_shares_the_gpus_that_ray_reserved_for_a_runtime_once_it_has_started(
+    tmp_path: Path,
+) -> None:
+    actor = actor_with(about=(distribution.version(), ("5", "7")), start=RayError("no"))
+    cluster = OneActor(FakeRay(), actor)
+    rank = Placement(RunProcess("rank 1", ProcessKind.RANK, 1, 1), "node-2", (1,))
+    make = partial(rank_launch, Start("rank 1", (), {}), tmp_path)
+    with pytest.raises(ServerStartError, match=r"rank 1: the server with which it shares GPUs"):
+        await cluster.start(rank, make, shares_gpus=True)
+    await cluster.start_actor(replace(PLACEMENT, gpus=(0, 1)), object)
+    with pytest.raises(ServerStartError, match="rank 1 cannot be started on node-2: no"):
+        await cluster.start(rank, make, shares_gpus=True)
+    assert actor.start.spots == [Spot("at-node-2", ("7",))]
+
+
 async def test_a_node_with_another_version_is_refused() -> None:
-    ray, actor = FakeRay(), actor_with(version="0.0.7")
+    ray, actor = FakeRay(), actor_with(about=("0.0.7", ()))
     with pytest.raises(SettingsError, match=r"node-2 has agentloop 0\.0\.7 and this machine"):
         await OneActor(ray, actor).start_actor(PLACEMENT, object)
     assert ray.killed == [actor]
-    ours = actor_with(version=distribution.version())
+    ours = actor_with(about=(distribution.version(), ("5", "7")))
     await OneActor(ray, ours).start_actor(PLACEMENT, object)
     assert ray.killed == [actor]

@@ -161,6 +161,35 @@ async def test_the_groups_of_a_lost_runtime_go_to_another_and_it_returns(folder:
     assert any("one is lost, and its groups go to others" in line for line in said)
 
 
+async def test_a_runtime_leaves_its_node_when_its_groups_are_complete(folder: Path) -> None:
+    one, two, lines = Player("one"), Player("two"), list[str]()
+    one.gate, two.capacity = anyio.Event(), anyio.Event()
+    found: dict[str, RolledOut] = {}
+    async with playing(one, two, max_restarts=0, said=lines) as runtimes:
+        result = await synced(runtimes, folder)
+
+        async def ask() -> None:
+            found.update(await groups(runtimes, "1", "2"))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await eventually(lambda: len(one.asked) == 2)
+            runtimes.leave("one")
+            runtimes.leave("no such")
+            two.capacity.set()
+            assert by(await groups(runtimes, "3")) == {("two", "0")}
+            assert len(one.actors) == 1
+            one.gate.set()
+        assert told(found) == whole("1", "2")
+        assert by(found) == {("one", "0")}
+        await eventually(lambda: sum(line.startswith("one: ready") for line in lines) == 2)
+        assert await runtimes.sync_stale(result, timeout_s=30)
+        two.capacity = anyio.Event()
+        assert ("one", "0") in by(await groups(runtimes, "4", "5", "6"))
+    assert "one has left its node; starting it on another" in lines
+    assert not [line for line in lines if "is lost" in line]
+
+
 async def test_a_group_that_a_runtime_cannot_do_goes_to_another(folder: Path) -> None:
     bad, good = Player("bad"), Player("good")
     good.capacity = anyio.Event()
