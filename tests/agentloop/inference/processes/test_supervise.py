@@ -500,6 +500,9 @@ class Seen:
     def mark_restarting(self, url: str) -> None:
         self.restarts.append(url)
 
+    def starting(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
     def is_dead(self, url: str) -> bool:
         return url in self.dead
 

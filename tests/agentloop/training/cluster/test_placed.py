@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -109,6 +110,9 @@ class Watching:
         self.exited.append(url)
 
     def mark_restarting(self, url: str) -> None: ...
+
+    def starting(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     def is_dead(self, url: str) -> bool:
         return False
