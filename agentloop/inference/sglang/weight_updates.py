@@ -1,7 +1,7 @@
 """Loading new weights into a server while it serves, from disk or in a process group.
 
     pause ──> load from a folder, or receive bucket after bucket ──> checksum ──> continue
-    release_memory ──> ... ──> memory of weights ──> load from a folder ──> of the cache ──> continue
+    release_memory ──> ... ──> memory for weights ──> load from a folder ──> for the cache ──> go on
 
 Source of the protocol: SGLang's /pause_generation, /update_weights_from_disk, /weights_checker,
 /release_memory_occupation, /resume_memory_occupation and the endpoints of its update groups
