@@ -159,6 +159,8 @@ def serve(policy: Policy, link: ControlChannel | None) -> None:
         except GradientError:  # on all ranks; a checkpoint still being written is valid
             saver.wait(policy.settings.close_timeout_s)
             raise
+        if isinstance(request, StepRequest | PublishRequest):  # before servers take it again
+            world.free_unused_memory()
         if link:
             link.send(answer)
 

@@ -125,6 +125,11 @@ class World:
         """Name of the device as its vendor gives it; "cpu" for a CPU."""
         return torch.cuda.get_device_name(self.device) if self._cuda else "cpu"
 
+    def free_unused_memory(self) -> None:
+        """Return memory that PyTorch keeps for later to the GPU, which servers may share."""
+        if self._cuda:
+            torch.cuda.empty_cache()
+
     def peak_memory(self) -> int:
         """Return the peak bytes of accelerator memory used by tensors since the last call.
 

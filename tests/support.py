@@ -237,6 +237,8 @@ class FakeSGLang:
     at_bucket: Callable[[list[str]], Awaitable[object]] | None = None  # raises: it refuses
     info: dict[str, Any] = field(default_factory=dict)  # what else it says of itself
     keys: list[str] = field(default_factory=list)  # the Authorization of each request
+    released: set[str] = field(default_factory=set)  # tags of memory that it has given back
+    keeps_memory: bool = False  # whatever it is asked
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeSGLang]:
@@ -251,6 +253,8 @@ class FakeSGLang:
         app.router.add_post("/continue_generation", self._continue)
         app.router.add_post("/update_weights_from_disk", self._update_weights)
         app.router.add_post("/weights_checker", self._check_weights)
+        app.router.add_post("/release_memory_occupation", self._release_memory)
+        app.router.add_post("/resume_memory_occupation", self._resume_memory)
         app.router.add_post("/init_weights_update_group", self._join_group)
         app.router.add_post("/destroy_weights_update_group", self._leave_group)
         app.router.add_post("/begin_weight_update", self._begin_update)
@@ -419,15 +423,33 @@ class FakeSGLang:
     async def _pause(self, request: web.Request) -> web.Response:
         self.paused = True
         self.pauses.append((await request.json())["mode"])
+        while self.pauses[-1] == "abort" and self.num_streaming:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
         return web.json_response({})
 
+    async def _release_memory(self, request: web.Request) -> web.Response:
+        if self.keeps_memory:
+            return web.json_response({"error": {"message": "no"}}, status=400)
+        assert self.paused
+        assert not self.num_streaming, "SGLang's scheduler would end"
+        self.released |= set((await request.json())["tags"])
+        return web.Response()
+
+    async def _resume_memory(self, request: web.Request) -> web.Response:
+        tags = set((await request.json())["tags"])
+        assert tags <= self.released, "SGLang's scheduler would end"
+        self.released -= tags
+        return web.Response()
+
     async def _continue(self, request: web.Request) -> web.Response:
+        assert not self.released
         self.paused = False
         return web.json_response({})
 
     async def _update_weights(self, request: web.Request) -> web.Response:
         body = await request.json()
         assert self.paused
+        assert "weights" not in self.released
         if self.weights is None:
             return web.json_response({"success": False, "message": "no such folder"}, status=400)
         if self.weights == "":

@@ -15,7 +15,7 @@ import re
 import secrets
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -28,7 +28,7 @@ import pydantic
 from agentloop.aio import task_group
 from agentloop.cli.resource_plan import Machine, plan, this_machine
 from agentloop.cli.rolling_out import remote_rollouts
-from agentloop.cli.train_settings import TrainSettings
+from agentloop.cli.train_settings import TrainSettings, with_memory_saver
 from agentloop.errors import ModelError, SettingsError
 from agentloop.inference.processes.keep_alive import keep_alive
 from agentloop.models import SMALL
@@ -153,7 +153,8 @@ class ClusterPlan:
         if server.device == "auto":
             device = "cuda" if any(node.num_gpus for node in nodes) else "cpu"
             server = server.model_copy(update={"device": device})
-        self.settings = settings.model_copy(update={"server": server})
+        self.settings = with_memory_saver(settings.model_copy(update={"server": server}))
+        server = self.settings.server
         self.machine = Machine(
             ram_bytes=min((node.memory_bytes or _MOST for node in nodes), default=_MOST),
             disk_free_bytes=this_machine(settings.run.folder).disk_free_bytes,
@@ -452,6 +453,9 @@ class _Hosts:
     def mark_exited(self, url: str, reason: str) -> None: ...
 
     def mark_restarting(self, url: str) -> None: ...
+
+    def starting(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     def is_dead(self, url: str) -> bool:
         return False

@@ -21,6 +21,10 @@ autograd saves in Qwen3's layers, per token: w (6 H + 5 Q + 4 K + 4 I), and in b
 keys and its MLP; with activation checkpointing, w H per layer plus one whole layer. Logits are
 `head_chunk_tokens` rows, four times in float32 and once in w.
 
+On GPUs that servers and ranks share and take turns on, servers give their memory back in each step:
+a GPU has to hold the larger of (a rank without activations and logits, and a server) and (a whole
+rank). Otherwise it holds both at once.
+
 Not covered: memory of torch, CUDA and NCCL themselves (a few GiB per GPU); fragmentation; gradients
 of activations; ZeRO's copy of a rank's gradients during the optimizer step, when activations are
 freed; CUDA graphs and activations of servers (and the 2 GiB of a server on a CPU); weights and
@@ -42,10 +46,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from agentloop.cli.train_settings import TrainSettings
+from agentloop.cli.train_settings import TrainSettings, lends_memory, serves_on_gpus
 from agentloop.cli.units import number, size
 from agentloop.errors import ModelError, SettingsError
-from agentloop.inference.cpu import has_accelerator
 from agentloop.models import SMALL, not_a_model
 from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.launch import RanksSettings
@@ -156,10 +159,14 @@ class LearnerMemory:
     loading: int
 
     @property
+    def lasting(self) -> int:
+        """Bytes on the device that it also takes between two steps."""
+        return self.weights + self.gradients + self.optimizer + self.buffers
+
+    @property
     def total(self) -> int:
         """Bytes on the device."""
-        states = self.weights + self.gradients + self.optimizer
-        return states + self.buffers + self.activations + self.logits
+        return self.lasting + self.activations + self.logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,14 +250,31 @@ class Plan:
         return num_servers + s.ranks.nproc_per_node * (s.ranks.nodes if s.cluster.address else 1)
 
     @property
+    def shares_gpus(self) -> bool:
+        """True if servers and ranks are on the same GPUs."""
+        s = self.settings
+        has_servers = self.on_gpus and _server_gpus(s) > 0
+        return has_servers and (s.cluster.colocated or not s.cluster.address)
+
+    @property
+    def phases(self) -> tuple[int, int]:
+        """Bytes on a GPU that servers and ranks share: during rollouts, and during a step.
+
+        Servers that take turns with the learner (`lends_memory`) have none during a step.
+        """
+        taken = int((_mem_fraction(self.settings) or 0) * self.machine.gpu_bytes)
+        if lends_memory(self.settings):
+            return self.learner.lasting + taken, self.learner.total
+        return (self.learner.total + taken,) * 2
+
+    @property
     def num_gpus(self) -> int:
         """GPUs used on this machine, where servers and ranks share them, or on the cluster."""
         s = self.settings
         if not self.on_gpus:
             return 0
         num_ranks = s.ranks.nproc_per_node * (s.ranks.nodes if s.cluster.address else 1)
-        shared = s.cluster.colocated or not s.cluster.address
-        return (max if shared else sum)((_server_gpus(s), num_ranks))
+        return (max if self.shares_gpus else sum)((_server_gpus(s), num_ranks))
 
     def to_dict(self) -> dict[str, object]:
         """Return the plan as plain data: bytes, tokens and counts."""
@@ -261,6 +285,9 @@ class Plan:
             "step": {name: getattr(self, name) for name in names},
             "num_processes": self.num_processes,
             "num_gpus": self.num_gpus,
+            "phase_bytes": dict(zip(("rollouts", "step"), self.phases, strict=True))
+            if self.shares_gpus
+            else None,
             "rank_bytes": {**asdict(self.learner), "total": self.learner.total},
             "server_bytes": asdict(self.server),
             "disk_bytes": {**asdict(self.disk), "total": self.disk.total},
@@ -291,9 +318,7 @@ def plan(
         )
     machine = machine or this_machine(settings.run.folder)
     shape = ModelShape.read(folder, changes)
-    on_gpus = settings.server.device == "cuda" or (
-        settings.server.device == "auto" and has_accelerator()
-    )
+    on_gpus = serves_on_gpus(settings)
     return Plan(
         settings=settings,
         machine=machine,
@@ -509,7 +534,7 @@ def _warnings(p: Plan) -> Iterator[str]:
         yield f"the warm-up of {warmup} lasts the whole run"
     host = max(learner.loading, s.ranks.nproc_per_node * learner.offloaded)
     if p.on_gpus:
-        yield from _gpu_warnings(s, machine, learner, server)
+        yield from _gpu_warnings(p)
     else:
         num_local_servers = 0 if s.servers else s.server.count * s.server.dp_size
         servers = num_local_servers * (server.weights + (server.kv_cache or 0))
@@ -523,29 +548,34 @@ def _warnings(p: Plan) -> Iterator[str]:
         )
 
 
-def _gpu_warnings(
-    s: TrainSettings, machine: Machine, learner: LearnerMemory, server: ServerMemory
-) -> Iterator[str]:
+def _gpu_warnings(p: Plan) -> Iterator[str]:
+    s, machine, learner, server = p.settings, p.machine, p.learner, p.server
     server_gpus = _server_gpus(s)
     needed = max(server_gpus, s.ranks.nproc_per_node)
     if needed > machine.num_gpus:
         available = machine.num_gpus or "none that nvidia-smi lists"
         yield f"{count_of(needed, 'GPU')} needed; this machine has {available}"
-    fraction = _mem_fraction(s)
-    shares = server_gpus and (s.cluster.colocated or not s.cluster.address)
-    if shares and fraction is None:
+    fraction, gpu_bytes = _mem_fraction(s), machine.gpu_bytes
+    if p.shares_gpus and fraction is None:
         yield (
             "servers and ranks share GPUs, and a server takes most of their memory: limit it with "
             'server.extra_args = ["--mem-fraction-static", "0.4"]'
         )
-    if not machine.gpu_bytes:
+    if not gpu_bytes:
         return
-    if server_gpus and server.weights > (fraction or 1) * machine.gpu_bytes:
+    if server_gpus and server.weights > (fraction or 1) * gpu_bytes:
         yield f"a server's weights take {size(server.weights)} of each GPU: raise server.tp_size"
-    taken = (fraction or 0) * machine.gpu_bytes if shares else 0
-    if learner.total + taken > machine.gpu_bytes:
+    rollouts, step = p.phases if p.shares_gpus else (0, learner.total)
+    if step > gpu_bytes:
+        taken = step - learner.total
         share = f", and servers {size(taken)}" if taken else ""
         yield (
-            f"a rank takes {size(learner.total)} of its GPU's {size(machine.gpu_bytes)}{share}: "
+            f"a rank takes {size(learner.total)} of its GPU's {size(gpu_bytes)}{share}: "
             "use more ranks, a higher learner.zero_stage, fewer micro_batch_tokens or checkpointing"
+        )
+    elif rollouts > gpu_bytes:
+        yield (
+            f"between two steps a rank keeps {size(learner.lasting)} of its GPU's "
+            f"{size(gpu_bytes)}, and servers take {size(rollouts - learner.lasting)}: lower "
+            "--mem-fraction-static in server.extra_args, or use more ranks"
         )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from agentloop.cli.resource_plan import Plan, num_trained
+from agentloop.cli.train_settings import lends_memory
 from agentloop.cli.units import amount, number, size
 from agentloop.training.run_status import count_of
 
@@ -79,6 +80,8 @@ def _lines(p: Plan) -> Iterator[str]:
     )
     if p.server.kv_cache is not None and not s.servers:
         yield f"               {size(p.server.kv_cache):>10}  in total"
+    if p.shares_gpus:
+        yield from _phases(p)
     d = p.disk
     yield f"disk       {s.run.folder}: up to {size(d.total)}"
     yield f"  weights      {size(d.weights):>10}  twice while they are being replaced"
@@ -96,3 +99,14 @@ def _micro_batches(p: Plan) -> int:
     tokens = p.settings.learner.micro_batch_tokens
     ranks = p.settings.ranks
     return math.ceil(p.max_kept_tokens / tokens / (ranks.nproc_per_node * ranks.nodes))
+
+
+def _phases(p: Plan) -> Iterator[str]:
+    if not lends_memory(p.settings):
+        yield "  shared with the ranks: servers keep their memory while the learner works"
+        return
+    rollouts, step = p.phases
+    yield (
+        "  shared with the ranks: servers give their memory back in each step; "
+        f"{size(rollouts)} during rollouts, {size(step)} in a step"
+    )

@@ -35,7 +35,12 @@ from agentloop.cli.sft import (
 )
 from agentloop.cli.sft_stage import check_teachers, make_start_model
 from agentloop.cli.train_checks import check_settings, require_machine
-from agentloop.cli.train_settings import TrainSettings, learner_settings
+from agentloop.cli.train_settings import (
+    TrainSettings,
+    learner_settings,
+    lends_memory,
+    with_memory_saver,
+)
 from agentloop.config import load_settings, to_toml
 from agentloop.environments.environment import Environment
 from agentloop.environments.mixture import open_mixture
@@ -59,7 +64,7 @@ from agentloop.training.run_folder import RunFolder, config_of
 from agentloop.training.run_status import count_of
 from agentloop.training.steps import Steps
 from agentloop.training.undo import finish_undo, undo
-from agentloop.training.weight_sync.sync import Serving
+from agentloop.training.weight_sync.sync import Served, Serving
 
 __all__ = ["TrainSettings", "main", "train"]
 
@@ -153,7 +158,7 @@ async def _run(
             dashboard.serve_page(settings.serve) if settings.page else nullcontext(),
             on_cluster(settings, log_dir=folder.path / "logs", say=progress.say) as cluster,
         ):
-            settings = cluster.settings if cluster else settings
+            settings = cluster.settings if cluster else with_memory_saver(settings)
             if settings.sft is not None:
                 training = settings.sft.within(
                     settings.learner, settings.ranks, settings.loop, settings.budget
@@ -226,6 +231,7 @@ async def _roll_out_and_learn(
             timeout_s=timeout_s,
             say=progress.say,
             max_restarts=settings.ranks.max_restarts,
+            lending=_lending(settings, serving),
         )
         loop = TrainingLoop(
             context, steps, serving, weights=settings.weights, collapse=settings.collapse
@@ -235,6 +241,15 @@ async def _roll_out_and_learn(
         if cluster:
             await stack.enter_async_context(cluster.leaving_nodes(steps.move))
         await loop.run()
+
+
+def _lending(
+    settings: TrainSettings, serving: Serving
+) -> Callable[[], AbstractAsyncContextManager[None]]:
+    """Return what has servers lend their memory to the learner for a step, if they share GPUs."""
+    if isinstance(serving, Served) and lends_memory(settings):
+        return partial(serving.lending, timeout_s=settings.weights.timeout_s)
+    return nullcontext
 
 
 def _servers_in_words(runtime: Runtime) -> str:

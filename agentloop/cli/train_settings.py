@@ -10,6 +10,7 @@ from agentloop.agent.rollout import Budget
 from agentloop.cli.environment_settings import EnvironmentRunSettings
 from agentloop.cli.sft import model_folder
 from agentloop.cli.sft_stage import SftStageSettings
+from agentloop.inference.cpu import has_accelerator
 from agentloop.models import SMALL
 from agentloop.observe.exporters.event_log import EventLogSettings
 from agentloop.observe.exporters.sinks import SinksSettings
@@ -23,7 +24,15 @@ from agentloop.training.learner_client.settings import LearnerSettings, RlLearne
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.weight_sync.settings import WeightsSettings
 
-__all__ = ["TrainSettings", "learner_settings"]
+__all__ = [
+    "TrainSettings",
+    "learner_settings",
+    "lends_memory",
+    "serves_on_gpus",
+    "with_memory_saver",
+]
+
+MEMORY_SAVER = "--enable-memory-saver"  # of SGLang
 
 StageName = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -85,3 +94,31 @@ def learner_settings(settings: TrainSettings) -> LearnerSettings:
         temperature=settings.sampling.temperature,
         objective=settings.credit.rule.objective,
     )
+
+
+def serves_on_gpus(settings: TrainSettings) -> bool:
+    """Return whether servers run on GPUs."""
+    device = settings.server.device
+    return device == "cuda" or (device == "auto" and has_accelerator())
+
+
+def lends_memory(settings: TrainSettings) -> bool:
+    """Return whether servers lend their GPUs' memory to the learner in each of its steps.
+
+    They do if they share the GPUs, and take turns with it. Weights by broadcast do not come into
+    question: NCCL refuses a group with two members on a GPU.
+    """
+    s = settings
+    shares = (s.cluster.colocated or not s.cluster.address) and serves_on_gpus(s)
+    takes_turns = s.loop.learn and s.loop.max_staleness == 0
+    is_ours = not s.servers and not s.cluster.runtimes
+    return shares and takes_turns and is_ours and s.weights.transport == "disk"
+
+
+def with_memory_saver(settings: TrainSettings) -> TrainSettings:
+    """Return the settings of servers that can lend their memory, if these do."""
+    if not lends_memory(settings) or MEMORY_SAVER in settings.server.extra_args:
+        return settings
+    arguments = (*settings.server.extra_args, MEMORY_SAVER)
+    server = settings.server.model_copy(update={"extra_args": arguments})
+    return settings.model_copy(update={"server": server})

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 import anyio
 from anyio.abc import TaskGroup
 
+from agentloop.aio import Signal
 from agentloop.errors import ServerError, ServerUnavailable
 from agentloop.inference.ranks import DataParallelRank
 from agentloop.inference.scheduling.health import Health, ServerState
@@ -71,6 +72,7 @@ class Replica:
     weight_version: str | None = None  # None until it has reported one
     verified_version: str | None = None  # confirmed by `weights_loaded`
     num_loads: int = 0  # weight updates confirmed by `weights_loaded`
+    has_exited: bool = False  # its process, and no other has been started
     num_retracted: Counter[DataParallelRank] = field(default_factory=Counter)
 
     @property
@@ -106,6 +108,8 @@ class Replica:
 
     def mark_exited(self, reason: str) -> None:
         """Record that the server's process ended; break its streams, also if it is retired."""
+        self.has_exited = True
+        self.server.process_ended()
         self._fail(self.health.mark_exited, reason)
         self.server.break_streams(reason)
 
@@ -146,6 +150,9 @@ class Replicas:
         self._replicas: dict[str, Replica] = {}
         self._weights: str | None = None  # the version that servers must have; None: any
         self._must_verify = False  # require a confirmation besides the server's own report
+        self._num_starting = 0  # processes of servers
+        self._no_starts = False
+        self._starts_changed = Signal()
         self._tasks: TaskGroup
 
     @asynccontextmanager
@@ -298,7 +305,38 @@ class Replicas:
     def mark_restarting(self, url: str) -> None:
         """Record that the server is being restarted; it is back when it answers a probe."""
         if replica := self._replicas.get(url):
+            replica.has_exited = False
             replica.health.restarting()
+
+    @asynccontextmanager
+    async def starting(self) -> AsyncIterator[None]:
+        """Wait until servers may start; whoever wants their memory waits for the block."""
+        while self._no_starts:
+            await self._starts_changed.wait()  # no deadline: a step of the learner has one
+        self._num_starting += 1
+        try:
+            yield
+        finally:
+            self._num_starting -= 1
+            self._starts_changed.notify()
+
+    @asynccontextmanager
+    async def no_starts(self) -> AsyncIterator[None]:
+        """Wait until no server is starting; none starts while the block is open."""
+        self._no_starts = True
+        try:
+            while self._num_starting:
+                await self._starts_changed.wait()  # no deadline: a start has one
+            yield
+        finally:
+            self._no_starts = False
+            self._starts_changed.notify()
+
+    def memory_released(self, url: str) -> None:
+        """Record that a server serves nothing until it has loaded weights."""
+        if replica := self._replicas.get(url):
+            replica.verified_version = None
+            replica.health.weights_missed("its memory is lent to the learner")
 
     def is_dead(self, url: str) -> bool:
         """Return whether the server is dead or restarting and has not answered a probe since."""
@@ -360,6 +398,8 @@ class Replicas:
 
     def _has_weights(self, replica: Replica, reported: str | None) -> bool:
         """Return whether a server that reports this version has the required weights."""
+        if replica.server.has_released:
+            return False
         if self._weights is None:
             return True
         if reported != self._weights:

@@ -11,7 +11,7 @@ from typing import Any
 
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.plain_json import JsonObject
+from agentloop.plain_json import JsonObject, dumps
 from agentloop.trajectory import StopReason, Trajectory
 
 __all__ = [
@@ -179,6 +179,11 @@ class ConversationRow:
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain data for JSON, with the advantage for readers."""
         return {**asdict(self), "advantage": self.advantage}
+
+    def to_json(self) -> bytes:
+        """Return the output of `to_dict` as JSON, without copying it: each token is in it."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return dumps(values | {"advantage": self.advantage})
 
     @classmethod
     def from_dict(cls, row: JsonObject) -> ConversationRow:

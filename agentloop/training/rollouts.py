@@ -11,13 +11,14 @@ from functools import partial
 from typing import Protocol
 
 import anyio
-import anyio.lowlevel
+import anyio.to_thread
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import ServerError, ServerRefused
 from agentloop.events import GroupFinished
+from agentloop.plain_json import loads
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.rollouts.record import (
     ConversationRow,
@@ -56,12 +57,34 @@ class RolledOut:
 
     Attributes:
         has_signal: whether the group has a learning signal: an advantage other than 0.
-        rows: the conversations, each with its reward and selection.
+        lines: the conversations, each with its reward and selection, as lines of JSON
+            (`ConversationRow`): what is sent and stored as it is, and parsed for a step.
+        versions: versions of the weights that sampled the rollouts with a reward.
     """
 
     figures: GroupFigures
     has_signal: bool
-    rows: Sequence[ConversationRow]
+    lines: bytes
+    versions: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls, figures: GroupFigures, rows: Sequence[ConversationRow], *, has_signal: bool
+    ) -> RolledOut:
+        """Encode a group. This is slow: call it in a thread."""
+        versions = frozenset(
+            span.version
+            for row in rows
+            if row.reward is not None
+            for turn in row.trajectory
+            for span in turn.versions
+        )
+        return cls(figures, has_signal, b"".join(row.to_json() + b"\n" for row in rows), versions)
+
+    @property
+    def rows(self) -> list[ConversationRow]:
+        """The conversations, decoded, which is slow."""
+        return [ConversationRow.from_dict(loads(line)) for line in self.lines.splitlines()]
 
 
 class RollsOut(Protocol):
@@ -131,13 +154,13 @@ class TrainingGroup:
         )
 
     def rolled_out(self) -> RolledOut:
-        """Return the group as others see it."""
+        """Return the group as others see it. This is slow: call it in a thread."""
         rows, rejected = self.group.rows(), self.choice.rejected
         for row in rows:
             row.credit = self.credit.get(row.trajectory.id)
             row.dropped = self.choice.dropped.get(row.rollout)
         figures = GroupFigures.of(self.group, None if rejected is None else str(rejected))
-        return RolledOut(figures, self.has_signal, rows)
+        return RolledOut.of(figures, rows, has_signal=self.has_signal)
 
 
 class Rollouts:
@@ -196,7 +219,7 @@ class Rollouts:
         trained = await run(on_queued=on_queued)
         for number in range(1, self._num_tries):
             if trained.group.outage is None:
-                return trained.rolled_out()
+                return await anyio.to_thread.run_sync(trained.rolled_out)
             pause_s = _FIRST_PAUSE_S * 2 ** (number - 1)
             log.warning(
                 "group %s is rolled out again in %g s, because no rollout survived: %s",
@@ -209,7 +232,7 @@ class Rollouts:
         if (outage := trained.group.outage) is not None:
             times = f"{self._num_tries} times in a row" if self._num_tries > 1 else ""
             raise ServerError(f"task {task.id}: all rollouts were lost {times}: {outage}")
-        return trained.rolled_out()
+        return await anyio.to_thread.run_sync(trained.rolled_out)
 
     async def _run(
         self,

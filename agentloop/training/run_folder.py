@@ -222,7 +222,11 @@ class RunFolder:
             _write(self.path / name, text)
 
     def add_group(self, number: int, rows: Iterable[Mapping[str, object]]) -> tuple[str, int]:
-        """Write the rollouts of a group, one per line, atomically and durably.
+        """Write the rollouts of a group, one per line (see `add_lines`)."""
+        return self.add_lines(number, (dumps(dict(row)) for row in rows))
+
+    def add_lines(self, number: int, lines: Iterable[bytes]) -> tuple[str, int]:
+        """Write the lines of a group's file, atomically and durably.
 
         Returns:
             The file's path, relative to the run's folder, and its size in bytes.
@@ -234,8 +238,8 @@ class RunFolder:
         partial = path.with_name(f".{path.name}.partial")
         with _writing(path):
             with partial.open("wb") as file:
-                for row in rows:
-                    file.write(dumps(dict(row)) + b"\n")
+                for line in lines:
+                    file.write(line + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
                 size = file.tell()

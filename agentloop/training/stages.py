@@ -212,11 +212,11 @@ class StageRunner:
         else:
             self._num_refused[group.task.env] = 0
             has_signal, figures = rolled.has_signal, rolled.figures
-            header = {"group": group.number, "version": group.version}
+            first = f'{{"group":{group.number},"version":{group.version},'.encode()
             path, num_bytes = await in_run_thread(
-                self._run.folder.add_group,
+                self._run.folder.add_lines,
                 group.number,
-                ({**header, **row.to_dict()} for row in rolled.rows),  # encoded in the thread
+                (first + line.removeprefix(b"{") for line in rolled.lines.splitlines()),
             )
         if s.dynamic_sampling and not has_signal:
             await self._run.buffer.discard(group, path=path, figures=figures)

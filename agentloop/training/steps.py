@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import shutil
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -50,8 +52,13 @@ class Steps(ResumableTraining):
         timeout_s: float,
         say: Callable[[str], None],
         max_restarts: int = 0,
+        lending: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        """Take the arguments of `ResumableTraining`, and the journal."""
+        """Take the arguments of `ResumableTraining`, the journal, and more.
+
+        Args:
+            lending: returns a context in which servers leave the GPUs' memory to the learner.
+        """
         super().__init__(
             learner,
             folder,
@@ -61,6 +68,7 @@ class Steps(ResumableTraining):
             max_restarts=max_restarts,
         )
         self._queue = queue
+        self._lending = lending
         self._published_in: Path | None = None  # folder of the newest weights of this process
 
     @property
@@ -72,6 +80,11 @@ class Steps(ResumableTraining):
     def version(self) -> int:
         """The version of the weights: the number of steps with anything to train on."""
         return self.state.version
+
+    @property
+    def newest(self) -> str:
+        """The version of the weights that the learner has at the moment."""
+        return str(self._learner_state.version)
 
     async def learn(self, lease: Lease) -> Learned:
         """Train on a leased batch.
@@ -133,9 +146,11 @@ class Steps(ResumableTraining):
         if num_learned:
             rescue = self._checkpoint_folder(f"step-{lease.step:05}-rescue")
             before = TrainingState(step=lease.step - 1, version=version)
-            reply = await self._ask_once(StepRequest(batch=path, rescue=rescue, state=before))
+            async with self._lending():
+                reply = await self._ask_once(StepRequest(batch=path, rescue=rescue, state=before))
+                version += 1
+                self._learner_state = TrainingState(step=lease.step, version=version)
             path.unlink()
-            version += 1
             metrics = reply.metrics()
         learned = Learned(num_learned, time.monotonic() - started_s, metrics)
         self._learner_state = TrainingState(step=lease.step, version=version)
@@ -150,7 +165,9 @@ class Steps(ResumableTraining):
         """
         samples, rollouts, has_signal = [], set(), False
         for place, row, credit in leased_conversations(self._folder, lease):
-            tokens = row.trajectory.ids, row.trajectory.mask, row.trajectory.logprobs
+            trajectory = row.trajectory  # whose lists take ten times the memory of arrays
+            ids, mask = array("i", trajectory.ids), array("B", trajectory.mask)
+            tokens = ids, mask, array("f", trajectory.logprobs)
             samples.append(Sample(*tokens, credit.advantages, place, credit.weights))
             rollouts.add((place, row.rollout))
             has_signal |= credit.has_signal

@@ -119,8 +119,8 @@ def test_the_recipe_for_one_gpu_fits_into_24_gb(tmp_path: Path) -> None:
     assert made.shape.num_parameters == 596_049_920
     assert made.warnings == ()
     assert made.num_gpus == 1
-    # The server takes 0.35 of it; CUDA itself takes some on both sides.
-    assert made.learner.total + 0.35 * (24 << 30) < 21 * (1 << 30)
+    # CUDA itself takes some on both sides.
+    assert max(made.phases) < 20 * (1 << 30)
 
 
 # --- the chat template ----------------------------------------------------------------------------

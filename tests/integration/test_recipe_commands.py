@@ -139,7 +139,8 @@ def test_sglang_accepts_the_servers_commands(read: dict[str, dict[str, Any]]) ->
     assert {(one["tp_size"], one["dp_size"], one["base_gpu_id"]) for one in paper} == {(1, 8, 0)}
     release = [read[f"release-8gpu: server {number}"] for number in (1, 2)]
     assert {(one["tp_size"], one["dp_size"]) for one in release} == {(4, 1)}
-    assert {one["mem_fraction_static"] for one in release} == {0.25}
+    assert {one["mem_fraction_static"] for one in release} == {0.5}
+    assert [one["enable_memory_saver"] for one in [*paper, *release]] == [False] * 4 + [True] * 2
     assert {Path(one["model_path"]) for one in [*paper, *release]} == {RECIPES / "qwen3-14b"}
 
 

@@ -1,7 +1,8 @@
 """Restarts our own servers when they die; unresponsive ones are killed first.
 
-a process ends ──> exited ──> backoff ──> restarting ──> ready
-     ▲                            └─ too often: given up; if no other is left, raise
+a process ends ──> exited ──> backoff ──> may start ──> restarting ──> ready
+     ▲                            │           └─ not while the learner has the GPUs' memory
+     │                            └─ too often: given up; if no other is left, raise
      └─ killed: no answer for too long
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import anyio
@@ -31,6 +33,10 @@ class Clients(Protocol):
 
     def mark_restarting(self, url: str) -> None:
         """Record that a new process is being started."""
+
+    def starting(self) -> AbstractAsyncContextManager[None]:
+        """Return a context that waits until servers may start, and says that one does."""
+        ...
 
     def is_dead(self, url: str) -> bool:
         """Return whether the server is unresponsive; not called during a restart."""
@@ -85,16 +91,17 @@ async def keep_alive(
                     return
                 log.error("%s died, restarting it: %s", server.url, ending)
                 await anyio.sleep(delay_s)
-                clients.mark_restarting(server.url)
-                starting.add(server)
-                try:
-                    await server.restart(log.info)
-                    break
-                except ServerStartError as error:
-                    ending = str(error)
-                    await server.stop()
-                finally:
-                    starting.discard(server)
+                async with clients.starting():  # no deadline: it may wait for a training step
+                    clients.mark_restarting(server.url)
+                    starting.add(server)
+                    try:
+                        await server.restart(log.info)
+                        break
+                    except ServerStartError as error:
+                        ending = str(error)
+                        await server.stop()
+                    finally:
+                        starting.discard(server)
             log.warning("%s is running again", server.url)
 
     async with anyio.create_task_group() as tasks:

@@ -110,10 +110,10 @@ class Health:
             self.num_request_failures = self.num_probe_failures = 0
         return self.state
 
-    def weights_missed(self) -> ServerState:
-        """Record that the server missed a weight update."""
+    def weights_missed(self, reason: str = "it missed a weight update") -> ServerState:
+        """Record that the server does not have the current weights."""
         if self.state in (ServerState.HEALTHY, ServerState.SUSPECT):
-            self.state, self.reason = ServerState.STALE, "it missed a weight update"
+            self.state, self.reason = ServerState.STALE, reason
         return self.state
 
     def weights_loaded(self) -> ServerState:

@@ -1,9 +1,11 @@
 """Loading new weights into a server while it serves, from disk or in a process group.
 
     pause ──> load from a folder, or receive bucket after bucket ──> checksum ──> continue
+    release_memory ──> ... ──> memory for weights ──> load from a folder ──> for the cache ──> go on
 
-Source of the protocol: SGLang's /pause_generation, /update_weights_from_disk, /weights_checker and
-the endpoints of its update groups (0.5.23).
+Source of the protocol: SGLang's /pause_generation, /update_weights_from_disk, /weights_checker,
+/release_memory_occupation, /resume_memory_occupation and the endpoints of its update groups
+(0.5.23).
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ __all__ = ["Bucket", "Checksum", "Pause", "WeightUpdates", "WeightsGroup", "Weig
 # Settings of a server that make its tensors differ from those of the model.
 _UNUSUAL = ("quantization", "enable_dp_attention", "enable_fp32_lm_head", "cpu_offload_gb")
 _UNUSUAL_ABOVE_1 = ("attn_cp_size", "dcp_size")
+
+_UNDO_S = 10.0
+_WEIGHTS, _KV_CACHE = "weights", "kv_cache"  # SGLang's tags of memory
 
 Pause = Literal["retract", "in_place"]
 """How running requests are treated in a weight sync. retract: they are recomputed from their ids,
@@ -93,10 +98,48 @@ class WeightUpdates(ABC):
         self._control = control
         self._cache_key: str | None = None  # namespace of new requests in the prefix cache
         self._is_loading = False  # or loading has failed: its weights are unknown
+        self._released = set[str]()  # tags of memory that it does not have
 
     @abstractmethod
     def break_streams(self, reason: str) -> None:
         """Break all streams, because the server is dead or its results are not wanted."""
+
+    @property
+    def has_released(self) -> bool:
+        """True if it has given memory back, and serves nothing until it loads weights."""
+        return bool(self._released)
+
+    def process_ended(self) -> None:
+        """Record that the server's process is gone: another one has all of its memory."""
+        self._released.clear()
+
+    async def release_memory(self, *, timeout_s: float) -> None:
+        """Give back the memory of KV cache and weights, until `update_weights`.
+
+        Running requests are aborted, and later ones wait in the server. Without the option
+        --enable-memory-saver, SGLang keeps the memory, but the rest is the same.
+
+        SGLang's scheduler ends with an assertion if it is not idle, and with a KeyError if memory
+        is asked for that was not released. So all requests are aborted first, also those that wait
+        for a grammar; the second pause takes what is left from the scheduler, and stops it.
+
+        Raises:
+            ServerUnavailable, ServerRefused: It failed; the memory may be released or not.
+        """
+        if self._released:
+            return
+        for mode in ("abort", "retract"):
+            await self._control.post("/pause_generation", {"mode": mode}, timeout_s=timeout_s)
+        self._released = {_KV_CACHE, _WEIGHTS}
+        body = {"tags": sorted(self._released)}
+        await self._control.post("/release_memory_occupation", body, timeout_s=timeout_s)
+
+    async def _take_back(self, tag: str, timeout_s: float) -> None:
+        """Take memory back that was released, if it was."""
+        if tag in self._released:
+            self._released.discard(tag)  # first: SGLang ends if it is asked for the same twice
+            body = {"tags": [tag]}
+            await self._control.post("/resume_memory_occupation", body, timeout_s=timeout_s)
 
     async def update_weights(
         self, folder: str, version: str, *, timeout_s: float, pause: Pause = "retract"
@@ -128,14 +171,18 @@ class WeightUpdates(ABC):
         try:
             await self._control.post("/pause_generation", {"mode": pause}, timeout_s=timeout_s)
             self._is_loading = True
+            await self._take_back(_WEIGHTS, timeout_s)
             flush = pause == "retract"
             body = {"model_path": folder, "weight_version": version, "flush_cache": flush}
             await self._control.post("/update_weights_from_disk", body, timeout_s=timeout_s)
             checksum = await self._checksum(timeout_s)
+            await self._take_back(_KV_CACHE, timeout_s)
         except BaseException:  # it may be paused even if the request failed
-            # no deadline: the request has one, ten seconds
-            with anyio.CancelScope(shield=True), suppress(ServerError):  # in ten seconds at most
-                await self._resume()
+            # no deadline: each request has one, ten seconds
+            with anyio.CancelScope(shield=True), suppress(ServerError):
+                if _WEIGHTS not in self._released:  # otherwise it cannot serve: it stays paused
+                    await self._take_back(_KV_CACHE, _UNDO_S)
+                    await self._resume()
             raise
         self._mark_loaded(pause)
         await self._resume()

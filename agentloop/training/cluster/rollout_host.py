@@ -26,9 +26,7 @@ from agentloop.agent.rollout import Budget
 from agentloop.aio import Signal
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentLoopError, ServerError, leaves
-from agentloop.plain_json import dumps, loads
 from agentloop.rollouts.metrics import GroupFigures
-from agentloop.rollouts.record import ConversationRow
 from agentloop.training.cluster.ray_cluster import gpu_ids
 from agentloop.training.rollouts import Purpose, RollsOut
 from agentloop.training.weight_sync.sync import Serving, SyncResult
@@ -42,13 +40,12 @@ __all__ = [
     "RolloutHost",
     "RolloutWorker",
     "RuntimeSync",
-    "pack",
-    "unpack",
 ]
 
 T = TypeVar("T")
 
 _POLL_S = 0.1
+_LEVEL = 1  # of compression: the fastest
 
 OpenRollouts = Callable[[], AbstractAsyncContextManager[tuple[RollsOut, Serving]]]
 """Opens a runtime on its node; pickled, so made of importable functions."""
@@ -71,11 +68,11 @@ class GroupResult:
     """The rollouts of a group, or the name of an `error` of agentloop/errors.py with its `message`.
 
     Attributes:
-        rows: the conversations of its rollouts, as `pack` encodes them.
+        lines: `RolledOut.lines`, compressed.
         versions: versions of the weights that sampled the rollouts with a reward.
     """
 
-    rows: bytes = b""
+    lines: bytes = b""
     figures: GroupFigures = field(default_factory=GroupFigures)
     has_signal: bool = False
     versions: frozenset[str] = frozenset()
@@ -246,8 +243,8 @@ class RolloutWorker:
             purpose=request.purpose,
             on_queued=on_queued,
         )
-        rows = await anyio.to_thread.run_sync(pack, rolled.rows)
-        return GroupResult(rows, rolled.figures, rolled.has_signal, _versions_of(rolled.rows))
+        lines = await anyio.to_thread.run_sync(zlib.compress, rolled.lines, _LEVEL)
+        return GroupResult(lines, rolled.figures, rolled.has_signal, rolled.versions)
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -276,23 +273,3 @@ class RolloutWorker:
                 with anyio.CancelScope() as self._syncing_stale:
                     return await self._serving.sync_stale(self._synced, timeout_s=timeout_s)
         return False
-
-
-def _versions_of(rows: Sequence[ConversationRow]) -> frozenset[str]:
-    return frozenset(
-        span.version
-        for row in rows
-        if row.reward is not None
-        for turn in row.trajectory
-        for span in turn.versions
-    )
-
-
-def pack(rows: Sequence[ConversationRow]) -> bytes:
-    """Serialize and compress rows. This is slow: call it in a thread."""
-    return zlib.compress(dumps([row.to_dict() for row in rows]), 1)
-
-
-def unpack(data: bytes) -> list[ConversationRow]:
-    """Decode the output of `pack`. This is slow: call it in a thread."""
-    return [ConversationRow.from_dict(row) for row in loads(zlib.decompress(data))]

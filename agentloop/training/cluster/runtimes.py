@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -37,7 +38,6 @@ from agentloop.training.cluster.rollout_host import (
     GroupResult,
     OpenRollouts,
     RuntimeSync,
-    unpack,
 )
 from agentloop.training.rollouts import Purpose, RolledOut
 from agentloop.training.run_status import count_of
@@ -334,8 +334,8 @@ class RemoteRuntimes:
         if not result.versions <= member.verified:
             unknown = ", ".join(sorted(result.versions - member.verified))
             raise ServerError(f"its weights of version {unknown} were never confirmed")
-        rows = await anyio.to_thread.run_sync(unpack, result.rows)
-        return RolledOut(result.figures, result.has_signal, rows)
+        lines = await anyio.to_thread.run_sync(zlib.decompress, result.lines)
+        return RolledOut(result.figures, result.has_signal, lines, result.versions)
 
     # --- weights ----------------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from agentloop.errors import RunFolderError
 
 __all__ = ["Sample", "write_batch"]
+
+_DTYPES = {"int32": "I32", "uint8": "U8", "float32": "F32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +28,9 @@ class Sample:
         weights: weights in the loss, likewise; the learner divides by their sum.
     """
 
-    ids: list[int]
-    mask: list[int]
-    logprobs: list[float]
+    ids: Sequence[int]
+    mask: Sequence[int]
+    logprobs: Sequence[float]
     advantages: float | list[float]
     group: int
     weights: float | list[float] = 1.0
@@ -37,40 +40,46 @@ def write_batch(path: Path, samples: Sequence[Sample]) -> None:
     """Write a batch atomically; needs the extra `train`.
 
     For N samples of T tokens in total, the tensors are ids, mask, logprobs, advantages and weights
-    [T], and lengths and groups [N].
+    [T], and lengths and groups [N]. They are written sample by sample, since a batch may be larger
+    than what is free of this process's memory. Format: https://huggingface.co/docs/safetensors
 
     Raises:
         RunFolderError: the file cannot be written, for example because the disk is full.
     """
     import numpy as np
-    from safetensors.numpy import save
 
-    def flat(name: str, dtype: str) -> np.ndarray[Any, Any]:
-        return np.concatenate([np.asarray(getattr(sample, name), dtype) for sample in samples])
+    def where_sampled(sample: Sample, values: float | list[float]) -> np.ndarray[Any, Any]:
+        mask = np.asarray(sample.mask, "uint8")
+        all_values = np.zeros(len(mask), "float32")
+        all_values[mask == 1] = values
+        return all_values
 
-    def where_sampled(name: str) -> np.ndarray[Any, Any]:
-        values = np.zeros(len(mask), "float32")
-        values[mask == 1] = np.concatenate(
-            [
-                np.broadcast_to(np.asarray(getattr(sample, name), "float32"), sum(sample.mask))
-                for sample in samples
-            ]
-        )
-        return values
+    def per_sample(values: Iterable[int]) -> Iterator[np.ndarray[Any, Any]]:
+        yield np.array([*values], "int32")
 
-    mask = flat("mask", "uint8")
-    tensors = {
-        "ids": flat("ids", "int32"),
-        "mask": mask,
-        "logprobs": flat("logprobs", "float32"),
-        "advantages": where_sampled("advantages"),
-        "weights": where_sampled("weights"),
-        "lengths": np.array([len(s.ids) for s in samples], "int32"),
-        "groups": np.array([s.group for s in samples], "int32"),
+    num_tokens = sum(len(sample.ids) for sample in samples)
+    tensors: dict[str, tuple[str, int, Iterable[np.ndarray[Any, Any]]]] = {
+        "ids": ("int32", num_tokens, (np.asarray(s.ids, "int32") for s in samples)),
+        "mask": ("uint8", num_tokens, (np.asarray(s.mask, "uint8") for s in samples)),
+        "logprobs": ("float32", num_tokens, (np.asarray(s.logprobs, "float32") for s in samples)),
+        "advantages": ("float32", num_tokens, (where_sampled(s, s.advantages) for s in samples)),
+        "weights": ("float32", num_tokens, (where_sampled(s, s.weights) for s in samples)),
+        "lengths": ("int32", len(samples), per_sample(len(s.ids) for s in samples)),
+        "groups": ("int32", len(samples), per_sample(s.group for s in samples)),
     }
+    header, end = {}, 0
+    for name, (dtype, size, _) in tensors.items():
+        begin, end = end, end + size * np.dtype(dtype).itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": [size], "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_bytes(save(tensors))
+        with partial.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for _, _, arrays in tensors.values():
+                for values in arrays:
+                    file.write(values.data)
         os.replace(partial, path)
     except OSError as error:
         raise RunFolderError(f"run.folder: {path}: {error.strerror or error}") from error

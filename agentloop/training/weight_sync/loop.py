@@ -138,8 +138,8 @@ class WeightSyncLoop:
             if self._control.is_paused:  # a paused run does not count as stalled
                 self._control.watch.moved()
             async with self._lock:  # no deadline: loading has one, weights.timeout_s
-                if self._last is None:
-                    continue
+                if self._last is None or self._last.version != self._steps.newest:
+                    continue  # newer ones are about to be published
                 with anyio.CancelScope() as self._syncing_stale:
                     try:
                         done = await self._serving.sync_stale(self._last, timeout_s=self._timeout_s)

@@ -4,6 +4,9 @@ published ──> require_weights ──> all servers load concurrently ──> 
               (all are STALE)        └─ on failure, timeout or wrong weights:
                                         it stays STALE until `sync_stale` succeeds with it
 
+Servers that share their GPUs with the learner give their memory back before a step (`lending`), and
+take it again as they load weights, the new ones or, if there are none, the last (loop.py).
+
 There are two transports (transport.py): a folder that the learner writes and the servers read
 (disk.py), and a broadcast from the learner to the servers (process_group.py). The version that a
 server reports proves nothing: it gets new requests only after its weights were compared with the
@@ -21,14 +24,17 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import anyio
 
+from agentloop.aio import task_group
 from agentloop.errors import ServerError
+from agentloop.inference.replicas import Replica
 from agentloop.inference.router import Router
 from agentloop.inference.scheduling.health import ServerState
 from agentloop.training.learner_client.client import Learner
@@ -122,6 +128,7 @@ class Served:
 
     def __init__(self, router: Router) -> None:
         self._router = router
+        self._memory = anyio.Lock()  # held while servers load weights, or have lent their memory
         self._wrong: deque[_Wrong] = deque(maxlen=_MAX_WRONG)
         self._unproven: set[tuple[str, str]] = set()  # (url, reason) already logged
 
@@ -138,7 +145,9 @@ class Served:
         with anyio.move_on_after(timeout_s):
             while not self._router.replicas.servers:  # noqa: ASYNC110  # no event says so
                 await anyio.sleep(0.1)
-        proofs, failed = await published.sync_to(self._router.replicas.servers, timeout_s=timeout_s)
+        async with self._memory:  # no deadline: a step of the learner has one
+            servers = self._router.replicas.servers
+            proofs, failed = await published.sync_to(servers, timeout_s=timeout_s)
         loaded, rest = self._take(version, proofs, failed, None)
         if not loaded:
             raise ServerError(f"no server has version {version}: {failed}")
@@ -157,15 +166,54 @@ class Served:
 
         Failures are logged.
         """
-        stale = {view.url for view in self._router.view() if view.state is ServerState.STALE}
-        servers = [server for server in self._router.replicas.servers if server.url in stale]
-        if not servers:
-            return True
-        proofs, failed = await result.published.sync_to(servers, timeout_s=timeout_s)
+        async with self._memory:  # no deadline: a step of the learner has one
+            stale = {view.url for view in self._router.view() if view.state is ServerState.STALE}
+            servers = [server for server in self._router.replicas.servers if server.url in stale]
+            if not servers:
+                return True
+            proofs, failed = await result.published.sync_to(servers, timeout_s=timeout_s)
         loaded, _ = self._take(result.version, proofs, failed, result.rest)
         for url in loaded:
             log.warning("%s has version %s and serves again", url, result.version)
         return not failed
+
+    @asynccontextmanager
+    async def lending(self, *, timeout_s: float) -> AsyncIterator[None]:
+        """Have all servers give their memory back while the block is open; none starts meanwhile.
+
+        A server that dies instead has no memory either: it starts again after the block.
+
+        Args:
+            timeout_s: time for a server to do so, or to end.
+
+        Raises:
+            ServerError: a server keeps its memory.
+        """
+        replicas = self._router.replicas
+        async with self._memory, replicas.no_starts():  # no deadline: syncs and starts have one
+            async with task_group(only_first=True) as tasks:
+                for replica in list(replicas):
+                    tasks.start_soon(self._release, replica, timeout_s)
+            yield
+
+    async def _release(self, replica: Replica, timeout_s: float) -> None:
+        reason = "no answer"
+        self._router.replicas.memory_released(replica.url)
+        replica.server.break_streams("its memory is lent to the learner")
+        with anyio.move_on_after(timeout_s):
+            try:
+                await replica.server.release_memory(timeout_s=timeout_s)
+                return
+            except ServerError as error:
+                reason = str(error)
+            while not replica.has_exited:  # noqa: ASYNC110  # no event says so
+                await anyio.sleep(0.1)
+            replica.server.process_ended()  # again: it may have ended during the request
+        if not replica.has_exited:
+            raise ServerError(
+                f"{replica.url} shares GPUs with the learner, and did not give its memory back "
+                f"within {timeout_s:g} s (weights.timeout_s): {reason}"
+            )
 
     def _take(
         self, version: str, proofs: Mapping[str, Proof], failed: dict[str, str], rest: str | None

@@ -118,17 +118,17 @@ def test_the_releases_servers_and_ranks_share_eight_gpus() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "shape", "kv_rollouts"),
-    [("paper-stage1", "8x128,8x80,2048", 16), ("release-8gpu", "1x128,8x80,1024", 16)],
+    [("paper-stage1", "8x128,8x80,2048", 16), ("release-8gpu", "1x128,8x80,1024", 100)],
 )
 def test_memory_is_within_the_cards(recipe: str, shape: str, kv_rollouts: int) -> None:
-    """With 8 GiB to spare for what an estimate leaves out: contexts, NCCL, CUDA graphs."""
+    """With 7 GiB to spare for what an estimate leaves out: contexts, NCCL, CUDA graphs."""
     made = plan_for(recipe, shape)
     needs = plan(made.settings, made.machine)
     assert [text for text in needs.warnings if "free space" not in text] == []  # of this disk
     shared = recipe == "release-8gpu"
-    for_server = (0.25 if shared else 0.8) * made.machine.gpu_bytes
-    for_rank = needs.learner.total + (for_server if shared else 0)
-    assert for_rank + (8 << 30) < made.machine.gpu_bytes
+    for_server = (0.5 if shared else 0.8) * made.machine.gpu_bytes
+    most = max(needs.phases) if shared else needs.learner.total
+    assert most + (7 << 30) < made.machine.gpu_bytes
     assert for_server - needs.server.weights > kv_rollouts * needs.server.rollout
 
 

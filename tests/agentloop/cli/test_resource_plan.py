@@ -266,8 +266,18 @@ def test_gpus_are_shared_by_servers_and_ranks() -> None:
                 *("ranks.nproc_per_node=8", "learner.zero_stage=3"),
                 "learner.activation_checkpointing=true",
                 "server.extra_args=['--mem-fraction-static', '0.5']",
+                "loop.max_staleness=1",
             ],
             r"a rank takes 47\.1 GiB of its GPU's 80\.0 GiB, and servers 40\.0 GiB",
+        ),
+        (
+            [
+                *(f"model='{QWEN3_14B}'", "server.device=cuda", "learner.dtype=bfloat16"),
+                *("ranks.nproc_per_node=8", "learner.zero_stage=3"),
+                "learner.activation_checkpointing=true",
+                "server.extra_args=['--mem-fraction-static', '0.6']",
+            ],
+            r"between two steps a rank keeps .* of its GPU's 80\.0 GiB, and servers take 48\.0 GiB",
         ),
         (
             [
@@ -288,6 +298,25 @@ def test_warnings(overrides: list[str], message: str) -> None:
     run_plan = plan_for(*usual, *overrides)
     [line] = [line for line in report(run_plan).splitlines() if re.search(message, line)]
     assert line.startswith("warning    ")
+
+
+def test_a_shared_gpu_holds_the_larger_of_two_phases_if_they_take_turns() -> None:
+    shared = (
+        *("server.device=cuda", "budget.max_response_tokens=1000"),
+        "server.extra_args=['--mem-fraction-static', '0.5']",
+    )
+    run_plan = plan_for(*shared)
+    memory, server = run_plan.learner, run_plan.machine.gpu_bytes // 2
+    lasting = memory.weights + memory.gradients + memory.optimizer + memory.buffers
+    assert run_plan.phases == (lasting + server, memory.total)
+    assert "servers give their memory back in each step" in report(run_plan)
+    for change in ("loop.max_staleness=1", "weights.transport=broadcast", "loop.learn=false"):
+        both = plan_for(*shared, change)
+        assert both.phases == (memory.total + server,) * 2, change
+        assert "servers keep their memory while the learner works" in report(both)
+    external = plan_for(*shared, "servers=['http://node-1:30000']")
+    assert not external.shares_gpus
+    assert "shared with the ranks" not in report(external)
 
 
 def test_a_run_that_fits_has_no_warnings() -> None:

@@ -7,7 +7,8 @@ import json
 import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, closing, suppress
+from contextlib import AsyncExitStack, closing, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,13 +169,17 @@ async def run_loop(
     learner: RecordingLearner | None = None,
     restored: dict[str, Any] | None = None,
     max_restarts: int = 0,
+    lends: bool = False,
     collapse: CollapseSettings | None = None,
     watch: StatusWatch | None = None,
     emit: Emit = ignore,
     meanwhile: Callable[[TrainingLoop], Coroutine[Any, Any, Any]] | None = None,
     **settings: Any,
 ) -> tuple[RecordingLearner, FakeRollouts, RunFolder]:
-    """Run a loop; with `restored`, resume an existing run. `meanwhile` acts on it while it runs."""
+    """Run a loop; with `restored`, resume an existing run. `meanwhile` acts on it while it runs.
+
+    With `lends`, servers lend their memory to the learner.
+    """
     tasks = tasks or TaskSource.open(ARITHMETIC)
     run_group = run_group or FakeRollouts(tasks, right=right)
     learner = learner or RecordingLearner()
@@ -208,6 +213,7 @@ async def run_loop(
                 budget=Budget(max_turns=10, max_response_tokens=100),
                 control=RunControl(watch),
             )
+            served = Served(router)
             steps = Steps(
                 learner,
                 queue,
@@ -216,8 +222,9 @@ async def run_loop(
                 timeout_s=60,
                 say=report.say,
                 max_restarts=max_restarts,
+                lending=partial(served.lending, timeout_s=5) if lends else nullcontext,
             )
-            loop = TrainingLoop(context, steps, Served(router), weights=weights, collapse=collapse)
+            loop = TrainingLoop(context, steps, served, weights=weights, collapse=collapse)
             async with anyio.create_task_group() as people:
                 if meanwhile is not None:
                     people.start_soon(meanwhile, loop)

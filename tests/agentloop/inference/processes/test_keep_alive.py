@@ -64,6 +64,13 @@ class Clients:
         self.dead: set[str] = set()
         self.disabled: set[str] = set()
         self.known = set(others)
+        self.may_start = anyio.Event()
+        self.may_start.set()
+
+    @asynccontextmanager
+    async def starting(self) -> AsyncIterator[None]:
+        await self.may_start.wait()
+        yield
 
     def mark_exited(self, url: str, reason: str) -> None:
         self.calls.append(f"{url} exited: {reason}")
@@ -108,6 +115,18 @@ async def test_a_server_that_dies_is_restarted_and_its_clients_know_first() -> N
         await eventually(lambda: a.alive)
     assert clients.calls == ["a exited: exit status 1", "a restarting"]
     assert (a.num_starts, b.num_starts) == (1, 0)
+
+
+async def test_a_server_that_dies_while_the_learner_has_the_gpus_starts_afterwards() -> None:
+    process, clients = Process("a"), Clients()
+    clients.may_start = anyio.Event()
+    async with keeping(clients, process):
+        process.die("killed")
+        await eventually(lambda: bool(clients.calls))
+        await anyio.wait_all_tasks_blocked()
+        assert (clients.calls, process.num_starts) == (["a exited: killed"], 0)
+        clients.may_start.set()
+        await eventually(lambda: process.alive)
 
 
 async def test_a_server_that_was_retired_stays_dead() -> None:

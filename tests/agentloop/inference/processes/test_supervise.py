@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -499,6 +500,9 @@ class Seen:
 
     def mark_restarting(self, url: str) -> None:
         self.restarts.append(url)
+
+    def starting(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     def is_dead(self, url: str) -> bool:
         return url in self.dead

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -113,6 +114,9 @@ class Watching:
         self.exited.append(url)
 
     def mark_restarting(self, url: str) -> None: ...
+
+    def starting(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     def is_dead(self, url: str) -> bool:
         return False
