@@ -11,9 +11,9 @@ from functools import partial
 from typing import Protocol
 
 import anyio
-import anyio.to_thread
 
 from agentloop.agent.rollout import Budget
+from agentloop.aio import in_run_thread
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import ServerError, ServerRefused
@@ -219,7 +219,7 @@ class Rollouts:
         trained = await run(on_queued=on_queued)
         for number in range(1, self._num_tries):
             if trained.group.outage is None:
-                return await anyio.to_thread.run_sync(trained.rolled_out)
+                return await in_run_thread(trained.rolled_out)
             pause_s = _FIRST_PAUSE_S * 2 ** (number - 1)
             log.warning(
                 "group %s is rolled out again in %g s, because no rollout survived: %s",
@@ -232,7 +232,7 @@ class Rollouts:
         if (outage := trained.group.outage) is not None:
             times = f"{self._num_tries} times in a row" if self._num_tries > 1 else ""
             raise ServerError(f"task {task.id}: all rollouts were lost {times}: {outage}")
-        return await anyio.to_thread.run_sync(trained.rolled_out)
+        return await in_run_thread(trained.rolled_out)
 
     async def _run(
         self,

@@ -17,13 +17,11 @@ from agentloop.cli import train as train_module
 from agentloop.cli.console import ProgressLine
 from agentloop.cli.train import TrainSettings, train
 from agentloop.config import load_settings
-from agentloop.environments.tasks.sources import Task
 from agentloop.inference.processes.supervise import ServerProcess
 from agentloop.inference.sglang.control import ControlClient
 from agentloop.training.learner_client.client import KeptLearner
 from agentloop.training.learner_client.protocol import StepRequest
-from agentloop.trajectory import Trajectory
-from tests.integration.test_train import RECIPE, Said
+from tests.integration.test_train import RECIPE, Said, coin
 from tests.support import eventually
 
 pytestmark = [
@@ -34,17 +32,11 @@ pytestmark = [
     pytest.mark.usefixtures("sglang_installed"),
 ]
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
-
 RELEASE = ["/pause_generation", "/pause_generation", "/release_memory_occupation"]
 LOAD = [
     *("/pause_generation", "/resume_memory_occupation weights", "/update_weights_from_disk"),
     *("/weights_checker", "/resume_memory_occupation kv_cache", "/continue_generation"),
 ]
-
-
-def coin(trajectory: Trajectory, task: Task) -> float:
-    return int(-sum(trajectory.logprobs) * 1e6) % 2
 
 
 async def test_a_server_lends_its_memory_in_each_step_and_does_not_start_in_one(
@@ -94,7 +86,7 @@ async def test_a_server_lends_its_memory_in_each_step_and_does_not_start_in_one(
         *("loop.group_size=4", "loop.evaluate_every=0", "roc.down_sample_to_n=3"),
         *("roc.reject_equal_reward=false", "sampling.temperature=2.5"),
         *("ranks.start_timeout_s=600", "server.start_timeout_s=600", "weights.timeout_s=600"),
-        *("ranks.nproc_per_node=1", f"reward.function={__name__}:coin"),
+        *("ranks.nproc_per_node=1", f"reward.function={coin.__module__}:coin"),
     ]
     settings = load_settings(TrainSettings, [RECIPE], overrides)
     folder = await train(settings, cast(ProgressLine, Said()))

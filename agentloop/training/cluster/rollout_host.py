@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import anyio
-import anyio.to_thread
 from anyio.from_thread import start_blocking_portal
 
 from agentloop import distribution
 from agentloop.agent.rollout import Budget
-from agentloop.aio import Signal
+from agentloop.aio import Signal, in_run_thread
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentLoopError, ServerError, leaves
 from agentloop.rollouts.metrics import GroupFigures
@@ -243,7 +242,7 @@ class RolloutWorker:
             purpose=request.purpose,
             on_queued=on_queued,
         )
-        lines = await anyio.to_thread.run_sync(zlib.compress, rolled.lines, _LEVEL)
+        lines = await in_run_thread(zlib.compress, rolled.lines, _LEVEL)
         return GroupResult(lines, rolled.figures, rolled.has_signal, rolled.versions)
 
     # --- weights ----------------------------------------------------------------------------------

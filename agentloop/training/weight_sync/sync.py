@@ -129,6 +129,7 @@ class Served:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._memory = anyio.Lock()  # held while servers load weights, or have lent their memory
+        self._is_lent = False  # or about to be
         self._wrong: deque[_Wrong] = deque(maxlen=_MAX_WRONG)
         self._unproven: set[tuple[str, str]] = set()  # (url, reason) already logged
 
@@ -166,7 +167,9 @@ class Served:
 
         Failures are logged.
         """
-        async with self._memory:  # no deadline: a step of the learner has one
+        if self._is_lent:  # afterwards there may be newer weights
+            return True
+        async with self._memory:  # no deadline: loading has one
             stale = {view.url for view in self._router.view() if view.state is ServerState.STALE}
             servers = [server for server in self._router.replicas.servers if server.url in stale]
             if not servers:
@@ -190,11 +193,15 @@ class Served:
             ServerError: a server keeps its memory.
         """
         replicas = self._router.replicas
-        async with self._memory, replicas.no_starts():  # no deadline: syncs and starts have one
-            async with task_group(only_first=True) as tasks:
-                for replica in list(replicas):
-                    tasks.start_soon(self._release, replica, timeout_s)
-            yield
+        self._is_lent = True
+        try:
+            async with self._memory, replicas.no_starts():  # no deadline: syncs and starts have one
+                async with task_group(only_first=True) as tasks:
+                    for replica in list(replicas):
+                        tasks.start_soon(self._release, replica, timeout_s)
+                yield
+        finally:
+            self._is_lent = False
 
     async def _release(self, replica: Replica, timeout_s: float) -> None:
         reason = "no answer"

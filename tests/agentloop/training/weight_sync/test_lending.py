@@ -135,6 +135,18 @@ async def test_turns_in_progress_go_on_when_servers_have_their_memory_again() ->
         assert (fake.released, fake.version, fake.paused) == (set(), "2", False)
 
 
+async def test_stale_servers_do_not_wait_for_the_end_of_a_step_to_load_old_weights() -> None:
+    fake = FakeSGLang(ANSWER)
+    async with routed(fake) as router:
+        served = Served(router)
+        result = await served.sync(ONE, timeout_s=15)
+        async with served.lending(timeout_s=15):
+            assert await served.sync_stale(result, timeout_s=15)
+            assert fake.released == MEMORY
+        assert await served.sync_stale(result, timeout_s=15)
+        assert (fake.released, states(router)) == (set(), ["healthy"])
+
+
 async def test_weights_that_cannot_be_loaded_leave_a_server_with_its_memory() -> None:
     fake, other = FakeSGLang(ANSWER), FakeSGLang(ANSWER)
     async with routed(fake, other) as router:
