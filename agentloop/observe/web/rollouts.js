@@ -23,7 +23,7 @@
   const REWARDS = [["all", "All"], ["correct", "Correct"], ["incorrect", "Incorrect"], ["none", "Not scored"]];
   const COLUMNS = [
     ["id", "Rollout"], ["turn", "Turn"], ["tokens", "Tokens"], ["calls", "Calls"], ["reward", "Reward"],
-    ["time", "Time"], ["lanes", "Timeline"],
+    ["answer", "Answer"], ["time", "Time"], ["lanes", "Timeline"],
   ];
 
   // The reader's choices are kept when the view is closed, so that they apply again after visiting a rollout.
@@ -137,7 +137,7 @@
         : h("button", { type: "button", class: "v-button", title: "Download all timelines; ui.perfetto.dev opens the file", onclick: () => this.saveTrace() }, "Save for Perfetto");
       const bar = h(
         "div", { class: "v-bar" },
-        parts.search("id or group", chosen.query, filter("query")),
+        parts.search("id, group or answer", chosen.query, filter("query")),
         parts.choice("State", STATES, chosen.state, filter("state")),
         parts.choice("Reward", REWARDS, chosen.reward, filter("reward")),
         parts.choice("Sort by", ORDERS, chosen.order, filter("order")),
@@ -592,7 +592,7 @@
     if (chosen.state !== "all" && parts.stateOf(row) !== chosen.state) return false;
     if (chosen.reward !== "all" && parts.rewardOf(row) !== chosen.reward) return false;
     if (!chosen.query) return true;
-    return row.id.toLowerCase().includes(chosen.query) || (row.group ?? "").toLowerCase().includes(chosen.query);
+    return [row.id, row.group, row.answer].some((text) => (text ?? "").toLowerCase().includes(chosen.query));
   }
 
   /** Returns headers and rows; groups are in the order of their first rows. */
@@ -622,7 +622,7 @@
     const mark = h("span", { class: "ro-mark", "aria-hidden": "true" });
     const lanes = h("span", { class: "v-hidden" });
     const texts = { id: new Text(), lanes: new Text() };
-    for (const name of ["turn", "tokens", "calls", "reward", "time"]) cells[name].append((texts[name] = new Text()));
+    for (const name of ["turn", "tokens", "calls", "reward", "answer", "time"]) cells[name].append((texts[name] = new Text()));
     link.append(texts.id);
     lanes.append(texts.lanes);
     cells.id.append(mark, link);
@@ -656,6 +656,8 @@
     write("tokens", format.whole(row.tokens));
     write("calls", row.failed_calls ? `${row.calls} (${row.failed_calls} ✗)` : format.whole(row.calls));
     write("reward", reward === "none" && state !== "done" ? parts.stateText(state) : parts.rewardText(row));
+    write("answer", row.answer ?? "");
+    setAttr(cells.answer, "title", row.answer || null);
     write("lanes", parts.lanesText(row, row.end ?? row.lanes?.at(-1)?.[1] ?? row.start));
   }
 
@@ -684,6 +686,8 @@
     write("calls", format.whole(calls));
     const mean = known ? known.mean_reward : sum / scored;
     write("reward", format.isNumber(mean) ? `mean ${mean.toFixed(2)}` : "");
+    write("answer", known?.question ?? "");
+    setAttr(cells.answer, "title", known?.question || null);
     write("time", "");
     write("lanes", `${format.plural(members.length, "rollout")}, ${live} in flight`);
   }
@@ -712,7 +716,10 @@
 
   // -- groups
 
-  const GROUP_STATES = [["all", "All"], ["live", "In flight"], ["signal", "Has signal"], ["no-signal", "No signal"]];
+  const GROUP_STATES = [
+    ["all", "All"], ["live", "In flight"], ["wrong", "Has a wrong answer"], ["held-out", "Held out"], ["trained", "Not held out"],
+    ["signal", "Has signal"], ["no-signal", "No signal"],
+  ];
 
   const GROUP_ORDERS = [["newest", "Newest"], ["worst", "Lowest reward"]];
   const newestFirst = (a, b) => b.start - a.start || (a.id < b.id ? -1 : 1);
@@ -724,15 +731,15 @@
       const now = app.time;
       const rows = new Map(); // id to the element of a group and the group that it shows
       let query = "";
-      let [state, order] = ["all", "newest"];
+      let [state, order] = ["all", params.query.get("sort") ?? "newest"];
       const found = h("p", { class: "ro-found" });
-      const search = parts.search("id or task", "", (value) => {
+      const search = parts.search("id, task or answer", "", (value) => {
         query = value;
         draw();
       });
       const body = h("tbody");
-      const names = ["Group", "Task", "State", "Mean reward", "Kept", "Has signal", "Time"];
-      const classes = ["", "gr-wide", "", "", "", "", "gr-wide num"];
+      const names = ["Group", "Task", "State", "Mean reward", "Expected", "A wrong answer", "Kept", "Has signal", "Time"];
+      const classes = ["gr-wide", "", "gr-wide", "", "", "", "gr-wide", "gr-wide", "gr-wide num"];
       const head = h("tr", null, names.map((name, i) => h("th", { scope: "col", class: classes[i] || null }, name)));
       const empty = h("p", { class: "v-empty" });
       root.append(
@@ -761,7 +768,10 @@
         if (state === "live" && group.state !== "live") return false;
         if (state === "signal" && !group.has_signal) return false;
         if (state === "no-signal" && group.has_signal !== false) return false;
-        return !query || group.id.toLowerCase().includes(query) || String(group.task ?? "").toLowerCase().includes(query);
+        if (state === "wrong" && !group.wrong) return false;
+        if (["held-out", "trained"].includes(state) && group.id.includes("-held-out-") !== (state === "held-out")) return false;
+        const texts = [group.id, group.task, group.question, group.answer, group.wrong?.answer];
+        return !query || texts.some((text) => String(text ?? "").toLowerCase().includes(query));
       }
 
       function draw() {
@@ -791,12 +801,14 @@
         const hasSignal = group.has_signal === null || group.has_signal === undefined ? "–" : group.has_signal ? "yes" : "no";
         const took = ((group.end ?? now()) - group.start) / 1000;
         return [
-          h("th", { scope: "row" }, parts.link("group", group.id)),
-          h("td", { class: "gr-wide gr-task" }, String(group.task ?? "–")),
-          h("td", null, live ? `${group.num_done} of ${group.size} done` : "done"),
+          h("th", { class: "gr-wide", scope: "row" }, parts.link("group", group.id)),
+          h("td", { class: "gr-task" }, h("a", { href: parts.hash("group", group.id), title: String(group.task) }, group.question || String(group.task ?? "–"))),
+          h("td", { class: "gr-wide" }, live ? `${group.num_done} of ${group.size} done` : "done"),
           h("td", null, meter(group.mean_reward)),
-          h("td", null, Number.isFinite(group.kept) ? `${group.kept} of ${group.size}` : "–"),
-          h("td", { class: hasSignal === "no" ? "v-muted" : null }, hasSignal),
+          h("td", { class: "gr-answer" }, group.answer ?? "–"),
+          h("td", { class: "gr-answer" }, group.wrong ? h("a", { href: parts.hash("rollout", group.wrong.id) }, group.wrong.answer || "no answer") : "–"),
+          h("td", { class: "gr-wide" }, Number.isFinite(group.kept) ? `${group.kept} of ${group.size}` : "–"),
+          h("td", { class: hasSignal === "no" ? "gr-wide v-muted" : "gr-wide" }, hasSignal),
           h("td", { class: "gr-wide num" }, live ? "–" : format.span(took)),
         ];
       }

@@ -1,7 +1,7 @@
 // The state of the page: merged frames of api/stream, and values derived from them.
 //
 //     api/stream ──frames──> apply ──> state ──once per animation frame──> views
-//                                └──> history (sparklines), log (what changed)
+//                                └──> log (what changed)
 //
 // Its size is bounded: rollouts and groups are removed when the server removes them, old rows of metrics
 // are thinned out, and history and log keep the newest entries.
@@ -11,26 +11,12 @@
 
   const MAX_STEPS = 5000;
   const MAX_LOG = 200;
-  const HISTORY_MS = 1000; // between two points of the history
-  const MAX_HISTORY = 600;
+  const MAX_HISTORY = 720; // points
 
   const kvShare = (servers) => {
     const sum = (name) => servers.reduce((total, one) => total + (one[name] ?? 0), 0);
     const capacity = sum("capacity");
     return capacity ? (sum("held") + sum("reserved")) / capacity : null;
-  };
-
-  // The values that are recorded for sparklines, by name.
-  const MEASURES = {
-    kv: (store) => kvShare(store.servers),
-    healthy: ({ servers }) => (servers.length ? servers.filter((one) => one.healthy).length : null),
-    sandbox_busy: (store) => store.sandbox?.busy,
-    sandbox_waiting: (store) => store.sandbox?.waiting,
-    ...Object.fromEntries(
-      ["tokens_per_s", "calls_per_s", "in_flight", "num_waiting", "groups_open", "queue_groups"]
-        .concat(["staleness", "refusals", "loop_lag_ms"])
-        .map((name) => [name, (store) => store.now[name]]),
-    ),
   };
 
   // Removes every second row of the older ones; rows of evaluations only if that is not enough.
@@ -47,7 +33,7 @@
     const callbacks = new Set();
     let [changed, scheduled] = [new Set(), false];
     let rows = new Set(); // ids of changed rollouts; null: any may have changed
-    let [clockOffset, numLogged, lastPoint] = [null, 0, 0];
+    let [clockOffset, numLogged] = [null, 0];
 
     const store = {
       ready: false, // true after the first frame
@@ -63,7 +49,8 @@
       steps: [],
       missed: 0, // frames since the page was opened
       connection: { state: "connecting", error: "", retryMs: null },
-      history: new Map(Object.keys(MEASURES).map((name) => [name, []])), // name to [[t, value], ...]
+      history: new Map(), // name to [[t, value], ...]
+      served: new Map(), // URL of a server to [[t, tokens/s, running, held, waiting for a tool, reusable], ...]
       log: [], // newest first: {id, t, text, kind, href}
       kvShare: () => kvShare(store.servers),
     };
@@ -123,7 +110,9 @@
         rows = null;
         store.groups.clear();
         store.steps = [];
-        for (const name of ["now", "servers", "waits", "rollouts", "groups", "steps"]) store.touch(name);
+        store.history.clear();
+        store.served.clear();
+        for (const name of ["now", "servers", "waits", "rollouts", "groups", "steps", "history"]) store.touch(name);
         Object.assign(store, { waits: [], servers: [], now: {}, sandbox: null });
       }
       for (const name of ["about", "now", "waits", "servers", "sandbox"]) {
@@ -147,20 +136,24 @@
         store.missed += frame.missed;
         store.touch("missed");
       }
-      recordHistory();
+      for (const point of frame.history ?? []) addToHistory(point);
       if (isFirst) logInitialState();
       else logChanges(before, frame);
     };
 
-    const recordHistory = () => {
-      if (Math.abs(store.t * 1000 - lastPoint) < HISTORY_MS) return;
-      lastPoint = store.t * 1000;
-      for (const [name, measure] of Object.entries(MEASURES)) {
-        const points = store.history.get(name);
-        const value = measure(store);
-        if (format.isNumber(value)) points.push([store.t, value]);
-        if (points.length > MAX_HISTORY) points.splice(0, points.length - MAX_HISTORY);
-      }
+    // Points of the last hour, which the server keeps: [[t, value], ...] by name, [[t, ...values], ...] by server.
+    const addToHistory = ({ t, now, servers }) => {
+      const add = (map, name, point) => {
+        if (!map.has(name)) map.set(name, []);
+        const points = map.get(name);
+        points.push(point);
+        if (points.length > MAX_HISTORY) points.shift();
+      };
+      for (const [name, value] of Object.entries(now)) add(store.history, name, [t, value]);
+      for (const [url, values] of Object.entries(servers)) add(store.served, url, [t, ...values]);
+      const capacity = store.servers.reduce((total, one) => total + (one.capacity ?? 0), 0);
+      const held = Object.values(servers).reduce((total, [, , one]) => total + one, 0);
+      if (capacity) add(store.history, "kv", [t, held / capacity]);
       store.touch("history");
     };
 
