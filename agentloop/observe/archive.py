@@ -270,9 +270,9 @@ def _spent_on(turn: JsonObject) -> Spent:
     about to sample."""
     started, first = turn["started_s"], turn["first_token_s"]
     sampled, ended = turn["generated_s"], turn["ended_s"]
-    first = sampled if first is None else first
     placed = turn.get("placed_s")
     placed = started if placed is None else placed
+    first = placed if first is None else first  # what others have sampled
     times = [
         (result["dispatched_s"], result["started_s"], result["ended_s"])
         for result in turn["results"]

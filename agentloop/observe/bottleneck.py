@@ -177,7 +177,7 @@ class Spent:
     def to_dict(self, on: ServedOn = ServedOn.UNKNOWN) -> dict[str, object]:
         """Return what the page shows."""
         return {
-            "window_s": round(self.window_s, 1),
+            "window_s": round(self.window_s, 3),
             "seconds": {str(part): round(s, 3) for part, s in self.by_part().items()},
             "sentence": self.sentence(on),
         }

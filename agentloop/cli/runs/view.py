@@ -217,7 +217,8 @@ def _progress(folder: Path) -> dict[str, object]:
     progress: dict[str, object] = {}
     if summary.num_steps is not None:
         progress["num_steps"] = summary.num_steps
-    if summary.kind is RunKind.TRAIN and summary.state is not RunState.RUNNING:
+    has_end = summary.kind in (RunKind.TRAIN, RunKind.SFT, RunKind.EVALUATE)
+    if has_end and summary.state is not RunState.RUNNING:
         state = "finished" if summary.state is RunState.ENDED else str(summary.state)
         progress["ended"] = {"state": state, "text": ". ".join(summary.problems)}
     return progress

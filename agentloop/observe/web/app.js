@@ -37,7 +37,7 @@
 
   const route = () => {
     const params = parse(location.hash);
-    const target = `${params.name}/${params.id ?? ""}`;
+    const target = `${params.name}/${params.id ?? ""}/${params.query.get("beside") ?? ""}`;
     if (target === current && unmount) return; // only the query has changed, which the view handles
     leave();
     current = target;

@@ -7,6 +7,7 @@
   const SHOWN_WAITS = 8;
   const MAX_WAITS = 50; // that the server sends
   const SHOWN_WRONG = 8;
+  const MAX_WRONG = 50; // of an evaluation
 
   // What the time of rollouts is spent on: the parts of bottleneck.py, with their names and colors.
   const PARTS = [
@@ -278,7 +279,8 @@
     ["staleness_max", "largest staleness, versions", whole],
   ];
   const valuesOf = (store) => {
-    if (store.now.values && (!store.now.ended || isEvaluation(store.about))) return Object.entries(store.now.values);
+    if (isEvaluation(store.about)) return []; // they are beside what the run is
+    if (store.now.values && !store.now.ended) return Object.entries(store.now.values);
     const step = store.steps.at(-1)?.step;
     const last = Object.assign({}, ...store.steps.filter((row) => row.step === step));
     return VALUES.filter(([key]) => store.steps.some((row) => isNumber(row[key]))).map(([key, label, text]) => [label, text(last[key], last)]);
@@ -287,10 +289,8 @@
   const mountValues = (store) => {
     const list = h("dl", { class: "values" });
     const node = panel("Last step", list);
-    const title = node.querySelector("h2");
     const make = ([name]) => h("div", {}, h("dt", {}, name), h("dd", {}));
     const update = () => {
-      setText(title, isEvaluation(store.about) ? "Results" : "Last step");
       const values = valuesOf(store);
       keyed(list, values, ([name]) => name, make, (row, [, value]) => setText(row.lastChild, String(value)));
       node.hidden = !values.length;
@@ -302,7 +302,7 @@
   const tookOf = ({ about, rollouts, t }) => {
     const { commands = [], t0, live } = about;
     let last = 0;
-    for (const { end } of rollouts.values()) last = Math.max(last, end ?? 0);
+    if (live === false) for (const { end } of rollouts.values()) last = Math.max(last, end ?? 0);
     if (!commands.length) return last ? `${span(last / 1000)} from its first to its last rollout` : "–";
     const seconds = commands.map(({ unix_s: from, ended_unix_s: to }, i) => {
       const isLast = i === commands.length - 1;
@@ -331,12 +331,13 @@
       const facts = [
         ["held-out reward", last && `${rewards.length > 1 ? `${rewards[0].toFixed(3)} at step ${first.step} → ` : ""}${rewards.at(-1).toFixed(3)} at step ${last.step}`],
         ["its 95% interval now", last && heldOutInterval(rewards.at(-1), last)],
-        ["took", (commands.length || about.live === false) && tookOf(store)],
+        [about.live === false || store.now.ended ? "took" : "running for", (commands.length || about.live === false) && tookOf(store)],
         ["started", isNumber(commands[0]?.unix_s) && `${new Date(1000 * commands[0].unix_s).toLocaleString("en-GB")}${commands.length > 1 ? `, resumed ${new Date(1000 * started).toLocaleString("en-GB")}` : ""}`],
         ["command", came],
         ["agentloop", version && `${version}${commit ? `; working directory at commit ${commit}` : ""}`],
       ].filter(([, value]) => value);
-      keyed(list, facts, ([name]) => name, make, (row, [, value]) => setText(row.lastChild, value));
+      if (isEvaluation(about)) facts.unshift(...Object.entries(store.now.values ?? {}));
+      keyed(list, facts, ([name]) => name, make, (row, [, value]) => setText(row.lastChild, String(value)));
       spark.draw(heldOut.map((row) => [row.step, row["held_out/reward"]]));
       chart.hidden = rewards.length < 2;
       setText(text, settings ?? "");
@@ -367,7 +368,7 @@
     const update = () => {
       const { shown, last } = wrongGroups(store);
       setText(title, last < 0 ? "Wrong answers" : `Wrong answers on held-out tasks, step ${last}`);
-      keyed(body, shown.slice(0, SHOWN_WRONG), ({ id }) => id, make, (row, { wrong, answer, mean_reward: mean }) => {
+      keyed(body, shown.slice(0, isEvaluation(store.about) ? MAX_WRONG : SHOWN_WRONG), ({ id }) => id, make, (row, { wrong, answer, mean_reward: mean }) => {
         [wrong.answer || "no answer", answer ?? "–", isNumber(mean) ? mean.toFixed(2) : "–"].forEach((text, i) => setText(row.children[i + 1], text));
       });
       box.hidden = !store.groups.size;
@@ -412,7 +413,7 @@
         columns.hidden = !store.ready;
         if (has("now")) [spent, progress, latency].forEach((part) => part.update());
         if (has("now", "steps")) values.update();
-        if (has("about", "steps", "rollouts")) run.update();
+        if (has("about", "steps", "now", "rollouts")) run.update();
         if (has("groups", "about")) wrong.update();
         if (has("now", "servers", "sandbox", "history")) tiles.update(changed);
         if (has("waits")) waits.update();

@@ -83,7 +83,7 @@
       this.alignBox.firstChild.checked = chosen.aligned;
       this.fitting = !this.live;
       this.fitAll();
-      if (this.follow) chosen.span = Math.max(chosen.span, MIN_SPAN_S);
+      if (this.follow && this.live) chosen.span = Math.max(chosen.span, MIN_SPAN_S);
     }
 
     get live() {
@@ -574,6 +574,8 @@
       }
       const item = pointed.row;
       const details = [item.id, item.stop ? parts.words(item.stop) : parts.stateText(item.state)];
+      const question = this.app.store.groups.get(item.group)?.question;
+      if (question) details.push(question);
       if (item.server) details.push(item.server);
       const base = chosen.aligned ? item.start : 0;
       const at = this.hover ? this.from + this.hover.x / this.scale + base : null;

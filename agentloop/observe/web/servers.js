@@ -112,7 +112,7 @@
         setText(sum, parts.join(" · "));
         for (const one of [sum, legend, node]) one.hidden = !servers.length;
         none.hidden = servers.length > 0;
-        setText(none, store.ready ? "This run has no servers." : "Waiting for data…");
+        setText(none, store.ready ? "No server is ready." : "Waiting for data…");
       };
       const draw = () => {
         for (const server of store.servers) showHistory(body.keyedNodes.get(server.url), server, store.served.get(server.url) ?? []);

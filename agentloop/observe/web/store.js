@@ -12,6 +12,7 @@
   const MAX_STEPS = 5000;
   const MAX_LOG = 200;
   const MAX_HISTORY = 720; // points
+  const FAILURES = new Set(["infrastructure", "environment"]); // reasons why a rollout ends that are not the model's
 
   const kvShare = (servers) => {
     const sum = (name) => servers.reduce((total, one) => total + (one[name] ?? 0), 0);
@@ -122,6 +123,7 @@
       }
       for (const name of ["rollouts", "groups"]) {
         const [updated, removed] = [frame[name] ?? [], frame.gone?.[name] ?? []];
+        if (name === "rollouts" && !frame.full) logFailures(updated);
         for (const row of updated) store[name].set(row.id, row);
         for (const id of removed) store[name].delete(id);
         if (updated.length || removed.length) store.touch(name);
@@ -198,6 +200,19 @@
       for (const row of frame.steps ?? []) logRow(row, store.t);
     };
 
+    // One line for those that failed for the same reason at the same time.
+    const logFailures = (rows) => {
+      const failures = new Map();
+      for (const { id, state, stop } of rows) {
+        const reason = state === "abandoned" ? "cancelled" : FAILURES.has(stop) ? `failed: ${stop}` : null;
+        if (reason && store.rollouts.get(id)?.state === "live") failures.set(reason, [...(failures.get(reason) ?? []), id]);
+      }
+      for (const [reason, [id, ...others]] of failures) {
+        const text = `Rollout ${id}${others.length ? ` and ${format.plural(others.length, "other")}` : ""} ${reason}`;
+        store.addToLog(text, { kind: "warn", href: `#/rollout/${encodeURIComponent(id)}` });
+      }
+    };
+
     const logServer = ({ url, state, healthy, reason }) =>
       store.addToLog(`${url} is ${state}${reason ? `: ${reason}` : ""}`, {
         kind: healthy ? "good" : state === "suspect" ? "warn" : "bad",
@@ -212,7 +227,7 @@
       if (!parts.length) part("learner/loss", (value) => `loss ${format.short(value)}`);
       part("tool_errors_in_correct", (value) => `tool errors in correct rollouts ${format.percent(value)}`);
       part("step_s", (value) => `took ${format.span(value)}`);
-      if (parts.length) store.addToLog(`Step ${row.step}: ${parts.join(", ")}`, { t, href: "#/curves" });
+      if (parts.length) store.addToLog(`${isEvaluation(store.about) ? "Task" : "Step"} ${row.step}: ${parts.join(", ")}`, { t, href: "#/curves" });
     };
 
     return store;
