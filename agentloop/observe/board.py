@@ -452,6 +452,7 @@ class Board:
         if self._latencies:
             summary["latency_ms"] = _percentiles([latency for latency, _ in self._latencies])
             summary["queued_ms"] = _percentiles([queued for _, queued in self._latencies])
+            summary["ran_ms"] = _percentiles([took - queued for took, queued in self._latencies])
         return summary
 
     def cached_fraction(self, server: str) -> float | None:

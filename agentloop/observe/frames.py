@@ -108,11 +108,12 @@ class GroupDetails(GroupSummary):
 
 
 class ToolsSummary(TypedDict):
-    """Calls by status, and percentiles of the milliseconds that the latest took and waited."""
+    """Calls by status, and percentiles of the milliseconds that the latest took, waited and ran."""
 
     calls: dict[str, int]
     latency_ms: NotRequired[dict[str, float]]
     queued_ms: NotRequired[dict[str, float]]
+    ran_ms: NotRequired[dict[str, float]]
 
 
 class RemovedRows(TypedDict):

@@ -122,6 +122,12 @@
     return { node, draw };
   };
 
+  const download = (name, type, text) => {
+    const href = URL.createObjectURL(new Blob([text], { type }));
+    h("a", { href, download: name }).click();
+    setTimeout(() => URL.revokeObjectURL(href), 60_000);
+  };
+
   // --- formats of numbers and times --------------------------------------------------------------
 
   const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
@@ -200,6 +206,7 @@
     panel,
     sparkline,
     areas,
+    download,
     format,
     kept: kept("localStorage"),
     keptForSession: kept("sessionStorage"),

@@ -6,7 +6,7 @@
 // mouse moves, or the slider for keyboards and touch screens.
 (() => {
   "use strict";
-  const { view, h, setText, setAttr, keyed, table, format, color } = window.agentloop;
+  const { view, h, setText, setAttr, keyed, table, format, color, download } = window.agentloop;
   const { isNumber, short } = format;
   const percent = (share) => `${Number((100 * share).toPrecision(2))}%`;
   const span = (seconds) => (seconds ? format.span(seconds) : "0");
@@ -419,6 +419,7 @@
         h("label", { for: "cv-smooth" }, "Smoothing"),
         smooth,
         this.all,
+        h("span", { class: "muted" }, "Drag across a chart to zoom."),
       );
       this.choices = h("ul", { class: "cv-runs" });
       this.full = h("p", { class: "muted", role: "status" });
@@ -429,7 +430,7 @@
       this.grid = h("div", { class: "cv-grid" }, this.charts.map(({ node }) => node));
       this.tableRun = h("select", { "aria-label": "Run", onchange: () => this.fill() });
       this.tableBox = h("div", { class: "cv-table", role: "region", "aria-label": "Metrics by step", tabindex: "0" });
-      this.table = h("details", { class: "cv-numbers", ontoggle: () => this.fill() }, h("summary", {}, "Metrics as a table"), this.tableRun, this.tableBox);
+      this.table = h("details", { class: "cv-numbers", ontoggle: () => this.fill() }, h("summary", {}, "Metrics as a table"), this.tableRun, " ", h("button", { type: "button", onclick: () => this.save() }, "Save as CSV"), this.tableBox);
       root.append(this.picker, this.legend, this.differences, this.bar, this.none, this.grid, this.table);
     }
 
@@ -596,6 +597,14 @@
       this.all.hidden = true;
       this.redraw();
       this.step.focus();
+    }
+
+    // All metrics of the run that the table shows.
+    save() {
+      const run = this.runs.find(({ name }) => name === this.tableRun.value) ?? this.runs[0];
+      const columns = ["step", ...keysOf([run])];
+      const rows = [...run.rows.values()].map((row) => columns.map((key) => row[key] ?? ""));
+      download(`${run.name}.csv`, "text/csv", [columns, ...rows].map((row) => row.join(",")).join("\n"));
     }
 
     fill() {

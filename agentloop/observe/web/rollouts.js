@@ -7,7 +7,7 @@
 //     store ──ids──> Order ──> items (entries, headers) ──visible ones──> slots, canvas
 (() => {
   "use strict";
-  const { h, setText, setAttr, format, parts, api, Order } = window.agentloop;
+  const { h, setText, setAttr, format, parts, api, download, Order } = window.agentloop;
 
   const OVERSCAN = 6; // rows rendered beyond each edge, to avoid gaps while scrolling
   const TICK_MS = 250; // how often the time axis is updated
@@ -19,7 +19,7 @@
   const DRAG_PX = 4; // a smaller movement of the pointer is a click
 
   const ORDERS = [["newest", "Newest"], ["longest", "Longest duration"], ["tokens", "Most tokens"]];
-  const STATES = [["all", "All"], ["live", "In flight"], ["done", "Done"], ["failed", "Failed"]];
+  const STATES = [["all", "All"], ["live", "In flight"], ["done", "Done"], ["failed", "Failed"], ["errors", "With failed calls"]];
   const REWARDS = [["all", "All"], ["correct", "Correct"], ["incorrect", "Incorrect"], ["none", "Not scored"]];
   const COLUMNS = [
     ["id", "Rollout"], ["turn", "Turn"], ["tokens", "Tokens"], ["calls", "Calls"], ["reward", "Reward"],
@@ -32,6 +32,7 @@
   window.agentloop.view("rollouts", {
     title: "Rollouts",
     mount(root, params, app) {
+      chosen.state = params.query.get("state") ?? chosen.state;
       const view = new Rollouts(root, app);
       return () => view.close();
     },
@@ -106,9 +107,7 @@
     async saveTrace() {
       try {
         const text = JSON.stringify(await api.get("api/trace"));
-        const href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
-        h("a", { href, download: `${this.app.store.about.title || "agentloop"}.perfetto.json` }).click();
-        setTimeout(() => URL.revokeObjectURL(href), 60_000);
+        download(`${this.app.store.about.title || "agentloop"}.perfetto.json`, "application/json", text);
       } catch (error) {
         setText(this.readout, `Not saved: ${error.message}`);
       }
@@ -117,7 +116,7 @@
     build(root) {
       const filter = (name) => (value) => {
         chosen[name] = value;
-        this.stale = true;
+        this.stale = this.refit = true;
         this.ask();
       };
       this.found = h("p", { class: "ro-found" });
@@ -241,7 +240,9 @@
       this.version++;
       this.t = this.now();
       if (moved) this.relist();
-      if (moved && this.fitting) this.fitAll(); // a finished run arrives in several frames
+      if (moved && this.refit) this.follow = this.live && !chosen.aligned && order.list.some(({ row }) => row.state === "live");
+      if (moved && (this.fitting || (this.refit && !this.follow))) this.fitAll(); // a finished run arrives in several frames
+      this.refit = false;
       const all = order.all.length;
       const shown = order.list.length === all ? "" : `${format.whole(order.list.length)} of `;
       setText(this.found, `${shown}${format.plural(all, "rollout")}, ${format.whole(order.numLive)} in flight`);
@@ -249,10 +250,10 @@
 
     relist() {
       const { order } = this;
-      // If the reader has scrolled down, the visible rows stay in position when rows are added above. Not
+      // If the reader has scrolled down or points at a row, the visible rows stay in position when rows are added above. Not
       // when sorted by tokens: the reader of a ranking looks at the positions.
       const at = Math.floor(this.top / this.rowHeight);
-      const anchor = at > 0 && chosen.order !== "tokens" ? this.items[at] : null;
+      const anchor = (at > 0 || this.hover) && chosen.order !== "tokens" ? this.items[at] : null;
       this.items = chosen.grouped ? byGroup(order.list) : order.list;
       setAttr(this.scroll, "aria-rowcount", this.items.length + 1);
       const height = this.items.length * this.rowHeight;
@@ -569,7 +570,7 @@
     showDetails() {
       const pointed = this.hover?.item ?? this.slots.find((slot) => slot.item && slot.item.id === this.active)?.item;
       if (!pointed || pointed.header) {
-        setText(this.readout, pointed ? `group ${pointed.group || "–"}` : "Point at a timeline or use the arrow keys to see details.");
+        setText(this.readout, pointed ? `group ${pointed.group || "–"}` : "Point at a timeline or use the arrow keys to see details. Ctrl and the wheel zoom, dragging moves.");
         return;
       }
       const item = pointed.row;
@@ -591,7 +592,7 @@
   // -- rows
 
   function matches(row) {
-    if (chosen.state !== "all" && parts.stateOf(row) !== chosen.state) return false;
+    if (chosen.state === "errors" ? !row.failed_calls : chosen.state !== "all" && parts.stateOf(row) !== chosen.state) return false;
     if (chosen.reward !== "all" && parts.rewardOf(row) !== chosen.reward) return false;
     if (!chosen.query) return true;
     return [row.id, row.group, row.answer].some((text) => (text ?? "").toLowerCase().includes(chosen.query));

@@ -919,8 +919,8 @@
       ["tool", result.started_s - from, result.ended_s - from],
     ];
     const image = parts.strip(pieces, total, label);
-    const note = early > 0.001 ? `${label}, started ${format.span(early)} before the turn's last token` : label;
-    return h("span", { class: "tr-timing", title: note }, image, h("span", { class: "tr-note" }, label));
+    const note = early > 0.001 ? `${label}, began ${format.span(early)} before the turn's last token` : label;
+    return h("span", { class: "tr-timing" }, image, h("span", { class: "tr-note" }, note));
   }
 
   function labelled(label, text) {

@@ -496,6 +496,7 @@ def test_percentiles_are_those_of_the_last_calls(durations: list[float]) -> None
     assert tools["calls"] == {"ok": len(durations)}
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
         value = tools["latency_ms"][name]
+        assert tools["ran_ms"][name] <= value
         below = sum(round(1000 * duration, 1) <= value for duration in durations)
         assert below >= share * len(durations)  # nearest rank: so many are not above it
         assert value in [round(1000 * duration, 1) for duration in durations]
