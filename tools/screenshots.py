@@ -1,8 +1,8 @@
 """`python -m tools.screenshots`: take the page's pictures in docs/images/page again.
 
 It trains the small model for some minutes, on this machine, and takes the pictures meanwhile: each
-view in light and in dark mode at 1280 pixels, and in light mode at a phone's width. Group and
-rollout are the newest ones. With `--url` they are of a page that is running already. SGLang, the
+view in light and in dark mode, at the widths of a desktop, a tablet and a phone. Group and rollout
+are the newest ones. With `--url` they are of a page that is running already. SGLang, the
 learner, chromium and playwright must be installed.
 """
 
@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 from playwright.sync_api import Browser, sync_playwright
@@ -29,7 +29,7 @@ __all__ = ["main"]
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs/images/page"
 VIEWS = ["now", "servers", "rollouts", "groups", "curves", "sandbox", "ask"]
-LOOKS = [("light", 1280), ("dark", 1280), ("light", 360)]
+SIZES = {"desktop": (1440, 900), "tablet": (820, 1180), "phone": (390, 844)}
 SETTLE_MS = 1500  # time to draw curves and canvases
 # Warmer than usual, since the small model would nearly always give the same answer.
 RUN = [
@@ -116,22 +116,27 @@ def take(url: str, out: Path) -> None:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
-        for scheme, width in LOOKS:
-            _take_in(browser, url, out, scheme, width)
+        schemes: list[Literal["light", "dark"]] = ["light", "dark"]
+        for scheme in schemes:
+            for size in SIZES:
+                _take_in(browser, url, out, scheme, size)
         browser.close()
 
 
-def _take_in(browser: Browser, url: str, out: Path, scheme: str, width: int) -> None:
+def _take_in(
+    browser: Browser, url: str, out: Path, scheme: Literal["light", "dark"], size: str
+) -> None:
+    width, height = SIZES[size]
     context = browser.new_context(
-        viewport={"width": width, "height": 800 if width > 500 else 740},
-        color_scheme="dark" if scheme == "dark" else "light",
+        viewport={"width": width, "height": height},
+        color_scheme=scheme,
         reduced_motion="reduce",
     )
     page = context.new_page()
     for name, hash_ in views_of(url).items():
         page.goto(f"{url}/{'' if name == 'now' else hash_}")
         page.wait_for_timeout(SETTLE_MS)
-        path = out / f"{name}-{scheme if width > 500 else 'phone'}.png"
+        path = out / f"{name}-{size}-{scheme}.png"
         page.screenshot(path=path)
         print(path)
     context.close()

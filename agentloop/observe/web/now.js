@@ -28,13 +28,13 @@
     { name: "calls_per_s", label: "tool calls/s", value: ({ now }) => now.calls_per_s, text: short },
     {
       name: "in_flight",
-      label: "rollouts in flight",
+      label: "in flight",
       href: "#/rollouts",
       value: ({ now }) => now.in_flight,
       text: whole,
-      note: ({ now }) => isNumber(now.rollouts_done) && `${whole(now.rollouts_done)} done`,
+      note: ({ now }) => `rollouts${isNumber(now.rollouts_done) ? `, ${whole(now.rollouts_done)} done` : ""}`,
     },
-    { name: "num_waiting", label: "waiting for capacity", value: ({ now }) => now.num_waiting, text: whole, note: () => "requests" },
+    { name: "num_waiting", label: "requests waiting", value: ({ now }) => now.num_waiting, text: whole, note: () => "for KV capacity" },
     {
       name: "groups_open",
       label: "groups in flight",
@@ -45,7 +45,7 @@
     },
     {
       name: "queue_groups",
-      label: "groups in the queue",
+      label: "groups queued",
       value: ({ now }) => now.queue_groups,
       text: whole,
       note: ({ now }) => `for the learner${isNumber(now.queue_bytes) ? `, ${bytes(now.queue_bytes)}` : ""}`,
@@ -76,11 +76,11 @@
     },
     {
       name: "sandbox_busy",
-      label: "sandbox slots busy",
+      label: "sandbox busy",
       href: "#/sandbox",
       value: ({ sandbox }) => sandbox?.busy,
       text: whole,
-      note: ({ sandbox }) => `of ${whole(sandbox.slots)}${sandbox.waiting ? `, ${whole(sandbox.waiting)} queued` : ""}`,
+      note: ({ sandbox }) => `of ${whole(sandbox.slots)} slots${sandbox.waiting ? `, ${whole(sandbox.waiting)} queued` : ""}`,
     },
     {
       name: "refusals",

@@ -176,7 +176,7 @@
       this.readout = h("p", { class: "ro-readout" });
       root.append(
         h(
-          "section", { class: "v ro" }, bar,
+          "section", { class: `v ro${this.app.store.about.kind === "serve" ? " unscored" : ""}` }, bar,
           h("div", { class: "ro-under" }, parts.legend(), this.found, save),
           h("p", { class: "v-hidden", id: "ro-keys" },
             "Press the up and down arrow keys to select a rollout and Enter to open it, the left and right arrow keys to move in time, plus and minus to zoom, and F to follow the current time."),
@@ -658,8 +658,8 @@
     write("turn", format.whole(row.turn));
     write("tokens", format.whole(row.tokens));
     write("calls", row.failed_calls ? `${row.calls} (${row.failed_calls} ✗)` : format.whole(row.calls));
-    write("reward", reward === "none" && state !== "done" ? parts.stateText(state) : parts.rewardText(row));
-    write("answer", row.answer ?? "");
+    write("reward", parts.rewardText(row));
+    write("answer", row.answer || (state === "done" ? "" : parts.stateText(state)));
     setAttr(cells.answer, "title", row.answer || null);
     write("lanes", parts.lanesText(row, row.end ?? row.lanes?.at(-1)?.[1] ?? row.start));
   }

@@ -56,6 +56,8 @@
   const showHistory = ({ parts }, server, points) => {
     const series = (i) => points.map((point) => [point[0], point[i]]);
     setText(parts.rate, points.length ? short(points.at(-1)[1]) : "–");
+    const most = points.length > 1 && `up to ${short(Math.max(...points.map(([, rate]) => rate)))} tokens/s in the last ${span(points.at(-1)[0] - points[0][0])}`;
+    setAttr(parts.rates.node.parentNode, "title", most);
     parts.rates.draw(series(1));
     parts.batches.draw(series(2));
     parts.history.draw(points.map(([t, , , ...kv]) => [t, ...kv]), server.capacity);

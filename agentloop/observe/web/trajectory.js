@@ -492,9 +492,9 @@
       this.tokens = h("div", { class: "tr-tokens" });
       this.tokens.turn = index;
       this.observed = h("div", { class: "tr-observed" });
-      this.heading = h("h2", { id: `tr-turn-${owner.shown.indexOf(owner.id)}-${index}`, tabindex: "-1" }, `Turn ${index + 1} `, this.meta);
+      this.heading = h("h2", { tabindex: "-1" }, `Turn ${index + 1} `, this.meta);
       this.node = h(
-        "section", { class: "tr-turn", "aria-labelledby": this.heading.id },
+        "section", { class: "tr-turn", "aria-label": `Turn ${index + 1}${owner.shown.length > 1 ? ` of ${owner.id}` : ""}` },
         h("div", { class: "tr-line" }, this.heading, this.strip), this.tokens, this.observed,
       );
       owner.list.append(this.node);
