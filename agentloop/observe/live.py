@@ -331,7 +331,7 @@ class Live:
         sandbox = {**s.sandbox(), **self.board.tools()}
         if self._ended is None:
             spent = self.board.spent(queued_share=_queued_share(sandbox))
-            self._spent = spent.to_dict(s.served_on())
+            self._spent = spent.to_dict(s.served_on(), has_slots=sandbox.get("slots") != 0)
             self._latency = self.board.latency()
         values["spent"], values["latency"] = self._spent, self._latency
         if self._ended is not None:

@@ -34,7 +34,7 @@
       text: whole,
       note: ({ now }) => `rollouts${isNumber(now.rollouts_done) ? `, ${whole(now.rollouts_done)} done` : ""}`,
     },
-    { name: "num_waiting", label: "requests waiting", value: ({ now }) => now.num_waiting, text: whole, note: () => "for KV capacity" },
+    { name: "num_waiting", label: "waiting", value: ({ now }) => now.num_waiting, text: whole, note: () => "for KV capacity" },
     {
       name: "groups_open",
       label: "groups in flight",
