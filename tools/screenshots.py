@@ -33,7 +33,7 @@ SIZES = {"desktop": (1440, 900), "tablet": (820, 1180), "phone": (390, 844)}
 SETTLE_MS = 1500  # time to draw curves and canvases
 # Warmer than usual, since the small model would nearly always give the same answer.
 RUN = [
-    "docs/recipes/small.toml",
+    "small",
     "run.name=pictures",
     "sampling.temperature=1.5",
     "loop.steps=40",
@@ -62,10 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
 @contextmanager
 def training(folder: Path) -> Iterator[str]:
     """Train until some steps are done and more are to come; yield the address of the run's page."""
-    command = [sys.executable, "-m", "agentloop", "train", *RUN, f"run.folder={folder}"]
+    command = [sys.executable, "-m", "agentloop", "train", *RUN]
     log = folder / "train.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+        # In its own working directory, since pictures must not show paths of this machine.
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
     try:
         deadline = time.monotonic() + WAIT_S
         while True:
@@ -101,12 +102,14 @@ def views_of(url: str) -> dict[str, str]:
         del addresses["sandbox"]
     if not shown.get("servers"):
         del addresses["servers"]
-    done = [row for row in shown["rollouts"] if row["state"] == "done" and row["calls"]]
-    if done:
-        addresses["rollout"] = f"#/rollout/{done[-1]['id']}"
-    groups = [row for row in shown["groups"] if row["state"] == "done"]
+    # A held-out task has a single rollout, and its group says little.
+    groups = [row for row in shown["groups"] if row["kept"]]
     if groups:
         addresses["group"] = f"#/group/{groups[-1]['id']}"
+        rows = [row for row in shown["rollouts"] if row["group"] == groups[-1]["id"]]
+        rows.sort(key=lambda row: row["calls"])
+        for row in rows[-1:]:
+            addresses["rollout"] = f"#/rollout/{row['id']}"
     return addresses
 
 

@@ -218,7 +218,7 @@ def test_a_group_says_who_was_kept_and_why_others_were_not(
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("width", [1440, 820, 390])
 def test_every_view_can_be_read_by_everybody(
     service: Service, chromium: Browser, group: str, dark: bool, width: int
 ) -> None:

@@ -32,7 +32,7 @@
       href: "#/rollouts",
       value: ({ now }) => now.in_flight,
       text: whole,
-      note: ({ now }) => `rollouts${isNumber(now.rollouts_done) ? `, ${whole(now.rollouts_done)} done` : ""}`,
+      note: ({ now }) => isNumber(now.rollouts_done) && `${whole(now.rollouts_done)} done`,
     },
     { name: "num_waiting", label: "waiting", value: ({ now }) => now.num_waiting, text: whole, note: () => "for KV capacity" },
     {
@@ -41,21 +41,21 @@
       href: "#/groups",
       value: ({ now, about, groups }) => (about.kind === "serve" && !groups.size ? null : now.groups_open),
       text: whole,
-      note: ({ now }) => isNumber(now.slots_used) && isNumber(now.slots) && `${now.slots_used} of ${now.slots} slots`,
+      note: ({ now }) => isNumber(now.slots_used) && isNumber(now.slots) && `${now.slots_used} of ${now.slots} to train on`,
     },
     {
       name: "queue_groups",
       label: "groups queued",
       value: ({ now }) => now.queue_groups,
       text: whole,
-      note: ({ now }) => `for the learner${isNumber(now.queue_bytes) ? `, ${bytes(now.queue_bytes)}` : ""}`,
+      note: ({ now }) => (now.queue_bytes ? bytes(now.queue_bytes) : "for the learner"),
     },
     {
       name: "staleness",
       label: "staleness",
       value: ({ now }) => now.staleness,
       text: short,
-      note: ({ now }) => isNumber(now.max_staleness) && `versions, at most ${now.max_staleness}`,
+      note: ({ now }) => isNumber(now.max_staleness) && `at most ${now.max_staleness}`,
     },
     {
       name: "healthy",
@@ -349,10 +349,11 @@
 
   // What is still answered wrongly: held-out tasks of the last evaluation, else the groups that are shown.
   const wrongGroups = (store) => {
-    const wrong = [...store.groups.values()].filter((group) => group.wrong);
     const evaluated = (group) => Number(/^(\d+)-held-out-/.exec(group.id)?.[1] ?? -1);
-    const last = Math.max(-1, ...[...store.groups.values()].map(evaluated));
-    const shown = last < 0 ? wrong : wrong.filter((group) => evaluated(group) === last);
+    const groups = [...store.groups.values()];
+    const running = new Set(groups.filter((group) => group.state === "live").map(evaluated));
+    const last = Math.max(-1, ...groups.map(evaluated).filter((step) => !running.has(step)));
+    const shown = groups.filter((group) => group.wrong && (last < 0 || evaluated(group) === last));
     return { shown: shown.sort((a, b) => (a.mean_reward ?? 1) - (b.mean_reward ?? 1) || b.start - a.start), last };
   };
 
