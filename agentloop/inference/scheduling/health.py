@@ -113,7 +113,7 @@ class Health:
     def weights_missed(self) -> ServerState:
         """Record that the server missed a weight update."""
         if self.state in (ServerState.HEALTHY, ServerState.SUSPECT):
-            self.state, self.reason = ServerState.STALE, "it missed a weight update"
+            self.state, self.reason = ServerState.STALE, "it lacks the current weights"
         return self.state
 
     def weights_loaded(self) -> ServerState:

@@ -186,7 +186,8 @@
       if (frame.servers) {
         const previous = new Map(before.servers.map((one) => [one.url, one]));
         for (const server of servers) {
-          if (!previous.has(server.url) || previous.get(server.url).state !== server.state) logServer(server);
+          const states = [previous.get(server.url)?.state, server.state];
+          if (states[0] !== states[1] && !states.includes("stale")) logServer(server); // stale: until a weight sync ends
           previous.delete(server.url);
         }
         for (const url of previous.keys()) store.addToLog(`${url} was removed`, { kind: "warn", href: "#/servers" });
