@@ -291,12 +291,13 @@ class Live:
         passed_s = now_s - self._points[-1]["t"] if self._points else math.inf
         if 0 <= passed_s < _POINT_EVERY_S:
             return None
+        passed_s = max(passed_s, _POINT_EVERY_S)  # the clock may go backwards
         values, sandbox = self._values(), self.sources.sandbox()
         shown = {name: number_of(values.get(name)) for name in _SHOWN_OVER_TIME}
         shown |= {f"sandbox_{name}": number_of(sandbox.get(name)) for name in ("busy", "waiting")}
         served, self._served = self._served, dict(self.board.server_tokens)
         point: HistoryPoint = {
-            "t": round(now_s, 1),
+            "t": math.floor(10 * now_s) / 10,
             "now": {name: value for name, value in shown.items() if value is not None},
             "servers": {
                 view.url: [
