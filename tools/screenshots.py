@@ -96,6 +96,7 @@ def views_of(url: str) -> dict[str, str]:
     shown = frame(url)
     description = shown["about"]
     addresses = {name: f"#/{name}" for name in VIEWS}
+    addresses["rollouts"] += "?state=done"  # with answers
     if not description.get("can_ask"):
         del addresses["ask"]
     if not description.get("has_sandbox"):
