@@ -1,8 +1,8 @@
 """`python -m tools.screenshots`: take the page's pictures in docs/images/page again.
 
 It trains the small model for some minutes, on this machine, and takes the pictures meanwhile: each
-view in light and in dark mode at 1280 pixels, and in light mode at a phone's width. Group and
-rollout are the newest ones. With `--url` they are of a page that is running already. SGLang, the
+view in light and in dark mode, at the widths of a desktop, a tablet and a phone. Group and rollout
+are the newest ones. With `--url` they are of a page that is running already. SGLang, the
 learner, chromium and playwright must be installed.
 """
 
@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 from playwright.sync_api import Browser, sync_playwright
@@ -29,11 +29,11 @@ __all__ = ["main"]
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs/images/page"
 VIEWS = ["now", "servers", "rollouts", "groups", "curves", "sandbox", "ask"]
-LOOKS = [("light", 1280), ("dark", 1280), ("light", 360)]
+SIZES = {"desktop": (1440, 900), "tablet": (820, 1180), "phone": (390, 844)}
 SETTLE_MS = 1500  # time to draw curves and canvases
 # Warmer than usual, since the small model would nearly always give the same answer.
 RUN = [
-    "docs/recipes/small.toml",
+    "small",
     "run.name=pictures",
     "sampling.temperature=1.5",
     "loop.steps=40",
@@ -62,10 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
 @contextmanager
 def training(folder: Path) -> Iterator[str]:
     """Train until some steps are done and more are to come; yield the address of the run's page."""
-    command = [sys.executable, "-m", "agentloop", "train", *RUN, f"run.folder={folder}"]
+    command = [sys.executable, "-m", "agentloop", "train", *RUN]
     log = folder / "train.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+        # In its own working directory, since pictures must not show paths of this machine.
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
     try:
         deadline = time.monotonic() + WAIT_S
         while True:
@@ -95,18 +96,21 @@ def views_of(url: str) -> dict[str, str]:
     shown = frame(url)
     description = shown["about"]
     addresses = {name: f"#/{name}" for name in VIEWS}
+    addresses["rollouts"] += "?state=done"  # with answers
     if not description.get("can_ask"):
         del addresses["ask"]
     if not description.get("has_sandbox"):
         del addresses["sandbox"]
     if not shown.get("servers"):
         del addresses["servers"]
-    done = [row for row in shown["rollouts"] if row["state"] == "done" and row["calls"]]
-    if done:
-        addresses["rollout"] = f"#/rollout/{done[-1]['id']}"
-    groups = [row for row in shown["groups"] if row["state"] == "done"]
+    # A held-out task has a single rollout, and its group says little.
+    groups = [row for row in shown["groups"] if row["kept"]]
     if groups:
         addresses["group"] = f"#/group/{groups[-1]['id']}"
+        rows = [row for row in shown["rollouts"] if row["group"] == groups[-1]["id"]]
+        rows.sort(key=lambda row: row["calls"])
+        for row in rows[-1:]:
+            addresses["rollout"] = f"#/rollout/{row['id']}"
     return addresses
 
 
@@ -116,22 +120,27 @@ def take(url: str, out: Path) -> None:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
-        for scheme, width in LOOKS:
-            _take_in(browser, url, out, scheme, width)
+        schemes: list[Literal["light", "dark"]] = ["light", "dark"]
+        for scheme in schemes:
+            for size in SIZES:
+                _take_in(browser, url, out, scheme, size)
         browser.close()
 
 
-def _take_in(browser: Browser, url: str, out: Path, scheme: str, width: int) -> None:
+def _take_in(
+    browser: Browser, url: str, out: Path, scheme: Literal["light", "dark"], size: str
+) -> None:
+    width, height = SIZES[size]
     context = browser.new_context(
-        viewport={"width": width, "height": 800 if width > 500 else 740},
-        color_scheme="dark" if scheme == "dark" else "light",
+        viewport={"width": width, "height": height},
+        color_scheme=scheme,
         reduced_motion="reduce",
     )
     page = context.new_page()
     for name, hash_ in views_of(url).items():
         page.goto(f"{url}/{'' if name == 'now' else hash_}")
         page.wait_for_timeout(SETTLE_MS)
-        path = out / f"{name}-{scheme if width > 500 else 'phone'}.png"
+        path = out / f"{name}-{size}-{scheme}.png"
         page.screenshot(path=path)
         print(path)
     context.close()

@@ -30,7 +30,7 @@ from agentloop.observe.exporters.event_log import EventLog, EventLogSettings
 from agentloop.observe.exporters.otel import OtelSettings, Traces
 from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from agentloop.observe.live import Sources, served_here
-from agentloop.observe.runs import of_start, start_metrics
+from agentloop.observe.runs import of_start, origin_of, start_metrics
 from agentloop.runtime import Runtime
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.run_folder import RunFolder
@@ -232,6 +232,7 @@ class RunDashboard:
                 "can_ask": self._has_runtime,
                 "controls": self.actions,
                 "has_sandbox": self._has_runtime,
+                **origin_of(self.folder.path),
             },
             chat=lambda: self._chat,
             servers=self._servers,

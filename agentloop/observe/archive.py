@@ -26,6 +26,7 @@ from agentloop.observe.frames import (
     Lane,
     MemberSummary,
     RolloutSummary,
+    first_words,
 )
 from agentloop.observe.latency import Duration, of_turn, summary_of
 from agentloop.observe.record import RecordReader
@@ -113,7 +114,7 @@ class Archive:
     async def runs(self) -> Sequence[Mapping[str, object]]:
         return await anyio.to_thread.run_sync(runs_beside, self.folder)
 
-    async def curves(self, run: str) -> Sequence[Mapping[str, object]]:
+    async def curves(self, run: str) -> Mapping[str, object]:
         return await anyio.to_thread.run_sync(curves, self.folder, run)
 
     def _frame(self) -> BoardFrame:
@@ -125,7 +126,7 @@ class Archive:
                 key = path, path.stat().st_mtime_ns
             except OSError:
                 continue
-            summary = self._read.get(key) or _summary(path)
+            summary = self._read.get(key) or _summary(path, self.chat)
             num_rollouts += len(summary.rollouts)
             if read and num_rollouts > _MAX_ROLLOUTS:
                 break
@@ -193,12 +194,20 @@ def read_group(folder: Path, name: str, chat: ChatFormat | None) -> GroupDetails
     if not rows:
         return None
     return {
-        **_group_row(rows),
-        "prompt": rows[0].get("question")
-        or ("" if chat is None else chat.last_user_text(rows[0]["trajectory"]["prompt_ids"])),
-        "answer": rows[0].get("truth"),
+        **_group_row(rows, chat),
+        "prompt": _question(rows[0], chat),
         "rollouts": [_member(row, is_chosen=_is_chosen(rows)) for row in rows],
     }
+
+
+def _question(row: JsonObject, chat: ChatFormat | None) -> str:
+    question: str | None = row.get("question")
+    if question or chat is None:
+        return question or ""
+    try:
+        return chat.last_user_text(row["trajectory"]["prompt_ids"])
+    except (OverflowError, *_DAMAGED):
+        return ""
 
 
 def _rows_of(folder: Path, group: str) -> list[JsonObject]:
@@ -224,14 +233,14 @@ def _read(path: Path) -> list[JsonObject]:
     for line in lines:
         try:
             row = loads(line)
-            _group_row([row]), _member(row, is_chosen=True)
+            _group_row([row], None), _member(row, is_chosen=True)
         except _DAMAGED:
             continue
         rows.append(row)
     return rows
 
 
-def _summary(path: Path) -> _Summary:
+def _summary(path: Path, chat: ChatFormat | None) -> _Summary:
     rows = _read(path)
     spent, spans = Spent(), list[_Span]()
     durations: dict[Duration, list[float]] = {kind: [] for kind in Duration}
@@ -245,7 +254,7 @@ def _summary(path: Path) -> _Summary:
             for kind, seconds in _durations_of(turn):
                 durations[kind].append(seconds)
     shown = [_rollout_row(row) for row in rows]
-    return _Summary(_group_row(rows), shown, spent, durations, spans)
+    return _Summary(_group_row(rows, chat), shown, spent, durations, spans)
 
 
 def _durations_of(turn: JsonObject) -> Iterator[tuple[Duration, float]]:
@@ -261,9 +270,9 @@ def _spent_on(turn: JsonObject) -> Spent:
     about to sample."""
     started, first = turn["started_s"], turn["first_token_s"]
     sampled, ended = turn["generated_s"], turn["ended_s"]
-    first = sampled if first is None else first
     placed = turn.get("placed_s")
     placed = started if placed is None else placed
+    first = placed if first is None else first  # what others have sampled
     times = [
         (result["dispatched_s"], result["started_s"], result["ended_s"])
         for result in turn["results"]
@@ -375,22 +384,29 @@ def _rollout_row(row: JsonObject) -> RolloutSummary:
             (turn["servers"][-1] for turn in reversed(trajectory["turns"]) if turn["servers"]), ""
         ),
         "reward": row["reward"],
+        "answer": first_words(row["answer"] or trajectory.get("answer")),
         "start": start,
         "end": at(trajectory["elapsed_s"]),
         "lanes": lanes[-64:],
     }
 
 
-def _group_row(rows: Sequence[JsonObject]) -> GroupSummary:
+def _group_row(rows: Sequence[JsonObject], chat: ChatFormat | None) -> GroupSummary:
     by_rollout = {rollout_of(row["trajectory"]["id"]): row["reward"] for row in rows}
     rewards = [reward for reward in by_rollout.values() if reward is not None]
     starts = [row["trajectory"]["created_unix_s"] for row in rows]
     ends = [row["trajectory"]["created_unix_s"] + row["trajectory"]["elapsed_s"] for row in rows]
     kept = [row for row in rows if row["advantage"] is not None]
     is_chosen = _is_chosen(rows)
+    wrong = next((row for row in rows if row["reward"] is not None and row["reward"] <= 0), None)
     return {
         "id": _group_of(rows[0]),
         "task": rows[0].get("title") or rows[0]["task"],
+        "question": first_words(_question(rows[0], chat)),
+        "answer": rows[0].get("truth"),
+        "wrong": None
+        if wrong is None
+        else {"id": wrong["trajectory"]["id"], "answer": first_words(wrong["answer"])},
         "size": len(by_rollout),
         "state": "done",
         "num_done": len(by_rollout),

@@ -43,6 +43,8 @@ from agentloop.observe.frames import (
     RolloutState,
     RolloutSummary,
     ToolsSummary,
+    WrongAnswer,
+    first_words,
 )
 from agentloop.observe.latency import Duration, LatencyShown, RecentDurations, nearest_rank, of_turn
 from agentloop.plain_json import number_of
@@ -100,6 +102,7 @@ class Row:
             failed_calls=self.failed_calls,
             server=self.server,
             reward=self.reward,
+            answer=first_words(self.answer),
             start=self.start,
             end=self.end,
             lanes=self.lanes,
@@ -125,12 +128,21 @@ class GroupRow:
     mean_reward: float | None = None
     kept: int | None = None
     has_signal: bool | None = None
+    wrong: WrongAnswer | None = None
     end: int | None = None
+
+    @property
+    def question(self) -> str:
+        prompt = self.prompt
+        return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
     def to_row(self) -> GroupSummary:
         return {
             "id": self.id,
             "task": self.task,
+            "question": first_words(self.question),
+            "answer": self.answer,
+            "wrong": self.wrong,
             "size": self.size,
             "mean_reward": self.mean_reward,
             "kept": self.kept,
@@ -169,6 +181,7 @@ class Board:
         self.policy_version: str | None = None
         self.num_in_flight = self.num_done = self.num_moved = 0
         self.calls = Counter[str]()
+        self.server_tokens = Counter[str]()  # sampled, by the server's URL
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._with_record: deque[tuple[str, int]] = deque()
         self._num_kept_tokens = 0
@@ -200,6 +213,7 @@ class Board:
                 if row is not None and row.state == "live":
                     row.tokens += len(event.ids)
                     self._num_tokens += len(event.ids)
+                    self.server_tokens[row.server] += len(event.ids)
                     if event.ids and row.lanes[-1][0] != "decode":
                         self._enter(row, "decode")
                     else:
@@ -271,7 +285,7 @@ class Board:
             case ClientAwaited():
                 self._enter(row, "client")
             case RolloutFinished(trajectory=trajectory):
-                row.stop = str(trajectory.stop_reason)
+                row.stop, row.answer = str(trajectory.stop_reason), trajectory.answer or None
                 row.turn = max(row.turn, len(trajectory.turns))
                 if event.num_tokens is not None:
                     row.tokens = event.num_tokens
@@ -281,6 +295,10 @@ class Board:
             case RolloutScored():
                 row.reward, row.answer, row.reason = event.reward, event.answer, event.reason
                 self._lane_changes[row.id] = None
+                group = self.groups.get(row.group)
+                if group is not None and event.reward is not None and event.reward <= 0:
+                    group.wrong = group.wrong or {"id": row.id, "answer": first_words(row.answer)}
+                    self._changed_groups[group.id] = None
                 if row.end is None:
                     return
                 now_ms = self.ms()
@@ -434,6 +452,7 @@ class Board:
         if self._latencies:
             summary["latency_ms"] = _percentiles([latency for latency, _ in self._latencies])
             summary["queued_ms"] = _percentiles([queued for _, queued in self._latencies])
+            summary["ran_ms"] = _percentiles([took - queued for took, queued in self._latencies])
         return summary
 
     def cached_fraction(self, server: str) -> float | None:

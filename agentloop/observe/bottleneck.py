@@ -148,11 +148,14 @@ class Spent:
         scaled[Part.OTHER] = free_s - between * scale
         return {part: scaled[part] for part in Part if scaled.get(part, 0.0) > 1e-6}
 
-    def sentence(self, on: ServedOn = ServedOn.UNKNOWN) -> str:
+    def sentence(self, on: ServedOn = ServedOn.UNKNOWN, *, has_slots: bool = True) -> str:
         """Return the largest part, its size and the setting that would change it; "": no part is.
 
         The size is that of a turn or of a call for parts of which they consist, and otherwise that
         of the whole window.
+
+        Args:
+            has_slots: whether the sandbox has slots at all, so that more of them would help.
         """
         by_part = {part: s for part, s in self.by_part().items() if part is not Part.OTHER}
         if not by_part:
@@ -162,6 +165,8 @@ class Spent:
             return ""
         description, advice = _WORDS[largest]
         advice = advice or _BY_HARDWARE[on][largest]
+        if largest is Part.QUEUE and not has_slots:
+            advice = "no worker of the sandbox is available, see the log"
         for parts, count, noun in (
             (_BY_CALL, self.num_calls, "call"),
             (_BY_TURN, self.num_turns, "turn"),
@@ -174,12 +179,14 @@ class Spent:
             size = _of(by_part[largest], self.window_s)
         return f"{description}: {size}; {advice}"
 
-    def to_dict(self, on: ServedOn = ServedOn.UNKNOWN) -> dict[str, object]:
-        """Return what the page shows."""
+    def to_dict(
+        self, on: ServedOn = ServedOn.UNKNOWN, *, has_slots: bool = True
+    ) -> dict[str, object]:
+        """Return what the page shows. The arguments are those of `sentence`."""
         return {
-            "window_s": round(self.window_s, 1),
+            "window_s": round(self.window_s, 3),
             "seconds": {str(part): round(s, 3) for part, s in self.by_part().items()},
-            "sentence": self.sentence(on),
+            "sentence": self.sentence(on, has_slots=has_slots),
         }
 
 

@@ -12,13 +12,18 @@ __all__ = [
     "BoardFrame",
     "GroupDetails",
     "GroupSummary",
+    "HistoryPoint",
     "Lane",
     "MemberSummary",
     "RemovedRows",
     "RolloutState",
     "RolloutSummary",
     "ToolsSummary",
+    "WrongAnswer",
+    "first_words",
 ]
+
+_MAX_CHARS = 160  # of a question or an answer in a row
 
 Lane = Literal["wait", "prefill", "decode", "tool", "client", "siblings", "reward"]
 """State of a rollout: waiting for capacity, prefill, decoding, running tools, waiting for the
@@ -40,17 +45,31 @@ class RolloutSummary(TypedDict):
     failed_calls: int
     server: str
     reward: float | None
+    answer: str
     start: int
     end: int | None
     lanes: list[tuple[Lane, int]]
     more: NotRequired[bool]  # lanes were left out
 
 
+class WrongAnswer(TypedDict):
+    """A rollout of a group that got no positive reward."""
+
+    id: str
+    answer: str | None
+
+
 class GroupSummary(TypedDict):
-    """A row of the groups. `kept` and `has_signal` are None if no rollouts are selected."""
+    """A row of the groups. `kept` and `has_signal` are None if no rollouts are selected.
+
+    `question` has the first words of the task, and `wrong` is the first rollout that was wrong.
+    """
 
     id: str
     task: str
+    question: str
+    answer: str | None
+    wrong: WrongAnswer | None
     size: int
     state: Literal["live", "done"]
     num_done: int
@@ -85,16 +104,16 @@ class GroupDetails(GroupSummary):
     """A group with its rollouts."""
 
     prompt: str
-    answer: str | None
     rollouts: list[MemberSummary]
 
 
 class ToolsSummary(TypedDict):
-    """Calls by status, and percentiles of the milliseconds that the latest took and waited."""
+    """Calls by status, and percentiles of the milliseconds that the latest took, waited and ran."""
 
     calls: dict[str, int]
     latency_ms: NotRequired[dict[str, float]]
     queued_ms: NotRequired[dict[str, float]]
+    ran_ms: NotRequired[dict[str, float]]
 
 
 class RemovedRows(TypedDict):
@@ -102,6 +121,18 @@ class RemovedRows(TypedDict):
 
     rollouts: list[str]
     groups: list[str]
+
+
+class HistoryPoint(TypedDict):
+    """Values at a Unix time.
+
+    `servers` has, by URL: tokens per second since the last point, running requests, and tokens of
+    the KV cache that are held or reserved, wait for a tool, or can be reused.
+    """
+
+    t: float
+    now: Mapping[str, float]
+    servers: Mapping[str, Sequence[float]]
 
 
 class BoardFrame(TypedDict, total=False):
@@ -112,6 +143,7 @@ class BoardFrame(TypedDict, total=False):
         about: what does not change, such as the kind and title of the run.
         now: counters, rates and progress.
         steps: rows of metrics.
+        history: points of the last hour that the reader does not have yet, oldest first.
     """
 
     rev: int
@@ -126,4 +158,10 @@ class BoardFrame(TypedDict, total=False):
     rollouts: list[RolloutSummary]
     groups: list[GroupSummary]
     steps: Sequence[Mapping[str, object]]
+    history: Sequence[HistoryPoint]
     gone: RemovedRows
+
+
+def first_words(text: str | None) -> str:
+    """Return as much of a text as a row of the page shows, on one line."""
+    return " ".join((text or "")[:_MAX_CHARS].split())

@@ -11,6 +11,7 @@ readers.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections import deque
@@ -28,7 +29,7 @@ from agentloop.inference.cpu import has_accelerator
 from agentloop.inference.replicas import ServerView
 from agentloop.observe.board import Board, Row
 from agentloop.observe.bottleneck import ServedOn, served_on
-from agentloop.observe.frames import BoardFrame, GroupDetails, MemberSummary
+from agentloop.observe.frames import BoardFrame, GroupDetails, HistoryPoint, MemberSummary
 from agentloop.observe.record import RecordReader
 from agentloop.observe.runs import curves, runs_beside
 from agentloop.observe.stalls import Stalls
@@ -46,6 +47,19 @@ _MAX_ROWS = 500  # in one frame, which takes some milliseconds of the event loop
 _MAX_WAITS = 50
 _GOODBYE_S = 10.0
 _MAX_DIGITS = 18  # of a valid frame id
+_POINT_EVERY_S = 5.0
+_MAX_POINTS = 720  # an hour
+_SHOWN_OVER_TIME = (
+    "tokens_per_s",
+    "calls_per_s",
+    "in_flight",
+    "num_waiting",
+    "groups_open",
+    "queue_groups",
+    "staleness",
+    "refusals",
+    "loop_lag_ms",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +103,10 @@ class Live:
     _latency: Mapping[str, object] = field(default_factory=dict)  # alike
     _ended: dict[str, str] | None = None
     _ended_rev: int = 0
+    # What a reader who comes later sees of the last hour.
+    _points: deque[HistoryPoint] = field(default_factory=lambda: deque(maxlen=_MAX_POINTS))
+    _states: dict[str, tuple[str, float]] = field(default_factory=dict)  # of servers, since when
+    _served: Mapping[str, int] = field(default_factory=dict)  # tokens by server, at the last point
     # Set when the last reader leaves after the end.
     _all_left: anyio.Event = field(default_factory=anyio.Event)
 
@@ -107,11 +125,14 @@ class Live:
     def tick(self) -> None:
         self.board.tick()
         self._rev += 1
+        point = self._next_point() if self._ended is None else None
         if not self.num_readers:
             self.board.skip()
             self._frames.clear()
             return
         frame = {**self._head(full=False), **self._moment(), **self.board.take(_MAX_ROWS)}
+        if point is not None:
+            frame["history"] = [point]
         self._frames.append(_Frame(self._rev, dumps(frame)))
         self._ticked.notify()
 
@@ -220,12 +241,10 @@ class Live:
                 return stored
         if group is None:
             raise NotThere(f"group {name!r}: not found (only the newest groups are kept)")
-        prompt = group.prompt
         members = [row for key in group.members if (row := rows.get(key)) is not None]
         return {
             **group.to_row(),
-            "prompt": prompt if isinstance(prompt, str) else str(prompt[-1]["content"]),
-            "answer": group.answer,
+            "prompt": group.question,
             "rollouts": [_member(row, is_chosen=group.kept is not None) for row in members],
         }
 
@@ -234,7 +253,7 @@ class Live:
             return []
         return await anyio.to_thread.run_sync(runs_beside, self.sources.folder)
 
-    async def curves(self, run: str) -> Sequence[Mapping[str, object]]:
+    async def curves(self, run: str) -> Mapping[str, object]:
         if self.sources.folder is None:
             raise NotThere(f"run {run!r}: not found")
         return await anyio.to_thread.run_sync(curves, self.sources.folder, run)
@@ -248,6 +267,7 @@ class Live:
             **self._head(full=True),
             "missed": missed,
             "about": about,
+            "history": [*self._points],
             **self._moment(),
         }
         for slice_ in self.board.all(_MAX_ROWS, taken=taken):
@@ -258,23 +278,61 @@ class Live:
     def _head(self, *, full: bool) -> BoardFrame:
         return {"rev": self._rev, "t": round(time.time(), 3), "full": full}
 
+    def _next_point(self) -> HistoryPoint | None:
+        """Remember the values of this moment, if the last point is old enough."""
+        now_s, views = time.time(), self.sources.servers()
+        before = self._states
+        self._states = {
+            view.url: before[view.url]
+            if view.url in before and before[view.url][0] == str(view.state)
+            else (str(view.state), now_s)
+            for view in views
+        }
+        passed_s = now_s - self._points[-1]["t"] if self._points else math.inf
+        if 0 <= passed_s < _POINT_EVERY_S:
+            return None
+        passed_s = max(passed_s, _POINT_EVERY_S)  # the clock may go backwards
+        values, sandbox = self._values(), self.sources.sandbox()
+        shown = {name: number_of(values.get(name)) for name in _SHOWN_OVER_TIME}
+        shown |= {f"sandbox_{name}": number_of(sandbox.get(name)) for name in ("busy", "waiting")}
+        served, self._served = self._served, dict(self.board.server_tokens)
+        point: HistoryPoint = {
+            "t": math.floor(10 * now_s) / 10,
+            "now": {name: value for name, value in shown.items() if value is not None},
+            "servers": {
+                view.url: [
+                    round((self._served.get(view.url, 0) - served.get(view.url, 0)) / passed_s, 1),
+                    view.num_running,
+                    view.num_held_tokens + view.num_reserved_tokens,
+                    view.num_parked_tokens,
+                    view.num_cached_tokens,
+                ]
+                for view in views
+            },
+        }
+        self._points.append(point)
+        return point
+
+    def _values(self) -> dict[str, object]:
+        return {
+            **self.board.now(),
+            "num_waiting": self.sources.num_waiting(),
+            "no_progress_s": round(self.stalls.no_progress_s, 1),
+            "loop_lag_ms": round(1000 * self._lag_s, 1),
+            **self.sources.more(),
+        }
+
     def _moment(self) -> BoardFrame:
         s = self.sources
         waits = [
             {"who": wait.rollout_id, "what": wait.what, "waited_s": round(wait.waited_s, 2)}
             for wait in self.stalls.waits(_MAX_WAITS)
         ]
-        values: dict[str, object] = {
-            **self.board.now(),
-            "num_waiting": s.num_waiting(),
-            "no_progress_s": round(self.stalls.no_progress_s, 1),
-            "loop_lag_ms": round(1000 * self._lag_s, 1),
-            **s.more(),
-        }
+        values = self._values()
         sandbox = {**s.sandbox(), **self.board.tools()}
         if self._ended is None:
             spent = self.board.spent(queued_share=_queued_share(sandbox))
-            self._spent = spent.to_dict(s.served_on())
+            self._spent = spent.to_dict(s.served_on(), has_slots=sandbox.get("slots") != 0)
             self._latency = self.board.latency()
         values["spent"], values["latency"] = self._spent, self._latency
         if self._ended is not None:
@@ -290,6 +348,7 @@ class Live:
         return {
             "url": view.url,
             "state": str(view.state),
+            "since": self._states.get(view.url, ("", None))[1],
             "healthy": view.healthy,
             "reason": view.reason,
             "num_running": view.num_running,

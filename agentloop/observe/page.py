@@ -78,8 +78,8 @@ class PageData(Protocol):
         """Return the runs whose curves can be shown for comparison."""
         ...
 
-    async def curves(self, run: str) -> Sequence[Mapping[str, object]]:
-        """Return a run's metrics rows."""
+    async def curves(self, run: str) -> Mapping[str, object]:
+        """Return a run's metrics, `rows`, and what `origin_of` returns."""
         ...
 
 
@@ -151,7 +151,7 @@ class Page:
 
     async def _curves(self, request: web.Request) -> Mapping[str, object]:
         run = request.query.get("run", "")
-        return {"run": run, "rows": await self._data.curves(run)}
+        return {"run": run, **await self._data.curves(run)}
 
     async def _trace(self, request: web.Request) -> Mapping[str, object]:
         return await anyio.to_thread.run_sync(trace_of, await self._data.frame())

@@ -1,18 +1,21 @@
-"""List the runs on disk and read their metrics."""
+"""List the runs on disk, read their metrics and what made them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from agentloop.errors import NotThere
 from agentloop.plain_json import loads, read_rows
 
-__all__ = ["curves", "of_start", "read_metrics", "runs_beside", "start_metrics"]
+__all__ = ["curves", "of_start", "origin_of", "read_metrics", "runs_beside", "start_metrics"]
 
 _MAX_RUNS = 100
 _MAX_ROWS = 5_000
+_MAX_COMMANDS = 20
 
 
 def runs_beside(folder: Path) -> list[dict[str, Any]]:
@@ -38,8 +41,8 @@ def runs_beside(folder: Path) -> list[dict[str, Any]]:
     return runs[:_MAX_RUNS] + [row for row in runs[_MAX_RUNS:] if row["current"]]
 
 
-def curves(folder: Path, run: str) -> list[dict[str, Any]]:
-    """Return the metrics rows of a run with this name beside `folder`.
+def curves(folder: Path, run: str) -> dict[str, Any]:
+    """Return the metrics of a run with this name beside `folder`, `rows`, and `origin_of` it.
 
     Raises:
         NotThere: There is no such run.
@@ -49,7 +52,41 @@ def curves(folder: Path, run: str) -> list[dict[str, Any]]:
     }:  # untrusted input must not form a path
         raise NotThere(f"run {run!r}: not found in {folder.parent}")
     path = folder.parent / run
-    return [*start_metrics(path), *read_metrics(path)]
+    return {"rows": [*start_metrics(path), *read_metrics(path)], **origin_of(path)}
+
+
+def origin_of(folder: Path) -> dict[str, Any]:
+    """Return what made a run: its `settings`, without what may be secret, and its `commands`.
+
+    The commands are those that started and resumed it, as `RunFolder.open` has noted them, each
+    with its time and, unless it was killed, that of its end.
+    """
+    origin: dict[str, Any] = {"settings": "", "commands": []}
+    with suppress(OSError, UnicodeDecodeError):
+        origin["settings"] = _without_secrets((folder / "config.toml").read_text("utf-8"))
+    with suppress(OSError):
+        for row in read_rows(folder / "commands.jsonl", last=_MAX_COMMANDS)[0]:
+            if "command" in row:
+                origin["commands"].append(row)
+            elif origin["commands"]:
+                origin["commands"][-1] |= row
+    return origin
+
+
+def _without_secrets(config: str) -> str:
+    """Return the text of config.toml without what may be secret, since a page may be passed on.
+
+    Tokens are never written there, but MCP servers may have some in `env` and `headers`, and URLs
+    may contain passwords.
+    """
+    lines = []
+    is_shown = True
+    for line in config.splitlines():
+        if line.startswith("["):
+            is_shown = re.search(r"\.(env|headers)\]", line) is None
+        if is_shown and not re.match(r"(env|headers) = \{.", line):
+            lines.append(re.sub(r"://[^\s'\"@/]*@", "://...@", line))
+    return "\n".join(lines)
 
 
 def of_start(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A run's folder: its settings, results and checkpoints.
 
-config.toml  metrics.jsonl  queue.sqlite  trajectories/group-0000001.jsonl
+config.toml  commands.jsonl  metrics.jsonl  queue.sqlite  trajectories/group-0000001.jsonl
 checkpoints/  weights/  logs/
 """
 
@@ -9,6 +9,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -18,6 +22,7 @@ from typing import Self
 import anyio
 import pydantic
 
+from agentloop.distribution import version
 from agentloop.errors import RunFolderError, SettingsError
 from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.rollouts.record import ConversationRow
@@ -27,6 +32,8 @@ __all__ = ["RunFolder", "RunSettings", "checkpoints_in", "config_of", "is_active
 
 _LOCK_WAIT_S = 10.0
 _LOCK_POLL_S = 0.01
+_GIT_S = 5.0
+_SECRET = re.compile(r"(token|key|secret|password)$", re.IGNORECASE)
 
 
 class RunSettings(pydantic.BaseModel):
@@ -81,7 +88,12 @@ class RunFolder:
             with _writing(path):
                 for file in path.glob("*.jsonl"):
                     _cut_to_lines(file)
-            yield run
+                run._note(await anyio.to_thread.run_sync(_this_command))
+            try:
+                yield run
+            finally:
+                with suppress(OSError):  # such as that of a full disk, which others report
+                    run._note({"ended_unix_s": round(time.time(), 3)})
 
     @classmethod
     @asynccontextmanager
@@ -131,6 +143,11 @@ class RunFolder:
         """True if a group was rolled out or a step trained, now or before a restart."""
         groups = (self.path / "trajectories").glob("group-*.jsonl")
         return self.checkpoint is not None or any(True for _ in groups)
+
+    def _note(self, row: JsonObject) -> None:
+        """Add a row to the commands that started and resumed the run."""
+        with (self.path / "commands.jsonl").open("ab") as file:
+            file.write(dumps(row) + b"\n")
 
     def _become_latest(self) -> None:
         """Point the link `latest` in the parent folder here; ignore failures."""
@@ -277,6 +294,37 @@ class RunFolder:
         except FileNotFoundError:
             return []
         return _parse_lines(complete_lines.splitlines(), self.path / name)
+
+
+def _this_command() -> JsonObject:
+    """Return when and how this process was started, without what may be secret.
+
+    `commit` is that of the working directory; it ends in "-dirty" if tracked files differ.
+    """
+    program = Path(sys.argv[0]).parent.name if sys.argv[0].endswith("__main__.py") else sys.argv[0]
+    words = [Path(program).name, *map(_without_secret, sys.argv[1:])]
+    return {
+        "unix_s": round(time.time(), 3),
+        "command": shlex.join(words),
+        "version": version(),
+        "commit": _commit(),
+    }
+
+
+def _without_secret(argument: str) -> str:
+    name, separator, _ = argument.partition("=")
+    if separator and (_SECRET.search(name) or re.search(r"\b(env|headers)\b", argument)):
+        return f"{name}=..."
+    return re.sub(r"://[^\s'\"@/]*@", "://...@", argument)
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    try:
+        git = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return git.stdout.strip()
 
 
 def config_of(run: Path, option: str = "") -> Path:

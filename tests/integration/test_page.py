@@ -218,7 +218,7 @@ def test_a_group_says_who_was_kept_and_why_others_were_not(
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("width", [1440, 820, 390])
 def test_every_view_can_be_read_by_everybody(
     service: Service, chromium: Browser, group: str, dark: bool, width: int
 ) -> None:
@@ -300,6 +300,22 @@ def test_a_run_that_has_ended_looks_like_one(
         assert "lost" not in page.locator("body").inner_text()
 
 
+@contextmanager
+def viewing(run: Path) -> Iterator[str]:
+    """Run `agentloop runs view`; yield its address."""
+    command = [sys.executable, "-m", "agentloop", "runs", "view", str(run), "serve.port=0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        (url,) = re.findall(r"http://[\w.:]+", process.stdout.readline())
+        yield url
+    finally:
+        process.terminate()
+        process.wait(WAIT_S)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
 def test_a_runs_folder_is_shown_and_made_one_file(
     service: Service, chromium: Browser, tmp_path: Path
 ) -> None:
@@ -328,7 +344,8 @@ def test_a_runs_folder_is_shown_and_made_one_file(
         expect(page.locator(".tr-prompt .tr-text")).to_have_text(QUESTION)
         # All of it is of the last step, which has no tool errors in correct rollouts.
         page.goto(f"{out.as_uri()}#/")
-        expect(page.locator(".values > div")).to_have_text(
+        last_step = page.get_by_role("region", name="Last step")
+        expect(last_step.locator(".values > div")).to_have_text(
             ["reward0.875", "tool errors in correct rollouts–"]
         )
         page.goto(f"{out.as_uri()}#/curves")
@@ -346,20 +363,54 @@ def test_a_runs_folder_is_shown_and_made_one_file(
         expect(loss).to_have_text("2.5")
         expect(shown.first).not_to_be_visible()
         assert violations(page) == []
-    process = subprocess.Popen([*command, "serve.port=0"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        (url,) = re.findall(r"http://[\w.:]+", process.stdout.readline())
-        with looking(chromium, url) as (page, _):
-            for view in views:
-                page.goto(f"{url}/#/{view}")
-                expect(page.locator("#view > *").first).to_be_attached()
-            expect(page.get_by_text("1776").first).to_be_visible()
-    finally:
-        process.terminate()
-        process.wait(WAIT_S)
-        if process.stdout is not None:
-            process.stdout.close()
+    with viewing(folder.path) as url, looking(chromium, url) as (page, _):
+        for view in views:
+            page.goto(f"{url}/#/{view}")
+            expect(page.locator("#view > *").first).to_be_attached()
+        expect(page.get_by_text("1776").first).to_be_visible()
+
+
+def test_a_finished_run_says_how_it_went_and_what_differs(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "one", f"model = {str(SMALL)!r}\nseed = 1\n[loop]\nsteps = 2\n")
+    other = RunFolder(tmp_path / "two", f"model = {str(SMALL)!r}\nseed = 2\n[loop]\nsteps = 2\n")
+    row = {"group": 1, "version": 0, "question": "why?", "truth": "42"}
+    rows = [rollout("1-a.0"), {**rollout("1-a.1", reward=0.0), "answer": "41"}]
+    folder.add_group(1, [{**row, **one} for one in rows])
+    for run in (folder, other):
+        run.add_metrics({"step": 0, "held_out/reward": 0.5, "held_out/num_rollouts": 100})
+        run.add_metrics({"step": 2, "held_out/reward": 0.75, "held_out/num_rollouts": 100})
+    command = {"command": "agentloop train x.toml", "version": "1.2", "commit": "abc", "unix_s": 1}
+    folder.append("commands.jsonl", command)
+    folder.append("commands.jsonl", {"ended_unix_s": 62})
+    with viewing(folder.path) as url, looking(chromium, url) as (page, _):
+        about_run = page.get_by_role("region", name="This run")
+        for text in (
+            "0.500 at step 0 → 0.750 at step 2", "0.657 to 0.825, 100 rollouts", "1:01",
+            "agentloop train x.toml", "1.2; working directory at commit abc",
+        ):  # fmt: skip
+            expect(about_run).to_contain_text(text)
+        wrong = page.get_by_role("region", name="Wrong answers").get_by_role("row").last
+        expect(wrong).to_contain_text("why?4142")  # the answer, and what was expected
+        assert violations(page) == []
+        wrong.get_by_role("link").click()
+        expect(page.locator(".tr-id")).to_have_text("1-a.1")
+        page.get_by_label("Beside").select_option("1-a.0")
+        expect(page.locator(".tr-id")).to_have_text(["1-a.1", "1-a.0"])
+        assert violations(page) == []
+        page.goto(f"{url}/#/curves?with=two")
+        differences = page.get_by_role("region", name="Settings that differ").get_by_role("row")
+        expect(differences).to_have_text(
+            [
+                "Settingonetwo",
+                "commandagentloop train x.toml–",
+                "version1.2–",
+                "commitabc–",
+                "seed12",
+            ]
+        )
+        assert violations(page) == []
 
 
 def test_a_missing_rollout_has_no_buttons(service: Service, chromium: Browser) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
@@ -28,6 +27,7 @@ from agentloop.observe.bottleneck import ServedOn, served_on
 from agentloop.observe.one_file import one_file
 from agentloop.observe.page import Page
 from agentloop.observe.perfetto import trace_of
+from agentloop.observe.runs import origin_of
 from agentloop.observe.sample import SAMPLE
 from agentloop.plain_json import dumps
 from agentloop.training.run_folder import RunFolder, config_of
@@ -133,6 +133,7 @@ async def _export(run: Path, out: Path, num_rollouts: int) -> int:
         bodies[f"api/curves?run={_quote_name(archive.folder.name)}"] = {
             "run": archive.folder.name,
             "rows": frame["steps"],
+            **origin_of(archive.folder),
         }
         for group in frame["groups"]:
             bodies[f"api/groups/{_quote_name(group['id'])}"] = await archive.group(group["id"])
@@ -200,7 +201,7 @@ def _read_archive(run: Path) -> Archive:
     }
     values = load_known(_ModelSettings, config)
     settings = with_values(_ModelSettings(), values, source=str(config))
-    description["settings"] = _without_secrets(config.read_text("utf-8"))
+    description |= origin_of(folder)
     return Archive(
         folder,
         description,
@@ -210,29 +211,14 @@ def _read_archive(run: Path) -> Archive:
     )
 
 
-def _without_secrets(config: str) -> str:
-    """Return the text of config.toml without what may be secret, since a page may be passed on.
-
-    Tokens are never written there, but MCP servers may have some in `env` and `headers`, and URLs
-    may contain passwords.
-    """
-    lines = []
-    is_shown = True
-    for line in config.splitlines():
-        if line.startswith("["):
-            is_shown = re.search(r"\.(env|headers)\]", line) is None
-        if is_shown and not re.match(r"(env|headers) = \{.", line):
-            lines.append(re.sub(r"://[^\s'\"@/]*@", "://...@", line))
-    return "\n".join(lines)
-
-
 def _progress(folder: Path) -> dict[str, object]:
     """Return the total of a run's steps, and how it has ended, in the words of the live page."""
     summary = summarize(folder)
     progress: dict[str, object] = {}
     if summary.num_steps is not None:
         progress["num_steps"] = summary.num_steps
-    if summary.kind is RunKind.TRAIN and summary.state is not RunState.RUNNING:
+    has_end = summary.kind in (RunKind.TRAIN, RunKind.SFT, RunKind.EVALUATE)
+    if has_end and summary.state is not RunState.RUNNING:
         state = "finished" if summary.state is RunState.ENDED else str(summary.state)
         progress["ended"] = {"state": state, "text": ". ".join(summary.problems)}
     return progress

@@ -110,7 +110,7 @@ class Health:
             self.num_request_failures = self.num_probe_failures = 0
         return self.state
 
-    def weights_missed(self, reason: str = "it missed a weight update") -> ServerState:
+    def weights_missed(self, reason: str = "it lacks the current weights") -> ServerState:
         """Record that the server does not have the current weights."""
         if self.state in (ServerState.HEALTHY, ServerState.SUSPECT):
             self.state, self.reason = ServerState.STALE, reason

@@ -37,7 +37,7 @@
 
   const route = () => {
     const params = parse(location.hash);
-    const target = `${params.name}/${params.id ?? ""}`;
+    const target = `${params.name}/${params.id ?? ""}/${params.query.get("beside") ?? ""}`;
     if (target === current && unmount) return; // only the query has changed, which the view handles
     leave();
     current = target;
@@ -293,6 +293,9 @@
   const keys = () => [
     [`1 – ${navigation.length}`, "open a view, in the order of the navigation bar"],
     ["/", "focus the search field or the question"],
+    ["↑ ↓ ⏎", "rollouts: select a row, open it"],
+    ["← → + − f", "rollouts: move in time, zoom, follow the current time"],
+    ["← → n p", "tokens of a rollout: move, next and previous forking token"],
     ["t", "switch between the dark and the light theme"],
     ["?", "show this list"],
     ["Esc", "close the dialog"],

@@ -115,7 +115,7 @@
         const make = ({ id, question }) => h("li", {}, h("a", { href: parts.hash("rollout", id) }, question), h("span", { class: "muted" }));
         keyed(list, kept, ({ id }) => id, make, (node, { id }) => {
           const row = store.rollouts.get(id);
-          setText(node.lastChild, row ? (parts.stateText(row.state === "live" ? "live" : (row.stop ?? row.state))) : "");
+          setText(node.lastChild, row ? row.answer || parts.stateText(row.state === "live" ? "live" : (row.stop ?? row.state)) : "");
         });
       };
       show();

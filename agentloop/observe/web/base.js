@@ -101,6 +101,33 @@
     return { node, draw };
   };
 
+  // Values over time, stacked: `draw([[t, ...values], ...], high)`, where `classes` name the areas from the bottom up.
+  const areas = (classes) => {
+    const paths = classes.map((name) => h("path", { class: name }));
+    const node = h("svg", { class: "areas", viewBox: "0 0 100 24", preserveAspectRatio: "none", "aria-hidden": "true" }, paths);
+    const draw = (points, high) => {
+      setAttr(node, "hidden", points.length < 2 || !(high > 0) ? "" : null);
+      if (points.length < 2 || !(high > 0)) return;
+      const [first, last] = [points[0][0], points.at(-1)[0]];
+      const x = (t) => ((100 * (t - first)) / (last - first || 1)).toFixed(1);
+      const y = (value) => (24 - 24 * Math.min(value / high, 1)).toFixed(1);
+      let below = points.map(() => 0);
+      paths.forEach((path, i) => {
+        const top = points.map((point, j) => below[j] + point[i + 1]);
+        const line = (values) => points.map(([t], j) => `${x(t)} ${y(values[j])}`);
+        path.setAttribute("d", `M${line(top).join("L")}L${line(below).reverse().join("L")}Z`);
+        below = top;
+      });
+    };
+    return { node, draw };
+  };
+
+  const download = (name, type, text) => {
+    const href = URL.createObjectURL(new Blob([text], { type }));
+    h("a", { href, download: name }).click();
+    setTimeout(() => URL.revokeObjectURL(href), 60_000);
+  };
+
   // --- formats of numbers and times --------------------------------------------------------------
 
   const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
@@ -178,6 +205,8 @@
     table,
     panel,
     sparkline,
+    areas,
+    download,
     format,
     kept: kept("localStorage"),
     keptForSession: kept("sessionStorage"),

@@ -6,7 +6,7 @@
 // mouse moves, or the slider for keyboards and touch screens.
 (() => {
   "use strict";
-  const { view, h, setText, setAttr, keyed, format, color } = window.agentloop;
+  const { view, h, setText, setAttr, keyed, table, format, color, download } = window.agentloop;
   const { isNumber, short } = format;
   const percent = (share) => `${Number((100 * share).toPrecision(2))}%`;
   const span = (seconds) => (seconds ? format.span(seconds) : "0");
@@ -141,6 +141,19 @@
       const label = `${environment ? `${environment}: ` : ""}${name}${heldOut ? ", held out" : ""}`;
       return [key, label, heldOut ? "thick" : "thin"];
     });
+  };
+
+  // The values in a config.toml by their full names, and what started the run.
+  const originOf = ({ settings, commands }) => {
+    const { command, version, commit } = commands?.at(-1) ?? {};
+    const values = new Map(Object.entries({ command, version, commit }).filter(([, value]) => value));
+    let section = "";
+    for (const line of (settings ?? "").split("\n")) {
+      const at = line.indexOf(" = ");
+      if (line.startsWith("[")) section = `${line.slice(1, line.lastIndexOf("]"))}.`;
+      else if (at > 0) values.set(section + line.slice(0, at), line.slice(at + 3));
+    }
+    return values;
   };
 
   const smoothed = (values, window) => {
@@ -406,17 +419,19 @@
         h("label", { for: "cv-smooth" }, "Smoothing"),
         smooth,
         this.all,
+        h("span", { class: "muted" }, "Drag across a chart to zoom."),
       );
       this.choices = h("ul", { class: "cv-runs" });
       this.full = h("p", { class: "muted", role: "status" });
       this.picker = h("details", { class: "cv-picker", hidden: true }, h("summary", {}, "Compare with other runs"), this.choices, this.full);
       this.legend = h("ul", { class: "cv-legend cv-shown", "aria-label": "Runs shown" });
+      this.differences = h("details", { class: "cv-numbers", open: true, hidden: true });
       this.none = h("p", { class: "muted" });
       this.grid = h("div", { class: "cv-grid" }, this.charts.map(({ node }) => node));
       this.tableRun = h("select", { "aria-label": "Run", onchange: () => this.fill() });
       this.tableBox = h("div", { class: "cv-table", role: "region", "aria-label": "Metrics by step", tabindex: "0" });
-      this.table = h("details", { class: "cv-numbers", ontoggle: () => this.fill() }, h("summary", {}, "Metrics as a table"), this.tableRun, this.tableBox);
-      root.append(this.picker, this.legend, this.bar, this.none, this.grid, this.table);
+      this.table = h("details", { class: "cv-numbers", ontoggle: () => this.fill() }, h("summary", {}, "Metrics as a table"), this.tableRun, " ", h("button", { type: "button", onclick: () => this.save() }, "Save as CSV"), this.tableBox);
+      root.append(this.picker, this.legend, this.differences, this.bar, this.none, this.grid, this.table);
     }
 
     get own() {
@@ -445,8 +460,8 @@
       this.compared.set(name, run);
       this.say("");
       try {
-        const { rows } = await this.app.api.get(`api/curves?run=${encodeURIComponent(name)}`);
-        run.raw = rows;
+        const { rows, ...origin } = await this.app.api.get(`api/curves?run=${encodeURIComponent(name)}`);
+        [run.raw, run.origin] = [rows, originOf(origin)];
         if (!rows.length) this.say(`${name} has no metrics yet.`);
       } catch (error) {
         this.compared.delete(name);
@@ -489,13 +504,28 @@
         node.firstChild.style.background = color(`--${run.color}`);
       });
       this.legend.hidden = !shown.length;
+      this.showDifferences(shown.filter(({ origin }) => origin));
+    }
+
+    // The settings of the compared runs that are not the same.
+    showDifferences(runs) {
+      const keys = [...new Set(runs.flatMap(({ origin }) => [...origin.keys()]))];
+      const differing = keys.filter((key) => key !== "run.name" && new Set(runs.map(({ origin }) => origin.get(key))).size > 1);
+      const shape = JSON.stringify([runs.map(({ name }) => name), differing]);
+      this.differences.hidden = runs.length < 2;
+      if (shape === this.differing) return;
+      this.differing = shape;
+      const { table: node, body } = table("Settings that differ", [{ text: "Setting" }, ...runs.map(({ name }) => ({ text: name }))]);
+      for (const key of differing)
+        body.append(h("tr", {}, h("th", { scope: "row" }, key), runs.map(({ origin }) => h("td", { class: "mono" }, origin.get(key) ?? "–"))));
+      this.differences.replaceChildren(h("summary", {}, differing.length ? `${format.plural(differing.length, "difference")} in settings` : "The settings are the same"), h("div", { class: "cv-table", tabindex: "0", role: "region", "aria-label": "Settings that differ" }, node));
     }
 
     // --- drawing
 
     draw() {
       const { store } = this.app;
-      const own = { name: this.own, raw: store.steps, color: COLORS[0] };
+      const own = { name: this.own, raw: store.steps, color: COLORS[0], origin: originOf(store.about) };
       const hasStart = store.steps.some(isOfStart);
       this.phaseBox.hidden = !hasStart;
       const phase = !hasStart ? "run" : (this.phase ?? (store.steps.some(({ step }) => isNumber(step)) ? "run" : "start"));
@@ -567,6 +597,14 @@
       this.all.hidden = true;
       this.redraw();
       this.step.focus();
+    }
+
+    // All metrics of the run that the table shows.
+    save() {
+      const run = this.runs.find(({ name }) => name === this.tableRun.value) ?? this.runs[0];
+      const columns = ["step", ...keysOf([run])];
+      const rows = [...run.rows.values()].map((row) => columns.map((key) => row[key] ?? ""));
+      download(`${run.name}.csv`, "text/csv", [columns, ...rows].map((row) => row.join(",")).join("\n"));
     }
 
     fill() {

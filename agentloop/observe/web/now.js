@@ -1,10 +1,13 @@
-// The overview: progress, key figures, waits, metrics of the last step, and a log of events.
+// The overview: progress, the bottleneck, key figures, what the run is, wrong answers, waits, and a log of events.
 (() => {
   "use strict";
   const { view, h, setText, setAttr, keyed, table, panel, sparkline, format, isEvaluation } = window.agentloop;
   const { isNumber, short, whole, percent, span, bytes } = format;
 
   const SHOWN_WAITS = 8;
+  const MAX_WAITS = 50; // that the server sends
+  const SHOWN_WRONG = 8;
+  const MAX_WRONG = 50; // of an evaluation
 
   // What the time of rollouts is spent on: the parts of bottleneck.py, with their names and colors.
   const PARTS = [
@@ -25,34 +28,34 @@
     { name: "calls_per_s", label: "tool calls/s", value: ({ now }) => now.calls_per_s, text: short },
     {
       name: "in_flight",
-      label: "rollouts in flight",
+      label: "in flight",
       href: "#/rollouts",
       value: ({ now }) => now.in_flight,
       text: whole,
       note: ({ now }) => isNumber(now.rollouts_done) && `${whole(now.rollouts_done)} done`,
     },
-    { name: "num_waiting", label: "waiting for capacity", value: ({ now }) => now.num_waiting, text: whole, note: () => "requests" },
+    { name: "num_waiting", label: "waiting", value: ({ now }) => now.num_waiting, text: whole, note: () => "for KV capacity" },
     {
       name: "groups_open",
       label: "groups in flight",
       href: "#/groups",
       value: ({ now, about, groups }) => (about.kind === "serve" && !groups.size ? null : now.groups_open),
       text: whole,
-      note: ({ now }) => isNumber(now.slots_used) && isNumber(now.slots) && `${now.slots_used} of ${now.slots} slots`,
+      note: ({ now }) => isNumber(now.slots_used) && isNumber(now.slots) && `${now.slots_used} of ${now.slots} to train on`,
     },
     {
       name: "queue_groups",
-      label: "groups in the queue",
+      label: "groups queued",
       value: ({ now }) => now.queue_groups,
       text: whole,
-      note: ({ now }) => `for the learner${isNumber(now.queue_bytes) ? `, ${bytes(now.queue_bytes)}` : ""}`,
+      note: ({ now }) => (now.queue_bytes ? bytes(now.queue_bytes) : "for the learner"),
     },
     {
       name: "staleness",
       label: "staleness",
       value: ({ now }) => now.staleness,
       text: short,
-      note: ({ now }) => isNumber(now.max_staleness) && `versions, at most ${now.max_staleness}`,
+      note: ({ now }) => isNumber(now.max_staleness) && `at most ${now.max_staleness}`,
     },
     {
       name: "healthy",
@@ -73,11 +76,11 @@
     },
     {
       name: "sandbox_busy",
-      label: "sandbox slots busy",
+      label: "sandbox busy",
       href: "#/sandbox",
       value: ({ sandbox }) => sandbox?.busy,
       text: whole,
-      note: ({ sandbox }) => `of ${whole(sandbox.slots)}${sandbox.waiting ? `, ${whole(sandbox.waiting)} queued` : ""}`,
+      note: ({ sandbox }) => `of ${whole(sandbox.slots)} slots${sandbox.waiting ? `, ${whole(sandbox.waiting)} queued` : ""}`,
     },
     {
       name: "refusals",
@@ -172,14 +175,13 @@
       const step = now.step ?? now.stage_step;
       const numSteps = now.num_steps ?? now.stage_num_steps;
       const hasSteps = isNumber(step) && isNumber(numSteps) && numSteps > 0;
-      setText(stage, format.capitalized(now.stage ?? ""));
+      setText(stage, format.capitalized(now.ended?.state ?? now.stage ?? ""));
       setText(
         facts,
         [
           hasSteps && `${now.unit ?? "step"} ${whole(step)} of ${whole(numSteps)}`,
           now.policy_version && `policy version ${now.policy_version}`,
           !now.ended && isNumber(now.left_s) && `about ${span(now.left_s)} left`,
-          now.ended?.state,
           !now.ended && now.paused && "paused",
           !now.ended && now.draining && "draining",
         ]
@@ -193,43 +195,38 @@
       sentence.hidden = !waits;
       stall.hidden = Boolean(now.ended) || !(now.no_progress_s >= 10);
       if (!stall.hidden) setText(stall, `No progress for ${span(now.no_progress_s)}.`);
-      node.hidden = !now.stage && !facts.textContent && !waits && stall.hidden;
+      node.hidden = !stage.textContent && !facts.textContent && !waits && stall.hidden;
     };
     return { node, update };
   };
 
+  // Those that wait for the same are one row.
   const mountWaits = (store) => {
-    const { table: node, body } = table(
-      "Waits, longest first",
-      [{ text: "Rollout or component" }, { text: "Waiting for" }, { text: "Duration", class: "num" }],
-      "waits",
-    );
-    const none = h("p", { class: "muted" }, "Nothing is waiting.");
-    let all = false;
-    const more = h("button", { type: "button", class: "quiet", onclick: () => ((all = !all), update()) });
-    const make = () => {
-      const [who, what, duration] = [h("td", { role: "cell" }), h("td", { role: "cell" }), h("td", { role: "cell", class: "num" })];
-      const row = h("tr", { role: "row" }, who, what, duration);
-      row.parts = { who, what, duration };
-      return row;
-    };
+    const columns = [{ text: "Rollout or component" }, { text: "Waiting for" }, { text: "Longest", class: "num" }];
+    const { table: node, body } = table("Waits, longest first", columns, "waits");
+    const note = h("p", { class: "muted" });
+    const make = () => h("tr", {}, h("td", {}, h("a", { class: "mono id" }), h("span", {})), h("td", {}), h("td", { class: "num" }));
     const update = () => {
-      const shown = all ? store.waits : store.waits.slice(0, SHOWN_WAITS);
-      keyed(body, shown, ({ who, what }) => `${who}\n${what}`, make, ({ parts }, { who, what, waited_s: waited }) => {
-        if (parts.who.textContent !== who) {
-          const isRollout = store.rollouts.has(who);
-          const name = isRollout ? h("a", { href: `#/rollout/${encodeURIComponent(who)}`, class: "mono id", title: who }, who) : who;
-          parts.who.replaceChildren(name);
-        }
-        setText(parts.what, what);
-        setText(parts.duration, span(waited));
+      const kinds = new Map();
+      for (const wait of store.waits) {
+        const kind = kinds.get(wait.what);
+        if (kind) kind.others++;
+        else kinds.set(wait.what, { ...wait, others: 0 });
+      }
+      const shown = [...kinds.values()];
+      keyed(body, shown.slice(0, SHOWN_WAITS), ({ what }) => what, make, (row, { who, what, waited_s: waited, others }) => {
+        const [link, rest] = row.firstChild.children;
+        const isRollout = store.rollouts.has(who);
+        setAttr(link, "href", isRollout && `#/rollout/${encodeURIComponent(who)}`);
+        setText(link, isRollout ? who : "");
+        setText(rest, `${isRollout ? "" : who}${others ? ` and ${format.plural(others, "other")}` : ""}`);
+        setText(row.children[1], what);
+        setText(row.lastChild, span(waited));
       });
-      node.hidden = !store.waits.length;
-      none.hidden = store.waits.length > 0;
-      more.hidden = store.waits.length <= SHOWN_WAITS;
-      setText(more, all ? "Show fewer" : `Show all ${store.waits.length}`);
+      node.hidden = !shown.length;
+      setText(note, !shown.length ? "Nothing is waiting." : store.waits.length >= MAX_WAITS ? `Of the ${MAX_WAITS} that have waited longest.` : "");
     };
-    return { node: panel("Waits", node, none, more), update };
+    return { node: panel("Waits", node, note), update };
   };
 
   // How long turns and calls take: the kinds of latency.py.
@@ -273,8 +270,6 @@
   // For a run from disk, metrics of the last step. An evaluation after the step has a row of its own.
   const VALUES = [
     ["reward", "reward", short],
-    ["held_out/reward", "held-out reward", short],
-    ["held_out/reward", "held-out reward, 95% interval", heldOutInterval],
     ["tool_errors_in_correct", "tool errors in correct rollouts", percent],
     ["length_mean", "tokens per rollout", short],
     ["learner/loss", "loss", short],
@@ -284,7 +279,8 @@
     ["staleness_max", "largest staleness, versions", whole],
   ];
   const valuesOf = (store) => {
-    if (store.now.values && (!store.now.ended || isEvaluation(store.about))) return Object.entries(store.now.values);
+    if (isEvaluation(store.about)) return []; // they are beside what the run is
+    if (store.now.values && !store.now.ended) return Object.entries(store.now.values);
     const step = store.steps.at(-1)?.step;
     const last = Object.assign({}, ...store.steps.filter((row) => row.step === step));
     return VALUES.filter(([key]) => store.steps.some((row) => isNumber(row[key]))).map(([key, label, text]) => [label, text(last[key], last)]);
@@ -293,10 +289,8 @@
   const mountValues = (store) => {
     const list = h("dl", { class: "values" });
     const node = panel("Last step", list);
-    const title = node.querySelector("h2");
     const make = ([name]) => h("div", {}, h("dt", {}, name), h("dd", {}));
     const update = () => {
-      setText(title, isEvaluation(store.about) ? "Results" : "Last step");
       const values = valuesOf(store);
       keyed(list, values, ([name]) => name, make, (row, [, value]) => setText(row.lastChild, String(value)));
       node.hidden = !values.length;
@@ -304,21 +298,85 @@
     return { node, update };
   };
 
-  // How a run on disk was made: its settings, which are its config.toml.
-  const mountSettings = (store) => {
+  // How long a run took in all, up to now or to its last rollout; a process that was killed has not noted its end.
+  const tookOf = ({ about, rollouts, t }) => {
+    const { commands = [], t0, live } = about;
+    let last = 0;
+    if (live === false) for (const { end } of rollouts.values()) last = Math.max(last, end ?? 0);
+    if (!commands.length) return last ? `${span(last / 1000)} from its first to its last rollout` : "–";
+    const seconds = commands.map(({ unix_s: from, ended_unix_s: to }, i) => {
+      const isLast = i === commands.length - 1;
+      return (to ?? (isLast ? (live ? t : t0 + last / 1000) : from)) - from;
+    });
+    return span(seconds.reduce((sum, one) => sum + Math.max(one, 0), 0));
+  };
+
+  // The held-out reward from the first evaluation to the last; how the run was made, and its settings.
+  const mountRun = (store) => {
+    const list = h("dl", { class: "values wide" });
+    const spark = sparkline();
+    const chart = h("a", { class: "run-chart", href: "#/curves", "aria-label": "Curves of the held-out reward and of all other metrics" }, spark.node);
     const text = h("pre", { class: "settings", tabindex: "0", role: "group", "aria-label": "config.toml" });
-    const facts = h("p", { class: "muted" });
-    const node = panel("Settings", facts, h("details", {}, h("summary", {}, "config.toml"), text));
+    const fold = h("details", {}, h("summary", {}, "Settings (config.toml)"), text);
+    const node = panel("This run", list, chart, fold);
+    const make = ([name]) => h("div", {}, h("dt", {}, name), h("dd", {}));
     const update = () => {
-      const { settings, version } = store.about;
-      const steps = store.steps.filter((row) => isNumber(row.step_s));
-      const took = steps.reduce((sum, row) => sum + row.step_s, 0);
-      node.hidden = !settings;
-      if (node.hidden) return;
-      setText(text, settings);
-      setText(facts, [took > 0 && `${format.plural(steps.length, "step")} in ${span(took)}, evaluations not counted`, version && `shown by ${version}`].filter(Boolean).join("; "));
+      const { about, steps } = store;
+      const { commands = [], settings } = about;
+      const heldOut = steps.filter((row) => isNumber(row["held_out/reward"]));
+      const [first, last] = [heldOut[0], heldOut.at(-1)];
+      const rewards = heldOut.map((row) => row["held_out/reward"]);
+      const came = commands.map(({ command }) => command).join("\n");
+      const { version, commit, unix_s: started } = commands.at(-1) ?? {};
+      const facts = [
+        ["held-out reward", last && `${rewards.length > 1 ? `${rewards[0].toFixed(3)} at step ${first.step} → ` : ""}${rewards.at(-1).toFixed(3)} at step ${last.step}`],
+        ["its 95% interval now", last && heldOutInterval(rewards.at(-1), last)],
+        [about.live === false || store.now.ended ? "took" : "running for", (commands.length || about.live === false) && tookOf(store)],
+        ["started", isNumber(commands[0]?.unix_s) && `${new Date(1000 * commands[0].unix_s).toLocaleString("en-GB")}${commands.length > 1 ? `, resumed ${new Date(1000 * started).toLocaleString("en-GB")}` : ""}`],
+        ["command", came],
+        ["agentloop", version && `${version}${commit ? `; working directory at commit ${commit}` : ""}`],
+      ].filter(([, value]) => value);
+      if (isEvaluation(about)) facts.unshift(...Object.entries(store.now.values ?? {}));
+      keyed(list, facts, ([name]) => name, make, (row, [, value]) => setText(row.lastChild, String(value)));
+      spark.draw(heldOut.map((row) => [row.step, row["held_out/reward"]]));
+      chart.hidden = rewards.length < 2;
+      setText(text, settings ?? "");
+      fold.hidden = !settings;
+      node.hidden = !facts.length && !settings;
     };
     return { node, update };
+  };
+
+  // What is still answered wrongly: held-out tasks of the last evaluation, else the groups that are shown.
+  const wrongGroups = (store) => {
+    const evaluated = (group) => Number(/^(\d+)-held-out-/.exec(group.id)?.[1] ?? -1);
+    const groups = [...store.groups.values()];
+    const running = new Set(groups.filter((group) => group.state === "live").map(evaluated));
+    const last = Math.max(-1, ...groups.map(evaluated).filter((step) => !running.has(step)));
+    const shown = groups.filter((group) => group.wrong && (last < 0 || evaluated(group) === last));
+    return { shown: shown.sort((a, b) => (a.mean_reward ?? 1) - (b.mean_reward ?? 1) || b.start - a.start), last };
+  };
+
+  const mountWrong = (store) => {
+    const columns = [{ text: "Task" }, { text: "Answered" }, { text: "Expected" }, { text: "Mean reward", class: "num" }];
+    const { table: node, body } = table("Tasks that were answered wrongly, lowest reward first", columns, "wrong");
+    const none = h("p", { class: "muted" }, "No wrong answers.");
+    const more = h("p", {}, h("a", { href: "#/groups?sort=worst" }, "All groups, lowest reward first"));
+    const box = panel("Wrong answers", node, none, more);
+    const title = box.querySelector("h2");
+    const make = ({ wrong, question, task }) =>
+      h("tr", {}, h("td", {}, h("a", { href: `#/rollout/${encodeURIComponent(wrong.id)}` }, question || String(task))), h("td", {}), h("td", {}), h("td", { class: "num" }));
+    const update = () => {
+      const { shown, last } = wrongGroups(store);
+      setText(title, last < 0 ? "Wrong answers" : `Wrong answers on held-out tasks, step ${last}`);
+      keyed(body, shown.slice(0, isEvaluation(store.about) ? MAX_WRONG : SHOWN_WRONG), ({ id }) => id, make, (row, { wrong, answer, mean_reward: mean }) => {
+        [wrong.answer || "no answer", answer ?? "–", isNumber(mean) ? mean.toFixed(2) : "–"].forEach((text, i) => setText(row.children[i + 1], text));
+      });
+      box.hidden = !store.groups.size;
+      node.hidden = more.hidden = !shown.length;
+      none.hidden = shown.length > 0;
+    };
+    return { node: box, update };
   };
 
   const mountLog = (store) => {
@@ -345,24 +403,25 @@
     mount(root, params, app) {
       const { store } = app;
       const [progress, tiles, waits] = [mountProgress(store), mountTiles(store), mountWaits(store)];
-      const [spent, latency, settings] = [mountSpent(store), mountLatency(store), mountSettings(store)];
-      const [values, log] = [mountValues(store), mountLog(store)];
+      const [spent, latency, run] = [mountSpent(store), mountLatency(store), mountRun(store)];
+      const [values, wrong, log] = [mountValues(store), mountWrong(store), mountLog(store)];
       const empty = h("p", { class: "muted" }, "Waiting for data…");
-      const columns = h("div", { class: "columns" }, h("div", {}, waits.node, values.node, latency.node), h("div", {}, log.node, settings.node));
-      root.append(spent.node, progress.node, tiles.node, empty, columns);
+      const columns = h("div", { class: "columns" }, h("div", {}, run.node, waits.node, values.node, latency.node), h("div", {}, wrong.node, log.node));
+      root.append(progress.node, spent.node, tiles.node, empty, columns);
       const update = (changed) => {
         const has = (...keys) => keys.some((key) => changed.has(key));
         empty.hidden = columns.hidden = store.ready;
         columns.hidden = !store.ready;
         if (has("now")) [spent, progress, latency].forEach((part) => part.update());
         if (has("now", "steps")) values.update();
-        if (has("about", "steps")) settings.update();
+        if (has("about", "steps", "now", "rollouts")) run.update();
+        if (has("groups", "about")) wrong.update();
         if (has("now", "servers", "sandbox", "history")) tiles.update(changed);
         if (has("waits")) waits.update();
         waits.node.hidden = Boolean(store.now.ended) || (!store.waits.length && store.about.live === false);
         if (has("log")) log.update();
       };
-      update(new Set(["about", "now", "servers", "sandbox", "history", "waits", "log"]));
+      update(new Set(["about", "groups", "now", "servers", "sandbox", "history", "waits", "log"]));
       return store.on(update);
     },
   });

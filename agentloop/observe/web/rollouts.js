@@ -7,7 +7,7 @@
 //     store ──ids──> Order ──> items (entries, headers) ──visible ones──> slots, canvas
 (() => {
   "use strict";
-  const { h, setText, setAttr, format, parts, api, Order } = window.agentloop;
+  const { h, setText, setAttr, format, parts, api, download, Order } = window.agentloop;
 
   const OVERSCAN = 6; // rows rendered beyond each edge, to avoid gaps while scrolling
   const TICK_MS = 250; // how often the time axis is updated
@@ -19,11 +19,11 @@
   const DRAG_PX = 4; // a smaller movement of the pointer is a click
 
   const ORDERS = [["newest", "Newest"], ["longest", "Longest duration"], ["tokens", "Most tokens"]];
-  const STATES = [["all", "All"], ["live", "In flight"], ["done", "Done"], ["failed", "Failed"]];
+  const STATES = [["all", "All"], ["live", "In flight"], ["done", "Done"], ["failed", "Failed"], ["errors", "With failed calls"]];
   const REWARDS = [["all", "All"], ["correct", "Correct"], ["incorrect", "Incorrect"], ["none", "Not scored"]];
   const COLUMNS = [
     ["id", "Rollout"], ["turn", "Turn"], ["tokens", "Tokens"], ["calls", "Calls"], ["reward", "Reward"],
-    ["time", "Time"], ["lanes", "Timeline"],
+    ["answer", "Answer"], ["time", "Time"], ["lanes", "Timeline"],
   ];
 
   // The reader's choices are kept when the view is closed, so that they apply again after visiting a rollout.
@@ -32,6 +32,7 @@
   window.agentloop.view("rollouts", {
     title: "Rollouts",
     mount(root, params, app) {
+      chosen.state = params.query.get("state") ?? chosen.state;
       const view = new Rollouts(root, app);
       return () => view.close();
     },
@@ -83,7 +84,7 @@
       this.alignBox.firstChild.checked = chosen.aligned;
       this.fitting = !this.live;
       this.fitAll();
-      if (this.follow) chosen.span = Math.max(chosen.span, MIN_SPAN_S);
+      if (this.follow && this.live) chosen.span = Math.max(chosen.span, MIN_SPAN_S);
     }
 
     get live() {
@@ -106,9 +107,7 @@
     async saveTrace() {
       try {
         const text = JSON.stringify(await api.get("api/trace"));
-        const href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
-        h("a", { href, download: `${this.app.store.about.title || "agentloop"}.perfetto.json` }).click();
-        setTimeout(() => URL.revokeObjectURL(href), 60_000);
+        download(`${this.app.store.about.title || "agentloop"}.perfetto.json`, "application/json", text);
       } catch (error) {
         setText(this.readout, `Not saved: ${error.message}`);
       }
@@ -117,7 +116,7 @@
     build(root) {
       const filter = (name) => (value) => {
         chosen[name] = value;
-        this.stale = true;
+        this.stale = this.refit = true;
         this.ask();
       };
       this.found = h("p", { class: "ro-found" });
@@ -137,7 +136,7 @@
         : h("button", { type: "button", class: "v-button", title: "Download all timelines; ui.perfetto.dev opens the file", onclick: () => this.saveTrace() }, "Save for Perfetto");
       const bar = h(
         "div", { class: "v-bar" },
-        parts.search("id or group", chosen.query, filter("query")),
+        parts.search("id, group or answer", chosen.query, filter("query")),
         parts.choice("State", STATES, chosen.state, filter("state")),
         parts.choice("Reward", REWARDS, chosen.reward, filter("reward")),
         parts.choice("Sort by", ORDERS, chosen.order, filter("order")),
@@ -177,7 +176,7 @@
       this.readout = h("p", { class: "ro-readout" });
       root.append(
         h(
-          "section", { class: "v ro" }, bar,
+          "section", { class: `v ro${this.app.store.about.kind === "serve" ? " unscored" : ""}` }, bar,
           h("div", { class: "ro-under" }, parts.legend(), this.found, save),
           h("p", { class: "v-hidden", id: "ro-keys" },
             "Press the up and down arrow keys to select a rollout and Enter to open it, the left and right arrow keys to move in time, plus and minus to zoom, and F to follow the current time."),
@@ -241,7 +240,9 @@
       this.version++;
       this.t = this.now();
       if (moved) this.relist();
-      if (moved && this.fitting) this.fitAll(); // a finished run arrives in several frames
+      if (moved && this.refit) this.follow = this.live && !chosen.aligned && order.list.some(({ row }) => row.state === "live");
+      if (moved && (this.fitting || (this.refit && !this.follow))) this.fitAll(); // a finished run arrives in several frames
+      this.refit = false;
       const all = order.all.length;
       const shown = order.list.length === all ? "" : `${format.whole(order.list.length)} of `;
       setText(this.found, `${shown}${format.plural(all, "rollout")}, ${format.whole(order.numLive)} in flight`);
@@ -249,10 +250,10 @@
 
     relist() {
       const { order } = this;
-      // If the reader has scrolled down, the visible rows stay in position when rows are added above. Not
+      // If the reader has scrolled down or points at a row, the visible rows stay in position when rows are added above. Not
       // when sorted by tokens: the reader of a ranking looks at the positions.
       const at = Math.floor(this.top / this.rowHeight);
-      const anchor = at > 0 && chosen.order !== "tokens" ? this.items[at] : null;
+      const anchor = (at > 0 || this.hover) && chosen.order !== "tokens" ? this.items[at] : null;
       this.items = chosen.grouped ? byGroup(order.list) : order.list;
       setAttr(this.scroll, "aria-rowcount", this.items.length + 1);
       const height = this.items.length * this.rowHeight;
@@ -569,11 +570,13 @@
     showDetails() {
       const pointed = this.hover?.item ?? this.slots.find((slot) => slot.item && slot.item.id === this.active)?.item;
       if (!pointed || pointed.header) {
-        setText(this.readout, pointed ? `group ${pointed.group || "–"}` : "Point at a timeline or use the arrow keys to see details.");
+        setText(this.readout, pointed ? `group ${pointed.group || "–"}` : "Point at a timeline or use the arrow keys to see details. Ctrl and the wheel zoom, dragging moves.");
         return;
       }
       const item = pointed.row;
       const details = [item.id, item.stop ? parts.words(item.stop) : parts.stateText(item.state)];
+      const question = this.app.store.groups.get(item.group)?.question;
+      if (question) details.push(question);
       if (item.server) details.push(item.server);
       const base = chosen.aligned ? item.start : 0;
       const at = this.hover ? this.from + this.hover.x / this.scale + base : null;
@@ -589,10 +592,10 @@
   // -- rows
 
   function matches(row) {
-    if (chosen.state !== "all" && parts.stateOf(row) !== chosen.state) return false;
+    if (chosen.state === "errors" ? !row.failed_calls : chosen.state !== "all" && parts.stateOf(row) !== chosen.state) return false;
     if (chosen.reward !== "all" && parts.rewardOf(row) !== chosen.reward) return false;
     if (!chosen.query) return true;
-    return row.id.toLowerCase().includes(chosen.query) || (row.group ?? "").toLowerCase().includes(chosen.query);
+    return [row.id, row.group, row.answer].some((text) => (text ?? "").toLowerCase().includes(chosen.query));
   }
 
   /** Returns headers and rows; groups are in the order of their first rows. */
@@ -622,7 +625,7 @@
     const mark = h("span", { class: "ro-mark", "aria-hidden": "true" });
     const lanes = h("span", { class: "v-hidden" });
     const texts = { id: new Text(), lanes: new Text() };
-    for (const name of ["turn", "tokens", "calls", "reward", "time"]) cells[name].append((texts[name] = new Text()));
+    for (const name of ["turn", "tokens", "calls", "reward", "answer", "time"]) cells[name].append((texts[name] = new Text()));
     link.append(texts.id);
     lanes.append(texts.lanes);
     cells.id.append(mark, link);
@@ -655,7 +658,9 @@
     write("turn", format.whole(row.turn));
     write("tokens", format.whole(row.tokens));
     write("calls", row.failed_calls ? `${row.calls} (${row.failed_calls} ✗)` : format.whole(row.calls));
-    write("reward", reward === "none" && state !== "done" ? parts.stateText(state) : parts.rewardText(row));
+    write("reward", parts.rewardText(row));
+    write("answer", row.answer || (state === "done" ? "" : parts.stateText(state)));
+    setAttr(cells.answer, "title", row.answer || null);
     write("lanes", parts.lanesText(row, row.end ?? row.lanes?.at(-1)?.[1] ?? row.start));
   }
 
@@ -684,6 +689,8 @@
     write("calls", format.whole(calls));
     const mean = known ? known.mean_reward : sum / scored;
     write("reward", format.isNumber(mean) ? `mean ${mean.toFixed(2)}` : "");
+    write("answer", known?.question ?? "");
+    setAttr(cells.answer, "title", known?.question || null);
     write("time", "");
     write("lanes", `${format.plural(members.length, "rollout")}, ${live} in flight`);
   }
@@ -712,7 +719,10 @@
 
   // -- groups
 
-  const GROUP_STATES = [["all", "All"], ["live", "In flight"], ["signal", "Has signal"], ["no-signal", "No signal"]];
+  const GROUP_STATES = [
+    ["all", "All"], ["live", "In flight"], ["wrong", "Has a wrong answer"], ["held-out", "Held out"], ["trained", "Not held out"],
+    ["signal", "Has signal"], ["no-signal", "No signal"],
+  ];
 
   const GROUP_ORDERS = [["newest", "Newest"], ["worst", "Lowest reward"]];
   const newestFirst = (a, b) => b.start - a.start || (a.id < b.id ? -1 : 1);
@@ -724,15 +734,15 @@
       const now = app.time;
       const rows = new Map(); // id to the element of a group and the group that it shows
       let query = "";
-      let [state, order] = ["all", "newest"];
+      let [state, order] = ["all", params.query.get("sort") ?? "newest"];
       const found = h("p", { class: "ro-found" });
-      const search = parts.search("id or task", "", (value) => {
+      const search = parts.search("id, task or answer", "", (value) => {
         query = value;
         draw();
       });
       const body = h("tbody");
-      const names = ["Group", "Task", "State", "Mean reward", "Kept", "Has signal", "Time"];
-      const classes = ["", "gr-wide", "", "", "", "", "gr-wide num"];
+      const names = ["Group", "Task", "State", "Mean reward", "Expected", "A wrong answer", "Kept", "Has signal", "Time"];
+      const classes = ["gr-wide", "", "gr-wide", "", "", "", "gr-wide", "gr-wide", "gr-wide num"];
       const head = h("tr", null, names.map((name, i) => h("th", { scope: "col", class: classes[i] || null }, name)));
       const empty = h("p", { class: "v-empty" });
       root.append(
@@ -761,7 +771,10 @@
         if (state === "live" && group.state !== "live") return false;
         if (state === "signal" && !group.has_signal) return false;
         if (state === "no-signal" && group.has_signal !== false) return false;
-        return !query || group.id.toLowerCase().includes(query) || String(group.task ?? "").toLowerCase().includes(query);
+        if (state === "wrong" && !group.wrong) return false;
+        if (["held-out", "trained"].includes(state) && group.id.includes("-held-out-") !== (state === "held-out")) return false;
+        const texts = [group.id, group.task, group.question, group.answer, group.wrong?.answer];
+        return !query || texts.some((text) => String(text ?? "").toLowerCase().includes(query));
       }
 
       function draw() {
@@ -791,12 +804,14 @@
         const hasSignal = group.has_signal === null || group.has_signal === undefined ? "–" : group.has_signal ? "yes" : "no";
         const took = ((group.end ?? now()) - group.start) / 1000;
         return [
-          h("th", { scope: "row" }, parts.link("group", group.id)),
-          h("td", { class: "gr-wide gr-task" }, String(group.task ?? "–")),
-          h("td", null, live ? `${group.num_done} of ${group.size} done` : "done"),
+          h("th", { class: "gr-wide", scope: "row" }, parts.link("group", group.id)),
+          h("td", { class: "gr-task" }, h("a", { href: parts.hash("group", group.id), title: String(group.task) }, group.question || String(group.task ?? "–"))),
+          h("td", { class: "gr-wide" }, live ? `${group.num_done} of ${group.size} done` : "done"),
           h("td", null, meter(group.mean_reward)),
-          h("td", null, Number.isFinite(group.kept) ? `${group.kept} of ${group.size}` : "–"),
-          h("td", { class: hasSignal === "no" ? "v-muted" : null }, hasSignal),
+          h("td", { class: "gr-answer" }, group.answer ?? "–"),
+          h("td", { class: "gr-answer" }, group.wrong ? h("a", { href: parts.hash("rollout", group.wrong.id) }, group.wrong.answer || "no answer") : "–"),
+          h("td", { class: "gr-wide" }, Number.isFinite(group.kept) ? `${group.kept} of ${group.size}` : "–"),
+          h("td", { class: hasSignal === "no" ? "gr-wide v-muted" : "gr-wide" }, hasSignal),
           h("td", { class: "gr-wide num" }, live ? "–" : format.span(took)),
         ];
       }

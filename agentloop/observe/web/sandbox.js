@@ -63,8 +63,8 @@
     const { table: node, body } = table("Latency of recent calls", columns, "sb-latency");
     const make = ([name]) => h("tr", {}, h("th", { scope: "row" }, name), ["p50", "p90", "p99"].map(() => h("td", { class: "num" })));
     const update = () => {
-      const { latency_ms: latency, queued_ms: queued } = store.sandbox ?? {};
-      const rows = [["total", latency], ["in the queue", queued]].filter(([, of]) => of);
+      const { latency_ms: latency, queued_ms: queued, ran_ms: ran } = store.sandbox ?? {};
+      const rows = [["total", latency], ["in the queue", queued], ["running", ran]].filter(([, of]) => of);
       keyed(body, rows, ([name]) => name, make, (row, [, of]) => {
         ["p50", "p90", "p99"].forEach((name, i) => setText(row.children[i + 1], ms(of[name])));
       });
@@ -78,7 +78,8 @@
     const columns = [{ text: "Status" }, { text: "Meaning" }, { text: "Calls", class: "num" }, { text: "Share", class: "num" }];
     const { table: node, body } = table("Calls by status", columns, "sb-statuses");
     const none = h("p", { class: "muted" }, "No calls have ended yet.");
-    const total = h("p", { class: "muted" });
+    const total = h("span", { class: "muted" });
+    const failed = h("a", { href: "#/rollouts?state=errors" }, "Rollouts with failed calls");
     const make = ([name]) => {
       const { meaning, kind } = MEANINGS.get(name) ?? { meaning: "", kind: "" };
       const bar = h("span", { class: "sb-bar", "data-kind": kind, "aria-hidden": "true" }, h("span", {}));
@@ -105,9 +106,10 @@
       });
       node.hidden = !calls.length;
       none.hidden = calls.length > 0;
-      setText(total, calls.length ? `${plural(all, "call")} since the start of the run` : "");
+      setText(total, calls.length ? `${plural(all, "call")} since the start of the run. ` : "");
+      failed.hidden = !calls.length;
     };
-    return { node: panel("Calls by status", none, node, total), update };
+    return { node: panel("Calls by status", none, node, h("p", {}, total, failed)), update };
   };
 
   const mountLayers = (store) => {

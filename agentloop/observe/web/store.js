@@ -1,7 +1,7 @@
 // The state of the page: merged frames of api/stream, and values derived from them.
 //
 //     api/stream ──frames──> apply ──> state ──once per animation frame──> views
-//                                └──> history (sparklines), log (what changed)
+//                                └──> log (what changed)
 //
 // Its size is bounded: rollouts and groups are removed when the server removes them, old rows of metrics
 // are thinned out, and history and log keep the newest entries.
@@ -11,26 +11,13 @@
 
   const MAX_STEPS = 5000;
   const MAX_LOG = 200;
-  const HISTORY_MS = 1000; // between two points of the history
-  const MAX_HISTORY = 600;
+  const MAX_HISTORY = 720; // points
+  const FAILURES = new Set(["infrastructure", "environment"]); // reasons why a rollout ends that are not the model's
 
   const kvShare = (servers) => {
     const sum = (name) => servers.reduce((total, one) => total + (one[name] ?? 0), 0);
     const capacity = sum("capacity");
     return capacity ? (sum("held") + sum("reserved")) / capacity : null;
-  };
-
-  // The values that are recorded for sparklines, by name.
-  const MEASURES = {
-    kv: (store) => kvShare(store.servers),
-    healthy: ({ servers }) => (servers.length ? servers.filter((one) => one.healthy).length : null),
-    sandbox_busy: (store) => store.sandbox?.busy,
-    sandbox_waiting: (store) => store.sandbox?.waiting,
-    ...Object.fromEntries(
-      ["tokens_per_s", "calls_per_s", "in_flight", "num_waiting", "groups_open", "queue_groups"]
-        .concat(["staleness", "refusals", "loop_lag_ms"])
-        .map((name) => [name, (store) => store.now[name]]),
-    ),
   };
 
   // Removes every second row of the older ones; rows of evaluations only if that is not enough.
@@ -47,7 +34,7 @@
     const callbacks = new Set();
     let [changed, scheduled] = [new Set(), false];
     let rows = new Set(); // ids of changed rollouts; null: any may have changed
-    let [clockOffset, numLogged, lastPoint] = [null, 0, 0];
+    let [clockOffset, numLogged] = [null, 0];
 
     const store = {
       ready: false, // true after the first frame
@@ -63,7 +50,8 @@
       steps: [],
       missed: 0, // frames since the page was opened
       connection: { state: "connecting", error: "", retryMs: null },
-      history: new Map(Object.keys(MEASURES).map((name) => [name, []])), // name to [[t, value], ...]
+      history: new Map(), // name to [[t, value], ...]
+      served: new Map(), // URL of a server to [[t, tokens/s, running, held, waiting for a tool, reusable], ...]
       log: [], // newest first: {id, t, text, kind, href}
       kvShare: () => kvShare(store.servers),
     };
@@ -123,7 +111,9 @@
         rows = null;
         store.groups.clear();
         store.steps = [];
-        for (const name of ["now", "servers", "waits", "rollouts", "groups", "steps"]) store.touch(name);
+        store.history.clear();
+        store.served.clear();
+        for (const name of ["now", "servers", "waits", "rollouts", "groups", "steps", "history"]) store.touch(name);
         Object.assign(store, { waits: [], servers: [], now: {}, sandbox: null });
       }
       for (const name of ["about", "now", "waits", "servers", "sandbox"]) {
@@ -133,6 +123,7 @@
       }
       for (const name of ["rollouts", "groups"]) {
         const [updated, removed] = [frame[name] ?? [], frame.gone?.[name] ?? []];
+        if (name === "rollouts" && !frame.full) logFailures(updated);
         for (const row of updated) store[name].set(row.id, row);
         for (const id of removed) store[name].delete(id);
         if (updated.length || removed.length) store.touch(name);
@@ -147,20 +138,24 @@
         store.missed += frame.missed;
         store.touch("missed");
       }
-      recordHistory();
+      for (const point of frame.history ?? []) addToHistory(point);
       if (isFirst) logInitialState();
       else logChanges(before, frame);
     };
 
-    const recordHistory = () => {
-      if (Math.abs(store.t * 1000 - lastPoint) < HISTORY_MS) return;
-      lastPoint = store.t * 1000;
-      for (const [name, measure] of Object.entries(MEASURES)) {
-        const points = store.history.get(name);
-        const value = measure(store);
-        if (format.isNumber(value)) points.push([store.t, value]);
-        if (points.length > MAX_HISTORY) points.splice(0, points.length - MAX_HISTORY);
-      }
+    // Points of the last hour, which the server keeps: [[t, value], ...] by name, [[t, ...values], ...] by server.
+    const addToHistory = ({ t, now, servers }) => {
+      const add = (map, name, point) => {
+        if (!map.has(name)) map.set(name, []);
+        const points = map.get(name);
+        points.push(point);
+        if (points.length > MAX_HISTORY) points.shift();
+      };
+      for (const [name, value] of Object.entries(now)) add(store.history, name, [t, value]);
+      for (const [url, values] of Object.entries(servers)) add(store.served, url, [t, ...values]);
+      const capacity = store.servers.reduce((total, one) => total + (one.capacity ?? 0), 0);
+      const held = Object.values(servers).reduce((total, [, , one]) => total + one, 0);
+      if (capacity) add(store.history, "kv", [t, held / capacity]);
       store.touch("history");
     };
 
@@ -191,7 +186,8 @@
       if (frame.servers) {
         const previous = new Map(before.servers.map((one) => [one.url, one]));
         for (const server of servers) {
-          if (!previous.has(server.url) || previous.get(server.url).state !== server.state) logServer(server);
+          const states = [previous.get(server.url)?.state, server.state];
+          if (states[0] !== states[1] && !states.includes("stale")) logServer(server); // stale: until a weight sync ends
           previous.delete(server.url);
         }
         for (const url of previous.keys()) store.addToLog(`${url} was removed`, { kind: "warn", href: "#/servers" });
@@ -203,6 +199,19 @@
       }
       if (frame.full) return;
       for (const row of frame.steps ?? []) logRow(row, store.t);
+    };
+
+    // One line for those that failed for the same reason at the same time.
+    const logFailures = (rows) => {
+      const failures = new Map();
+      for (const { id, state, stop } of rows) {
+        const reason = state === "abandoned" ? "cancelled" : FAILURES.has(stop) ? `failed: ${stop}` : null;
+        if (reason && store.rollouts.get(id)?.state === "live") failures.set(reason, [...(failures.get(reason) ?? []), id]);
+      }
+      for (const [reason, [id, ...others]] of failures) {
+        const text = `Rollout ${id}${others.length ? ` and ${format.plural(others.length, "other")}` : ""} ${reason}`;
+        store.addToLog(text, { kind: "warn", href: `#/rollout/${encodeURIComponent(id)}` });
+      }
     };
 
     const logServer = ({ url, state, healthy, reason }) =>
@@ -219,7 +228,7 @@
       if (!parts.length) part("learner/loss", (value) => `loss ${format.short(value)}`);
       part("tool_errors_in_correct", (value) => `tool errors in correct rollouts ${format.percent(value)}`);
       part("step_s", (value) => `took ${format.span(value)}`);
-      if (parts.length) store.addToLog(`Step ${row.step}: ${parts.join(", ")}`, { t, href: "#/curves" });
+      if (parts.length) store.addToLog(`${isEvaluation(store.about) ? "Task" : "Step"} ${row.step}: ${parts.join(", ")}`, { t, href: "#/curves" });
     };
 
     return store;

@@ -31,15 +31,20 @@
   window.agentloop.view("rollout", {
     title: "Rollout",
     mount(root, params, app) {
-      const view = new Trajectory(root, params.id ?? "", app);
-      return () => view.close();
+      const ids = [params.id ?? "", params.query.get("beside")].filter((id) => id !== null);
+      const columns = ids.map(() => h("div"));
+      root.append(...(ids.length > 1 ? [h("div", { class: "tr-pair" }, columns)] : columns));
+      const views = ids.map((id, i) => new Trajectory(columns[i], id, app, ids));
+      return () => views.forEach((view) => view.close());
     },
   });
 
   class Trajectory {
-    constructor(root, id, app) {
+    /** `shown`: the ids of the rollouts that are shown beside each other. */
+    constructor(root, id, app, shown) {
       this.id = id;
       this.app = app;
+      this.shown = shown;
       this.record = null;
       this.turns = []; // a TurnView for each turn
       this.cursor = null; // [turn, token] that is selected
@@ -103,6 +108,24 @@
       this.bar.hidden = this.copier.hidden = false;
       this.remark = true;
       this.ask();
+      if (record.group !== this.grouped && this.app.store.groups.has(record.group)) this.loadSiblings(record.group);
+    }
+
+    /** Offers the previous and the next rollout of the group, and any to be shown beside this one. */
+    async loadSiblings(group) {
+      this.grouped = group;
+      const rows = await this.app.api.get(`api/groups/${encodeURIComponent(group)}`).then((body) => body.rollouts, () => []);
+      const at = rows.findIndex(({ id }) => id === this.id);
+      if (this.closed || at < 0 || rows.length < 2 || this.id !== this.shown[0]) return;
+      const beside = this.shown[1] ?? "";
+      const options = rows.filter(({ id }) => id !== this.id).map((row) => [row.id, `${row.id.slice(row.id.lastIndexOf("."))} ${parts.rewardText(row)} ${(row.answer ?? "").slice(0, 30)}`]);
+      const step = (sign, label, row) => row && h("a", { class: "v-button", href: parts.hash("rollout", row.id), "aria-label": label, title: label }, sign);
+      this.siblings.replaceChildren(...[
+        step("‹", "Previous rollout of the group", rows[at - 1]),
+        step("›", "Next rollout of the group", rows[at + 1]),
+        parts.choice("Beside", [["", "no other"], ...options], beside, (id) => this.app.go(parts.hash("rollout", this.id) + (id ? `?beside=${encodeURIComponent(id)}` : ""))),
+      ].filter(Boolean));
+      this.siblings.hidden = false;
     }
 
     /** Replaces the turns from `turn` on; the first of them keeps its first `token` tokens. */
@@ -132,6 +155,7 @@
 
     build() {
       this.facts = h("dl", { class: "v-facts" });
+      this.siblings = h("div", { class: "v-cluster", role: "group", "aria-label": "Rollouts of the group", hidden: true });
       this.cancel = h("button", { type: "button", class: "v-button danger", hidden: true, onclick: () => this.stop() }, "Cancel rollout");
       this.copier = h("button", { type: "button", class: "v-button", hidden: true, onclick: () => this.copy() }, "Copy as JSON");
       this.copied = h("span", { role: "status", class: "v-muted" });
@@ -170,7 +194,7 @@
       });
       const head = h(
         "header", { class: "tr-head" },
-        h("div", { class: "tr-line" }, h("p", { class: "tr-id" }, this.id), h("div", { class: "v-cluster" }, this.cancel, this.copier, this.copied)),
+        h("div", { class: "tr-line" }, h("p", { class: "tr-id" }, this.shown.length > 1 ? parts.link("rollout", this.id) : this.id), h("div", { class: "v-cluster" }, this.siblings, this.cancel, this.copier, this.copied)),
         this.facts, this.timeline,
       );
       this.section = h("section", { class: "v tr" }, this.note, head, this.bar, this.paper, this.readout, this.spoken);
@@ -220,6 +244,7 @@
         ["Reward", isScored && h("span", null, reward)],
         ["Advantage", record.dropped ? `– (dropped: ${parts.whyDropped(record.dropped)})` : format.isNumber(record.advantage) && parts.signed(record.advantage)],
         ["Answer", record.answer],
+        ["Expected", this.app.store.groups.get(record.group)?.answer],
         ["Tokens", record.turns.every(isCounted)
           ? `${format.whole(record.prompt_tokens)} prompt, ${format.whole(sampled)} sampled, ${format.whole(observed)} observed`
           : `${format.whole(row?.tokens)} sampled`],
@@ -232,7 +257,7 @@
         ["Continues", record.parent && parts.link("rollout", record.parent)],
         [servers.length > 1 ? "Servers" : "Server", servers.join(", ") || row?.server || "–"],
       ];
-      if (record.created_unix_s) facts.push(["Started", new Date(record.created_unix_s * 1000).toLocaleString()]);
+      if (record.created_unix_s) facts.push(["Started", new Date(record.created_unix_s * 1000).toLocaleString("en-GB")]);
       if (record.error) facts.push(["Error", h("span", { class: "v-bad" }, record.error)]);
       facts = facts.filter(([, what]) => what || what === 0); // omit unknown and inapplicable facts
       const key = facts.map(([, what]) => what.textContent ?? what).join("|");
@@ -467,9 +492,9 @@
       this.tokens = h("div", { class: "tr-tokens" });
       this.tokens.turn = index;
       this.observed = h("div", { class: "tr-observed" });
-      this.heading = h("h2", { id: `tr-turn-${index}`, tabindex: "-1" }, `Turn ${index + 1} `, this.meta);
+      this.heading = h("h2", { tabindex: "-1" }, `Turn ${index + 1} `, this.meta);
       this.node = h(
-        "section", { class: "tr-turn", "aria-labelledby": `tr-turn-${index}` },
+        "section", { class: "tr-turn", "aria-label": `Turn ${index + 1}${owner.shown.length > 1 ? ` of ${owner.id}` : ""}` },
         h("div", { class: "tr-line" }, this.heading, this.strip), this.tokens, this.observed,
       );
       owner.list.append(this.node);
@@ -894,8 +919,8 @@
       ["tool", result.started_s - from, result.ended_s - from],
     ];
     const image = parts.strip(pieces, total, label);
-    const note = early > 0.001 ? `${label}, started ${format.span(early)} before the turn's last token` : label;
-    return h("span", { class: "tr-timing", title: note }, image, h("span", { class: "tr-note" }, label));
+    const note = early > 0.001 ? `${label}, began ${format.span(early)} before the turn's last token` : label;
+    return h("span", { class: "tr-timing" }, image, h("span", { class: "tr-note" }, note));
   }
 
   function labelled(label, text) {

@@ -16,7 +16,7 @@ from agentloop.errors import NotThere
 from agentloop.observe import archive as archive_module
 from agentloop.observe import runs as runs_module
 from agentloop.observe.archive import Archive, read_rollout
-from agentloop.observe.runs import curves, read_metrics, runs_beside
+from agentloop.observe.runs import curves, origin_of, read_metrics, runs_beside
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import (
     StopReason,
@@ -144,7 +144,7 @@ async def test_the_supervised_start_is_shown_and_compared(run: RunFolder) -> Non
     RunFolder(run.path / "sft").add_metrics({"step": 1, "learner/loss": 2.0})
     expected = [{"start/step": 1, "start/learner/loss": 2.0}, *before]
     assert (await archive(run).frame())["steps"] == expected
-    assert await archive(run).curves(run.path.name) == expected
+    assert (await archive(run).curves(run.path.name))["rows"] == expected
 
 
 async def test_rollouts_and_groups_can_be_opened(run: RunFolder) -> None:
@@ -373,7 +373,7 @@ def test_runs_are_listed_newest_first(run: RunFolder) -> None:
     assert [name for name, listed in runs.items() if listed["current"]] == ["one"]
     times = [listed["modified_unix_s"] for listed in runs_beside(run.path)]
     assert times == sorted(times, reverse=True)
-    assert curves(run.path, "odd name & more") == [{"step": 7}]
+    assert curves(run.path, "odd name & more")["rows"] == [{"step": 7}]
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../runs/one", "/", "latest", "one/", ".hidden"])
@@ -396,7 +396,30 @@ def test_the_run_itself_is_always_listed(run: RunFolder, monkeypatch: pytest.Mon
     newer = run.path.parent / "newer" / "metrics.jsonl"
     newer.write_text('{"step": 7}\n')
     os.utime(newer, (4_000_000_000, 4_000_000_000))
-    assert [row["step"] for row in curves(run.path, "one")] == [1, 2]
+    assert [row["step"] for row in curves(run.path, "one")["rows"]] == [1, 2]
+
+
+def test_the_commands_that_made_a_run_have_their_ends(run: RunFolder) -> None:
+    assert origin_of(run.path) == {"settings": "", "commands": []}
+    path = run.path / "commands.jsonl"
+    path.write_text('{"command": "a"}\n{"command": "b"}\n{"ended_unix_s": 3.0}\n[]\nnonsense\n')
+    (run.path / "config.toml").write_text('redis = "redis://:sesame@db"\n')
+    assert origin_of(run.path) == {
+        "settings": 'redis = "redis://...@db"',
+        "commands": [
+            {"command": "a"},
+            {"command": "b", "ended_unix_s": 3.0},
+        ],
+    }
+
+
+async def test_a_group_has_its_question_and_a_wrong_answer(run: RunFolder) -> None:
+    wrong = {**rollout("3-a/b.1", reward=0.0), "answer": "41\n"}
+    add(run, 3, [{**row, "truth": "42"} for row in (rollout("3-a/b.0"), wrong)])
+    *_, right, group = (await archive(run).frame())["groups"]
+    assert right["wrong"] is None  # a rollout without a reward is not wrong
+    assert (group["question"], group["answer"]) == ("why?", "42")
+    assert group["wrong"] == {"id": "3-a/b.1", "answer": "41"}
 
 
 async def test_the_newest_published_weights_are_the_policy_version(

@@ -421,6 +421,23 @@ def test_a_finished_group_updates_its_rollouts() -> None:
     assert made.now()["groups_open"] == 0
 
 
+def test_a_group_has_its_question_and_the_first_wrong_answer() -> None:
+    made, _ = board()
+    prompt = [{"role": "user", "content": "What is\n37 times 48? " + "x" * 500}]
+    made.on_event(GroupStarted("1-a", "a", prompt, "1776", 3))
+    for index, (reward, answer) in enumerate([(1.0, "1776"), (0.0, "1766"), (0.0, "9")]):
+        key = f"1-a.{index}"
+        made.on_event(RolloutStarted(Trajectory(key, [9]), "1-a"))
+        made.on_event(RolloutFinished(key, Trajectory(key, [9], answer="text")))
+        assert made.rows[key].to_row()["answer"] == "text"
+        made.on_event(RolloutScored(key, reward, answer, "", 0.0))
+        assert made.rows[key].to_row()["answer"] == answer
+    (group,) = made.take(9)["groups"]
+    assert group["question"].startswith("What is 37 times 48? x")
+    assert len(group["question"]) < 200
+    assert (group["answer"], group["wrong"]) == ("1776", {"id": "1-a.1", "answer": "1766"})
+
+
 def test_a_group_counts_rollouts_and_not_their_conversations() -> None:
     made, clock = board()
     keys = ("1-a.0", "1-a.0+1", "1-a.0+checker", "1-a.1")
@@ -479,6 +496,7 @@ def test_percentiles_are_those_of_the_last_calls(durations: list[float]) -> None
     assert tools["calls"] == {"ok": len(durations)}
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
         value = tools["latency_ms"][name]
+        assert tools["ran_ms"][name] <= value
         below = sum(round(1000 * duration, 1) <= value for duration in durations)
         assert below >= share * len(durations)  # nearest rank: so many are not above it
         assert value in [round(1000 * duration, 1) for duration in durations]

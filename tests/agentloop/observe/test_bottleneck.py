@@ -29,6 +29,10 @@ def test_the_sentence_names_the_bottleneck_its_size_and_its_setting() -> None:
     assert spent(queue=26.0, tool=3.0, decode=8.0).sentence() == (
         "Rollouts wait for sandbox slots: 2.6 of 2.9 s per call; raise sandbox.workers"
     )
+    assert spent(queue=26.0, tool=3.0, decode=8.0).sentence(has_slots=False) == (
+        "Rollouts wait for sandbox slots: 2.6 of 2.9 s per call; no worker of the sandbox is "
+        "available, see the log"
+    )
     assert spent(kv=1.0, decode=4.0).sentence(ServedOn.GPU) == (
         "Rollouts mostly decode: 400 of 500 ms per turn; raise server.count, or server.tp_size for "
         "a large model"

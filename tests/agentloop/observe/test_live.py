@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +24,19 @@ from agentloop.events import (
     RolloutFinished,
     RolloutScored,
     RolloutStarted,
+    TokensSampled,
+    TurnPlaced,
     TurnStarted,
 )
+from agentloop.inference.replicas import ServerView
+from agentloop.inference.scheduling.health import ServerState
 from agentloop.observe import live as live_module
 from agentloop.observe.board import Board, GroupRow
 from agentloop.observe.frames import GroupDetails
 from agentloop.observe.live import Live, Sources
 from agentloop.observe.stalls import Stalls
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
+from tests.agentloop.observe.story import WHY
 from tests.agentloop.observe.test_board import Reader
 from tests.agentloop.observe.test_record import apply_delta
 from tests.patience import patient
@@ -68,8 +74,10 @@ async def test_frames_are_made_only_for_readers() -> None:
 
     at.sources = Sources(ABOUT, num_waiting=count_query)
     starts(at, "1.0")
-    at.tick()
-    assert queries == []
+    for _ in range(3):
+        at.tick()
+    assert queries == [1]  # for a point of the history, of which there is one in five seconds
+    queries.clear()
     assert not at.board._lane_changes  # and nothing is kept for later
     async with aclosing(at.frames()) as frames:
         await next_of(frames)
@@ -79,6 +87,32 @@ async def test_frames_are_made_only_for_readers() -> None:
     queries.clear()
     at.tick()
     assert queries == []
+
+
+async def test_the_history_is_that_of_the_last_hour_whenever_a_reader_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(live_module, "time", SimpleNamespace(time=lambda: now_s))
+    at = live()
+    view = ServerView("http://a", ServerState.HEALTHY, 2, 10, 5, 3, 100, num_cached_tokens=7)
+    at.sources = Sources(ABOUT, servers=lambda: [view], sandbox=lambda: {"busy": 1, "slots": 4})
+    starts(at, "1.0")
+    at.board.on_event(TurnPlaced("1.0", 0, "http://a", WHY))
+    for _ in range(1_000):
+        at.board.on_event(TokensSampled("1.0", 0, [1] * 50, ""))
+        at.tick()
+        now_s += 5.0
+    frame = await at.frame()
+    assert len(frame["history"]) == 720
+    last = frame["history"][-1]
+    assert (last["t"], last["servers"]) == (5095.0, {"http://a": [10.0, 2, 15, 3, 7]})
+    assert last["now"]["in_flight"] == 1
+    assert last["now"]["sandbox_busy"] == 1
+    assert frame["servers"][0]["since"] == 100.0  # it has been healthy since then
+    view = replace(view, state=ServerState.DEAD)
+    at.tick()
+    assert (await at.frame())["servers"][0]["since"] == now_s
 
 
 async def test_the_first_frame_is_complete_and_the_next_has_changes() -> None:
@@ -542,7 +576,7 @@ async def test_a_partly_evicted_group_is_read_from_disk() -> None:
         if name not in ("1-a", "2-b"):
             return None
         row = GroupRow(name, "a", "why?", "42", 2, 0, end=9).to_row()
-        return {**row, "prompt": "from the folder", "answer": "42", "rollouts": []}
+        return {**row, "prompt": "from the folder", "rollouts": []}
 
     at.sources = Sources(ABOUT, read_group=read)
     for name in ("1-a", "2-b"):

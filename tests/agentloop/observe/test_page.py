@@ -85,10 +85,10 @@ class Played:
     async def runs(self) -> list[dict[str, Any]]:
         return [{"name": "one"}]
 
-    async def curves(self, run: str) -> list[dict[str, Any]]:
+    async def curves(self, run: str) -> dict[str, Any]:
         if run != "one & two":
             raise NotThere(f"run {run!r}")
-        return [{"step": 1}]
+        return {"rows": [{"step": 1}]}
 
 
 class Controls:

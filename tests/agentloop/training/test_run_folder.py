@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,6 +15,7 @@ import anyio
 import pytest
 from hypothesis import example, given, settings
 
+from agentloop.distribution import version
 from agentloop.errors import RunFolderError, SettingsError
 from agentloop.training.run_folder import RunFolder, RunSettings, is_active
 from agentloop.trajectory import ToolCall, Trajectory, Turn
@@ -81,6 +84,27 @@ async def test_a_line_cut_short_by_a_kill_is_removed(tmp_path: Path) -> None:
     async with RunFolder.open(tmp_path / "run") as again:
         again.add_metrics({"step": 3})
         assert [row["step"] for row in again.metrics()] == [1, 3]
+
+
+@pytest.mark.anyio
+async def test_a_run_says_how_it_was_started_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "/venv/lib/agentloop/__main__.py"
+    arguments = ["train", "my run.toml", "budget.max_response_tokens=9", "serve.token=sesame"]
+    arguments += ["fleet.redis=redis://:sesame@db", "mcp.a={env={KEY='sesame'}}"]
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    with pytest.raises(KeyError):
+        async with RunFolder.open(tmp_path / "run", ""):
+            raise KeyError
+    rows = (tmp_path / "run" / "commands.jsonl").read_text().splitlines()
+    started, ended = map(json.loads, rows)
+    assert shlex.split(started["command"]) == [
+        "agentloop", "train", "my run.toml", "budget.max_response_tokens=9", "serve.token=...",
+        "fleet.redis=redis://...@db", "mcp.a=...",
+    ]  # fmt: skip
+    assert started["version"] == version()
+    assert ended["ended_unix_s"] >= started["unix_s"]
 
 
 def test_a_line_that_is_damaged_is_named(tmp_path: Path) -> None:
