@@ -550,8 +550,8 @@ class Simulation:
 
     def _update_cap(self, reports: Sequence[LoadReport]) -> None:
         assert self.aimd
-        usage = sum(report.num_used for report in reports)
-        usage /= self.options.params.capacity * self.options.num_servers
+        capacity = self.options.params.capacity * self.options.num_servers
+        usage = sum(report.num_used for report in reports) / capacity
         num_retracted = sum(report.num_retracted for report in reports)
         num_in_flight = self._num_started - len(self._ended_s)
         self.aimd.observe(usage, num_in_flight, num_retracted - self._num_retracted)
