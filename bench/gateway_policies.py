@@ -21,7 +21,7 @@ from agentloop.inference.scheduling.placement import (
 __all__ = ["GATEWAY_POLICIES", "POLICIES", "make_policy"]
 
 
-class _GatewayPolicy(PlacementPolicy):
+class GatewayPolicy(PlacementPolicy):
     """Shared parts: the decision, and the choice of the least busy rank."""
 
     def _decide(
@@ -38,7 +38,7 @@ class _GatewayPolicy(PlacementPolicy):
         return ties[0] if len(ties) == 1 else self._random.choice(ties)
 
 
-class _StickyPolicy(_GatewayPolicy):
+class _StickyPolicy(GatewayPolicy):
     """Remembers a rank by name, until `forget`."""
 
     def __init__(self, ledger: KVLedger, *, seed: int = 0) -> None:
@@ -77,7 +77,7 @@ class _Static(_StickyPolicy):
         return self._decide(request, pool, [pool], reason)
 
 
-class _RoundRobin(_GatewayPolicy):
+class _RoundRobin(GatewayPolicy):
     name = "round_robin"
 
     def __init__(self, ledger: KVLedger, *, seed: int = 0) -> None:
@@ -92,7 +92,7 @@ class _RoundRobin(_GatewayPolicy):
         return self._decide(request, pool, [pool], "next in rotation")
 
 
-class _LeastRequests(_GatewayPolicy):
+class _LeastRequests(GatewayPolicy):
     name = "least_requests"
 
     def _choose(
@@ -102,7 +102,7 @@ class _LeastRequests(_GatewayPolicy):
         return self._decide(request, pool, pools, f"fewest requests ({pool.num_sequences})")
 
 
-class _PowerOfTwo(_GatewayPolicy):
+class _PowerOfTwo(GatewayPolicy):
     name = "power_of_two"
 
     def _choose(
@@ -114,7 +114,7 @@ class _PowerOfTwo(_GatewayPolicy):
         return self._decide(request, pool, drawn, reason)
 
 
-class _StickyLeastLoaded(_StickyPolicy):
+class StickyLeastLoaded(_StickyPolicy):
     """Sends a trajectory's first turn to the least busy server, and the others after it."""
 
     name = "sticky_least_loaded"
@@ -140,7 +140,7 @@ def _candidate(request: PlacementRequest, pool: KVPool) -> Candidate:
 
 GATEWAY_POLICIES: dict[str, type[PlacementPolicy]] = {
     policy.name: policy
-    for policy in (_Static, _RoundRobin, _LeastRequests, _PowerOfTwo, _StickyLeastLoaded)
+    for policy in (_Static, _RoundRobin, _LeastRequests, _PowerOfTwo, StickyLeastLoaded)
 }
 POLICIES = (*GATEWAY_POLICIES, KVPolicy.name)
 
