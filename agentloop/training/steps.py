@@ -148,15 +148,20 @@ class Steps(ResumableTraining):
         Each conversation of a rollout is a sample. Those with an advantage of 0 are included: the
         objective is a mean over all tokens of a group.
         """
-        samples, rollouts, has_signal = [], set(), False
-        for place, row, credit in leased_conversations(self._folder, lease):
-            tokens = row.trajectory.ids, row.trajectory.mask, row.trajectory.logprobs
-            samples.append(Sample(*tokens, credit.advantages, place, credit.weights))
-            rollouts.add((place, row.rollout))
-            has_signal |= credit.has_signal
+        rollouts, has_signal = set(), False
+
+        def samples() -> Iterator[Sample]:
+            nonlocal has_signal
+            for place, row, credit in leased_conversations(self._folder, lease):
+                tokens = row.trajectory.ids, row.trajectory.mask, row.trajectory.logprobs
+                rollouts.add((place, row.rollout))
+                has_signal |= credit.has_signal
+                yield Sample(*tokens, credit.advantages, place, credit.weights)
+
+        write_batch(path, samples())
         if not has_signal:
+            path.unlink(missing_ok=True)
             return 0
-        write_batch(path, samples)
         return len(rollouts)
 
     async def go_back(self, checkpoint: Path) -> None:

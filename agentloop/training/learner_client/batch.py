@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,12 @@ class Sample:
     weights: float | list[float] = 1.0
 
 
-def write_batch(path: Path, samples: Sequence[Sample]) -> None:
-    """Write a batch atomically; needs the extra `train`.
+def write_batch(path: Path, samples: Iterable[Sample]) -> None:
+    """Write a batch atomically, or nothing if there are no samples; needs the extra `train`.
 
     For N samples of T tokens in total, the tensors are ids, mask, logprobs, advantages and weights
-    [T], and lengths and groups [N].
+    [T], and lengths and groups [N]. Samples are taken one by one and kept as arrays, which take a
+    fraction of the memory of their lists.
 
     Raises:
         RunFolderError: the file cannot be written, for example because the disk is full.
@@ -45,32 +46,34 @@ def write_batch(path: Path, samples: Sequence[Sample]) -> None:
     import numpy as np
     from safetensors.numpy import save
 
-    def flat(name: str, dtype: str) -> np.ndarray[Any, Any]:
-        return np.concatenate([np.asarray(getattr(sample, name), dtype) for sample in samples])
-
-    def where_sampled(name: str) -> np.ndarray[Any, Any]:
-        values = np.zeros(len(mask), "float32")
-        values[mask == 1] = np.concatenate(
-            [
-                np.broadcast_to(np.asarray(getattr(sample, name), "float32"), sum(sample.mask))
-                for sample in samples
-            ]
-        )
-        return values
-
-    mask = flat("mask", "uint8")
-    tensors = {
-        "ids": flat("ids", "int32"),
-        "mask": mask,
-        "logprobs": flat("logprobs", "float32"),
-        "advantages": where_sampled("advantages"),
-        "weights": where_sampled("weights"),
-        "lengths": np.array([len(s.ids) for s in samples], "int32"),
-        "groups": np.array([s.group for s in samples], "int32"),
-    }
+    rows = [_arrays(sample) for sample in samples]
+    if not rows:
+        return
+    tensors = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_bytes(save(tensors))
         os.replace(partial, path)
     except OSError as error:
         raise RunFolderError(f"run.folder: {path}: {error.strerror or error}") from error
+
+
+def _arrays(sample: Sample) -> dict[str, Any]:
+    import numpy as np
+
+    mask = np.asarray(sample.mask, "uint8")
+
+    def where_sampled(values: float | list[float]) -> np.ndarray[Any, Any]:
+        array = np.zeros(len(mask), "float32")
+        array[mask == 1] = values
+        return array
+
+    return {
+        "ids": np.asarray(sample.ids, "int32"),
+        "mask": mask,
+        "logprobs": np.asarray(sample.logprobs, "float32"),
+        "advantages": where_sampled(sample.advantages),
+        "weights": where_sampled(sample.weights),
+        "lengths": np.asarray([len(mask)], "int32"),
+        "groups": np.asarray([sample.group], "int32"),
+    }
