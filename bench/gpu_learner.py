@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -18,6 +19,7 @@ from unittest.mock import patch
 import numpy as np
 from safetensors.numpy import load_file
 
+from agentloop.learner.batch import Segment
 from agentloop.training.learner_client.client import start_learner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import PublishRequest, StepRequest
@@ -166,7 +168,12 @@ async def attention(setup: Setup) -> list[Row]:
     """Each kernel for packed samples: its distance from float32, and its time."""
     import torch
 
-    from agentloop.learner.attention import attention_by_sample, packed_attention, varlen_runs_on
+    from agentloop.learner.attention import (
+        arguments,
+        attention_by_sample,
+        packed_attention,
+        varlen_runs_on,
+    )
 
     size, lengths = setup.size, agentic_lengths(0, setup.size.micro_batch)
     generator = torch.Generator().manual_seed(0)
@@ -181,8 +188,12 @@ async def attention(setup: Setup) -> list[Row]:
         output.backward(torch.ones_like(output))
         return [output.detach(), *(tensor.grad for tensor in tensors)]
 
+    edges = itertools.pairwise([0, *itertools.accumulate(lengths)])
+    segments = tuple(Segment(start, end, end) for start, end in edges)
+    given = arguments(segments, torch.device(setup.device))
+
     def ours(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda q, k, v: kernel(None, q, k, v, None, segments=lengths)[0]
+        return lambda q, k, v: kernel(None, q, k, v, None, **given)[0]
 
     kernels = {"one sample at a time": ours(attention_by_sample)}
     if varlen_runs_on(inputs[0].bfloat16()):

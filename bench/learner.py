@@ -2,6 +2,7 @@
 
     python -m bench.learner speed                tokens per second, as ratios to the plain loop
     python -m bench.learner packing              packed samples compared with padded ones
+    python -m bench.learner siblings             what samples share, computed once and for each
     python -m bench.learner memory               peak of one pass by vocabulary and by head
     python -m bench.learner ranks --rounds 60    the laptop recipe: ranks compared with threads
     python -m bench.learner all --json out.json
@@ -22,6 +23,7 @@ GPU.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -60,7 +62,7 @@ _GROUP = 8
 _STEP_TIMEOUT_S = 600.0
 
 PACKINGS = ("packed", "masked", "sorted", "unsorted")
-PACKED = ("packed", "compiled", "chunked", "masked", "flash")
+PACKED = ("packed", "compiled", "chunked", "shared", "masked", "flash")
 # Hidden size, layers, heads, vocabulary.
 SIZES = {"0.8M": (128, 3, 4, 512), "4.5M": (256, 5, 4, 2048), "23M": (512, 6, 8, 8192)}
 
@@ -106,13 +108,38 @@ def agentic_batch(
     )
 
 
-def arrange(lengths: Sequence[int], budget: int, variant: str) -> list[list[int]]:
+def siblings_batch(
+    seed: int, vocab: int, *, groups: int, siblings: int, prompt: int, response: int
+) -> Batch:
+    """Return a batch of random ids: prompts with `siblings` responses each."""
+    rng = np.random.default_rng(seed)
+    num_samples, length = groups * siblings, prompt + response
+    ids = rng.integers(0, vocab, (num_samples, length), dtype=np.int32)
+    ids[:, :prompt] = np.repeat(ids[::siblings, :prompt], siblings, 0)
+    mask = np.tile(np.arange(length) >= prompt, num_samples)
+    noise = 0.1 * rng.random(mask.size)
+    signs = rng.choice(np.asarray([-1, 1], np.float32), num_samples)
+    return Batch(
+        ids=ids.ravel(),
+        mask=mask.astype(np.uint8),
+        logprobs=((-math.log(vocab) - noise) * mask).astype(np.float32),
+        advantages=np.repeat(signs, length) * mask,
+        weights=mask.astype(np.float32),
+        lengths=np.full(num_samples, length, np.int32),
+        groups=np.repeat(np.arange(groups, dtype=np.int32), siblings),
+    )
+
+
+def arrange(
+    lengths: Sequence[int], budget: int, variant: str, shared: Sequence[int] = ()
+) -> list[list[int]]:
     """Return the indices of samples by micro-batch of at most `budget` tokens.
 
-    If `variant` pads, padding counts. A sample longer than the budget is alone.
+    If `variant` pads, padding counts. A sample longer than the budget is alone. `shared` is as in
+    `plan`.
     """
     if variant in PACKED:
-        return plan(lengths, budget, 1)[0]
+        return plan(lengths, budget, 1, shared)[0]
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i] if variant == "sorted" else i)
     batches: list[list[int]] = []
     for index in order:
@@ -323,6 +350,40 @@ async def packing(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+async def siblings(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure 16 samples of a prompt, by the ratio of prompt to response, with what they share
+    computed for each of them, and once: by the plain loop with the learner's head, and by the
+    learner."""
+    rows = []
+    shapes = {
+        "4": {"groups": 2, "siblings": 16, "prompt": 512, "response": 128},
+        "1/4": {"groups": 2, "siblings": 16, "prompt": 128, "response": 512},
+        "1/16": {"groups": 2, "siblings": 16, "prompt": 32, "response": 512},
+        "nothing shared": {"groups": 32, "siblings": 1, "prompt": 512, "response": 128},
+    }
+    for size, (name, shape) in itertools.product(options.sizes, shapes.items()):
+        print(f"{size}, prompt to response {name}", file=sys.stderr)
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            settings = _settings(folder, size, options.micro_batch, options.head_chunk)
+            batches = [folder / f"batch-{seed}" for seed in range(options.rounds + 1)]
+            for seed, path in enumerate(batches):
+                siblings_batch(seed, SIZES[size][-1], **shape).save(path)
+            threads = max(options.threads)
+            apart, shared = (
+                plain_arm(stack, folder, settings, threads, variant)
+                for variant in ("chunked", "shared")
+            )
+            ranks = await learner_arm(stack, folder, settings, 1, threads)
+            await compare(apart, [shared, ranks], batches)
+            num_tokens = len(Batch.load(batches[0]).ids)
+        rows += [
+            {"size": size, "prompt to response": name, **arm.row(num_tokens)}
+            for arm in (apart, shared, ranks)
+        ]
+    return rows
+
+
 async def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure the peak that a forward and a backward pass add to model and gradients, in
     processes."""
@@ -372,7 +433,9 @@ async def ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 # --- the command ----------------------------------------------------------------------------------
 
-BENCHMARKS = {"speed": speed, "packing": packing, "memory": memory, "ranks": ranks}
+BENCHMARKS = {
+    "speed": speed, "packing": packing, "siblings": siblings, "memory": memory, "ranks": ranks,
+}  # fmt: skip
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

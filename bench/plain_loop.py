@@ -16,14 +16,21 @@ import numpy as np
 import torch
 
 from agentloop.learner.attention import arguments
-from agentloop.learner.batch import Batch, MicroBatch, make_micro_batch, normalized_weights
+from agentloop.learner.batch import (
+    Batch,
+    MicroBatch,
+    make_micro_batch,
+    normalized_weights,
+    shared_prefixes,
+)
 from agentloop.learner.policy import TokenScorer, load_model
 from agentloop.training.learner_client.settings import LearnerSettings
 from bench.learner import PACKED, arrange
 from bench.sandbox import peak_memory_mib, reset_peak_memory
 
 _ATTENTION = {
-    "packed": "packed", "compiled": "packed", "chunked": "packed", "flash": "flash_attention_2",
+    "packed": "packed", "compiled": "packed", "chunked": "packed", "shared": "packed",
+    "flash": "flash_attention_2",
 }  # fmt: skip
 
 
@@ -33,6 +40,7 @@ class Plain:
     packed     samples end to end, each attends only to itself, as in the learner
     compiled   like packed; layers and log-probabilities by torch's compiler, AdamW fused
     chunked    like packed, with the learner's head, which computes logits in chunks, and twice
+    shared     like chunked; what samples begin with alike is computed once, as in the learner
     masked     like packed, with transformers' own mask
     flash      like packed, with flash-attn's kernel, which has to be installed
     sorted     padded to the longest, samples of similar length together
@@ -46,7 +54,8 @@ class Plain:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._of_targets = _of_targets
         self.model = load_model(self._settings).to(self._device).train()
-        self._scorer = TokenScorer(self.model, self._settings) if variant == "chunked" else None
+        has_head = variant in ("chunked", "shared")
+        self._scorer = TokenScorer(self.model, self._settings) if has_head else None
         if variant == "compiled":
             self._of_targets = torch.compile(_of_targets, dynamic=True)
             for layer in self.model.base_model.layers:
@@ -62,8 +71,12 @@ class Plain:
         lengths = batch.lengths.tolist()
         weights = normalized_weights(batch, range(len(lengths)))
         loss_sum = 0.0
-        for indices in arrange(lengths, self._settings.micro_batch_tokens, self._how):
-            loss = self.loss(make_micro_batch(batch, indices, weights))
+        share, samples = self._how == "shared", range(len(lengths))
+        order, shared = shared_prefixes(batch, samples) if share else ([*samples], [])
+        lengths = [lengths[index] for index in order]
+        for indices in arrange(lengths, self._settings.micro_batch_tokens, self._how, shared):
+            chosen = [order[index] for index in indices]
+            loss = self.loss(make_micro_batch(batch, chosen, weights, share=share))
             loss.backward()
             loss_sum += loss.item()
         max_norm = self._settings.optimizer.max_grad_norm
@@ -94,10 +107,11 @@ class Plain:
         model, on = self.model.base_model, self._on
         if self._how not in PACKED:
             # No mask is needed, because padding comes after the sample and attention is causal.
-            width = max(micro.segments)
-            rows = np.repeat(np.arange(len(micro.segments)), micro.segments)
+            lengths = [end - start for start, end, _ in micro.segments]
+            width = max(lengths)
+            rows = np.repeat(np.arange(len(lengths)), lengths)
             cells = rows * width + micro.positions
-            grid = np.zeros((len(micro.segments), width), np.int64)
+            grid = np.zeros((len(lengths), width), np.int64)
             grid.flat[cells] = micro.ids
             output = model(input_ids=on(grid), use_cache=False)
             return output.last_hidden_state.flatten(0, 1)[on(cells)]

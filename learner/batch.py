@@ -3,16 +3,24 @@
     file ──> Batch ──plan──> per rank: lists of samples ──> MicroBatch, MicroBatch, ... (padding)
 
 Samples are packed end to end; positions restart at 0 with each sample, which is how transformers'
-attention finds the boundaries. This module needs only numpy, so batches can be written without
-torch.
+attention finds the boundaries. Where samples begin alike, as the rollouts of a task and the
+branches of a session do, the tokens that they share are there once: a micro-batch is a sequence of
+segments, and each continues one before it or begins a sample.
+
+    two samples, a b c d and a b e       tokens     a b c d e
+                                         positions  0 1 2 3 2
+                                         segments   [a b] [c d] [e]; the last two continue the first
+
+This module needs only numpy, so batches can be written without torch.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError
@@ -24,10 +32,12 @@ __all__ = [
     "Array",
     "Batch",
     "MicroBatch",
+    "Segment",
     "make_micro_batch",
     "normalized_weights",
     "parts",
     "plan",
+    "shared_prefixes",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -44,6 +54,7 @@ _TYPES = {
 }
 _OPTIONAL = ("old_logprobs", "ref_logprobs")
 _PER_SAMPLE = ("lengths", "groups")
+_MIN_SHARED = 1 / 32  # of a sample: attention to shared tokens has a cost of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,69 +202,151 @@ def parts(groups: Sequence[int], num_parts: int) -> list[list[int]]:
     return [[i for i, group in enumerate(groups) if group in part] for part in dealt]
 
 
-def plan(lengths: Sequence[int], budget: int, world_size: int) -> list[list[list[int]]]:
+def shared_prefixes(batch: Batch, samples: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return `samples` in an order in which those that begin alike are neighbours, group by group,
+    and for each the number of its first tokens that it shares with the one before it.
+
+    A small part of a sample does not count.
+    """
+    starts = batch.starts
+    ids = {i: batch.ids[starts[i] : starts[i] + batch.lengths[i]] for i in samples}
+    keys = {i: (batch.groups[i], ids[i].astype(">i4").tobytes()) for i in samples}
+    order = sorted(samples, key=keys.__getitem__)
+    shared = [0] * len(order[:1])
+    for before, after in itertools.pairwise(order):
+        num = _num_equal(ids[before], ids[after])
+        shared.append(num if num >= _MIN_SHARED * len(ids[after]) else 0)
+    return order, shared
+
+
+def _num_equal(left: Array, right: Array) -> int:
+    num = min(len(left), len(right))
+    differs = left[:num] != right[:num]
+    return int(differs.argmax()) if differs.any() else num
+
+
+def plan(
+    lengths: Sequence[int], budget: int, world_size: int, shared: Sequence[int] = ()
+) -> list[list[list[int]]]:
     """Assign samples to ranks: per rank, equally many micro-batches, each a list of indices.
 
     No micro-batch holds more than `budget` tokens (first fit, longest first). If their number is
     not a multiple of the ranks, the fullest are halved; then empty ones are added as padding,
     because every rank must do the same number of backward passes.
 
+    Args:
+        shared: tokens that each sample shares with the one before it, as `shared_prefixes` returns
+            them. Neighbours that share some are kept together, and a token that they share is one
+            token of their micro-batch.
+
     Raises:
         BatchError: A sample is longer than the budget.
     """
-    bins: list[list[int]] = []
-    free: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
+    for index, length in enumerate(lengths):
         if length > budget:
             raise BatchError(
                 f"sample {index} has {length} tokens: raise micro_batch_tokens ({budget})"
             )
-        at = next((i for i, room in enumerate(free) if room >= length), len(bins))
+    families = _Families(lengths, shared or [0] * len(lengths), budget)
+    bins: list[list[range]] = []
+    free: list[int] = []
+    for family in sorted(families.all, key=lambda family: -families.size(family)):
+        size = families.size(family)
+        at = next((i for i, room in enumerate(free) if room >= size), len(bins))
         if at == len(bins):
             bins.append([])
-            free.append(budget)
-        bins[at].append(index)
-        free[at] -= length
-    _halve_until_even(bins, lengths, world_size)
-    bins.sort(key=lambda indices: -_num_tokens(indices, lengths))
-    ranks: list[list[list[int]]] = [[] for _ in range(world_size)]
+            free.append(budget - families.load([]))
+        bins[at].append(family)
+        free[at] -= size
+    _halve_until_even(bins, families, world_size)
+    bins.sort(key=lambda each: -families.load(each))
+    ranks: list[list[list[range]]] = [[] for _ in range(world_size)]
     for first in range(0, len(bins), world_size):
         # Each rank takes one; the least loaded rank takes the fullest.
-        turn = sorted(
-            ranks, key=lambda rank: sum(_num_tokens(indices, lengths) for indices in rank)
-        )
-        for rank, indices in zip(turn, bins[first : first + world_size], strict=False):
-            rank.append(indices)
+        turn = sorted(ranks, key=lambda rank: sum(map(families.load, rank)))
+        for rank, each in zip(turn, bins[first : first + world_size], strict=False):
+            rank.append(each)
     num_bins = max(map(len, ranks))
-    return [rank + [[]] * (num_bins - len(rank)) for rank in ranks]
+    return [
+        [[*itertools.chain(*each)] for each in rank] + [[]] * (num_bins - len(rank))
+        for rank in ranks
+    ]
 
 
-def _halve_until_even(bins: list[list[int]], lengths: Sequence[int], world_size: int) -> None:
+class _Families:
+    """Samples that begin alike: ranges of indices, of at most `budget` tokens each.
+
+    What all samples of the batch share is no reason to keep some of them together; every
+    micro-batch holds it once.
+    """
+
+    def __init__(self, lengths: Sequence[int], shared: Sequence[int], budget: int) -> None:
+        self._shared = shared
+        self._common = min(shared[1:], default=0)
+        pairs = zip(lengths, shared, strict=True)
+        self._totals = [0, *itertools.accumulate(length - num for length, num in pairs)]
+        self.all: list[range] = []
+        for index, num in enumerate(shared):
+            grown = range(self.all[-1].start if self.all else 0, index + 1)
+            if index and num > self._common and self.load([grown]) <= budget:
+                self.all[-1] = grown
+            else:
+                self.all.append(range(index, index + 1))
+
+    def size(self, family: range) -> int:
+        """Return the number of tokens that `family` adds to those that all samples share."""
+        added = self._totals[family.stop] - self._totals[family.start]
+        return added + self._shared[family.start] - self._common
+
+    def load(self, families: Sequence[range]) -> int:
+        """Return the number of tokens of a micro-batch."""
+        return self._common + sum(map(self.size, families))
+
+    def halves(self, families: Sequence[range]) -> list[list[range]]:
+        """Divide families, or the samples of a single one, such that the larger half is small."""
+        if len(families) > 1:
+            halves: list[list[range]] = [[], []]
+            for family in families:  # longest first
+                min(halves, key=lambda half: (self.load(half), len(half))).append(family)
+            return halves
+        (family,) = families
+        cuts = (
+            [[range(family.start, at)], [range(at, family.stop)]]
+            for at in range(family.start + 1, family.stop)
+        )
+        return min(cuts, key=lambda halves: max(map(self.load, halves)))
+
+
+def _halve_until_even(bins: list[list[range]], families: _Families, world_size: int) -> None:
     while len(bins) % world_size:
-        splittable = [indices for indices in bins if len(indices) > 1]
-        if not splittable:
+        divisible = [each for each in bins if sum(map(len, each)) > 1]
+        if not divisible:
             return
-        fullest = max(splittable, key=lambda indices: _num_tokens(indices, lengths))
-        halves: tuple[list[int], list[int]] = ([], [])
-        for index in fullest:  # longest first
-            min(halves, key=lambda half: _num_tokens(half, lengths)).append(index)
+        fullest = max(divisible, key=families.load)
         bins.remove(fullest)
-        bins.extend(halves)
+        bins.extend(families.halves(fullest))
 
 
-def _num_tokens(indices: Sequence[int], lengths: Sequence[int]) -> int:
-    return sum(lengths[index] for index in indices)
+class Segment(NamedTuple):
+    """Tokens [start, end) of a micro-batch; those of [end, last) continue them.
+
+    The latter are segments, too, in the same way, so that what a segment continues comes before it.
+    """
+
+    start: int
+    end: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """The L tokens of one forward pass, M of them sampled.
+    """The L tokens of one forward pass, and the M sampled ones of its samples.
 
     Attributes:
-        ids, positions: int64 [L]; positions restart at 0 with each sample.
-        segments: Lengths of the samples; they sum to L.
-        predictors: int64 [M]: index in L whose output predicts a sampled token.
+        ids, positions: int64 [L]; a position is the number of tokens before it in its sample.
+        segments: From the first token to the last.
+        predictors: int64 [M]: index in L whose output predicts a sampled token; it may be that of
+            several, the first ones of siblings.
         targets: int64 [M]: the sampled tokens.
         source: int64 [M]: their indices in the batch; -1 in padding.
         sample: int64 [M]: index of their sample in this micro-batch.
@@ -263,7 +356,7 @@ class MicroBatch:
 
     ids: Array
     positions: Array
-    segments: tuple[int, ...]
+    segments: tuple[Segment, ...]
     predictors: Array
     targets: Array
     source: Array
@@ -275,24 +368,42 @@ class MicroBatch:
     reference: Array | None
 
 
-def make_micro_batch(batch: Batch, samples: Sequence[int], weights_T: Array) -> MicroBatch:
-    """Pack `samples`. An empty list gives padding: two tokens with weight 0."""
+def make_micro_batch(
+    batch: Batch, samples: Sequence[int], weights_T: Array, *, share: bool = False
+) -> MicroBatch:
+    """Pack `samples`. An empty list gives padding: two tokens with weight 0.
+
+    Args:
+        share: whether tokens that samples begin with alike are packed once.
+    """
     if not samples:
         return _padding(batch)
-    starts = batch.starts
-    spans = [np.arange(starts[i], starts[i] + batch.lengths[i]) for i in samples]
-    at_L = np.concatenate(spans)
-    predicted = np.flatnonzero(batch.mask[at_L] == 1)
-    source = at_L[predicted]
-    sample = np.repeat(np.arange(len(samples)), [len(span) for span in spans])[predicted]
+    order, shared = shared_prefixes(batch, samples) if share else (samples, [0] * len(samples))
+    at_L: list[Array] = []
+    positions: list[Array] = []
+    predictors: list[Array] = []
+    sources: list[Array] = []
+    edges, size = {0}, 0
+    path = np.zeros(0, np.int64)  # where the sample's tokens are in L
+    for index, num in zip(order, shared, strict=True):
+        span = np.arange(batch.lengths[index]) + batch.starts[index]
+        at_L.append(span[num:])
+        positions.append(np.arange(num, len(span)))
+        path = np.concatenate([path[:num], np.arange(size, size + len(span) - num)])
+        size += len(span) - num
+        edges |= {size, int(path[num - 1]) + 1 if num else size}
+        sampled = np.flatnonzero(batch.mask[span] == 1)
+        predictors.append(path[sampled - 1])
+        sources.append(span[sampled])
+    position_L, source = np.concatenate(positions), np.concatenate(sources)
     return MicroBatch(
-        ids=batch.ids[at_L].astype(np.int64),
-        positions=np.concatenate([span - span[0] for span in spans]),
-        segments=tuple(map(len, spans)),
-        predictors=predicted - 1,
+        ids=batch.ids[np.concatenate(at_L)].astype(np.int64),
+        positions=position_L,
+        segments=_segments(sorted(edges), position_L),
+        predictors=np.concatenate(predictors),
         targets=batch.ids[source].astype(np.int64),
         source=source,
-        sample=sample,
+        sample=np.repeat(np.arange(len(sources)), [len(each) for each in sources]),
         weights=weights_T[source],
         advantages=batch.advantages[source],
         engine=batch.logprobs[source],
@@ -301,12 +412,27 @@ def make_micro_batch(batch: Batch, samples: Sequence[int], weights_T: Array) -> 
     )
 
 
+def _segments(edges: Sequence[int], positions: Array) -> tuple[Segment, ...]:
+    """Return the segments between `edges`.
+
+    One ends what continues another if it begins at the same position as the other, or before.
+    """
+    later: list[int] = []  # where segments start of which each begins before those that follow it
+    segments = []
+    for start, end in reversed([*itertools.pairwise(edges)]):
+        while later and positions[later[-1]] > positions[start]:
+            later.pop()
+        segments.append(Segment(start, end, later[-1] if later else edges[-1]))
+        later.append(start)
+    return tuple(reversed(segments))
+
+
 def _padding(batch: Batch) -> MicroBatch:
     zero, none = np.zeros(1, np.int64), np.zeros(1, np.float32)
     return MicroBatch(
         ids=np.zeros(2, np.int64),
         positions=np.arange(2),
-        segments=(2,),
+        segments=(Segment(0, 2, 2),),
         predictors=zero,
         targets=zero,
         source=zero - 1,

@@ -23,15 +23,17 @@ import torch
 from torch import Tensor
 
 from agentloop.errors import ModelError
-from agentloop.learner.attention import SEGMENTED, arguments, register
+from agentloop.learner.attention import SEGMENTED, arguments, register, why_not_shared
 from agentloop.learner.batch import (
     Array,
     Batch,
     MicroBatch,
+    Segment,
     make_micro_batch,
     normalized_weights,
     parts,
     plan,
+    shared_prefixes,
 )
 from agentloop.learner.errors import BatchError, GradientError
 from agentloop.learner.head import Head, Scores, compile_layers, uses_compiler
@@ -170,12 +172,9 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
         positions_L: Tensor,
         predictors_M: Tensor,
         targets_M: Tensor,
-        segments: tuple[int, ...],
+        segments: tuple[Segment, ...],
     ) -> Scores:
-        """Return (log-probabilities, entropies), each float32 [M], of packed samples.
-
-        `segments` are the lengths of the samples.
-        """
+        """Return (log-probabilities, entropies), each float32 [M], of packed samples."""
         output = self.model.base_model(
             input_ids=ids_L[None],
             position_ids=positions_L[None],
@@ -244,6 +243,10 @@ class Policy:
         self._work = Work.of(self.model)
         self._peak_tflops = settings.peak_tflops or peak_tflops(world.device_name, settings.dtype)
         self._zero = torch.zeros((), dtype=torch.float64, device=world.device)
+        reason = why_not_shared(self.model, settings, world.device.type)
+        self._shares = reason is None
+        if reason and world.first:
+            print(f"What samples share is computed for each of them: {reason}", flush=True)
         scorer = TokenScorer(self.model, settings)
         self.engine, *_ = deepspeed.initialize(
             model=scorer,
@@ -331,9 +334,12 @@ class Policy:
     def _speed(self, batch: Batch, clock: Clock) -> dict[str, float]:
         """Return the speed of this rank, which is that of all: they wait for each other."""
         seconds, laps = clock.stop()
-        speed = {"tokens_per_s": len(batch.ids) / seconds, **laps}
+        order, shared = self._in_order(batch, range(len(batch.lengths)))
+        lengths = batch.lengths[order].tolist()
+        speed = {"tokens_per_s": len(batch.ids) / seconds, "shared": sum(shared) / sum(lengths)}
+        speed |= laps
         if self._work and self._peak_tflops:
-            work = self._work.of_batch(batch.lengths.tolist(), int(batch.mask.sum()))
+            work = self._work.of_batch(lengths, int(batch.mask.sum()), shared)
             speed["mfu"] = work / seconds / (self._peak_tflops * 1e12 * self.world.size)
         if peak := self.world.peak_memory():
             speed["peak_memory_gib"] = peak / 2**30
@@ -457,10 +463,18 @@ class Policy:
     def _micro_batches(
         self, batch: Batch, samples: Sequence[int], weights_T: Array
     ) -> Iterator[MicroBatch]:
-        lengths = batch.lengths[list(samples)].tolist()
-        ranks = plan(lengths, self.settings.micro_batch_tokens, self.world.size)
+        order, shared = self._in_order(batch, samples)
+        budget = self.settings.micro_batch_tokens
+        ranks = plan(batch.lengths[order].tolist(), budget, self.world.size, shared)
         for indices in ranks[self.world.rank]:
-            yield make_micro_batch(batch, [samples[i] for i in indices], weights_T)
+            chosen = [order[i] for i in indices]
+            yield make_micro_batch(batch, chosen, weights_T, share=self._shares)
+
+    def _in_order(self, batch: Batch, samples: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return `shared_prefixes`, unless the model can share nothing."""
+        if self._shares:
+            return shared_prefixes(batch, samples)
+        return list(samples), [0] * len(samples)
 
     def _score(self, micro: MicroBatch, scorer: Any) -> Scores:
         where = (micro.ids, micro.positions, micro.predictors, micro.targets)

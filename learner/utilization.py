@@ -2,8 +2,9 @@
 
 Operations are counted as in PaLM (arXiv 2204.02311, appendix B): per weight and token two in the
 forward pass and four in the backward pass, plus attention, which is causal here and so costs half
-of the square. Recomputed activations count once. Not covered: mixtures of experts, where a token
-meets only some of the weights, and layers other than attention whose cost grows with the length.
+of the square. Recomputed activations count once, and so do tokens that samples share. Not covered:
+mixtures of experts, where a token meets only some of the weights, and layers other than attention
+whose cost grows with the length.
 """
 
 from __future__ import annotations
@@ -85,8 +86,14 @@ class Work:
         # q k^T and the sum over v: 2 * 2 * heads * size, and twice as much in the backward pass.
         return cls(per_token, per_sampled, 12.0 * num_layers * heads * size)
 
-    def of_batch(self, lengths: Sequence[int], num_sampled: int) -> float:
-        """Return the operations needed to train on these samples once."""
-        pairs = sum(length * (length + 1) / 2 for length in lengths)
-        num_tokens = sum(lengths)
+    def of_batch(
+        self, lengths: Sequence[int], num_sampled: int, shared: Sequence[int] = ()
+    ) -> float:
+        """Return the operations needed to train on these samples once.
+
+        Args:
+            shared: for each sample, how many of its first tokens are computed with another one's.
+        """
+        num_tokens = sum(lengths) - sum(shared)
+        pairs = sum(n * (n + 1) / 2 for n in lengths) - sum(n * (n + 1) / 2 for n in shared)
         return self.per_token * num_tokens + self.per_sampled * num_sampled + self.per_pair * pairs

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.learner import Arm, agentic_batch, agentic_lengths, arrange, waste
+from bench.learner import Arm, agentic_batch, agentic_lengths, arrange, siblings_batch, waste
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +40,14 @@ def test_a_batch_has_prompts_turns_and_observations() -> None:
     for start, length in zip(batch.starts, batch.lengths, strict=True):
         assert not batch.mask[start : start + length // 5].any()
         assert batch.mask[start + length // 5 + 1]
+
+
+def test_siblings_have_the_same_prompt() -> None:
+    batch = siblings_batch(0, 512, groups=2, siblings=3, prompt=8, response=4)
+    ids = batch.ids.reshape(2, 3, 12)
+    assert (ids[:, :1, :8] == ids[:, :, :8]).all()
+    assert (ids[0, 0, :8] != ids[1, 0, :8]).any()
+    assert batch.mask.reshape(6, 12).sum(1).tolist() == [4] * 6
 
 
 @given(st.lists(st.integers(2, 100), min_size=1, max_size=40), st.integers(100, 400))
@@ -77,7 +85,7 @@ def test_a_ratio_is_of_the_same_round() -> None:
 def test_help_names_the_benchmarks() -> None:
     command = [sys.executable, "-m", "bench.learner", "--help"]
     output = subprocess.check_output(command, text=True, cwd=ROOT)
-    assert "speed,packing,memory,ranks,all" in output
+    assert "speed,packing,siblings,memory,ranks,all" in output
 
 
 @pytest.fixture
@@ -93,7 +101,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.real
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("variant", ["chunked", "masked", "sorted", "unsorted"])
+@pytest.mark.parametrize("variant", ["chunked", "shared", "masked", "sorted", "unsorted"])
 def test_all_ways_of_the_plain_loop_are_the_same_training(variant: str) -> None:
     from agentloop.models import SMALL
     from agentloop.training.learner_client.settings import LearnerSettings

@@ -53,7 +53,7 @@ def make_batch(seed: int = 0, sizes: tuple[int, ...] = SIZES, **arrays: Any) -> 
     mask = (rng.random(num_tokens) < 0.7).astype(np.uint8)
     starts = np.cumsum(sizes) - sizes
     mask[starts], mask[starts + 1] = 0, 1
-    groups = np.arange(num_samples, dtype=np.int32) // 2
+    groups = arrays.pop("groups", np.arange(num_samples, dtype=np.int32) // 2)
     advantages = arrays.pop("advantages", np.resize(np.asarray([1, -1], np.float32), num_samples))
     if len(advantages) == num_samples:
         advantages = np.repeat(advantages, sizes) * mask
@@ -67,6 +67,28 @@ def make_batch(seed: int = 0, sizes: tuple[int, ...] = SIZES, **arrays: Any) -> 
         "groups": groups,
     }
     return Batch(**{**made, **arrays})
+
+
+def make_siblings(seed: int = 0) -> Batch:
+    """Return random samples that begin alike: two groups with a prompt each, a session that
+    branches twice, a sample that another one continues, and one that is like no other."""
+    rng = np.random.default_rng(seed)
+
+    def ids(num: int) -> list[int]:
+        return [int(number) for number in rng.integers(3, 512, num)]
+
+    prompt, longer, history = ids(20), ids(31), ids(12)
+    branch = history + ids(9)
+    samples = [
+        *(prompt + ids(num) for num in (5, 8, 3)), *(longer + ids(num) for num in (7, 2)),
+        branch, branch + ids(6), branch + ids(4), history + ids(10), ids(25),
+    ]  # fmt: skip
+    return make_batch(
+        seed,
+        tuple(map(len, samples)),
+        ids=np.concatenate(samples).astype(np.int32),
+        groups=np.asarray([0, 0, 0, 1, 1, 2, 2, 2, 2, 3], np.int32),
+    )
 
 
 def group_weights(mask_T: Any, groups_T: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,30 +15,43 @@ import itertools
 import torch
 
 from agentloop.learner import attention
-from agentloop.learner.attention import packed_attention, varlen_runs_on
+from agentloop.learner.attention import arguments, packed_attention, varlen_runs_on
+from agentloop.learner.batch import Segment
 from bench.gpu_learner import flex_attention_over
 
 pytestmark = [pytest.mark.real, pytest.mark.gate]
 
-SEGMENTS = (5, 1, 9)
+LENGTHS = (5, 1, 9)
+APART = (Segment(0, 5, 5), Segment(5, 6, 6), Segment(6, 15, 15))
+SHARED = (
+    Segment(0, 5, 12),
+    Segment(5, 6, 10),
+    *(Segment(6, 9, 9), Segment(9, 10, 10)),  # both continue the second
+    Segment(10, 12, 12),  # continues the first
+    Segment(12, 15, 15),
+)
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
 
 
 def emulated(
-    query: Any, key: Any, value: Any, starts: Any, other_starts: Any, longest: int, scale: Any
+    query: Any, key: Any, value: Any, starts: Any, key_starts: Any, longest: Any, scale: Any
 ) -> Any:
-    """What varlen_attn is documented to compute, for causal attention: [L, heads, D] each."""
+    """What varlen_attn is documented to compute, for causal attention: [L, heads, D] each.
+
+    The last query of a segment attends to all of its keys, the one before it to all but one.
+    """
     copies = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
-    assert starts is other_starts
-    assert starts.dtype == torch.int32
-    edges = starts.tolist()
-    assert max(end - start for start, end in itertools.pairwise(edges)) == longest
+    assert starts.dtype == key_starts.dtype == torch.int32
+    rows, columns = ([*itertools.pairwise(edges.tolist())] for edges in (starts, key_starts))
+    assert longest == tuple(max(end - start for start, end in each) for each in (rows, columns))
     outputs = []
-    for start, end in itertools.pairwise(edges):
-        q, k, v = (one[start:end].transpose(0, 1) for one in (query, key, value))
+    for (start, end), (first, last) in zip(rows, columns, strict=True):
+        q = query[start:end].transpose(0, 1)
+        k, v = (tensor[first:last].transpose(0, 1) for tensor in (key, value))
         scores = q @ k.transpose(1, 2) * scale
-        future = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+        seen = last - first - (end - start)  # before the first query
+        future = torch.ones(end - start, last - first, dtype=torch.bool).triu(1 + seen)
         outputs.append(scores.masked_fill(future, float("-inf")).softmax(-1) @ v)
     return torch.cat(outputs, 1).transpose(0, 1)
 
@@ -47,8 +61,8 @@ def grouped(
     scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Signature of torch 2.13."""
-    assert (window_size, enable_gqa, max_q) == ((-1, 0), True, max_k)
-    return emulated(query, key, value, cu_seq_q, cu_seq_k, max_q, scale)
+    assert (window_size, enable_gqa) == ((-1, 0), True)
+    return emulated(query, key, value, cu_seq_q, cu_seq_k, (max_q, max_k), scale)
 
 
 def windowed(
@@ -56,14 +70,14 @@ def windowed(
     scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
 ) -> Any:  # fmt: skip
     """Signature of torch 2.11, which needs no permission for fewer keys than queries."""
-    assert (window_size, max_q) == ((-1, 0), max_k)
-    return emulated(query, key, value, cu_seq_q, cu_seq_k, max_q, scale)
+    assert window_size == (-1, 0)
+    return emulated(query, key, value, cu_seq_q, cu_seq_k, (max_q, max_k), scale)
 
 
 def inputs(device: str = "cpu", dtype: Any = torch.float32) -> list[Any]:
     generator = torch.Generator().manual_seed(0)
     return [
-        torch.randn(1, heads, sum(SEGMENTS), SIZE, generator=generator)
+        torch.randn(1, heads, sum(LENGTHS), SIZE, generator=generator)
         .to(device, dtype)
         .requires_grad_()
         for heads in (HEADS, KEY_HEADS, KEY_HEADS)
@@ -76,30 +90,36 @@ def output_and_gradients(compute: Callable[..., Any], tensors: list[Any]) -> lis
     return [output, *torch.autograd.grad((output * weights).sum(), tensors)]
 
 
-def by_sample(query: Any, key: Any, value: Any) -> Any:
-    return attention.attention_by_sample(
-        None, query, key, value, None, segments=SEGMENTS, scaling=SIZE**-0.5
-    )[0]
+def by_sample(query: Any, key: Any, value: Any, segments: tuple[Segment, ...] = APART) -> Any:
+    more = arguments(segments, query.device)
+    return attention.attention_by_sample(None, query, key, value, None, scaling=SIZE**-0.5, **more)[
+        0
+    ]
+
+
+def on_gpu(segments: tuple[Segment, ...]) -> Any:
+    """Return the arguments that a GPU gets, on a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "to_device", lambda tensor, _: tensor)
+        return arguments.__wrapped__(segments, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("kernel", [grouped, windowed])
-@pytest.mark.parametrize("given", [False, True], ids=["segments", "starts"])
-def test_packed_samples_have_the_same_attention_as_separate_ones(
-    kernel: Callable[..., Any], given: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("segments", [APART, SHARED], ids=["apart", "shared"])
+def test_both_forms_compute_the_same(
+    kernel: Callable[..., Any], segments: tuple[Segment, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel is an emulation of torch's, which runs on GPUs alone."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     monkeypatch.setattr(attention, "varlen_runs_on", lambda _: True)
-    starts = attention._starts(SEGMENTS, torch.device("cpu"))
-    more = {"starts": starts, "longest": max(SEGMENTS)} if given else {}
+    given = on_gpu(segments)
+    assert (given["keys"] is None) == (segments is APART), "nothing is copied without need"
 
     def packed(query: Any, key: Any, value: Any) -> Any:
-        return packed_attention(
-            None, query, key, value, None, segments=[*SEGMENTS], scaling=SIZE**-0.5, **more
-        )[0]
+        return packed_attention(None, query, key, value, None, scaling=SIZE**-0.5, **given)[0]
 
-    expected = output_and_gradients(by_sample, inputs())
+    expected = output_and_gradients(partial(by_sample, segments=segments), inputs())
     found = output_and_gradients(packed, inputs())
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
@@ -109,12 +129,32 @@ def test_packed_samples_have_the_same_attention_as_separate_ones(
 def test_torchs_own_kernel_takes_these_arguments() -> None:
     """On a device without memory, where shapes are computed and nothing else."""
     pytest.importorskip("torch.nn.attention.varlen")
-    query, key, value = inputs("meta", torch.bfloat16)
-    starts = attention._starts(SEGMENTS, query.device)
-    output = attention._varlen(query, key, value, starts, max(SEGMENTS), SIZE**-0.5)
-    assert output.shape == (1, sum(SEGMENTS), HEADS, SIZE)
-    output.sum().backward()
-    assert key.grad.shape == key.shape
+    for segments in (APART, SHARED):
+        query, key, value = inputs("meta", torch.bfloat16)
+        given = {
+            name: value.to("meta") if isinstance(value, torch.Tensor) else value
+            for name, value in on_gpu(segments).items()
+        }
+        output = attention._varlen(query, key, value, SIZE**-0.5, **given)
+        assert output.shape == (1, sum(LENGTHS), HEADS, SIZE)
+        output.sum().backward()
+        assert key.grad.shape == key.shape
+
+
+def test_keys_that_are_copied_for_a_gpu_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the passes there are only the tensors that the copies are made of."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(varlen, "varlen_attn", grouped)
+    query, key, value = inputs()
+    kept: set[int] = set()
+
+    def note(tensor: Any) -> Any:
+        kept.add(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        attention._varlen(query, key, value, SIZE**-0.5, **on_gpu(SHARED))
+    assert max(kept, default=0) <= query.numel()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -125,7 +165,7 @@ def test_compiled_layers_are_not_compiled_again_for_other_samples(
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     monkeypatch.setattr(attention, "varlen_runs_on", lambda _: True)
-    monkeypatch.setattr(attention, "_varlen", lambda query, *_: query.transpose(1, 2))
+    monkeypatch.setattr(attention, "_attend_varlen", lambda heads_last, *_: heads_last[0])
     attention.register()
     config = Qwen3Config(
         vocab_size=16, hidden_size=32, intermediate_size=32, num_hidden_layers=3,
@@ -136,17 +176,17 @@ def test_compiled_layers_are_not_compiled_again_for_other_samples(
         layer.compile(dynamic=True, backend="eager")
     torch._dynamo.reset()
     counters.clear()
-    for segments in (SEGMENTS, (20, 3), (7,)):
-        starts = attention._starts(segments, torch.device("cpu"))
+    others = (Segment(0, 20, 20), Segment(20, 23, 23))
+    longer = (Segment(0, 6, 11), Segment(6, 9, 9), Segment(9, 11, 11), Segment(11, 30, 30))
+    for segments, num_graphs in ((APART, 1), (others, 1), (SHARED, 2), (longer, 2), (APART, 2)):
+        num_tokens = segments[-1].end
         model.base_model(
-            input_ids=torch.zeros((1, sum(segments)), dtype=torch.int64),
-            position_ids=torch.cat([torch.arange(length) for length in segments])[None],
+            input_ids=torch.zeros((1, num_tokens), dtype=torch.int64),
+            position_ids=torch.arange(num_tokens)[None],
             use_cache=False,
-            segments=segments,
-            starts=starts,
-            longest=max(segments),
+            **on_gpu(segments),
         )
-    assert counters["stats"]["unique_graphs"] == 1
+        assert counters["stats"]["unique_graphs"] == num_graphs
     assert not counters["graph_break"]
 
 
@@ -156,25 +196,28 @@ def test_the_kernel_is_for_gpus_with_half_precision() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_kernel_of_a_gpu_computes_the_same() -> None:
-    query, key, value = inputs("cuda", torch.bfloat16)
-    assert varlen_runs_on(query)
+    assert varlen_runs_on(inputs("cuda", torch.bfloat16)[0])
 
-    def packed(query: Any, key: Any, value: Any) -> Any:
-        return packed_attention(
-            None, query, key, value, None, segments=SEGMENTS, scaling=SIZE**-0.5
-        )[0]
+    for segments in (APART, SHARED):
 
-    expected = output_and_gradients(by_sample, inputs("cuda"))
-    found = output_and_gradients(packed, [query, key, value])
-    for one, other in zip(found, expected, strict=True):
-        assert (one.float() - other).abs().max().item() < 0.02 * other.abs().max().item()
+        def packed(query: Any, key: Any, value: Any, given: Any = segments) -> Any:
+            more = arguments(given, query.device)
+            return packed_attention(None, query, key, value, None, scaling=SIZE**-0.5, **more)[0]
+
+        def on_cpu(query: Any, key: Any, value: Any, given: Any = segments) -> Any:
+            return by_sample(query.cpu(), key.cpu(), value.cpu(), given).cuda()
+
+        expected = output_and_gradients(on_cpu, inputs("cuda"))
+        found = output_and_gradients(packed, inputs("cuda", torch.bfloat16))
+        for one, other in zip(found, expected, strict=True):
+            assert (one.float() - other).abs().max().item() < 0.02 * other.abs().max().item()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_computes_the_same() -> None:
     """The benchmark's, here without the compiler; on a CPU it has no backward pass."""
     query, key, value = (one.detach() for one in inputs())
-    flex = flex_attention_over(SEGMENTS, "cpu", compiled=False)
+    flex = flex_attention_over(LENGTHS, "cpu", compiled=False)
     found, expected = flex(query, key, value), by_sample(query, key, value)
     assert found.shape == expected.shape
     assert (found - expected).abs().max().item() < 1e-5

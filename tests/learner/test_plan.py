@@ -11,7 +11,8 @@ pytest.importorskip("torch", reason="needs torch: pip install 'agentloop-rl[trai
 import torch
 
 from agentloop.cli.resource_plan import ModelShape, learner_memory
-from agentloop.learner.attention import PACKED, register
+from agentloop.learner.attention import PACKED, arguments, register
+from agentloop.learner.batch import Segment
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings
 
@@ -33,6 +34,10 @@ def saved_bytes(config: Any, dtype: str, checkpointing: bool) -> int:
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    segments = (
+        Segment(0, NUM_TOKENS // 2, NUM_TOKENS // 2),
+        Segment(NUM_TOKENS // 2, NUM_TOKENS, NUM_TOKENS),
+    )
     saved: dict[int, Any] = {}  # holds them, so that no address is reused
 
     def pack(tensor: Any) -> Any:
@@ -45,7 +50,7 @@ def saved_bytes(config: Any, dtype: str, checkpointing: bool) -> int:
             position_ids=torch.arange(NUM_TOKENS)[None],
             attention_mask=None,
             use_cache=False,
-            segments=(NUM_TOKENS // 2, NUM_TOKENS // 2),
+            **arguments(segments, torch.device("cpu")),
         )
     storages = {at: tensor.untyped_storage() for at, tensor in saved.items()}
     return sum(one.nbytes() for at, one in storages.items() if at not in parameters)

@@ -27,6 +27,7 @@ import torch
 from safetensors.numpy import load as load_arrays
 from safetensors.torch import load_file
 
+from agentloop.learner.batch import Batch
 from agentloop.learner.errors import RankError
 from agentloop.learner.utilization import Work
 from agentloop.learner.weights import verify
@@ -37,7 +38,7 @@ from agentloop.training.learner_client.settings import (
     OptimizerSettings,
 )
 from tests.learner.plain import Plain, load, scores
-from tests.learner.ranks import ROOT, SIZES, Ranks, make_batch, started
+from tests.learner.ranks import ROOT, SIZES, Ranks, make_batch, make_siblings, started
 from tools.small_model.qwen3 import Qwen3ForCausalLM
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
@@ -81,10 +82,8 @@ def published(ranks: Ranks, folder: Path) -> dict[str, Any]:
     return {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
 
 
-def policy_batch(sizes: tuple[int, ...]) -> Any:
-    """Return a batch whose log-probabilities are near the model's own, so that ratios are near
-    1."""
-    batch = make_batch(sizes=sizes)
+def policy_batch(batch: Batch) -> Batch:
+    """Return the batch with log-probabilities near the model's own, so that ratios are near 1."""
     model, rng = load(SETTINGS), np.random.default_rng(0)
     old = np.zeros(len(batch.ids), np.float32)
     with torch.no_grad():
@@ -95,12 +94,18 @@ def policy_batch(sizes: tuple[int, ...]) -> Any:
     return replace(batch, old_logprobs=old + noise[0], logprobs=old + noise[1])
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["single", "packed"])
+@pytest.mark.parametrize(
+    "samples",
+    [make_batch(), make_batch(sizes=(20, 25, 31, 12, 8, 17)), make_siblings()],
+    ids=["single", "packed", "siblings"],
+)
 @pytest.mark.gate
-def test_four_steps_are_those_of_plain_pytorch(kind: tuple[int, Ranks, Path], packed: bool) -> None:
-    """Each sample is in a micro-batch of its own, or several are packed into one."""
+def test_four_steps_are_those_of_plain_pytorch(
+    kind: tuple[int, Ranks, Path], samples: Batch
+) -> None:
+    """Each sample is in a micro-batch of its own, several are packed into one, or share tokens."""
     stage, ranks, folder = kind[0], from_the_beginning(kind), kind[2]
-    plain, batch = Plain(SETTINGS), policy_batch((20, 25, 31, 12, 8, 17) if packed else SIZES)
+    plain, batch = Plain(SETTINGS), policy_batch(samples)
     before = {name: p.detach().clone() for name, p in plain.model.named_parameters()}
     batch.save(folder / "batch")
     for _ in range(4):
@@ -114,7 +119,7 @@ def test_four_steps_are_those_of_plain_pytorch(kind: tuple[int, Ranks, Path], pa
     now = dict(plain.model.named_parameters())
     moved = max((now[name] - before[name]).abs().max().item() for name in now)
     differ = max((now[name] - weights[name]).abs().max().item() for name in now)
-    print(f"zero{stage} {packed=}: largest update {moved:.2e}, difference {differ:.2e}")
+    print(f"zero{stage}: largest update {moved:.2e}, difference {differ:.2e}")
     assert moved > 2e-3
     assert differ < 5e-6
 
@@ -122,7 +127,7 @@ def test_four_steps_are_those_of_plain_pytorch(kind: tuple[int, Ranks, Path], pa
 def test_the_advantage_of_each_token_counts(kind: tuple[int, Ranks, Path]) -> None:
     """Loss and gradient are those of plain PyTorch, and change with the advantage of any token."""
     ranks, folder = from_the_beginning(kind), kind[2]
-    batch, rng = policy_batch(SIZES), np.random.default_rng(1)
+    batch, rng = policy_batch(make_batch()), np.random.default_rng(1)
     advantages = rng.normal(size=len(batch.ids)).astype(np.float32) * batch.mask
     batch = replace(batch, advantages=advantages)
     one = advantages.copy()
@@ -140,7 +145,7 @@ def test_the_advantage_of_each_token_counts(kind: tuple[int, Ranks, Path]) -> No
 
 def test_a_new_optimizer_remembers_nothing(kind: tuple[int, Ranks, Path]) -> None:
     ranks, folder = from_the_beginning(kind), kind[2]
-    plain, batch = Plain(SETTINGS), policy_batch(SIZES)
+    plain, batch = Plain(SETTINGS), policy_batch(make_batch())
     batch.save(folder / "batch")
     for _ in range(2):
         plain.begin_anew()

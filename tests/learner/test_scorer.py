@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentloop.errors import ModelError
 from agentloop.learner import head
-from agentloop.learner.attention import packed_attention
-from agentloop.learner.batch import Batch, make_micro_batch
+from agentloop.learner.attention import arguments, packed_attention
+from agentloop.learner.batch import Batch, Segment, make_micro_batch
 from agentloop.learner.policy import TokenScorer, load_model
 from agentloop.models import SMALL
 from agentloop.training.learner_client.settings import LearnerSettings, LossSettings
@@ -94,7 +94,7 @@ def test_temperature_and_entropy_gradients() -> None:
     hidden = scorer.model(
         input_ids=torch.from_numpy(micro.ids)[None],
         position_ids=torch.from_numpy(micro.positions)[None],
-        segments=micro.segments,
+        **arguments(micro.segments, torch.device("cpu")),
         use_cache=False,
     )
     table = (hidden.logits[0, micro.predictors] / 0.7).log_softmax(-1)
@@ -185,12 +185,13 @@ def test_whole_logits_never_exist(scorer: Any) -> None:
 
 def test_packed_attention_refuses_unsupported_models() -> None:
     one = torch.zeros(1, 2, 6, 4)
+    given = arguments((Segment(0, 2, 2), Segment(2, 6, 6)), one.device)
     for more in ({"sliding_window": 3}, {"softcap": 30.0}, {"s_aux": one}):
         with pytest.raises(NotImplementedError, match="packed attention"):
-            packed_attention(None, one, one, one, None, segments=(2, 4), **more)
+            packed_attention(None, one, one, one, None, **more, **given)
     with pytest.raises(NotImplementedError, match="mask"):
-        packed_attention(None, one, one, one, one, segments=(2, 4))
-    out, _ = packed_attention(None, one, one, one, None, segments=(2, 4), sliding_window=4)
+        packed_attention(None, one, one, one, one, **given)
+    out, _ = packed_attention(None, one, one, one, None, sliding_window=4, **given)
     assert out.shape == (1, 6, 2, 4)
 
 

@@ -50,6 +50,12 @@ def test_pairs_are_within_a_sample() -> None:
     assert work.of_batch([2, 3], 3) == 500 + 30 + 3 + 6
 
 
+def test_shared_tokens_count_once() -> None:
+    """The last token of the second sample attends to all three of its tokens."""
+    work = Work(per_token=100, per_sampled=10, per_pair=1)
+    assert work.of_batch([2, 3], 3, [0, 2]) == 300 + 30 + 3 + 3
+
+
 def test_an_unknown_model_has_no_count() -> None:
     config: Any = SimpleNamespace(num_experts=8)
     assert Work.of(SimpleNamespace(config=config)) is None

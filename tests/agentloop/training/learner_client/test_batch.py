@@ -1,0 +1,26 @@
+"""The batch file that the learner is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numpy", reason="needs numpy: pip install 'agentloop-rl[train]'")
+
+from agentloop.learner.batch import Batch
+from agentloop.training.learner_client.batch import Sample, write_batch
+
+
+def test_the_learner_reads_the_samples_that_were_written(tmp_path: Path) -> None:
+    samples = [
+        Sample([number] * length, [0] * (length - 1) + [1], [-1.0] * length, [2.0], number)
+        for number, length in enumerate((2, 3, 4, 5, 6))
+    ]
+    write_batch(tmp_path / "batch", samples)
+    batch = Batch.load(tmp_path / "batch")
+    assert batch.lengths.tolist() == [2, 3, 4, 5, 6]
+    assert batch.ids.tolist() == [token for sample in samples for token in sample.ids]
+    assert batch.advantages[batch.mask == 1].tolist() == [2.0] * 5
+    assert batch.groups.tolist() == [0, 1, 2, 3, 4]
+    assert [path.name for path in tmp_path.iterdir()] == ["batch"]
