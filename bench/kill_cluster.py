@@ -93,10 +93,12 @@ class Node:
         options = [f"--address={head}"]
         if self.number == 1:
             options = ["--head", f"--port={_HEAD_PORT}", f"--temp-dir={shared}/ray"]
-            options.append("--include-dashboard=false")
+            # Less to start: a node that has not started after half a minute gives up.
+            options += ["--include-dashboard=false", "--no-monitor", "--ray-client-server-port=0"]
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options]
         ray += ["--disable-usage-stats", f"--node-ip-address={address}", "--num-gpus=0"]
         ray += [f"--num-cpus={_NUM_CPUS}", "--object-store-memory=80000000"]
+        ray += ["--include-log-monitor=false"]
         inside = ["bash", "-c", _INSIDE, "bash", str(scratch), str(shared), self.name, *ray]
         apart = ["--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--uts"]
         self._network.set_link(self.number, up=True)
