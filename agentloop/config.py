@@ -299,11 +299,11 @@ def section_of(annotation: object) -> type[pydantic.BaseModel] | None:
 
 
 def _suggest(model: type[pydantic.BaseModel], key: str, at: str) -> str:
-    keys = [f"{at}.{name}" if at else name for name in model.model_fields]
-    near = difflib.get_close_matches(f"{at}.{key}" if at else key, keys, n=1, cutoff=0.6)
-    if near:
-        return f" (did you mean {near[0]!r}?)"
-    return f" (known here: {', '.join(keys)})"
+    prefix = f"{at}." if at else ""
+    # Without the section: it would make all of its settings alike.
+    if near := difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.65):
+        return f" (did you mean {prefix + near[0]!r}?)"
+    return f" (known here: {', '.join(prefix + name for name in model.model_fields)})"
 
 
 def _explain(error: pydantic.ValidationError, sources: Mapping[str, str]) -> str:

@@ -78,7 +78,7 @@ PARTS: dict[str, Part] = {
     "killed": Part("bench.gpu_servers:kill_server", _SERVER),
     "release": Part("bench.gpu_servers:release", (*_SERVER, "torch_memory_saver", "cuda")),
     "disk": Part("bench.gpu_servers:disk", _BOTH),
-    "group": Part("bench.gpu_servers:group", (*_BOTH, "gpus")),
+    "broadcast": Part("bench.gpu_servers:broadcast", (*_BOTH, "gpus")),
     "pause": Part("bench.gpu_servers:pause", _BOTH),
     "train": Part("bench.gpu_servers:train", (*_BOTH, "matplotlib")),
 }

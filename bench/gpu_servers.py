@@ -256,7 +256,7 @@ async def disk(setup: Setup) -> list[Row]:
     return await _sync_weights(setup, WeightsSettings(folder=setup.folder / "shared"))
 
 
-async def group(setup: Setup) -> list[Row]:
+async def broadcast(setup: Setup) -> list[Row]:
     """Weights by a broadcast, verified: NCCL on GPUs, Gloo on a CPU."""
     return await _sync_weights(setup, WeightsSettings(transport="broadcast"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -41,7 +42,10 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         bound_socket.close()
         reason = error.strerror or error
-        raise SettingsError(f"serve.port: cannot listen on {host}:{port}: {reason}") from error
+        hint = "; serve.port=0 takes a free port" if error.errno == errno.EADDRINUSE else ""
+        raise SettingsError(
+            f"serve.port: cannot listen on {host}:{port}: {reason}{hint}"
+        ) from error
     return bound_socket
 
 

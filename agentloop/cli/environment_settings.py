@@ -12,7 +12,12 @@ from agentloop.environments.tasks.sources import TasksSettings
 from agentloop.runtime import Settings
 from agentloop.training.run_folder import RunSettings
 
-__all__ = ["AskSettings", "EnvironmentRunSettings"]
+__all__ = ["PAGE", "AskSettings", "EnvironmentRunSettings"]
+
+PAGE = (
+    "Serve a web page of the run at serve.host and serve.port, or at a free port if that one is "
+    "taken."
+)
 
 
 class AskSettings(Settings):
@@ -29,11 +34,7 @@ class EnvironmentRunSettings(AskSettings):
     agent: AgentProgram = pydantic.Field(default_factory=lambda: ProgramSettings())
     envs: Envs = pydantic.Field(default_factory=list)
     run: RunSettings = pydantic.Field(default_factory=lambda: RunSettings())
-    page: bool = pydantic.Field(
-        True,
-        description="Serve a web page of the run at serve.host and serve.port, or at a free port "
-        "if that one is taken.",
-    )
+    page: bool = pydantic.Field(True, description=PAGE)
 
     @property
     def environments(self) -> list[RunEnvironment]:

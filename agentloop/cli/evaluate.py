@@ -17,11 +17,14 @@ from functools import partial
 from pathlib import Path
 
 import anyio
+import httpx
 import pydantic
 
 from agentloop.aio import task_group
+from agentloop.api.guard import ServeSettings
 from agentloop.cli import console
 from agentloop.cli.environment_settings import EnvironmentRunSettings
+from agentloop.cli.machine import require_servers
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.cli.without_servers import open_endpoint
 from agentloop.config import load_known, load_settings, to_toml
@@ -42,7 +45,6 @@ from agentloop.events import (
     TokensSampled,
 )
 from agentloop.inference.openai_client import EndpointSettings
-from agentloop.inference.processes.supervise import require_device
 from agentloop.models import SMALL
 from agentloop.observe.watchdog import FOR_SERVICES, Progress
 from agentloop.plain_json import JsonObject
@@ -124,7 +126,7 @@ async def _evaluate_in(
         with folder.noting_failure():
             async with (
                 elsewhere,
-                dashboard.serve_page(settings.serve) if settings.page else nullcontext(),
+                dashboard.serve_page(_serve(settings)) if settings.page else nullcontext(),
                 set_up(environment.load() for environment in settings.environments),
                 _open_groups(settings, tasks, dashboard, progress) as (groups, settings),
             ):
@@ -201,6 +203,12 @@ def _check(settings: EvaluateSettings) -> None:
         raise SettingsError("envs: with endpoint.url, each must name an environment")
     if settings.endpoint.url and settings.servers:
         raise SettingsError("servers: not used with endpoint.url: omit one of the two")
+
+
+def _serve(settings: EvaluateSettings) -> ServeSettings:
+    """Return where the page is served: not at the endpoint's port, where it would be asked."""
+    url, serve = httpx.URL(settings.endpoint.url), settings.serve
+    return serve.model_copy(update={"port": 0}) if url.port == serve.port else serve
 
 
 def _check_same(old: EvaluateSettings, new: EvaluateSettings) -> None:
@@ -457,7 +465,7 @@ async def _evaluate(
 ) -> int:
     settings = read()
     if not settings.endpoint.url and not settings.servers:
-        require_device(settings.server)
+        require_servers(settings.server)
     with console.ProgressLine("Starting to evaluate") as progress:
         if settings.sampling.temperature == 0 and settings.evaluate.num_samples > 1:
             progress.say("At temperature 0 all samples of a task are practically the same")

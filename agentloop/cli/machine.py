@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentloop.distribution import conflict, install_hint, is_installed
+from agentloop.errors import SettingsError
+from agentloop.inference.processes.server_log import NOT_INSTALLED
+from agentloop.inference.processes.supervise import ServerSettings, require_device
 
-__all__ = ["Check", "examine", "report"]
+__all__ = ["Check", "examine", "report", "require_servers"]
 
 _MIN_FREE_GB = 5
 _CONNECT_S = 1.0
@@ -64,7 +67,7 @@ def examine(
             "SGLang",
             "models on this machine (chat, serve, train); other endpoints need none",
             installed("sglang"),
-            install_hint("sglang") if has_gpu else "python -m agentloop.inference.install",
+            "python -m agentloop.inference.install",
         ),
         _check(
             "NVIDIA GPU",
@@ -94,6 +97,17 @@ def examine(
         hint = install_hint(extra)
         checks.append(_check(name, purpose, not missing, hint, is_optional=True))
     return checks
+
+
+def require_servers(settings: ServerSettings) -> None:
+    """Check that servers can be started here, before anything else is.
+
+    Raises:
+        SettingsError: SGLang or the GPU that the settings ask for is missing.
+    """
+    require_device(settings)
+    if not is_installed("sglang"):
+        raise SettingsError(NOT_INSTALLED)
 
 
 def report(checks: Sequence[Check]) -> str:

@@ -13,15 +13,14 @@ import pydantic
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.cli.environment_settings import AskSettings
+from agentloop.cli.machine import require_servers
 from agentloop.cli.without_servers import open_endpoint
-from agentloop.distribution import is_installed
 from agentloop.environments.environment import load, set_up
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.environments.rewards.reward import Grader
 from agentloop.errors import SettingsError
 from agentloop.events import Emit
 from agentloop.inference.openai_client import EndpointSettings
-from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.rollouts.player import endpoint_player_of, environment_player
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Progress, Runtime
@@ -43,9 +42,8 @@ def check_player(settings: PlaySettings) -> None:
     """
     if settings.endpoint.url and settings.servers:
         raise SettingsError("servers: not used with endpoint.url: omit one of the two")
-    is_ours = not settings.servers and not settings.endpoint.url
-    if is_ours and not is_installed("sglang"):  # before an image is pulled
-        raise SettingsError(NOT_INSTALLED)
+    if not settings.servers and not settings.endpoint.url:
+        require_servers(settings.server)
 
 
 @asynccontextmanager

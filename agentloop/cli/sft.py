@@ -16,6 +16,7 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.chat_settings import ChatSettings
 from agentloop.api.guard import ServeSettings
 from agentloop.cli import console
+from agentloop.cli.environment_settings import PAGE
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.config import load_settings, to_toml
 from agentloop.distribution import require
@@ -94,11 +95,7 @@ class SftSettings(DialogueTraining):
     chat: ChatSettings = pydantic.Field(default_factory=ChatSettings)
     run: RunSettings = pydantic.Field(default_factory=RunSettings)
     serve: ServeSettings = pydantic.Field(default_factory=lambda: ServeSettings())
-    page: bool = pydantic.Field(
-        True,
-        description="Serve a web page of the run at serve.host and serve.port, or at a free port "
-        "if that one is taken.",
-    )
+    page: bool = pydantic.Field(True, description=PAGE)
 
 
 async def sft(

@@ -4,16 +4,15 @@ machine has what it needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from agentloop.cli.cluster import cluster_problems
+from agentloop.cli.machine import require_servers
 from agentloop.cli.sft import model_folder, require_learner
 from agentloop.cli.train_settings import TrainSettings
-from agentloop.distribution import is_installed
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.errors import SettingsError
-from agentloop.inference.processes.server_log import NOT_INSTALLED
-from agentloop.inference.processes.supervise import require_device
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
 from agentloop.training.cluster.ray_cluster import require_ray
@@ -140,9 +139,14 @@ def require_machine(settings: TrainSettings) -> None:
     on_cluster = bool(settings.cluster.address)
     if on_cluster:
         require_ray()
-    starts_servers = not settings.servers and not on_cluster
-    if starts_servers:
-        require_device(settings.server)
-    require_learner(settings.learner)
-    if starts_servers and not is_installed("sglang"):
-        raise SettingsError(NOT_INSTALLED)
+    checks: list[Callable[[], None]] = [partial(require_learner, settings.learner)]
+    if not settings.servers and not on_cluster:
+        checks.insert(0, partial(require_servers, settings.server))
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except SettingsError as problem:
+            problems.append(str(problem))
+    if problems:  # in the order of their installation: the learner takes SGLang's PyTorch
+        raise SettingsError("; ".join(problems))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import socket
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,6 +188,32 @@ def test_an_endpoint_is_evaluated_in_an_environment_with_its_tools(
         assert request["max_tokens"] == 99
     assert len({request["seed"] for request in fake.requests}) == 6
     assert fake.most_in_flight <= 2
+
+
+def test_the_page_is_not_served_where_the_endpoint_should_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "set.jsonl", "1")
+    with socket.socket() as silent:  # bound, but nothing listens
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        silent.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        arguments = [f"endpoint.url={url}/v1", "endpoint.model=any", "endpoint.max_tries=1"]
+        arguments += [f"serve.port={silent.getsockname()[1]}", f"run.folder='{tmp_path}/runs'"]
+        assert main([*arguments, "evaluate.retries=0", f"--tasks={file}"]) == 1
+    out, err = capsys.readouterr()
+    assert "Watch it: " in err
+    assert f"Watch it: {url}/" not in err
+    assert "404" not in out + err
+
+
+def test_a_model_is_not_evaluated_without_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("agentloop.cli.machine.is_installed", lambda module: False)
+    assert main([f"run.folder='{tmp_path}/runs'"]) == 2
+    assert "SGLang is not installed" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_refused_key_ends_it_at_once(

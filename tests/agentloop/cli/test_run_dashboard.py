@@ -337,7 +337,7 @@ async def test_the_page_shows_how_the_run_ended(
                     at.begin()
                     await tasks.start(read, at.url)
                     if ending == "raises":
-                        raise ValueError("no disk left.\nand more")
+                        raise ExceptionGroup("tasks", [ValueError("no disk left.\nand more")])
                     if ending == "is cancelled":
                         scope.cancel()
                         await anyio.sleep_forever()

@@ -283,6 +283,17 @@ def test_a_run_without_its_journal_is_one_line_on_the_command_line(
     assert error.endswith("queue.sqlite, has no groups: restore the file, or start a new run")
 
 
+def test_all_that_is_missing_is_named_in_the_order_of_its_installation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("agentloop.cli.machine.is_installed", lambda module: False)
+    monkeypatch.setattr("agentloop.distribution.is_installed", lambda module: False)
+    assert main(["--restarts", "0"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("agentloop: error: SGLang is not installed: ")
+    assert "; torch (the learner), deepspeed (the learner)" in error
+
+
 @pytest.mark.anyio
 async def test_a_reward_that_is_not_there_is_missed_at_once(tmp_path: Path) -> None:
     overrides = ["reward.function=no_such_module:reward", f"run.folder='{tmp_path}/runs'"]
