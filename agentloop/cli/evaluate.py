@@ -91,6 +91,8 @@ async def evaluate(
     async with Grader(settings.reward) as grader:
         await grader.ready()  # report missing packages before the servers start
     tasks = await console.in_thread(chosen_tasks, settings)
+    if not settings.endpoint.url and not settings.servers:
+        require_servers(settings.server)
     async with _open_folder(settings, resume) as folder:
         return folder.path, await _evaluate_in(folder, settings, tasks, progress)
 
@@ -464,8 +466,6 @@ async def _evaluate(
     read: Callable[[], EvaluateSettings], resume: Path | None, as_json: bool
 ) -> int:
     settings = read()
-    if not settings.endpoint.url and not settings.servers:
-        require_servers(settings.server)
     with console.ProgressLine("Starting to evaluate") as progress:
         if settings.sampling.temperature == 0 and settings.evaluate.num_samples > 1:
             progress.say("At temperature 0 all samples of a task are practically the same")

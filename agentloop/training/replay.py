@@ -43,7 +43,7 @@ from agentloop.training.token_difference import (
 from agentloop.training.weight_sync.disk import FolderPublisher
 from agentloop.training.weight_sync.settings import WeightsSettings
 
-__all__ = ["Replay", "ReplayedStep", "Replayer", "Segment", "segments"]
+__all__ = ["Replay", "ReplayedStep", "Replayer", "StepRange", "step_ranges"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class ReplayedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class StepRange:
     """Steps in a row of the same learner."""
 
     learner: LearnerRecord
@@ -84,7 +84,7 @@ class Segment:
     last: int
 
 
-def segments(records: Sequence[LearnerRecord], first: int, last: int) -> list[Segment]:
+def step_ranges(records: Sequence[LearnerRecord], first: int, last: int) -> list[StepRange]:
     """Divide the steps from `first` to `last` by their learners.
 
     Args:
@@ -97,7 +97,7 @@ def segments(records: Sequence[LearnerRecord], first: int, last: int) -> list[Se
     parts = []
     for index, steps in groupby(range(first, last + 1), index_of):
         same = list(steps)
-        parts.append(Segment(records[index - 1], same[0], same[-1]))
+        parts.append(StepRange(records[index - 1], same[0], same[-1]))
     return parts
 
 
@@ -193,7 +193,7 @@ class Replay:
         """
         checkpoint, state = self._begin(first)
         await anyio.to_thread.run_sync(self._check, state.step, first, last)
-        parts = segments(await learner_records(self._queue), state.step + 1, last)
+        parts = step_ranges(await learner_records(self._queue), state.step + 1, last)
         for part in parts:
             async with start(part.learner) as replayer:
                 learner = replayer.learner

@@ -182,7 +182,7 @@ class Served:
 
     @asynccontextmanager
     async def lending(self, *, timeout_s: float) -> AsyncIterator[None]:
-        """Have all servers give their memory back while the block is open; none starts meanwhile.
+        """Take back the memory of all servers while the block is open; none starts meanwhile.
 
         A server that dies instead has no memory either: it starts again after the block.
 

@@ -183,7 +183,9 @@ def test_missing_packages_are_named_before_anything_starts(
     assert install_hint("train") in err
     assert not list(tmp_path.iterdir())
     assert main(["--dry-run", *run]) == 0
-    assert "missing    torch (the learner)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "missing    SGLang" in out
+    assert "torch (the learner)" in out
 
 
 def test_a_run_that_holds_out_all_its_tasks_does_not_start(

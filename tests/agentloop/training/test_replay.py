@@ -24,7 +24,7 @@ from agentloop.training.learner_client.protocol import ReadyReply
 from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.learner_record import LearnerRecord, learner_records, record_learner
 from agentloop.training.queue import GroupQueue, StepNotes
-from agentloop.training.replay import Replay, ReplayedStep, Replayer, segments
+from agentloop.training.replay import Replay, ReplayedStep, Replayer, step_ranges
 from agentloop.training.resume import load_newest
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.steps import Steps
@@ -266,7 +266,7 @@ def test_segments_cover_all_steps_with_the_learner_of_each(
 ) -> None:
     begun = sorted({0, *begun})
     last = first + num
-    found = segments([record(after) for after in begun], first, last)
+    found = step_ranges([record(after) for after in begun], first, last)
     steps = [step for one in found for step in range(one.first, one.last + 1)]
     assert steps == list(range(first, last + 1))
     for one in found:
