@@ -48,9 +48,10 @@ class RunState(StrEnum):
     """The state of a run."""
 
     RUNNING = "running"  # locked by a process
-    ENDED = "ended"  # complete
+    FINISHED = "finished"  # complete
     COLLAPSED = "collapsed"  # stopped by the collapse rules
     FAILED = "failed"  # ended by an error, which is in `problems`
+    DRAINED = "drained"  # ended early on request, in order: it can be resumed
     STOPPED = "stopped"  # none of these: it can be resumed
 
 
@@ -279,16 +280,16 @@ def _state(path: Path, kind: RunKind, progress: _Progress, problems: list[str]) 
         RunKind.EVALUATE: path / "results.json",
     }
     if kind in ends and 0 < last <= _mtime(ends[kind]):
-        return RunState.ENDED
+        return RunState.FINISHED
     if progress.num_steps and progress.step is not None and progress.step >= progress.num_steps:
-        return RunState.ENDED
+        return RunState.FINISHED
     if 0 < last <= _mtime(path / "collapse.md"):
         return RunState.COLLAPSED
     if (failed := path / "failed").is_file():
         with suppress(OSError, IndexError):
             problems.append(failed.read_text("utf-8", "replace").splitlines()[0])
         return RunState.FAILED
-    return RunState.STOPPED
+    return RunState.DRAINED if (path / "drained").is_file() else RunState.STOPPED
 
 
 def _mtime(path: Path) -> float:

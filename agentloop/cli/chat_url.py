@@ -65,6 +65,8 @@ class RunningService:
             async for delta in deltas:  # no deadline: each chunk has one
                 reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
                 content = delta.get("content") or ""
+                if content and not answer and shown and not shown.endswith("\n"):
+                    out.print()  # the answer has lines of its own
                 for text, style in ((reasoning, "dim"), (content, "bold")):
                     text = text if shown else text.lstrip("\n")
                     out.print(text, style=style, end="", markup=False, highlight=False)

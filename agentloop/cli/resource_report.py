@@ -46,7 +46,7 @@ def _lines(p: Plan) -> Iterator[str]:
     if loop.evaluate_every:
         yield (
             f"  every {count_of(loop.evaluate_every, 'step')}, evaluate "
-            f"{count_of(loop.evaluate_tasks, 'held-out task')}, once each"
+            f"at most {count_of(loop.evaluate_tasks, 'held-out task')}, once each"
         )
     m = p.learner
     device = "GPU" if p.on_gpus else "process"

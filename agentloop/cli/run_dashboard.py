@@ -157,7 +157,7 @@ class RunDashboard:
             await live.end("stopped", f"The run was stopped; {resume}. {again}")
             raise
         if self._was_draining:
-            await live.end("stopped", f"The run was drained; {resume}. {again}")
+            await live.end("drained", f"The run was drained; {resume}. {again}")
         else:
             await live.end("finished", f"The run has finished. {again}")
 

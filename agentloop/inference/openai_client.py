@@ -333,7 +333,8 @@ class OpenAIClient:
             SettingsError: The endpoint rejects all requests.
         """
         status = answer.status_code
-        description = f"{self._where}: {status} {_message(answer)}"
+        message = _message(answer).removeprefix(f"{status}: ")  # as aiohttp's own answers begin
+        description = f"{self._where}: {status} {message}"
         if status in _BUSY or status >= 500:
             return ServerRefused(description, status=status)
         if status in (401, 403):

@@ -229,5 +229,4 @@ class TrainingLoop:
                 )
             await self._steps.checkpoint(wait=True)
         await self._steps.leave_model()
-        if not self.is_draining:
-            run.folder.end()
+        run.folder.end(drained=self.is_draining)

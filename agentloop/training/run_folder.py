@@ -121,12 +121,12 @@ class RunFolder:
         """Write the run's settings and mark it as active. Raises RunFolderError if that fails."""
         self.write("config.toml", config)
         with _writing(self.path):
-            for name in ("ended", "failed"):
+            for name in ("ended", "failed", "drained"):
                 (self.path / name).unlink(missing_ok=True)
 
-    def end(self) -> None:
-        """Mark the run as complete. Raises RunFolderError if that cannot be written."""
-        self.write("ended", "")
+    def end(self, *, drained: bool = False) -> None:
+        """Mark the run as complete, or as drained. Raises RunFolderError if that fails."""
+        self.write("drained" if drained else "ended", "")
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:

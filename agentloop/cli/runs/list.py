@@ -23,6 +23,7 @@ __all__ = ["main"]
 _STYLES = {
     str(RunState.RUNNING): "green",
     str(RunState.STOPPED): "yellow",
+    str(RunState.DRAINED): "yellow",
     str(RunState.COLLAPSED): "red",
     str(RunState.FAILED): "red",
 }

@@ -219,8 +219,7 @@ def _progress(folder: Path) -> dict[str, object]:
         progress["num_steps"] = summary.num_steps
     has_end = summary.kind in (RunKind.TRAIN, RunKind.SFT, RunKind.EVALUATE)
     if has_end and summary.state is not RunState.RUNNING:
-        state = "finished" if summary.state is RunState.ENDED else str(summary.state)
-        progress["ended"] = {"state": state, "text": ". ".join(summary.problems)}
+        progress["ended"] = {"state": str(summary.state), "text": ". ".join(summary.problems)}
     return progress
 
 

@@ -215,7 +215,7 @@ class ServerProcess:
         except TimeoutError as error:
             raise ServerStartError(
                 f"{self.launch.name} was not ready within {self.launch.start_timeout_s:g} s "
-                f"(`start_timeout_s`).\n{self._log.tail()}",
+                f"(server.start_timeout_s; a busy machine needs more).\n{self._log.tail()}",
                 log_path=self.log_path,
             ) from error
         took_s = anyio.current_time() - started

@@ -87,7 +87,7 @@ def test_stages_add_up(tmp_path: Path) -> None:
     assert (summary.stage, summary.step, summary.num_steps) == ("2/2 long", 4, 7)
     assert summary.state is RunState.STOPPED
     RunFolder(path).add_metrics(step(7, stage=2))
-    assert summarize(path).state is RunState.ENDED
+    assert summarize(path).state is RunState.FINISHED
 
 
 def test_a_start_is_a_stage_before_the_first(tmp_path: Path) -> None:
@@ -100,10 +100,10 @@ def test_a_start_is_a_stage_before_the_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "sign", "state"),
     [
-        (TRAIN, "ended", RunState.ENDED),  # a stage may have had nothing left to learn
+        (TRAIN, "ended", RunState.FINISHED),  # a stage may have had nothing left to learn
         (TRAIN, "plots.png", RunState.STOPPED),  # it may be drawn at any time
         (TRAIN, "collapse.md", RunState.COLLAPSED),
-        (SFT, "model/config.json", RunState.ENDED),
+        (SFT, "model/config.json", RunState.FINISHED),
         (SFT, "plots.png", RunState.STOPPED),
         (EVALUATE, "results.md", RunState.STOPPED),
     ],
@@ -131,10 +131,15 @@ def test_a_run_that_an_error_ended_has_failed_until_it_goes_on(tmp_path: Path) -
     assert summarize(path).state is RunState.STOPPED
 
 
-def test_a_resumed_run_no_longer_counts_as_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("drained", "state"), [(False, RunState.FINISHED), (True, RunState.DRAINED)]
+)
+def test_a_resumed_run_no_longer_counts_as_ended(
+    tmp_path: Path, drained: bool, state: RunState
+) -> None:
     path = make_run(tmp_path / "run", TRAIN, step(1))
-    RunFolder(path).end()
-    assert summarize(path).state is RunState.ENDED
+    RunFolder(path).end(drained=drained)
+    assert summarize(path).state is state
     RunFolder(path).tell(TRAIN)  # stopped before it wrote anything down
     assert summarize(path).state is RunState.STOPPED
 
@@ -165,7 +170,7 @@ def test_an_evaluation_is_told_by_its_tasks(tmp_path: Path) -> None:
     (path / "results.json").write_text(json.dumps({"all": results}))
     later(path / "results.json", path / "metrics.jsonl")
     summary = summarize(path)
-    assert (summary.state, summary.num_steps, summary.reward) == (RunState.ENDED, 2, 0.7)
+    assert (summary.state, summary.num_steps, summary.reward) == (RunState.FINISHED, 2, 0.7)
     (path / "results.json").write_text("[]")
     assert summarize(path).problems[0].startswith("results.json: ")
 

@@ -46,7 +46,7 @@ async def test_an_answer_is_printed_with_its_reasoning() -> None:
     lines = [chunk(role="assistant", content=""), chunk(reasoning_content="\n37 * 48"), ": alive"]
     async with played(*lines, chunk(content=" is [b]"), chunk(), "data: [DONE]") as at:
         assert await at.answer(HELLO, out) == " is [b]"
-    assert out.file.getvalue() == "37 * 48 is [b]\n"  # type: ignore[attr-defined]
+    assert out.file.getvalue() == "37 * 48\n is [b]\n"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ async def test_a_reader_on_the_page_does_not_keep_a_run_from_its_end(tmp_path: P
         ("returns", "finished", "The run has finished."),
         ("raises", "failed", "The run has failed: no disk left."),
         ("is cancelled", "stopped", "The run was stopped; to continue: agentloop train --resume"),
-        ("is drained", "stopped", "The run was drained; to continue: agentloop train --resume"),
+        ("is drained", "drained", "The run was drained; to continue: agentloop train --resume"),
     ],
 )
 async def test_the_page_shows_how_the_run_ended(

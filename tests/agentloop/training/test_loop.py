@@ -312,8 +312,8 @@ async def test_a_drained_run_resumes_and_trains_on_each_group_once(
     assert saves == ([state] if num_learned else [])
     del run
     gc.collect()
-    is_stopped = summarize(tmp_path / "run").state is RunState.STOPPED
-    assert is_stopped == (num_learned < 5)
+    is_drained = summarize(tmp_path / "run").state is RunState.DRAINED
+    assert is_drained == (num_learned < 5)
     again, _, run = await run_loop(
         tmp_path, tasks=await tasks_from_cursor(tmp_path), restored=state, **settings
     )

@@ -371,7 +371,7 @@ async def test_a_stage_whose_tasks_are_all_solved_is_skipped(tmp_path: Path) -> 
     del run
     gc.collect()
     summary = summarize(path)
-    assert (summary.state, summary.step, summary.num_steps) == (RunState.ENDED, 1, 10)
+    assert (summary.state, summary.step, summary.num_steps) == (RunState.FINISHED, 1, 10)
     assert any("every rollout solves its tasks" in line for line in report.lines)
     assert report.statuses[-1].left_s is None
 
