@@ -44,7 +44,7 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
 from agentloop.inference.processes.openmp import wait_policy
-from agentloop.learner.batch import Batch, plan
+from agentloop.learner.batch import Batch
 from agentloop.models import SMALL
 from agentloop.training.learner_client.batch import write_batch
 from agentloop.training.learner_client.client import start_learner
@@ -53,6 +53,7 @@ from agentloop.training.learner_client.protocol import StepRequest
 from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
 from agentloop.training.sft import read_samples, step_plan
 from bench.command import numbers, parser_for, words
+from bench.micro_batches import PACKED, arrange, waste
 from bench.sandbox import cpu_of_tree
 
 _LAPTOP = Path(__file__).parents[1] / "docs" / "recipes" / "laptop.toml"
@@ -62,7 +63,6 @@ _GROUP = 8
 _STEP_TIMEOUT_S = 600.0
 
 PACKINGS = ("packed", "masked", "sorted", "unsorted")
-PACKED = ("packed", "compiled", "chunked", "shared", "masked", "flash")
 # Hidden size, layers, heads, vocabulary.
 SIZES = {"0.8M": (128, 3, 4, 512), "4.5M": (256, 5, 4, 2048), "23M": (512, 6, 8, 8192)}
 
@@ -128,33 +128,6 @@ def siblings_batch(
         lengths=np.full(num_samples, length, np.int32),
         groups=np.repeat(np.arange(groups, dtype=np.int32), siblings),
     )
-
-
-def arrange(
-    lengths: Sequence[int], budget: int, variant: str, shared: Sequence[int] = ()
-) -> list[list[int]]:
-    """Return the indices of samples by micro-batch of at most `budget` tokens.
-
-    If `variant` pads, padding counts. A sample longer than the budget is alone. `shared` is as in
-    `plan`.
-    """
-    if variant in PACKED:
-        return plan(lengths, budget, 1, shared)[0]
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i] if variant == "sorted" else i)
-    batches: list[list[int]] = []
-    for index in order:
-        grown = [*batches[-1], index] if batches else []
-        if grown and max(lengths[i] for i in grown) * len(grown) <= budget:
-            batches[-1] = grown
-        else:
-            batches.append([index])
-    return batches
-
-
-def waste(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
-    """Return the fraction of padding if each batch is as wide as its longest sample."""
-    cells = sum(max(lengths[i] for i in batch) * len(batch) for batch in batches)
-    return 1 - sum(lengths[i] for batch in batches for i in batch) / cells
 
 
 # --- arms, and how they are compared --------------------------------------------------------------

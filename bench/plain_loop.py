@@ -25,7 +25,7 @@ from agentloop.learner.batch import (
 )
 from agentloop.learner.policy import TokenScorer, load_model
 from agentloop.training.learner_client.settings import LearnerSettings
-from bench.learner import PACKED, arrange
+from bench.micro_batches import PACKED, arrange
 from bench.sandbox import peak_memory_mib, reset_peak_memory
 
 _ATTENTION = {

@@ -136,7 +136,9 @@ class Live:
         self._frames.append(_Frame(self._rev, dumps(frame)))
         self._ticked.notify()
 
-    async def end(self, state: Literal["finished", "stopped", "failed"], text: str) -> None:
+    async def end(
+        self, state: Literal["finished", "drained", "stopped", "failed"], text: str
+    ) -> None:
         """Tell every reader that the run has ended, and why; this ends their streams.
 
         Waits up to five seconds for readers to finish, even if cancelled.

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.learner import Arm, agentic_batch, agentic_lengths, arrange, siblings_batch, waste
+from bench.learner import Arm, agentic_batch, agentic_lengths, siblings_batch
+from bench.micro_batches import arrange, waste
 
 ROOT = Path(__file__).parents[2]
 
