@@ -19,7 +19,7 @@ from unittest.mock import patch
 import numpy as np
 from safetensors.numpy import load_file
 
-from agentloop.learner.batch import Segment
+from agentloop.learner.batch import PackedSegment
 from agentloop.training.learner_client.client import start_learner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import PublishRequest, StepRequest
@@ -189,7 +189,7 @@ async def attention(setup: Setup) -> list[Row]:
         return [output.detach(), *(tensor.grad for tensor in tensors)]
 
     edges = itertools.pairwise([0, *itertools.accumulate(lengths)])
-    segments = tuple(Segment(start, end, end) for start, end in edges)
+    segments = tuple(PackedSegment(start, end, end) for start, end in edges)
     given = arguments(segments, torch.device(setup.device))
 
     def ours(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -325,12 +325,7 @@ async def packing(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 async def siblings(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure siblings by the ratio of prompt to response, with what they share computed for each
-    of them, and once: in turns, in this process, by the plain loop with the learner's head."""
-    import torch
-
-    from bench.plain_loop import Plain
-
-    torch.set_num_threads(max(options.threads))
+    of them, and once, by the plain loop with the learner's head."""
     shapes = {
         "4": {"groups": 1, "siblings": 16, "prompt": 512, "response": 128},
         "1/4": {"groups": 1, "siblings": 16, "prompt": 128, "response": 512},
@@ -340,23 +335,20 @@ async def siblings(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for size, (name, shape) in itertools.product(options.sizes, shapes.items()):
         print(f"{size}, prompt to response {name}", file=sys.stderr)
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             settings = _settings(folder, size, options.micro_batch, options.head_chunk)
             batches = [folder / f"batch-{seed}" for seed in range(options.rounds + 1)]
             for seed, path in enumerate(batches):
                 siblings_batch(seed, SIZES[size][-1], **shape).save(path)
-            arms = []
-            for variant in ("chunked", "shared"):
-                plain = Plain(settings, variant)
-
-                async def step(batch: Path, plain: Plain = plain) -> Mapping[str, Any]:
-                    return plain.step(Batch.load(batch))
-
-                arms.append(Arm(variant, step))
-            await compare(arms[0], arms[1:], batches)
+            apart, shared = (
+                plain_arm(stack, folder, settings, max(options.threads), variant)
+                for variant in ("chunked", "shared")
+            )
+            await compare(apart, [shared], batches)
             num_tokens = len(Batch.load(batches[0]).ids)
-        rows += [{"size": size, "prompt to response": name, **arm.row(num_tokens)} for arm in arms]
+        shaped = {"size": size, "prompt to response": name}
+        rows += [{**shaped, **arm.row(num_tokens)} for arm in (apart, shared)]
     return rows
 
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from agentloop.learner.batch import Segment
+from agentloop.learner.batch import PackedSegment
 from agentloop.learner.world import to_device
 from agentloop.training.learner_client.settings import LearnerSettings
 
@@ -59,7 +59,7 @@ _MIN_CAPABILITY = (8, 0)  # Ampere
 
 
 @lru_cache(maxsize=4)
-def arguments(segments: tuple[Segment, ...], device: torch.device) -> Mapping[str, Any]:
+def arguments(segments: tuple[PackedSegment, ...], device: torch.device) -> Mapping[str, Any]:
     """Return what a model passes to the attention of its layers, for these segments.
 
     most_queries, most_keys: the most tokens of a segment; the most that any token attends to.
@@ -67,7 +67,7 @@ def arguments(segments: tuple[Segment, ...], device: torch.device) -> Mapping[st
     keys: int64: the keys of all segments; None if they are the tokens, one after the other.
     """
     keys: list[Tensor] = []
-    path: list[Segment] = []
+    path: list[PackedSegment] = []
     for segment in segments:
         while path and path[-1].last <= segment.start:
             path.pop()
@@ -173,7 +173,7 @@ def _by_sample(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    segments: Sequence[Segment],
+    segments: Sequence[PackedSegment],
     scaling: float | None,
     dropout: float,
 ) -> Tensor:
@@ -214,7 +214,7 @@ class _SharedAttention(torch.autograd.Function):  # type: ignore[misc]  # torch 
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        segments: Sequence[Segment],
+        segments: Sequence[PackedSegment],
         scaling: float | None,
     ) -> Tensor:
         # Like the kernel's own output: heads last in memory.
@@ -266,7 +266,7 @@ _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _blocks(segments: Sequence[Segment]) -> Iterator[tuple[slice, slice, bool]]:
+def _blocks(segments: Sequence[PackedSegment]) -> Iterator[tuple[slice, slice, bool]]:
     """Yield blocks of queries and keys, and whether attention in them is causal or full."""
     for start, end, _ in segments:
         yield slice(start, end), slice(start, end), True

@@ -32,7 +32,7 @@ __all__ = [
     "Array",
     "Batch",
     "MicroBatch",
-    "Segment",
+    "PackedSegment",
     "make_micro_batch",
     "normalized_weights",
     "parts",
@@ -327,7 +327,7 @@ def _halve_until_even(bins: list[list[range]], families: _Families, world_size: 
         bins.extend(families.halves(fullest))
 
 
-class Segment(NamedTuple):
+class PackedSegment(NamedTuple):
     """Tokens [start, end) of a micro-batch; those of [end, last) continue them.
 
     The latter are segments, too, in the same way, so that what a segment continues comes before it.
@@ -356,7 +356,7 @@ class MicroBatch:
 
     ids: Array
     positions: Array
-    segments: tuple[Segment, ...]
+    segments: tuple[PackedSegment, ...]
     predictors: Array
     targets: Array
     source: Array
@@ -412,7 +412,7 @@ def make_micro_batch(
     )
 
 
-def _segments(edges: Sequence[int], positions: Array) -> tuple[Segment, ...]:
+def _segments(edges: Sequence[int], positions: Array) -> tuple[PackedSegment, ...]:
     """Return the segments between `edges`.
 
     One ends what continues another if it begins at the same position as the other, or before.
@@ -422,7 +422,7 @@ def _segments(edges: Sequence[int], positions: Array) -> tuple[Segment, ...]:
     for start, end in reversed([*itertools.pairwise(edges)]):
         while later and positions[later[-1]] > positions[start]:
             later.pop()
-        segments.append(Segment(start, end, later[-1] if later else edges[-1]))
+        segments.append(PackedSegment(start, end, later[-1] if later else edges[-1]))
         later.append(start)
     return tuple(reversed(segments))
 
@@ -432,7 +432,7 @@ def _padding(batch: Batch) -> MicroBatch:
     return MicroBatch(
         ids=np.zeros(2, np.int64),
         positions=np.arange(2),
-        segments=(Segment(0, 2, 2),),
+        segments=(PackedSegment(0, 2, 2),),
         predictors=zero,
         targets=zero,
         source=zero - 1,

@@ -28,7 +28,7 @@ from agentloop.learner.batch import (
     Array,
     Batch,
     MicroBatch,
-    Segment,
+    PackedSegment,
     make_micro_batch,
     normalized_weights,
     parts,
@@ -172,7 +172,7 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
         positions_L: Tensor,
         predictors_M: Tensor,
         targets_M: Tensor,
-        segments: tuple[Segment, ...],
+        segments: tuple[PackedSegment, ...],
     ) -> Scores:
         """Return (log-probabilities, entropies), each float32 [M], of packed samples."""
         output = self.model.base_model(

@@ -16,19 +16,19 @@ import torch
 
 from agentloop.learner import attention
 from agentloop.learner.attention import arguments, packed_attention, varlen_runs_on
-from agentloop.learner.batch import Segment
+from agentloop.learner.batch import PackedSegment
 from bench.gpu_learner import flex_attention_over
 
 pytestmark = [pytest.mark.real, pytest.mark.gate]
 
 LENGTHS = (5, 1, 9)
-APART = (Segment(0, 5, 5), Segment(5, 6, 6), Segment(6, 15, 15))
+APART = (PackedSegment(0, 5, 5), PackedSegment(5, 6, 6), PackedSegment(6, 15, 15))
 SHARED = (
-    Segment(0, 5, 12),
-    Segment(5, 6, 10),
-    *(Segment(6, 9, 9), Segment(9, 10, 10)),  # both continue the second
-    Segment(10, 12, 12),  # continues the first
-    Segment(12, 15, 15),
+    PackedSegment(0, 5, 12),
+    PackedSegment(5, 6, 10),
+    *(PackedSegment(6, 9, 9), PackedSegment(9, 10, 10)),  # both continue the second
+    PackedSegment(10, 12, 12),  # continues the first
+    PackedSegment(12, 15, 15),
 )
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
 
@@ -90,14 +90,14 @@ def output_and_gradients(compute: Callable[..., Any], tensors: list[Any]) -> lis
     return [output, *torch.autograd.grad((output * weights).sum(), tensors)]
 
 
-def by_sample(query: Any, key: Any, value: Any, segments: tuple[Segment, ...] = APART) -> Any:
+def by_sample(query: Any, key: Any, value: Any, segments: tuple[PackedSegment, ...] = APART) -> Any:
     more = arguments(segments, query.device)
     return attention.attention_by_sample(None, query, key, value, None, scaling=SIZE**-0.5, **more)[
         0
     ]
 
 
-def on_gpu(segments: tuple[Segment, ...]) -> Any:
+def on_gpu(segments: tuple[PackedSegment, ...]) -> Any:
     """Return the arguments that a GPU gets, on a CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "to_device", lambda tensor, _: tensor)
@@ -107,7 +107,7 @@ def on_gpu(segments: tuple[Segment, ...]) -> Any:
 @pytest.mark.parametrize("kernel", [grouped, windowed])
 @pytest.mark.parametrize("segments", [APART, SHARED], ids=["apart", "shared"])
 def test_both_forms_compute_the_same(
-    kernel: Callable[..., Any], segments: tuple[Segment, ...], monkeypatch: pytest.MonkeyPatch
+    kernel: Callable[..., Any], segments: tuple[PackedSegment, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel is an emulation of torch's, which runs on GPUs alone."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
@@ -176,8 +176,13 @@ def test_compiled_layers_are_not_compiled_again_for_other_samples(
         layer.compile(dynamic=True, backend="eager")
     torch._dynamo.reset()
     counters.clear()
-    others = (Segment(0, 20, 20), Segment(20, 23, 23))
-    longer = (Segment(0, 6, 11), Segment(6, 9, 9), Segment(9, 11, 11), Segment(11, 30, 30))
+    others = (PackedSegment(0, 20, 20), PackedSegment(20, 23, 23))
+    longer = (
+        PackedSegment(0, 6, 11),
+        PackedSegment(6, 9, 9),
+        PackedSegment(9, 11, 11),
+        PackedSegment(11, 30, 30),
+    )
     for segments, num_graphs in ((APART, 1), (others, 1), (SHARED, 2), (longer, 2), (APART, 2)):
         num_tokens = segments[-1].end
         model.base_model(

@@ -12,7 +12,7 @@ import torch
 
 from agentloop.cli.resource_plan import ModelShape, learner_memory
 from agentloop.learner.attention import PACKED, arguments, register
-from agentloop.learner.batch import Segment
+from agentloop.learner.batch import PackedSegment
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import LearnerSettings
 
@@ -35,8 +35,8 @@ def saved_bytes(config: Any, dtype: str, checkpointing: bool) -> int:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     segments = (
-        Segment(0, NUM_TOKENS // 2, NUM_TOKENS // 2),
-        Segment(NUM_TOKENS // 2, NUM_TOKENS, NUM_TOKENS),
+        PackedSegment(0, NUM_TOKENS // 2, NUM_TOKENS // 2),
+        PackedSegment(NUM_TOKENS // 2, NUM_TOKENS, NUM_TOKENS),
     )
     saved: dict[int, Any] = {}  # holds them, so that no address is reused
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from agentloop.errors import ModelError
 from agentloop.learner import head
 from agentloop.learner.attention import arguments, packed_attention
-from agentloop.learner.batch import Batch, Segment, make_micro_batch
+from agentloop.learner.batch import Batch, PackedSegment, make_micro_batch
 from agentloop.learner.policy import TokenScorer, load_model
 from agentloop.models import SMALL
 from agentloop.training.learner_client.settings import LearnerSettings, LossSettings
@@ -185,7 +185,7 @@ def test_whole_logits_never_exist(scorer: Any) -> None:
 
 def test_packed_attention_refuses_unsupported_models() -> None:
     one = torch.zeros(1, 2, 6, 4)
-    given = arguments((Segment(0, 2, 2), Segment(2, 6, 6)), one.device)
+    given = arguments((PackedSegment(0, 2, 2), PackedSegment(2, 6, 6)), one.device)
     for more in ({"sliding_window": 3}, {"softcap": 30.0}, {"s_aux": one}):
         with pytest.raises(NotImplementedError, match="packed attention"):
             packed_attention(None, one, one, one, None, **more, **given)
