@@ -344,7 +344,7 @@ class MicroBatch:
 
     Attributes:
         ids, positions: int64 [L]; a position is the number of tokens before it in its sample.
-        segments: From the first token to the last.
+        segments: The segments, from the first token to the last.
         predictors: int64 [M]: index in L whose output predicts a sampled token; it may be that of
             several, the first ones of siblings.
         targets: int64 [M]: the sampled tokens.

@@ -288,10 +288,11 @@ class OnCluster:
     def __init__(
         self, settings: TrainSettings, run: PlacedRun, fine_tuning: PlacedRun, log_dir: Path
     ) -> None:
-        # Rank 0 is on this node.
-        here = run.home_address
-        ranks = settings.ranks.model_copy(update={"address": here})
-        weights = settings.weights.model_copy(update={"address": settings.weights.address or here})
+        address = run.home_address  # rank 0 is on this node
+        ranks = settings.ranks.model_copy(update={"address": address})
+        weights = settings.weights.model_copy(
+            update={"address": settings.weights.address or address}
+        )
         self.settings = settings.model_copy(update={"ranks": ranks, "weights": weights})
         self.spawn_rank = run.spawn_rank
         self.spawn_sft_rank = fine_tuning.spawn_rank

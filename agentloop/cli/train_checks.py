@@ -139,14 +139,16 @@ def require_machine(settings: TrainSettings) -> None:
     on_cluster = bool(settings.cluster.address)
     if on_cluster:
         require_ray()
-    checks: list[Callable[[], None]] = [partial(require_learner, settings.learner)]
+    # In the order of installation: the learner takes SGLang's PyTorch.
+    checks: list[Callable[[], None]] = []
     if not settings.servers and not on_cluster:
-        checks.insert(0, partial(require_servers, settings.server))
+        checks.append(partial(require_servers, settings.server))
+    checks.append(partial(require_learner, settings.learner))
     problems = []
     for check in checks:
         try:
             check()
         except SettingsError as problem:
             problems.append(str(problem))
-    if problems:  # in the order of their installation: the learner takes SGLang's PyTorch
+    if problems:
         raise SettingsError("; ".join(problems))
