@@ -67,6 +67,7 @@ _BOTH = (*_SERVER, "deepspeed")
 PARTS: dict[str, Part] = {
     "attention": Part("bench.gpu_learner:attention", ("torch",), 240),
     "speed": Part("bench.gpu_learner:speed"),
+    "siblings": Part("bench.gpu_learner:siblings"),
     "passes": Part("bench.gpu_learner:passes"),
     "zero": Part("bench.gpu_learner:zero"),
     "memory": Part("bench.gpu_learner:memory", ("torch", "deepspeed", "peft")),

@@ -24,7 +24,7 @@ from agentloop.training.learner_client.client import start_learner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import PublishRequest, StepRequest
 from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
-from bench.gpu_model import PartFailed, Row, Setup, Size, is_importable, require_close
+from bench.gpu_model import PartFailed, Row, Setup, Size, require_close
 from bench.learner import (
     PLAIN_LOOP,
     agentic_batch,
@@ -32,6 +32,7 @@ from bench.learner import (
     compare,
     learner_arm,
     plain_arm,
+    siblings_batch,
 )
 
 _TIMEOUT_S = 300.0
@@ -41,9 +42,9 @@ _RANKS = RanksSettings(threads=_THREADS, start_timeout_s=400)
 
 
 async def speed(setup: Setup) -> list[Row]:
-    """Tokens per second and MFU, of the learner and of a plain loop with the best attention."""
+    """Tokens per second and MFU, of the learner and of a plain loop that torch compiles."""
     settings, batches = setup.learner(), setup.batches()
-    best = "flash" if setup.on_gpu and is_importable("flash_attn") else "packed"
+    best = "compiled" if setup.on_gpu else "packed"
     async with AsyncExitStack() as stack:
         plain = plain_arm(stack, setup.folder, settings, _THREADS, best)
         ours = await learner_arm(stack, setup.folder, settings, 1, _THREADS)
@@ -54,6 +55,32 @@ async def speed(setup: Setup) -> list[Row]:
         seconds = setup.size.step_tokens / row["tokens/s"]
         figures = {"tokens/s": row["tokens/s"], "MFU": setup.mfu(settings, batches[1], seconds)}
         rows.append({"case": name, **figures, "of the plain loop": row["ratio"]})
+    return rows
+
+
+async def siblings(setup: Setup) -> list[Row]:
+    """Tokens per second of sixteen samples of a prompt, with what they share computed once, and for
+    each of them, by the plain loop with the learner's head."""
+    response = setup.size.micro_batch // 16
+    rows: list[Row] = []
+    for prompt in (4 * response, response // 4):
+        settings = setup.learner(micro_batch_tokens=prompt + 16 * response)
+        paths = [setup.folder / f"{prompt}-{seed}" for seed in range(setup.size.num_rounds + 1)]
+        for seed, path in enumerate(paths):
+            siblings_batch(
+                seed, setup.size.vocab, groups=1, siblings=16, prompt=prompt, response=response
+            ).save(path)
+        async with AsyncExitStack() as stack:
+            apart, shared = (
+                plain_arm(stack, setup.folder, settings, _THREADS, variant)
+                for variant in ("chunked", "shared")
+            )
+            await compare(apart, [shared], paths, tolerance=_BFLOAT16)
+        for arm, form in ((apart, "for each"), (shared, "once")):
+            row = arm.row(16 * (prompt + response))
+            name = f"prompt of {prompt}, responses of {response}: computed {form}"
+            figures = {"tokens/s": row["tokens/s"], "of computing it for each": row["ratio"]}
+            rows.append({"case": name, **figures})
     return rows
 
 
@@ -165,47 +192,65 @@ async def step(setup: Setup) -> list[Row]:
 
 
 async def attention(setup: Setup) -> list[Row]:
-    """Each kernel for packed samples: its distance from float32, and its time."""
+    """Each kernel for packed samples: its distance from float32 on a CPU, and its time."""
     import torch
 
     from agentloop.learner.attention import (
         arguments,
         attention_by_sample,
+        flash_runs_on,
         packed_attention,
-        varlen_runs_on,
     )
 
     size, lengths = setup.size, agentic_lengths(0, setup.size.micro_batch)
+    edges = itertools.pairwise([0, *itertools.accumulate(lengths)])
+    apart = tuple(PackedSegment(start, end, end) for start, end in edges)
+    # As many tokens: a third of them a prompt, then sixteen responses.
+    response = size.micro_batch // 24
+    prompt = size.micro_batch - 16 * response
+    shared = (
+        PackedSegment(0, prompt, size.micro_batch),
+        *(
+            PackedSegment(start, start + response, start + response)
+            for start in range(prompt, size.micro_batch, response)
+        ),
+    )
     generator = torch.Generator().manual_seed(0)
     inputs = [
-        torch.randn(1, heads, sum(lengths), size.head_dim, generator=generator).to(setup.device)
+        torch.randn(1, heads, size.micro_batch, size.head_dim, generator=generator)
         for heads in (size.heads, size.kv_heads, size.kv_heads)
     ]
+    inputs.append(torch.randn(1, size.micro_batch, size.heads, size.head_dim, generator=generator))
+    placed = {device: [each.to(device) for each in inputs] for device in ("cpu", setup.device)}
 
-    def run(kernel: Callable[..., Any], dtype: Any) -> list[Any]:
-        tensors = [tensor.to(dtype, copy=True).requires_grad_() for tensor in inputs]
+    def run(kernel: Callable[..., Any], dtype: Any, device: str = setup.device) -> list[Any]:
+        *tensors, weights = (each.to(dtype, copy=True).requires_grad_() for each in placed[device])
         output = kernel(*tensors)
-        output.backward(torch.ones_like(output))
+        output.backward(weights.detach())
         return [output.detach(), *(tensor.grad for tensor in tensors)]
 
-    edges = itertools.pairwise([0, *itertools.accumulate(lengths)])
-    segments = tuple(PackedSegment(start, end, end) for start, end in edges)
-    given = arguments(segments, torch.device(setup.device))
-
-    def ours(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def ours(
+        kernel: Callable[..., Any], segments: tuple[PackedSegment, ...], device: str = setup.device
+    ) -> Callable[..., Any]:
+        given = arguments(segments, torch.device(device))
         return lambda q, k, v: kernel(None, q, k, v, None, **given)[0]
 
-    kernels = {"one sample at a time": ours(attention_by_sample)}
-    if varlen_runs_on(inputs[0].bfloat16()):
-        kernels["packed: torch's varlen_attn"] = ours(packed_attention)
+    kernels = {"one sample at a time": (apart, ours(attention_by_sample, apart))}
+    if flash_runs_on(placed[setup.device][0].bfloat16()):
+        kernels["packed: torch's FlashAttention"] = (apart, ours(packed_attention, apart))
+        kernels["the same, 16 responses to a prompt"] = (shared, ours(packed_attention, shared))
     if setup.on_gpu:
-        kernels["FlexAttention, compiled"] = flex_attention_over(lengths, setup.device)
-    exact = run(ours(attention_by_sample), torch.float32)
+        flex = flex_attention_over(lengths, setup.device)
+        kernels["FlexAttention, compiled"] = (apart, flex)
+    exact = {
+        segments: run(ours(attention_by_sample, segments, "cpu"), torch.float32, "cpu")
+        for segments in (apart, shared)
+    }
     rows = []
-    for name, kernel in kernels.items():
+    for name, (segments, kernel) in kernels.items():
         outputs = run(kernel, torch.bfloat16)
-        pairs = zip(outputs, exact, strict=True)
-        error = max(((a.float() - b).norm() / b.norm()).item() for a, b in pairs)
+        pairs = zip(outputs, exact[segments], strict=True)
+        error = max(((a.float().cpu() - b).norm() / b.norm()).item() for a, b in pairs)
         if error > 0.02:
             raise PartFailed(f"{name}: differs from float32 by {error:.2%}")
         seconds = statistics.median(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -174,10 +173,6 @@ def _write_model(folder: Path, size: Size, device: str) -> None:
             drawn.normal_(0, 0.02, generator=generator)
         weights[name] = drawn.bfloat16().cpu()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
-def is_importable(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def require_close(name: str, metrics: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from agentloop.learner.batch import plan
 
-PACKED = ("packed", "compiled", "chunked", "shared", "masked", "flash")
+PACKED = ("packed", "compiled", "chunked", "shared", "masked")
 
 
 def arrange(

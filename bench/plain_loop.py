@@ -28,10 +28,7 @@ from agentloop.training.learner_client.settings import LearnerSettings
 from bench.micro_batches import PACKED, arrange
 from bench.sandbox import peak_memory_mib, reset_peak_memory
 
-_ATTENTION = {
-    "packed": "packed", "compiled": "packed", "chunked": "packed", "shared": "packed",
-    "flash": "flash_attention_2",
-}  # fmt: skip
+_WITHOUT_MASK = ("packed", "compiled", "chunked", "shared")
 
 
 class Plain:
@@ -42,13 +39,12 @@ class Plain:
     chunked    like packed, with the learner's head, which computes logits in chunks, and twice
     shared     like chunked; what samples begin with alike is computed once, as in the learner
     masked     like packed, with transformers' own mask
-    flash      like packed, with flash-attn's kernel, which has to be installed
     sorted     padded to the longest, samples of similar length together
     unsorted   padded to the longest, samples in their order
     """
 
     def __init__(self, settings: LearnerSettings, variant: str) -> None:
-        attention = _ATTENTION.get(variant, "sdpa")
+        attention = "packed" if variant in _WITHOUT_MASK else "sdpa"
         self._settings = settings.model_copy(update={"attention": attention})
         self._how = variant
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -4,14 +4,13 @@ transformers' own "sdpa" masks samples from each other, so its time grows with t
 micro-batch: packing sixteen samples costs sixteen times the attention. Here each segment of a
 micro-batch (batch.py) attends to itself and to the segments that it continues, in one of two forms:
 
-    varlen       on a GPU, in bfloat16 or float16: torch's varlen_attn, FlashAttention's kernel for
-                 all segments in one call, each with a copy of the keys that it attends to
+    flash        on a GPU, in bfloat16 or float16: FlashAttention's kernel for all segments in one
+                 call, and one more for each level of segments that they continue (flash.py)
     by sample    elsewhere: a call of torch's scaled_dot_product_attention for each sample; where
                  samples share tokens, on a CPU alone, a call for each segment, and one for all that
                  continues it
 
-A model's layers get the `arguments` of a micro-batch, computed once for all of them. They tell
-torch's compiler nothing about the samples that it would compile the layers again for.
+A model's layers get the `arguments` of a micro-batch, computed once for all of them.
 
 If flash-attn is installed, its kernel is transformers' "flash_attention_2", which does not use this
 module.
@@ -19,8 +18,6 @@ module.
 
 from __future__ import annotations
 
-import inspect
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -28,10 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
+from agentloop.learner import flash
 from agentloop.learner.batch import PackedSegment
-from agentloop.learner.world import to_device
 from agentloop.training.learner_client.settings import LearnerSettings
 
 if TYPE_CHECKING:
@@ -42,10 +38,10 @@ __all__ = [
     "PACKED",
     "SEGMENTED",
     "arguments",
+    "flash_runs_on",
     "gpu_has_kernel",
     "packed_attention",
     "register",
-    "varlen_runs_on",
     "why_not_shared",
 ]
 
@@ -62,32 +58,18 @@ _MIN_CAPABILITY = (8, 0)  # Ampere
 def arguments(segments: tuple[PackedSegment, ...], device: torch.device) -> Mapping[str, Any]:
     """Return what a model passes to the attention of its layers, for these segments.
 
-    most_queries, most_keys: the most tokens of a segment; the most that any token attends to.
-    starts, key_starts: int32 [segments + 1]: where a segment's queries and keys start; on a GPU.
-    keys: int64: the keys of all segments; None if they are the tokens, one after the other.
+    On a GPU these are also `flash.edges_of` the segments. `most_attended` is the number of tokens
+    that the last one of the longest sample attends to.
     """
-    keys: list[Tensor] = []
+    most_attended = 0
     path: list[PackedSegment] = []
     for segment in segments:
         while path and path[-1].last <= segment.start:
             path.pop()
         path.append(segment)
-        keys.append(torch.cat([torch.arange(start, end) for start, end, _ in path]))
-    nums_keys = [len(each) for each in keys]
-    given = {"segments": segments, "most_keys": max(nums_keys)}
-    if device.type == "cpu":
-        return given
-    shares = sum(nums_keys) > segments[-1].end
-    return given | {
-        "most_queries": max(end - start for start, end, _ in segments),
-        "starts": _on(device, [0, *(end for _, end, _ in segments)]),
-        "key_starts": _on(device, [0, *itertools.accumulate(nums_keys)]),
-        "keys": to_device(torch.cat(keys), device) if shares else None,
-    }
-
-
-def _on(device: torch.device, edges: Sequence[int]) -> Tensor:
-    return to_device(torch.tensor(edges, dtype=torch.int32), device)
+        most_attended = max(most_attended, sum(end - start for start, end, _ in path))
+    edges = {} if device.type == "cpu" else flash.edges_of(segments, device)
+    return {"segments": segments, "most_attended": most_attended} | edges
 
 
 def packed_attention(
@@ -111,9 +93,10 @@ def packed_attention(
         NotImplementedError: The model needs more than causal attention.
     """
     _check_supported(attention_mask, **more)
-    if dropout or not varlen_runs_on(query):
+    if dropout or not flash_runs_on(query):
         return _by_sample(query, key, value, more["segments"], scaling, dropout), None
-    return _varlen(query, key, value, scaling, **more), None
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return flash.attend(query, key, value, scaling, **more)[None], None
 
 
 def attention_by_sample(
@@ -133,8 +116,8 @@ def attention_by_sample(
     return _by_sample(query, key, value, more["segments"], scaling, dropout), None
 
 
-def varlen_runs_on(query: Tensor) -> bool:
-    """Return whether torch's kernel for packed samples supports tensors like this one."""
+def flash_runs_on(query: Tensor) -> bool:
+    """Return whether torch's FlashAttention supports tensors like this one."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -145,7 +128,7 @@ def varlen_runs_on(query: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch is Any to mypy
 def gpu_has_kernel() -> bool:
-    """Return whether this process's GPU has torch's kernel for packed samples."""
+    """Return whether this process's GPU has torch's FlashAttention."""
     available: bool = torch.backends.cuda.is_flash_attention_available()
     return available and torch.cuda.get_device_capability() >= _MIN_CAPABILITY
 
@@ -153,7 +136,7 @@ def gpu_has_kernel() -> bool:
 def _check_supported(
     attention_mask: Tensor | None,
     *,
-    most_keys: int,
+    most_attended: int,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -163,7 +146,7 @@ def _check_supported(
         raise NotImplementedError(
             "packed attention supports no mask, softcap or sinks: set another learner.attention"
         )
-    if sliding_window and most_keys > sliding_window:
+    if sliding_window and most_attended > sliding_window:
         raise NotImplementedError(
             f"packed attention supports no sliding window of {sliding_window}"
         )
@@ -275,57 +258,6 @@ def _blocks(segments: Sequence[PackedSegment]) -> Iterator[tuple[slice, slice, b
             yield slice(end, last), slice(start, end), False
 
 
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    *,
-    starts: Tensor,
-    key_starts: Tensor,
-    most_queries: int,
-    most_keys: int,
-    keys: Tensor | None,
-    **_: Any,
-) -> Tensor:
-    heads_last = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    edges = (starts, key_starts, most_queries, most_keys)
-    if keys is None:
-        return _attend_varlen(heads_last, edges, scaling)[None]
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        copies = key.index_select(0, keys), value.index_select(0, keys)
-        return _attend_varlen([query, *copies], edges, scaling)
-
-    # The backward pass makes the copies again: kept, they could take more memory than all else.
-    output = checkpoint(attend, *heads_last, use_reentrant=False, preserve_rng_state=False)
-    return output[None]
-
-
-def _attend_varlen(
-    heads_last: Sequence[Tensor], edges: tuple[Tensor, Tensor, int, int], scaling: float | None
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    # Causal: the last query of a segment attends to all of its keys.
-    options: dict[str, Any] = {"window_size": (-1, 0), "scale": scaling}
-    if _must_allow_fewer_keys():
-        options["enable_gqa"] = True
-    output: Tensor = varlen_attn(*heads_last, *edges, **options)
-    return output
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _must_allow_fewer_keys() -> bool:
-    """Return whether torch's kernel takes fewer keys than queries only if allowed to.
-
-    torch 2.11 has no such argument, and its kernel takes them.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
 def why_not_shared(model: PreTrainedModel, settings: LearnerSettings, device: str) -> str | None:
     """Return why samples of this model must not share tokens, or None if they may."""
     if settings.attention not in SEGMENTED:
@@ -333,7 +265,7 @@ def why_not_shared(model: PreTrainedModel, settings: LearnerSettings, device: st
     if device != "cpu" and not (
         settings.attention == PACKED and settings.dtype == "bfloat16" and gpu_has_kernel()
     ):
-        return "on a GPU it needs learner.attention = packed, bfloat16 and torch's varlen_attn"
+        return "on a GPU it needs learner.attention = packed, bfloat16 and torch's FlashAttention"
     config = model.config.to_dict()
     for name, value in config.items():
         if ("drop" in name or "jitter" in name) and isinstance(value, float) and value:

@@ -14,8 +14,8 @@ import itertools
 
 import torch
 
-from agentloop.learner import attention
-from agentloop.learner.attention import arguments, packed_attention, varlen_runs_on
+from agentloop.learner import attention, flash
+from agentloop.learner.attention import arguments, flash_runs_on, packed_attention
 from agentloop.learner.batch import PackedSegment
 from bench.gpu_learner import flex_attention_over
 
@@ -33,45 +33,66 @@ SHARED = (
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
 
 
-def emulated(
-    query: Any, key: Any, value: Any, starts: Any, key_starts: Any, longest: Any, scale: Any
-) -> Any:
-    """What varlen_attn is documented to compute, for causal attention: [L, heads, D] each.
+def emulated_forward(
+    query: Any, key: Any, value: Any, edges: Any, key_edges: Any, most: int, most_keys: int,
+    dropout: float, causal: bool, debug: bool, *, scale: float | None,
+) -> Any:  # fmt: skip
+    """What FlashAttention computes for packed sequences; [L, heads, D] each.
 
-    The last query of a segment attends to all of its keys, the one before it to all but one.
+    Without keys a query's output is 0, and its sum infinite.
     """
-    copies = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
-    assert starts.dtype == key_starts.dtype == torch.int32
-    rows, columns = ([*itertools.pairwise(edges.tolist())] for edges in (starts, key_starts))
-    assert longest == tuple(max(end - start for start, end in each) for each in (rows, columns))
-    outputs = []
-    for (start, end), (first, last) in zip(rows, columns, strict=True):
-        q = query[start:end].transpose(0, 1)
-        k, v = (tensor[first:last].transpose(0, 1) for tensor in (key, value))
-        scores = q @ k.transpose(1, 2) * scale
-        seen = last - first - (end - start)  # before the first query
-        future = torch.ones(end - start, last - first, dtype=torch.bool).triu(1 + seen)
-        outputs.append(scores.masked_fill(future, float("-inf")).softmax(-1) @ v)
-    return torch.cat(outputs, 1).transpose(0, 1)
+    assert (dropout, debug) == (0.0, False)
+    output = torch.full_like(query, float("nan"))
+    sums = torch.full(query.shape[1::-1], float("nan"))
+    for rows, columns in sequences(edges, key_edges, most, most_keys):
+        scores = scores_of(query[rows], key[columns], causal, scale)
+        output[rows] = (scores.softmax(-1) @ heads_first(value[columns], query)).transpose(0, 1)
+        sums[:, rows] = scores.logsumexp(-1) if scores.numel() else float("inf")
+    return output, sums, None, None, None
 
 
-def grouped(
-    query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
-    scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+def emulated_backward(
+    grad: Any, query: Any, key: Any, value: Any, output: Any, sums: Any, edges: Any,
+    key_edges: Any, most: int, most_keys: int, dropout: float, causal: bool, *unused: Any,
+    scale: float | None,
 ) -> Any:  # fmt: skip
-    """Signature of torch 2.13."""
-    assert (window_size, enable_gqa) == ((-1, 0), True)
-    return emulated(query, key, value, cu_seq_q, cu_seq_k, (max_q, max_k), scale)
+    """The gradients, from the log-sum-exp over all keys, also those of other calls."""
+    grads = [torch.full_like(each, float("nan")) for each in (query, key, value)]
+    for rows, columns in sequences(edges, key_edges, most, most_keys):
+        weights = (scores_of(query[rows], key[columns], causal, scale) - sums[:, rows, None]).exp()
+        grad_rows = grad[rows].transpose(0, 1)
+        of_weights = grad_rows @ heads_first(value[columns], query).transpose(1, 2)
+        inner = (grad[rows] * output[rows]).sum(-1).T[..., None]
+        of_scores = weights * (of_weights - inner) * scale
+        found = (
+            of_scores @ heads_first(key[columns], query),
+            of_scores.transpose(1, 2) @ query[rows].transpose(0, 1),
+            weights.transpose(1, 2) @ grad_rows,
+        )
+        for total, part, where in zip(grads, found, (rows, columns, columns), strict=True):
+            copies = len(part) // total.shape[1]
+            total[where] = part.unflatten(0, (-1, copies)).sum(1).transpose(0, 1)
+    return tuple(grads)
 
 
-def windowed(
-    query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
-    scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-) -> Any:  # fmt: skip
-    """Signature of torch 2.11, which needs no permission for fewer keys than queries."""
-    assert window_size == (-1, 0)
-    return emulated(query, key, value, cu_seq_q, cu_seq_k, (max_q, max_k), scale)
+def sequences(edges: Any, key_edges: Any, most: int, most_keys: int) -> list[tuple[slice, slice]]:
+    assert edges.dtype == key_edges.dtype == torch.int32
+    pairs = ([*itertools.pairwise(each.tolist())] for each in (edges, key_edges))
+    found = [(slice(*rows), slice(*columns)) for rows, columns in zip(*pairs, strict=True)]
+    for limit, spans in zip((most, most_keys), zip(*found, strict=True), strict=True):
+        assert all(span.stop - span.start <= limit for span in spans), "else nothing is written"
+    return found
+
+
+def scores_of(query: Any, key: Any, causal: bool, scale: float | None) -> Any:
+    scores = query.transpose(0, 1) @ heads_first(key, query).transpose(1, 2) * scale
+    future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, float("-inf")) if causal else scores
+
+
+def heads_first(keys: Any, query: Any) -> Any:
+    """As many heads as the query has."""
+    return keys.repeat_interleave(query.shape[1] // keys.shape[1], 1).transpose(0, 1)
 
 
 def inputs(device: str = "cpu", dtype: Any = torch.float32) -> list[Any]:
@@ -100,21 +121,24 @@ def by_sample(query: Any, key: Any, value: Any, segments: tuple[PackedSegment, .
 def on_gpu(segments: tuple[PackedSegment, ...]) -> Any:
     """Return the arguments that a GPU gets, on a CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "to_device", lambda tensor, _: tensor)
+        patch.setattr(flash, "to_device", lambda tensor, _: tensor)
         return arguments.__wrapped__(segments, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("kernel", [grouped, windowed])
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention on a CPU."""
+    monkeypatch.setattr(flash, "_FORWARD", emulated_forward)
+    monkeypatch.setattr(flash, "_BACKWARD", emulated_backward)
+    monkeypatch.setattr(attention, "flash_runs_on", lambda _: True)
+
+
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("segments", [APART, SHARED], ids=["apart", "shared"])
-def test_both_forms_compute_the_same(
-    kernel: Callable[..., Any], segments: tuple[PackedSegment, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel is an emulation of torch's, which runs on GPUs alone."""
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "varlen_runs_on", lambda _: True)
+def test_both_forms_compute_the_same(segments: tuple[PackedSegment, ...]) -> None:
     given = on_gpu(segments)
-    assert (given["keys"] is None) == (segments is APART), "nothing is copied without need"
+    num_further = len(given["edges"]) - given["num_edges"]
+    assert num_further == (0 if segments is APART else 2 * 2 * given["num_further"])
 
     def packed(query: Any, key: Any, value: Any) -> Any:
         return packed_attention(None, query, key, value, None, scaling=SIZE**-0.5, **given)[0]
@@ -128,44 +152,30 @@ def test_both_forms_compute_the_same(
 
 def test_torchs_own_kernel_takes_these_arguments() -> None:
     """On a device without memory, where shapes are computed and nothing else."""
-    pytest.importorskip("torch.nn.attention.varlen")
     for segments in (APART, SHARED):
-        query, key, value = inputs("meta", torch.bfloat16)
+        query, key, value = (one[0].transpose(0, 1) for one in inputs("meta", torch.bfloat16))
         given = {
             name: value.to("meta") if isinstance(value, torch.Tensor) else value
             for name, value in on_gpu(segments).items()
         }
-        output = attention._varlen(query, key, value, SIZE**-0.5, **given)
-        assert output.shape == (1, sum(LENGTHS), HEADS, SIZE)
-        output.sum().backward()
-        assert key.grad.shape == key.shape
-
-
-def test_keys_that_are_copied_for_a_gpu_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the passes there are only the tensors that the copies are made of."""
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
-    monkeypatch.setattr(varlen, "varlen_attn", grouped)
-    query, key, value = inputs()
-    kept: set[int] = set()
-
-    def note(tensor: Any) -> Any:
-        kept.add(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        attention._varlen(query, key, value, SIZE**-0.5, **on_gpu(SHARED))
-    assert max(kept, default=0) <= query.numel()
+        names = (
+            "edges", "num_edges", "num_further", "longest", "most_queries", "most_keys",
+        )  # fmt: skip
+        more = (*(given[name] for name in names), SIZE**-0.5)
+        output, sums = flash._forward(query, key, value, *more)
+        assert output.shape == (sum(LENGTHS), HEADS, SIZE)
+        assert sums.shape == (HEADS, sum(LENGTHS))
+        grads = flash._backward(output, query, key, value, output, sums, *more)
+        assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_layers_are_not_compiled_again_for_other_samples(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.usefixtures("kernel")
+def test_compiled_layers_are_not_compiled_again_for_other_samples() -> None:
     from torch._dynamo.utils import counters
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    monkeypatch.setattr(attention, "varlen_runs_on", lambda _: True)
-    monkeypatch.setattr(attention, "_attend_varlen", lambda heads_last, *_: heads_last[0])
     attention.register()
     config = Qwen3Config(
         vocab_size=16, hidden_size=32, intermediate_size=32, num_hidden_layers=3,
@@ -183,7 +193,7 @@ def test_compiled_layers_are_not_compiled_again_for_other_samples(
         PackedSegment(9, 11, 11),
         PackedSegment(11, 30, 30),
     )
-    for segments, num_graphs in ((APART, 1), (others, 1), (SHARED, 2), (longer, 2), (APART, 2)):
+    for segments in (APART, others, SHARED, longer, APART):
         num_tokens = segments[-1].end
         model.base_model(
             input_ids=torch.zeros((1, num_tokens), dtype=torch.int64),
@@ -191,17 +201,17 @@ def test_compiled_layers_are_not_compiled_again_for_other_samples(
             use_cache=False,
             **on_gpu(segments),
         )
-        assert counters["stats"]["unique_graphs"] == num_graphs
+        assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
 
 
 def test_the_kernel_is_for_gpus_with_half_precision() -> None:
-    assert not varlen_runs_on(torch.zeros(1, 2, 3, 4, dtype=torch.bfloat16))
+    assert not flash_runs_on(torch.zeros(1, 2, 3, 4, dtype=torch.bfloat16))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_kernel_of_a_gpu_computes_the_same() -> None:
-    assert varlen_runs_on(inputs("cuda", torch.bfloat16)[0])
+    assert flash_runs_on(inputs("cuda", torch.bfloat16)[0])
 
     for segments in (APART, SHARED):
 

@@ -155,8 +155,8 @@ class TrainingSettings(pydantic.BaseModel):
     )
     attention: str = pydantic.Field(
         "packed",
-        description="Attention over packed samples. packed: torch's varlen_attn on a GPU in "
-        "bfloat16, elsewhere its scaled_dot_product_attention, one sample at a time; "
+        description="Attention over packed samples. packed: torch's FlashAttention on a "
+        "GPU in bfloat16, elsewhere its scaled_dot_product_attention, one sample at a time; "
         "packed_by_sample: always the latter. Otherwise an implementation of transformers: "
         "flash_attention_2, or sdpa (slow, for comparison).",
     )
