@@ -40,6 +40,7 @@ from agentloop.agent.rollout import Budget, Rollout
 from agentloop.agent.sandbox_tools import PythonCode
 from agentloop.agent.text_stream import TokenCodec
 from agentloop.agent.tools import RunTool, ToolOutput
+from agentloop.aio import collect_garbage_rarely, exempt_from_collection
 from agentloop.inference.processes.supervise import ServerSettings, sglang_servers
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import SGLangServer
@@ -107,6 +108,8 @@ async def _latency(options: argparse.Namespace) -> dict[str, Any]:
             Router.open([_Logged(url, session) for url in urls], RouterSettings()) as router,
         ):
             await pool.run("pass")
+            collect_garbage_rarely()  # as the commands do
+            exempt_from_collection()
             budget = Budget(max_turns=options.turns)
             tool = PythonCode(pool)
 

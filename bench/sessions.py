@@ -36,10 +36,10 @@ from aiohttp import ClientSession, TCPConnector, web
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import Budget
 from agentloop.agent.sessions import ModelSession, ModelSessions, SessionSettings
+from agentloop.aio import collect_garbage_rarely
 from agentloop.api.answering import Answering
 from agentloop.api.bare_model import SESSION_ROUTES, BareModel
 from agentloop.api.error_responses import ErrorResponses
-from agentloop.cli.console import collect_garbage_less_often
 from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
@@ -377,7 +377,7 @@ def main() -> None:
     arguments: tuple[Any, ...] = (options,)
     if options.load:
         run, arguments = _generate_load, (options.load, options)
-    collect_garbage_less_often()  # as the command does
+    collect_garbage_rarely()  # as the command does
     anyio.run(run, *arguments, backend_options={"use_uvloop": True})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import json
 import logging
 import os
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING, Literal, Self, TextIO, TypeVar, TypeVarTuple
 import anyio
 import anyio.lowlevel
 
-from agentloop.aio import task_group
+from agentloop.aio import collect_garbage_rarely, exempt_from_collection, task_group
 from agentloop.distribution import conflict
 from agentloop.errors import AgentLoopError, leaves, place_of, sole, user_entries
 from agentloop.training.run_status import RunStatus, clock
@@ -46,7 +45,6 @@ __all__ = [
     "Lines",
     "ProgressLine",
     "add_settings_arguments",
-    "collect_garbage_less_often",
     "in_thread",
     "interruptible",
     "open_runtime",
@@ -328,6 +326,7 @@ async def open_runtime(settings: Settings) -> AsyncIterator[Runtime]:
 
     with ProgressLine("Starting the agent") as progress:
         async with Runtime(settings, progress=progress) as runtime:
+            exempt_from_collection()
             progress.stop()
             yield runtime
 
@@ -347,7 +346,7 @@ def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
     _configure_logging()
     if clash := conflict():
         print(f"agentloop: warning: {clash}", file=sys.stderr)
-    collect_garbage_less_often()
+    collect_garbage_rarely()
     if explain:
         logging.getLogger("agentloop.explain").setLevel(logging.INFO)
     try:
@@ -365,16 +364,6 @@ def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
         at = f" at {place}" if (place := place_of(stop)) else ""
         print(f"agentloop: error: sys.exit({stop.code!r}) was called{at}", file=sys.stderr)
         return 2
-
-
-def collect_garbage_less_often() -> None:
-    """Let the objects of a request die before the collector looks at them.
-
-    By default it looks at every 700th new object; a request with 200 messages has thousands, which
-    would be promoted while they are in use, and every few hundred requests all objects would be
-    searched.
-    """
-    gc.set_threshold(20_000, 20, 50)
 
 
 def _configure_logging() -> None:

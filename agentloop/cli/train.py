@@ -19,6 +19,7 @@ from pathlib import Path
 
 import anyio
 
+from agentloop.aio import exempt_from_collection
 from agentloop.analysis.plots import plot_runs
 from agentloop.cli import console
 from agentloop.cli.cluster import OnCluster, on_cluster, plan_on_cluster
@@ -240,6 +241,7 @@ async def _roll_out_and_learn(
         stack.callback(dashboard.detach)
         if cluster:
             await stack.enter_async_context(cluster.leaving_nodes(steps.move))
+        exempt_from_collection()
         await loop.run()
 
 

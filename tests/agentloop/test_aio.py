@@ -1,13 +1,21 @@
-"""The task group that unwraps errors, the place in a limiter, and the signal."""
+"""The task group that unwraps errors, the place in a limiter, the signal, garbage collection."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 
 import anyio
 import pytest
 
-from agentloop.aio import Signal, Slot, task_group
+from agentloop.aio import (
+    Signal,
+    Slot,
+    collect_garbage_rarely,
+    exempt_from_collection,
+    task_group,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -116,3 +124,25 @@ async def test_slots_are_taken_in_turn_and_none_is_lost() -> None:
         async with Slot(limiter):  # those who waited go first
             assert order == [0, 2, 3]
     assert limiter.borrowed_tokens == 0
+
+
+class Node:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_only_what_exists_is_exempt_from_collections() -> None:
+    thresholds = gc.get_threshold()
+    existing, garbage_then = Node(), weakref.ref(Node())
+    try:
+        collect_garbage_rarely()
+        exempt_from_collection()
+        assert garbage_then() is None, "garbage is not kept"
+        assert gc.get_freeze_count() > 0
+        assert not any(node is existing for node in gc.get_objects())
+        later = weakref.ref(Node())
+        gc.collect()
+        assert later() is None
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)

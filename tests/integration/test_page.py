@@ -324,6 +324,7 @@ def test_a_runs_folder_is_shown_and_made_one_file(
     for step in range(1, 4):
         row = {"step": step, "reward": step / 4, "tool_errors_in_correct": 0.1}
         row |= {"part/found": 0.5, "held_out/recorded/tries": 4.0}
+        row |= {"step_s": 45.0, "num_sampled_tokens": 1000}
         folder.add_metrics(row | {"pass_at_k": 0.9})
     folder.add_metrics({"step": 4, "reward": 0.875, "tool_errors_in_correct": None})
     RunFolder(folder.path / "sft").add_metrics(
@@ -358,6 +359,18 @@ def test_a_runs_folder_is_shown_and_made_one_file(
         recorded = page.get_by_role("region", name="Recorded")
         expect(recorded.get_by_text("tries, held out")).to_be_visible()
         expect(page.get_by_role("heading", name="@k")).to_have_text("pass@k")  # there is no avg@k
+        place = page.locator(".cv-at")
+        expect(place).to_have_text("4 (last)")
+        page.get_by_label("Scale").select_option("logarithmic")
+        page.get_by_label("By").select_option("sampled tokens")
+        expect(place).to_have_text("3,000 (last)")
+        expect(shown.first).to_have_text("0.875")
+        page.get_by_label("By").select_option("time in steps")
+        expect(place).to_have_text("2:15 (last)")
+        page.locator("#cv-step").fill("0")
+        expect(place).to_have_text("45 s")
+        expect(shown.first).to_have_text("0.25")
+        assert violations(page) == []
         page.get_by_label("Phase").select_option("supervised fine-tuning")
         loss = page.get_by_role("region", name="Loss").locator("b")
         expect(loss).to_have_text("2.5")

@@ -25,6 +25,12 @@
     ["5", "5 steps"],
     ["20", "20 steps"],
   ];
+  // What the steps are laid out by: the step itself, or the sum of a metric up to and including it.
+  const AXES = {
+    step: { label: "Step", text: String, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000] },
+    time: { label: "Time in steps", sum: "step_s", text: (seconds) => span(seconds) },
+    tokens: { label: "Sampled tokens", sum: "num_sampled_tokens", text: (tokens) => short(tokens) },
+  };
   const PHASES = [
     ["start", "supervised fine-tuning"],
     ["run", "rollouts"],
@@ -107,6 +113,18 @@
       if (known && isNumber(row.step_s) && row.step_s - known > 0.001) row.rest_s = row.step_s - known;
     }
     return new Map([...steps].sort(([a], [b]) => a - b));
+  };
+
+  // The rows by their place on an axis.
+  const along = (rows, { sum }) => {
+    if (!sum) return rows;
+    const placed = new Map();
+    let total = 0;
+    for (const row of rows.values()) {
+      total += row[sum] ?? 0;
+      placed.set(total, { ...placed.get(total), ...row });
+    }
+    return placed;
   };
 
   const has = (run, key) => [...run.rows.values()].some((row) => isNumber(row[key]));
@@ -238,11 +256,12 @@
       if (this.spec.stack) drawn = stacked(drawn);
       const data = [steps, ...drawn];
       const few = steps.length <= FEW;
-      const shape = JSON.stringify([lines.map(({ run, key, color }) => [run.name, key, color]), few]);
+      const isLog = this.page.isLog && !this.spec.stack && drawn.flat().every((value) => value === null || value > 0);
+      const shape = JSON.stringify([lines.map(({ run, key, color }) => [run.name, key, color]), few, isLog]);
       if (shape !== this.shape || !this.u) {
         this.destroy();
         this.shape = shape;
-        this.u = new uPlot(this.options(lines, few), data, this.plot);
+        this.u = new uPlot(this.options(lines, few, isLog), data, this.plot);
       } else this.u.setData(data, !this.page.zoom);
       if (this.page.zoom) this.u.setScale("x", this.page.zoom);
       const areSeveral = runs.length > 1;
@@ -281,7 +300,7 @@
       });
     }
 
-    options(lines, few) {
+    options(lines, few, isLog) {
       const { page, spec } = this;
       const [muted, line, panel] = ["muted", "line", "panel"].map((name) => color(`--${name}`));
       const font = `11px ${color("--sans")}`;
@@ -304,10 +323,26 @@
           points: { size: 7 },
           y: false,
         },
-        scales: { x: { time: false }, y: { range: (u, low, high) => extent(low, high, spec.most) } },
+        scales: {
+          x: { time: false },
+          y: isLog
+            ? { distr: 3, range: (u, low, high) => (low > 0 ? uPlot.rangeLog(low, high, 10, false) : [1, 10]) }
+            : { range: (u, low, high) => extent(low, high, spec.most) },
+        },
         axes: [
-          { ...axis, size: 26, space: 50, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000], values: (u, all) => all.map(short) },
-          { ...axis, size: 54, space: 30, values: (u, all, i, space, by) => all.map(this.text === short ? alike(by) : this.text) },
+          {
+            ...{ ...axis, size: 26, space: page.axis.sum ? 70 : 50 },
+            ...(page.axis.incrs && { incrs: page.axis.incrs }),
+            values: (u, all) => all.map(page.axis.sum ? page.axis.text : short),
+          },
+          {
+            ...{ ...axis, size: 54, space: 30 },
+            // A logarithmic axis has marks without labels.
+            values: (u, all, i, space, by) => {
+              const text = this.text === short && !isLog ? alike(by) : this.text;
+              return all.map((value) => (value === null ? "" : text(value)));
+            },
+          },
         ],
         series: [{}, ...series],
         hooks: {
@@ -326,10 +361,14 @@
       if (this.u && this.u.width !== width) this.u.setSize({ width, height });
     }
 
-    // Shows all values at the cursor's step, or at the last step; a missing value is shown as "–".
+    // Shows all values at the cursor's step, or at the last step; a missing value is shown as "–". By time or tokens,
+    // each run has places of its own, so its last value until there is shown.
     showValues() {
+      const isOwn = this.page.axis.sum !== undefined;
       this.values?.forEach((values, i) => {
-        const found = values[this.page.index ?? values.length - 1];
+        let at = this.page.index ?? values.length - 1;
+        while (isOwn && at > 0 && !isNumber(values[at])) at -= 1;
+        const found = values[at];
         setText(this.valueNodes.get(this.lineList[i]), isNumber(found) ? this.text(found) : "–");
       });
     }
@@ -339,9 +378,11 @@
         const points = this.values[i].map((value, j) => [this.steps[j], value]).filter(([, value]) => isNumber(value));
         const [[first, from], [last, to]] = [points[0], points[points.length - 1]];
         const name = this.page.runs.length > 1 ? `${run.name}, ${label}` : label;
+        const { label: by, text } = this.page.axis;
+        const at = (place) => `at ${by.toLowerCase()} ${text(place)}`;
         return points.length > 1
-          ? `${name}: ${this.text(from)} at step ${first}, ${this.text(to)} at step ${last}`
-          : `${name}: ${this.text(to)} at step ${last}`;
+          ? `${name}: ${this.text(from)} ${at(first)}, ${this.text(to)} ${at(last)}`
+          : `${name}: ${this.text(to)} ${at(last)}`;
       });
       return `${this.title} over steps. ${parts.join(". ")}.`;
     }
@@ -381,6 +422,7 @@
     constructor(root, params, app) {
       [this.app, this.compared, this.others] = [app, new Map(), []];
       [this.window, this.zoom, this.index, this.steps] = [1, null, null, []];
+      [this.axis, this.isLog] = [AXES.step, false];
       this.charts = CHARTS.map((spec) => new Chart(spec, this));
       this.build(root);
       this.resizeObserver = new ResizeObserver(() => this.charts.forEach((chart) => chart.resize()));
@@ -405,6 +447,11 @@
       this.at = h("output", { for: "cv-step", class: "cv-at" });
       const smooth = h("select", { id: "cv-smooth", onchange: () => ((this.window = Number(smooth.value)), this.draw()) });
       for (const [value, text] of SMOOTH) smooth.append(h("option", { value }, text));
+      const axis = h("select", { id: "cv-axis", onchange: () => this.layOut(AXES[axis.value]) });
+      for (const [value, { label }] of Object.entries(AXES)) axis.append(h("option", { value }, label.toLowerCase()));
+      const scale = h("select", { id: "cv-scale", onchange: () => ((this.isLog = scale.value === "log"), this.draw()) });
+      for (const [value, text] of [["linear", "linear"], ["log", "logarithmic"]]) scale.append(h("option", { value }, text));
+      this.by = h("label", { for: "cv-step" }, this.axis.label);
       this.all = h("button", { type: "button", hidden: true, onclick: () => this.unzoom() }, "Show all steps");
       this.phases = h("select", { id: "cv-phase", onchange: () => this.enter(this.phases.value) });
       for (const [value, text] of PHASES) this.phases.append(h("option", { value }, text));
@@ -412,12 +459,16 @@
       this.bar = h(
         "div",
         { class: "cv-bar" },
-        h("label", { for: "cv-step" }, "Step"),
+        this.by,
         this.step,
         this.at,
         this.phaseBox,
         h("label", { for: "cv-smooth" }, "Smoothing"),
         smooth,
+        h("label", { for: "cv-axis" }, "By"),
+        axis,
+        h("label", { for: "cv-scale" }, "Scale"),
+        scale,
         this.all,
         h("span", { class: "muted" }, "Drag across a chart to zoom."),
       );
@@ -530,7 +581,7 @@
       this.phaseBox.hidden = !hasStart;
       const phase = !hasStart ? "run" : (this.phase ?? (store.steps.some(({ step }) => isNumber(step)) ? "run" : "start"));
       this.phases.value = phase;
-      for (const run of [own, ...this.compared.values()]) run.rows = bySteps(ofPhase(run.raw, phase));
+      for (const run of [own, ...this.compared.values()]) run.rows = along(bySteps(ofPhase(run.raw, phase)), this.axis);
       this.runs = [own, ...this.compared.values()].filter((run, i) => !i || run.rows.size);
       const keys = keysOf(this.runs);
       this.shownElsewhere = new Set(CHARTS.flatMap((spec) => [...(spec.series ?? []), ...(spec.stack ?? [])].map(([key]) => key)));
@@ -553,7 +604,13 @@
 
     // Shows another phase, which has its own steps.
     enter(phase) {
-      [this.phase, this.zoom, this.index] = [phase, null, null];
+      this.phase = phase;
+      this.layOut(this.axis);
+    }
+
+    layOut(axis) {
+      [this.axis, this.zoom, this.index] = [axis, null, null];
+      setText(this.by, axis.label);
       this.all.hidden = true;
       this.redraw();
     }
@@ -570,9 +627,10 @@
       const at = index ?? this.steps.length - 1;
       const step = this.steps[at];
       if (this.step.valueAsNumber !== at) this.step.value = at;
-      const text = step === undefined ? "" : index === null ? `${step} (last)` : String(step);
+      const { label, text: write } = this.axis;
+      const text = step === undefined ? "" : `${write(step)}${index === null ? " (last)" : ""}`;
       setText(this.at, text);
-      setAttr(this.step, "aria-valuetext", `step ${text}`);
+      setAttr(this.step, "aria-valuetext", `${label.toLowerCase()} ${text}`);
       for (const chart of this.charts) chart.showValues();
     }
 

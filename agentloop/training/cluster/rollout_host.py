@@ -22,7 +22,7 @@ from anyio.from_thread import start_blocking_portal
 
 from agentloop import distribution
 from agentloop.agent.rollout import Budget
-from agentloop.aio import Signal, in_run_thread
+from agentloop.aio import Signal, collect_garbage_rarely, exempt_from_collection, in_run_thread
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentLoopError, ServerError, leaves
 from agentloop.rollouts.metrics import GroupFigures
@@ -134,6 +134,8 @@ class RolloutHost:
         """Open a runtime and keep it open until `close`; return the error that ended it, if any."""
         try:
             async with open_rollouts() as (rollouts, serving):
+                collect_garbage_rarely()
+                exempt_from_collection()
                 self._worker = RolloutWorker(rollouts, serving)
                 try:
                     await self._worker.closing.wait()  # no deadline: as long as the run
