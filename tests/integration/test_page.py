@@ -347,7 +347,7 @@ def test_a_runs_folder_is_shown_and_made_one_file(
         page.goto(f"{out.as_uri()}#/")
         last_step = page.get_by_role("region", name="Last step")
         expect(last_step.locator(".values > div")).to_have_text(
-            ["reward0.875", "tool errors in correct rollouts–"]
+            ["reward0.875", "tool errors in correct rollouts–", "step time–"]
         )
         page.goto(f"{out.as_uri()}#/curves")
         shown = page.get_by_role("region", name="Reward", exact=True).locator("b")
