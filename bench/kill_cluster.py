@@ -43,7 +43,7 @@ _NUM_NODES = 3
 _NUM_CPUS = 6  # of a node, as Ray counts them
 _HEAD_PORT = 6379
 _UP = "This command will now block forever"
-_START_S = 1800.0  # of a node, on a busy machine
+_START_S = 600.0  # of a node, on a busy machine
 _STILL_S = 900.0  # without output: then it hangs
 _AWAY_S = (5.0, 40.0)  # how long a node stays away
 _RETRY_S = 60.0  # before another try to start a node
@@ -94,7 +94,7 @@ class Node:
         if self.number == 1:
             options = ["--head", f"--port={_HEAD_PORT}", f"--temp-dir={shared}/ray"]
             # Less to start: a node that has not started after half a minute gives up.
-            options += ["--include-dashboard=false", "--no-monitor", "--ray-client-server-port=0"]
+            options += ["--include-dashboard=false", "--no-monitor"]
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options]
         ray += ["--disable-usage-stats", f"--node-ip-address={address}", "--num-gpus=0"]
         ray += [f"--num-cpus={_NUM_CPUS}", "--object-store-memory=80000000"]

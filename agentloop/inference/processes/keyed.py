@@ -14,5 +14,6 @@ __all__ = ["KEY_VARIABLE"]
 KEY_VARIABLE = "AGENTLOOP_SERVER_KEY"
 
 if __name__ == "__main__":
-    sys.argv += ["--api-key", os.environ.pop(KEY_VARIABLE)]
+    # As one word: a key may begin with a hyphen.
+    sys.argv.append(f"--api-key={os.environ.pop(KEY_VARIABLE)}")
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
