@@ -33,6 +33,7 @@ from agentloop.errors import ModelError, SettingsError
 from agentloop.inference.processes.keep_alive import keep_alive
 from agentloop.models import SMALL
 from agentloop.runtime import Runtime, Settings
+from agentloop.sandbox import PoolSettings
 from agentloop.training.cluster.placed import (
     PlacedRun,
     PlacedServer,
@@ -63,6 +64,7 @@ __all__ = [
     "cluster_problems",
     "nodes_from",
     "on_cluster",
+    "on_hosts",
     "plan_on_cluster",
     "plan_when_placed",
 ]
@@ -108,6 +110,13 @@ def cluster_problems(s: TrainSettings) -> Iterator[str]:
             "weights.transport: set it to disk with cluster.colocated: members of a process group "
             "must not share a GPU"
         )
+
+
+def on_hosts(pool: PoolSettings, urls: Sequence[str], token: str) -> PoolSettings:
+    """Return the settings of a pool that runs all calls on these hosts, and none on its own node,
+    which may have a host, too."""
+    changes = {"backend": "auto", "engines": [], "hosts": [*urls]}
+    return pool.model_copy(update={**changes, "hosts_token": pydantic.SecretStr(token)})
 
 
 def nodes_from(shapes: Sequence[str]) -> list[ClusterNode]:
@@ -336,9 +345,8 @@ class OnCluster:
                 "servers_key": pydantic.SecretStr(key),
             }
             if self._hosts:
-                hosts = {"hosts": [server.url for server in self._hosts]}
-                hosts |= {"hosts_token": pydantic.SecretStr(token)}  # type: ignore[dict-item]
-                update["sandbox"] = settings.sandbox.model_copy(update=hosts)
+                urls = [server.url for server in self._hosts]
+                update["sandbox"] = on_hosts(settings.sandbox, urls, token)
             yield settings.model_copy(update=update)
 
     @asynccontextmanager

@@ -9,11 +9,18 @@ from typing import cast
 
 import pytest
 
-from agentloop.cli.cluster import ClusterPlan, cluster_problems, nodes_from, plan_when_placed
+from agentloop.cli.cluster import (
+    ClusterPlan,
+    cluster_problems,
+    nodes_from,
+    on_hosts,
+    plan_when_placed,
+)
 from agentloop.cli.resource_plan import plan
 from agentloop.cli.train import TrainSettings, main
 from agentloop.config import load_settings
 from agentloop.errors import SettingsError
+from agentloop.sandbox import PoolSettings
 from agentloop.training.cluster.placement import ClusterNode, PlacementError, ProcessKind
 from agentloop.training.cluster.ray_cluster import RayCluster
 
@@ -203,3 +210,13 @@ def test_without_ray_it_says_what_to_install(
     assert "ray (places a run on a cluster" in (err := capsys.readouterr().err)
     assert "pip install 'agentloop-rl[ray]'" in err
     assert not list(tmp_path.iterdir())
+
+
+def test_calls_run_on_the_clusters_hosts_alone() -> None:
+    """With another backend the pool would have workers on its own node, too."""
+    settings = PoolSettings(backend="process", engines=["tcp://h:1"], workers=3)
+    pool = on_hosts(settings, ["http://a:1", "http://b:2"], "hush")
+    assert (pool.backend, pool.engines, pool.workers) == ("auto", [], 3)
+    assert pool.hosts == ["http://a:1", "http://b:2"]
+    assert pool.hosts_token is not None
+    assert pool.hosts_token.get_secret_value() == "hush"
