@@ -302,8 +302,23 @@ def _suggest(model: type[pydantic.BaseModel], key: str, at: str) -> str:
     prefix = f"{at}." if at else ""
     # Without the section: it would make all of its settings alike.
     if near := difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.65):
+        if below := _below(model, key):  # such as learner.optimizer.lr for learner.lr
+            near = [below]
         return f" (did you mean {prefix + near[0]!r}?)"
+    if below := _below(model, key):
+        return f" (did you mean {prefix + below!r}?)"
     return f" (known here: {', '.join(prefix + name for name in model.model_fields)})"
+
+
+def _below(model: type[pydantic.BaseModel], key: str) -> str:
+    """Return the full name of the only setting in a section of `model` that has this name."""
+    names = []
+    for name, field in model.model_fields.items():
+        section = section_of(field.annotation)
+        is_one = section is field.annotation or type(None) in get_args(field.annotation)
+        if section is not None and is_one and key in section.model_fields:
+            names.append(name)
+    return f"{names[0]}.{key}" if len(names) == 1 else ""
 
 
 def _explain(error: pydantic.ValidationError, sources: Mapping[str, str]) -> str:

@@ -19,8 +19,10 @@ from pathlib import Path
 
 import anyio
 
+from agentloop.agent.named_tools import imported_tools
 from agentloop.aio import exempt_from_collection
 from agentloop.analysis.plots import plot_runs
+from agentloop.analysis.run_list import Stages, summarize
 from agentloop.cli import console
 from agentloop.cli.cluster import OnCluster, on_cluster, plan_on_cluster
 from agentloop.cli.replay import replay, step_range
@@ -94,6 +96,7 @@ async def train(
         await grader.ready()  # report missing packages before the servers start
     environments = settings.environments
     loaded = await console.in_thread(lambda: [environment.load() for environment in environments])
+    await console.in_thread(imported_tools, settings.tools)  # before there is a run's folder
     if settings.sft is not None:
         check_teachers(settings.sft.data, environments, loaded)
     open_tasks = partial(_open_tasks, settings, loaded)
@@ -434,11 +437,18 @@ def _refusal(settings: TrainSettings) -> str:
     """Return why the settings would be refused, or an empty string."""
     try:
         check_settings(settings)
-        for environment in settings.environments:
-            environment.load()
-    except SettingsError as error:
+        loaded = [environment.load() for environment in settings.environments]
+        imported_tools(settings.tools)
+        files = _task_files(settings)
+        if (files or any(loaded)) and all(path.exists() for path in files):
+            _open_tasks(settings, loaded)
+    except (SettingsError, DataError) as error:
         return str(error)
     return ""
+
+
+def _task_files(settings: TrainSettings) -> list[Path]:
+    return [path for environment in settings.environments for path in environment.tasks.paths]
 
 
 def _open_tasks(
@@ -456,27 +466,13 @@ def _open_tasks(
 async def _missing(settings: TrainSettings) -> str:
     """Return what a start on this machine would lack: packages, task files, the reward function."""
 
-    async def read_tasks() -> None:
-        environments = settings.environments
-        try:
-            loaded = await console.in_thread(
-                lambda: [environment.load() for environment in environments]
-            )
-        except SettingsError:  # a refusal, which is printed as such
-            return
-        if any(environment.tasks.paths for environment in environments) or any(loaded):
-            await console.in_thread(_open_tasks, settings, loaded)
-
     async def import_reward() -> None:
         async with Grader(settings.reward) as grader:
             await grader.ready()
 
-    problems = []
-    for check in (
-        partial(anyio.to_thread.run_sync, require_machine, settings),
-        read_tasks,
-        import_reward,
-    ):
+    files = await anyio.to_thread.run_sync(_task_files, settings)
+    problems = [f"{path}: No such file" for path in files if not path.exists()]
+    for check in (partial(anyio.to_thread.run_sync, require_machine, settings), import_reward):
         try:
             await check()
         except (SettingsError, DataError) as error:
@@ -487,6 +483,10 @@ async def _missing(settings: TrainSettings) -> str:
 async def _train(arguments: list[str], resume: Path | None, from_step: int | None) -> int:
     settings = load_run_settings(TrainSettings, arguments, resume)
     check_settings(settings)  # settings first: a missing package takes longer to put right
+    if resume is not None and from_step is None and _is_complete(settings, resume):
+        run = display_path(resume)
+        print(f"{run} has done all of its steps. A larger loop.steps continues it.")
+        return 0
     if settings.sft is not None:
         settings.sft.data.require_files()
     require_machine(settings)
@@ -498,6 +498,22 @@ async def _train(arguments: list[str], resume: Path | None, from_step: int | Non
         progress.say(f"The run is in {folder}; plots.png shows its metrics. {see}:")
         progress.say(f"  agentloop chat --run {display_path(folder)}{question}")
     return 0
+
+
+def _is_complete(settings: TrainSettings, run: Path) -> bool:
+    """Return whether a run has ended after all of these steps.
+
+    Raises:
+        SettingsError: It has done more.
+    """
+    num_steps = Stages.of(settings.model_dump(mode="json")).num_steps
+    done = summarize(run.resolve())
+    if num_steps and (done.step or 0) > num_steps:
+        raise SettingsError(
+            f"loop.steps: {num_steps}, but {display_path(run)} has done {done.step}: give a larger "
+            "number, or go back with --from"
+        )
+    return num_steps > 0 and done.step == num_steps and (run / "ended").is_file()
 
 
 def _say(line: str) -> None:

@@ -86,7 +86,8 @@ def find(source: Path, step: int | None = None) -> ModelSource:
         wanted = "" if step is None else f" of step {step}"
         raise ModelError(
             f"{source}: no published weights{wanted} (available: {available}); a run keeps only "
-            "its newest"
+            "its newest. For those of a checkpoint, go back to it: agentloop train --resume RUN "
+            "--from STEP"
         )
     return ModelSource(versions[chosen], source, _version(versions[chosen]))
 
@@ -219,7 +220,12 @@ def _add_card(model: ModelSource, out: Path, sha256: Mapping[str, str]) -> None:
     config = (model.run / "config.toml").read_text("utf-8").strip()
     lines = [
         *("---", "library_name: transformers", "pipeline_tag: text-generation", "---"),
-        *(f"# {name}", "", f"Trained with agentloop; weight version {model.version or 'unknown'}."),
+        *(
+            f"# {name}",
+            "",
+            f"Trained with agentloop; weight version {model.version or 'unknown'}."
+            + (" No step has changed these weights." if model.version == "0" else ""),
+        ),
         *_metrics_table(model.run / "metrics.jsonl"),
         *("", "## Settings", "", "```toml", config, "```"),
     ]
@@ -309,4 +315,6 @@ def main(arguments: list[str]) -> int:
         console.print_json({"out": options.out, **asdict(model)})
     else:
         print(f"{options.out}: exported from {model.folder}{version}")
+        if model.version == "0":
+            print("These are the weights that training began with: no step has changed them.")
     return 0

@@ -264,7 +264,10 @@ def _first(row: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[st
     for name in names:
         if row.get(name) is not None:
             return name, row[name]
-    raise DataError(f"{where}: one of the fields {_join(names)} is required")
+    raise DataError(
+        f"{where}: one of the fields {_join(names)} is required; the line has "
+        f"{_join(sorted(map(str, row))) or 'none'}"
+    )
 
 
 def _join(names: Iterable[str]) -> str:

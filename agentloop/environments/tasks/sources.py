@@ -169,8 +169,8 @@ class TaskSource(ABC):
     def _check(self, cursor: JsonObject) -> None:
         if cursor.get("fingerprint") != self.fingerprint:
             raise DataError(
-                "tasks: they differ from the tasks of the saved cursor: use the same files, seed "
-                "and split"
+                "tasks: they are not those that the run began with: use the same files, unchanged, "
+                "with the same tasks.seed and tasks.held_out"
             )
 
 

@@ -136,8 +136,12 @@ def test_a_plan_says_which_files_a_start_would_lack(
     assert "reward.function: " in out
     assert "no_such_module" in out
     tasks.write_text('{"problem": "1 plus 1?"}\n')
-    assert main(["--dry-run", *run]) == 0
-    assert "'answer', 'ground_truth' is required" in capsys.readouterr().out
+    assert main(["--dry-run", *run]) == 2
+    out = capsys.readouterr().out
+    assert "'answer', 'ground_truth' is required; the line has 'problem'" in out
+    tasks.write_text('{"problem": "1 plus 1?", "answer": 2}\n')
+    assert main(["--dry-run", *run, "tasks.held_out=0.5", "tools=['json:nothing']"]) == 2
+    assert "refused    tools: json has no 'nothing'" in capsys.readouterr().out
 
 
 def test_a_plan_with_a_wrong_environment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,10 +202,24 @@ def test_a_run_that_holds_out_all_its_tasks_does_not_start(
     with pytest.raises(DataError, match=re.escape(reason)):
         anyio.run(train, run_at(tmp_path, *listed), cast(Any, RecordedProgress()))
     assert not (tmp_path / "one").exists()
-    assert main(["--dry-run", *listed]) == 0
+    assert main(["--dry-run", *listed]) == 2
     assert reason in capsys.readouterr().out
     assert main(["--dry-run", *listed, "loop.steps=0"]) == 0
     assert reason not in capsys.readouterr().out
+
+
+def test_a_complete_run_is_not_started_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / "run", f"model='{SMALL}'\n[loop]\nsteps=2\n")
+    for step in (1, 2):
+        folder.add_metrics({"step": step, "reward": 0.5})
+    folder.end()
+    assert main(["--resume", str(folder.path)]) == 0
+    assert "has done all of its steps. A larger loop.steps" in capfd.readouterr().out
+    assert main(["--resume", str(folder.path), "loop.steps=1"]) == 2
+    assert f"loop.steps: 1, but {folder.path} has done 2" in capfd.readouterr().err
+    assert "steps=2" in (folder.path / "config.toml").read_text(), "nothing has changed"
 
 
 def test_a_negative_number_of_restarts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,7 +238,7 @@ def run_at(path: Path, *overrides: str) -> TrainSettings:
 @pytest.mark.parametrize(
     ("override", "from_step", "named"),
     [
-        ("tasks.seed=9", None, "they differ from the tasks of the saved cursor"),
+        ("tasks.seed=9", None, "they are not those that the run began with"),
         ("credit=gspo", None, "weights for 'group', not 'sequence': keep it, or go back to a"),
         ("credit.args.aggregate=batch", 7, "--from: no checkpoint"),  # rolled out again
         ("loop.seed=9", 7, "--from: no checkpoint"),
@@ -254,7 +272,7 @@ async def test_going_back_is_finished_when_the_run_goes_on(tmp_path: Path) -> No
     async with GroupQueue.open(path / "queue.sqlite") as queue:
         await queue.admit(next(tasks), version=0, cursor={"tasks": tasks.cursor()})
         await queue.undo(1)  # killed here
-    with pytest.raises(AgentLoopError, match="they differ from the tasks of the saved cursor"):
+    with pytest.raises(AgentLoopError, match="they are not those that the run began with"):
         await train(run_at(tmp_path, "tasks.seed=9"), cast(Any, RecordedProgress()), resume=path)
     assert [checkpoint.name for checkpoint in (path / "checkpoints").iterdir()] == ["step-1"]
 
@@ -351,7 +369,10 @@ def test_a_signal_ends_a_run_whose_environment_is_slow_to_import(
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("changed", "from_step", "reason"),
-    [("loop.steps=9", 7, "--from: no checkpoint of step 7"), ("tasks.seed=9", None, "cursor")],
+    [
+        ("loop.steps=9", 7, "--from: no checkpoint of step 7"),
+        ("tasks.seed=9", None, "they are not those that the run began with"),
+    ],
 )
 async def test_settings_that_a_run_cannot_go_on_with_are_not_kept(
     tmp_path: Path, changed: str, from_step: int | None, reason: str

@@ -97,7 +97,7 @@ def test_held_out_tasks_are_evaluated_and_not_trained_on(training: Any, other: A
     again = opened(training, other)
     again.go_to(cursor)
     assert list(islice(again, 9)) == rest
-    with pytest.raises(DataError, match="they differ from the tasks of the saved cursor"):
+    with pytest.raises(DataError, match="they are not those that the run began with"):
         opened(training, ROWS[4:5]).go_to(cursor)
     assert len(opened(training, other, held_out=1).held_out()) == 1
 

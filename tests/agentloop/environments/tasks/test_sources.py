@@ -283,12 +283,12 @@ def test_a_cursor_of_other_tasks_is_rejected(tmp_path: Path) -> None:
     jsonl(path, list(reversed(rows(20))))
     opened(path, cursor=cursor)  # the order of the file is of no account
     for changed in ({"seed": 1}, {"held_out": 3}, {"shuffle": False}):
-        with pytest.raises(DataError, match="they differ from the tasks of the saved cursor"):
+        with pytest.raises(DataError, match="they are not those that the run began with"):
             opened(path, cursor=cursor, **changed)
-    with pytest.raises(DataError, match="they differ from the tasks of the saved cursor"):
+    with pytest.raises(DataError, match="they are not those that the run began with"):
         opened(jsonl(path, rows(21)), cursor=cursor)
     generated = TaskSource.open(TasksSettings(levels=[1, 2])).cursor()
-    with pytest.raises(DataError, match="they differ from the tasks of the saved cursor"):
+    with pytest.raises(DataError, match="they are not those that the run began with"):
         TaskSource.open(TasksSettings(levels=[2]), generated)
 
 
