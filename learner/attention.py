@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from agentloop.learner import flash
-from agentloop.learner.batch import PackedSegment
+from agentloop.learner.batch import PackedSegment, paths
 from agentloop.training.learner_client.settings import LearnerSettings
 
 if TYPE_CHECKING:
@@ -61,13 +61,7 @@ def arguments(segments: tuple[PackedSegment, ...], device: torch.device) -> Mapp
     On a GPU these are also `flash.edges_of` the segments. `most_attended` is the number of tokens
     that the last one of the longest sample attends to.
     """
-    most_attended = 0
-    path: list[PackedSegment] = []
-    for segment in segments:
-        while path and path[-1].last <= segment.start:
-            path.pop()
-        path.append(segment)
-        most_attended = max(most_attended, sum(end - start for start, end, _ in path))
+    most_attended = max(sum(end - start for start, end, _ in path) for path in paths(segments))
     edges = {} if device.type == "cpu" else flash.edges_of(segments, device)
     return {"segments": segments, "most_attended": most_attended} | edges
 

@@ -17,7 +17,7 @@ This module needs only numpy, so batches can be written without torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ __all__ = [
     "make_micro_batch",
     "normalized_weights",
     "parts",
+    "paths",
     "plan",
     "shared_prefixes",
 ]
@@ -336,6 +337,16 @@ class PackedSegment(NamedTuple):
     start: int
     end: int
     last: int
+
+
+def paths(segments: Sequence[PackedSegment]) -> Iterator[list[PackedSegment]]:
+    """Yield, for each segment, those that it continues, from the first on, and itself."""
+    path: list[PackedSegment] = []
+    for segment in segments:
+        while path and path[-1].last <= segment.start:
+            path.pop()
+        path.append(segment)
+        yield path
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentloop.learner.batch import PackedSegment
+from agentloop.learner.batch import PackedSegment, paths
 from agentloop.learner.world import to_device
 
 __all__ = ["attend", "edges_of"]
@@ -45,13 +45,9 @@ def edges_of(segments: Sequence[PackedSegment], device: torch.device) -> dict[st
         keys and no queries.
     """
     calls: dict[int, list[PackedSegment]] = defaultdict(list)
-    path: list[PackedSegment] = []
-    for segment in segments:
-        while path and path[-1].last <= segment.start:
-            path.pop()
+    for *continues, segment in paths(segments):
         if segment.last > segment.end:
-            calls[len(path)].append(segment)
-        path.append(segment)
+            calls[len(continues)].append(segment)
     continued = [segment for call in calls.values() for segment in call]
     most_queries = max((_FEWEST, *(last - end for _, end, last in continued)))
     most_keys = max((_FEWEST, *(end - start for start, end, _ in continued)))
