@@ -301,12 +301,11 @@ def section_of(annotation: object) -> type[pydantic.BaseModel] | None:
 def _suggest(model: type[pydantic.BaseModel], key: str, at: str) -> str:
     prefix = f"{at}." if at else ""
     # Without the section: it would make all of its settings alike.
-    if near := difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.65):
-        if below := _below(model, key):  # such as learner.optimizer.lr for learner.lr
-            near = [below]
+    near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.65)
+    if below := _below(model, key):  # such as learner.optimizer.lr for learner.lr
+        near = [below]
+    if near:
         return f" (did you mean {prefix + near[0]!r}?)"
-    if below := _below(model, key):
-        return f" (did you mean {prefix + below!r}?)"
     return f" (known here: {', '.join(prefix + name for name in model.model_fields)})"
 
 

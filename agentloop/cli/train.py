@@ -485,7 +485,7 @@ async def _train(arguments: list[str], resume: Path | None, from_step: int | Non
     check_settings(settings)  # settings first: a missing package takes longer to put right
     if resume is not None and from_step is None and _is_complete(settings, resume):
         run = display_path(resume)
-        print(f"{run} has done all of its steps. A larger loop.steps continues it.")
+        print(f"{run} has done all of its steps. More, such as by loop.steps, continue it.")
         return 0
     if settings.sft is not None:
         settings.sft.data.require_files()

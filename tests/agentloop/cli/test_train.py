@@ -216,7 +216,7 @@ def test_a_complete_run_is_not_started_again(
         folder.add_metrics({"step": step, "reward": 0.5})
     folder.end()
     assert main(["--resume", str(folder.path)]) == 0
-    assert "has done all of its steps. A larger loop.steps" in capfd.readouterr().out
+    assert "has done all of its steps. More, such as by loop.steps" in capfd.readouterr().out
     assert main(["--resume", str(folder.path), "loop.steps=1"]) == 2
     assert f"loop.steps: 1, but {folder.path} has done 2" in capfd.readouterr().err
     assert "steps=2" in (folder.path / "config.toml").read_text(), "nothing has changed"
