@@ -10,13 +10,16 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import aiodocker
 import anyio
 
+from agentloop.sandbox.engine import connect
 from agentloop.sandbox.errors import SandboxError
-from agentloop.sandbox.image import image_tag
+from agentloop.sandbox.image import has_image, image_tag
 from agentloop.sandbox.pool import Pool
 from agentloop.sandbox.settings import PoolSettings
 
@@ -28,14 +31,17 @@ NAMES = {"docker": "containers", "process": "local processes"}
 async def examine(progress: Callable[[str], None]) -> dict[str, Any]:
     """Start a worker of each backend, and then a pool with default settings.
 
+    The image is built if it is missing; the layers say whether it was there.
+
     Returns:
         backends: the layers of each backend, with their states; only "unavailable" if no worker
             starts.
         backend: that of the pool, or None if it refuses to start, and `reason` says why.
         isolated: whether it started.
     """
+    image = await _image_state()
     backends = {
-        f"containers (image {image_tag()})": await _layers("docker", progress),
+        f"containers (image {image_tag()})": {**image, **await _layers("docker", progress)},
         "local processes": await _layers("process", progress),
     }
     backend, reason = None, ""
@@ -62,6 +68,15 @@ def as_text(report: dict[str, Any]) -> str:
     else:
         verdict = f"By default, a pool does not start on this machine: {report['reason']}."
     return "\n".join([*lines, "", verdict])
+
+
+async def _image_state() -> dict[str, str]:
+    """Say whether the local engine has the image; empty if no engine answers."""
+    with suppress(SandboxError, aiodocker.DockerError):
+        async with connect(timeout_s=ENGINE_TIMEOUT_S) as docker:
+            in_place = await has_image(docker, image_tag())
+            return {"image": "in place" if in_place else "was missing: built by this command"}
+    return {}
 
 
 async def _layers(backend: str, progress: Callable[[str], None]) -> dict[str, str]:

@@ -19,7 +19,7 @@ _NOT_PINNED = {"agentloop-rl", "pip"}
 # The files' names, each with its tox environment and what tox is asked to do there.
 _INSTALLED = (
     *("lint", "types", "docs", "adapters", "verifiers-v1", "clients"),
-    *("py311", "py312", "py313"),
+    *("unit", "py312", "py313"),
 )
 _WITH_COMMANDS = ("integration",)  # it installs more before its tests
 

@@ -1,28 +1,30 @@
 """List what agentloop's commands need and this machine has, and how to get what is missing.
 
-Nothing is imported or started: packages are looked up, and Docker Engine by its socket.
+Nothing is started: packages are looked up, and Docker Engine is asked for the sandbox's image.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+
+import aiodocker
+import anyio
 
 from agentloop.distribution import conflict, install_hint, is_installed
 from agentloop.errors import SettingsError
 from agentloop.inference.processes.server_log import NOT_INSTALLED
 from agentloop.inference.processes.supervise import ServerSettings, require_device
+from agentloop.sandbox import SandboxUnavailable
+from agentloop.sandbox.engine import connect
+from agentloop.sandbox.image import has_image, image_tag
 
 __all__ = ["Check", "examine", "report", "require_servers"]
 
 _MIN_FREE_GB = 5
-_CONNECT_S = 1.0
-_DOCKER = "unix:///var/run/docker.sock"
+_CONNECT_S = 5.0
 # What each optional part is for, by the extra that installs it, and its modules.
 _EXTRAS = {
     "train": ("agentloop train, agentloop sft", ("torch", "deepspeed", "peft")),
@@ -55,11 +57,16 @@ def examine(
     *,
     installed: Callable[[str], bool] = is_installed,
     which: Callable[[str], str | None] = shutil.which,
-    docker: Callable[[], bool] | None = None,
+    image: Callable[[], bool | None] | None = None,
     free_gb: Callable[[], float] | None = None,
 ) -> list[Check]:
-    """Look for the parts; the arguments take the place of this machine in tests."""
+    """Look for the parts; the arguments take the place of this machine in tests.
+
+    Args:
+        image: returns whether the engine has the sandbox's image; None: there is no engine.
+    """
     has_gpu = which("nvidia-smi") is not None
+    has_image = (image or _engine_has_image)()
     clash = conflict()
     checks = [
         _check("package agentloop", "no other project in the place of ours", not clash, clash),
@@ -79,9 +86,16 @@ def examine(
         _check(
             "Docker Engine",
             "calls in containers; otherwise in local processes",
-            (docker or _has_docker)(),
+            has_image is not None,
             "start it, or install it: https://docs.docker.com/engine/install "
             "(`python -m agentloop.sandbox doctor` shows the isolation without it)",
+            is_optional=True,
+        ),
+        _check(
+            f"sandbox image {image_tag()}",
+            "what containers start from; otherwise it is built when it is first needed",
+            bool(has_image),
+            "python -m agentloop.sandbox.image build, with Docker Engine; takes some minutes",
             is_optional=True,
         ),
         _check(
@@ -127,18 +141,17 @@ def _check(
     return Check(name, purpose, is_there, is_optional, "" if is_there else remedy)
 
 
-def _has_docker() -> bool:
-    """Return whether Docker Engine accepts connections at its socket, or is at another address."""
-    address = os.environ.get("DOCKER_HOST", _DOCKER)
-    if not address.startswith("unix://"):
-        return True  # whether it answers, a pool will say
-    with closing(socket.socket(socket.AF_UNIX)) as probe:
-        probe.settimeout(_CONNECT_S)
-        try:
-            probe.connect(address.removeprefix("unix://"))
-        except OSError:
-            return False
-    return True
+def _engine_has_image() -> bool | None:
+    """Return whether Docker Engine has the sandbox's image; None if no engine answers."""
+
+    async def ask() -> bool:
+        async with connect(timeout_s=_CONNECT_S) as docker:
+            return await has_image(docker, image_tag())  # no deadline: requests have one
+
+    try:
+        return anyio.run(ask)
+    except (SandboxUnavailable, aiodocker.DockerError):
+        return None
 
 
 def _free_gb() -> float:

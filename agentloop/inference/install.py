@@ -23,6 +23,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from agentloop.child_environment import for_own_pip
 from agentloop.errors import ServerStartError
 from agentloop.inference.cpu import PRIVATE, has_accelerator
 
@@ -131,7 +132,12 @@ def _installer() -> list[str]:
 def _run(command: list[str], on_progress: Callable[[str], None]) -> None:
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=for_own_pip(),
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -149,7 +155,7 @@ def _explain(command: list[str], returncode: int, tail: list[str]) -> str:
         python = ".".join(map(str, sys.version_info[:3]))
         hint = (
             f"\nThe index has no wheel for Python {python} on {sys.platform}. "
-            "The installation is tested with Python 3.11 on Linux x86-64."
+            "The installation is tested with Python 3.11 to 3.13 on Linux x86-64."
         )
     return f"`{' '.join(command)}` failed (exit status {returncode}):\n{output}{hint}"
 

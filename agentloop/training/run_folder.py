@@ -22,6 +22,7 @@ from typing import Self
 import anyio
 import pydantic
 
+from agentloop.child_environment import for_system
 from agentloop.distribution import version
 from agentloop.errors import RunFolderError, SettingsError, sole
 from agentloop.plain_json import JsonObject, dumps, loads
@@ -321,7 +322,14 @@ def _without_secret(argument: str) -> str:
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
     try:
-        git = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=False)
+        git = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_GIT_S,
+            check=False,
+            env=for_system(),  # git runs hooks with a repository of its own in the environment
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return git.stdout.strip()

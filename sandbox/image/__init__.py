@@ -4,6 +4,12 @@ The worker's source travels in the container's command, so an image is never sta
 hash of the recipe: another recipe, another image.
 """
 
-from agentloop.sandbox.image.build import IMAGE_NAME, build_image, ensure_image, image_tag
+from agentloop.sandbox.image.build import (
+    IMAGE_NAME,
+    build_image,
+    ensure_image,
+    has_image,
+    image_tag,
+)
 
-__all__ = ["IMAGE_NAME", "build_image", "ensure_image", "image_tag"]
+__all__ = ["IMAGE_NAME", "build_image", "ensure_image", "has_image", "image_tag"]

@@ -4,10 +4,11 @@
     packages:  wheels, which this machine's pip fetches for the base's Python ──────┴── Dockerfile
 
 Either base gets the same packages: those of requirements.txt, by their hashes, and whatever else is
-asked for. As pip runs here, its own settings hold (mirrors, proxies, certificates), and the engine
-needs no network. `mmdebstrap` needs no registry: it makes a small Debian or Ubuntu from the package
-sources that this machine uses. An older release's sources also serve a newer release, whose Python
-has immortal objects: a call costs a third less with it.
+asked for. As pip runs here, its mirrors, proxies and certificates hold, but no constraints, which
+were meant for another installation. The engine needs no network. `mmdebstrap` needs no registry: it
+makes a small Debian or Ubuntu from the package sources that this machine uses. An older release's
+sources also serve a newer release, whose Python has immortal objects: a call costs a third less
+with it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import platform
 import re
 import shutil
@@ -23,7 +23,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -32,6 +33,7 @@ import aiodocker
 import aiohttp
 import anyio
 
+from agentloop.child_environment import for_pip, for_system
 from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import SandboxUnavailable
 
@@ -48,6 +50,12 @@ LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*")
 PULL_TIMEOUT_S = 120.0
 PIP_TIMEOUT_S = 900.0
 BUILD_TIMEOUT_S = 1800.0
+CONFIG_TIMEOUT_S = 60.0
+NUM_LAST_LINES = 15  # of a failed build
+WITHOUT_IMAGE = (
+    "`python -m agentloop.sandbox.image build` tries again; without an image, calls can run in "
+    "local processes: sandbox.backend=process"
+)
 
 DESCRIBE = """
 import json, platform, sys, sysconfig
@@ -86,6 +94,7 @@ async def ensure_image(
 
 
 async def has_image(docker: aiodocker.Docker, name: str) -> bool:
+    """Return whether the engine has the image, by its name and tag."""
     try:
         await docker.images.inspect(name)
     except aiodocker.DockerError as error:
@@ -116,9 +125,10 @@ async def build_image(
         base = await _system_base(docker, progress)
     python = await _python_of(docker, base)
     with tempfile.TemporaryDirectory() as folder:
-        progress("Fetching the sandbox image's packages ...")
+        names = ", ".join([*_pinned(), *packages])
+        progress(f"Sandbox image, step 2 of 3: fetching {names}")
         await _fetch(python, packages, Path(folder))
-        progress("Building the sandbox image ...")
+        progress("Sandbox image, step 3 of 3: building it")
         await _build(docker, base, python, Path(folder), image_tag(packages))
     progress(f"The sandbox image is ready: {image_tag(packages)}")
 
@@ -132,12 +142,12 @@ def _dockerfile_base() -> str:
 async def _can_pull(docker: aiodocker.Docker, base: str, progress: Progress) -> bool:
     if await has_image(docker, base):
         return True
-    progress(f"Pulling {base} ...")
+    progress(f"Sandbox image, step 1 of 3, needed once: pulling {base}")
     try:
         with anyio.fail_after(PULL_TIMEOUT_S):
             await docker.images.pull(base)
     except (aiodocker.DockerError, aiohttp.ClientError, TimeoutError) as error:
-        progress(f"Cannot pull it ({what_it_said(error)[:200] or 'too slow'}).")
+        progress(f"{base} cannot be pulled ({what_it_said(error)[:200] or 'too slow'})")
         return False
     return True
 
@@ -148,16 +158,19 @@ async def _system_base(docker: aiodocker.Docker, progress: Progress) -> str:
     if await has_image(docker, name):
         return name
     commands = await anyio.to_thread.run_sync(_mmdebstrap_commands)
-    progress("Making a base for the sandbox image from system packages (about a minute) ...")
+    progress(
+        "Sandbox image, step 1 of 3, needed once: making a base from system packages, which takes "
+        "about a minute"
+    )
     for command in commands:
         with tempfile.TemporaryFile() as rootfs:
-            failure = await _run(command, BUILD_TIMEOUT_S, rootfs)
+            failure = await _run(command, BUILD_TIMEOUT_S, for_system(), rootfs)
             if failure is None:
                 rootfs.seek(0)
                 await _import(docker, name, rootfs)
                 return name
         progress(f"mmdebstrap failed: {failure}")
-    raise SandboxUnavailable(f"mmdebstrap failed: {failure}")
+    raise SandboxUnavailable(f"mmdebstrap failed:\n{failure}\n{WITHOUT_IMAGE}")
 
 
 def _mmdebstrap_commands() -> list[list[str]]:
@@ -188,7 +201,7 @@ def _package_uris(suite: str) -> list[str]:
     """Return the addresses from which apt gets the main packages of the release."""
     targets = subprocess.run(
         ["apt-get", "indextargets", "--format", "$(CODENAME) $(COMPONENT) $(REPO_URI)"],
-        capture_output=True, text=True, timeout=30,
+        capture_output=True, text=True, timeout=30, env=for_system(),
     )  # fmt: skip
     rows = {tuple(line.split()) for line in targets.stdout.splitlines()}
     return sorted(row[2] for row in rows if row[:2] == (suite, "main"))
@@ -208,9 +221,12 @@ async def _import(docker: aiodocker.Docker, name: str, rootfs: IO[bytes]) -> Non
 
 
 async def _run(
-    command: Sequence[str], timeout_s: float, stdout: IO[bytes] | int = subprocess.PIPE
+    command: Sequence[str],
+    timeout_s: float,
+    environment: Mapping[str, str],
+    stdout: IO[bytes] | int = subprocess.DEVNULL,
 ) -> str | None:
-    """Run a command; return the end of its messages if it failed, or was too slow, else None."""
+    """Run a command; return its last messages if it failed, or was too slow, else None."""
     try:
         with anyio.fail_after(timeout_s):
             process = await anyio.run_process(
@@ -218,13 +234,14 @@ async def _run(
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 check=False,
-                # pip is to install into a folder, whatever pip.conf may say.
-                env=os.environ | {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0"},
+                env=environment,
             )
     except TimeoutError:
         return f"it took longer than {timeout_s:g} s"
-    message = process.stderr.decode(errors="replace").strip()[-1000:]
-    return message if process.returncode else None
+    if process.returncode == 0:
+        return None
+    lines = process.stderr.decode(errors="replace").strip().splitlines()
+    return "\n".join(lines[-NUM_LAST_LINES:]) or f"exit status {process.returncode}"
 
 
 @dataclass(frozen=True)
@@ -277,18 +294,37 @@ async def _fetch(python: Python, packages: Sequence[str], folder: Path) -> None:
     await _pip([*target, "--require-hashes", "--requirement", str(REQUIREMENTS)], "its packages")
     if packages:
         pinned = folder / "constraints.txt"
-        pinned.write_text("\n".join(re.findall(r"^\S+==\S+", REQUIREMENTS.read_text(), re.M)))
+        pinned.write_text("\n".join(_pinned()))
         await _pip([*target, "--constraint", str(pinned), *packages], ", ".join(packages))
 
 
+def _pinned() -> list[str]:
+    """Return the requirements of the image, such as numpy==2.3.5."""
+    return re.findall(r"^\S+==\S+", REQUIREMENTS.read_text(), re.M)
+
+
 async def _pip(arguments: list[str], packages: str) -> None:
+    pip = await anyio.to_thread.run_sync(_find_pip)
     command = [
-        *(await anyio.to_thread.run_sync(_find_pip)),
-        *("install", "--quiet", "--no-input", "--no-compile", "--only-binary=:all:"),
+        *(*pip, "install", "--quiet", "--no-input", "--no-compile", "--only-binary=:all:"),
         *("--disable-pip-version-check", "--root-user-action=ignore", *arguments),
     ]
-    if failure := await _run(command, PIP_TIMEOUT_S):
-        raise SandboxUnavailable(f"pip can't fetch {packages} for the sandbox image: {failure}")
+    environment = for_pip(await _configuration(pip))
+    if failure := await _run(command, PIP_TIMEOUT_S, environment):
+        raise SandboxUnavailable(
+            f"pip can't fetch {packages} for the sandbox image:\n{failure}\n"
+            f"`pip config list` shows from where it fetches. {WITHOUT_IMAGE}"
+        )
+
+
+async def _configuration(pip: Sequence[str]) -> str:
+    """Return pip's settings, from its files and the environment, as it prints them."""
+    with anyio.fail_after(CONFIG_TIMEOUT_S):
+        listed = await anyio.run_process([*pip, "config", "list"], check=False)
+    if listed.returncode:
+        error = listed.stderr.decode(errors="replace").strip()
+        raise SandboxUnavailable(f"pip can't read its configuration:\n{error}\n{WITHOUT_IMAGE}")
+    return listed.stdout.decode()
 
 
 def _find_pip() -> list[str]:
@@ -315,13 +351,20 @@ async def _build(
             stream=True,
             timeout=None,
         )
+        lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         try:
             async for step in steps:  # no deadline here: it is above
+                lines.extend(step.get("stream", "").splitlines())
                 if "error" in step:
-                    raise SandboxUnavailable(f"the image could not be built: {step['error']}")
+                    lines.append(step["error"])
+                    raise SandboxUnavailable(
+                        "the sandbox image could not be built:\n"
+                        + "\n".join(filter(None, lines))
+                        + f"\n{WITHOUT_IMAGE}"
+                    )
         except aiodocker.DockerError as error:
             raise SandboxUnavailable(
-                f"the image could not be built: {what_it_said(error)}"
+                f"the sandbox image could not be built: {what_it_said(error)}\n{WITHOUT_IMAGE}"
             ) from error
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 # What tox has installed already, what runs until it is stopped, and what takes minutes: training,
 # and what is done with the trained model (test_train.py).
 _LEFT_OUT = re.compile(
-    r"pip install|python3\.11 -m venv|\. \.venv|python -m agentloop\.inference\.install"
+    r"pip install|python3 -m venv|\. \.venv|python -m agentloop\.inference\.install"
     r"|agentloop serve|agentloop runs view|agentloop train (?!.*--dry-run)|.*runs/latest"
     r"|.*models/Qwen3"
 )

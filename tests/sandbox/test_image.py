@@ -105,6 +105,24 @@ async def test_added_packages_use_the_pinned_versions(
 
 @pytest.mark.anyio
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("place", ["environment", "file"])
+async def test_constraints_of_the_caller_do_not_hold(
+    only_local_wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    constraints = tmp_path / "pins.txt"
+    constraints.write_text("alpha==2.0\n")
+    if place == "environment":
+        monkeypatch.setenv("PIP_CONSTRAINT", str(constraints))
+    else:
+        configuration = tmp_path / "pip.conf"
+        configuration.write_text(f"[global]\nconstraint = {constraints}\n")
+        monkeypatch.setenv("PIP_CONFIG_FILE", str(configuration))
+    await build._fetch(PYTHON, [], tmp_path)
+    assert (tmp_path / "site" / "alpha-1.0.dist-info").is_dir()
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("wrong", ["another hash", "a version that is pinned", "a missing package"])
 @pytest.mark.full
 async def test_packages_that_cannot_be_fetched_are_named(

@@ -22,6 +22,7 @@ import anyio
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from agentloop.child_environment import for_our_python
 from agentloop.plain_json import JsonObject
 
 __all__ = [
@@ -158,7 +159,7 @@ class ProcessPool:
                 *limits,
             ],
             stderr=None,
-            env={**os.environ, "PYTHONPATH": paths},
+            env={**for_our_python(), "PYTHONPATH": paths},
             start_new_session=True,
         )
         child = _Child(process)

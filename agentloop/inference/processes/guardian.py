@@ -158,7 +158,7 @@ def _start(command: list[str], scratch: str, *, passes_stdio: bool) -> int:
         stdin=None if passes_stdio else subprocess.DEVNULL,
         stdout=None if passes_stdio else sys.stderr,
         stderr=sys.stderr,
-        env={**os.environ, "TMPDIR": scratch},
+        env={**os.environ, **({} if passes_stdio else _home(scratch)), "TMPDIR": scratch},
         start_new_session=True,
         preexec_fn=die_with_guardian,
     )
@@ -168,6 +168,25 @@ def _start(command: list[str], scratch: str, *, passes_stdio: bool) -> int:
             os.dup2(nothing.fileno(), 0)
             os.dup2(nothing.fileno(), 1)
     return process.pid
+
+
+def _home(scratch: str) -> dict[str, str]:
+    """Return variables that put caches in `scratch` if the home folder cannot be written.
+
+    Such as that of a container's user without a name; torch does not start without a cache. Models
+    that are in the home's cache stay in use.
+    """
+    home = os.path.expanduser("~")
+    cache = os.path.join(home, ".cache")
+    try:
+        os.makedirs(cache, exist_ok=True)
+    except OSError:
+        pass
+    else:
+        if os.access(cache, os.W_OK | os.X_OK):
+            return {}
+    models = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return {"HOME": scratch, **({"HF_HOME": models} if os.path.isdir(models) else {})}
 
 
 def _prctl() -> Callable[[int, int], object]:

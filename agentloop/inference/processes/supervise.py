@@ -28,6 +28,7 @@ import orjson
 from anyio.abc import Process
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, field_validator
 
+from agentloop.child_environment import for_our_python
 from agentloop.errors import ModelError, ServerStartError, SettingsError
 from agentloop.inference.cpu import NO_ACCELERATOR, OVERLAY, PRIVATE, has_accelerator
 from agentloop.inference.processes.keyed import KEY_VARIABLE
@@ -544,9 +545,8 @@ def _cpu_kv_tokens(folder: Path | None) -> int:
 
 
 def _environment(settings: ServerSettings, *, on_cpu: bool, offline: bool) -> dict[str, str]:
-    environment = dict(os.environ)
-    # If pip has not compiled the packages, the first start has to save its bytecode.
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    # It may write bytecode: if pip has not compiled the packages, the first start takes long.
+    environment = for_our_python()
     environment["PYTHONUNBUFFERED"] = "1"
     if offline:
         environment["HF_HUB_OFFLINE"] = "1"

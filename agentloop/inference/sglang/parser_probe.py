@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from agentloop.child_environment import for_our_python
 from agentloop.errors import ModelError
 
 if TYPE_CHECKING:
@@ -41,7 +42,13 @@ def calls_found_by_sglang(
     command = [sys.executable, "-m", "agentloop.inference.sglang.parser_probe"]
     try:
         done = subprocess.run(
-            command, input=request, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command,
+            input=request,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            env=for_our_python(),
         )
     except subprocess.TimeoutExpired as error:
         raise ModelError(f"SGLang's parser took longer than {_TIMEOUT_S:.0f} s") from error

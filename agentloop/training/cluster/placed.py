@@ -10,7 +10,6 @@ told. Not covered: the trainer; when its node is lost, the run is resumed by han
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -25,6 +24,7 @@ import anyio
 import anyio.abc
 
 from agentloop.aio import task_group
+from agentloop.child_environment import for_our_python
 from agentloop.errors import ServerError, ServerStartError
 from agentloop.inference.processes.supervise import (
     Launch,
@@ -280,7 +280,7 @@ def sandbox_launch(
     return Launch(
         name=name,
         command=(sys.executable, "-m", "agentloop.sandbox.serve"),
-        environment={**os.environ, **environment},
+        environment={**for_our_python(), **environment},
         url=f"http://{spot.address}:{port}",
         model_path="",
         log_path=log_path,
@@ -296,7 +296,7 @@ def rank_launch(start: Start, log_path: Path, spot: Spot) -> Launch:
     return Launch(
         name=start.name,
         command=(sys.executable, *start.command[1:]),
-        environment={**os.environ, **start.environment, **local},
+        environment={**for_our_python(), **start.environment, **local},
         url="",
         model_path="",
         log_path=log_path,

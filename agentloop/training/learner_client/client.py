@@ -32,6 +32,7 @@ import anyio.to_thread
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from agentloop.aio import task_group
+from agentloop.child_environment import for_our_python
 from agentloop.errors import AgentLoopError
 from agentloop.inference.processes.supervise import start_guarded
 from agentloop.training.learner_client.launch import (
@@ -219,7 +220,7 @@ Spawn = Callable[[Start, Path], Awaitable[anyio.abc.Process]]
 
 async def spawn_here(start: Start, log_path: Path) -> anyio.abc.Process:
     """Start a process on this machine, under a guardian. Shielded, so that none is left alone."""
-    environment = {**os.environ, **start.environment}
+    environment = {**for_our_python(), **start.environment}
     with anyio.CancelScope(shield=True):  # no deadline: a fork takes milliseconds
         process = await start_guarded(
             start.command, environment, log_path, stop_timeout_s=0, folder=start.folder

@@ -8,13 +8,14 @@ import pytest
 
 from agentloop.__main__ import main
 from agentloop.cli.machine import Check, examine, report
+from agentloop.sandbox.image import image_tag
 
 
-def checks(*lacks: str, docker: bool = True, free_gb: float = 50.0) -> dict[str, Check]:
+def checks(*lacks: str, image: bool | None = True, free_gb: float = 50.0) -> dict[str, Check]:
     checks = examine(
         installed=lambda name: name not in lacks,
         which=lambda name: None if name in lacks else f"/usr/bin/{name}",
-        docker=lambda: docker,
+        image=lambda: image,
         free_gb=lambda: free_gb,
     )
     return {check.name: check for check in checks}
@@ -29,7 +30,10 @@ def test_a_complete_machine_lacks_nothing() -> None:
 def test_a_missing_part_says_how_to_get_it() -> None:
     assert checks("sglang")["SGLang"].remedy == "python -m agentloop.inference.install"
     assert "[train]" in checks("deepspeed")["extra train (lacks deepspeed)"].remedy
-    assert "docs.docker.com" in checks(docker=False)["Docker Engine"].remedy
+    assert "docs.docker.com" in checks(image=None)["Docker Engine"].remedy
+    assert checks(image=False)["Docker Engine"].is_there
+    remedy = checks(image=False)[f"sandbox image {image_tag()}"].remedy
+    assert "agentloop.sandbox.image build" in remedy
     assert not checks(free_gb=1.0)["disk space"].is_there
 
 
