@@ -18,8 +18,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["for_our_python", "for_own_pip", "for_pip", "for_system"]
+__all__ = ["for_our_python", "for_own_pip", "for_pip", "for_system", "wait_policy"]
 
+_WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # What torchrun and other launchers tell their own ranks.
 _RANK_OF_LAUNCHER = re.compile(
@@ -116,6 +117,18 @@ def for_pip(configuration: str, environment: Mapping[str, str] | None = None) ->
     for name, value in _index_settings(configuration.splitlines()).items():
         child[f"PIP_{name.upper().replace('-', '_')}"] = value
     return _without_missing_folders(child)
+
+
+def wait_policy(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that make waiting OpenMP threads sleep; empty if a policy is set already.
+
+    By default, OpenMP threads spin while they wait for each other. On a busy machine a spinning
+    thread occupies the core that the thread it waits for needs, and a training step takes several
+    times as long. The variables take effect only if they are set before OpenMP is loaded.
+    """
+    if any(name in environment for name in _WAIT_POLICIES):
+        return {}
+    return {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def _index_settings(lines: Sequence[str]) -> dict[str, str]:

@@ -505,31 +505,23 @@ class Runtime:
         try:
             async with task_group() as keepers:
                 closing, self._keepers = self._closing, keepers
-                waiting: dict[str, str] = {}  # the last line of each part that is not ready yet
+                sandbox_line: list[str] = []  # the last one, while the sandbox starts
 
-                def progress_of(part: str) -> Callable[[str], None]:
-                    def report(line: str) -> None:
-                        waiting[part] = line
-                        self._progress(line)
-
-                    return report
-
-                def report_ready(part: str) -> None:
-                    waiting.pop(part, None)
-                    for line in waiting.values():
-                        self._progress(line)
+                def report_sandbox(line: str) -> None:
+                    sandbox_line[:] = [line]
+                    self._progress(line)
 
                 async def start_model() -> None:
                     nonlocal model
-                    progress = progress_of("model")
-                    model = await keepers.start(self._keep_model, closing, progress)
-                    report_ready("model")
+                    model = await keepers.start(self._keep_model, closing)
+                    for line in sandbox_line:  # what is still waited for
+                        self._progress(line)
 
                 async def start_pool() -> None:
                     nonlocal pool
-                    context = Pool(self.settings.sandbox, on_progress=progress_of("sandbox"))
+                    context = Pool(self.settings.sandbox, on_progress=report_sandbox)
                     pool = await keepers.start(_keep, context, closing)
-                    report_ready("sandbox")
+                    sandbox_line.clear()
 
                 async def start_mcp() -> None:
                     nonlocal servers
@@ -552,11 +544,7 @@ class Runtime:
             self._parts_or_none = self._listener = None
 
     async def _keep_model(
-        self,
-        closing: anyio.Event,
-        progress: Callable[[str], None],
-        *,
-        task_status: anyio.abc.TaskStatus[_Model],
+        self, closing: anyio.Event, *, task_status: anyio.abc.TaskStatus[_Model]
     ) -> None:
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(http_session(self.settings.servers_key))
@@ -573,7 +561,7 @@ class Runtime:
                         model or SMALL,
                         self.settings.server,
                         log_dir=log_dir,
-                        on_progress=progress,
+                        on_progress=self._progress,
                     )
                 )
                 urls = [process.url for process in processes]

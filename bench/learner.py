@@ -41,9 +41,9 @@ import anyio
 import numpy as np
 
 from agentloop.agent.chat_format import ChatFormat
+from agentloop.child_environment import wait_policy
 from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
-from agentloop.inference.processes.openmp import wait_policy
 from agentloop.learner.batch import Batch
 from agentloop.models import SMALL
 from agentloop.training.learner_client.batch import write_batch

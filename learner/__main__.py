@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import pydantic
 
+from agentloop.child_environment import wait_policy
 from agentloop.errors import AgentLoopError
-from agentloop.inference.processes.openmp import wait_policy
 from agentloop.training.learner_client.protocol import Failure, ReadyReply
 from agentloop.training.learner_client.settings import LearnerSettings
 

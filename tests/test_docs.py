@@ -41,6 +41,52 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert test in (ROOT / ".ci/run").read_text().splitlines()
 
 
+# The README's commands that tests/integration/test_quickstarts.py runs, by a part of each.
+README = (
+    "train laptop --dry-run",
+    "runs list",
+    "runs view runs/latest --export",
+    "runs plot",
+    "evaluate",
+    "serve --list-settings",
+    "completion bash",
+)
+# The others, by their beginnings: where they are run, or what they need that a test has not.
+ELSEWHERE = {
+    "python3 -m venv .venv": ".ci/run; `tox run -e serve` differs by its last command",
+    ".venv/bin/tox run -e demo": "minutes; tests/integration/test_train.py trains less",
+    "pip install '.[train]'": "tox.ini, integration",
+    "agentloop train laptop ": "minutes; tests/integration/test_train.py trains less",
+    "agentloop train --resume": "tests/integration/test_train.py",
+    "agentloop chat --run": "tests/integration/test_train.py",
+    "agentloop runs export": "tests/integration/test_export.py",
+    "agentloop runs view --sample": "tests/integration/test_page.py; ends with Ctrl-C",
+    "agentloop runs view runs/latest ": "tests/integration/test_page.py; ends with Ctrl-C",
+    "agentloop runs entropy": "tests/integration/test_analyze.py",
+    "agentloop serve model=": "a GPU and the hub",
+    "agentloop serve 'servers=": "another machine",
+    "agentloop serve my.toml": "tests/integration/test_serve.py; ends with Ctrl-C",
+    "agentloop chat --url": "a terminal",
+}
+
+
+def test_each_command_of_the_readme_is_run_or_says_why_not() -> None:
+    text = (ROOT / "README.md").read_text("utf-8") + (ROOT / "docs/README.md").read_text("utf-8")
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
+    commands = "".join(blocks).splitlines()
+    unknown = [
+        command
+        for command in commands
+        if not any(part in command for part in README) and not command.startswith(tuple(ELSEWHERE))
+    ]
+    assert commands
+    assert unknown == []
+    stale = [part for part in (*README, *ELSEWHERE) if part not in text]
+    assert stale == []
+    named = re.findall(r"tests/[\w/]+\.py", " ".join(ELSEWHERE.values()))
+    assert [path for path in named if not (ROOT / path).is_file()] == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", text_of(document))

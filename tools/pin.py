@@ -15,7 +15,8 @@ from pathlib import Path
 __all__ = ["main", "pins"]
 
 ROOT = Path(__file__).parents[1]
-_NOT_PINNED = {"agentloop-rl", "pip"}
+# CUDA builds of torch want another triton, which agentloop.inference.install then replaces.
+_NOT_PINNED = {"agentloop-rl", "pip", "triton"}
 # The files' names, each with its tox environment and what tox is asked to do there.
 _INSTALLED = (
     *("lint", "types", "docs", "adapters", "verifiers-v1", "clients"),

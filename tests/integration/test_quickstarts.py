@@ -5,14 +5,17 @@ Training on problems: test_train.py. Several machines: test_cluster.py.
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from agentloop.observe.sample import SAMPLE
 from tests.integration.quickstart import QuickStart
 from tests.integration.test_serve import start, stop
+from tests.test_docs import README
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -59,6 +62,17 @@ def test_train_your_agent(tmp_path: Path, served: dict[str, str]) -> None:
     said = QuickStart("agent.md", tmp_path).run(served)
     assert "avg@2" in said
     assert "inference  1 server" in said
+
+
+def test_commands_of_the_readme(tmp_path: Path, served: dict[str, str], service: str) -> None:
+    """Those that need no minutes, GPU or second server: test_docs.py names the others."""
+    for name in ("latest", "other"):
+        shutil.copytree(SAMPLE, tmp_path / "runs" / name)
+    page = QuickStart("../../README.md", tmp_path)
+    said = "".join(page.run(served, url=service, only=part) for part in README)
+    assert "avg@" in said
+    assert (tmp_path / "run.html").stat().st_size > 100_000
+    assert (tmp_path / "curves.svg").stat().st_size > 1_000
 
 
 def test_evaluate_an_endpoint(tmp_path: Path, service: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from agentloop.inference.processes.openmp import wait_policy
+from agentloop.child_environment import wait_policy
 from agentloop.learner.__main__ import main
 from agentloop.learner.batch import Batch
 from agentloop.training.learner_client.launch import free_port

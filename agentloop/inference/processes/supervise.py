@@ -28,11 +28,10 @@ import orjson
 from anyio.abc import Process
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, field_validator
 
-from agentloop.child_environment import for_our_python
+from agentloop.child_environment import for_our_python, wait_policy
 from agentloop.errors import ModelError, ServerStartError, SettingsError
 from agentloop.inference.cpu import NO_ACCELERATOR, OVERLAY, PRIVATE, has_accelerator
 from agentloop.inference.processes.keyed import KEY_VARIABLE
-from agentloop.inference.processes.openmp import wait_policy
 from agentloop.inference.processes.server_log import NOT_INSTALLED, ServerLog
 from agentloop.models import not_a_model
 

@@ -108,6 +108,22 @@ class Stub:
         return [*processes, *(path for path in self.files if path.exists())]
 
 
+@pytest.mark.anyio
+async def test_home_that_cannot_be_written(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    script = "import os; print(os.environ['HOME'], os.environ['TMPDIR'], os.environ.get('HF_HOME'))"
+    for home, is_replaced in (("/proc", True), (str(tmp_path), False)):
+        environment = {**os.environ, "HOME": home, "HF_HOME": str(tmp_path)}
+        async with await supervise.start_guarded(
+            [sys.executable, "-c", script], environment, log, stop_timeout_s=0
+        ) as process:
+            with anyio.fail_after(patient(30)):
+                await process.wait()
+        child_home, temporary, models = log.read_text().split()
+        assert child_home == (temporary if is_replaced else home)
+        assert models == str(tmp_path)
+
+
 def _stat(pid: int) -> tuple[str, int]:
     """Return state and parent of a process."""
     state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
