@@ -585,9 +585,8 @@ class Runtime:
     async def _load_chat(self, model: Path | str) -> ChatFormat:
         """Load the model's chat format. Raises ModelError if it cannot be used."""
         # The hub may be slow. In a daemon thread, this does not delay Ctrl-C.
-        load = partial(ChatFormat.load, model, self.settings.chat)
-        chat: ChatFormat = await in_daemon_thread(load, 1, _loading_threads)
-        return chat
+        load: Callable[[], ChatFormat] = partial(ChatFormat.load, model, self.settings.chat)
+        return await in_daemon_thread(load, 1, _loading_threads)
 
 
 async def _keep(
