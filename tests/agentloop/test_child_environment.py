@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from agentloop.child_environment import for_our_python, for_own_pip, for_pip, for_system
+from agentloop.sandbox.image import build
 
 LAUNCHER = {
     "RANK": "3",
@@ -90,8 +90,8 @@ def test_own_pip_keeps_constraints() -> None:
 
 def pip_settings(environment: dict[str, str]) -> str:
     """Return what pip says of its settings, with this environment."""
-    pip = [sys.executable, "-m", "pip", "config", "list"]
-    ended = subprocess.run(pip, env=environment, capture_output=True, text=True, check=True)
+    command = [*build._find_pip(), "config", "list"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return ended.stdout
 
 
