@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import platform
 import re
 import shutil
@@ -319,8 +320,10 @@ async def _pip(arguments: list[str], packages: str) -> None:
 
 async def _configuration(pip: Sequence[str]) -> str:
     """Return pip's settings, from its files and the environment, as it prints them."""
+    # With `user = true` in a file, older versions of pip would list the user's file alone.
+    environment = os.environ | {"PIP_USER": "0"}
     with anyio.fail_after(CONFIG_TIMEOUT_S):
-        listed = await anyio.run_process([*pip, "config", "list"], check=False)
+        listed = await anyio.run_process([*pip, "config", "list"], env=environment, check=False)
     if listed.returncode:
         error = listed.stderr.decode(errors="replace").strip()
         raise SandboxUnavailable(f"pip can't read its configuration:\n{error}\n{WITHOUT_IMAGE}")
