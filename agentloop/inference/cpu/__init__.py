@@ -1,8 +1,9 @@
 """Support for SGLang on machines without an accelerator.
 
-`overlay/` is put in front of the server's module path and replaces parts that SGLang's wheels lack
-on a CPU. `PRIVATE` is a folder of packages for the servers' processes alone. `install.py` installs
-the requirements files: into the environment, without dependencies, and into `PRIVATE`.
+`overlay/` is put in front of the server's module path. It replaces parts that SGLang's wheels lack
+on a CPU, and the attention, which is slow there (batched_attention.py). `PRIVATE` is a folder of
+packages for the servers' processes alone. `install.py` installs the requirements files: into the
+environment, without dependencies, and into `PRIVATE`.
 """
 
 from __future__ import annotations
