@@ -120,13 +120,8 @@ def _of_class(name: str, cls: type) -> str:
     if signature := class_signature(cls):
         parts.append(f"```python\n{_wrap(f'{name}{signature}')}\n```\n")
     parts.append(_markdown(cls.__doc__))
-    if rows := list(fields(cls)):
-        parts.append("| field | type | default | |\n|---|---|---|---|")
-        parts += [
-            f"| `{field}` | `{_cell(type_)}` | `{_cell(default)}` | {_cell(text)} |"
-            for field, type_, default, text in rows
-        ]
-        parts[-1] += "\n"
+    if names := [f"`{field}`" for field, *_ in fields(cls)]:
+        parts.append(f"Fields, as in [settings.md](settings.md): {', '.join(names)}.\n")
     if values := list(members(cls)):
         parts.append("Values: " + ", ".join(f"`{name}`" for name, _ in values) + ".\n")
     documented = list(methods(cls))
@@ -275,10 +270,6 @@ def _markdown(docstring: str | None) -> str:
     """Return the first paragraph of a docstring."""
     text = inspect.cleandoc(docstring or "").partition("\n\n")[0]
     return f"{text}\n" if text else ""
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 if __name__ == "__main__":
