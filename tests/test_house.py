@@ -428,7 +428,7 @@ BUDGET = {
     "agentloop": 58_750,
     "agentloop.sandbox": 9_200,
     "agentloop.learner": 4_050,
-    "bench": 8_600,
+    "bench": 8_500,
     "tests": 74_000,
     "tools": 1_450,
 }
