@@ -1,0 +1,1 @@
+"""Benchmarks, one command each: its `--help` says what it measures."""

@@ -468,35 +468,6 @@ def _shares(results: Sequence[Result]) -> str:
     return ", ".join(f"{age}: {100 * count / total:.0f}%" for age, count in sorted(counts.items()))
 
 
-def plot(results: Sequence[Result], path: Path) -> None:
-    """Plot steps per hour over the staleness, and the bound, by regime."""
-    from matplotlib.figure import Figure
-
-    regimes = list(dict.fromkeys(result.regime for result in results))
-    figure = Figure(figsize=(4 * len(regimes), 3.2), layout="constrained")
-    grid = figure.subplots(1, len(regimes), squeeze=False)[0]
-    for axes, regime in zip(grid, regimes, strict=True):
-        mine = [result for result in results if result.regime == regime]
-        ages = sorted({result.max_staleness for result in mine})
-        for name, style, label in (("step_s", "o-", "measured"), ("bound_s", ":", "bound")):
-            hourly = [
-                3600
-                / statistics.median(
-                    getattr(result, name) for result in mine if result.max_staleness == age
-                )
-                for age in ages
-            ]
-            axes.plot(ages, hourly, style, label=label)
-        axes.set_title(regime, fontsize=10, loc="left")
-        axes.set_xlabel("max_staleness")
-        axes.set_xticks(ages)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    grid[0].set_ylabel("steps an hour")
-    grid[0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-
-
 # --- the real thing -------------------------------------------------------------------------------
 
 
@@ -591,7 +562,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="finished rollouts after which the rest of a group is stopped",
     )
     add("--steps", type=int, default=usual.steps, help="steps including the warm-up")
-    add("--plot", type=Path, help="a picture (needs matplotlib)")
     real = commands.add_parser("real", help="agentloop train, on this machine")
     real.add_argument("--model", required=True, help="a folder, such as runs/latest/sft/model")
     real.add_argument("--recipe", type=Path, default=Path("docs/recipes/laptop-rl.toml"))
@@ -625,8 +595,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         results = run_all(shape, args.regimes, args.staleness, args.seeds)
         print(table(results))
         figures = [asdict(result) | {"bound_s": result.bound_s} for result in results]
-        if args.plot:
-            plot(results, args.plot)
     else:
         figures = {
             age: run_real(args.recipe, args.model, age, args.steps, args.folder, args.overrides)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -210,21 +209,14 @@ def _gpu_mib() -> int:
 # --- a learner's weights ------------------------------------------------------------------------
 
 
-def handover_options(setup: Setup, *server_args: str) -> argparse.Namespace:
-    """Return the options of bench.handover for a learner and a server that share the device."""
+def handover_options(setup: Setup, *server_args: str) -> handover.Options:
+    """Return the options for a learner and a server that share the device."""
     tiny = setup.size.layers < 4
-    return argparse.Namespace(
-        layers=0 if tiny else 8,
-        hidden=1024,
-        servers=1,
-        ranks=1,
-        zero=1,
-        bucket_mib=512,
-        streams=min(16, setup.size.num_requests),
-        prompt=200,
-        tokens=400 if tiny else 2000,  # several syncs must fit into a stream
-        rounds=2,
+    return handover.Options(
+        num_layers=0 if tiny else 8,
         dtype="bfloat16" if setup.on_gpu else "float32",
+        num_streams=min(16, setup.size.num_requests),
+        num_output=400 if tiny else 2000,  # several syncs must fit into a stream
         server_args=(*_SHARE, *server_args) if setup.on_gpu else server_args,
     )
 
@@ -264,7 +256,7 @@ async def broadcast(setup: Setup) -> list[Row]:
 async def pause(setup: Setup) -> list[Row]:
     """Weights change while streams run; no token is lost, and each has its version."""
     options, rows = handover_options(setup), []
-    num_kv_tokens = 2 * options.streams * (options.prompt + options.tokens) + 4096
+    num_kv_tokens = 2 * options.num_streams * (options.num_prompt + options.num_output) + 4096
     async with handover.parts(options, setup.folder, num_kv_tokens) as parts:
         for kind in ("in_place", "retract"):
             way = WeightsSettings.model_validate({"pause": kind})
@@ -279,7 +271,7 @@ async def pause(setup: Setup) -> list[Row]:
                 "server silent, ms": silent * 1e3,
                 "a stream silent, ms": stream_silent * 1e3,
             }
-            rows.append({"case": f"{kind}, {options.streams} streams", **figures})
+            rows.append({"case": f"{kind}, {options.num_streams} streams", **figures})
     return rows
 
 

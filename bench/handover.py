@@ -1,33 +1,17 @@
-"""Benchmark of weight sync by disk and by process group: its duration, and its effect on streams.
+"""The parts of `python -m bench.gpu` that change weights: a learner, servers, and streams that run.
 
-    python -m bench.handover load [--layers 8] [--hidden 1024] [--servers 1] [--ranks 2] [--zero 3]
-    python -m bench.handover stream [--streams 8] [--prompt 200] [--tokens 400] [--rounds 5]
-
-It uses a model of random weights with the small model's tokenizer (`--layers 0`: the small model
-itself), in float32 unless `--dtype` says otherwise, real SGLang servers and a real learner.
-
-load: each round syncs once by disk (in the temporary folder), once by disk in /dev/shm, and once by
-broadcast, in turn, while the servers are idle. Reported is the time from asking the learner until
-the last server serves again, and the servers' part of it.
-
-stream: requests are streamed from each server while weights are synced, once per round, in every
-way in turn. Reported is the pause of a server (from requesting it to the answer to resuming); and,
-as ratios to that pause, the longest time without any token of the server and the longest silence of
-any of its streams. Both are measured from the pause until each stream has received five more
-tokens. A stream counts as lost if tokens are missing or its version spans have gaps.
+It uses a model of random weights with the small model's tokenizer (`num_layers` 0: the small model
+itself), real SGLang servers and a real learner.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
 import shutil
 import statistics
-import tempfile
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -52,10 +36,31 @@ from agentloop.training.learner_client.settings import LearnerSettings
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served, publisher
 from agentloop.training.weight_sync.transport import Publisher
-from bench.command import parser_for
+
+__all__ = ["Options", "make_model", "parts", "stream_once"]
 
 TIMEOUT_S = 300.0
 AFTER = 5  # tokens of each stream after a weight sync that are still measured
+
+
+@dataclass(frozen=True)
+class Options:
+    """A model, a learner, servers, and the streams that they serve.
+
+    Attributes:
+        num_prompt: Tokens of each stream's prompt; `num_output` of its reply.
+        num_rounds: Weight syncs while the streams run.
+        server_args: Further options of SGLang.
+    """
+
+    num_layers: int
+    dtype: str
+    num_streams: int
+    num_output: int
+    num_prompt: int = 200
+    num_rounds: int = 2
+    hidden: int = 1024
+    server_args: tuple[str, ...] = ()
 
 
 def make_model(folder: Path, layers: int, hidden: int) -> None:
@@ -121,21 +126,20 @@ class Parts:
 
 
 @asynccontextmanager
-async def parts(options: argparse.Namespace, folder: Path, tokens: int) -> AsyncIterator[Parts]:
+async def parts(options: Options, folder: Path, tokens: int) -> AsyncIterator[Parts]:
     """Start a learner, servers with `tokens` of KV cache, and a router."""
-    make_model(folder / "model", options.layers, options.hidden)
+    make_model(folder / "model", options.num_layers, options.hidden)
     learner_settings = LearnerSettings(
         model=folder / "model",
-        init="random" if options.layers else "pretrained",
-        zero_stage=options.zero,
+        init="random" if options.num_layers else "pretrained",
+        zero_stage=1,
         publish_dtype=options.dtype,
-        bucket_mib=options.bucket_mib,
     )
     async with AsyncExitStack() as stack:
         learner, _ = await stack.enter_async_context(
             start_learner(
                 learner_settings,
-                RanksSettings(nproc_per_node=options.ranks),
+                RanksSettings(nproc_per_node=1),
                 log_dir=folder / "logs",
                 on_progress=print,
             )
@@ -145,7 +149,7 @@ async def parts(options: argparse.Namespace, folder: Path, tokens: int) -> Async
         published = await learner.ask(request, timeout_s=TIMEOUT_S)
         print(f"{published.num_bytes / 1e6:.0f} MB of weights")
         settings = ServerSettings(
-            count=options.servers,
+            count=1,
             max_total_tokens=tokens,
             dtype=options.dtype,
             extra_args=("--disable-overlap-schedule", *options.server_args),  # for in_place
@@ -159,34 +163,6 @@ async def parts(options: argparse.Namespace, folder: Path, tokens: int) -> Async
         yield Parts(learner, router, servers, folder)
 
 
-async def load(options: argparse.Namespace, folder: Path, shm: Path) -> None:
-    ways = {
-        "disk": WeightsSettings(),
-        "disk, /dev/shm": WeightsSettings(folder=shm),
-        "broadcast": WeightsSettings(transport="broadcast"),
-    }
-    async with parts(options, folder, 4096) as running:
-        publishers = {name: running.publisher(way) for name, way in ways.items()}
-        times: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        checksums = set()
-        for number in range(options.rounds):
-            for name, way in publishers.items():
-                started = time.monotonic()
-                published = await way.publish(f"{number} {name[-1]}", timeout_s=TIMEOUT_S)
-                came = await Served(running.router).sync(published, timeout_s=TIMEOUT_S)
-                times[name].append((time.monotonic() - started, came.seconds))
-                checksums.add(came.checksum)
-                await way.tidy()
-        print(f"{len(checksums)} checksum(s)")
-        for name, pairs in times.items():
-            totals, load = zip(*pairs, strict=True)
-            print(
-                f"{name}: median {statistics.median(totals):.2f} s ({min(totals):.2f} to "
-                f"{max(totals):.2f}), of them {statistics.median(load):.2f} s "
-                "while servers are stale"
-            )
-
-
 @dataclass
 class Stream:
     """A request: the times of its tokens, and the versions that sampled them."""
@@ -195,7 +171,7 @@ class Stream:
     came_s: list[float] = field(default_factory=list)
     last: Chunk | None = None
 
-    async def run(self, router: Router, number: int, options: argparse.Namespace) -> None:
+    async def run(self, router: Router, number: int, options: Options) -> None:
         def take(chunk: Chunk) -> None:
             self.came_s += [time.monotonic()] * len(chunk.ids)
             if chunk.end is not None:
@@ -205,8 +181,8 @@ class Stream:
             self.server = server
 
         name = f"{number}-{random.random()}"
-        prompt = random.choices(range(3, 500), k=options.prompt)
-        generation = Generation(name, name, prompt, Sampling(), options.tokens, ())
+        prompt = random.choices(range(3, 500), k=options.num_prompt)
+        generation = Generation(name, name, prompt, Sampling(), options.num_output, ())
         await router.generate(
             generation,
             vocab_size=512,
@@ -232,7 +208,7 @@ def longest(came_s: Sequence[float], begin_s: float, end_s: float) -> float:
 
 
 async def stream_once(
-    running: Parts, way: WeightsSettings, options: argparse.Namespace
+    running: Parts, way: WeightsSettings, options: Options
 ) -> tuple[list[tuple[float, float, float, float]], int]:
     """Stream while weights are synced; return the measurements and the number of lost streams.
 
@@ -240,15 +216,15 @@ async def stream_once(
     silence of its streams, and the usual time between tokens.
     """
     source = running.publisher(way)
-    streams = [Stream() for _ in range(options.streams * options.servers)]
+    streams = [Stream() for _ in range(options.num_streams)]
     for server in running.servers:
         server.pauses.clear()
     async with anyio.create_task_group() as tasks:
         for number, stream in enumerate(streams):
             tasks.start_soon(stream.run, running.router, number, options)
-        for number in range(options.rounds):
+        for number in range(options.num_rounds):
             published = await source.publish(str(time.monotonic()), timeout_s=TIMEOUT_S)
-            wanted = (number + 1) * options.tokens // (options.rounds + 1)
+            wanted = (number + 1) * options.num_output // (options.num_rounds + 1)
             while min(len(stream.came_s) for stream in streams) < wanted:
                 await anyio.sleep(0.01)
             await Served(running.router).sync(published, timeout_s=TIMEOUT_S)
@@ -269,64 +245,5 @@ async def stream_once(
                     statistics.median(b - a for a, b in itertools.pairwise(own_streams[0].came_s)),
                 )
             )
-    lost = sum(not s.is_whole(options.tokens, options.rounds + 1) for s in streams)
+    lost = sum(not s.is_whole(options.num_output, options.num_rounds + 1) for s in streams)
     return measurements, lost
-
-
-async def stream(options: argparse.Namespace, folder: Path, shm: Path) -> None:
-    num_kv_tokens = 2 * options.streams * (options.prompt + options.tokens) + 4096
-    ways = {
-        (by, pause): WeightsSettings(
-            transport=by, pause=pause, folder=shm if by == "disk" else None
-        )
-        for by in ("disk", "broadcast")
-        for pause in ("retract", "in_place")
-    }
-    async with parts(options, folder, num_kv_tokens) as running:
-        measurements: dict[Any, list[tuple[float, float, float, float]]] = defaultdict(list)
-        lost: dict[Any, int] = defaultdict(int)
-        for _ in range(options.repeats):
-            for name, way in ways.items():
-                rows, num_lost = await stream_once(running, way, options)
-                measurements[name] += rows
-                lost[name] += num_lost
-    print("| by | pause | paused, ms | usual token, ms | server silent | a stream silent | lost |")
-    print("|---|---|---|---|---|---|---|")
-    for (by, pause), rows in measurements.items():
-        paused, _, _, token = (statistics.median(column) for column in zip(*rows, strict=True))
-        silent, stream_silent = ([row[index] / row[0] for row in rows] for index in (1, 2))
-        print(
-            f"| {by} | {pause} | {paused * 1e3:.0f} | {token * 1e3:.0f} | "
-            f"{_ratio(silent)} | {_ratio(stream_silent)} | {lost[by, pause]} |"
-        )
-
-
-def _ratio(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = parser_for("handover", __doc__)
-    parser.add_argument("what", choices=("load", "stream"))
-    for name, value in (
-        ("layers", 8), ("hidden", 1024), ("servers", 1), ("ranks", 2), ("zero", 3), ("rounds", 5),
-        ("bucket-mib", 512), ("streams", 8), ("prompt", 200), ("tokens", 400), ("repeats", 1),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--server-args", nargs="*", default=(), help="further options of SGLang")
-    return parser
-
-
-def main() -> None:
-    options = parser().parse_args()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        tempfile.TemporaryDirectory(dir="/dev/shm") as shm,
-    ):
-        run = load if options.what == "load" else stream
-        anyio.run(run, options, Path(folder), Path(shm))
-
-
-if __name__ == "__main__":
-    main()

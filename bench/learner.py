@@ -4,7 +4,6 @@
     python -m bench.learner packing              packed samples compared with padded ones
     python -m bench.learner siblings             what samples share, computed once and for each
     python -m bench.learner memory               peak of one pass by vocabulary and by head
-    python -m bench.learner ranks --rounds 60    the laptop recipe: ranks compared with threads
     python -m bench.learner all --json out.json
 
 speed: the learner's real processes, asked over their socket, next to a process with a typical
@@ -40,23 +39,16 @@ from typing import Any
 import anyio
 import numpy as np
 
-from agentloop.agent.chat_format import ChatFormat
 from agentloop.child_environment import wait_policy
-from agentloop.cli.train import TrainSettings
-from agentloop.config import load_settings
 from agentloop.learner.batch import Batch
-from agentloop.models import SMALL
-from agentloop.training.learner_client.batch import write_batch
 from agentloop.training.learner_client.client import start_learner
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.protocol import StepRequest
 from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
-from agentloop.training.sft import read_samples, step_plan
 from bench.command import numbers, parser_for, words
 from bench.micro_batches import PACKED, arrange, waste
 from bench.sandbox import cpu_of_tree
 
-_LAPTOP = Path(__file__).parents[1] / "docs" / "recipes" / "laptop.toml"
 PLAIN_LOOP = (sys.executable, "-m", "bench.plain_loop")
 _MAX_LENGTH = 2048
 _GROUP = 8
@@ -371,39 +363,9 @@ async def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-async def ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure steps of the laptop's fine-tuning by one rank with all threads and by one rank per
-    thread."""
-    recipe = load_settings(TrainSettings, [_LAPTOP])
-    assert recipe.sft is not None
-    training = recipe.sft.within(recipe.learner, recipe.ranks, recipe.loop, recipe.budget)
-    data = training.data.model_copy(update={"teacher": 10 * (options.rounds + 1)})
-    chat, budget = ChatFormat.load(SMALL, recipe.chat), training.learner.micro_batch_tokens
-    samples, _ = read_samples(chat, data, max_tokens=budget)
-    steps = step_plan(
-        [len(sample.ids) for sample in samples],
-        epochs=1,
-        batch_tokens=training.loop.batch_tokens,
-        seed=0,
-    )
-    settings = LearnerSettings.of(training.learner, model=SMALL, chat_template=None)
-    threads = max(options.threads)
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        batches = [folder / f"batch-{number}" for number in range(options.rounds + 1)]
-        for path, (_, indices) in zip(batches, steps, strict=False):
-            write_batch(path, [samples[index] for index in indices])
-        single = await learner_arm(stack, folder, settings, 1, threads)
-        several = await learner_arm(stack, folder, settings, threads, 1)
-        await compare(single, [several], batches)
-    return [arm.row(training.loop.batch_tokens) for arm in (single, several)]
-
-
 # --- the command ----------------------------------------------------------------------------------
 
-BENCHMARKS = {
-    "speed": speed, "packing": packing, "siblings": siblings, "memory": memory, "ranks": ranks,
-}  # fmt: skip
+BENCHMARKS = {"speed": speed, "packing": packing, "siblings": siblings, "memory": memory}
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

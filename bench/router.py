@@ -17,8 +17,6 @@ those programs: it chooses the worker whose record of past prompts matches best 
 the prompt; else the one with the fewest requests), unless the numbers of requests in flight differ
 by more than 64 and by a factor of more than 1.5: then the one with the fewest. It knows what it
 sent, but nothing of the cache and its evictions. Their power_of_two is ours, with exact counts.
-`thunder_agent`, `continuum` and `aimd` are bench/program_policies.py; `--host-cache` gives servers
-SGLang's hierarchical cache.
 
 A trace is a file of one JSON object per line, one line per rollout:
 
@@ -42,7 +40,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from agentloop.inference.ranks import DataParallelRank, LoadReport
@@ -50,14 +48,13 @@ from agentloop.inference.scheduling.admission import Admission, AdmissionLimits,
 from agentloop.inference.scheduling.kv_ledger import KVLedger
 from agentloop.inference.scheduling.kv_policy import Costs
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
-from agentloop.inference.scheduling.placement import PlacementPolicy, PlacementRequest
+from agentloop.inference.scheduling.placement import PlacementRequest
 from agentloop.inference.scheduling.wait_queue import Waiting, WaitQueue
 from bench.command import numbers, parser_for, quantile, words
 from bench.gateway_policies import POLICIES, make_policy
-from bench.program_policies import PROGRAM_POLICIES, Aimd, Continuum, ThunderAgent
 from bench.server_model import Job, ServerModel, ServerParams
 
-EMULATED = ("cache_aware", *PROGRAM_POLICIES)
+EMULATED = ("cache_aware",)
 _MEDIAN_TURN = 900  # tokens; this gives about 5,000 per rollout in `make_trace`
 
 
@@ -222,30 +219,22 @@ class Simulation:
         self.policy = policy
         self.result = Result(policy, seed)
         self.ranks = [DataParallelRank(f"server{index}") for index in range(options.num_servers)]
-        params = replace(options.params, is_program_fcfs=policy == Continuum.name)
-        self.servers = [ServerModel(params) for _ in self.ranks]
+        self.servers = [ServerModel(options.params) for _ in self.ranks]
         self.ledger = KVLedger(LengthPredictor(quantile=options.quantile))
         for rank in self.ranks:
             self.ledger.add(rank, options.params.capacity, options.params.max_running)
-        self.placement: PlacementPolicy
-        if policy in PROGRAM_POLICIES:
-            self.placement = PROGRAM_POLICIES[policy](self.ledger, seed=seed)
-        else:
-            self.placement = make_policy(
-                policy if policy in POLICIES else "kv",
-                self.ledger,
-                costs=options.costs,
-                starvation_threshold_s=options.starvation_threshold_s,
-                seed=seed,
-            )
+        self.placement = make_policy(
+            policy if policy in POLICIES else "kv",
+            self.ledger,
+            costs=options.costs,
+            starvation_threshold_s=options.starvation_threshold_s,
+            seed=seed,
+        )
         self.cache_aware = _CacheAware(options.num_servers) if policy == "cache_aware" else None
-        self.thunder = self.placement if isinstance(self.placement, ThunderAgent) else None
-        self.continuum = self.placement if isinstance(self.placement, Continuum) else None
-        self.aimd = self.placement if isinstance(self.placement, Aimd) else None
         self.holds_back = policy == "kv" or options.has_queue
         self.queue: WaitQueue[_Rollout] = WaitQueue(
-            starvation_threshold_s=math.inf if self.thunder else options.starvation_threshold_s,
-            max_overtaken=len(trace) if self.thunder else options.max_overtaken,
+            starvation_threshold_s=options.starvation_threshold_s,
+            max_overtaken=options.max_overtaken,
         )
         self.admission = Admission(options.admission, Forecast(longest=options.budget))
         self.now = 0.0
@@ -275,15 +264,12 @@ class Simulation:
         self._next_place_s = 0.0
         self._dirty = False
         self._over: list[tuple[str, bool]] = []
-        self._num_retracted = 0
 
     def run(self) -> Result:
         """Run to the end and check that no rollout or token was lost."""
         started = time.perf_counter()
         self._start_groups()
         self._at(self.options.tick_s, self._tick)
-        if self.thunder:
-            self._at(self.thunder.period_s, self._pause_and_resume)
         while self._num_open:
             if self._dirty and (not self._events or self._events[0][0] > self.now):
                 self._place_waiting()
@@ -328,8 +314,6 @@ class Simulation:
             group = self._source[0]
             return self.admission.may_start(capacity, len(group), group[0].spec.num_prompt)
         max_in_flight = self.options.in_flight * self.options.num_servers
-        if self.aimd:
-            max_in_flight = self.aimd.cap
         num_running = self._num_started - len(self._ended_s)
         return not max_in_flight or num_running + len(self._source[0]) <= max(
             max_in_flight, len(self._source[0])
@@ -337,16 +321,7 @@ class Simulation:
 
     def _ask(self, rollout: _Rollout, *, ready_s: float) -> None:
         rollout.asked_s = ready_s
-        if self.thunder:
-            index = -1
-            if self.thunder.is_active(rollout.key) or not len(self.queue):
-                index = self._choose(rollout, 0.0)
-            if index >= 0:
-                self._send(rollout, index)
-            else:
-                name, size = f"{rollout.key}.{rollout.turn}", -rollout.num_context
-                self.queue.enter(Waiting(name, not rollout.turn, size, self.now, rollout))
-        elif self.holds_back:
+        if self.holds_back:
             expected = rollout.num_context + self.ledger.predictor.remaining(rollout.spec.group)
             name = f"{rollout.key}.{rollout.turn}"
             self.queue.enter(Waiting(name, rollout.order, expected, self.now, rollout))
@@ -354,25 +329,16 @@ class Simulation:
         else:
             self._send(rollout, self._choose(rollout, 0.0))
 
-    def _pause_and_resume(self) -> None:
-        assert self.thunder
-        self._at(self.now + self.thunder.period_s, self._pause_and_resume)
-        self.thunder.pause_excess()
-        self._place_in_order()
-
     def _place_waiting(self) -> None:
-        if self.thunder or not len(self.queue):
-            self._dirty = False
-            return
         self._dirty = False
+        if not len(self.queue):
+            return
         if self.now < self._next_place_s:  # capacity has hardly changed since
             self._at(self._next_place_s, self._set_dirty)
             return
         self._next_place_s = self.now + 0.02
         self._refuse_late()
-        self._place_in_order()
 
-    def _place_in_order(self) -> None:
         def try_to_place(waiting: Waiting[_Rollout]) -> bool:
             index = self._choose(waiting.request, self.now - waiting.since_s)
             if index >= 0:
@@ -444,7 +410,6 @@ class Simulation:
             spec.num_prompt,
             spec.turns[rollout.turn].num_output,
             self._budget(rollout),
-            rollout.order,
         )
         self.servers[index].submit(job, self.now)
         self._schedule(index)
@@ -478,7 +443,6 @@ class Simulation:
         self._num_hit += job.num_cached
         self.result.num_recomputed += job.num_recomputed
         rollout.num_context += turn.num_output + turn.num_tool
-        self._tell_policy_of_end(rollout, turn, turn.num_output - num_known, ttft)
         self.admission.forecast.grow(rollout.key, turn.num_output - num_known + turn.num_tool)
         rollout.turn += 1
         if rollout.turn == len(rollout.spec.turns):
@@ -486,18 +450,6 @@ class Simulation:
         else:
             back_s = self.now + turn.tool_s
             self._at(back_s, lambda: self._ask(rollout, ready_s=back_s))
-
-    def _tell_policy_of_end(
-        self, rollout: _Rollout, turn: TurnSpec, num_new: int, ttft_s: float
-    ) -> None:
-        if self.thunder:
-            self.thunder.grow(rollout.key, num_new)
-            self.thunder.end_turn(rollout.key)
-        if self.continuum and turn is not rollout.spec.turns[-1]:
-            self.continuum.observe(turn.tool_s, ttft_s if rollout.turn else 0.0)
-            prefill_s = self.options.params.prefill_s_per_token * rollout.num_context
-            until_s = self.now + self.continuum.time_to_live_s(prefill_s)
-            self.servers[rollout.server].pin(rollout.key, until_s)
 
     def _finish(self, rollout: _Rollout, *, is_whole: bool) -> None:
         self.ledger.forget(rollout.key)
@@ -520,8 +472,6 @@ class Simulation:
                 num_emitted = server.num_emitted(job, self.now)
                 if num_emitted > num_known:
                     self.ledger.grow(name, num_emitted - num_known)
-                    if self.thunder:
-                        self.thunder.grow(rollout.key, num_emitted - num_known)
                     self.admission.forecast.grow(rollout.key, num_emitted - num_known)
                     self._jobs[name] = (rollout, num_emitted)
         self._forecast_ends()
@@ -538,8 +488,6 @@ class Simulation:
 
     def _receive_reports(self, reports: Sequence[LoadReport]) -> None:
         num_retracted = 0
-        if self.aimd:
-            self._update_cap(reports)
         for rank, report in zip(self.ranks, reports, strict=True):
             num_retracted += self.ledger.report(rank, report, self.now)
         self.ledger.age(self.now)
@@ -547,16 +495,6 @@ class Simulation:
             reported_s = max(self.ledger.pools[rank].reported_s for rank in self.ranks)
             self.admission.observe(self.now, num_retracted, reported_s)
             self._start_groups()
-
-    def _update_cap(self, reports: Sequence[LoadReport]) -> None:
-        assert self.aimd
-        capacity = self.options.params.capacity * self.options.num_servers
-        usage = sum(report.num_used for report in reports) / capacity
-        num_retracted = sum(report.num_retracted for report in reports)
-        num_in_flight = self._num_started - len(self._ended_s)
-        self.aimd.observe(usage, num_in_flight, num_retracted - self._num_retracted)
-        self._num_retracted = num_retracted
-        self._start_groups()
 
 
 def lower_bound_s(trace: Iterable[RolloutSpec], num_servers: int, params: ServerParams) -> float:
@@ -678,13 +616,6 @@ def main() -> None:
         "--conservativeness", type=float, default=1.0, help="SGLang's --schedule-conservativeness"
     )
     parser.add_argument(
-        "--host-cache",
-        type=float,
-        default=0.0,
-        metavar="RATIO",
-        help="KV capacity of each server's host memory, relative to the device's (SGLang: 2)",
-    )
-    parser.add_argument(
         "--costs-off",
         type=float,
         default=1.0,
@@ -703,7 +634,6 @@ def main() -> None:
         params=ServerParams(
             capacity=args.capacity,
             retract_half=args.retract == "half",
-            host_capacity=int(args.host_cache * args.capacity),
             conservativeness=args.conservativeness,
         ),
         costs=Costs(prefill_s_per_token=args.costs_off * Costs().prefill_s_per_token),

@@ -1,7 +1,7 @@
 """Benchmark of the sandbox under load: throughput, latency, cost, and correctness of every answer.
 
     python -m bench.sandbox --concurrency 1,64,1024,45000 --calls 45000 --mix trivial=8,failing=1
-    python -m bench.sandbox --open 0.5 --plot load.png          then half of that load, open loop
+    python -m bench.sandbox --open 0.5                          then half of that load, open loop
     python -m bench.sandbox --against code-judge=http://127.0.0.1:8088 --cpu-of code-judge=PID,PID
 
 Closed loop: `concurrency` callers, each of which sends its next call as soon as it has the last
@@ -540,39 +540,6 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def plot(figures: dict[str, Any], path: Path) -> None:
-    """Plot throughput, latency and cost over concurrency, for each target."""
-    try:
-        from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
-    except ImportError:
-        _say(f"{path} was not written: matplotlib is missing (pip install matplotlib).")
-        return
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    speed, wait, cost = figure.subplots(1, 3)
-    closed = [run for run in figures["runs"] if run["load"].endswith("at once")]
-    for target in dict.fromkeys(run["target"] for run in closed):
-        runs = [run for run in closed if run["target"] == target]
-        at = [int(run["load"].split()[0]) for run in runs]
-        (line,) = speed.plot(at, [run["calls_per_s"] for run in runs], "o-", label=target)
-        for part, style in (("p50", "o--"), ("p95", ":"), ("p99", "o-")):
-            took = [run["latency_ms"][part] for run in runs]
-            wait.plot(at, took, style, color=line.get_color(), label=f"{target}, {part}")
-        spent = [run["cpu_ms_per_call"]["the whole machine"] for run in runs]
-        cost.plot(at, spent, "o-", label=target)
-    first = closed[0]["target"]  # the floor is that of its workers' interpreter
-    floor = [run["floor_cpu_ms"]["plain"]["mix"] for run in closed if run["target"] == first]
-    cost.axhline(statistics.median(floor), color="grey", linestyle=":", label="fork, exec, pipe")
-    for axes, title in (
-        (speed, "calls per second"),
-        (wait, "milliseconds from call to answer"),
-        (cost, "CPU milliseconds per call, whole machine"),
-    ):
-        axes.set(xscale="log", yscale="log", xlabel="concurrent calls", title=title)
-        axes.legend()
-    figure.savefig(path)
-    _say(f"Wrote the plot to {path}")
-
-
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -637,7 +604,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="deadline of a run; unfinished calls are lost",
     )
     add("--json", type=Path, help="file for the figures")
-    add("--plot", type=Path, help="file for a plot of the closed loops (needs matplotlib)")
     add("pool", nargs="*", type=_pair, metavar="key=value", help="settings of our pool")
     options = parser.parse_args(arguments)
     # The CPU time of a recycled worker would be lost.
@@ -658,8 +624,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(text)
     if options.json:
         options.json.write_text(text + "\n")
-    if options.plot:
-        plot(figures, options.plot)
     return 1 if any(run["wrong"] for run in figures["runs"]) else 0
 
 

@@ -5,16 +5,11 @@ tokens; first come, first served; admission by the pool's free tokens less the e
 running requests, times a ratio that falls with each step and rises after a retraction; a prefix
 cache that evicts the least recently used leaves first; retraction when a step does not fit (fewest
 outputs first, then longest prompts), of as many as the next step needs, as in 0.5.23, or of half,
-as rStar2-Agent observed. `python -m bench.live_router check` compares the model with real servers.
-
-Two options are models of others' servers. With `host_capacity`, what runs is also written to the
-host's memory, and what the device has evicted is loaded from there instead of computed, as by
-SGLang's hierarchical cache; simplified: writing costs nothing, loading is not overlapped with
-computing, and the host forgets whole entries. With `is_program_fcfs`, requests are taken in the
-order of their programs' arrivals, and contexts can be pinned for a time, as by Continuum.
+as rStar2-Agent observed. docs/benchmarks.md says how the model compares with real servers.
 
 Not modelled: overlap of the scheduler with the device, pages of more than one token, speculative
-decoding, interleaving chunks of one prompt with decode steps, any noise.
+decoding, interleaving chunks of one prompt with decode steps, a cache in the host's memory, any
+noise.
 
 Nothing is simulated between two events: the duration of n decode steps has a closed form, since
 each adds one token of context to each running sequence.
@@ -24,7 +19,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import insort
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
@@ -43,8 +37,6 @@ class ServerParams:
     The last three are settings of SGLang (SGLANG_*, with its defaults): it reserves at most `clip`
     tokens for a request's growth, the ratio falls within `decay_steps`, and after a retraction it
     is set so that the remaining requests could take `retract_steps`.
-
-    `host_capacity` is in tokens; `load_s_per_token` is that of 160 KB over 50 GB/s.
     """
 
     capacity: int = 262_144
@@ -60,17 +52,13 @@ class ServerParams:
     clip: int = 4096
     decay_steps: int = 600
     retract_steps: int = 20
-    host_capacity: int = 0
-    load_s_per_token: float = 3.2e-6
-    is_program_fcfs: bool = False
 
 
 @dataclass(slots=True)
 class Job:
     """A turn: a prompt whose first `num_shared` tokens are its group's, and an output.
 
-    `max_new` is the limit that the server knows, `num_output` the actual length, `order` the place
-    of its program among all, which only `is_program_fcfs` uses.
+    `max_new` is the limit that the server knows, `num_output` the actual length.
     """
 
     name: str
@@ -80,7 +68,6 @@ class Job:
     num_shared: int
     num_output: int
     max_new: int
-    order: int = 0
     num_cached: int = 0
     num_retractions: int = 0
     num_emitted: int = 0  # as of `first_step`
@@ -123,9 +110,6 @@ class ServerModel:
     _ends: list[tuple[int, str]] = field(default_factory=list)
     _prompts: dict[str, _Prompt] = field(default_factory=dict)
     _lru: OrderedDict[tuple[str, bool], int] = field(default_factory=OrderedDict)
-    _host: OrderedDict[tuple[str, bool], int] = field(default_factory=OrderedDict)
-    _num_host: int = 0
-    _pins: dict[tuple[str, bool], float] = field(default_factory=dict)  # until when
 
     def __post_init__(self) -> None:
         self._ratio = self._init_ratio
@@ -139,7 +123,7 @@ class ServerModel:
         if job.num_prompt + job.num_output >= self.params.capacity:
             raise ValueError(f"{job.name} is larger than the pool")
         was_empty = not self.waiting
-        self._enqueue(job)
+        self.waiting.append(job)
         if self.next_s == math.inf:
             self._plan(now_s)
         elif was_empty and self._planned:  # the next step boundary may admit it
@@ -184,18 +168,7 @@ class ServerModel:
         steps = min(self._planned, math.floor(self._steps_until(now_s))) if self._planned else 0
         return min(job.num_output, job.num_emitted + self._step + steps - job.first_step)
 
-    def pin(self, key: str, until_s: float) -> None:
-        """Let no new request have the cached context of a program before `until_s`."""
-        if (key, False) in self._lru:
-            self._pins[key, False] = until_s
-
     # --- simulation -----------------------------------------------------------------------------
-
-    def _enqueue(self, job: Job) -> None:
-        if self.params.is_program_fcfs:
-            insort(self.waiting, job, key=lambda waiting: waiting.order)
-        else:
-            self.waiting.append(job)
 
     @property
     def _init_ratio(self) -> float:
@@ -261,40 +234,29 @@ class ServerModel:
         """Take queued jobs that fit into one prefill batch; return its seconds, None if none
         fits."""
         params = self.params
-        self._pins = {name: end_s for name, end_s in self._pins.items() if end_s > self._start_s}
-        num_pinned = sum(self._lru.get(name, 0) for name in self._pins)
         spoken_for = self._ratio * sum(
             min(params.clip, job.max_new - job.num_emitted - self._step + job.first_step)
             for job in self.running.values()
         )
-        uncached, loaded, fresh = 0, 0, set[str]()
+        uncached, fresh = 0, set[str]()
         while self.waiting and uncached < params.chunk and len(self.running) < params.max_running:
             job = self.waiting[0]
             prompt = self._prompts.get(job.group)
             length = job.num_prompt + job.num_emitted
-            own = self._lru.get((job.key, False), 0)
-            matched = own
-            on_host = max(0, self._host.get((job.key, False), 0) - own)
+            matched = self._lru.get((job.key, False), 0)
             if prompt is not None and job.group not in fresh:
                 matched += prompt.num_tokens
-            elif prompt is None and (job.group, True) in self._host:
-                on_host += job.num_shared
             elif prompt is None and job.group:
                 fresh.add(job.group)
             matched = min(matched, length - 1)
-            on_host = min(on_host, length - 1 - matched)
             new = length - (job.num_shared if prompt is not None and prompt.num_running else 0)
             growth = min(params.clip, job.max_new - job.num_emitted)
-            pinned = own if (job.key, False) in self._pins else 0
-            num_free = params.capacity - self.num_locked - spoken_for - num_pinned + pinned
+            num_free = params.capacity - self.num_locked - spoken_for
             if self.running and new + growth >= num_free:
                 break
-            num_pinned -= pinned
             self.waiting.popleft()
             self._begin(job, length)
             spoken_for += growth
-            matched += on_host
-            loaded += on_host
             uncached += length - matched
             if job.num_retractions:
                 job.num_recomputed += length - matched
@@ -304,8 +266,7 @@ class ServerModel:
         self._evict()
         if not uncached:
             return None
-        compute_s = params.prefill_s + uncached * params.prefill_s_per_token
-        return compute_s + loaded * params.load_s_per_token
+        return params.prefill_s + uncached * params.prefill_s_per_token
 
     def _begin(self, job: Job, length: int) -> None:
         prompt = self._prompts.get(job.group)
@@ -317,7 +278,6 @@ class ServerModel:
                 self.num_cached -= self._lru.pop((job.group, True), 0)
             prompt.num_running += 1
         self.num_cached -= self._lru.pop((job.key, False), 0)
-        self._pins.pop((job.key, False), None)
         job._own = length - job.num_shared
         job.num_emitted += 1  # the prefill gives the first token
         job._own += 1
@@ -341,10 +301,8 @@ class ServerModel:
         if kept:
             self.num_cached += kept - self._lru.pop((job.key, False), 0)
             self._lru[job.key, False] = kept
-            self._write_to_host((job.key, False), kept)
         if job.group and job.num_shared:
             prompt = self._prompts[job.group]
-            self._write_to_host((job.group, True), prompt.num_tokens)
             prompt.num_running -= 1
             if not prompt.num_running:
                 self.num_locked -= prompt.num_tokens
@@ -371,7 +329,7 @@ class ServerModel:
             self._stop(job, job.num_prompt - job.num_shared)
             job.num_retractions += 1
             self.num_retracted += 1
-            self._enqueue(job)
+            self.waiting.append(job)
         self._evict()
         remaining = list(self.running.values())
         num_done = sum(job.num_emitted + self._step - job.first_step for job in remaining)
@@ -389,21 +347,11 @@ class ServerModel:
                 return
             heapq.heappop(self._ends)
 
-    def _write_to_host(self, name: tuple[str, bool], num_tokens: int) -> None:
-        if num_tokens > self.params.host_capacity:
-            return
-        self._num_host += num_tokens - self._host.pop(name, 0)
-        self._host[name] = num_tokens
-        while self._num_host > self.params.host_capacity:
-            self._num_host -= self._host.popitem(last=False)[1]
-
     def _evict(self) -> None:
-        """Evict the least recently used tokens, from their ends, as far as needed; those that are
-        pinned last."""
+        """Evict the least recently used tokens, from their ends, as far as needed."""
         excess = self.num_locked + self.num_cached - self.params.capacity
         while excess > 0 and self._lru:
-            oldest = next(iter(self._lru))
-            name = next((name for name in self._lru if name not in self._pins), oldest)
+            name = next(iter(self._lru))
             num_tokens = self._lru[name]
             if num_tokens > excess and not name[1]:
                 self._lru[name] = num_tokens - excess

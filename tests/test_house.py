@@ -423,6 +423,31 @@ def test_no_file_is_longer_than_people_read() -> None:
     assert long == set(LONG_FILES)
 
 
+# Lines of each package. Size is a cost: whoever needs more than is left removes something first.
+BUDGET = {
+    "agentloop": 58_750,
+    "agentloop.sandbox": 9_400,
+    "agentloop.learner": 4_350,
+    "bench": 8_500,
+    "tests": 74_000,
+    "tools": 1_450,
+}
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_packages_keep_within_their_budgets(package: str) -> None:
+    inner = [other for other in FOLDERS if other.startswith(f"{package}.")]
+    num_lines = sum(
+        file.read_text("utf-8").count("\n")
+        for name, file in modules().items()
+        if within(name, package) and not within(name, *inner)
+    )
+    assert num_lines <= BUDGET[package], (
+        f"{package} has {num_lines} lines and a budget of {BUDGET[package]}: remove something "
+        "first, such as a second path, a setting that nobody sets, or code that a library has"
+    )
+
+
 def test_train_has_few_settings() -> None:
     from agentloop.cli.train import TrainSettings
     from agentloop.config import describe_settings

@@ -22,8 +22,9 @@ _COMMANDS: dict[str, tuple[type[pydantic.BaseModel], str]] = {
     "agentloop serve": (
         Settings,
         "Also those of `agentloop.Runtime`, `agentloop chat` and `agentloop env try`. The commands "
-        "take `env`, `tasks` and `reward` of `agentloop evaluate` besides; `agentloop chat` and "
-        "`agentloop env try` also its `endpoint`, and the latter `num_rollouts` (default: 10).",
+        "take `env`, `tasks` and `reward` of `agentloop train` besides; `agentloop chat` and "
+        "`agentloop env try` also the `endpoint` of `agentloop evaluate`, and the latter "
+        "`num_rollouts` (default: 10).",
     ),
     "agentloop train": (TrainSettings, "Besides those of `agentloop serve`."),
     "agentloop sft": (SftSettings, ""),
@@ -53,18 +54,22 @@ def _lines() -> Iterator[str]:
     yield "`AGENTLOOP_SECTION__KEY`; `agentloop COMMAND --list-settings` prints those of a command."
     yield ""
     yield "Names end in their unit: `_s` is seconds, `_mib` is 2^20 bytes, `_tokens` is the model's"
-    yield 'tokens. For a setting whose default is none, "none" in a file restores the default.'
-    served = set(describe_settings(Settings))
+    yield "tokens. Each setting is shown with its default; for one that has none, `none` in a file"
+    yield "restores that."
+    listed: dict[Row, str] = {}  # with the command
     for command, (model, note) in _COMMANDS.items():
         yield from ("", f"## {command}")
         if note:
             yield from ("", note)
-        rows = describe_settings(model)
-        if issubclass(model, Settings) and model is not Settings:
-            rows = (row for row in rows if row not in served)
+        rows = list(describe_settings(model))
         if model is SandboxServeSettings:
-            rows = (row for row in rows if not row[0].startswith("pool."))
-        yield from _sections(rows)
+            rows = [row for row in rows if not row[0].startswith("pool.")]
+        known = [row for row in rows if row in listed and listed[row] not in note]
+        if known:
+            sections = dict.fromkeys(f"`{row[0].split('.')[0]}`" for row in known)
+            yield from ("", f"The rest as for `agentloop train`: {', '.join(sections)}.")
+        yield from _sections(row for row in rows if row not in listed)
+        listed = dict.fromkeys(rows, command) | listed
 
 
 def _sections(rows: Iterable[Row]) -> Iterator[str]:
@@ -76,21 +81,17 @@ def _sections(rows: Iterable[Row]) -> Iterator[str]:
             continue
         if section:
             yield from ("", f"### {section}")
-        yield from ("", "| setting | default | meaning |", "|---|---|---|")
+        yield ""
         for name, default, description in section_rows:
-            yield f"| `{name}` | {_cell(_default(name, default))} | {_cell(description)} |"
+            yield f"- {_with_default(name, default)}: {' '.join(description.split())}"
 
 
-def _default(name: str, value: str) -> str:
+def _with_default(name: str, value: str) -> str:
     if name in _SHOWN:
-        return _SHOWN[name]
+        return f"`{name}` ({_SHOWN[name]})"
     if value == f'"{SMALL}"':
-        return "the small model that ships with agentloop"
-    return f"`{value}`" if value else "none"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
+        return f"`{name}` (the small model that ships with agentloop)"
+    return f"`{name}={' '.join(value.split())}`" if value else f"`{name}`"
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ proportions in clustered surveys.)
 
 A bootstrap over tasks is not used: with few tasks its percentiles are too narrow, and they collapse
 to a point if all tasks or no tasks are solved, which thirty tasks do not justify.
-`python -m bench.intervals` measures the coverage of both (docs/evaluate.md).
+docs/evaluate.md has the coverage of both, as measured.
 
 For rewards other than 0 and 1, which have no such bounds, the interval is p +- c s / sqrt(n).
 """

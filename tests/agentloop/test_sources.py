@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -28,7 +28,7 @@ COMMANDS: dict[str, type[pydantic.BaseModel]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table. Without a setting, it is a difference in words."""
+    """A line of a list or a table. Without a setting, it is a difference in words."""
 
     setting: str
     here: str
@@ -37,17 +37,25 @@ class Row:
     why: str
 
 
+def chosen(name: str) -> set[str]:
+    """The settings of a recipe that no source states, and that have no line in the table."""
+    section = (FOLDER / "sources.md").read_text().partition(f"## {name}\n")[2].partition("\n## ")[0]
+    return set(re.findall(r"`([^`]+)`", section.partition("Not stated:")[2]))
+
+
 @cache
 def tables() -> Mapping[str, list[Row]]:
     """The rows of the document, by the recipe that they are about."""
     by_recipe: dict[str, list[Row]] = {}
     for section in re.split(r"^## ", (FOLDER / "sources.md").read_text(), flags=re.M)[1:]:
         name, _, text = section.partition("\n")
+        equal = re.findall(r"^- `(\S+) = (.*?)`: (.+)$", text, re.M)
         lines = [line for line in text.splitlines() if line.startswith("|")]
-        assert lines[0] == "| setting | here | there | where | why |"
+        assert not lines or lines[0] == "| setting | here | there | where | why |"
         cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
         by_recipe[name] = [
-            Row(setting.strip("`"), *cells_of_row) for setting, *cells_of_row in cells
+            *(Row(setting, here, here, where, "") for setting, here, where in equal),
+            *(Row(setting.strip("`"), *cells_of_row) for setting, *cells_of_row in cells),
         ]
     return by_recipe
 
@@ -72,9 +80,13 @@ def settings_in(values: Mapping[str, Any], at: str = "") -> Iterator[str]:
             yield f"{at}{name}"
 
 
-def is_said(setting: str, table: Mapping[str, Row]) -> bool:
+def is_said(setting: str, said: Collection[str]) -> bool:
     """Tables of arguments have one row, as a whole."""
-    return any(setting == name or setting.startswith(f"{name}.") for name in table)
+    return any(setting == name or setting.startswith(f"{name}.") for name in said)
+
+
+def not_in(setting: str, given: Collection[str]) -> bool:
+    return not any(is_said(name, [setting]) for name in given)
 
 
 def toml(cell: str) -> Any:
@@ -104,7 +116,10 @@ def test_every_value_of_a_recipe_has_a_source(name: str) -> None:
     settings_given = set(settings_in(tomllib.loads((FOLDER / name).read_text()))).difference(
         ELSEWHERE
     )
-    assert sorted(setting for setting in settings_given if not is_said(setting, table)) == []
+    not_stated = chosen(name)
+    said = {*table, *not_stated}
+    assert sorted(setting for setting in settings_given if not is_said(setting, said)) == []
+    assert sorted(setting for setting in not_stated if not_in(setting, settings_given)) == []
 
 
 def test_the_release_inherits_only_what_no_source_states() -> None:

@@ -124,12 +124,6 @@ def test_the_runs_settings_are_valid(setup: Setup, tmp_path: Path) -> None:
     assert ("--mem-fraction-static" in settings.server.extra_args) == setup.on_gpu
 
 
-@pytest.mark.parametrize("setup", [ON_GPU, ON_CPU], ids=["gpu", "cpu"])
-def test_the_options_of_a_handover_are_those_of_its_command(setup: Setup) -> None:
-    usual = vars(handover.parser().parse_args(["stream"]))
-    assert usual.keys() - vars(gpu_servers.handover_options(setup)).keys() == {"what", "repeats"}
-
-
 @pytest.mark.real
 @pytest.mark.timeout(600)  # each part imports torch, and most of them DeepSpeed
 @pytest.mark.parametrize("names", ["attention,head", "speed", "step"])

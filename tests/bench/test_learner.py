@@ -86,7 +86,7 @@ def test_a_ratio_is_of_the_same_round() -> None:
 def test_help_names_the_benchmarks() -> None:
     command = [sys.executable, "-m", "bench.learner", "--help"]
     output = subprocess.check_output(command, text=True, cwd=ROOT)
-    assert "speed,packing,siblings,memory,ranks,all" in output
+    assert "speed,packing,siblings,memory,all" in output
 
 
 @pytest.fixture

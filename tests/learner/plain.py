@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import Qwen3ForCausalLM
 
 from agentloop.learner.batch import Batch
 from agentloop.training.learner_client.settings import LearnerSettings
-from tools.small_model.qwen3 import Qwen3ForCausalLM
 
 # OpenMP's threads spin while they wait for each other; on a busy machine that costs minutes.
 torch.set_num_threads(1)

@@ -16,6 +16,7 @@ pytest.importorskip("peft", reason="needs peft: pip install 'agentloop-rl[train]
 import torch
 from safetensors.numpy import load as load_arrays
 from safetensors.torch import load_file
+from transformers import Qwen3ForCausalLM
 
 from agentloop.errors import ModelError
 from agentloop.learner.lora import add_adapters
@@ -28,7 +29,6 @@ from agentloop.training.learner_client.settings import (
 )
 from tests.learner import plain
 from tests.learner.ranks import Ranks, make_batch, started
-from tools.small_model.qwen3 import Qwen3ForCausalLM
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 

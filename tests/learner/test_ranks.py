@@ -26,6 +26,7 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop
 import torch
 from safetensors.numpy import load as load_arrays
 from safetensors.torch import load_file
+from transformers import Qwen3ForCausalLM
 
 from agentloop.learner.batch import Batch
 from agentloop.learner.errors import RankError
@@ -39,7 +40,6 @@ from agentloop.training.learner_client.settings import (
 )
 from tests.learner.plain import Plain, load, scores
 from tests.learner.ranks import ROOT, SIZES, Ranks, make_batch, make_siblings, started
-from tools.small_model.qwen3 import Qwen3ForCausalLM
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 

@@ -24,11 +24,11 @@ from agentloop.models import SMALL
 from agentloop.training.learner_client.settings import LearnerSettings, LossSettings
 from tests.learner import plain
 from tests.learner.ranks import make_batch
-from tools.small_model.tokenizer import VOCAB_SIZE
 
 pytestmark = [pytest.mark.real, pytest.mark.gate]
 SETTINGS = LearnerSettings(model=SMALL, head_chunk_tokens=7)
 SAMPLES = (2, 0, 3, 1)
+VOCAB_SIZE = 512
 
 
 def packed(scorer: Any, batch: Batch) -> tuple[Any, Any, Any]:

@@ -33,7 +33,7 @@ def test_a_program_is_shown_as_it_is() -> None:
 
 def test_a_bar_in_a_table_needs_no_backslash() -> None:
     texts, _ = pages(ROOT)
-    assert "| `int | None` |" in texts["api.md"]
+    assert "\\|" in (ROOT / "docs/models.md").read_text()
     assert "\\|" not in texts["models.md"] + texts["guides/your-model.md"]
 
 

@@ -28,8 +28,7 @@ _TIE = 1.02  # costs within this factor count as equal: predictions are not more
 class Costs:
     """Costs of a server's work in seconds, of which only the proportions matter.
 
-    The defaults are near those of a 14B model on one GPU. `python -m bench.live_router check`
-    measures those of a server.
+    The defaults are near those of a 14B model on one GPU.
 
     Attributes:
         prefill_s_per_token: Prefill time per prompt token that is not cached.

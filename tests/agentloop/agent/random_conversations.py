@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.call_forms import Call, Form
+from tests.agentloop.agent.call_forms import Call, Form
 
 __all__ = ["EXAMPLES", "chunks_of", "conversations", "damage", "some_calls", "some_text"]
 

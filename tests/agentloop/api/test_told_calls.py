@@ -13,7 +13,7 @@ from agentloop.agent.rollout import Rollout, TurnOptions
 from agentloop.api.chat_completions import ChunkWriter, chunk_frame, completion
 from agentloop.events import Event
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
-from bench.call_forms import FORMS, Call
+from tests.agentloop.agent.call_forms import FORMS, Call
 from tests.agentloop.agent.formats.test_families import chat_of
 from tests.agentloop.agent.random_conversations import chunks_of
 from tests.support import END, ScriptedEngine, chunks, written

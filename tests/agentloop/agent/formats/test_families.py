@@ -14,7 +14,7 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.formats import FAMILIES, detect, get_family, harmony, regions
 from agentloop.errors import ModelError
 from agentloop.trajectory import ToolCall
-from bench.call_forms import FORMS, Call
+from tests.agentloop.agent.call_forms import FORMS, Call
 from tests.agentloop.agent.random_conversations import (
     EXAMPLES,
     chunks_of,

@@ -1,4 +1,4 @@
-"""Tool calls as the models of each family write them, for benchmarks and tests."""
+"""Tool calls as the models of each family write them."""
 
 from __future__ import annotations
 
