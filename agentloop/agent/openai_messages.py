@@ -83,6 +83,8 @@ class _Form:
         if not isinstance(role, str) or role not in _ROLES:
             raise RequestError(f"{where}.role: {role!r} is not a valid role")
         plain = {name: value for name, value in message.items() if value is not None}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            _check_text(f"{where}.{name}", plain.get(name, ""))
         plain["role"] = _ROLES[role]
         plain["content"] = text_of(f"{where}.content", message.get("content"), plain["role"])
         if "reasoning_content" not in plain and isinstance(plain.get("reasoning"), str):
@@ -108,8 +110,8 @@ class _Form:
             waiting = [id for id in self._unanswered if self._unanswered[id] == name]
             id = next(iter(waiting or self._unanswered), None)
         if id is not None:
-            plain["tool_call_id"] = id = str(id)
-            self._unanswered.pop(id, None)
+            plain["tool_call_id"] = id
+            self._unanswered.pop(str(id), None)
         self.messages.append(plain)
         if self._order:
             self._results.append(plain)
@@ -143,16 +145,21 @@ class _Form:
         function = plain.get("function")
         if not isinstance(function, Mapping):
             raise RequestError(f"{where}.function: expected an object, got {function!r:.50}")
-        if not isinstance(name := function.get("name"), str):
-            raise RequestError(f"{where}.function.name: expected a string, got {name!r:.50}")
+        _check_text(f"{where}.function.name", function.get("name"))
+        _check_text(f"{where}.id", plain.get("id", ""))
         plain["function"] = {
             **{field: value for field, value in function.items() if value is not None},
             "arguments": _arguments(function.get("arguments")),
         }
         plain["type"] = "function"
-        plain["id"] = str(plain.get("id") or f"call{self._num_calls:05}")
+        plain["id"] = plain.get("id") or f"call{self._num_calls:05}"
         self._num_calls += 1
         return plain
+
+
+def _check_text(where: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise RequestError(f"{where}: expected a string, got {value!r:.50}")
 
 
 def _arguments(arguments: object) -> dict[str, object]:
@@ -194,10 +201,10 @@ def _text_of_part(where: str, part: object, role: str) -> str:
         kind = part.get("type")
         for name in ("text", "refusal"):
             if kind in (name, f"input_{name}", f"output_{name}", None):
+                if kind is not None:
+                    _check_text(f"{where}.{name}", part.get(name))
                 if isinstance(text := part.get(name), str):
                     return text
-                if kind is not None:
-                    raise RequestError(f"{where}.{name}: expected a string, got {text!r:.50}")
         if isinstance(kind, str):
             if role == "tool":  # no reason to end a conversation
                 return omitted(kind)
