@@ -84,7 +84,6 @@ FORMS = {
             ),
             "\n",
         ),
-        not_in_text=("</parameter>",),
     ),
     "glm": Form(
         each(
@@ -94,7 +93,6 @@ FORMS = {
                 + "</tool_call>"
             )
         ),
-        not_in_text=("</arg_value>",),
     ),
     "deepseek-v3.1": Form(
         lambda calls: (
