@@ -59,7 +59,6 @@ class Only(NamedTuple):
     advice: str = ""
 
 
-_PENALTY = "leave it out: the servers would only count the tokens of one turn"
 _OUTPUT_FORMAT = "use response_format"
 
 # Parameters that would change the answer, with the values that do not.
@@ -110,14 +109,10 @@ UNSUPPORTED: dict[str, Only] = {
     "use_beam_search": Only((False,)),
 }
 
-# Fields that the bare model supports. The agent's turns are generations of their own, so they
-# would not mean for it what they mean for a whole answer.
+# Fields that the bare model supports. For the agent, whose turns are generations of their own, they
+# would not mean what they mean for a whole answer.
 ONLY_BARE_MODEL: dict[str, Only] = {
-    "frequency_penalty": Only((0,), _PENALTY),
-    "logit_bias": Only(({},)),
     "min_tokens": Only((0,)),
-    "presence_penalty": Only((0,), _PENALTY),
-    "repetition_penalty": Only((1,), _PENALTY),
     "stop_token_ids": Only(([],), "use stop"),
 }
 

@@ -7,7 +7,7 @@ The responses are in responses_stream.py, and the items of a conversation in res
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Literal, get_args
 
 import pydantic
@@ -35,6 +35,7 @@ from agentloop.api.requests import (
 )
 from agentloop.api.sampling_fields import SamplingFields
 from agentloop.errors import RequestError, Unsupported
+from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message
 
 __all__ = ["UNSUPPORTED_RESPONSES", "ResponsesRequest"]
@@ -205,13 +206,20 @@ class ResponsesRequest(SamplingFields):
     thinking_token_budget: int | None = pydantic.Field(None, ge=1)
 
     @classmethod
-    def parse(cls, body: bytes) -> ResponsesRequest:
+    def parse(
+        cls, body: bytes, item_of: Callable[[object], JsonObject | None] = lambda id: None
+    ) -> ResponsesRequest:
         """Parse a request body.
+
+        Args:
+            item_of: Returns an item of an earlier response by its id, or None if it is not known.
 
         Raises:
             RequestError: A field is invalid or unsupported; the message names it.
         """
         value = load_object(body)
+        if isinstance(items := value.get("input"), list):
+            value["input"] = [_item_itself(item, item_of) for item in items]
         refuse_unsupported(value, UNSUPPORTED_RESPONSES)
         refuse_types(_typed_objects(value))
         request = validate(cls, value)
@@ -340,6 +348,15 @@ class ResponsesRequest(SamplingFields):
                 return None
             case text_format:
                 return {"type": text_format.type}
+
+
+def _item_itself(item: object, item_of: Callable[[object], JsonObject | None]) -> object:
+    """Return the item that a reference names, if it is known, or the item that it is."""
+    if not isinstance(item, dict) or not {"id"} <= item.keys() <= {"id", "type"}:
+        return item
+    if item.get("type") not in ("item_reference", None):
+        return item
+    return item_of(item["id"]) or {**item, "type": "item_reference"}
 
 
 def _as_function(tool: FlatFunctionTool | TextTool) -> dict[str, object]:

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import pydantic
 
 from agentloop.agent.openai_messages import function_call, tool_message
-from agentloop.errors import Unsupported
+from agentloop.errors import RequestError, Unsupported
 from agentloop.trajectory import Message
 
 __all__ = ["INPUT_ITEMS", "TEXT_PARTS", "Item", "custom_arguments", "messages_of_items", "name_in"]
@@ -91,6 +91,13 @@ class ExecutedCallItem(pydantic.BaseModel):
     output: str | None = None
 
 
+class ItemReference(pydantic.BaseModel):
+    """An item of an earlier response, by its id."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 TEXT_PARTS = ("input_text", "output_text", "refusal")
 INPUT_ITEMS = (
     "message",
@@ -100,6 +107,7 @@ INPUT_ITEMS = (
     "function_call_output",
     "custom_tool_call_output",
     "mcp_call",
+    "item_reference",
 )
 
 
@@ -115,7 +123,8 @@ Item = Annotated[
     | Annotated[CustomCallItem, pydantic.Tag("custom_tool_call")]
     | Annotated[CallOutputItem, pydantic.Tag("function_call_output")]
     | Annotated[CallOutputItem, pydantic.Tag("custom_tool_call_output")]
-    | Annotated[ExecutedCallItem, pydantic.Tag("mcp_call")],
+    | Annotated[ExecutedCallItem, pydantic.Tag("mcp_call")]
+    | Annotated[ItemReference, pydantic.Tag("item_reference")],
     pydantic.Discriminator(_type_of),
 ]
 
@@ -153,6 +162,7 @@ def messages_of_items(items: Iterable[Item]) -> list[Message]:
 
     Raises:
         Unsupported: A thought is encrypted; the message names the item.
+        RequestError: A reference was not resolved.
     """
     messages: list[Message] = []
     turn, before = _Turn(), None
@@ -179,6 +189,11 @@ def messages_of_items(items: Iterable[Item]) -> list[Message]:
             case ExecutedCallItem():
                 turn.calls.append(function_call(item.id, item.name, item.arguments))
                 turn.outputs.append(tool_message(item.id, item.output or ""))
+            case ItemReference():
+                raise RequestError(
+                    f"input[{index}].id: {item.id!r} is not known here: it was not stored, or is "
+                    "of another session, or too old; send the item itself"
+                )
             case MessageItem() | CallOutputItem():
                 messages += turn.messages()
                 turn = _Turn()
