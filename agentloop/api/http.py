@@ -45,7 +45,7 @@ def _error(description: str) -> Response:
 
 
 _PING_S = 15.0
-_ID = "agentloop.id"
+_ID = web.RequestKey("id", str)
 
 BODY_ERRORS: Responses = {
     400: _error("The request is invalid; the message names the field."),

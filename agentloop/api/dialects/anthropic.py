@@ -317,9 +317,6 @@ def _typed_objects(body: Mapping[str, object]) -> Iterator[TypedObject]:
 def _typed_blocks(path: str, content: object, supported: Sequence[str]) -> Iterator[TypedObject]:
     for block_path, block in objects_in(path, content):
         yield block_path, block, supported, f"it takes {', '.join(supported)}"
-        if block.get("type") in ("tool_result", "mcp_tool_result"):
-            inner = f"{block_path}.content"
-            yield from _typed_blocks(inner, block.get("content"), BLOCKS["system"])
 
 
 def _refuse_callers(body: Mapping[str, object]) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from agentloop.agent.openai_messages import function_call, tool_message
+from agentloop.agent.openai_messages import function_call, omitted, tool_message
 
 __all__ = ["BLOCKS", "ConversationMessage", "TextBlock", "of_messages", "of_system"]
 
@@ -48,10 +48,31 @@ class ToolUseBlock(pydantic.BaseModel):
     input: dict[str, object]
 
 
+class OtherBlock(pydantic.BaseModel):
+    """A part of a result that is no text, such as an image; the model reads that it was there."""
+
+    type: str
+
+    @property
+    def text(self) -> str:
+        return omitted(self.type)
+
+
+def _kind_of(block: object) -> str:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return "text" if kind == "text" else "other"
+
+
+_ResultBlock = Annotated[
+    Annotated[TextBlock, pydantic.Tag("text")] | Annotated[OtherBlock, pydantic.Tag("other")],
+    pydantic.Discriminator(_kind_of),
+]
+
+
 class ToolResultBlock(pydantic.BaseModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[_ResultBlock] | None = None
     is_error: bool | None = None
 
 
@@ -67,7 +88,7 @@ class ExecutedUseBlock(pydantic.BaseModel):
 class ExecutedResultBlock(pydantic.BaseModel):
     type: Literal["mcp_tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[_ResultBlock] | None = None
 
 
 _UserBlock = TextBlock | ToolResultBlock
@@ -242,7 +263,7 @@ class _AnswerTurn:
             yield tool_message(result.tool_use_id, "\n".join(_texts(result.content)))
 
 
-def _texts(content: str | Sequence[TextBlock] | None) -> list[str]:
+def _texts(content: str | Sequence[TextBlock | OtherBlock] | None) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [block.text for block in content or ()]

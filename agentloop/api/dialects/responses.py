@@ -394,9 +394,8 @@ def _typed_objects(body: dict[str, object]) -> Iterator[TypedObject]:
     for path, item in objects_in("input", body.get("input")):
         yield path, item, INPUT_ITEMS, "leave it out, or send its text as a message"
         if item.get("type") != "reasoning":
-            for name in ("content", "output"):
-                for part_path, part in objects_in(f"{path}.{name}", item.get(name)):
-                    yield part_path, part, TEXT_PARTS, "send text"
+            for part_path, part in objects_in(f"{path}.content", item.get("content")):
+                yield part_path, part, TEXT_PARTS, "send text"
     for path, tool in objects_in("tools", body.get("tools")):
         yield path, tool, (*tool_types, "namespace", *get_args(_Search)), use_function
         if tool.get("type") == "namespace":

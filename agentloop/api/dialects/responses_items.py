@@ -11,13 +11,13 @@ the model become one message, so that the prompt of the next turn is the history
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import pydantic
 
-from agentloop.agent.openai_messages import function_call, tool_message
+from agentloop.agent.openai_messages import function_call, omitted, tool_message
 from agentloop.errors import RequestError, Unsupported
 from agentloop.trajectory import Message
 
@@ -75,10 +75,31 @@ class CustomCallItem(pydantic.BaseModel):
     input: str
 
 
+class OtherPart(pydantic.BaseModel):
+    """A part of an output that is no text, such as an image; the model reads that it was there."""
+
+    type: str
+
+    @property
+    def text(self) -> str:
+        return omitted(self.type)
+
+
+def _kind_of(part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return "text" if kind in ("input_text", "output_text") else "other"
+
+
+_OutputPart = Annotated[
+    Annotated[TextItemPart, pydantic.Tag("text")] | Annotated[OtherPart, pydantic.Tag("other")],
+    pydantic.Discriminator(_kind_of),
+]
+
+
 class CallOutputItem(pydantic.BaseModel):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: str | list[TextItemPart]
+    output: str | list[_OutputPart]
 
 
 class ExecutedCallItem(pydantic.BaseModel):
@@ -204,7 +225,7 @@ def messages_of_items(items: Iterable[Item]) -> list[Message]:
     return [*messages, *turn.messages()]
 
 
-def _text(content: str | list[TextItemPart] | list[TextItemPart | RefusalPart]) -> str:
+def _text(content: str | Sequence[TextItemPart | RefusalPart | OtherPart]) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)

@@ -148,7 +148,7 @@ def test_an_argument_may_contain_the_tags_that_close_it(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(TAGGED))
 def test_a_call_never_runs_with_a_part_of_an_argument(name: str) -> None:
     """Where text cannot be told from markup, the call is malformed."""
-    form, chat, (argument_end, call_end) = FORMS[name], chat_of(name), TAGGED[name]
+    form, chat, (argument_end, _) = FORMS[name], chat_of(name), TAGGED[name]
     for inner in ({"text": "x"}, {"other": "x"}):
         whole = form.text([("search", inner)]).partition("search")[2]
         opening = whole[whole.index("<") :].partition(f"x{argument_end}")[0].removesuffix("\n")
