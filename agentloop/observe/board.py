@@ -46,6 +46,7 @@ from agentloop.observe.frames import (
     WrongAnswer,
     first_words,
 )
+from agentloop.observe.in_flight import InFlight
 from agentloop.observe.latency import Duration, LatencyShown, RecentDurations, nearest_rank, of_turn
 from agentloop.plain_json import number_of
 from agentloop.trajectory import Message, Trajectory, Turn, rollout_of
@@ -179,7 +180,8 @@ class Board:
         self.groups: dict[str, GroupRow] = {}
         self.steps: deque[Mapping[str, object]] = deque(maxlen=_MAX_STEPS)
         self.policy_version: str | None = None
-        self.num_in_flight = self.num_done = self.num_moved = 0
+        self.in_flight = InFlight()
+        self.num_done = self.num_moved = 0
         self.calls = Counter[str]()
         self.server_tokens = Counter[str]()  # sampled, by the server's URL
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -207,6 +209,7 @@ class Board:
     # --- events -----------------------------------------------------------------------------------
 
     def on_event(self, event: Event) -> None:
+        self.in_flight.on_event(event)
         match event:
             case TokensSampled():
                 row = self.rows.get(event.rollout_id)
@@ -237,8 +240,6 @@ class Board:
         now_ms = self.ms()
         row = Row(record, record.id, group, now_ms, lanes=[("wait", now_ms)])
         self._recent.enter(row.id, Part.KV, self._clock(), ())
-        before = self.rows.get(record.id)
-        self.num_in_flight += before is None or before.state != "live"
         self.rows[record.id] = row
         self._ended.pop(record.id, None)
         self._removed.pop(record.id, None)  # it was started again, so readers must keep it
@@ -383,7 +384,6 @@ class Board:
         self._recent.enter(row.id, None, self._clock(), _calls_of(row))
         row.open_calls.clear()
         self._lane_changes[row.id] = None
-        self.num_in_flight -= 1
         self.num_done += 1
         if (group := self.groups.get(row.group)) is not None:
             group.ended.add(rollout_of(row.id))
@@ -427,7 +427,7 @@ class Board:
         return {
             "tokens_per_s": round((tokens_now - tokens) * per_s, 1),
             "calls_per_s": round((calls_now - calls) * per_s, 2),
-            "in_flight": self.num_in_flight,
+            "in_flight": len(self.in_flight),
             "rollouts_done": self.num_done,
             "turns_moved": self.num_moved,
             "groups_open": sum(group.end is None for group in self.groups.values()),
