@@ -124,7 +124,7 @@ class _Form:
 
     def _calls(self, where: str, calls: object, older: object) -> list[dict[str, Any]]:
         if older is not None and not calls:
-            return [self._call(f"{where}.function_call", {"function": older})]
+            return [self._call(where, {"function": older}, f"{where}.function_call")]
         if not isinstance(calls, list | tuple | None):
             raise RequestError(f"{where}.tool_calls: expected a list, got {calls!r:.50}")
         return [
@@ -132,7 +132,8 @@ class _Form:
             for number, call in enumerate(calls or ())
         ]
 
-    def _call(self, where: str, call: object) -> dict[str, Any]:
+    def _call(self, where: str, call: object, function_at: str = "") -> dict[str, Any]:
+        function_at = function_at or f"{where}.function"
         if not isinstance(call, Mapping):
             raise RequestError(f"{where}: expected an object, got {call!r:.50}")
         plain = {name: value for name, value in call.items() if value is not None}
@@ -144,8 +145,8 @@ class _Form:
             plain["function"] = bare
         function = plain.get("function")
         if not isinstance(function, Mapping):
-            raise RequestError(f"{where}.function: expected an object, got {function!r:.50}")
-        _check_text(f"{where}.function.name", function.get("name"))
+            raise RequestError(f"{function_at}: expected an object, got {function!r:.50}")
+        _check_text(f"{function_at}.name", function.get("name"))
         _check_text(f"{where}.id", plain.get("id", ""))
         plain["function"] = {
             **{field: value for field, value in function.items() if value is not None},

@@ -187,7 +187,7 @@ class ResponsesExchange:
             self._store.add(
                 response["id"],
                 [*conversation, *responses.messages_of(response)],
-                response["output"],
+                responses.without_logprobs(response["output"]),
             )
 
 

@@ -34,7 +34,7 @@ class ResponseStore:
         items = {str(item["id"]): item for item in output}
         self._items |= items
         self._item_ids[id] = [*items]
-        self._sizes[id] = num_chars(conversation)
+        self._sizes[id] = num_chars((conversation, output))
         self._num_chars += self._sizes[id]
         while len(self._sizes) > _MAX_RESPONSES or (
             self._num_chars > _MAX_CHARS and len(self._sizes) > 1

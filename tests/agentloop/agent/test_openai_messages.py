@@ -125,6 +125,10 @@ def test_an_image_in_a_result_becomes_text() -> None:
             {"role": "assistant", "tool_calls": "[]"},
             r"messages\[1\].tool_calls: expected a list, got '\[\]'",
         ),
+        (
+            {"role": "assistant", "function_call": {"name": 5}},
+            r"messages\[1\].function_call.name: expected a string, got 5",
+        ),
         (calling({"id": "c1"}), r"messages\[1\].tool_calls\[0\].function: expected an object"),
         (
             calling(call("c1", "{}", 5)),  # type: ignore[arg-type]

@@ -176,10 +176,6 @@ def test_fields_that_do_not_change_the_answer_are_ignored() -> None:
             r'messages\[0\]\.content\[1\]\.type: "document"',
         ),
         (
-            {"messages": [{"role": "user", "content": [result("c", [{"type": "image"}])]}]},
-            r'messages\[0\]\.content\[0\]\.content\[0\]\.type: "image"',
-        ),
-        (
             {"messages": [*HELLO, assistant({"type": "server_tool_use"}), *HELLO]},
             r'messages\[1\]\.content\[0\]\.type: "server_tool_use"',
         ),

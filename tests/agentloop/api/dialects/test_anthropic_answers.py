@@ -273,7 +273,7 @@ def test_usage_counts_cached_tokens_apart() -> None:
     ],
 )
 def test_the_client_knows_errors(status: int, body: Any, raised: str, kind: str) -> None:
-    form = error_form(status, body)
+    form = error_form(status, body, "req_1")
     with client(status, json.dumps(form).encode(), "application/json") as made:
         with pytest.raises(getattr(anthropic, raised)) as caught:
             made.messages.create(model="m", max_tokens=9, messages=HELLO)
@@ -287,7 +287,7 @@ def test_a_client_that_is_refused_a_thread_is_told_to_go_on_without() -> None:
         MessagesRequest.parse(
             json.dumps({"max_tokens": 9, "messages": HELLO, "thread": {"type": "create"}}).encode()
         )
-    form = error_form(*error_of(refused.value))
+    form = error_form(*error_of(refused.value), "req_1")
     assert form["error"]["details"]["error_code"] == "thread_unsupported_request"
 
 
@@ -295,7 +295,8 @@ def test_the_client_knows_an_error_in_a_stream() -> None:
     status, body = error_of(ServerError("down"))
     answered = Trajectory("t", [1], stop_reason=StopReason.ANSWERED)
     first_events = events(chunks_with_usage(answered))[:1]
-    frames = b"".join(starmap(named_event, [*first_events, ("error", error_form(status, body))]))
+    last = ("error", error_form(status, body, "req_1"))
+    frames = b"".join(starmap(named_event, [*first_events, last]))
     with pytest.raises(anthropic.APIStatusError) as caught:
         read(frames, beta=False)
     assert caught.value.body["error"] == {"type": "overloaded_error", "message": "down"}
