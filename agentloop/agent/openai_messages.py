@@ -201,11 +201,9 @@ def _text_of_part(where: str, part: object, role: str) -> str:
     if isinstance(part, Mapping):
         kind = part.get("type")
         for name in ("text", "refusal"):
-            if kind in (name, f"input_{name}", f"output_{name}", None):
-                if kind is not None:
-                    _check_text(f"{where}.{name}", part.get(name))
-                if isinstance(text := part.get(name), str):
-                    return text
+            if kind in (name, f"input_{name}", f"output_{name}"):
+                _check_text(f"{where}.{name}", part.get(name))
+                return str(part[name])
         if isinstance(kind, str):
             if role == "tool":  # no reason to end a conversation
                 return omitted(kind)

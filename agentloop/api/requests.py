@@ -170,13 +170,22 @@ class _Named(ValueError):
         self.error = error
 
 
+class _Checked(pydantic.BaseModel):
+    messages: list[InputMessage]
+
+
 def _in_normal_form(messages: object) -> list[dict[str, object]]:
     try:
         if not isinstance(messages, list):
             raise RequestError("messages: expected a list")
         if not messages:
             raise RequestError("messages: at least one message is required")
-        return normal_form(messages)
+        plain = normal_form(messages)  # which also checks the contents
+        others = [
+            {name: message[name] for name in message if name != "content"} for message in messages
+        ]
+        validate(_Checked, {"messages": others})
+        return plain
     except RequestError as error:
         raise _Named(error) from error
 

@@ -180,7 +180,7 @@ class Board:
         self.groups: dict[str, GroupRow] = {}
         self.steps: deque[Mapping[str, object]] = deque(maxlen=_MAX_STEPS)
         self.policy_version: str | None = None
-        self.in_flight = InFlight()
+        self._in_flight = InFlight()
         self.num_done = self.num_moved = 0
         self.calls = Counter[str]()
         self.server_tokens = Counter[str]()  # sampled, by the server's URL
@@ -203,13 +203,18 @@ class Board:
         self._removed_groups: dict[str, None] = {}
         self._num_new_steps = 0
 
+    @property
+    def num_in_flight(self) -> int:
+        """The number of rollouts in flight, without those that wait for a session's client."""
+        return len(self._in_flight)
+
     def ms(self) -> int:
         return round(1000 * (self._clock() - self.t0))
 
     # --- events -----------------------------------------------------------------------------------
 
     def on_event(self, event: Event) -> None:
-        self.in_flight.on_event(event)
+        self._in_flight.on_event(event)
         match event:
             case TokensSampled():
                 row = self.rows.get(event.rollout_id)
@@ -427,7 +432,7 @@ class Board:
         return {
             "tokens_per_s": round((tokens_now - tokens) * per_s, 1),
             "calls_per_s": round((calls_now - calls) * per_s, 2),
-            "in_flight": len(self.in_flight),
+            "in_flight": self.num_in_flight,
             "rollouts_done": self.num_done,
             "turns_moved": self.num_moved,
             "groups_open": sum(group.end is None for group in self.groups.values()),

@@ -272,7 +272,8 @@ def test_a_history_is_read_in_every_form_in_which_clients_write_it(name: str) ->
         return chat.decode(chat.prompt([user("hi"), called, *responds(name, "1776")], TOOLS))
 
     assert "1776" in (plain := prompt("{}"))
-    for arguments in ("", " ", "null", None, {}):
+    nothing: tuple[object, ...] = ("", " ", "null", None, {})
+    for arguments in nothing:
         assert prompt(arguments) == plain
         assert prompt(arguments, content=None, name=None, refusal=None) == plain
     assert "cut he" in prompt('{"note": "cut he')

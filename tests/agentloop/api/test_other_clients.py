@@ -20,7 +20,7 @@ from tests.support import call_text, chunks, written
 
 pytestmark = pytest.mark.anyio
 
-PROTOCOLS = {
+PROTOCOLS: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": HELLO},
     "responses": {"input": "hello"},
     "messages": {"messages": HELLO, "max_tokens": 9},
@@ -183,14 +183,14 @@ async def test_an_image_in_a_tools_result_does_not_end_a_conversation() -> None:
 
 
 async def test_an_image_of_a_user_is_refused_by_name() -> None:
-    parts = {
+    parts: dict[str, tuple[str, dict[str, Any]]] = {
         "chat/completions": ("messages", {"type": "image_url", "image_url": {"url": "data:,x"}}),
         "responses": ("input", {"type": "input_image", "image_url": "data:,x"}),
         "messages": ("messages", {"type": "image", "source": {"type": "url", "url": "x"}}),
     }
     async with service() as at:
         for path, (field, part) in parts.items():
-            body = {"max_tokens": 9} if path == "messages" else {}
+            body: dict[str, Any] = {"max_tokens": 9} if path == "messages" else {}
             body |= {field: [{"role": "user", "content": [part]}]}
             async with at.post(f"/v1/{path}", body) as response:
                 message = (await response.json())["error"]["message"]

@@ -166,7 +166,7 @@ def test_memory_is_bounded_for_any_events(
         rows = made.rows.values()
         live = [row for row in rows if row.state == "live"]
         ended = [row for row in rows if row.state != "live"]
-        assert len(made.in_flight) == len(live)
+        assert made.num_in_flight == len(live)
         assert len(ended) <= max_ended
         assert len(made.groups) <= max_groups
         kept = [row.record for row in ended if row.record is not None]
