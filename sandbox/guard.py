@@ -123,9 +123,9 @@ class Guard:
             "Access-Control-Expose-Headers": "Request-Id, X-Request-Id",
             "Vary": "Origin",
         }
-        for asked, answered in _PREFLIGHT.items():
-            if asked in headers:
-                allowed[answered] = headers[asked]
+        for request_header, response_header in _PREFLIGHT.items():
+            if request_header in headers:
+                allowed[response_header] = headers[request_header]
         return allowed
 
     def _knows_origin(self, origin: str, host: str) -> bool:

@@ -18,8 +18,8 @@ from agentloop.plain_json import with_whole_pairs
 __all__ = [
     "function_call",
     "normal_form",
+    "note_omission",
     "num_chars",
-    "omitted",
     "one_call_each",
     "text_of",
     "tool_message",
@@ -206,14 +206,14 @@ def _text_of_part(where: str, part: object, role: str) -> str:
                 return str(part[name])
         if isinstance(kind, str):
             if role == "tool":  # no reason to end a conversation
-                return omitted(kind)
+                return note_omission(kind)
             raise Unsupported(
                 f'{where}.type: "{kind:.50}" is not supported by this server: {_TEXT_ONLY}'
             )
     raise RequestError(f"{where}: expected a text part, got {part!r:.50}")
 
 
-def omitted(kind: str) -> str:
+def note_omission(kind: str) -> str:
     """Return the text that stands for a part of a call's result that is no text."""
     return f"[{kind} omitted: {_TEXT_ONLY}]"
 

@@ -50,7 +50,7 @@ class Exchange(Protocol):
         chat: The request, as chat completions have it.
         tells_executed: Whether the protocol has no other form that clients display for calls that
             the agent has run, so that they are told in the reasoning.
-        ping: What a stream says while there is nothing new.
+        ping: The event that a stream sends while there is nothing new.
     """
 
     chat: ChatRequest

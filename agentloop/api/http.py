@@ -81,7 +81,7 @@ class EventStream:
         """
         Args:
             timeout_s: Time for the client to accept an event.
-            ping: What it is sent while there is nothing new; by default, a comment.
+            ping: The event to send while there is nothing new; by default, a comment.
         """
         self.response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -183,10 +183,10 @@ async def read_body(request: web.Request, timeout_s: float) -> bytes:
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding == "identity":
         return body
-    return _decompressed(body, encoding, request.client_max_size)
+    return _decompress(body, encoding, request.client_max_size)
 
 
-def _decompressed(body: bytes, encoding: str, max_size: int) -> bytes:
+def _decompress(body: bytes, encoding: str, max_size: int) -> bytes:
     """Decompress a body.
 
     Not left to aiohttp, whose parser answers an encoding that it lacks in a form of its own.

@@ -194,7 +194,7 @@ def _key(node: ast.expr | None) -> str:
 
 
 class ArgumentTypes:
-    """What the JSON schema of a tool's parameters says of each argument."""
+    """The types of a tool's arguments, by the JSON schema of its parameters."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._root = parameters

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from agentloop.agent.openai_messages import function_call, omitted, tool_message
+from agentloop.agent.openai_messages import function_call, note_omission, tool_message
 
 __all__ = ["BLOCKS", "ConversationMessage", "TextBlock", "of_messages", "of_system"]
 
@@ -55,7 +55,7 @@ class OtherBlock(pydantic.BaseModel):
 
     @property
     def text(self) -> str:
-        return omitted(self.type)
+        return note_omission(self.type)
 
 
 def _kind_of(block: object) -> str:

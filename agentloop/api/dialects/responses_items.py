@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import pydantic
 
-from agentloop.agent.openai_messages import function_call, omitted, tool_message
+from agentloop.agent.openai_messages import function_call, note_omission, tool_message
 from agentloop.errors import RequestError, Unsupported
 from agentloop.trajectory import Message
 
@@ -82,7 +82,7 @@ class OtherPart(pydantic.BaseModel):
 
     @property
     def text(self) -> str:
-        return omitted(self.type)
+        return note_omission(self.type)
 
 
 def _kind_of(part: object) -> str:
