@@ -169,9 +169,10 @@ def _arguments(arguments: object) -> dict[str, object]:
         if not arguments.strip():
             return {}
         try:  # models write raw newlines into strings
-            arguments = json.loads(with_whole_pairs(arguments), strict=False)
+            value = json.loads(with_whole_pairs(arguments), strict=False)
         except (ValueError, RecursionError):
             return {_UNREADABLE: arguments}
+        return _arguments(value)  # some clients encode the text again
     if arguments is None:
         return {}
     return dict(arguments) if isinstance(arguments, Mapping) else {_UNREADABLE: arguments}

@@ -6,7 +6,6 @@ that the agent had, each with its calls and their results.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -45,7 +44,7 @@ class ToolUseBlock(pydantic.BaseModel):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, object]
+    input: dict[str, object] | str | None = None
 
 
 class OtherBlock(pydantic.BaseModel):
@@ -82,7 +81,7 @@ class ExecutedUseBlock(pydantic.BaseModel):
     type: Literal["mcp_tool_use"]
     id: str
     name: str
-    input: dict[str, object]
+    input: dict[str, object] | str | None = None
 
 
 class ExecutedResultBlock(pydantic.BaseModel):
@@ -254,8 +253,7 @@ class _AnswerTurn:
             message["reasoning_content"] = reasoning
         if self.calls:
             message["tool_calls"] = [
-                function_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
-                for block in self.calls
+                function_call(block.id, block.name, block.input) for block in self.calls
             ]
             message["content"] = content or None
         yield message

@@ -62,7 +62,7 @@ class FunctionCallItem(pydantic.BaseModel):
     call_id: str
     name: str
     namespace: str | None = None
-    arguments: str
+    arguments: str | dict[str, object] | None = None
 
 
 class CustomCallItem(pydantic.BaseModel):
@@ -99,7 +99,7 @@ _OutputPart = Annotated[
 class CallOutputItem(pydantic.BaseModel):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: str | list[_OutputPart]
+    output: str | list[_OutputPart] | None = None
 
 
 class ExecutedCallItem(pydantic.BaseModel):
@@ -225,9 +225,9 @@ def messages_of_items(items: Iterable[Item]) -> list[Message]:
     return [*messages, *turn.messages()]
 
 
-def _text(content: str | Sequence[TextItemPart | RefusalPart | OtherPart]) -> str:
-    if isinstance(content, str):
-        return content
+def _text(content: str | Sequence[TextItemPart | RefusalPart | OtherPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
     return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
 
 

@@ -42,6 +42,8 @@ def arguments_in(messages: list[dict[str, Any]]) -> object:
         ('{"a": "', {"arguments": '{"a": "'}),
         ('["a"]', {"arguments": ["a"]}),
         ('"a"', {"arguments": "a"}),
+        (r'"{\"a\": 1}"', {"a": 1}),
+        ('""', {}),
     ],
 )
 def test_arguments_are_an_object(arguments: object, expected: object) -> None:

@@ -224,3 +224,25 @@ async def test_a_page_of_a_listed_site_may_call_the_service() -> None:
             assert "Access-Control-Allow-Origin" not in response.headers
         async with at.http.get(f"{at.url}/v1/models", headers={"Api-Key": "s3cret"}) as response:
             assert response.status == 200
+
+
+async def test_a_call_without_arguments_is_the_same_in_every_protocol() -> None:
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1"}]}
+    output = {"type": "function_call_output", "call_id": "c1", "output": None}
+    bodies: list[tuple[str, dict[str, Any]]] = []
+    for nothing in ({}, None, ""):
+        use = {"type": "tool_use", "id": "c1", "name": "theirs", "input": nothing}
+        talk = [*HELLO, {"role": "assistant", "content": [use]}, result]
+        bodies.append(("messages", {"max_tokens": 9, "messages": talk}))
+        call = {"type": "function_call", "call_id": "c1", "name": "theirs", "arguments": nothing}
+        bodies.append(("responses", {"input": [*HELLO, call, output]}))
+        function = {"name": "theirs", "arguments": nothing}
+        asked = {"role": "assistant", "tool_calls": [{"id": "c1", "function": function}]}
+        answered = {"role": "tool", "tool_call_id": "c1", "content": None}
+        bodies.append(("chat/completions", {"messages": [*HELLO, asked, answered]}))
+    async with service(*([says("hi")] * len(bodies))) as at:
+        for path, body in bodies:
+            async with at.post(f"/v1/{path}", body) as response:
+                assert response.status == 200, await response.text()
+        prompts = {tuple(generation.ids) for generation in at.router.asked}
+        assert len(prompts) == 1
