@@ -230,7 +230,8 @@ async def test_a_call_without_arguments_is_the_same_in_every_protocol() -> None:
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1"}]}
     output = {"type": "function_call_output", "call_id": "c1", "output": None}
     bodies: list[tuple[str, dict[str, Any]]] = []
-    for nothing in ({}, None, ""):
+    forms: tuple[object, ...] = ({}, None, "")
+    for nothing in forms:
         use = {"type": "tool_use", "id": "c1", "name": "theirs", "input": nothing}
         talk = [*HELLO, {"role": "assistant", "content": [use]}, result]
         bodies.append(("messages", {"max_tokens": 9, "messages": talk}))
