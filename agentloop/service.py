@@ -312,16 +312,14 @@ class AgentService:
 
     def build(self) -> web.Application:
         app = web.Application(
-            middlewares=[
-                ErrorResponses([*ROUTES, *SESSION_ROUTES], begin=_begin_span).middleware,
-                self._guard.middleware,
-            ],
+            middlewares=[ErrorResponses([*ROUTES, *SESSION_ROUTES], begin=_begin_span).middleware],
             client_max_size=self._settings.serve.max_body_mib * 1024 * 1024,
         )
         add_routes(app.router, ROUTES, self)
         add_routes(app.router, SESSION_ROUTES, self.bare)
         self.page.add_to(app)
         app.on_response_prepare.append(name_request)
+        self._guard.add_to(app)
         return app
 
     async def count_tokens(self, request: web.Request) -> web.Response:

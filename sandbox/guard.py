@@ -47,6 +47,16 @@ def url_at(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+_PREFLIGHT = {
+    f"Access-Control-Request-{name}": f"Access-Control-Allow-{answer}"
+    for name, answer in (
+        ("Method", "Methods"),
+        ("Headers", "Headers"),
+        ("Private-Network", "Private-Network"),  # of a page from the internet to this machine
+    )
+}
+
+
 class Guard:
     """Decides whether a request is admitted, before any handler sees it."""
 
@@ -92,6 +102,31 @@ class Guard:
         if scheme.lower() == "bearer" and secrets.compare_digest(token, self._token):
             return None
         return 401, "a token is needed: send `Authorization: Bearer TOKEN`"
+
+    def admits_preflight(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
+        """Return whether a browser asks if a page may send a request, and the page may.
+
+        Such a question never has the token.
+        """
+        if method != "OPTIONS" or "Access-Control-Request-Method" not in headers:
+            return False
+        refusal = self.refusal(path, headers)
+        return refusal is None or refusal[0] == 401
+
+    def cors_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """Return the headers by which a browser lets the pages of allowed sites read a response."""
+        origin = headers.get("Origin")
+        if origin is None or not self._knows_origin(origin, headers.get("Host") or ""):
+            return {}
+        allowed = {
+            "Access-Control-Allow-Origin": origin,
+            "Access-Control-Expose-Headers": "Request-Id, X-Request-Id",
+            "Vary": "Origin",
+        }
+        for request_header, response_header in _PREFLIGHT.items():
+            if request_header in headers:
+                allowed[response_header] = headers[request_header]
+        return allowed
 
     def _knows_origin(self, origin: str, host: str) -> bool:
         """Return whether an origin is the server's own, including the port, or an allowed name.

@@ -150,10 +150,16 @@ class RequestLimits:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self.guard.admits_preflight(request.method, request.path, request.headers):
+            return web.Response(status=204)
         if refusal := self.guard.refusal(request.path, request.headers):
             status, reason = refusal
             raise RequestRefused(status, "unauthorized" if status == 401 else "forbidden", reason)
         return await handler(request)
+
+    async def allow_origin(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Let pages of allowed sites read a response; a signal of aiohttp."""
+        response.headers.update(self.guard.cors_headers(request.headers))
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -93,6 +93,7 @@ class SandboxService:
             client_max_size=self._settings.max_body_mib * MIB,
         )
         add_routes(app.router, ROUTES, self)
+        app.on_response_prepare.append(self._limits.allow_origin)
         return app
 
     # -- native protocol --------------------------------------------------------------------

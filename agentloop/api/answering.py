@@ -13,7 +13,14 @@ from agentloop.agent.chat_format import ChatFormat
 from agentloop.api.chat_completions import ChunkWriter, chunk_frame, is_first
 from agentloop.api.choices import RunChoice, choices_of, streamed_choices
 from agentloop.api.exchange import Exchange
-from agentloop.api.http import error_of, event_stream, has_left, json_response, send, send_whole
+from agentloop.api.http import (
+    EventStream,
+    error_of,
+    has_left,
+    id_of,
+    json_response,
+    send_whole,
+)
 from agentloop.api.requests import ChatRequest
 from agentloop.api.schemas import ChatCompletionChunk, Frame
 from agentloop.errors import AgentLoopError
@@ -111,7 +118,7 @@ class Answering:
         run: RunChoice,
         on_sending: OnSending,
     ) -> web.StreamResponse:
-        response = event_stream()
+        stream = EventStream(request, timeout_s=self._io_timeout_s, ping=exchange.ping)
         held: list[ChatCompletionChunk] = []
 
         async def write_event(chunk: ChatCompletionChunk) -> None:
@@ -119,27 +126,25 @@ class Answering:
                 for choice in chunk["choices"]:
                     on_sending(choice["index"])
             if data := b"".join(exchange.events(chunk)):
-                await send(request, response, data, timeout_s=self._io_timeout_s)
+                await stream.send(data)
 
         try:
-            async with streamed_choices(writers, run) as (chunks, ended):
+            async with stream.alive(), streamed_choices(writers, run) as (chunks, ended):
                 async for chunk in chunks:  # no deadline: the rollouts have theirs
-                    if not response.prepared:  # before this, an error can still set the status
-                        held.append(chunk)
-                        if exchange.chat.is_constrained and is_first(chunk):
-                            continue  # the server may still refuse the grammar
-                        await response.prepare(request)
-                        for early in held[:-1]:
-                            await write_event(early)
-                    await write_event(chunk)
+                    held.append(chunk)
+                    is_early = exchange.chat.is_constrained and is_first(chunk)
+                    if is_early and not stream.has_begun:
+                        continue  # the server may still refuse the grammar
+                    for waiting in held:
+                        await write_event(waiting)
+                    held.clear()
         except AgentLoopError as error:
-            if not response.prepared:
+            if not stream.has_begun:
                 raise
-            data = exchange.fail(*error_of(error))
-            await send(request, response, data, timeout_s=self._io_timeout_s)
-            return response
+            await stream.send(exchange.fail(*error_of(error), id_of(request)))
+            return stream.response
         trajectories = [ended[index] for index in sorted(ended)]
         last = b"".join(exchange.events(writers[0].usage(trajectories)))
         # All at once: a client that has the last event may go on from it before `send` returns.
-        await send(request, response, last + exchange.end(), timeout_s=self._io_timeout_s)
-        return response
+        await stream.send(last + exchange.end())
+        return stream.response

@@ -26,7 +26,7 @@ from agentloop.agent.raw_generation import GeneratedPiece, RawGeneration
 from agentloop.agent.rollout import Budget
 from agentloop.agent.text_stream import TextStream
 from agentloop.aio import task_group
-from agentloop.api.http import error_of, event_line, event_stream, json_response, send
+from agentloop.api.http import EventStream, error_of, event_line, json_response
 from agentloop.api.requests import (
     UNSUPPORTED,
     Only,
@@ -307,36 +307,33 @@ class Completions:
         prompts: Sequence[_EncodedPrompt],
         frame: TextChunk,
     ) -> web.StreamResponse:
-        response = event_stream()
+        stream = EventStream(request, timeout_s=self._io_timeout_s)
         chunks_in, chunks = anyio.create_memory_object_stream[TextChoice](0)
-        timeout_s = self._io_timeout_s
 
         async def write_event(body: object) -> None:
-            await send(request, response, event_line(body), timeout_s=timeout_s)
+            await stream.send(event_line(body))
 
         async def run(prompt: _EncodedPrompt, out: MemoryObjectSendStream[TextChoice]) -> None:
             async with out:
                 await self._continue(parameters, prompt, out.send)
 
         try:
-            async with task_group(only_first=True) as tasks:
+            async with stream.alive(), task_group(only_first=True) as tasks:
                 async with chunks_in:
                     for prompt in prompts:
                         tasks.start_soon(run, prompt, chunks_in.clone())
                 async with chunks:
                     async for chunk in chunks:  # no deadline: the generations have theirs
-                        if not response.prepared:  # before this, an error can still set the status
-                            await response.prepare(request)
                         await write_event({**frame, "choices": [chunk]})
         except AgentLoopError as error:
-            if not response.prepared:
+            if not stream.has_begun:
                 raise
             await write_event(error_of(error)[1])
-            return response
+            return stream.response
         if parameters.stream_options and parameters.stream_options.include_usage:
             await write_event({**frame, "usage": _usage(prompts)})
-        await send(request, response, b"data: [DONE]\n\n", timeout_s=timeout_s)
-        return response
+        await stream.send(b"data: [DONE]\n\n")
+        return stream.response
 
     async def _prompts(self, parameters: CompletionRequest) -> list[_EncodedPrompt]:
         """Encode the prompts and check them.

@@ -72,4 +72,4 @@ class ErrorResponses:
 
 def _error_response(request: web.Request, status: int, body: ErrorBody) -> web.Response:
     """Return an error in the form of the request's protocol."""
-    return json_response(error_in_form_of(request.path, status, body), status=status)
+    return json_response(error_in_form_of(request, status, body), status=status)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol, Self
 
+from aiohttp import web
+
 from agentloop.api.chat_completions import ChunkWriter, completion
 from agentloop.api.dialects import anthropic_answers as messages
 from agentloop.api.dialects import responses_stream as responses
 from agentloop.api.dialects.anthropic import MessagesRequest
 from agentloop.api.dialects.responses import ResponsesRequest
-from agentloop.api.http import event_line
+from agentloop.api.http import event_line, id_of
 from agentloop.api.requests import ChatRequest
 from agentloop.api.response_store import ResponseStore
 from agentloop.api.schemas import ChatCompletionChunk, ErrorBody
@@ -29,6 +31,8 @@ __all__ = [
     "error_in_form_of",
     "named_event",
 ]
+
+_COMMENT = b": nothing new\n\n"
 
 Choices = Sequence[tuple[ChunkWriter, Trajectory]]
 """The choices of an answer, each with the writer of its chunks."""
@@ -46,10 +50,12 @@ class Exchange(Protocol):
         chat: The request, as chat completions have it.
         tells_executed: Whether the protocol has no other form that clients display for calls that
             the agent has run, so that they are told in the reasoning.
+        ping: The event that a stream sends while there is nothing new.
     """
 
     chat: ChatRequest
     tells_executed: bool
+    ping: bytes
 
     @classmethod
     def parse(cls, body: bytes, store: ResponseStore) -> Self:
@@ -71,7 +77,7 @@ class Exchange(Protocol):
         """Return what a stream ends with."""
         ...
 
-    def fail(self, status: int, body: ErrorBody) -> bytes:
+    def fail(self, status: int, body: ErrorBody, request_id: str) -> bytes:
         """Return what a stream ends with after an error."""
         ...
 
@@ -84,6 +90,7 @@ class ChatExchange:
     """OpenAI's chat completions."""
 
     tells_executed = True
+    ping = _COMMENT
 
     def __init__(self, chat: ChatRequest) -> None:
         self.chat = chat
@@ -101,7 +108,7 @@ class ChatExchange:
     def end(self) -> bytes:
         return b"data: [DONE]\n\n"
 
-    def fail(self, status: int, body: ErrorBody) -> bytes:
+    def fail(self, status: int, body: ErrorBody, request_id: str) -> bytes:
         return event_line(body)
 
     def whole(self, choices: Choices) -> object:
@@ -112,6 +119,7 @@ class MessagesExchange:
     """Anthropic's Messages."""
 
     tells_executed = False
+    ping = named_event("ping", {"type": "ping"})
 
     def __init__(self, request: MessagesRequest) -> None:
         self.chat = request.to_chat()
@@ -128,8 +136,8 @@ class MessagesExchange:
     def end(self) -> bytes:
         return b""
 
-    def fail(self, status: int, body: ErrorBody) -> bytes:
-        return named_event("error", messages.error_form(status, body))
+    def fail(self, status: int, body: ErrorBody, request_id: str) -> bytes:
+        return named_event("error", messages.error_form(status, body, request_id))
 
     def whole(self, choices: Choices) -> object:
         ((writer, trajectory),) = choices
@@ -140,6 +148,7 @@ class ResponsesExchange:
     """OpenAI's Responses."""
 
     tells_executed = False
+    ping = _COMMENT
 
     def __init__(self, request: ResponsesRequest, store: ResponseStore) -> None:
         self._request, self._store = request, store
@@ -150,7 +159,7 @@ class ResponsesExchange:
 
     @classmethod
     def parse(cls, body: bytes, store: ResponseStore) -> Self:
-        return cls(ResponsesRequest.parse(body), store)
+        return cls(ResponsesRequest.parse(body, store.item), store)
 
     def events(self, chunk: ChatCompletionChunk) -> Iterator[bytes]:
         for event in self._stream.feed(chunk):
@@ -161,7 +170,7 @@ class ResponsesExchange:
         self._remember(self._stream.response)
         return b""
 
-    def fail(self, status: int, body: ErrorBody) -> bytes:
+    def fail(self, status: int, body: ErrorBody, request_id: str) -> bytes:
         return b"".join(named_event(*event) for event in self._stream.fail(status, body))
 
     def whole(self, choices: Choices) -> object:
@@ -175,13 +184,18 @@ class ResponsesExchange:
     def _remember(self, response: responses.ResponseObject) -> None:
         if self._request.store is not False:
             conversation = self._request.conversation(self._previous)
-            self._store.add(response["id"], [*conversation, *responses.messages_of(response)])
+            self._store.add(
+                response["id"],
+                [*conversation, *responses.messages_of(response)],
+                responses.without_logprobs(response["output"]),
+            )
 
 
-def error_in_form_of(path: str, status: int, body: ErrorBody) -> object:
-    """Return an error in the form of the protocol that a path belongs to."""
+def error_in_form_of(request: web.Request, status: int, body: ErrorBody) -> object:
+    """Return an error in the form of the protocol that a request's path belongs to."""
+    path = request.path
     if path.rstrip("/").endswith(("/v1/messages", "/v1/messages/count_tokens")):
-        return messages.error_form(status, body)
+        return messages.error_form(status, body, id_of(request))
     if path.rstrip("/").endswith("/v1/responses"):
         return responses.error_form(body)
     return body

@@ -77,6 +77,8 @@ class ApiGuard(Guard):
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self.admits_preflight(request.method, request.path, request.headers):
+            return web.Response(status=204)
         refusal = self.refusal(request.path, _with_bearer(request.headers))
         if refusal is None:
             return await handler(request)
@@ -84,14 +86,24 @@ class ApiGuard(Guard):
         is_token = status == 401
         kind = "authentication_error" if is_token else "permission_error"
         code = "invalid_api_key" if is_token else None
-        body = error_in_form_of(request.path, status, error_body(reason, kind, code=code))
+        body = error_in_form_of(request, status, error_body(reason, kind, code=code))
         return web.json_response(body, status=status)
+
+    def add_to(self, app: web.Application) -> None:
+        """Check the requests of an application, after its other middlewares so far."""
+        app.middlewares.append(self.middleware)
+        app.on_response_prepare.append(self._allow_origin)
+
+    async def _allow_origin(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Let pages of allowed sites read a response."""
+        response.headers.update(self.cors_headers(request.headers))
 
 
 def _with_bearer(headers: Mapping[str, str]) -> Mapping[str, str]:
-    """Return headers in which the key of an Anthropic client stands where OpenAI's have it."""
-    if "Authorization" in headers or "X-Api-Key" not in headers:
+    """Return headers in which a key of Anthropic's or Azure's clients is where OpenAI's have it."""
+    keys = [headers[name] for name in ("X-Api-Key", "Api-Key") if name in headers]
+    if "Authorization" in headers or not keys:
         return headers
     names = ("Host", "Origin")
     kept = {name: headers[name] for name in names if name in headers}
-    return {**kept, "Authorization": f"Bearer {headers['X-Api-Key']}"}
+    return {**kept, "Authorization": f"Bearer {keys[0]}"}

@@ -6,13 +6,16 @@ The constants describe responses and headers for the OpenAPI document.
 from __future__ import annotations
 
 import re
+import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import anyio
 from aiohttp import web
 
+from agentloop.aio import task_group
 from agentloop.api.schemas import ErrorBody
 from agentloop.errors import AgentLoopError, RequestError, UnknownModel, UnknownSession
 from agentloop.plain_json import dumps
@@ -23,11 +26,12 @@ __all__ = [
     "REFUSALS",
     "REQUEST_ID",
     "UNKNOWN_MODEL",
+    "EventStream",
     "error_body",
     "error_of",
     "event_line",
-    "event_stream",
     "has_left",
+    "id_of",
     "json_response",
     "name_request",
     "read_body",
@@ -40,10 +44,14 @@ def _error(description: str) -> Response:
     return Response(description, {JSON: ErrorBody})
 
 
+_PING_S = 15.0
+_ID = web.RequestKey("id", str)
+
 BODY_ERRORS: Responses = {
     400: _error("The request is invalid; the message names the field."),
     408: _error("The body did not arrive in time."),
     413: _error("The body is larger than `serve.max_body_mib`."),
+    415: _error("The body's `Content-Encoding` is neither gzip nor deflate."),
     503: _error("The infrastructure failed, or no new work is accepted."),
 }
 UNKNOWN_MODEL: Responses = {404: _error("The requested model is not served.")}
@@ -60,11 +68,60 @@ REQUEST_ID = {
 }
 
 
-def event_stream() -> web.StreamResponse:
-    """Return a response of server-sent events, not prepared yet."""
-    return web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    )
+class EventStream:
+    """A response of server-sent events, which begins with the first of them.
+
+    While nothing is sampled (in a queue, during a prefill or a tool's run), it says so every 15 s,
+    because proxies and clients give up on a connection that is silent for a minute.
+    """
+
+    def __init__(
+        self, request: web.Request, *, timeout_s: float, ping: bytes = b": nothing new\n\n"
+    ) -> None:
+        """
+        Args:
+            timeout_s: Time for the client to accept an event.
+            ping: The event to send while there is nothing new; by default, a comment.
+        """
+        self.response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        self._request, self._timeout_s, self._ping = request, timeout_s, ping
+        self._writing = anyio.Lock()
+        self._sent_s = time.monotonic()
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the status was sent; before, an error can still set it."""
+        return self.response.prepared
+
+    async def send(self, data: bytes) -> None:
+        """Send events.
+
+        Raises:
+            ConnectionResetError: The client did not read in time.
+        """
+        async with self._writing:  # no deadline: send() has one
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+            await send(self._request, self.response, data, timeout_s=self._timeout_s)
+            self._sent_s = time.monotonic()
+
+    @asynccontextmanager
+    async def alive(self) -> AsyncIterator[None]:
+        """Send pings while this context lasts."""
+        async with task_group(only_first=True) as tasks:
+            tasks.start_soon(self._send_pings)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def _send_pings(self) -> None:
+        while True:
+            wait_s = self._sent_s + _PING_S - time.monotonic()
+            if wait_s > 0:
+                await anyio.sleep(wait_s)
+            else:
+                await self.send(self._ping)
 
 
 def event_line(data: object) -> bytes:
@@ -94,11 +151,18 @@ def error_of(error: AgentLoopError) -> tuple[int, ErrorBody]:
     return 404 if is_unknown else 400, body
 
 
+def id_of(request: web.Request) -> str:
+    """Return a request's id: the caller's own if it is well-formed, else a new one."""
+    if _ID not in request:
+        id = request.headers.get("X-Request-Id", "")
+        is_plain = re.fullmatch(r"[\w.:-]{1,128}", id, re.ASCII)
+        request[_ID] = id if is_plain else f"req_{uuid.uuid4().hex}"
+    return request[_ID]
+
+
 async def name_request(request: web.Request, response: web.StreamResponse) -> None:
-    """Set X-Request-Id on a response: the caller's own if it is well-formed, else a new one."""
-    request_id = request.headers.get("X-Request-Id", "")
-    is_plain = re.fullmatch(r"[\w.:-]{1,128}", request_id, re.ASCII)
-    name = request_id if is_plain else f"req_{uuid.uuid4().hex}"
+    """Set X-Request-Id on a response."""
+    name = id_of(request)
     response.headers["X-Request-Id"] = name
     response.headers["Request-Id"] = name  # where Anthropic's clients look
 
@@ -111,11 +175,38 @@ async def read_body(request: web.Request, timeout_s: float) -> bytes:
     """
     try:
         with anyio.fail_after(timeout_s):
-            return await request.read()
+            body = await request.read()
     except TimeoutError:
         raise web.HTTPRequestTimeout(text="the body did not arrive in time") from None
     except web.RequestPayloadError:
-        raise web.HTTPBadRequest(text="the body does not match its Content-Encoding") from None
+        raise web.HTTPBadRequest(text="the body was cut off") from None
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding == "identity":
+        return body
+    return _decompress(body, encoding, request.client_max_size)
+
+
+def _decompress(body: bytes, encoding: str, max_size: int) -> bytes:
+    """Decompress a body.
+
+    Not left to aiohttp, whose parser answers an encoding that it lacks in a form of its own.
+    """
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise web.HTTPUnsupportedMediaType(
+            text=f"Content-Encoding: {encoding:.50} is not supported by this server; use gzip"
+        )
+    # Some clients mean by deflate the plain stream, without the header that the standard requires.
+    is_plain = encoding == "deflate" and body[:1] and body[0] & 0xF != zlib.DEFLATED
+    stream = zlib.decompressobj(-zlib.MAX_WBITS if is_plain else zlib.MAX_WBITS | 32)
+    try:
+        data = stream.decompress(body, max_size + 1)
+    except zlib.error:
+        data = b""
+    if len(data) > max_size:
+        raise web.HTTPRequestEntityTooLarge(max_size, len(data))
+    if not stream.eof:
+        raise web.HTTPBadRequest(text="the body does not match its Content-Encoding")
+    return data
 
 
 async def send(

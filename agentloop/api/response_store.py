@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from agentloop.agent.openai_messages import num_chars
 from agentloop.errors import RequestError
+from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message
 
 __all__ = ["ResponseStore"]
@@ -21,18 +22,31 @@ class ResponseStore:
     def __init__(self) -> None:
         self._conversations: OrderedDict[str, Sequence[Message]] = OrderedDict()
         self._sizes: dict[str, int] = {}
+        self._items: dict[str, JsonObject] = {}
+        self._item_ids: dict[str, list[str]] = {}  # by response
         self._num_chars = 0
 
-    def add(self, id: str, conversation: Sequence[Message]) -> None:
-        """Remember the conversation that a response ends."""
+    def add(
+        self, id: str, conversation: Sequence[Message], output: Sequence[JsonObject] = ()
+    ) -> None:
+        """Remember the conversation that a response ends, and the items of the response."""
         self._conversations[id] = conversation
-        self._sizes[id] = num_chars(conversation)
+        items = {str(item["id"]): item for item in output}
+        self._items |= items
+        self._item_ids[id] = [*items]
+        self._sizes[id] = num_chars((conversation, output))
         self._num_chars += self._sizes[id]
         while len(self._sizes) > _MAX_RESPONSES or (
             self._num_chars > _MAX_CHARS and len(self._sizes) > 1
         ):
             oldest, _ = self._conversations.popitem(last=False)
             self._num_chars -= self._sizes.pop(oldest)
+            for item in self._item_ids.pop(oldest):
+                self._items.pop(item, None)
+
+    def item(self, id: object) -> JsonObject | None:
+        """Return an item of a response by its id, or None if it is not remembered."""
+        return self._items.get(id) if isinstance(id, str) else None
 
     def __getitem__(self, id: str) -> Sequence[Message]:
         """Return the conversation that a response ended.

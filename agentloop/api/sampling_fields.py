@@ -1,7 +1,7 @@
 """Parameters of a request that say how tokens are sampled, and what they are for SGLang.
 
 temperature, seed, ... ──────────> Sampling: what training samples with, too
-penalties, biases, min_tokens ───> parameters of SGLang alone, for a single generation
+penalties, biases, min_tokens ───> parameters of SGLang alone, for each generation
 stop, stop_token_ids, ignore_eos > where a generation ends
 """
 
@@ -73,8 +73,7 @@ class SamplingFields(pydantic.BaseModel):
     def server_parameters(self) -> dict[str, object]:
         """Return SGLang's parameters for what the request sets besides `Sampling`.
 
-        A server counts only the tokens of one generation, so they suit the bare model and not an
-        agent that has several turns.
+        A server counts the tokens of one generation: in an agent's answer, those of each turn.
 
         Raises:
             RequestError: They contradict each other.

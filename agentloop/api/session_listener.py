@@ -74,16 +74,21 @@ async def listening_for_sessions(
         slots=anyio.CapacityLimiter(_MAX_OPEN),
         created=int(time.time()),
     )
-    guard = ApiGuard(ServeSettings())
     routes = [route for route in SESSION_ROUTES if "{key}/v1/" in route.path]
     app = web.Application(
-        middlewares=[ErrorResponses(routes).middleware, guard.middleware],
+        middlewares=[ErrorResponses(routes).middleware],
         client_max_size=_MAX_BODY_BYTES,
     )
     add_routes(app.router, routes, bare)
     app.on_response_prepare.append(name_request)
+    ApiGuard(ServeSettings()).add_to(app)
     runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, logger=http_log, shutdown_timeout=1.0
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        auto_decompress=False,  # read_body does, and answers an unknown encoding in our form
+        logger=http_log,
+        shutdown_timeout=1.0,
     )
     with tempfile.TemporaryDirectory(prefix="agentloop-sessions-") as folder:
         socket = Path(folder, "model")

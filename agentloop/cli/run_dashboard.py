@@ -132,7 +132,8 @@ class RunDashboard:
                     control_token=settings.control_token,
                     io_timeout_s=settings.io_timeout_s,
                 )
-                app = web.Application(middlewares=[ApiGuard(settings).middleware])
+                app = web.Application()
+                ApiGuard(settings).add_to(app)
                 page.add_to(app)
                 app.router.add_get("/metrics", self._dashboard.serve_metrics)
                 async with serving(app, bound) as url:

@@ -46,6 +46,7 @@ from agentloop.observe.frames import (
     WrongAnswer,
     first_words,
 )
+from agentloop.observe.in_flight import InFlight
 from agentloop.observe.latency import Duration, LatencyShown, RecentDurations, nearest_rank, of_turn
 from agentloop.plain_json import number_of
 from agentloop.trajectory import Message, Trajectory, Turn, rollout_of
@@ -179,7 +180,8 @@ class Board:
         self.groups: dict[str, GroupRow] = {}
         self.steps: deque[Mapping[str, object]] = deque(maxlen=_MAX_STEPS)
         self.policy_version: str | None = None
-        self.num_in_flight = self.num_done = self.num_moved = 0
+        self._in_flight = InFlight()
+        self.num_done = self.num_moved = 0
         self.calls = Counter[str]()
         self.server_tokens = Counter[str]()  # sampled, by the server's URL
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -201,12 +203,18 @@ class Board:
         self._removed_groups: dict[str, None] = {}
         self._num_new_steps = 0
 
+    @property
+    def num_in_flight(self) -> int:
+        """The number of rollouts in flight, without those that wait for a session's client."""
+        return len(self._in_flight)
+
     def ms(self) -> int:
         return round(1000 * (self._clock() - self.t0))
 
     # --- events -----------------------------------------------------------------------------------
 
     def on_event(self, event: Event) -> None:
+        self._in_flight.on_event(event)
         match event:
             case TokensSampled():
                 row = self.rows.get(event.rollout_id)
@@ -237,8 +245,6 @@ class Board:
         now_ms = self.ms()
         row = Row(record, record.id, group, now_ms, lanes=[("wait", now_ms)])
         self._recent.enter(row.id, Part.KV, self._clock(), ())
-        before = self.rows.get(record.id)
-        self.num_in_flight += before is None or before.state != "live"
         self.rows[record.id] = row
         self._ended.pop(record.id, None)
         self._removed.pop(record.id, None)  # it was started again, so readers must keep it
@@ -383,7 +389,6 @@ class Board:
         self._recent.enter(row.id, None, self._clock(), _calls_of(row))
         row.open_calls.clear()
         self._lane_changes[row.id] = None
-        self.num_in_flight -= 1
         self.num_done += 1
         if (group := self.groups.get(row.group)) is not None:
             group.ended.add(rollout_of(row.id))

@@ -10,9 +10,9 @@ from agentloop.events import (
     Event,
     RolloutAbandoned,
     RolloutFinished,
-    RolloutStarted,
     TokensSampled,
 )
+from agentloop.observe.in_flight import InFlight
 
 __all__ = ["Throughput"]
 
@@ -23,23 +23,20 @@ class Throughput:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since_s = clock()
-        self._in_flight: set[str] = set()
+        self._in_flight = InFlight()
         self._num_tokens = self._num_calls = self._num_answered = self._num_ended = 0
 
     def on_event(self, event: Event) -> None:
         """Count an event."""
+        self._in_flight.on_event(event)
         match event:
-            case RolloutStarted():
-                self._in_flight.add(event.rollout_id)
             case TokensSampled():
                 self._num_tokens += len(event.ids)
             case CallFinished():
                 self._num_calls += 1
             case RolloutFinished():
-                self._in_flight.discard(event.rollout_id)
                 self._num_answered += 1
             case RolloutAbandoned():
-                self._in_flight.discard(event.rollout_id)
                 self._num_ended += 1
 
     def line(self, num_waiting: int) -> str:

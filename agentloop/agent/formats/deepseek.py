@@ -62,8 +62,9 @@ DEEPSEEK_V3 = Family(
 _DSML = "｜DSML｜"
 _FORM = TaggedForm(
     rf'<{_DSML}invoke name="(?P<name>[^"<>\n]+)">',
-    rf'<{_DSML}parameter name="(?P<key>[^"\n]+)"(?: string="(?P<string>true|false)")?>'
-    rf"(?P<value>.*?)</{_DSML}parameter>",
+    rf'<{_DSML}parameter name="(?P<key>[^"\n]+)"(?: string="(?P<string>true|false)")?>',
+    f"</{_DSML}parameter>",
+    f"</{_DSML}invoke>",
     example=f'<{_DSML}invoke name="NAME"><{_DSML}parameter name="KEY" string="true">VALUE'
     f"</{_DSML}parameter></{_DSML}invoke>",
     trims_newlines=False,

@@ -16,7 +16,9 @@ __all__ = ["GLM"]
 
 _FORM = TaggedForm(
     r"\s*(?P<name>[^<>\n]+)",
-    r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+    r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>",
+    "</arg_value>",
+    "",
     example="NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>",
     trims_newlines=False,
 )

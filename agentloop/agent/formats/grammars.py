@@ -63,7 +63,11 @@ class Whole:
 
 
 class Blocks:
-    """Grammar of calls that begin and end with texts, one after another."""
+    """Grammar of calls that begin and end with texts, one after another.
+
+    An argument may contain the text that ends a call, so it ends one only before the next call or
+    the end of the region.
+    """
 
     def __init__(self, begin: str, end: str, parse: Callable[[str], Parsed]) -> None:
         self.is_over = False
@@ -71,32 +75,47 @@ class Blocks:
         self._buffer = ""
         self._scanned = 0  # no marker starts before this index
         self._is_inside = False
+        self._closed = 0  # where the call may have ended; 0: it is open
         self._num_found = 0
 
     def feed(self, text: str) -> list[Found]:
         self._buffer += text
         calls: list[Found] = []
         while True:
+            if self._closed:
+                following = self._buffer[self._closed :].lstrip()
+                if self._begin.startswith(following):  # it may be the next call
+                    return calls
+                if following.startswith(self._begin):
+                    calls.append(self._take())
+                self._closed = 0
             marker = self._end if self._is_inside else self._begin
             at = self._buffer.find(marker, self._scanned)
             if at < 0:
                 self._scanned = max(self._scanned, len(self._buffer) - len(marker) + 1)
                 return calls
             if self._is_inside:
-                raw = self._buffer[: at + len(marker)]
-                calls.append((raw, self._parse(raw)))
-                self._num_found += 1
-                self._buffer, self._scanned = self._buffer[len(raw) :], 0
+                self._scanned = self._closed = at + len(marker)
             else:
                 self._buffer, self._scanned = self._buffer[at:], len(marker)
-            self._is_inside = not self._is_inside
+                self._is_inside = True
 
     def finish(self, reason: str | None) -> list[Found]:
+        if self._closed and not self._buffer[self._closed :].strip():
+            return [self._take()]
         raw = self._buffer.strip()
         if self._is_inside or (raw and not self._num_found):
             error = reason or f"{_UNCLOSED}: it begins with {self._begin} and ends with {self._end}"
             return [(raw, ("", {}, error))]
         return []
+
+    def _take(self) -> Found:
+        """Remove the call from the buffer."""
+        raw, self._buffer = self._buffer[: self._closed], self._buffer[self._closed :]
+        self._closed = self._scanned = 0
+        self._is_inside = False
+        self._num_found += 1
+        return raw, self._parse(raw)
 
 
 class JsonObjects:

@@ -13,7 +13,9 @@ __all__ = ["MINIMAX_M2"]
 _OPEN, _CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 _FORM = TaggedForm(
     r'<invoke name="?(?P<name>[^"<>\n]+)"?>',
-    r'<parameter name="?(?P<key>[^"<>\n]+)"?>(?P<value>.*?)</parameter>',
+    r'<parameter name="?(?P<key>[^"<>\n]+)"?>',
+    "</parameter>",
+    "</invoke>",
     example='<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>',
     trims_newlines=False,
 )

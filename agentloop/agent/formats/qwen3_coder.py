@@ -12,7 +12,9 @@ __all__ = ["QWEN3_CODER"]
 
 _FORM = TaggedForm(
     r"\s*<function=(?P<name>[^<>\n]+)>",
-    r"<parameter=(?P<key>[^<>\n]+)>(?P<value>.*?)</parameter>",
+    r"<parameter=(?P<key>[^<>\n]+)>",
+    "</parameter>",
+    "</function>",
     example="<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>",
     trims_newlines=True,
 )

@@ -11,18 +11,19 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
+from urllib.parse import unquote
 
 __all__ = [
+    "ArgumentTypes",
     "Parsed",
     "Schemas",
     "decode_arguments",
     "decode_call",
     "decode_json",
     "decode_python_call",
-    "decode_value",
     "parameters_of",
 ]
 
@@ -44,6 +45,12 @@ _PLAIN_ARGUMENT_RE = re.compile(
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _JSON_SCALARS = (str, int, float)
 _INFINITE = (math.inf, -math.inf)
+_MAX_SCHEMA_DEPTH = 16  # of references, which may form a circle
+# Keywords that say something of values of one type only.
+_IMPLIED = {
+    "object": {"properties", "required", "additionalProperties", "patternProperties"},
+    "array": {"items", "prefixItems", "minItems", "maxItems"},
+}
 _SURROGATE_RE = re.compile("[\ud800-\udfff]")
 
 
@@ -186,38 +193,100 @@ def _key(node: ast.expr | None) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def decode_value(text: str, schema: object) -> object:
-    """Return the value that `text` stands for in an argument with this JSON schema.
+class ArgumentTypes:
+    """The types of a tool's arguments, by the JSON schema of its parameters."""
 
-    A string is taken literally. Anything else is JSON; text that is not stays as it is, for the
-    tool's own validation to explain.
-    """
-    types = _types(schema)
-    if not types or types == {"string"}:
-        return text
-    try:
-        value = decode_json(text)
-    except ValueError:
-        words = {"true": True, "false": False, "none": None}
-        value = words.get(text.strip().lower(), text)
-        return value if _is_one_of(value, types) else text
-    if "string" in types and not _is_one_of(value, types - {"string"}):
-        return text
-    return value
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        self._root = parameters
+        self._schemas: dict[str, list[object]] = {}
+        self._others: list[object] = []  # schemas of arguments with other names
+        self._collect(parameters, 0)
+
+    def allow(self, name: str) -> bool:
+        """Return whether the schema allows an argument, as far as it names arguments at all."""
+        return name in self._schemas or bool(self._others) or not self._schemas
+
+    def decode(self, name: str, text: str) -> object:
+        """Return the value that `text` stands for in an argument.
+
+        A string is taken literally. Anything else is JSON; text that is not stays as it is, for the
+        tool's own validation to explain.
+        """
+        types = self._union(self._schemas.get(name) or self._others, 0)
+        if not types or types == {"string"}:
+            return text
+        try:
+            value = decode_json(text)
+        except ValueError:
+            words = {"true": True, "false": False, "none": None}
+            value = words.get(text.strip().lower(), text)
+            return value if _is_one_of(value, types) else text
+        if "string" in types and not _is_one_of(value, types - {"string"}):
+            return text
+        return value
+
+    def _collect(self, schema: object, depth: int) -> None:
+        """Collect the schemas of arguments, also behind references and in combinations."""
+        if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH:
+            return
+        for name, value in (schema.get("properties") or {}).items():
+            self._schemas.setdefault(name, []).append(value)
+        patterns = schema.get("patternProperties") or {}
+        self._others += [*patterns.values(), *filter(None, [schema.get("additionalProperties")])]
+        for part in self._parts(schema, ("allOf", "anyOf", "oneOf")):
+            self._collect(part, depth + 1)
+
+    def _parts(self, schema: Mapping[str, Any], names: Sequence[str]) -> Iterator[object]:
+        """Yield what a reference in a schema stands for, and the schemas that it combines."""
+        if isinstance(reference := schema.get("$ref"), str):
+            yield _resolve(reference, self._root)
+        for name in names:
+            yield from schema.get(name) or ()
+
+    def _union(self, schemas: Iterable[object], depth: int) -> set[str]:
+        """Return the JSON types that any of the schemas allows; empty: any, or unknown."""
+        types: set[str] = set()
+        for schema in schemas:
+            if not (allowed := self._types(schema, depth + 1)):
+                return set()
+            types |= allowed
+        return types
+
+    def _types(self, schema: object, depth: int) -> set[str]:
+        """Return the JSON types that a schema allows; empty: any, or unknown."""
+        if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH:
+            return set()
+        declared = schema.get("type") or ()
+        limits = [{declared} if isinstance(declared, str) else set(declared)]
+        if "enum" in schema:
+            limits.append({_type_of(value) for value in schema["enum"]})
+        if "const" in schema:
+            limits.append({_type_of(schema["const"])})
+        limits += [self._union(schema.get(name) or (), depth) for name in ("anyOf", "oneOf")]
+        limits += [self._types(part, depth + 1) for part in self._parts(schema, ("allOf",))]
+        limits = [
+            types | ({"integer"} if "number" in types else set()) for types in limits if types
+        ]
+        if not limits:
+            limits = [{type} for type, keywords in _IMPLIED.items() if keywords & schema.keys()][:1]
+        types = set.intersection(*limits) if limits else set()
+        return types | {"null"} if types and schema.get("nullable") is True else types
 
 
-def _types(schema: object) -> set[str]:
-    """Return the JSON types that a schema allows; empty: any, or unknown."""
-    if not isinstance(schema, Mapping):
-        return set()
-    if "enum" in schema and "type" not in schema:
-        return {_type_of(value) for value in schema["enum"]}
-    declared = schema.get("type", ())
-    types = {declared} if isinstance(declared, str) else set(declared)
-    for key in ("anyOf", "oneOf"):
-        for alternative in schema.get(key) or ():
-            types |= _types(alternative) or {"object"}
-    return types
+def _resolve(reference: str, root: object) -> object:
+    """Return the schema at a JSON pointer such as `#/$defs/Point`, or None."""
+    if not reference.startswith("#"):
+        return None
+    at = root
+    for step in unquote(reference[1:]).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(at, Mapping):
+            at = at.get(name)
+        elif isinstance(at, list) and name.isdigit() and int(name) < len(at):
+            at = at[int(name)]
+        else:
+            return None
+    return at
 
 
 def _is_one_of(value: object, types: set[str]) -> bool:

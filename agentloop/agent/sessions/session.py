@@ -445,6 +445,7 @@ class ModelSession:
             branch.is_busy, branch.pending_ids = False, ()
             record.turns[:] = turns
             self._end(record)
+            self._emit(ClientAwaited(record.id))
 
     def _begin(self, branch: Branch) -> None:
         """Add a branch of turns that have ended."""
@@ -454,6 +455,7 @@ class ModelSession:
         for index, turn in enumerate(record.turns):
             self._emit(TurnStarted(record.id, index))
             self._emit(TurnFinished(record.id, index, turn))
+        self._emit(ClientAwaited(record.id))
 
     def _end(self, record: Trajectory) -> None:
         """Describe the end of a message that has been cut off."""

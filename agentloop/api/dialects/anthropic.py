@@ -63,6 +63,7 @@ UNSUPPORTED_IN_MESSAGES: dict[str, Only] = {
     "thread": Only(),
     # of chat completions, with another name or without a meaning here
     "ignore_eos": Only((False,)),
+    "logit_bias": Only(({},), "use chat completions"),
     "logprobs": Only((False,), "use chat completions"),
     "max_completion_tokens": Only((), "use max_tokens"),
     "n": Only((1,), "use chat completions"),
@@ -154,6 +155,9 @@ class ClearThinking(pydantic.BaseModel):
 
 class ContextManagement(pydantic.BaseModel):
     edits: list[ClearThinking] | None = None
+
+
+_PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -251,6 +255,9 @@ class MessagesRequest(_Conversation):
     # Not Anthropic's, as in chat completions:
     min_p: float | None = pydantic.Field(None, ge=0, le=1)
     seed: int | None = pydantic.Field(None, ge=-(1 << 63), lt=1 << 63)
+    frequency_penalty: float | None = pydantic.Field(None, ge=-2, le=2)
+    presence_penalty: float | None = pydantic.Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = pydantic.Field(None, gt=0, le=2)
 
     @classmethod
     def parse(cls, body: bytes) -> MessagesRequest:
@@ -271,7 +278,7 @@ class MessagesRequest(_Conversation):
         same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "seed")
         return {
             **super()._fields(),
-            **{name: getattr(self, name) for name in same},
+            **{name: getattr(self, name) for name in (*same, *_PENALTIES)},
             "stop": self.stop_sequences,
             "stream_options": {"include_usage": True} if self.stream else None,
         }
@@ -310,9 +317,6 @@ def _typed_objects(body: Mapping[str, object]) -> Iterator[TypedObject]:
 def _typed_blocks(path: str, content: object, supported: Sequence[str]) -> Iterator[TypedObject]:
     for block_path, block in objects_in(path, content):
         yield block_path, block, supported, f"it takes {', '.join(supported)}"
-        if block.get("type") in ("tool_result", "mcp_tool_result"):
-            inner = f"{block_path}.content"
-            yield from _typed_blocks(inner, block.get("content"), BLOCKS["system"])
 
 
 def _refuse_callers(body: Mapping[str, object]) -> None:

@@ -107,7 +107,7 @@ class AnthropicError(TypedDict):
 
     type: Literal["error"]
     error: AnthropicErrorDetails
-    request_id: str | None
+    request_id: str
 
 
 class MessagesStream:
@@ -274,7 +274,7 @@ def _event(name: str, **data: object) -> MessageEvent:
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def error_form(status: int, body: ErrorBody) -> AnthropicError:
+def error_form(status: int, body: ErrorBody, request_id: str) -> AnthropicError:
     """Return an error of chat completions, with its HTTP status, in Anthropic's form."""
     kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     error: AnthropicErrorDetails = {"type": kind, "message": body["error"]["message"]}
@@ -284,4 +284,4 @@ def error_form(status: int, body: ErrorBody) -> AnthropicError:
             "error_code": "thread_unsupported_request",
             "unsupported": ["thread"],
         }
-    return {"type": "error", "error": error, "request_id": None}
+    return {"type": "error", "error": error, "request_id": request_id}

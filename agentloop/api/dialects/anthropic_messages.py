@@ -6,7 +6,6 @@ that the agent had, each with its calls and their results.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -14,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from agentloop.agent.openai_messages import function_call, tool_message
+from agentloop.agent.openai_messages import function_call, note_omission, tool_message
 
 __all__ = ["BLOCKS", "ConversationMessage", "TextBlock", "of_messages", "of_system"]
 
@@ -45,13 +44,34 @@ class ToolUseBlock(pydantic.BaseModel):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, object]
+    input: dict[str, object] | str | None = None
+
+
+class OtherBlock(pydantic.BaseModel):
+    """A part of a result that is no text, such as an image; the model reads that it was there."""
+
+    type: str
+
+    @property
+    def text(self) -> str:
+        return note_omission(self.type)
+
+
+def _kind_of(block: object) -> str:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return "text" if kind == "text" else "other"
+
+
+_ResultBlock = Annotated[
+    Annotated[TextBlock, pydantic.Tag("text")] | Annotated[OtherBlock, pydantic.Tag("other")],
+    pydantic.Discriminator(_kind_of),
+]
 
 
 class ToolResultBlock(pydantic.BaseModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[_ResultBlock] | None = None
     is_error: bool | None = None
 
 
@@ -61,13 +81,13 @@ class ExecutedUseBlock(pydantic.BaseModel):
     type: Literal["mcp_tool_use"]
     id: str
     name: str
-    input: dict[str, object]
+    input: dict[str, object] | str | None = None
 
 
 class ExecutedResultBlock(pydantic.BaseModel):
     type: Literal["mcp_tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[_ResultBlock] | None = None
 
 
 _UserBlock = TextBlock | ToolResultBlock
@@ -233,8 +253,7 @@ class _AnswerTurn:
             message["reasoning_content"] = reasoning
         if self.calls:
             message["tool_calls"] = [
-                function_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
-                for block in self.calls
+                function_call(block.id, block.name, block.input) for block in self.calls
             ]
             message["content"] = content or None
         yield message
@@ -242,7 +261,7 @@ class _AnswerTurn:
             yield tool_message(result.tool_use_id, "\n".join(_texts(result.content)))
 
 
-def _texts(content: str | Sequence[TextBlock] | None) -> list[str]:
+def _texts(content: str | Sequence[TextBlock | OtherBlock] | None) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [block.text for block in content or ()]

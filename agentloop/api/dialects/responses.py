@@ -7,7 +7,7 @@ The responses are in responses_stream.py, and the items of a conversation in res
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Literal, get_args
 
 import pydantic
@@ -35,6 +35,7 @@ from agentloop.api.requests import (
 )
 from agentloop.api.sampling_fields import SamplingFields
 from agentloop.errors import RequestError, Unsupported
+from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message
 
 __all__ = ["UNSUPPORTED_RESPONSES", "ResponsesRequest"]
@@ -205,13 +206,20 @@ class ResponsesRequest(SamplingFields):
     thinking_token_budget: int | None = pydantic.Field(None, ge=1)
 
     @classmethod
-    def parse(cls, body: bytes) -> ResponsesRequest:
+    def parse(
+        cls, body: bytes, item_of: Callable[[object], JsonObject | None] = lambda id: None
+    ) -> ResponsesRequest:
         """Parse a request body.
+
+        Args:
+            item_of: Returns an item of an earlier response by its id, or None if it is not known.
 
         Raises:
             RequestError: A field is invalid or unsupported; the message names it.
         """
         value = load_object(body)
+        if isinstance(items := value.get("input"), list):
+            value["input"] = [_item_itself(item, item_of) for item in items]
         refuse_unsupported(value, UNSUPPORTED_RESPONSES)
         refuse_types(_typed_objects(value))
         request = validate(cls, value)
@@ -342,6 +350,15 @@ class ResponsesRequest(SamplingFields):
                 return {"type": text_format.type}
 
 
+def _item_itself(item: object, item_of: Callable[[object], JsonObject | None]) -> object:
+    """Return the item that a reference names, if it is known, or the item that it is."""
+    if not isinstance(item, dict) or not {"id"} <= item.keys() <= {"id", "type"}:
+        return item
+    if item.get("type") not in ("item_reference", None):
+        return item
+    return item_of(item["id"]) or {**item, "type": "item_reference"}
+
+
 def _as_function(tool: FlatFunctionTool | TextTool) -> dict[str, object]:
     """Return a tool of chat completions; a custom tool becomes a function of one text."""
     function: dict[str, object] = {"name": tool.name}
@@ -377,9 +394,8 @@ def _typed_objects(body: dict[str, object]) -> Iterator[TypedObject]:
     for path, item in objects_in("input", body.get("input")):
         yield path, item, INPUT_ITEMS, "leave it out, or send its text as a message"
         if item.get("type") != "reasoning":
-            for name in ("content", "output"):
-                for part_path, part in objects_in(f"{path}.{name}", item.get(name)):
-                    yield part_path, part, TEXT_PARTS, "send text"
+            for part_path, part in objects_in(f"{path}.content", item.get("content")):
+                yield part_path, part, TEXT_PARTS, "send text"
     for path, tool in objects_in("tools", body.get("tools")):
         yield path, tool, (*tool_types, "namespace", *get_args(_Search)), use_function
         if tool.get("type") == "namespace":

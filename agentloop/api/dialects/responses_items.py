@@ -11,14 +11,14 @@ the model become one message, so that the prompt of the next turn is the history
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import pydantic
 
-from agentloop.agent.openai_messages import function_call, tool_message
-from agentloop.errors import Unsupported
+from agentloop.agent.openai_messages import function_call, note_omission, tool_message
+from agentloop.errors import RequestError, Unsupported
 from agentloop.trajectory import Message
 
 __all__ = ["INPUT_ITEMS", "TEXT_PARTS", "Item", "custom_arguments", "messages_of_items", "name_in"]
@@ -62,7 +62,7 @@ class FunctionCallItem(pydantic.BaseModel):
     call_id: str
     name: str
     namespace: str | None = None
-    arguments: str
+    arguments: str | dict[str, object] | None = None
 
 
 class CustomCallItem(pydantic.BaseModel):
@@ -75,10 +75,31 @@ class CustomCallItem(pydantic.BaseModel):
     input: str
 
 
+class OtherPart(pydantic.BaseModel):
+    """A part of an output that is no text, such as an image; the model reads that it was there."""
+
+    type: str
+
+    @property
+    def text(self) -> str:
+        return note_omission(self.type)
+
+
+def _kind_of(part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return "text" if kind in ("input_text", "output_text") else "other"
+
+
+_OutputPart = Annotated[
+    Annotated[TextItemPart, pydantic.Tag("text")] | Annotated[OtherPart, pydantic.Tag("other")],
+    pydantic.Discriminator(_kind_of),
+]
+
+
 class CallOutputItem(pydantic.BaseModel):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: str | list[TextItemPart]
+    output: str | list[_OutputPart] | None = None
 
 
 class ExecutedCallItem(pydantic.BaseModel):
@@ -91,6 +112,13 @@ class ExecutedCallItem(pydantic.BaseModel):
     output: str | None = None
 
 
+class ItemReference(pydantic.BaseModel):
+    """An item of an earlier response, by its id."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 TEXT_PARTS = ("input_text", "output_text", "refusal")
 INPUT_ITEMS = (
     "message",
@@ -100,6 +128,7 @@ INPUT_ITEMS = (
     "function_call_output",
     "custom_tool_call_output",
     "mcp_call",
+    "item_reference",
 )
 
 
@@ -115,7 +144,8 @@ Item = Annotated[
     | Annotated[CustomCallItem, pydantic.Tag("custom_tool_call")]
     | Annotated[CallOutputItem, pydantic.Tag("function_call_output")]
     | Annotated[CallOutputItem, pydantic.Tag("custom_tool_call_output")]
-    | Annotated[ExecutedCallItem, pydantic.Tag("mcp_call")],
+    | Annotated[ExecutedCallItem, pydantic.Tag("mcp_call")]
+    | Annotated[ItemReference, pydantic.Tag("item_reference")],
     pydantic.Discriminator(_type_of),
 ]
 
@@ -153,6 +183,7 @@ def messages_of_items(items: Iterable[Item]) -> list[Message]:
 
     Raises:
         Unsupported: A thought is encrypted; the message names the item.
+        RequestError: A reference was not resolved.
     """
     messages: list[Message] = []
     turn, before = _Turn(), None
@@ -179,6 +210,11 @@ def messages_of_items(items: Iterable[Item]) -> list[Message]:
             case ExecutedCallItem():
                 turn.calls.append(function_call(item.id, item.name, item.arguments))
                 turn.outputs.append(tool_message(item.id, item.output or ""))
+            case ItemReference():
+                raise RequestError(
+                    f"input[{index}].id: {item.id!r} is not known here: it was not stored, or is "
+                    "of another session, or too old; send the item itself"
+                )
             case MessageItem() | CallOutputItem():
                 messages += turn.messages()
                 turn = _Turn()
@@ -189,9 +225,9 @@ def messages_of_items(items: Iterable[Item]) -> list[Message]:
     return [*messages, *turn.messages()]
 
 
-def _text(content: str | list[TextItemPart] | list[TextItemPart | RefusalPart]) -> str:
-    if isinstance(content, str):
-        return content
+def _text(content: str | Sequence[TextItemPart | RefusalPart | OtherPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
     return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
 
 

@@ -11,7 +11,7 @@ the server runs, so that clients show it, with its output, and do not run it aga
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, cast
 
@@ -35,7 +35,15 @@ from agentloop.api.schemas import (
 )
 from agentloop.trajectory import Message, StopReason, ToolCallStatus
 
-__all__ = ["ResponseObject", "ResponsesStream", "StreamEvent", "error_form", "messages_of", "whole"]
+__all__ = [
+    "ResponseObject",
+    "ResponsesStream",
+    "StreamEvent",
+    "error_form",
+    "messages_of",
+    "whole",
+    "without_logprobs",
+]
 
 StreamEvent = tuple[str, dict[str, Any]]
 """The name of a server-sent event and its data."""
@@ -182,17 +190,12 @@ class ResponsesStream:
         self.response["output"] = self._with_logprobs()
         return self._event(f"response.{status}", response=dict(self.response))
 
-    def _with_logprobs(self) -> list[dict[str, object]]:
+    def _with_logprobs(self) -> list[dict[str, Any]]:
         """Return the output with the log-probabilities of all tokens at its last message.
 
         Which tokens came with which text depends on how the text was split.
         """
-        output = [
-            {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
-            if item["type"] == "message"
-            else item
-            for item in self._output
-        ]
+        output = without_logprobs(self._output)
         for item in reversed(output):
             if item["type"] == "message":
                 item["content"][0]["logprobs"] = self._logprobs
@@ -341,6 +344,16 @@ def whole(request: ResponsesRequest, chunks: Iterable[ChatCompletionChunk]) -> R
             pass
     assert stream.response is not None
     return stream.response
+
+
+def without_logprobs(output: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the items of a response without log-probabilities, which may be long."""
+    return [
+        {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
+        if item["type"] == "message"
+        else item
+        for item in output
+    ]
 
 
 _ITEMS: pydantic.TypeAdapter[list[Item]] = pydantic.TypeAdapter(list[Item])

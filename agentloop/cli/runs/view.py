@@ -117,7 +117,8 @@ async def _view(run: Path, arguments: list[str]) -> int:
     settings = load_settings(ViewSettings, *console.split_settings(arguments))
     archive = await _open_archive(run)
     with bind(settings.serve, or_free=True) as bound:
-        app = web.Application(middlewares=[ApiGuard(settings.serve).middleware])
+        app = web.Application()
+        ApiGuard(settings.serve).add_to(app)
         Page(archive, io_timeout_s=settings.serve.io_timeout_s).add_to(app)
         async with serving(app, bound) as url:
             print(f"Showing {archive.folder.name} at {url}/; press Ctrl-C to stop.", flush=True)

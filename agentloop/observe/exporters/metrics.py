@@ -29,7 +29,6 @@ from agentloop.events import (
     RolloutAbandoned,
     RolloutFinished,
     RolloutScored,
-    RolloutStarted,
     TokensSampled,
     TurnFinished,
     TurnMoved,
@@ -38,6 +37,7 @@ from agentloop.events import (
     WeightsLoaded,
 )
 from agentloop.inference.replicas import ServerView
+from agentloop.observe.in_flight import InFlight
 from agentloop.observe.latency import Duration, of_turn
 from agentloop.plain_json import number_of
 from agentloop.trajectory import Trajectory, Turn
@@ -204,17 +204,14 @@ class Metrics(Collector):
         self._define_training_metrics()
 
     def on_event(self, event: Event) -> None:
+        self._in_flight.on_event(event)
         match event:
             case TokensSampled(ids=ids):
                 self._num_tokens += len(ids)
-            case RolloutStarted():
-                self._in_flight.inc()
             case RolloutFinished(trajectory=trajectory):
-                self._in_flight.dec()
                 self._turn_begun_s.pop(event.rollout_id, None)
                 self._record_rollout(trajectory)
             case RolloutAbandoned():
-                self._in_flight.dec()
                 self._turn_begun_s.pop(event.rollout_id, None)
                 self._abandoned.inc()
             case TurnStarted():
@@ -254,7 +251,9 @@ class Metrics(Collector):
     # --- definitions ------------------------------------------------------------------------------
 
     def _define_rollout_metrics(self) -> None:
-        self._in_flight = self._gauge("rollouts_in_flight", "Rollouts in flight.")
+        self._in_flight = InFlight()
+        gauge = self._gauge("rollouts_in_flight", "Rollouts in flight.")
+        gauge.set_function(lambda: len(self._in_flight))
         self._rollouts = self._counter("rollouts", "Rollouts that ended.", "stop_reason")
         self._abandoned = self._counter(
             "rollouts_abandoned", "Rollouts that were cancelled or raised an error."

@@ -12,6 +12,9 @@
     tokens: (row) => -row.tokens,
   };
 
+  /** Whether a rollout is in flight: it has not ended, and does not wait for a session's client. */
+  const inFlight = (row) => row.state === "live" && row.lanes?.at(-1)?.[0] !== "client";
+
   const before = (a, b) => a.key - b.key || (a.id < b.id ? -1 : 1);
 
   /** Merges two sorted lists. */
@@ -32,7 +35,7 @@
       this.entries = new Map(); // id to {id, row, key, shown}; an entry keeps its identity
       this.all = []; // all entries, sorted
       this.list = []; // the entries that match the filter
-      this.numLive = 0;
+      this.numInFlight = 0;
       this.name = "newest";
       this.matches = () => true;
     }
@@ -61,7 +64,7 @@
     take(ids) {
       if (ids === null) {
         this.entries.clear();
-        [this.all, this.numLive] = [[], 0];
+        [this.all, this.numInFlight] = [[], 0];
         ids = this.rollouts.keys();
       }
       const keyOf = KEYS[this.name];
@@ -70,14 +73,14 @@
       for (const id of ids) {
         const row = this.rollouts.get(id);
         let entry = this.entries.get(id);
-        if (entry?.row.state === "live") this.numLive--;
+        this.numInFlight -= entry?.inFlight ?? 0;
         if (row === undefined) {
           if (entry) hasRemoved = entry.removed = true;
           this.entries.delete(id);
           continue;
         }
-        if (row.state === "live") this.numLive++;
         const [key, shown] = [keyOf(row), this.matches(row)];
+        this.numInFlight += inFlight(row);
         if (!entry) {
           entry = { id, row, key, shown, removed: false };
           this.entries.set(id, entry);
@@ -86,7 +89,7 @@
           hasRemoved = entry.removed = true;
           placed.push(entry);
         } else if (shown !== entry.shown) hasToggled = true;
-        Object.assign(entry, { row, key, shown });
+        Object.assign(entry, { row, key, shown, inFlight: inFlight(row) });
       }
       if (hasRemoved) this.all = this.all.filter((entry) => !entry.removed);
       for (const entry of placed) entry.removed = false;
@@ -96,5 +99,6 @@
     }
   }
 
+  Order.inFlight = inFlight;
   window.agentloop.Order = Order;
 })();

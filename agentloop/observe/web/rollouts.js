@@ -245,7 +245,7 @@
       this.refit = false;
       const all = order.all.length;
       const shown = order.list.length === all ? "" : `${format.whole(order.list.length)} of `;
-      setText(this.found, `${shown}${format.plural(all, "rollout")}, ${format.whole(order.numLive)} in flight`);
+      setText(this.found, `${shown}${format.plural(all, "rollout")}, ${format.whole(order.numInFlight)} in flight`);
     }
 
     relist() {
@@ -592,6 +592,7 @@
   // -- rows
 
   function matches(row) {
+    if (chosen.state === "live" && !Order.inFlight(row)) return false;
     if (chosen.state === "errors" ? !row.failed_calls : chosen.state !== "all" && parts.stateOf(row) !== chosen.state) return false;
     if (chosen.reward !== "all" && parts.rewardOf(row) !== chosen.reward) return false;
     if (!chosen.query) return true;
@@ -671,7 +672,7 @@
     for (const { row } of members) {
       tokens += row.tokens;
       calls += row.calls;
-      live += row.state === "live";
+      live += Order.inFlight(row);
       if (parts.rewardOf(row) === "none") continue;
       scored++;
       sum += row.reward;

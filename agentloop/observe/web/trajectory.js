@@ -234,7 +234,8 @@
       const failed = record.turns.reduce((sum, turn) => sum + turn.results.filter((result) => hasFailed(result.status)).length, 0);
       const elapsed = state === "live" ? this.app.time() / 1000 - this.startOf(row) : record.elapsed_s;
       const servers = [...new Set(record.turns.flatMap((turn) => turn.servers))];
-      const stop = state === "live" ? `in flight, turn ${record.turns.length}` : parts.words(record.stop_reason ?? record.state);
+      const waits = row?.lanes?.at(-1)?.[0] === "client";
+      const stop = state === "live" ? `${waits ? "waiting for its client" : "in flight"}, turn ${record.turns.length}` : parts.words(record.stop_reason ?? record.state);
       const reward = [parts.rewardMark(record)];
       if (record.reason) reward.push(` ${record.reason}`);
       const isScored = parts.rewardOf(record) !== "none" || record.reason;

@@ -61,11 +61,10 @@ def python(calls: Sequence[Call]) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """The calls of a family's models, the text before them, and what no argument may contain."""
+    """The calls of a family's models, and the text before them."""
 
     text: Callable[[Sequence[Call]], str]
     before: str = "I look.\n"
-    not_in_text: tuple[str, ...] = ()
     one_call: bool = False
 
 
@@ -84,7 +83,6 @@ FORMS = {
             ),
             "\n",
         ),
-        not_in_text=("</parameter>",),
     ),
     "glm": Form(
         each(
@@ -94,7 +92,6 @@ FORMS = {
                 + "</tool_call>"
             )
         ),
-        not_in_text=("</arg_value>",),
     ),
     "deepseek-v3.1": Form(
         lambda calls: (
@@ -116,12 +113,8 @@ FORMS = {
             + "<｜tool▁calls▁end｜>"
         )
     ),
-    "deepseek-v3.2": Form(
-        functools.partial(dsml, "function_calls"), not_in_text=("</｜DSML｜parameter>",)
-    ),
-    "deepseek-v4": Form(
-        functools.partial(dsml, "tool_calls"), not_in_text=("</｜DSML｜parameter>",)
-    ),
+    "deepseek-v3.2": Form(functools.partial(dsml, "function_calls")),
+    "deepseek-v4": Form(functools.partial(dsml, "tool_calls")),
     "kimi-k2": Form(
         lambda calls: (
             "<|tool_calls_section_begin|>"
@@ -144,7 +137,6 @@ FORMS = {
             )
             + "</minimax:tool_call>"
         ),
-        not_in_text=("</parameter>", "</invoke>"),
     ),
     "harmony": Form(harmony, before="", one_call=True),
     "llama-json": Form(

@@ -119,9 +119,9 @@ async def test_plain_requests_name_the_agent_or_the_bare_model() -> None:
             model="fake", messages=HELLO, frequency_penalty=1.0
         )
         assert biased.choices[0].message.content == "Hm"
-        with pytest.raises(openai.BadRequestError, match="frequency_penalty"):
+        with pytest.raises(openai.BadRequestError, match="min_tokens"):
             await asks.chat.completions.create(
-                model="fake-agent", messages=HELLO, frequency_penalty=1.0
+                model="fake-agent", messages=HELLO, extra_body={"min_tokens": 3}
             )
 
 

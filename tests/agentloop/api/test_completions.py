@@ -353,7 +353,7 @@ async def test_the_bare_model_takes_these_parameters_in_chat_completions_too() -
         for model in (None, "fake-agent"):
             async with at.post("/v1/chat/completions", {**body, "model": model}) as response:
                 error = (await response.json())["error"]
-            assert (response.status, error["param"]) == (400, "presence_penalty")
+            assert (response.status, error["param"]) == (400, "stop_token_ids")
         async with at.post("/v1/chat/completions", {**body, "model": "fake"}) as response:
             assert response.status == 200
         (generation,) = at.router.asked

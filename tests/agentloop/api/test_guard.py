@@ -191,3 +191,34 @@ async def test_a_refusal_reaches_no_handler_and_has_openais_format() -> None:
     finally:
         await runner.cleanup()
     assert reached == ["/x"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "origin", "expected"),
+    [
+        (NAMED, "https://agent.example", True),
+        (NAMED, "https://other.example", False),
+        (NAMED, "null", False),
+        (LOCAL, "https://agent.example", False),
+        (NAMED.model_copy(update={"token": SECRET.token}), "https://agent.example", True),
+    ],
+)
+def test_pages_of_listed_sites_may_ask_and_read(
+    settings: ServeSettings, origin: str, expected: bool
+) -> None:
+    guard = ApiGuard(settings)
+    headers = {
+        "Host": "localhost",
+        "Origin": origin,
+        "Access-Control-Request-Method": "DELETE",
+        "Access-Control-Request-Private-Network": "true",
+    }
+    assert guard.admits_preflight("OPTIONS", "/v1/models", headers) is expected
+    assert not guard.admits_preflight("GET", "/v1/models", headers)
+    allowed = guard.cors_headers(headers)
+    assert bool(allowed) is expected
+    if expected:
+        assert allowed["Access-Control-Allow-Origin"] == origin
+        assert allowed["Access-Control-Allow-Methods"] == "DELETE"
+        assert allowed["Access-Control-Allow-Private-Network"] == "true"
+    assert guard.cors_headers({"Host": "localhost"}) == {}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from agentloop.events import (
     CallFinished,
+    ClientAwaited,
     RolloutAbandoned,
     RolloutFinished,
     RolloutStarted,
     TokensSampled,
+    TurnStarted,
 )
 from agentloop.observe.throughput import Throughput
 from agentloop.trajectory import ToolCallStatus, ToolResult, Trajectory
@@ -30,6 +32,19 @@ def test_a_line_counts_what_has_happened_since_the_last_one() -> None:
     throughput.on_event(RolloutFinished("a", record))
     clock[0] = 30.0
     assert throughput.line(0) == "last 10 s: 0 tokens/s, 0.0 calls/s, 1 finished, 0 in flight"
+
+
+def test_a_session_is_in_flight_only_while_it_is_answered() -> None:
+    throughput = Throughput(lambda: 0.0)
+    throughput.on_event(RolloutStarted(Trajectory("a", [])))
+    assert "1 in flight" in throughput.line(0)
+    throughput.on_event(ClientAwaited("a"))
+    assert throughput.line(0) == ""
+    throughput.on_event(TurnStarted("a", 1))
+    assert "1 in flight" in throughput.line(0)
+    throughput.on_event(ClientAwaited("a"))
+    throughput.on_event(RolloutFinished("a", Trajectory("a", [])))
+    assert "0 in flight" in throughput.line(0)
 
 
 def test_an_idle_service_is_silent() -> None:

@@ -123,6 +123,41 @@ def test_a_call_runs_before_the_turn_ends(name: str) -> None:
     assert len(made) == 1 or closed[0] < closed[1]
 
 
+# The tags that close an argument and a call.
+TAGGED = {
+    "qwen3-coder": ("</parameter>", "\n</function>"),
+    "glm": ("</arg_value>", ""),
+    "minimax-m2": ("</parameter>", "\n</invoke>"),
+    "deepseek-v3.2": ("</｜DSML｜parameter>", "\n</｜DSML｜invoke>"),
+    "deepseek-v4": ("</｜DSML｜parameter>", "\n</｜DSML｜invoke>"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(TAGGED))
+def test_an_argument_may_contain_the_tags_that_close_it(name: str) -> None:
+    form, chat, (argument_end, call_end) = FORMS[name], chat_of(name), TAGGED[name]
+    close = argument_end + call_end
+    for text in (argument_end, f"a{argument_end}b", f"{close} a", f"a{close}b{close}", "</b>"):
+        made: list[Call] = [("search", {"text": text, "number": 7}), ("search", {"text": text})]
+        ids = written(chat, form.text(made))
+        for edges in ([0, len(ids)], range(len(ids) + 1)):
+            calls = [(call.name, call.arguments) for call in stream_calls(chat, ids, edges)]
+            assert calls == made, text
+
+
+@pytest.mark.parametrize("name", sorted(TAGGED))
+def test_a_call_never_runs_with_a_part_of_an_argument(name: str) -> None:
+    """Where text cannot be told from markup, the call is malformed."""
+    form, chat, (argument_end, _) = FORMS[name], chat_of(name), TAGGED[name]
+    for inner in ({"text": "x"}, {"other": "x"}):
+        whole = form.text([("search", inner)]).partition("search")[2]
+        opening = whole[whole.index("<") :].partition(f"x{argument_end}")[0].removesuffix("\n")
+        text = f"a{argument_end}\n{opening}b"
+        calls = found_in(chat, written(chat, form.text([("search", {"text": text})])))
+        assert calls
+        assert all(call.error for call in calls), (text, calls)
+
+
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_a_call_that_does_not_end_is_malformed(name: str) -> None:
     form, chat = FORMS[name], chat_of(name)

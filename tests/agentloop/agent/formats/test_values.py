@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentloop.agent.formats import values
-from agentloop.agent.formats.values import decode_python_call, decode_value
+from agentloop.agent.formats.values import ArgumentTypes, decode_python_call
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,60 @@ def test_text_other_than_a_call_with_named_arguments_is_an_error(text: str) -> N
 def test_plain_text_gets_a_type_that_the_schema_allows(
     text: str, types: list[str], value: object
 ) -> None:
-    assert decode_value(text, {"type": types}) == value
-    assert decode_value(text, {"anyOf": [{"type": name} for name in types]}) == value
+    union = {"anyOf": [{"type": name} for name in types]}
+    for schema in ({"type": types}, union):
+        assert ArgumentTypes({"properties": {"a": schema}}).decode("a", text) == value
+
+
+_POINT = {"properties": {"x": {"type": "integer"}}}
+_DEFS = {
+    "Point": _POINT,
+    "Level": {"enum": [1, 2]},
+    "Circle": {"$ref": "#/$defs/Circle"},
+    "a/b": {"type": "integer"},
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ('{"x": 1}', {"$ref": "#/$defs/Point"}, {"x": 1}),
+        ('{"x": 1}', {"allOf": [{"$ref": "#/$defs/Point"}], "description": "d"}, {"x": 1}),
+        ('{"x": 1}', {"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, {"x": 1}),
+        ("null", {"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, None),
+        ("2", {"$ref": "#/$defs/Level"}, 2),
+        ("2", {"$ref": "#/$defs/a~1b"}, 2),
+        ("2", {"const": 2}, 2),
+        ("2", {"const": "2"}, "2"),
+        ("2", {"allOf": [{"type": ["integer", "string"]}, {"type": "string"}]}, "2"),
+        ("2", {"allOf": [{"type": "number"}, {"type": "integer"}]}, 2),
+        ("null", {"type": "string", "nullable": True}, None),
+        ("2", {"type": "string", "nullable": True}, "2"),
+        ("null", {"type": ["string", "null"]}, None),
+        ("[1]", {"items": {"type": "integer"}}, [1]),
+        ("2", {"anyOf": [{"type": "integer"}, {}]}, "2"),
+        ("2", {"$ref": "#/$defs/Circle"}, "2"),
+        ("2", {"$ref": "#/$defs/Missing"}, "2"),
+        ("2", {"$ref": "https://example.org/schema"}, "2"),
+        ("2", True, "2"),
+    ],
+)
+def test_text_gets_the_type_behind_references_and_combinations(
+    text: str, schema: object, value: object
+) -> None:
+    parameters = {"properties": {"a": schema}, "$defs": _DEFS}
+    assert ArgumentTypes(parameters).decode("a", text) == value
+    behind = {"$ref": "#/$defs/All", "$defs": {**_DEFS, "All": {"properties": {"a": schema}}}}
+    assert ArgumentTypes(behind).decode("a", text) == value
+
+
+def test_other_arguments_are_allowed_where_the_schema_says_so() -> None:
+    named = {"properties": {"a": {"type": "string"}}}
+    numbers = ArgumentTypes({**named, "additionalProperties": {"type": "integer"}})
+    assert numbers.allow("b")
+    assert numbers.decode("b", "2") == 2
+    assert not ArgumentTypes(named).allow("b")
+    assert ArgumentTypes({}).allow("b")
 
 
 _NAMES = ("f", "g.h", "None", "f.not", "é", "f ")

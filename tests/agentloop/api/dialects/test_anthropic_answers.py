@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentloop.agent.openai_messages import normal_form
 from agentloop.agent.rollout import Budget, Rollout
 from agentloop.agent.tools import CallerTool
 from agentloop.api.chat_completions import ChunkWriter, chunk_frame, completion
@@ -151,7 +152,7 @@ async def test_an_answer_that_is_sent_back_is_the_message_of_chat_completions(
     frames = b"".join(starmap(named_event, events(sent)))
     message = read(frames, beta=beta)
     (choice,) = completion([(writer(has_caller_tools=True), trajectory)])["choices"]
-    assert sent_back(message.to_dict()["content"]) == [choice["message"]]
+    assert sent_back(message.to_dict()["content"]) == normal_form([choice["message"]])
     assert message.to_dict()["content"] == whole(sent)["content"]
     assert (message.stop_reason == "tool_use") == bool(trajectory.turns[0].calls)
 
@@ -177,7 +178,7 @@ async def test_an_agents_turns_that_are_sent_back_are_those_that_it_had(texts: l
             {"role": "tool", "tool_call_id": call["id"], "content": call["output"]}
             for call in executed
         ]
-    assert sent_back(whole(chunks_with_usage(trajectory))["content"]) == expected
+    assert sent_back(whole(chunks_with_usage(trajectory))["content"]) == normal_form(expected)
 
 
 async def test_the_events_of_an_answer() -> None:
@@ -272,7 +273,7 @@ def test_usage_counts_cached_tokens_apart() -> None:
     ],
 )
 def test_the_client_knows_errors(status: int, body: Any, raised: str, kind: str) -> None:
-    form = error_form(status, body)
+    form = error_form(status, body, "req_1")
     with client(status, json.dumps(form).encode(), "application/json") as made:
         with pytest.raises(getattr(anthropic, raised)) as caught:
             made.messages.create(model="m", max_tokens=9, messages=HELLO)
@@ -286,7 +287,7 @@ def test_a_client_that_is_refused_a_thread_is_told_to_go_on_without() -> None:
         MessagesRequest.parse(
             json.dumps({"max_tokens": 9, "messages": HELLO, "thread": {"type": "create"}}).encode()
         )
-    form = error_form(*error_of(refused.value))
+    form = error_form(*error_of(refused.value), "req_1")
     assert form["error"]["details"]["error_code"] == "thread_unsupported_request"
 
 
@@ -294,7 +295,8 @@ def test_the_client_knows_an_error_in_a_stream() -> None:
     status, body = error_of(ServerError("down"))
     answered = Trajectory("t", [1], stop_reason=StopReason.ANSWERED)
     first_events = events(chunks_with_usage(answered))[:1]
-    frames = b"".join(starmap(named_event, [*first_events, ("error", error_form(status, body))]))
+    last = ("error", error_form(status, body, "req_1"))
+    frames = b"".join(starmap(named_event, [*first_events, last]))
     with pytest.raises(anthropic.APIStatusError) as caught:
         read(frames, beta=False)
     assert caught.value.body["error"] == {"type": "overloaded_error", "message": "down"}
