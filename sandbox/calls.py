@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import anyio
 from anyio.abc import TaskGroup
 
+from agentloop.sandbox.backend import directory_mib
 from agentloop.sandbox.errors import ProtocolError, SandboxUnavailable
 from agentloop.sandbox.link import Pending, next_id
 from agentloop.sandbox.protocol import JsonObject
@@ -32,6 +33,9 @@ from agentloop.sandbox.slots import Need, PoolWorker, SlotQueue
 
 NOT_OPEN = "the pool is not open: use it within `async with Pool() as pool`"
 MAX_TIMEOUT_S = 3600.0
+SMALL_BYTES = 2 << 20  # of input or output: the worker has them to spare
+# Bytes that a worker's server holds for each byte of input, and of output on each stream.
+INPUT_COPIES, OUTPUT_COPIES = 8, 12
 SAME_MOMENT_S = 1.0  # workers lost within this time may have a common cause
 
 
@@ -102,10 +106,11 @@ class Calls:
 
     def _refuse(self, message: JsonObject, only: PoolWorker | None) -> CallResult | None:
         """Return the result of a call that is refused without a run, or None."""
-        size = len(message["code"]) + len(message["stdin"])
+        size = input_bytes(message)
         if size > MAX_CODE_BYTES:
-            reason = f"code and stdin have {size} characters; the maximum is {MAX_CODE_BYTES}"
-            return CallResult.failed(next_id(), CallStatus.SANDBOX_ERROR, reason)
+            reason = f"code and stdin have {size:,} bytes; the maximum is {MAX_CODE_BYTES:,}"
+            error = CallError("InputTooLarge", reason)
+            return CallResult(next_id(), CallStatus.ERROR, exit_code=1, error=error)
         full = self.queue.num_waiting >= self.MAX_WAITING
         if full and only is None and self.queue.worker_for_call() is None:
             reason = f"{self.MAX_WAITING:,} calls are waiting already"
@@ -197,13 +202,13 @@ class Calls:
         """
         message["id"] = next_id()
         try:
-            memory_mib = message.get("memory_mib", self.settings.memory_mib)
-            await worker.link.limit_memory(memory_mib << 20)
+            await worker.link.limit_memory(memory_of(message, self.settings))
             pending: Pending = worker.link.submit(message)
         except ProtocolError as error:
             self.queue.free(worker)
             return {"status": "sandbox_error", "why": str(error), "attempt": 1}
         except SandboxUnavailable as error:
+            worker.retire()  # its limit is unknown, and may be that of a call that asked for less
             self.queue.free(worker)
             return {"status": "sandbox_error", "why": str(error)}
         except BaseException:
@@ -229,6 +234,26 @@ class Calls:
             await pending.done.wait()
         if not pending.done.is_set():
             worker.link.lose("it stopped responding")
+
+
+def input_bytes(message: JsonObject) -> int:
+    """Return the size of a call's code and standard input together, in UTF-8."""
+    texts = (message["code"], message["stdin"])
+    return sum(len(t) if t.isascii() else len(t.encode("utf-8", "surrogatepass")) for t in texts)
+
+
+def memory_of(message: JsonObject, settings: PoolSettings) -> int:
+    """Return the bytes of memory that a worker may hold for a call, in all of its processes.
+
+    What the call itself may hold is no less than its directory, whose files stay when all of its
+    processes have been killed: the worker's server must be able to go on. Beside that, the server
+    holds copies of large input and output.
+    """
+    memory_mib = message.get("memory_mib", settings.memory_mib)
+    call_bytes = max(memory_mib, directory_mib(settings)) << 20
+    kept_bytes = message.get("keep_output_bytes", 0)
+    num_in, num_out = INPUT_COPIES * input_bytes(message), OUTPUT_COPIES * kept_bytes
+    return call_bytes + sum(size for size in (num_in, num_out) if size > SMALL_BYTES)
 
 
 def _where(worker: PoolWorker, queue_s: float, attempt: int) -> JsonObject:

@@ -18,7 +18,6 @@ from agentloop.sandbox.worker.wire import REPORT_BYTES, REPORT_SIZE, STARTED, cl
 
 _INT = struct.Struct("i")
 KEEP_BYTES = 64 << 10  # of each stream, unless a call says otherwise: what one can still read
-MAX_STALE = 1000  # messages; more than a channel holds
 
 
 class Output:
@@ -103,13 +102,15 @@ class Forked:
         for fd in (out, err):  # the child may open its pipes, and read what we have been told of
             os.set_blocking(fd, False)
         self.out, self.err = Output(out), Output(err)
+        self.done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # cells that have ended
         self.report_fd = os.memfd_create("report", os.MFD_CLOEXEC)
         os.ftruncate(self.report_fd, REPORT_BYTES)
         self.call: Call | None = None
         self.session: int | None = None
 
     def far_fds(self) -> list[int]:
-        return [self.far_channel.fileno(), self.far_out, self.far_err, self.report_fd]
+        outputs = [self.far_out, self.far_err]
+        return [self.far_channel.fileno(), *outputs, self.done_fd, self.report_fd]
 
     def close_far(self) -> None:
         self.far_channel.close()
@@ -118,7 +119,7 @@ class Forked:
 
     def close(self) -> None:
         self.channel.close()
-        for fd in (self.out.fd, self.err.fd, self.report_fd):
+        for fd in (self.out.fd, self.err.fd, self.done_fd, self.report_fd):
             os.close(fd)
 
     def send(self, call: Call) -> None:
@@ -144,22 +145,12 @@ class Forked:
             self.channel.send(wire.FILE_JOB.pack(len(call.stdin)), socket.MSG_DONTWAIT)
             socket.send_fds(self.channel, [b"+"], [file.fileno()], socket.MSG_DONTWAIT)
 
-    def receive(self) -> bytes | None:
-        """Return the child's next message; None if there is none yet, b"" if none can follow."""
-        try:
-            message = self.channel.recv(64, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
-        if self.started_ns is None and len(message) == STARTED.size:
-            (self.started_ns,) = STARTED.unpack(message)
-        return message
-
     def has_started(self) -> bool:
         """Return True once a program runs, or has run, in this child."""
         if self.started_ns is None:
-            self.receive()
+            with contextlib.suppress(OSError):  # there is no message yet, or the child is dead
+                if message := self.channel.recv(STARTED.size, socket.MSG_DONTWAIT):
+                    (self.started_ns,) = STARTED.unpack(message)
         return self.started_ns is not None
 
     def started_ns_of(self, call: Call) -> int | None:
@@ -170,11 +161,10 @@ class Forked:
         (started_ns,) = STARTED.unpack(os.pread(self.report_fd, STARTED.size, 0))
         return min(started_ns, time.monotonic_ns()) if started_ns >= call.started_ns else None
 
-    def drop_messages(self) -> None:
-        """Drop what a session's process has said since its last cell."""
-        for _ in range(MAX_STALE):
-            if not self.receive():
-                return
+    def take_done(self) -> None:
+        """Set the count of cells that have ended back to 0."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.done_fd)
 
     def report(self) -> dict[str, Any]:
         """Return the child's report. It is copied, since the child could truncate the file."""

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from agentloop.sandbox.worker.connection import Connection
 from agentloop.sandbox.worker.counters import CgroupCounters, open_counters
 from agentloop.sandbox.worker.forked import Call, Forked, Output, checked_error, split_status
-from agentloop.sandbox.worker.kernel import PR_SET_DUMPABLE, prctl
+from agentloop.sandbox.worker.kernel import PR_SET_DUMPABLE, prctl, reserve_heap
 from agentloop.sandbox.worker.spec import Spec
 from agentloop.sandbox.worker.wire import (
     FORK,
@@ -53,6 +53,9 @@ COUNTER_CHECK_S = 0.25  # between looks at the counters of a call that runs for 
 REST_CHECK_S = 1.0  # the same for a session that rests
 MAX_REST_CPU_S = 1.0  # processor time of a session that is stopped: it has itself sent SIGCONT
 WORN_BYTES = 64 << 20  # of memory that stays when no call runs
+# Of free memory that the server keeps: a call is answered from it while the memory of its processes,
+# which are being killed, is not free yet.
+RESERVE_BYTES = 8 << 20
 # Who a session is lost by, by why its process was killed. Otherwise its program.
 LOST_BY = {"cancelled": "caller", "sandbox_error": "infrastructure"}
 
@@ -91,6 +94,7 @@ class WorkerServer:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.workspace.make()
         self.start_zygotes()
+        reserve_heap(RESERVE_BYTES)
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -302,8 +306,8 @@ class WorkerServer:
     def begin(self, child: Forked, call: Call) -> None:
         if call.session is not None:
             child.session = call.session
-            child.drop_messages()
-            self.watch(child.channel.fileno(), lambda _: self.on_cell_message(child))
+            child.take_done()
+            self.watch(child.done_fd, lambda _: self.on_cell_done(child))
         if self.is_resting and child.pid is not None:
             self.workspace.resume(child.pid)
         self.is_resting = False
@@ -394,8 +398,8 @@ class WorkerServer:
                 data = zygote.recv(NEWS.size)
             except BlockingIOError:
                 return
-            if not data:  # the supervisor replaces the whole worker: simpler than half of one
-                self.shut_down()
+            if not data:
+                self.on_zygote_end()
             kind, number, value, cpu_s, max_rss = NEWS.unpack(data)
             child = self.children[number]
             if kind == NEWS_FORKED:
@@ -406,6 +410,20 @@ class WorkerServer:
                 self.on_exit(child, value, cpu_s, max_rss)
             else:
                 self.on_fork_failed(child, value)
+
+    def on_zygote_end(self) -> NoReturn:
+        """End the worker: the supervisor replaces it whole, which is simpler than half of one.
+
+        A call that has used up its memory is judged for that, though the kernel has ended a zygote
+        last, when nothing else was left to end.
+        """
+        child = self.current
+        if child is not None and self.counters.oom_verdict() == "oom":
+            self.send({"op": "worn"})
+            if child.call is not None:
+                self.answer(child, time.monotonic(), signal.SIGKILL, 0.0, 0)
+            self.lose_session(child, "oom")
+        self.shut_down()
 
     def on_exit(self, child: Forked, status: int, cpu_s: float, max_rss: int) -> None:
         ended = time.monotonic()
@@ -439,15 +457,11 @@ class WorkerServer:
             self.send({"op": "worn"})
         self.begin_next()
 
-    def on_cell_message(self, child: Forked) -> None:
-        """A session's process has started, or its cell has ended: by its own word."""
-        is_first = child.started_ns is None
-        message = child.receive()
-        if message is None or (message and is_first):
-            return
+    def on_cell_done(self, child: Forked) -> None:
+        """A session's cell has ended, by its process's own word."""
         # Not heard again before its next cell: a background thread may write without end.
-        self.unwatch(child.channel.fileno())
-        if not message or child.call is None or child.verdict is not None:
+        self.unwatch(child.done_fd)
+        if child.call is None or child.verdict is not None:
             return
         verdict = self.counters.oom_verdict()
         if verdict is None and self.exceeds_output(child):
@@ -476,7 +490,7 @@ class WorkerServer:
         child.session = None
 
     def discard(self, child: Forked) -> None:
-        for fd in (child.out.fd, child.err.fd, child.channel.fileno()):
+        for fd in (child.out.fd, child.err.fd, child.done_fd):
             self.unwatch(fd)
         child.close()
         del self.children[child.number]
