@@ -7,6 +7,7 @@ alone in their cgroup: they move to one below it, since a cgroup has either proc
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import resource
@@ -47,14 +48,12 @@ class Cgroup:
     def limit_memory(self, num_bytes: int) -> None:
         """Limit the memory of all processes together, without swap. Raises OSError.
 
-        A limit below what they hold already is not set: the next cell of a session may ask for
-        less than the ones before it have left, and then only what it allocates itself is refused.
+        A limit below what they hold already is refused. The kernel would do that only in version 1.
         """
         path = self.paths["memory"]
-        usage = path / ("memory.current" if self.is_v2 else "memory.usage_in_bytes")
-        if int(usage.read_text()) > num_bytes:
-            return
         if self.is_v2:
+            if int((path / "memory.current").read_text()) > num_bytes:
+                raise OSError(errno.EBUSY, "the processes hold more memory than the new limit")
             _write(path / "memory.max", num_bytes)
             _write_optional(path / "memory.swap.max", 0)
             return
@@ -62,7 +61,6 @@ class Cgroup:
         files = [path / "memory.limit_in_bytes", path / "memory.memsw.limit_in_bytes"]
         for file in files if num_bytes < int(files[0].read_text()) else reversed(files):
             (_write_optional if "memsw" in file.name else _write)(file, num_bytes)
-        _write(path / "memory.max_usage_in_bytes", 0)
 
     def limit_processes(self, number: int) -> None:
         _write(self.paths["pids"] / "pids.max", number)

@@ -37,6 +37,7 @@ from agentloop.sandbox.owner import PREFIX, make_dir, reap_dirs, remove_tree
 from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.required_layers import missing_layers, refusal
 from agentloop.sandbox.settings import PoolSettings
+from agentloop.sandbox.worker.counters import open_counter
 
 CONFINE = Path(__file__).with_name("confine.py")
 
@@ -197,10 +198,14 @@ class ProcessBackend:
         }
         with ExitStack() as stack:
             if cgroup is not None:  # opened here: a worker may run as a user who could not
-                spec["entries"] = [_open(stack, path, os.O_WRONLY) for path in cgroup.entries]
+                spec["entries"] = [
+                    _closed_by(stack, os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+                    for path in cgroup.entries
+                ]
             counters = cgroup.counters if cgroup is not None else {"oom": "/proc/vmstat"}
             spec["counters"] = {
-                name: _open(stack, path, os.O_RDONLY) for name, path in counters.items()
+                name: _closed_by(stack, open_counter(name, path))
+                for name, path in counters.items()
             }
             spec_fd = _memory_file(json.dumps(spec))
             stack.callback(os.close, spec_fd)
@@ -215,8 +220,7 @@ class ProcessBackend:
             )
 
 
-def _open(stack: ExitStack, path: str, flags: int) -> int:
-    fd = os.open(path, flags | os.O_CLOEXEC)
+def _closed_by(stack: ExitStack, fd: int) -> int:
     stack.callback(os.close, fd)
     return fd
 

@@ -431,6 +431,8 @@ class WorkerServer:
             self.discard(child)
             return
         self.workspace.kill_rest()
+        if self.counters.is_spent():  # before the answer, so that no other call comes
+            self.send({"op": "worn"})
         if child.call is not None:
             self.answer(child, ended, status, cpu_s, max_rss)
         elif child.session is not None:
