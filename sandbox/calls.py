@@ -10,7 +10,8 @@ program must not be able to make its own failure look like a failure of infrastr
 unrelated workers were lost at the same moment, the call is not to blame and gets the status
 `sandbox_error`.
 
-A session's cell runs once, on the session's own worker.
+A session's cell runs once, on the session's own worker. If that is lost, the session's cells are
+run once more on another worker, only to learn whether they end that one as well.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from anyio.abc import TaskGroup
 
 from agentloop.sandbox.backend import directory_mib
 from agentloop.sandbox.errors import ProtocolError, SandboxUnavailable
-from agentloop.sandbox.link import Pending, next_id
+from agentloop.sandbox.link import SPARE_BYTES, Pending, next_id
 from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.results import CallError, CallResult, CallStatus
 from agentloop.sandbox.settings import MAX_CODE_BYTES, PoolSettings
@@ -33,7 +34,6 @@ from agentloop.sandbox.slots import Need, PoolWorker, SlotQueue
 
 NOT_OPEN = "the pool is not open: use it within `async with Pool() as pool`"
 MAX_TIMEOUT_S = 3600.0
-SMALL_BYTES = 2 << 20  # of input or output: the worker has them to spare
 # Bytes that a worker's server holds for each byte of input, and of output on each stream.
 INPUT_COPIES, OUTPUT_COPIES = 8, 12
 SAME_MOMENT_S = 1.0  # workers lost within this time may have a common cause
@@ -104,13 +104,32 @@ class Calls:
             self.counts[result.status] += 1
         return result
 
+    async def ends_workers(self, cells: Sequence[JsonObject], used: Sequence[PoolWorker]) -> bool:
+        """Run the cells of a lost session in another one; return whether its worker is lost, too.
+
+        Args:
+            cells: its messages, which get the id of the new session.
+            used: the worker that was lost, and that of the new session.
+        """
+        for message in cells:
+            if await self._run_cell(message, used[-1]) is None:
+                return not used[-1].alive and await self._is_to_blame(used)
+        return False
+
     def _refuse(self, message: JsonObject, only: PoolWorker | None) -> CallResult | None:
         """Return the result of a call that is refused without a run, or None."""
         size = input_bytes(message)
         if size > MAX_CODE_BYTES:
             reason = f"code and stdin have {size:,} bytes; the maximum is {MAX_CODE_BYTES:,}"
-            error = CallError("InputTooLarge", reason)
-            return CallResult(next_id(), CallStatus.ERROR, exit_code=1, error=error)
+            error, stderr = CallError("InputTooLarge", reason), f"InputTooLarge: {reason}\n"
+            return CallResult(
+                next_id(),
+                CallStatus.ERROR,
+                exit_code=1,
+                stderr=stderr,
+                error=error,
+                stderr_bytes=len(stderr),
+            )
         full = self.queue.num_waiting >= self.MAX_WAITING
         if full and only is None and self.queue.worker_for_call() is None:
             reason = f"{self.MAX_WAITING:,} calls are waiting already"
@@ -247,13 +266,13 @@ def memory_of(message: JsonObject, settings: PoolSettings) -> int:
 
     What the call itself may hold is no less than its directory, whose files stay when all of its
     processes have been killed: the worker's server must be able to go on. Beside that, the server
-    holds copies of large input and output.
+    holds copies of large input and output. That is rounded, so that limits change seldom.
     """
-    memory_mib = message.get("memory_mib", settings.memory_mib)
+    memory_mib: int = message.get("memory_mib", settings.memory_mib)
     call_bytes = max(memory_mib, directory_mib(settings)) << 20
-    kept_bytes = message.get("keep_output_bytes", 0)
-    num_in, num_out = INPUT_COPIES * input_bytes(message), OUTPUT_COPIES * kept_bytes
-    return call_bytes + sum(size for size in (num_in, num_out) if size > SMALL_BYTES)
+    kept_bytes: int = message.get("keep_output_bytes", 0)
+    held_bytes = INPUT_COPIES * input_bytes(message) + OUTPUT_COPIES * kept_bytes
+    return call_bytes + (held_bytes + SPARE_BYTES * 3 // 4) // SPARE_BYTES * SPARE_BYTES
 
 
 def _where(worker: PoolWorker, queue_s: float, attempt: int) -> JsonObject:

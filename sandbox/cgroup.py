@@ -13,7 +13,7 @@ import os
 import resource
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +90,7 @@ class Cgroup:
 
     def remove(self) -> None:
         """Kill all processes, and remove the cgroup once they are gone."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, KeyError):  # some of its directories may be gone
             self.limit_processes(0)  # no fork outruns this
         give_up = time.monotonic() + REMOVE_TIMEOUT_S
         for path in dict.fromkeys(self.paths.values()):
@@ -129,14 +129,31 @@ def new_cgroup() -> Cgroup:
 
 
 def reap_cgroups() -> None:
-    """Remove the cgroups below our own whose owners are dead."""
+    """Remove this user's cgroups whose owners are dead, wherever they are: a pool may have been
+    started in another service or scope than the one before it."""
     try:
-        parents, is_v2 = _own_paths(prepare=False)
+        mounts = _mounts()
+        _, is_v2 = _own_paths(prepare=False)
     except (NoCgroup, OSError):
         return
-    for name in {path.name for parent in parents.values() for path in parent.glob(f"{PREFIX}*")}:
+    found: dict[str, dict[str, Path]] = {}
+    for controller in ("2",) if is_v2 else V1_CONTROLLERS:
+        for path in _find_workers(mounts[controller]):
+            names = V1_CONTROLLERS if is_v2 else (controller,)
+            found.setdefault(path.name, {}).update(dict.fromkeys(names, path))
+    for name, paths in found.items():
         if is_dead(name.removeprefix(PREFIX).rpartition("-")[0]):
-            Cgroup({key: path / name for key, path in parents.items()}, is_v2).remove()
+            Cgroup(paths, is_v2).remove()
+
+
+def _find_workers(top: Path) -> Iterator[Path]:
+    """Yield the cgroups of workers of this user below a directory."""
+    for folder, names, _ in os.walk(top):
+        for name in names:
+            path = Path(folder, name)
+            with contextlib.suppress(OSError):  # its owner has removed it
+                if name.startswith(PREFIX) and path.stat().st_uid == os.getuid():
+                    yield path
 
 
 def free_processes() -> float:
@@ -155,11 +172,7 @@ def free_processes() -> float:
 
 def _own_paths(prepare: bool = True) -> tuple[dict[str, Path], bool]:
     """Return our own cgroup by controller, and whether it is of version 2."""
-    mounts: dict[str, Path] = {}
-    for line in MOUNTS.read_text().splitlines():
-        _, where, kind, options, *_ = line.split()
-        mounted = ["2"] if kind == "cgroup2" else options.split(",") if kind == "cgroup" else []
-        mounts.update(dict.fromkeys(mounted, Path(where)))
+    mounts = _mounts()
     member: dict[str, str] = {}
     for line in MEMBERSHIP.read_text().splitlines():
         _, names, path = line.split(":", 2)
@@ -174,6 +187,16 @@ def _own_paths(prepare: bool = True) -> tuple[dict[str, Path], bool]:
     if prepare:
         _enable_controllers(top)
     return dict.fromkeys(V1_CONTROLLERS, top), True
+
+
+def _mounts() -> dict[str, Path]:
+    """Return where cgroups are mounted, by controller of version 1; that of version 2 is "2"."""
+    mounts: dict[str, Path] = {}
+    for line in MOUNTS.read_text().splitlines():
+        _, where, kind, options, *_ = line.split()
+        mounted = ["2"] if kind == "cgroup2" else options.split(",") if kind == "cgroup" else []
+        mounts.update(dict.fromkeys(mounted, Path(where)))
+    return mounts
 
 
 def _visible(mount: Path, path: str) -> Path:

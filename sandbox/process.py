@@ -33,7 +33,7 @@ from agentloop.sandbox.backend import (
 from agentloop.sandbox.cgroup import Cgroup, NoCgroup, free_processes, new_cgroup, reap_cgroups
 from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
-from agentloop.sandbox.owner import PREFIX, make_dir, reap_dirs, remove_tree
+from agentloop.sandbox.owner import is_only_owner, locked, make_dir, reap_dirs, remove_tree
 from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.required_layers import missing_layers, refusal
 from agentloop.sandbox.settings import PoolSettings
@@ -102,8 +102,9 @@ class ProcessBackend:
         scratch: Path | None = None
         try:
             scratch = await anyio.to_thread.run_sync(make_scratch)
-            async with self._connect(worker_id, cgroup, scratch) as link:
-                yield link
+            with locked(scratch):
+                async with self._connect(worker_id, cgroup, scratch) as link:
+                    yield link
         finally:
             with anyio.CancelScope(shield=True):  # no deadline: each of both has one
                 if cgroup is not None:
@@ -204,8 +205,7 @@ class ProcessBackend:
                 ]
             counters = cgroup.counters if cgroup is not None else {"oom": "/proc/vmstat"}
             spec["counters"] = {
-                name: _closed_by(stack, open_counter(name, path))
-                for name, path in counters.items()
+                name: _closed_by(stack, open_counter(name, path)) for name, path in counters.items()
             }
             spec_fd = _memory_file(json.dumps(spec))
             stack.callback(os.close, spec_fd)
@@ -245,15 +245,17 @@ def _only_pool() -> Iterator[None]:
     Raises SandboxUnavailable if there is another: its calls could use up what ours need, and
     nothing would tell whose fault that is.
     """
-    with socket.socket(socket.AF_UNIX) as lock:
-        try:  # a name without a file, which the kernel frees when its process ends
-            lock.bind(f"\0{PREFIX}{os.getuid()}")
+    with ExitStack() as stack:
+        try:
+            is_alone = stack.enter_context(is_only_owner("pool"))
         except OSError as error:
+            raise SandboxUnavailable(f"cannot tell whether this pool is alone: {error}") from error
+        if not is_alone:
             raise SandboxUnavailable(
                 "without cgroups only one pool of a user may run calls in local processes, and "
-                f"there is another ({error.strerror}): close it, install a Docker Engine that this "
-                "user may use, or set allow_weak_isolation=true for code that you trust"
-            ) from error
+                "there is another: close it, install a Docker Engine that this user may use, or "
+                "set allow_weak_isolation=true for code that you trust"
+            )
         yield
 
 

@@ -234,15 +234,33 @@ def register_fork_hooks() -> None:
         os.register_at_fork(**fork_hooks.pop(0))
 
 
+def split_lines(code: str) -> list[str]:
+    """Return the lines as Python counts them: str.splitlines would also end one at a form feed or a
+    U+2028, say."""
+    return io.StringIO(code, newline=None).readlines()
+
+
+def is_quiet(code: str, last: ast.Expr) -> bool:
+    """Return whether a semicolon follows the last expression, as in a notebook that shall not show
+    its value."""
+    if ";" not in code or last.end_lineno is None:
+        return False
+    first, *rest = split_lines(code)[last.end_lineno - 1 :]
+    rest.insert(0, first.encode()[last.end_col_offset :].decode())
+    # What follows an expression holds no strings: nothing but blanks, parentheses and comments.
+    return "".join(line.partition("#")[0] for line in rest).rstrip().endswith(";")
+
+
 def compile_cell(code: str, name: str) -> tuple[types.CodeType, types.CodeType | None]:
-    """The statements, and the last expression by itself if the code ends in one."""
+    """The statements, and the last expression by itself if the code ends in one that is shown."""
     try:
         tree = compile(code, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
         assert isinstance(tree, ast.Module)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        last = tree.body[-1] if tree.body else None
+        if not isinstance(last, ast.Expr) or is_quiet(code, last):
+            return compile(tree, name, "exec", dont_inherit=True), None
+        del tree.body[-1]
         body = compile(tree, name, "exec", dont_inherit=True)
-        if not isinstance(last, ast.Expr):
-            return body, None
         return body, compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
     except RecursionError:  # a tree of Python objects may be less deep than the parser's own
         return compile(code, name, "exec", dont_inherit=True), None
@@ -280,7 +298,7 @@ def run_cell(code: str, variables: dict[str, Any], name: str) -> tuple[int, dict
     code = code.removeprefix("\ufeff")
     # For tracebacks and `inspect`, which would else look for a file of this name. Under a line that
     # does not end with a newline, a traceback's markers would be shifted.
-    linecache.cache[name] = (len(code), None, f"{code}\n".splitlines(True), name)
+    linecache.cache[name] = (len(code), None, split_lines(f"{code}\n"), name)
     variables["__file__"] = name
     try:
         body, last = compile_cell(code, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import fcntl
@@ -36,9 +37,11 @@ class Output:
     def read(self) -> None:
         """Take what the pipe holds, without waiting."""
         (waiting,) = _INT.unpack(fcntl.ioctl(self.fd, termios.FIONREAD, bytes(_INT.size)))
-        if waiting:
-            with contextlib.suppress(BlockingIOError):
-                self.add(os.read(self.fd, waiting))
+        with contextlib.suppress(BlockingIOError):
+            # More than once where the program has set O_DIRECT: each read then takes one packet.
+            while waiting > 0 and (data := os.read(self.fd, waiting)):
+                self.add(data)
+                waiting -= len(data)
 
     def add(self, data: bytes) -> None:
         self.total += len(data)
@@ -51,17 +54,28 @@ class Output:
             if len(self.tail) > 2 * self.half:  # trimmed seldom, so that adding stays cheap
                 del self.tail[: -self.half]
 
-    def take(self) -> tuple[str, int, bool]:
-        """The text, the bytes written in all and whether some are left out; starts anew."""
-        left_out = self.total - len(self.head) - min(len(self.tail), self.half)
-        data, total = bytes(self.head), self.total
-        if left_out > 0:
-            data += b"\n... %d bytes left out ...\n" % left_out
-        data += self.tail[-self.half :]
+    def take(self, was_killed: bool) -> tuple[str, int, bool]:
+        """The text, the bytes written in all and whether some are left out; starts anew. No cut is
+        inside a character, nor is the end if the program was killed as it wrote."""
+        del self.tail[: -self.half]
+        total, is_cut = self.total, self.total > len(self.head) + len(self.tail)
+        if is_cut:
+            num_kept = codecs.utf_8_decode(self.head, "replace", False)[1]
+            del self.head[num_kept:]
+            del self.tail[: _num_continuing(self.tail)]
+            note = b"\n... %d bytes left out ...\n" % (total - len(self.head) - len(self.tail))
+            self.head += note
+        self.head += self.tail
+        text, _ = codecs.utf_8_decode(self.head, "replace", not was_killed)
         self.head.clear()
         self.tail.clear()
         self.total = 0
-        return data.decode("utf-8", "replace"), total, left_out > 0
+        return text, total, is_cut
+
+
+def _num_continuing(data: bytearray) -> int:
+    """Return the number of bytes at the start that continue a character of UTF-8."""
+    return next((n for n, byte in enumerate(data[:3]) if byte & 0xC0 != 0x80), min(3, len(data)))
 
 
 class Call:
@@ -85,6 +99,13 @@ class Call:
         self.started = 0.0  # when it was sent, by time.monotonic()
         self.started_ns = 0  # the same
         self.verdict: str | None = None  # why we killed it, if we did
+
+    def why_unstarted(self, stderr: str, start_s: float) -> str:
+        """Return why the program has not begun, as far as that is known."""
+        if self.verdict is not None:
+            return f"the program had not begun {self.timeout_s + start_s:g} s after its call"
+        fault = stderr.rstrip().rpartition("\n")[2]
+        return f"its process did not get as far as the program{': ' if fault else ''}{fault}"
 
 
 class Forked:

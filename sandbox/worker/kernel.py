@@ -15,6 +15,7 @@ PR_CAPBSET_READ, PR_CAPBSET_DROP = 23, 24
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 SHUT_WR = 1
+RESERVE_BYTES = 8 << 20
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 CAP_SETGID, CAP_SETUID, CAP_SYS_RESOURCE = 6, 7, 24
 
@@ -49,12 +50,13 @@ def set_oom_score(score: int) -> None:
     prctl(PR_SET_DUMPABLE, 0)
 
 
-def reserve_heap(num_bytes: int) -> None:
-    """Have this much free memory on the heap, which stays with the process (glibc's malloc)."""
-    _mallopt(M_TRIM_THRESHOLD, 5 * num_bytes)
-    _mallopt(M_MMAP_THRESHOLD, num_bytes)
+def reserve_heap() -> None:
+    """Keep free memory on this process's heap, as glibc's malloc does if it is told to: a server
+    answers a call from it while the memory of the call's processes is not free yet."""
+    _mallopt(M_TRIM_THRESHOLD, 5 * RESERVE_BYTES)
+    _mallopt(M_MMAP_THRESHOLD, RESERVE_BYTES)
     # Written to, since pages that were never touched are not in memory; free again on return.
-    _blocks = [bytearray(b"\1") * (num_bytes // 2) for _ in range(2)]
+    _blocks = [bytearray(b"\1") * (RESERVE_BYTES // 2) for _ in range(2)]
 
 
 def has_cap(number: int) -> bool:

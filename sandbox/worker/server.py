@@ -34,14 +34,7 @@ from agentloop.sandbox.worker.counters import CgroupCounters, open_counters
 from agentloop.sandbox.worker.forked import Call, Forked, Output, checked_error, split_status
 from agentloop.sandbox.worker.kernel import PR_SET_DUMPABLE, prctl, reserve_heap
 from agentloop.sandbox.worker.spec import Spec
-from agentloop.sandbox.worker.wire import (
-    FORK,
-    MAX_TEXT,
-    NEWS,
-    NEWS_EXITED,
-    NEWS_FORKED,
-    clip,
-)
+from agentloop.sandbox.worker.wire import FORK, MAX_TEXT, NEWS, NEWS_EXITED, NEWS_FORKED, clip
 from agentloop.sandbox.worker.workspace import Workspace
 from agentloop.sandbox.worker.zygote import be_zygote, keep_low_fds
 
@@ -53,9 +46,6 @@ COUNTER_CHECK_S = 0.25  # between looks at the counters of a call that runs for 
 REST_CHECK_S = 1.0  # the same for a session that rests
 MAX_REST_CPU_S = 1.0  # processor time of a session that is stopped: it has itself sent SIGCONT
 WORN_BYTES = 64 << 20  # of memory that stays when no call runs
-# Of free memory that the server keeps: a call is answered from it while the memory of its processes,
-# which are being killed, is not free yet.
-RESERVE_BYTES = 8 << 20
 # Who a session is lost by, by why its process was killed. Otherwise its program.
 LOST_BY = {"cancelled": "caller", "sandbox_error": "infrastructure"}
 
@@ -94,7 +84,7 @@ class WorkerServer:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.workspace.make()
         self.start_zygotes()
-        reserve_heap(RESERVE_BYTES)
+        reserve_heap()
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -514,8 +504,8 @@ class WorkerServer:
             call.verdict = call.verdict or "output_limit"
         child.call = None
         report = child.report()
-        stdout, stdout_bytes, stdout_cut = child.out.take()
-        stderr, stderr_bytes, stderr_cut = child.err.take()
+        stdout, stdout_bytes, stdout_cut = child.out.take(call.verdict is not None)
+        stderr, stderr_bytes, stderr_cut = child.err.take(call.verdict is not None)
         exit_code, signum = split_status(status, report)
         error = checked_error(report.get("error"))
         result = report.get("result")
@@ -524,7 +514,7 @@ class WorkerServer:
         reason = "the machine's memory was used up"
         if not child.has_started():
             verdict = call.verdict or "sandbox_error"
-            reason = why_unstarted(call, stderr)
+            reason = call.why_unstarted(stderr, START_S)
         else:
             verdict = self.judge(call, exit_code, signum, error, cpu_s)
         started_ns = child.started_ns_of(call)
@@ -587,13 +577,6 @@ class WorkerServer:
         if signum is not None:
             return "oom" if self.counters.may_be_oom(signum) else "killed"
         return "oom" if error and error["type"] == "MemoryError" else "error"
-
-
-def why_unstarted(call: Call, stderr: str) -> str:
-    if call.verdict is not None:
-        return f"the program had not begun {call.timeout_s + START_S:g} s after its call"
-    fault = stderr.rstrip().rpartition("\n")[2]
-    return f"its process did not get as far as the program{': ' if fault else ''}{fault}"
 
 
 def main(values: dict[str, Any], read_control: int, write_control: int) -> None:

@@ -4,6 +4,7 @@ has started, and empties the directory for the next."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import time
@@ -218,14 +219,14 @@ class Workspace:
 
 
 def _fork_in_time() -> int:
-    """Fork as soon as the limit on processes allows it: those of a call that was killed count until
-    they have been waited for. Raises OSError if that takes too long."""
+    """Fork as soon as the limits on processes and memory allow it: those of a call that was killed
+    count until they have been waited for. Raises OSError if that takes too long."""
     give_up = time.monotonic() + END_TIMEOUT_S
     while True:
         try:
             return os.fork()
-        except BlockingIOError:
-            if time.monotonic() > give_up:
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ENOMEM) or time.monotonic() > give_up:
                 raise
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:

@@ -103,7 +103,7 @@ class Zygote:
         warm.load(self.spec.levels[self.level])
         warm.rehearse()
         os.environ.clear()
-        os.environ["PATH"] = "/usr/local/bin:/usr/bin:/bin"
+        os.environ.update(PATH="/usr/local/bin:/usr/bin:/bin", HOME=self.spec.home)
         os.umask(0o077)
         set_limits(self.spec)
         if self.spec.kill_by == "uid":
@@ -172,6 +172,7 @@ class Zygote:
         if pid == 0:
             status = 1
             try:
+                self.server.close()  # now, so that the server sees the end of this zygote
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 status = be_child(self.spec, fds)
