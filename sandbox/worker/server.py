@@ -421,6 +421,8 @@ class WorkerServer:
             self.discard(child)
             return
         self.workspace.kill_rest()
+        if self.counters.oom_verdict():
+            self.workspace.wait_for_end()
         if self.counters.is_spent():  # before the answer, so that no other call comes
             self.send({"op": "worn"})
         if child.call is not None:

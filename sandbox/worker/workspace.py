@@ -25,6 +25,7 @@ from agentloop.sandbox.worker.spec import Spec
 
 MAX_FAILURES = 3
 END_TIMEOUT_S = 10.0  # for processes that were killed, to end
+FREE_TIMEOUT_S = 2.0  # to free the memory of such processes, before their call is answered
 
 
 class Workspace:
@@ -131,6 +132,13 @@ class Workspace:
             with contextlib.suppress(OSError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
+
+    def wait_for_end(self) -> None:
+        """Wait until the killed processes have ended and their memory is free, within bounds."""
+        give_up = time.monotonic() + FREE_TIMEOUT_S
+        while self._is_inhabited() and time.monotonic() < give_up:
+            self.reap()
+            time.sleep(0.001)
 
     # -- cleaning ---------------------------------------------------------------------------
 
