@@ -90,9 +90,14 @@ def max_processes(settings: PoolSettings) -> int:
     return settings.processes_per_call + 4 + 2 * (1 + len(settings.preload))
 
 
+def directory_mib(settings: PoolSettings) -> int:
+    """Return the size of the directory of calls, which is in memory."""
+    return min(settings.scratch_mib, settings.memory_mib)
+
+
 def directory_size(settings: PoolSettings) -> str:
     """Return the size of the directory of calls as mount options."""
-    return f"size={settings.scratch_mib}m,nr_inodes={INODES}"
+    return f"size={directory_mib(settings)}m,nr_inodes={INODES}"
 
 
 def greeting(settings: PoolSettings, **more: Any) -> bytes:

@@ -10,7 +10,8 @@ program must not be able to make its own failure look like a failure of infrastr
 unrelated workers were lost at the same moment, the call is not to blame and gets the status
 `sandbox_error`.
 
-A session's cell runs once, on the session's own worker.
+A session's cell runs once, on the session's own worker. If that is lost, the session's cells are
+run once more on another worker, only to learn whether they end that one as well.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from collections.abc import Sequence
 import anyio
 from anyio.abc import TaskGroup
 
+from agentloop.sandbox.backend import directory_mib
 from agentloop.sandbox.errors import ProtocolError, SandboxUnavailable
-from agentloop.sandbox.link import Pending, next_id
+from agentloop.sandbox.link import SPARE_BYTES, Pending, next_id
 from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.results import CallError, CallResult, CallStatus
 from agentloop.sandbox.settings import MAX_CODE_BYTES, PoolSettings
@@ -32,6 +34,8 @@ from agentloop.sandbox.slots import Need, PoolWorker, SlotQueue
 
 NOT_OPEN = "the pool is not open: use it within `async with Pool() as pool`"
 MAX_TIMEOUT_S = 3600.0
+# Bytes that a worker's server holds for each byte of input, and of output on each stream.
+INPUT_COPIES, OUTPUT_COPIES = 8, 12
 SAME_MOMENT_S = 1.0  # workers lost within this time may have a common cause
 
 
@@ -100,12 +104,32 @@ class Calls:
             self.counts[result.status] += 1
         return result
 
+    async def ends_workers(self, cells: Sequence[JsonObject], used: Sequence[PoolWorker]) -> bool:
+        """Run the cells of a lost session in another one; return whether its worker is lost, too.
+
+        Args:
+            cells: its messages, which get the id of the new session.
+            used: the worker that was lost, and that of the new session.
+        """
+        for message in cells:
+            if await self._run_cell(message, used[-1]) is None:
+                return not used[-1].alive and await self._is_to_blame(used)
+        return False
+
     def _refuse(self, message: JsonObject, only: PoolWorker | None) -> CallResult | None:
         """Return the result of a call that is refused without a run, or None."""
-        size = len(message["code"]) + len(message["stdin"])
+        size = input_bytes(message)
         if size > MAX_CODE_BYTES:
-            reason = f"code and stdin have {size} characters; the maximum is {MAX_CODE_BYTES}"
-            return CallResult.failed(next_id(), CallStatus.SANDBOX_ERROR, reason)
+            reason = f"code and stdin have {size:,} bytes; the maximum is {MAX_CODE_BYTES:,}"
+            error, stderr = CallError("InputTooLarge", reason), f"InputTooLarge: {reason}\n"
+            return CallResult(
+                next_id(),
+                CallStatus.ERROR,
+                exit_code=1,
+                stderr=stderr,
+                error=error,
+                stderr_bytes=len(stderr),
+            )
         full = self.queue.num_waiting >= self.MAX_WAITING
         if full and only is None and self.queue.worker_for_call() is None:
             reason = f"{self.MAX_WAITING:,} calls are waiting already"
@@ -197,13 +221,13 @@ class Calls:
         """
         message["id"] = next_id()
         try:
-            memory_mib = message.get("memory_mib", self.settings.memory_mib)
-            await worker.link.limit_memory(memory_mib << 20)
+            await worker.link.limit_memory(memory_of(message, self.settings))
             pending: Pending = worker.link.submit(message)
         except ProtocolError as error:
             self.queue.free(worker)
             return {"status": "sandbox_error", "why": str(error), "attempt": 1}
         except SandboxUnavailable as error:
+            worker.retire()  # its limit is unknown, and may be that of a call that asked for less
             self.queue.free(worker)
             return {"status": "sandbox_error", "why": str(error)}
         except BaseException:
@@ -229,6 +253,26 @@ class Calls:
             await pending.done.wait()
         if not pending.done.is_set():
             worker.link.lose("it stopped responding")
+
+
+def input_bytes(message: JsonObject) -> int:
+    """Return the size of a call's code and standard input together, in UTF-8."""
+    texts = (message["code"], message["stdin"])
+    return sum(len(t) if t.isascii() else len(t.encode("utf-8", "surrogatepass")) for t in texts)
+
+
+def memory_of(message: JsonObject, settings: PoolSettings) -> int:
+    """Return the bytes of memory that a worker may hold for a call, in all of its processes.
+
+    What the call itself may hold is no less than its directory, whose files stay when all of its
+    processes have been killed: the worker's server must be able to go on. Beside that, the server
+    holds copies of large input and output. That is rounded, so that limits change seldom.
+    """
+    memory_mib: int = message.get("memory_mib", settings.memory_mib)
+    call_bytes = max(memory_mib, directory_mib(settings)) << 20
+    kept_bytes: int = message.get("keep_output_bytes", 0)
+    held_bytes = INPUT_COPIES * input_bytes(message) + OUTPUT_COPIES * kept_bytes
+    return call_bytes + (held_bytes + SPARE_BYTES * 3 // 4) // SPARE_BYTES * SPARE_BYTES
 
 
 def _where(worker: PoolWorker, queue_s: float, attempt: int) -> JsonObject:

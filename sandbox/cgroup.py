@@ -7,12 +7,13 @@ alone in their cgroup: they move to one below it, since a cgroup has either proc
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import resource
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,14 +48,12 @@ class Cgroup:
     def limit_memory(self, num_bytes: int) -> None:
         """Limit the memory of all processes together, without swap. Raises OSError.
 
-        A limit below what they hold already is not set: the next cell of a session may ask for
-        less than the ones before it have left, and then only what it allocates itself is refused.
+        A limit below what they hold already is refused. The kernel would do that only in version 1.
         """
         path = self.paths["memory"]
-        usage = path / ("memory.current" if self.is_v2 else "memory.usage_in_bytes")
-        if int(usage.read_text()) > num_bytes:
-            return
         if self.is_v2:
+            if int((path / "memory.current").read_text()) > num_bytes:
+                raise OSError(errno.EBUSY, "the processes hold more memory than the new limit")
             _write(path / "memory.max", num_bytes)
             _write_optional(path / "memory.swap.max", 0)
             return
@@ -62,7 +61,6 @@ class Cgroup:
         files = [path / "memory.limit_in_bytes", path / "memory.memsw.limit_in_bytes"]
         for file in files if num_bytes < int(files[0].read_text()) else reversed(files):
             (_write_optional if "memsw" in file.name else _write)(file, num_bytes)
-        _write(path / "memory.max_usage_in_bytes", 0)
 
     def limit_processes(self, number: int) -> None:
         _write(self.paths["pids"] / "pids.max", number)
@@ -92,7 +90,7 @@ class Cgroup:
 
     def remove(self) -> None:
         """Kill all processes, and remove the cgroup once they are gone."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, KeyError):  # some of its directories may be gone
             self.limit_processes(0)  # no fork outruns this
         give_up = time.monotonic() + REMOVE_TIMEOUT_S
         for path in dict.fromkeys(self.paths.values()):
@@ -131,14 +129,31 @@ def new_cgroup() -> Cgroup:
 
 
 def reap_cgroups() -> None:
-    """Remove the cgroups below our own whose owners are dead."""
+    """Remove this user's cgroups whose owners are dead, wherever they are: a pool may have been
+    started in another service or scope than the one before it."""
     try:
-        parents, is_v2 = _own_paths(prepare=False)
+        mounts = _mounts()
+        _, is_v2 = _own_paths(prepare=False)
     except (NoCgroup, OSError):
         return
-    for name in {path.name for parent in parents.values() for path in parent.glob(f"{PREFIX}*")}:
+    found: dict[str, dict[str, Path]] = {}
+    for controller in ("2",) if is_v2 else V1_CONTROLLERS:
+        for path in _find_workers(mounts[controller]):
+            names = V1_CONTROLLERS if is_v2 else (controller,)
+            found.setdefault(path.name, {}).update(dict.fromkeys(names, path))
+    for name, paths in found.items():
         if is_dead(name.removeprefix(PREFIX).rpartition("-")[0]):
-            Cgroup({key: path / name for key, path in parents.items()}, is_v2).remove()
+            Cgroup(paths, is_v2).remove()
+
+
+def _find_workers(top: Path) -> Iterator[Path]:
+    """Yield the cgroups of workers of this user below a directory."""
+    for folder, names, _ in os.walk(top):
+        for name in names:
+            path = Path(folder, name)
+            with contextlib.suppress(OSError):  # its owner has removed it
+                if name.startswith(PREFIX) and path.stat().st_uid == os.getuid():
+                    yield path
 
 
 def free_processes() -> float:
@@ -157,11 +172,7 @@ def free_processes() -> float:
 
 def _own_paths(prepare: bool = True) -> tuple[dict[str, Path], bool]:
     """Return our own cgroup by controller, and whether it is of version 2."""
-    mounts: dict[str, Path] = {}
-    for line in MOUNTS.read_text().splitlines():
-        _, where, kind, options, *_ = line.split()
-        mounted = ["2"] if kind == "cgroup2" else options.split(",") if kind == "cgroup" else []
-        mounts.update(dict.fromkeys(mounted, Path(where)))
+    mounts = _mounts()
     member: dict[str, str] = {}
     for line in MEMBERSHIP.read_text().splitlines():
         _, names, path = line.split(":", 2)
@@ -176,6 +187,16 @@ def _own_paths(prepare: bool = True) -> tuple[dict[str, Path], bool]:
     if prepare:
         _enable_controllers(top)
     return dict.fromkeys(V1_CONTROLLERS, top), True
+
+
+def _mounts() -> dict[str, Path]:
+    """Return where cgroups are mounted, by controller of version 1; that of version 2 is "2"."""
+    mounts: dict[str, Path] = {}
+    for line in MOUNTS.read_text().splitlines():
+        _, where, kind, options, *_ = line.split()
+        mounted = ["2"] if kind == "cgroup2" else options.split(",") if kind == "cgroup" else []
+        mounts.update(dict.fromkeys(mounted, Path(where)))
+    return mounts
 
 
 def _visible(mount: Path, path: str) -> Path:

@@ -41,8 +41,7 @@ CAP_SYS_RESOURCE = 24
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/certs")
 DEVICES = ("null", "zero", "full", "random", "urandom")
-OOM_SCORE_ADJ = "500"  # set by root, the least that a call can go back to (container.py)
-HOME = "/scratch"  # the directory of calls; not /tmp: an interpreter may live there
+OOM_SCORE_ADJ = "-1000"  # never end the server of a worker, which needs little (container.py)
 NO_PROGRAMS = MS_NOSUID | MS_NODEV | MS_NOEXEC
 COUNTED_TOGETHER = 255  # a status beyond the numbers of errors
 REFUSING = (
@@ -163,6 +162,15 @@ def interpreter_dirs() -> list[str]:
     dirs = {os.path.realpath(p) for p in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
     dirs |= {os.path.abspath(sys.prefix), os.path.abspath(sys.base_prefix)}
     return sorted(d for d in dirs if not d.startswith("/usr/") and d not in SYSTEM)
+
+
+def choose_home() -> str:
+    """Return the directory of calls: as in a container, unless this interpreter lives there."""
+    in_tmp = any(f"{path}/".startswith("/tmp/") for path in interpreter_dirs())
+    return "/scratch" if in_tmp else "/tmp"
+
+
+HOME = choose_home()
 
 
 def build_root(base: str, proc: str = "") -> None:

@@ -60,6 +60,7 @@ LABEL = "agentloop.sandbox"
 INSIDE = "/run/agentloop"
 SCRATCH = "/tmp"
 OOM_SCORE_ADJ = 500
+NEVER_ENDED = -1000  # the OOM score of a worker's server, where calls can't lower theirs
 # To give calls an OOM score that they can't lower. If an engine lacks it itself, its containers
 # would not start.
 CAPS_HERE = ("SYS_RESOURCE",) if can_have_cap(CAP_SYS_RESOURCE) else ()
@@ -123,6 +124,9 @@ def host_config(
     ]  # fmt: skip
     common = walls(settings, start_bytes(settings), max_processes(settings))
     return common | {
+        # Its zygotes raise theirs. A call that uses up its memory ends neither, as a rule; and what
+        # it does end, the server lives to tell.
+        **({"OomScoreAdj": NEVER_ENDED} if caps else {}),
         "CapAdd": ["SETUID", "SETGID", "KILL", *caps],
         "SecurityOpt": [*common["SecurityOpt"], f"seccomp={read_profile()}"],
         "IpcMode": "none",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import cast
@@ -57,8 +58,7 @@ class Link:
         self.on_worn: Callable[[], None] = lambda: None
         # Sets the memory limit of its cgroup, in bytes. Raises OSError where that is refused.
         self.set_memory: Callable[[int], Awaitable[None]] | None = None
-        self._memory_bytes = 0  # its limit; 0: unknown
-        self._max_memory_bytes = 0
+        self._memory_bytes = math.nan  # that limit, beside its own bytes; nan: unknown
         self._reader = FrameReader()
         self._heard = False
 
@@ -82,21 +82,23 @@ class Link:
     async def limit_memory(self, num_bytes: int) -> None:
         """Limit the memory of its calls, beside what the worker needs for itself.
 
-        A limit lower than the first is not set where the worker holds more, such as in a session or
-        while the last call's processes end: then only what its call allocates itself is limited.
+        A limit lower than the one in force is not set where the worker holds more, such as in a
+        session or while the last call's processes end: then only what its call allocates itself is
+        limited.
 
         Raises:
-            SandboxUnavailable: the engine failed.
+            SandboxUnavailable: the engine failed, or refused the limit, so that the one in force is
+                lower or unknown.
         """
         if self.set_memory is None or num_bytes == self._memory_bytes:
             return
-        self._memory_bytes = 0  # if this fails or is cancelled
-        self._max_memory_bytes = max(num_bytes, self._max_memory_bytes)
+        in_force, self._memory_bytes = self._memory_bytes, math.nan  # if this is cancelled
         try:
             await self.set_memory(self.hello["own_bytes"] + SPARE_BYTES + num_bytes)
         except OSError as error:
-            if num_bytes == self._max_memory_bytes:
+            if not num_bytes < in_force:
                 raise SandboxUnavailable(f"a worker's memory limit was not set: {error}") from error
+            self._memory_bytes = in_force
         else:
             self._memory_bytes = num_bytes
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from agentloop.sandbox.worker.kernel import remove_below
 
 PREFIX = "agentloop-sandbox-"
+UNLOCKED_S = 600.0  # a directory of a pid namespace that we can't see is locked before, or not used
 
 
 def _start_time(pid: int) -> str | None:
@@ -34,16 +38,70 @@ def own_tag() -> str:
 def is_dead(tag: str) -> bool:
     """Return whether the tagged process is dead; False for another pid namespace, as unknown."""
     try:
-        pid, start, space = tag.split("-")
-        foreign = int(space) != os.stat("/proc/self/ns/pid").st_ino
-        return not foreign and _start_time(int(pid)) != start
+        pid, start, _ = tag.split("-")
+        return not _is_foreign(tag) and _start_time(int(pid)) != start
     except ValueError:
         return False
 
 
-def make_dir() -> Path:
+def _is_foreign(tag: str) -> bool:
+    """Return whether the tagged process is of another pid namespace, such as of a container that
+    was started anew."""
+    return int(tag.rpartition("-")[2]) != os.stat("/proc/self/ns/pid").st_ino
+
+
+def make_dir(suffix: str = "") -> Path:
     """Create a directory that no other user can enter."""
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{own_tag()}-"))
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{own_tag()}-", suffix=suffix))
+
+
+@contextlib.contextmanager
+def is_only_owner(kind: str) -> Iterator[bool]:
+    """Hold a lock of this kind; yields whether nobody else of this user holds one. Raises OSError.
+
+    Each owner locks a directory of its own, and looks for others that are locked. Any user could
+    take a name that all owners share, but none can make a directory that belongs to another user.
+    Of two that start at the same moment, both may be told that they are not alone.
+    """
+    path = make_dir(f".{kind}")
+    try:
+        with locked(path) as is_free:
+            others = set(_own_dirs(f"*.{kind}")) - {path}
+            yield is_free and all(map(_is_free, others))
+    finally:
+        remove_tree(path)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Hold the lock of a directory, which ends with this process at the latest, as a sign that its
+    owner lives; yields whether it was free."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        is_free = True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_free = False
+        yield is_free
+    finally:
+        os.close(fd)
+
+
+def _is_free(path: Path) -> bool:
+    try:
+        with locked(path) as is_free:
+            return is_free
+    except FileNotFoundError:  # its owner has removed it
+        return True
+
+
+def _own_dirs(pattern: str) -> Iterator[Path]:
+    """Yield the directories of this user whose names match, whoever else has made such names."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}{pattern}"):
+        with contextlib.suppress(FileNotFoundError):  # another pool has removed it
+            if path.lstat().st_uid == os.getuid():
+                yield path
 
 
 def remove_tree(path: Path) -> None:
@@ -56,8 +114,9 @@ def remove_tree(path: Path) -> None:
 
 def reap_dirs() -> None:
     """Remove the directories of this user's dead owners."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        tag = path.name.removeprefix(PREFIX).rpartition("-")[0]
-        with contextlib.suppress(FileNotFoundError):  # another pool has removed it
-            if is_dead(tag) and path.lstat().st_uid == os.getuid():
+    for path in _own_dirs("*"):
+        with contextlib.suppress(OSError, ValueError):  # gone meanwhile, or no name of ours
+            tag = path.name.removeprefix(PREFIX).rpartition("-")[0]
+            is_old = time.time() - path.stat().st_mtime > UNLOCKED_S
+            if is_dead(tag) or (_is_foreign(tag) and is_old and _is_free(path)):
                 remove_tree(path)

@@ -299,7 +299,7 @@ class Pool:
         if max_wait_s is None:
             max_wait_s = self.settings.max_wait_s
         worker = await self._reserve_session(max_wait_s)
-        session = Session(self._calls, worker, next_id())
+        session = Session(self._calls, worker, next_id(), self.session)
         try:
             yield session
         finally:

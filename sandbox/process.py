@@ -33,10 +33,11 @@ from agentloop.sandbox.backend import (
 from agentloop.sandbox.cgroup import Cgroup, NoCgroup, free_processes, new_cgroup, reap_cgroups
 from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.link import Link, SocketProtocol, wait_ready
-from agentloop.sandbox.owner import PREFIX, make_dir, reap_dirs, remove_tree
+from agentloop.sandbox.owner import is_only_owner, locked, make_dir, reap_dirs, remove_tree
 from agentloop.sandbox.protocol import JsonObject
 from agentloop.sandbox.required_layers import missing_layers, refusal
 from agentloop.sandbox.settings import PoolSettings
+from agentloop.sandbox.worker.counters import open_counter
 
 CONFINE = Path(__file__).with_name("confine.py")
 
@@ -101,8 +102,9 @@ class ProcessBackend:
         scratch: Path | None = None
         try:
             scratch = await anyio.to_thread.run_sync(make_scratch)
-            async with self._connect(worker_id, cgroup, scratch) as link:
-                yield link
+            with locked(scratch):
+                async with self._connect(worker_id, cgroup, scratch) as link:
+                    yield link
         finally:
             with anyio.CancelScope(shield=True):  # no deadline: each of both has one
                 if cgroup is not None:
@@ -197,10 +199,13 @@ class ProcessBackend:
         }
         with ExitStack() as stack:
             if cgroup is not None:  # opened here: a worker may run as a user who could not
-                spec["entries"] = [_open(stack, path, os.O_WRONLY) for path in cgroup.entries]
+                spec["entries"] = [
+                    _closed_by(stack, os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+                    for path in cgroup.entries
+                ]
             counters = cgroup.counters if cgroup is not None else {"oom": "/proc/vmstat"}
             spec["counters"] = {
-                name: _open(stack, path, os.O_RDONLY) for name, path in counters.items()
+                name: _closed_by(stack, open_counter(name, path)) for name, path in counters.items()
             }
             spec_fd = _memory_file(json.dumps(spec))
             stack.callback(os.close, spec_fd)
@@ -215,8 +220,7 @@ class ProcessBackend:
             )
 
 
-def _open(stack: ExitStack, path: str, flags: int) -> int:
-    fd = os.open(path, flags | os.O_CLOEXEC)
+def _closed_by(stack: ExitStack, fd: int) -> int:
     stack.callback(os.close, fd)
     return fd
 
@@ -241,15 +245,17 @@ def _only_pool() -> Iterator[None]:
     Raises SandboxUnavailable if there is another: its calls could use up what ours need, and
     nothing would tell whose fault that is.
     """
-    with socket.socket(socket.AF_UNIX) as lock:
-        try:  # a name without a file, which the kernel frees when its process ends
-            lock.bind(f"\0{PREFIX}{os.getuid()}")
+    with ExitStack() as stack:
+        try:
+            is_alone = stack.enter_context(is_only_owner("pool"))
         except OSError as error:
+            raise SandboxUnavailable(f"cannot tell whether this pool is alone: {error}") from error
+        if not is_alone:
             raise SandboxUnavailable(
                 "without cgroups only one pool of a user may run calls in local processes, and "
-                f"there is another ({error.strerror}): close it, install a Docker Engine that this "
-                "user may use, or set allow_weak_isolation=true for code that you trust"
-            ) from error
+                "there is another: close it, install a Docker Engine that this user may use, or "
+                "set allow_weak_isolation=true for code that you trust"
+            )
         yield
 
 

@@ -10,6 +10,7 @@ authors' code.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -163,10 +164,10 @@ def _short_stderr(result: CallResult, code: str) -> str:
     if error is None or not error.traceback or not result.stderr.endswith(error.traceback):
         return result.stderr
     before = result.stderr.removesuffix(error.traceback)
-    lines = code.splitlines()
+    lines = io.StringIO(code, newline=None).readlines()  # as Python counts them
     if error.line is None or not 0 < error.line <= len(lines):
         return f"{before}{error.type}: {error.message}\n"
-    line = lines[error.line - 1]
+    line = lines[error.line - 1].rstrip("\n")
     return f"{before}{error.type} at line {error.line}: {error.message}\n  {line}\n"
 
 

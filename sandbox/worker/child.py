@@ -28,11 +28,20 @@ from typing import Any
 from agentloop.sandbox.worker import kernel, landlock, wire
 from agentloop.sandbox.worker.kernel import prctl
 from agentloop.sandbox.worker.spec import Spec
-from agentloop.sandbox.worker.wire import JOB_FD, REPORT_FD, REPORT_SIZE, STARTED, Job, clip
+from agentloop.sandbox.worker.wire import (
+    DONE_FD,
+    JOB_FD,
+    REPORT_FD,
+    REPORT_SIZE,
+    STARTED,
+    Job,
+    clip,
+)
 
 NAME = "<call>"
 HARD_CPU_S = resource.getrlimit(resource.RLIMIT_CPU)[1]
 MAPPED_BYTES = 0  # of address space, by the zygote, which sets this
+CALL_OOM_SCORE = 1000
 REPORT_HEADROOM_BYTES = 8 << 20  # of address space, to report a MemoryError
 
 # What `fork` would have run in every child (modules register it as they are loaded); see warm.py.
@@ -41,7 +50,7 @@ fork_hooks: list[dict[str, Any]] = []
 
 def be_child(spec: Spec, fds: Sequence[int]) -> int:
     """The life of a forked child. Returns its exit status."""
-    for fd, target in zip(fds, (JOB_FD, 1, 2, REPORT_FD), strict=True):
+    for fd, target in zip(fds, (JOB_FD, 1, 2, DONE_FD, REPORT_FD), strict=True):
         os.dup2(fd, target)
     area = mmap.mmap(REPORT_FD, wire.REPORT_BYTES)
     if spec.kill_by != "uid":
@@ -61,8 +70,10 @@ def be_child(spec: Spec, fds: Sequence[int]) -> int:
         job, stdin = unpack_message(data)
         if not num_cells:
             os.write(JOB_FD, STARTED.pack(time.monotonic_ns()))
-        if not job.lasting:
-            os.close(JOB_FD)
+            if job.lasting:
+                kernel.shut_for_writing(JOB_FD)
+            else:
+                os.closerange(JOB_FD, REPORT_FD)
         if stdin is not None or num_cells:  # else it is /dev/null already
             give_stdin(stdin)
         limit_cpu(job.timeout_s, first=not num_cells)
@@ -86,17 +97,12 @@ def be_child(spec: Spec, fds: Sequence[int]) -> int:
                 write_report(area, report)
             return status
         write_report(area, {**report, "exit_code": status})
-        os.write(JOB_FD, wire.CELL_DONE)
+        os.eventfd_write(DONE_FD, 1)
 
 
 def drop_privileges(spec: Spec) -> None:
     """Drop everything the zygote may do; from here on the process is worth no more than its uid."""
-    try:
-        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-        os.write(fd, b"1000")
-        os.close(fd)
-    except PermissionError:  # an ordinary user's: its files in /proc are closed
-        pass
+    kernel.set_oom_score(CALL_OOM_SCORE)
     max_processes = spec.processes
     if spec.kill_by == "uid":
         uid = spec.call_uid
@@ -228,15 +234,33 @@ def register_fork_hooks() -> None:
         os.register_at_fork(**fork_hooks.pop(0))
 
 
+def split_lines(code: str) -> list[str]:
+    """Return the lines as Python counts them: str.splitlines would also end one at a form feed or a
+    U+2028, say."""
+    return io.StringIO(code, newline=None).readlines()
+
+
+def is_quiet(code: str, last: ast.Expr) -> bool:
+    """Return whether a semicolon follows the last expression, as in a notebook that shall not show
+    its value."""
+    if ";" not in code or last.end_lineno is None:
+        return False
+    first, *rest = split_lines(code)[last.end_lineno - 1 :]
+    rest.insert(0, first.encode()[last.end_col_offset :].decode())
+    # What follows an expression holds no strings: nothing but blanks, parentheses and comments.
+    return "".join(line.partition("#")[0] for line in rest).rstrip().endswith(";")
+
+
 def compile_cell(code: str, name: str) -> tuple[types.CodeType, types.CodeType | None]:
-    """The statements, and the last expression by itself if the code ends in one."""
+    """The statements, and the last expression by itself if the code ends in one that is shown."""
     try:
         tree = compile(code, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
         assert isinstance(tree, ast.Module)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        last = tree.body[-1] if tree.body else None
+        if not isinstance(last, ast.Expr) or is_quiet(code, last):
+            return compile(tree, name, "exec", dont_inherit=True), None
+        del tree.body[-1]
         body = compile(tree, name, "exec", dont_inherit=True)
-        if not isinstance(last, ast.Expr):
-            return body, None
         return body, compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
     except RecursionError:  # a tree of Python objects may be less deep than the parser's own
         return compile(code, name, "exec", dont_inherit=True), None
@@ -274,7 +298,7 @@ def run_cell(code: str, variables: dict[str, Any], name: str) -> tuple[int, dict
     code = code.removeprefix("\ufeff")
     # For tracebacks and `inspect`, which would else look for a file of this name. Under a line that
     # does not end with a newline, a traceback's markers would be shifted.
-    linecache.cache[name] = (len(code), None, f"{code}\n".splitlines(True), name)
+    linecache.cache[name] = (len(code), None, split_lines(f"{code}\n"), name)
     variables["__file__"] = name
     try:
         body, last = compile_cell(code, name)

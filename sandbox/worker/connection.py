@@ -6,9 +6,12 @@ import json
 import os
 import select
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 HEADER = struct.Struct(">I")  # bytes of JSON that follow (sandbox/protocol.py)
+
+PIECE = 64 << 10  # characters
 
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -44,14 +47,23 @@ class Connection:
             end = HEADER.size + size
             if len(self._inbox) < end:
                 break
-            frames.append(json.loads(bytes(self._inbox[HEADER.size : end])))
-            del self._inbox[:end]
+            text = self._inbox[HEADER.size : end].decode("utf-8", "surrogatepass")
+            del self._inbox[:end]  # at once: a frame may be large, and memory small
+            frames.append(json.loads(text))
         return frames
 
     def send(self, frame: dict[str, Any]) -> None:
         """Send a frame, however slowly the supervisor reads. Raises EOFError if it is gone."""
-        data = _to_json(frame).encode("utf-8", "replace")
-        unsent = memoryview(HEADER.pack(len(data)) + data)
+        if not any(map(_is_long, frame.values())):
+            data = _to_json(frame).encode("utf-8", "replace")
+            self._write(HEADER.pack(len(data)) + data)
+            return
+        self._write(HEADER.pack(sum(map(len, _pieces(frame)))))
+        for piece in _pieces(frame):
+            self._write(piece)
+
+    def _write(self, data: bytes) -> None:
+        unsent = memoryview(data)
         while unsent:
             try:
                 unsent = unsent[os.write(self.write_fd, unsent) :]
@@ -59,3 +71,23 @@ class Connection:
                 select.select([], [self.write_fd], [])
             except OSError:
                 raise EOFError from None
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, str) and len(value) > PIECE
+
+
+def _pieces(frame: dict[str, Any]) -> Iterator[bytes]:
+    """Yield the JSON of a frame in pieces, none of which takes much memory."""
+    before = "{"
+    for name, value in frame.items():
+        yield f"{before}{_to_json(name)}:".encode()
+        if _is_long(value):
+            yield b'"'
+            for start in range(0, len(value), PIECE):
+                yield _to_json(value[start : start + PIECE])[1:-1].encode("utf-8", "replace")
+            yield b'"'
+        else:
+            yield _to_json(value).encode("utf-8", "replace")
+        before = ","
+    yield b"}"

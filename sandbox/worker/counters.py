@@ -20,6 +20,7 @@ FILES = {
     "peak": ("", "memory/memory.max_usage_in_bytes"),
     "limit": ("", "memory/memory.limit_in_bytes"),
 }
+WRITABLE = ("peak",)  # a write sets it back
 LIMIT_MARGIN_BYTES = 4 << 20  # an allocation of a few pages may fail so far below the limit
 RECLAIMABLE = (b"active_file", b"inactive_file", b"slab_reclaimable")
 
@@ -30,9 +31,17 @@ def open_counters(root: str = "/sys/fs/cgroup") -> dict[str, int]:
     for name, paths in FILES.items():
         for path in filter(None, paths):
             with contextlib.suppress(OSError):
-                fds[name] = os.open(f"{root}/{path}", os.O_RDONLY | os.O_CLOEXEC)
+                fds[name] = open_counter(name, f"{root}/{path}")
                 break
     return fds
+
+
+def open_counter(name: str, path: str) -> int:
+    """Return a descriptor of a counter, for writing if that is of use. Raises OSError."""
+    if name in WRITABLE:
+        with contextlib.suppress(OSError):  # a container sees its cgroup read-only
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 class CgroupCounters:
@@ -43,12 +52,18 @@ class CgroupCounters:
         for fd in fds.values():
             os.set_inheritable(fd, False)
         self.exist = "memory" in fds
+        self._resets_peak = "peak" in fds
         self.start()
 
     def start(self) -> None:
         """Begin to count: a call or a cell starts, or the rest of a session."""
         events = self._read("oom")
         self._num_kills, self._num_refusals = _number(events, b"oom_kill"), _number(events, b"oom")
+        if self._resets_peak:
+            try:
+                os.pwrite(self._fds["peak"], b"0", 0)
+            except OSError:
+                self._resets_peak = False
         self._start_cpu_s = self._total_cpu_s()
 
     def cpu_s(self) -> float:
@@ -83,12 +98,17 @@ class CgroupCounters:
         stat = self._read("memory_stat")
         return self.memory_bytes() - sum(_number(stat, name) for name in RECLAIMABLE)
 
+    def is_spent(self) -> bool:
+        """Return whether calls to come would seem to have reached the limit, since one has: version
+        1 counts the peak, which may not be set back here."""
+        return "peak" in self._fds and not self._resets_peak and self._has_reached_limit()
+
     def _count_oom(self, event: bytes) -> int:
         return _number(self._read("oom"), event)
 
     def _has_reached_limit(self) -> bool:
-        """Return whether the cgroup has reached its own limit since `start`. Version 1 only tells
-        whether it ever has, version 2 how often memory was refused because of it."""
+        """Return whether the cgroup has reached its own limit since `start`. Version 2 counts how
+        often memory was refused because of it; version 1 tells the peak."""
         if "limit" in self._fds:
             limit = _number(self._read("limit"), b"")
             return _number(self._read("peak"), b"") > limit - LIMIT_MARGIN_BYTES

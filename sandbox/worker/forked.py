@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import fcntl
@@ -18,7 +19,6 @@ from agentloop.sandbox.worker.wire import REPORT_BYTES, REPORT_SIZE, STARTED, cl
 
 _INT = struct.Struct("i")
 KEEP_BYTES = 64 << 10  # of each stream, unless a call says otherwise: what one can still read
-MAX_STALE = 1000  # messages; more than a channel holds
 
 
 class Output:
@@ -37,9 +37,11 @@ class Output:
     def read(self) -> None:
         """Take what the pipe holds, without waiting."""
         (waiting,) = _INT.unpack(fcntl.ioctl(self.fd, termios.FIONREAD, bytes(_INT.size)))
-        if waiting:
-            with contextlib.suppress(BlockingIOError):
-                self.add(os.read(self.fd, waiting))
+        with contextlib.suppress(BlockingIOError):
+            # More than once where the program has set O_DIRECT: each read then takes one packet.
+            while waiting > 0 and (data := os.read(self.fd, waiting)):
+                self.add(data)
+                waiting -= len(data)
 
     def add(self, data: bytes) -> None:
         self.total += len(data)
@@ -52,17 +54,28 @@ class Output:
             if len(self.tail) > 2 * self.half:  # trimmed seldom, so that adding stays cheap
                 del self.tail[: -self.half]
 
-    def take(self) -> tuple[str, int, bool]:
-        """The text, the bytes written in all and whether some are left out; starts anew."""
-        left_out = self.total - len(self.head) - min(len(self.tail), self.half)
-        data, total = bytes(self.head), self.total
-        if left_out > 0:
-            data += b"\n... %d bytes left out ...\n" % left_out
-        data += self.tail[-self.half :]
+    def take(self, was_killed: bool) -> tuple[str, int, bool]:
+        """The text, the bytes written in all and whether some are left out; starts anew. No cut is
+        inside a character, nor is the end if the program was killed as it wrote."""
+        del self.tail[: -self.half]
+        total, is_cut = self.total, self.total > len(self.head) + len(self.tail)
+        if is_cut:
+            num_kept = codecs.utf_8_decode(self.head, "replace", False)[1]
+            del self.head[num_kept:]
+            del self.tail[: _num_continuing(self.tail)]
+            note = b"\n... %d bytes left out ...\n" % (total - len(self.head) - len(self.tail))
+            self.head += note
+        self.head += self.tail
+        text, _ = codecs.utf_8_decode(self.head, "replace", not was_killed)
         self.head.clear()
         self.tail.clear()
         self.total = 0
-        return data.decode("utf-8", "replace"), total, left_out > 0
+        return text, total, is_cut
+
+
+def _num_continuing(data: bytearray) -> int:
+    """Return the number of bytes at the start that continue a character of UTF-8."""
+    return next((n for n, byte in enumerate(data[:3]) if byte & 0xC0 != 0x80), min(3, len(data)))
 
 
 class Call:
@@ -87,6 +100,13 @@ class Call:
         self.started_ns = 0  # the same
         self.verdict: str | None = None  # why we killed it, if we did
 
+    def why_unstarted(self, stderr: str, start_s: float) -> str:
+        """Return why the program has not begun, as far as that is known."""
+        if self.verdict is not None:
+            return f"the program had not begun {self.timeout_s + start_s:g} s after its call"
+        fault = stderr.rstrip().rpartition("\n")[2]
+        return f"its process did not get as far as the program{': ' if fault else ''}{fault}"
+
 
 class Forked:
     """A forked process and what the server holds of it."""
@@ -103,13 +123,15 @@ class Forked:
         for fd in (out, err):  # the child may open its pipes, and read what we have been told of
             os.set_blocking(fd, False)
         self.out, self.err = Output(out), Output(err)
+        self.done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # cells that have ended
         self.report_fd = os.memfd_create("report", os.MFD_CLOEXEC)
         os.ftruncate(self.report_fd, REPORT_BYTES)
         self.call: Call | None = None
         self.session: int | None = None
 
     def far_fds(self) -> list[int]:
-        return [self.far_channel.fileno(), self.far_out, self.far_err, self.report_fd]
+        outputs = [self.far_out, self.far_err]
+        return [self.far_channel.fileno(), *outputs, self.done_fd, self.report_fd]
 
     def close_far(self) -> None:
         self.far_channel.close()
@@ -118,7 +140,7 @@ class Forked:
 
     def close(self) -> None:
         self.channel.close()
-        for fd in (self.out.fd, self.err.fd, self.report_fd):
+        for fd in (self.out.fd, self.err.fd, self.done_fd, self.report_fd):
             os.close(fd)
 
     def send(self, call: Call) -> None:
@@ -144,22 +166,12 @@ class Forked:
             self.channel.send(wire.FILE_JOB.pack(len(call.stdin)), socket.MSG_DONTWAIT)
             socket.send_fds(self.channel, [b"+"], [file.fileno()], socket.MSG_DONTWAIT)
 
-    def receive(self) -> bytes | None:
-        """Return the child's next message; None if there is none yet, b"" if none can follow."""
-        try:
-            message = self.channel.recv(64, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
-        if self.started_ns is None and len(message) == STARTED.size:
-            (self.started_ns,) = STARTED.unpack(message)
-        return message
-
     def has_started(self) -> bool:
         """Return True once a program runs, or has run, in this child."""
         if self.started_ns is None:
-            self.receive()
+            with contextlib.suppress(OSError):  # there is no message yet, or the child is dead
+                if message := self.channel.recv(STARTED.size, socket.MSG_DONTWAIT):
+                    (self.started_ns,) = STARTED.unpack(message)
         return self.started_ns is not None
 
     def started_ns_of(self, call: Call) -> int | None:
@@ -170,11 +182,10 @@ class Forked:
         (started_ns,) = STARTED.unpack(os.pread(self.report_fd, STARTED.size, 0))
         return min(started_ns, time.monotonic_ns()) if started_ns >= call.started_ns else None
 
-    def drop_messages(self) -> None:
-        """Drop what a session's process has said since its last cell."""
-        for _ in range(MAX_STALE):
-            if not self.receive():
-                return
+    def take_done(self) -> None:
+        """Set the count of cells that have ended back to 0."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.done_fd)
 
     def report(self) -> dict[str, Any]:
         """Return the child's report. It is copied, since the child could truncate the file."""

@@ -14,17 +14,49 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER =
 PR_CAPBSET_READ, PR_CAPBSET_DROP = 23, 24
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+SHUT_WR = 1
+RESERVE_BYTES = 8 << 20
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 CAP_SETGID, CAP_SETUID, CAP_SYS_RESOURCE = 6, 7, 24
 
 libc = ctypes.CDLL(None, use_errno=True)
 # Looked up once, here, and not in each child.
 _prctl, _capset, _unshare, _mount = libc.prctl, libc.capset, libc.unshare, libc.mount
+_shutdown, _mallopt = libc.shutdown, libc.mallopt
 _mount.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_ulong, ctypes.c_char_p]
 _CAPS_VERSION, _NO_CAPS = struct.pack("<Ii", 0x20080522, 0), bytes(24)
 
 
+def shut_for_writing(fd: int) -> None:
+    """Let nothing more be sent on a socket, by whoever holds it. Raises OSError."""
+    if _shutdown(fd, SHUT_WR) != 0:
+        raise OSError(ctypes.get_errno(), "shutdown")
+
+
 def prctl(option: int, value: int = 0) -> bool:
     return bool(_prctl(option, value, 0, 0, 0) == 0)
+
+
+def set_oom_score(score: int) -> None:
+    """Set how early the kernel ends this process where memory runs out, if that is allowed: 1000 is
+    first, -1000 never. Leaves the process not dumpable."""
+    prctl(PR_SET_DUMPABLE, 1)  # else only root may open the file
+    try:
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(fd, b"%d" % score)
+        os.close(fd)
+    except OSError:
+        pass
+    prctl(PR_SET_DUMPABLE, 0)
+
+
+def reserve_heap() -> None:
+    """Keep free memory on this process's heap, as glibc's malloc does if it is told to: a server
+    answers a call from it while the memory of the call's processes is not free yet."""
+    _mallopt(M_TRIM_THRESHOLD, 5 * RESERVE_BYTES)
+    _mallopt(M_MMAP_THRESHOLD, RESERVE_BYTES)
+    # Written to, since pages that were never touched are not in memory; free again on return.
+    _blocks = [bytearray(b"\1") * (RESERVE_BYTES // 2) for _ in range(2)]
 
 
 def has_cap(number: int) -> bool:

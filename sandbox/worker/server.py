@@ -32,16 +32,9 @@ from typing import Any, NoReturn
 from agentloop.sandbox.worker.connection import Connection
 from agentloop.sandbox.worker.counters import CgroupCounters, open_counters
 from agentloop.sandbox.worker.forked import Call, Forked, Output, checked_error, split_status
-from agentloop.sandbox.worker.kernel import PR_SET_DUMPABLE, prctl
+from agentloop.sandbox.worker.kernel import PR_SET_DUMPABLE, prctl, reserve_heap
 from agentloop.sandbox.worker.spec import Spec
-from agentloop.sandbox.worker.wire import (
-    FORK,
-    MAX_TEXT,
-    NEWS,
-    NEWS_EXITED,
-    NEWS_FORKED,
-    clip,
-)
+from agentloop.sandbox.worker.wire import FORK, MAX_TEXT, NEWS, NEWS_EXITED, NEWS_FORKED, clip
 from agentloop.sandbox.worker.workspace import Workspace
 from agentloop.sandbox.worker.zygote import be_zygote, keep_low_fds
 
@@ -91,6 +84,7 @@ class WorkerServer:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.workspace.make()
         self.start_zygotes()
+        reserve_heap()
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -302,8 +296,8 @@ class WorkerServer:
     def begin(self, child: Forked, call: Call) -> None:
         if call.session is not None:
             child.session = call.session
-            child.drop_messages()
-            self.watch(child.channel.fileno(), lambda _: self.on_cell_message(child))
+            child.take_done()
+            self.watch(child.done_fd, lambda _: self.on_cell_done(child))
         if self.is_resting and child.pid is not None:
             self.workspace.resume(child.pid)
         self.is_resting = False
@@ -394,8 +388,8 @@ class WorkerServer:
                 data = zygote.recv(NEWS.size)
             except BlockingIOError:
                 return
-            if not data:  # the supervisor replaces the whole worker: simpler than half of one
-                self.shut_down()
+            if not data:
+                self.on_zygote_end()
             kind, number, value, cpu_s, max_rss = NEWS.unpack(data)
             child = self.children[number]
             if kind == NEWS_FORKED:
@@ -407,12 +401,30 @@ class WorkerServer:
             else:
                 self.on_fork_failed(child, value)
 
+    def on_zygote_end(self) -> NoReturn:
+        """End the worker: the supervisor replaces it whole, which is simpler than half of one.
+
+        A call that has used up its memory is judged for that, though the kernel has ended a zygote
+        last, when nothing else was left to end.
+        """
+        child = self.current
+        if child is not None and self.counters.oom_verdict() == "oom":
+            self.send({"op": "worn"})
+            if child.call is not None:
+                self.answer(child, time.monotonic(), signal.SIGKILL, 0.0, 0)
+            self.lose_session(child, "oom")
+        self.shut_down()
+
     def on_exit(self, child: Forked, status: int, cpu_s: float, max_rss: int) -> None:
         ended = time.monotonic()
         if child is not self.current:
             self.discard(child)
             return
         self.workspace.kill_rest()
+        if self.counters.oom_verdict():
+            self.workspace.wait_for_end()
+        if self.counters.is_spent():  # before the answer, so that no other call comes
+            self.send({"op": "worn"})
         if child.call is not None:
             self.answer(child, ended, status, cpu_s, max_rss)
         elif child.session is not None:
@@ -439,15 +451,11 @@ class WorkerServer:
             self.send({"op": "worn"})
         self.begin_next()
 
-    def on_cell_message(self, child: Forked) -> None:
-        """A session's process has started, or its cell has ended: by its own word."""
-        is_first = child.started_ns is None
-        message = child.receive()
-        if message is None or (message and is_first):
-            return
+    def on_cell_done(self, child: Forked) -> None:
+        """A session's cell has ended, by its process's own word."""
         # Not heard again before its next cell: a background thread may write without end.
-        self.unwatch(child.channel.fileno())
-        if not message or child.call is None or child.verdict is not None:
+        self.unwatch(child.done_fd)
+        if child.call is None or child.verdict is not None:
             return
         verdict = self.counters.oom_verdict()
         if verdict is None and self.exceeds_output(child):
@@ -476,7 +484,7 @@ class WorkerServer:
         child.session = None
 
     def discard(self, child: Forked) -> None:
-        for fd in (child.out.fd, child.err.fd, child.channel.fileno()):
+        for fd in (child.out.fd, child.err.fd, child.done_fd):
             self.unwatch(fd)
         child.close()
         del self.children[child.number]
@@ -498,8 +506,8 @@ class WorkerServer:
             call.verdict = call.verdict or "output_limit"
         child.call = None
         report = child.report()
-        stdout, stdout_bytes, stdout_cut = child.out.take()
-        stderr, stderr_bytes, stderr_cut = child.err.take()
+        stdout, stdout_bytes, stdout_cut = child.out.take(call.verdict is not None)
+        stderr, stderr_bytes, stderr_cut = child.err.take(call.verdict is not None)
         exit_code, signum = split_status(status, report)
         error = checked_error(report.get("error"))
         result = report.get("result")
@@ -508,7 +516,7 @@ class WorkerServer:
         reason = "the machine's memory was used up"
         if not child.has_started():
             verdict = call.verdict or "sandbox_error"
-            reason = why_unstarted(call, stderr)
+            reason = call.why_unstarted(stderr, START_S)
         else:
             verdict = self.judge(call, exit_code, signum, error, cpu_s)
         started_ns = child.started_ns_of(call)
@@ -571,13 +579,6 @@ class WorkerServer:
         if signum is not None:
             return "oom" if self.counters.may_be_oom(signum) else "killed"
         return "oom" if error and error["type"] == "MemoryError" else "error"
-
-
-def why_unstarted(call: Call, stderr: str) -> str:
-    if call.verdict is not None:
-        return f"the program had not begun {call.timeout_s + START_S:g} s after its call"
-    fault = stderr.rstrip().rpartition("\n")[2]
-    return f"its process did not get as far as the program{': ' if fault else ''}{fault}"
 
 
 def main(values: dict[str, Any], read_control: int, write_control: int) -> None:

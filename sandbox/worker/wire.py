@@ -3,11 +3,16 @@
 server to zygote   FORK, with the child's descriptors
 zygote to server   NEWS of a child
 server to child    JOB, code, standard input; or FILE_JOB
-child to server    STARTED, once, before its program runs; then CELL_DONE after each cell;
-                   a report, in a mapping
+child to server    STARTED, once, before its program runs; then a count in an eventfd after each
+                   cell; a report, in a mapping
 
 A child that ended without STARTED has not run its program, which is the fault of the sandbox. No
 program can keep that message from being sent, change it or take it back.
+
+A program can send nothing to the server, since what lies in the server's own queue outlives the
+program: descriptors would keep their files, and memory with them, after all of its processes are
+dead. So the child closes its end of the channel for writing before the program runs, and an eventfd
+holds nothing but a number.
 """
 
 from __future__ import annotations
@@ -24,14 +29,12 @@ INLINE_JOB = 64 * 1024  # larger jobs travel as a memory file
 FILE_JOB = struct.Struct("<Q")  # bytes of standard input, which come first in the file
 
 STARTED = struct.Struct("<q")  # time.monotonic_ns()
-CELL_DONE = b"done"
-
 # The mapping: STARTED of the latest cell, if of a session; REPORT_SIZE; as many bytes of JSON.
 REPORT_SIZE = struct.Struct("<i")
 REPORT_START = STARTED.size + REPORT_SIZE.size
 REPORT_BYTES = 256 * 1024
 
-JOB_FD, REPORT_FD = 3, 4  # held free in a zygote
+JOB_FD, DONE_FD, REPORT_FD = 3, 4, 5  # held free in a zygote; the last is the highest
 
 MAX_TEXT = 16 * 1024  # characters of a result or a traceback
 

@@ -4,6 +4,7 @@ has started, and empties the directory for the next."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import time
@@ -24,6 +25,7 @@ from agentloop.sandbox.worker.spec import Spec
 
 MAX_FAILURES = 3
 END_TIMEOUT_S = 10.0  # for processes that were killed, to end
+FREE_TIMEOUT_S = 2.0  # to free the memory of such processes, before their call is answered
 
 
 class Workspace:
@@ -131,6 +133,13 @@ class Workspace:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
 
+    def wait_for_end(self) -> None:
+        """Wait until the killed processes have ended and their memory is free, within bounds."""
+        give_up = time.monotonic() + FREE_TIMEOUT_S
+        while self._is_inhabited() and time.monotonic() < give_up:
+            self.reap()
+            time.sleep(0.001)
+
     # -- cleaning ---------------------------------------------------------------------------
 
     def clean(self) -> None:
@@ -218,14 +227,14 @@ class Workspace:
 
 
 def _fork_in_time() -> int:
-    """Fork as soon as the limit on processes allows it: those of a call that was killed count until
-    they have been waited for. Raises OSError if that takes too long."""
+    """Fork as soon as the limits on processes and memory allow it: those of a call that was killed
+    count until they have been waited for. Raises OSError if that takes too long."""
     give_up = time.monotonic() + END_TIMEOUT_S
     while True:
         try:
             return os.fork()
-        except BlockingIOError:
-            if time.monotonic() > give_up:
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ENOMEM) or time.monotonic() > give_up:
                 raise
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:

@@ -28,9 +28,11 @@ from agentloop.sandbox.worker.kernel import (
     new_pid_space,
     old_pid_space,
     prctl,
+    set_oom_score,
 )
 from agentloop.sandbox.worker.spec import Spec
 from agentloop.sandbox.worker.wire import (
+    DONE_FD,
     FORK,
     JOB_FD,
     NEWS,
@@ -40,7 +42,10 @@ from agentloop.sandbox.worker.wire import (
     REPORT_FD,
 )
 
-NUM_FDS = 4  # of a child: its channel, its two outputs, its report
+NUM_FDS = 5  # of a child: its channel, its two outputs, its count of cells, its report
+
+
+OOM_SCORE = 500  # less than a call's, more than the server's
 
 
 def keep_low_fds(links: list[socket.socket]) -> list[socket.socket]:
@@ -51,7 +56,7 @@ def keep_low_fds(links: list[socket.socket]) -> list[socket.socket]:
         moved.append(socket.socket(fileno=fd))
         link.close()
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in (JOB_FD, REPORT_FD):
+    for fd in (JOB_FD, DONE_FD, REPORT_FD):
         if fd != null:
             os.dup2(null, fd, inheritable=False)
     return moved
@@ -94,10 +99,11 @@ class Zygote:
         """Do what can be done once for all children: a page touched here is not copied there."""
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         prctl(PR_SET_NO_NEW_PRIVS, 1)
+        set_oom_score(OOM_SCORE)
         warm.load(self.spec.levels[self.level])
         warm.rehearse()
         os.environ.clear()
-        os.environ["PATH"] = "/usr/local/bin:/usr/bin:/bin"
+        os.environ.update(PATH="/usr/local/bin:/usr/bin:/bin", HOME=self.spec.home)
         os.umask(0o077)
         set_limits(self.spec)
         if self.spec.kill_by == "uid":
@@ -166,6 +172,7 @@ class Zygote:
         if pid == 0:
             status = 1
             try:
+                self.server.close()  # now, so that the server sees the end of this zygote
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 status = be_child(self.spec, fds)

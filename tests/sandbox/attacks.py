@@ -170,6 +170,14 @@ print("called", ctypes.CFUNCTYPE(ctypes.c_int)(address)(), flush=True)
 """
 
 # Datagram sockets get names without bind(): by sending, or (SO_PASSCRED) by connecting.
+HOME = """
+import os, pathlib, subprocess, tempfile
+pathlib.Path("/tmp/notes").write_text("42")
+(pathlib.Path.home() / ".state").write_text("1")
+subprocess.run("echo ~ $HOME", shell=True)
+print(os.getcwd(), tempfile.gettempdir(), sorted(os.listdir()))
+"""
+
 MEETING = """
 import socket
 with socket.socket(socket.AF_UNIX) as s:
@@ -768,7 +776,14 @@ ATTACKS = [
     Attack("sockets", SOCKETS, (OK,), prints(""), wall="filter"),
     Attack("the network", NETWORK, (OK,), prints(""), wall="spaces"),
     Attack("sockets to meet at", MEETING, (OK,), prints(""), wall="filter"),
-    Attack("environment", "import os; print(*os.environ)", (OK,), prints("PATH")),
+    Attack("environment", "import os; print(*os.environ)", (OK,), prints("PATH HOME")),
+    Attack(
+        "a home",
+        HOME,
+        (OK,),
+        prints("/tmp /tmp\n/tmp /tmp ['.state', 'notes']"),
+        wall="spaces",
+    ),
     Attack(
         "descriptors",
         "import os; print([fd for fd in range(3, 300) if os.path.exists(f'/proc/self/fd/{fd}')])",

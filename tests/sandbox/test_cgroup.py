@@ -64,7 +64,8 @@ def test_the_limits_of_a_worker_are_written(top: Path) -> None:
     assert read(folder, "pids.max").startswith("40")
     assert read(folder, "cpu.max") == "100000 100000"
     assert made.entries == [str(folder / "cgroup.procs")]
-    made.limit_memory(10)  # less than what is in use: the limit stays
+    with pytest.raises(OSError, match="hold more memory"):
+        made.limit_memory(10)
     assert read(folder, "memory.max") == str(1 << 30)
 
 
@@ -104,6 +105,20 @@ def test_cgroups_of_dead_owners_are_removed(top: Path, monkeypatch: pytest.Monke
     pid, start, namespace = own_tag().split("-")
     dead, alive = top / f"{PREFIX}{pid}-{int(start) + 1}-{namespace}-x", new_cgroup().paths["pids"]
     dead.mkdir()
+    reap_cgroups()
+    assert not dead.exists()
+    assert alive.exists()
+
+
+def test_cgroups_are_removed_wherever_a_dead_owner_has_been(
+    top: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cgroup.Cgroup, "_kill_all", lambda self, path: None)
+    pid, start, namespace = own_tag().split("-")
+    dead = top.parent / "other.scope" / f"{PREFIX}{pid}-{int(start) + 1}-{namespace}-x"
+    alive = top.parent / "other.scope" / f"{PREFIX}{own_tag()}-x"
+    for path in (dead, alive):
+        path.mkdir(parents=True)
     reap_cgroups()
     assert not dead.exists()
     assert alive.exists()
@@ -180,3 +195,31 @@ def test_without_a_cgroup_the_kills_of_the_machine_tell(
     assert counted.may_be_oom(signal.SIGKILL) is during
     assert counted.may_be_oom(signal.SIGTERM) is False
     assert counted.rest_verdict(signal.SIGKILL) == at_rest
+
+
+def version_1(root: Path, *, flags: int) -> CgroupCounters:
+    (root / "memory").mkdir()
+    for name, text in {
+        "usage_in_bytes": "0", "oom_control": "oom_kill 0\n",
+        "max_usage_in_bytes": "9", "limit_in_bytes": str(8 + (4 << 20)),
+    }.items():  # fmt: skip
+        write(root, f"memory/memory.{name}", text)
+    fds = open_counters(str(root))
+    os.close(fds["peak"])
+    return CgroupCounters(fds | {"peak": os.open(root / "memory/memory.max_usage_in_bytes", flags)})
+
+
+def test_the_peak_of_an_earlier_call_is_not_the_next_ones(tmp_path: Path) -> None:
+    counted = version_1(tmp_path, flags=os.O_RDWR)
+    write(tmp_path, "memory/memory.oom_control", "oom_kill 1\n")
+    assert counted.oom_verdict() == "sandbox_error"
+    write(tmp_path, "memory/memory.max_usage_in_bytes", "9")
+    assert counted.oom_verdict() == "oom"
+    assert not counted.is_spent()
+
+
+def test_a_worker_is_spent_if_its_peak_stays(tmp_path: Path) -> None:
+    counted = version_1(tmp_path, flags=os.O_RDONLY)
+    assert counted.is_spent()
+    write(tmp_path, "memory/memory.max_usage_in_bytes", "7")
+    assert not counted.is_spent()

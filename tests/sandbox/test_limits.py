@@ -13,10 +13,20 @@ from pathlib import Path
 import anyio
 import pytest
 
-from agentloop.sandbox import CallStatus, Overloaded, Pool, PoolSettings, SessionLost, cgroup
+from agentloop.sandbox import (
+    CallStatus,
+    Overloaded,
+    Pool,
+    PoolSettings,
+    SandboxUnavailable,
+    SessionLost,
+    cgroup,
+)
 from agentloop.sandbox.backend import REMAPPED_UIDS, UIDS, max_processes, random_uid, start_bytes
 from agentloop.sandbox.cgroup import Cgroup, NoCgroup, new_cgroup
 from agentloop.sandbox.container import host_config
+from agentloop.sandbox.link import SPARE_BYTES, Link
+from agentloop.sandbox.settings import OutputLimits
 from agentloop.sandbox.worker import kernel
 from agentloop.sandbox.worker.kernel import descendants, remove_below
 from tests.patience import patient
@@ -43,6 +53,68 @@ async def test_a_call_may_name_its_memory(pool: Pool) -> None:
     assert less.error is not None
     assert less.error.type == "MemoryError"
     assert (await pool.run(take(50), memory_mib=100)).result == "50"
+
+
+PRINTS = "import sys\nfor _ in range(400): sys.stdout.write('\\0' * 10000)"
+
+
+@pytest.mark.parametrize(
+    ("code", "stdin", "memory_mib"),
+    [("print(1)", "x" * 8_000_000, 16), (f"{PRINTS}; sys.stderr.write('\\0' * 10000)", "", 64)],
+)
+async def test_input_and_output_need_not_fit_into_the_memory_of_a_call(
+    code: str, stdin: str, memory_mib: int
+) -> None:
+    """The worker holds them: of a program that takes little memory it must not run out."""
+    async with Pool(SINGLE) as pool:
+        output = OutputLimits(64 << 20, 4 << 20)
+        result = await pool.run(code, stdin, 30, memory_mib, output=output)
+        assert (result.status, result.attempt) == (CallStatus.OK, 1), result.error
+        assert pool.stats()["lost"] == 0
+
+
+async def test_a_refused_limit_stays_in_force_only_where_it_allows_as_much() -> None:
+    link = Link("1")
+    limits: list[int] = []
+    is_refused = False
+
+    async def set_memory(num_bytes: int) -> None:
+        if is_refused:
+            raise OSError("the engine is busy")
+        limits.append(num_bytes - SPARE_BYTES)
+
+    link.hello, link.set_memory = {"own_bytes": 0}, set_memory
+    await link.limit_memory(512)
+    await link.limit_memory(64)
+    is_refused = True
+    await link.limit_memory(32)
+    with pytest.raises(SandboxUnavailable, match="busy"):
+        await link.limit_memory(256)
+    with pytest.raises(SandboxUnavailable, match="busy"):  # now it is unknown
+        await link.limit_memory(32)
+    is_refused = False
+    await link.limit_memory(32)
+    await link.limit_memory(32)
+    assert limits == [512, 64, 32]
+
+
+async def test_a_worker_whose_limit_was_refused_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit, refusals = Link.limit_memory, [SandboxUnavailable("the engine is busy")]
+
+    async def limit_memory(link: Link, num_bytes: int) -> None:
+        if num_bytes >> 20 == 256 and refusals:
+            raise refusals.pop()
+        await limit(link, num_bytes)
+
+    monkeypatch.setattr(Link, "limit_memory", limit_memory)
+    async with Pool(SINGLE) as pool:
+        first = await pool.run("1", memory_mib=64)
+        second = await pool.run("1", memory_mib=256)
+        assert (second.status, second.attempt) == (CallStatus.OK, 2)
+        assert second.worker_id != first.worker_id
+        assert pool.stats()["lost"] == 0
 
 
 async def test_the_processes_of_a_call_have_its_memory_together(pool: Pool) -> None:
@@ -393,7 +465,7 @@ from agentloop.sandbox.worker.workspace import Workspace
 home = Path(sys.argv[1])
 (home / "left").touch()
 workspace = Workspace(Spec({"home": str(home), "kill_by": "tree"}))
-fork, refusals = os.fork, [BlockingIOError(errno.EAGAIN, "the limit")] * 3
+fork, refusals = os.fork, [OSError(errno.EAGAIN, "the limit"), OSError(errno.ENOMEM, "memory")]
 def fork_after_refusals():
     if refusals:
         raise refusals.pop()

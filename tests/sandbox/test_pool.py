@@ -27,8 +27,8 @@ from agentloop.sandbox import (
     PoolSettings,
     SandboxUnavailable,
     SessionLost,
+    backend,
 )
-from agentloop.sandbox.backend import _read_worker
 from agentloop.sandbox.link import MAX_SILENT_BEATS, Link
 from agentloop.sandbox.process import ProcessBackend
 from agentloop.sandbox.protocol import FrameReader, encode
@@ -191,17 +191,84 @@ async def test_long_output_keeps_head_and_tail(pool: Pool) -> None:
     assert result.stdout_bytes == sum(len(f"{i}\n") for i in range(50_000))
 
 
+@pytest.mark.parametrize("shift", range(4))
+@pytest.mark.parametrize("character", "\u00e9\u20ac\U0001f600")
+async def test_long_output_is_not_cut_inside_a_character(
+    pool: Pool, character: str, shift: int
+) -> None:
+    result = await pool.run(f"print({'x' * shift!r} + {character!r} * 60_000)")
+    assert result.truncated
+    assert "\ufffd" not in result.stdout
+    head, note, tail = result.stdout.split("\n", 2)
+    num_left_out = int(note.split()[1])
+    assert len(head.encode()) + num_left_out + len(tail.encode()) == result.stdout_bytes
+
+
+async def test_output_that_a_kill_has_cut_ends_with_a_whole_character(pool: Pool) -> None:
+    half = "import os, time\nos.write(1, 'x\u00e9'.encode()[:2])\n"
+    assert (await pool.run(f"{half}time.sleep(60)", timeout_s=1)).stdout == "x"
+    assert (await pool.run(f"{half}time.sleep(0)")).stdout == "x\ufffd"  # the program's own end
+
+
+async def test_output_in_packets_is_read_whole(pool: Pool) -> None:
+    code = (
+        "import fcntl, os\n"
+        "fcntl.fcntl(1, fcntl.F_SETFL, fcntl.fcntl(1, fcntl.F_GETFL) | os.O_DIRECT)\n"
+        "for number in range(12): os.write(1, b'%d\\n' % number)"
+    )
+    assert (await pool.run(code)).stdout == "".join(f"{number}\n" for number in range(12))
+
+
+@pytest.mark.parametrize("separator", ["\f", "\v", "\x1c", "\x85", "\u2028", "\r", "\r\n"])
+async def test_a_traceback_shows_the_line_that_failed(pool: Pool, separator: str) -> None:
+    code = f'text = """a{separator}b"""\n# {separator}\nvalue = 0\n1 / value\nlast = 1'
+    result = await pool.run(code.replace("\n", "\r\n") if separator == "\r" else code)
+    assert result.error is not None
+    assert "    1 / value\n" in result.error.traceback
+
+
+@pytest.mark.parametrize(
+    ("cell", "shown"),
+    [
+        ("rows", "3"),
+        ("rows;", None),
+        ("rows ; # the rows;\n\n", None),
+        ("(\n  rows  # ;\n) ;", None),
+        ("';'", "';'"),
+        ("rows  # ;", "3"),
+        ("x = 1; rows", "3"),
+        ("'\u00e9;'; rows;", None),
+    ],
+)
+async def test_a_semicolon_hides_the_last_value(pool: Pool, cell: str, shown: str | None) -> None:
+    async with pool.session() as session:
+        await session.run("rows = 3")
+        result = await session.run(cell)
+        assert (result.status, result.result) == (CallStatus.OK, shown)
+
+
 async def test_large_code(pool: Pool) -> None:
     result = await pool.run(f"x = {'a' * 500_000!r}\nlen(x)")
     assert result.result == "500000"
 
 
-async def test_too_large_is_refused(pool: Pool) -> None:
-    result = await pool.run("#" * (9 << 20))
-    assert result.status is CallStatus.SANDBOX_ERROR
-    assert result.status.is_unscorable
+@pytest.mark.parametrize(
+    ("code", "stdin", "size"),
+    [
+        ("#" * 9_000_000, "", "9,000,000"),
+        ("1", "\u00e9" * 4_500_000, "9,000,001"),
+        ("#" + "\U0001f600" * 6_000_000 + "\ud800", "", "24,000,004"),
+    ],
+)
+async def test_too_large_is_refused_as_the_programs_fault(
+    pool: Pool, code: str, stdin: str, size: str
+) -> None:
+    result = await pool.run(code, stdin)
+    assert (result.status, result.exit_code) == (CallStatus.ERROR, 1)
     assert result.error is not None
-    assert "the maximum is" in result.error.message
+    assert result.error.message == f"code and stdin have {size} bytes; the maximum is 8,388,608"
+    assert result.error.message in result.stderr
+    assert pool.stats()["busy"] == 0
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
@@ -534,12 +601,33 @@ async def test_a_worker_that_answers_lives_until_it_has_been_silent_for_some_bea
 
 def break_children(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Let the forked processes of workers do this instead of entering their directory."""
-    sources = dict(_read_worker())
-    code = sources["agentloop.sandbox.worker.child"]
-    assert "    os.chdir(spec.home)\n" in code
-    code = code.replace("    os.chdir(spec.home)\n", f"    {fault}\n")
-    sources["agentloop.sandbox.worker.child"] = code
-    monkeypatch.setattr("agentloop.sandbox.backend._read_worker", lambda: sources)
+    change_workers(monkeypatch, "child", "    os.chdir(spec.home)\n", f"    {fault}\n")
+
+
+def change_workers(monkeypatch: pytest.MonkeyPatch, module: str, old: str, new: str) -> None:
+    """Let workers run a module with other text in the place of `old`."""
+    sources = dict(backend._read_worker())
+    name = f"agentloop.sandbox.worker.{module}"
+    assert old in sources[name]
+    sources[name] = sources[name].replace(old, new)
+    monkeypatch.setattr(backend, "_read_worker", lambda: sources)
+
+
+async def test_a_call_that_takes_a_zygote_with_it_is_judged_for_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel ends a zygote if nothing else is left in the cgroup to end."""
+    verdict = "    def oom_verdict(self) -> str | None:\n"
+    change_workers(monkeypatch, "counters", verdict, f"{verdict}        return 'oom'\n")
+    number = "            number = self.numbers.pop(pid, None)\n"
+    change_workers(monkeypatch, "zygote", number, "            os._exit(1)\n")
+    async with Pool(SINGLE) as pool:
+        result = await pool.run("print(1)")
+        assert (result.status, result.attempt, result.stdout) == (CallStatus.OOM, 1, "1\n")
+        async with pool.session() as session:
+            assert (await session.run("import os; os._exit(0)")).status is CallStatus.OOM
+            assert session.lost_by is LostBy.PROGRAM
+        assert pool.stats()["lost"] == 0
 
 
 async def test_the_time_of_a_program_counts_from_when_it_begins(
@@ -580,14 +668,6 @@ async def test_a_fault_before_the_program_begins_is_ours(
             assert (await session.run("1", timeout_s=0.5)).status is CallStatus.SANDBOX_ERROR
             assert session.lost_by is LostBy.INFRASTRUCTURE
         assert pool.stats()["lost"] == 0
-
-
-async def test_a_call_too_long_for_a_frame_is_refused_and_frees_its_slot(pool: Pool) -> None:
-    result = await pool.run("#" + "\U0001f600" * 6_000_000 + "\ud800")  # 12 bytes each as JSON
-    assert result.status is CallStatus.SANDBOX_ERROR
-    assert result.error is not None
-    assert "the maximum is" in result.error.message
-    assert pool.stats()["busy"] == 0
 
 
 async def test_a_worker_that_ignores_a_kill_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

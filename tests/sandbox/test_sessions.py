@@ -16,12 +16,13 @@ import anyio
 import pytest
 
 from agentloop.sandbox import CallResult, CallStatus, LostBy, Pool, Session, SessionLost
-from agentloop.sandbox.link import Link, next_id
+from agentloop.sandbox.link import Link, Pending, next_id
 from agentloop.sandbox.process import ProcessBackend
-from agentloop.sandbox.protocol import encode
+from agentloop.sandbox.protocol import JsonObject, encode
 from agentloop.sandbox.slots import GRACE_S
 from agentloop.sandbox.worker.kernel import descendants
 from agentloop.sandbox.worker.server import INTERRUPT_GRACE_S, START_S
+from agentloop.sandbox.worker.wire import DONE_FD, JOB_FD
 from tests.patience import patient
 from tests.sandbox.chaos import children, kill
 from tests.sandbox.conftest import BARE
@@ -135,6 +136,30 @@ async def test_a_session_lost_with_its_worker_is_nobody_s_doing() -> None:
         assert await lost_by(session) is LostBy.INFRASTRUCTURE
 
 
+@pytest.mark.parametrize(("num_ended", "by"), [(1, LostBy.INFRASTRUCTURE), (2, LostBy.PROGRAM)])
+async def test_a_session_whose_cells_end_two_workers_is_lost_by_its_program(
+    monkeypatch: pytest.MonkeyPatch, num_ended: int, by: LostBy
+) -> None:
+    submit = Link.submit
+    ended: list[JsonObject] = []
+
+    def end_worker(link: Link, message: JsonObject) -> Pending:
+        pending = submit(link, message)
+        if message["code"] == "the end" and len(ended) < num_ended:
+            ended.append(message)
+            link.lose("its cell has ended it")
+        return pending
+
+    monkeypatch.setattr(Link, "submit", end_worker)
+    async with Pool(BARE) as pool, pool.session() as session:
+        await session.run("x = 1")
+        with pytest.raises(SessionLost) as lost:
+            await session.run("the end")
+        assert lost.value.by is session.lost_by is by
+        assert len(ended) == num_ended
+        assert (await pool.run("1")).ok
+
+
 async def test_a_session_that_was_closed_is_lost_by_its_caller(pool: Pool) -> None:
     async with pool.session() as session:
         await session.run("1")
@@ -237,8 +262,7 @@ async def test_a_session_that_floods_its_channel_is_not_listened_to(pool: Pool) 
         flood = (
             "import os, threading\n"
             "def flood():\n"
-            "    os.set_blocking(3, True)\n"
-            "    while True: os.write(3, b'x')\n"
+            f"    while True: os.eventfd_write({DONE_FD}, 1)\n"
             "for _ in range(3): threading.Thread(target=flood, daemon=True).start()"
         )
         await session.run(flood)
@@ -261,12 +285,31 @@ def cpu_used(pid: int) -> float:
     raise ProcessLookupError(pid)
 
 
-ANSWERS_AND_READS_NOTHING = """
+SENDS = f"""
+import array, os, socket
+channel = socket.socket(fileno=os.dup({JOB_FD}))
+file = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0]))]
+for data, ancillary in ((b"", []), (b"x", []), (b"x", file)):
+    try:
+        channel.sendmsg([data], ancillary)
+    except BrokenPipeError:
+        print("refused")
+"""
+
+
+async def test_a_program_can_send_nothing_that_outlives_it(pool: Pool) -> None:
+    """A file that lies in a queue of the server's would keep its memory after the program's end."""
+    async with pool.session() as session:
+        assert (await session.run(SENDS)).stdout == 3 * "refused\n"
+        assert (await session.run("1 + 1")).result == "2"
+
+
+ANSWERS_AND_READS_NOTHING = f"""
 import os, threading, time
 def answer():
     while True:
         time.sleep(0.01)
-        os.write(3, b"done")
+        os.eventfd_write({DONE_FD}, 1)
 threading.Thread(target=answer, daemon=True).start()
 time.sleep(600)
 """
