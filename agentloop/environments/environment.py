@@ -56,12 +56,12 @@ __all__ = [
     "TaskFunction",
     "Tasks",
     "Teacher",
-    "check_turn_rewards",
     "environment",
     "load",
     "open_tasks",
     "reward_of",
     "set_up",
+    "with_checked_rewards",
 ]
 
 EnvironmentFunction = Callable[..., Awaitable[Any]]
@@ -520,22 +520,28 @@ def reward_of(value: object, weights: Mapping[str, float]) -> Reward:
     return Reward(finite_number(value, "the reward"), None, "by the environment")
 
 
-def check_turn_rewards(trajectories: Sequence[Trajectory]) -> None:
-    """Check the rewards that an environment has given to turns and tokens.
+def with_checked_rewards(trajectory: Trajectory) -> Trajectory:
+    """Return a copy of a conversation, with the rewards of its turns and tokens as floats.
 
     Raises:
         ValueError: one is not a finite number, or there is not one for each token of a turn.
     """
-    for trajectory in trajectories:
-        for number, turn in enumerate(trajectory, 1):
-            where = f"turn {number} of {trajectory.id}"
-            if turn.reward is not None:
-                turn.reward = finite_number(turn.reward, f"{where}: reward")
-            turn.token_rewards = [
-                finite_number(reward, f"{where}: token_rewards") for reward in turn.token_rewards
-            ]
-            if turn.token_rewards and len(turn.token_rewards) != len(turn.output_ids):
-                raise ValueError(
-                    f"{where}: token_rewards: {len(turn.token_rewards)} for "
-                    f"{len(turn.output_ids)} tokens: give one for each of output_ids"
-                )
+    turns = []
+    for number, turn in enumerate(trajectory, 1):
+        where = f"turn {number} of {trajectory.id}"
+        reward = turn.reward
+        if reward is not None:
+            reward = finite_number(reward, f"{where}: reward")
+        given: object = turn.token_rewards  # an environment may have set anything
+        if not isinstance(given, Iterable):
+            raise ValueError(
+                f"{where}: token_rewards: expected a list of numbers, got {describe(given)}"
+            )
+        token_rewards = [finite_number(each, f"{where}: token_rewards") for each in given]
+        if token_rewards and len(token_rewards) != len(turn.output_ids):
+            raise ValueError(
+                f"{where}: token_rewards: {len(token_rewards)} for {len(turn.output_ids)} tokens: "
+                "give one for each of output_ids"
+            )
+        turns.append(replace(turn, reward=reward, token_rewards=token_rewards))
+    return replace(trajectory, turns=turns)

@@ -648,6 +648,153 @@ async def test_an_error_that_the_agent_causes_has_the_declared_reward() -> None:
     assert broken.no_reward is NoReward.ENVIRONMENT
 
 
+@pytest.mark.parametrize("given", ["turn", "text", "token", "short", "none", "other"])
+@pytest.mark.parametrize("raises", [False, True])
+async def test_rewards_are_checked_whatever_ends_the_rollout(given: str, raises: bool) -> None:
+    @agentloop.environment(agent_errors={ValueError: -1.0})
+    async def scores(task: Any, agent: Agent) -> float:
+        trajectory = await agent.run("?")
+        critic = agent.other("critic")
+        await critic.run("?")
+        critic.reward = 0.5
+        turn: Any = trajectory.turns[0]
+        turn.reward, turn.token_rewards = np.float32(2), np.ones(1)
+        if agent.id.endswith("0"):
+            match given:
+                case "turn":
+                    turn.reward = math.nan
+                case "text":
+                    turn.reward = "1"
+                case "token":
+                    turn.token_rewards = [math.inf]
+                case "short":
+                    turn.token_rewards = [1.0, 2.0]
+                case "none":
+                    turn.token_rewards = 1.0
+                case "other":
+                    critic.reward = math.nan
+        if raises:
+            raise ValueError("not a move")
+        return 1.0
+
+    bad, good = await run(scores)
+    assert bad.no_reward is NoReward.ENVIRONMENT
+    assert bad.reward is not None
+    assert bad.reward.reason.startswith("the environment gave a bad value: ")
+    assert [(turn.reward, turn.token_rewards) for turn in bad.trajectories[0]] == [(None, [])]
+    assert bad.others["critic"].reward is None
+    assert good.reward is not None
+    assert good.reward.value == (-1.0 if raises else 1.0)
+    (turn,) = good.trajectories[0]
+    assert (turn.reward, turn.token_rewards, type(turn.reward)) == (2.0, [1.0], float)
+    assert good.others["critic"].reward == 0.5
+
+
+async def test_bad_rewards_of_a_straggler_are_not_kept() -> None:
+    @agentloop.environment
+    async def waits(task: Any, agent: Agent) -> float:
+        trajectory = await agent.run("?")
+        if agent.id.endswith("1"):
+            trajectory.turns[0].reward = object()  # type: ignore[assignment]
+            await agent.run("!", reply=never)
+        return 1.0
+
+    async def never(answer: str) -> str | None:
+        await anyio.sleep_forever()
+        return None
+
+    _, straggler = await run(waits, enough=1)
+    assert straggler.no_reward is NoReward.STOPPED
+    ended, stopped = straggler.trajectories
+    assert (ended.turns[0].reward, ended.stop_reason) == (None, StopReason.ANSWERED)
+    assert stopped.stop_reason is StopReason.STRAGGLER
+
+
+async def test_an_error_of_the_agent_changes_no_conversation_that_was_stopped_before() -> None:
+    @agentloop.environment(agent_errors={ValueError: -1.0})
+    async def plays(task: Any, agent: Agent) -> float:
+        async def never(answer: str) -> str | None:
+            side_scope.cancel()
+            await anyio.sleep_forever()
+            return None
+
+        async def fails(answer: str) -> str | None:
+            raise KeyError(answer)
+
+        with anyio.CancelScope() as side_scope:
+            await agent.run("a side question", reply=never)
+        with suppress(KeyError):
+            await agent.run("another one", reply=fails)
+        await agent.run("move")
+        raise ValueError("not a move")
+
+    (record,) = await run(plays, size=1)
+    assert record.reward is not None
+    assert record.reward.value == -1.0
+    assert [trajectory.stop_reason for trajectory in record.trajectories] == [
+        StopReason.ENVIRONMENT,
+        StopReason.ENVIRONMENT,
+        StopReason.ANSWERED,
+    ]
+    assert [trajectory.id for trajectory in record.trained] == ["1-t.0+2"]
+
+
+@pytest.mark.parametrize("talks", ["message by message", "at the same time", "translated"])
+async def test_conversations_that_an_error_of_the_agent_cuts_off_count(talks: str) -> None:
+    @agentloop.environment(agent_errors={ValueError: -1.0})
+    async def plays(task: Any, agent: Agent) -> float:
+        def parse(answer: str) -> str | None:
+            raise ValueError(f"{answer} is not a move")
+
+        async def never(answer: str) -> str | None:
+            await anyio.sleep_forever()
+            return None
+
+        if talks == "message by message":
+            async with agent.conversation() as talk:
+                parse(await talk.ask("Your move?"))
+        elif talks == "translated":
+            try:
+                await agent.run("Your move?", reply=lambda answer: answer["move"])  # type: ignore[call-overload, no-any-return]
+            except TypeError as error:
+                raise ValueError("not a move") from error
+        else:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(partial(agent.other("black").run, "?", reply=never))
+                await anyio.wait_all_tasks_blocked()
+                tasks.start_soon(partial(agent.run, "?", reply=parse))
+        return 1.0
+
+    (record,) = await run(plays, size=1)
+    assert record.reward is not None
+    assert record.reward.value == -1.0
+    assert {trajectory.stop_reason for trajectory in record.all_trajectories} == {
+        StopReason.ANSWERED
+    }
+
+
+async def test_a_conversation_that_was_refused_takes_no_number() -> None:
+    model = Model()
+
+    @agentloop.environment
+    async def asks(task: Any, agent: Agent) -> float:
+        await agent.run("?")
+        with pytest.raises(RequestError):
+            await agent.run("?", max_turns=0)
+        rollout, model.rollout = model.rollout, refuses  # type: ignore[method-assign, assignment]
+        with pytest.raises(RequestError):
+            await agent.run("far too long")
+        model.rollout = rollout  # type: ignore[method-assign]
+        await agent.run("!")
+        return 1.0
+
+    async def refuses(*_: Any, **options: Any) -> Trajectory:
+        raise RequestError("the prompt is too long")
+
+    (record,) = await run(asks, model, size=1)
+    assert [trajectory.id for trajectory in record.trajectories] == ["1-t.0", "1-t.0+1"]
+
+
 async def test_an_environment_that_leaves_no_time_for_its_agent_has_failed() -> None:
     @agentloop.environment
     async def dawdles(task: Any, agent: Agent) -> float:
