@@ -36,6 +36,7 @@ from typing import Any, ClassVar, TypeVar, overload
 
 import pydantic
 
+from agentloop.agent.threads import rollout_threads, sharing_connections
 from agentloop.agent.tools import import_schema_parser
 from agentloop.config import import_named
 from agentloop.environments.player import Script
@@ -164,7 +165,8 @@ class Environment:
     async def __call__(self, task: object, agent: object) -> Any:
         # What a rollout changes in its task or its arguments reaches no other rollout.
         shared = {} if self.setup is None else {_SHARED: self.shared}
-        return await self.function(deepcopy(task), agent, **_copy(self.arguments), **shared)
+        with sharing_connections(), rollout_threads():
+            return await self.function(deepcopy(task), agent, **_copy(self.arguments), **shared)
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[Environment]:
@@ -180,8 +182,9 @@ class Environment:
             try:
                 arguments = self.with_arguments(self.arguments).arguments  # with the defaults
                 context = _partial(self.setup, 0, arguments)()
-                # No deadline: it may load a model or a data set, and Ctrl-C ends it.
-                shared: object = await stack.enter_async_context(context)
+                with sharing_connections():
+                    # No deadline: it may load a model or a data set, and Ctrl-C ends it.
+                    shared: object = await stack.enter_async_context(context)
             except Exception as error:  # the user's code
                 where = place_of(error) or line_of(self.setup)
                 message = f"setup of {self.name}: {where}: {summary_of(error)}"
@@ -442,7 +445,8 @@ def load(settings: EnvSettings) -> Environment | None:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise SettingsError(f"env.name: {name!r} is not of the form module:function")
-    imported = import_named(name, "env.name")
+    with sharing_connections():
+        imported = import_named(name, "env.name")
     if not isinstance(imported, Environment):
         raise SettingsError(
             f"env.name: {name} is not an environment: decorate it with @agentloop.environment"

@@ -555,6 +555,9 @@ def _record(agent: Agent, end: _End) -> tuple[_End, RolloutRecord]:
         if record.may_count:
             record.reward = Reward(None, None, "its agent did not run: nothing was sampled")
             record.no_reward = NoReward.NOT_SAMPLED
+    reward = record.reward
+    if reward is not None and reward.value is not None and reward.answer is None:
+        record.reward = replace(reward, answer=record.answer)
     return end, record
 
 

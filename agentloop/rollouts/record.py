@@ -9,7 +9,7 @@ from enum import StrEnum
 from itertools import chain
 from typing import Any
 
-from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.rewards.reward import Reward, said_in
 from agentloop.environments.tasks.sources import Task
 from agentloop.plain_json import JsonObject, dumps
 from agentloop.trajectory import StopReason, Trajectory
@@ -103,6 +103,13 @@ class RolloutRecord:
         of_others = (agent.whole for agent in self.others.values() if agent.is_trained)
         own = self.whole if self.is_trained else []
         return [*own, *chain.from_iterable(of_others)]
+
+    @property
+    def answer(self) -> str | None:
+        """The answer in what the model said last, or all of that if nothing in it is marked."""
+        said = [trajectory for trajectory in self.trajectories if trajectory.answer]
+        said.sort(key=lambda trajectory: trajectory.created_unix_s + trajectory.elapsed_s)
+        return said_in(said[-1]) if said else None
 
     @property
     def num_sampled_tokens(self) -> int:

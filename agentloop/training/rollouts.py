@@ -17,7 +17,7 @@ from agentloop.agent.rollout import Budget
 from agentloop.aio import in_run_thread
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import ServerError, ServerRefused
+from agentloop.errors import EnvironmentFailed, ServerError, ServerRefused
 from agentloop.events import GroupFinished
 from agentloop.plain_json import loads
 from agentloop.rollouts.metrics import GroupFigures
@@ -254,7 +254,11 @@ class Rollouts:
         trained: list[TrainingGroup] = []
 
         def select(group: RolloutGroup) -> GroupFinished:
-            trained.append(self._select(group, name, logprobs))
+            try:
+                trained.append(self._select(group, name, logprobs))
+            except ValueError as error:  # of this group, whose numbers are not what they should be
+                where = f"task {task.id}{f' of {task.env}' if task.env else ''}"
+                raise EnvironmentFailed(f"{where}: credit {self._credit.name}: {error}") from error
             if is_chosen:
                 return trained[0].event(full_name)
             return GroupFinished(full_name, mean_reward=group.mean_reward, is_chosen=False)

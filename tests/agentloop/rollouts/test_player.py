@@ -795,6 +795,43 @@ async def test_a_conversation_that_was_refused_takes_no_number() -> None:
     assert [trajectory.id for trajectory in record.trajectories] == ["1-t.0", "1-t.0+1"]
 
 
+@pytest.mark.parametrize(
+    ("said", "answer"), [("It is \\boxed{0}", "0"), ("It is 12.", "It is 12."), ("", None)]
+)
+@pytest.mark.parametrize("gives", ["mapping", "number", "reward", "error"])
+async def test_the_answer_is_what_the_model_said_last(
+    gives: str, said: str, answer: str | None
+) -> None:
+    @agentloop.environment(agent_errors={ValueError: 0.0})
+    async def asks(task: Any, agent: Agent) -> Any:
+        last = await agent.run("?")
+        first = await agent.run("!")
+        last.answer, first.answer = said, said and "something else"
+        first.elapsed_s, last.elapsed_s = 1.0, 2.0
+        match gives:
+            case "mapping":
+                return {"found": 0.0}
+            case "number":
+                return 0.0
+            case "reward":
+                return Reward(0.0, None, "wrong")
+        raise ValueError("wrong")
+
+    (record,) = await run(asks, size=1)
+    assert record.reward is not None
+    assert (record.reward.value, record.reward.answer) == (0.0, answer)
+
+
+async def test_a_reward_function_that_returns_a_number_leaves_the_answer_to_the_model() -> None:
+    @agentloop.environment
+    async def asks(task: Any, agent: Agent) -> Trajectory:
+        return await agent.run("?", system="Answer.")
+
+    (record, _) = await play_and_grade(asks, lambda trajectory, task: 0.5)
+    assert record.reward is not None
+    assert (record.reward.value, record.reward.answer) == (0.5, "2")
+
+
 async def test_an_environment_that_leaves_no_time_for_its_agent_has_failed() -> None:
     @agentloop.environment
     async def dawdles(task: Any, agent: Agent) -> float:

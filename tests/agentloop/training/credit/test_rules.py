@@ -81,6 +81,25 @@ def test_a_reward_that_is_no_number_is_refused() -> None:
         group_advantages([1.0, math.nan])
 
 
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6],
+        [0.1 + 0.2 - 0.3, 0.0, 0.3 - 0.2 - 0.1],
+        [3e6 + 0.1, 3e6 + 0.1 + 1e-9, 3e6 + 0.1],
+    ],
+)
+def test_rewards_that_are_equal_but_for_rounding_have_no_advantage(rewards: list[float]) -> None:
+    assert len(set(rewards)) > 1
+    assert group_advantages(rewards) == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e6])
+def test_small_differences_of_rewards_are_a_signal(scale: float) -> None:
+    advantages = group_advantages([scale, 1.01 * scale])
+    assert advantages == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], rel=0.2)
+
+
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
 def test_all_tokens_of_a_rollout_have_its_advantage(name: str) -> None:
     group = [rollout(1.0, turn(2, 9.0), turn(3)), rollout(0.0, turn(1))]
