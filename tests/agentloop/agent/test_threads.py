@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 
 import agentloop
@@ -125,17 +126,21 @@ def thread_id() -> str:
 async def test_conversations_of_a_rollout_have_the_same_thread_and_rollouts_their_own() -> None:
     async def ids_of_rollout() -> set[str]:
         found = set()
-        with rollout_threads():
-            for _ in range(3):
-                async with Tools([thread_id]) as tools:
-                    found |= {(await tools.run("thread_id", {})).content for _ in range(2)}
+        for _ in range(3):
+            async with Tools([thread_id]) as tools:
+                found |= {(await tools.run("thread_id", {})).content for _ in range(2)}
         return found
 
-    async with Tools([thread_id]) as tools:  # without an environment
-        alone = {(await tools.run("thread_id", {})).content for _ in range(2)}
-        first = await ids_of_rollout()
-    assert len(alone) == len(first) == 1
-    assert alone != first
+    rollouts = [RolloutThreads(), RolloutThreads()]
+    ids = []
+    for threads in rollouts:
+        with rollout_threads(threads):
+            ids.append(await ids_of_rollout())
+    for threads in rollouts:
+        threads.close()
+    first, second = ids
+    assert len(first) == len(second) == 1
+    assert first != second
 
 
 async def test_functions_that_are_called_at_the_same_time_run_at_the_same_time() -> None:
@@ -167,7 +172,7 @@ async def test_a_thread_that_hangs_is_replaced() -> None:
     assert first is not second
     assert second is third
     for thread in (first, second):
-        thread.join(patient(10))
+        await anyio.to_thread.run_sync(thread.join, patient(10))
         assert not thread.is_alive()
 
 
