@@ -362,7 +362,7 @@ async def test_a_rollout_has_the_conversations_and_the_reward_of_its_environment
     ids = [[trajectory.id for trajectory in episode.trajectories] for episode in episodes]
     assert ids == [["1-t.0", "1-t.0+1"], ["1-t.1", "1-t.1+1"]]
     for episode in episodes:
-        assert episode.reward == Reward(3.0, None, "a 2, b 1", {"a": 2.0, "b": 1.0})
+        assert episode.reward == Reward(3.0, "1", "a 2, b 1", {"a": 2.0, "b": 1.0})
     seeds = [options["sampling"].seed for _, options in model.asked]
     assert len(set(seeds)) == 4
     assert model.asked[0][0][0] == {"role": "system", "content": "Be brief."}
