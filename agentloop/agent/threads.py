@@ -100,10 +100,10 @@ async def in_daemon_thread(
         with suppress(RuntimeError):  # the event loop has closed, so nobody is waiting
             anyio.from_thread.run_sync(finish, token=loop_token)
 
-    own = thread or DaemonThread()
-    own.start(work)
+    worker = thread or DaemonThread()
+    worker.start(work)
     if thread is None:
-        own.close()
+        worker.close()
     await done.wait()  # no deadline: the call has one, timeout_s
     if results:
         return results[0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -16,7 +14,7 @@ from agentloop.agent.rollout import Budget, Reply
 from agentloop.agent.sessions import ModelSession, ModelSessions
 from agentloop.agent.sessions.history import context_key, opening_key
 from agentloop.agent.tools import Tool, ToolFunction
-from agentloop.environments.conversation import Conversation
+from agentloop.environments.conversation import Conversation, ReplyClock, Stops, UserReply
 from agentloop.environments.endpoint import Endpoint
 from agentloop.environments.player import (
     OtherModel,
@@ -26,13 +24,8 @@ from agentloop.environments.player import (
 )
 from agentloop.environments.rewards.reward import Reward, finite_number
 from agentloop.environments.sandbox import EnvironmentSandbox
-from agentloop.errors import (
-    AgentLoopError,
-    InfrastructureFailed,
-    RequestError,
-    ServerError,
-    leaves,
-)
+from agentloop.environments.siblings import Siblings, names_of
+from agentloop.errors import AgentLoopError, InfrastructureFailed, RequestError, ServerError
 from agentloop.events import Emit, Event, RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.sandbox import Pool
@@ -43,8 +36,6 @@ __all__ = [
     "Grade",
     "Host",
     "SessionOpener",
-    "Siblings",
-    "UserReply",
     "conversation_of",
 ]
 
@@ -53,9 +44,6 @@ _REFUSAL_S = 1.0
 
 Grade = Callable[[Trajectory], Awaitable[Reward]]
 """Returns the reward of a conversation, by the setting `reward`."""
-
-UserReply = Callable[[str], "str | None | Awaitable[str | None]"]
-"""A function, async or not, of the model's answer that returns the user's next message, or None."""
 
 
 class SessionOpener(Protocol):
@@ -112,28 +100,6 @@ class _TooSlow(AgentLoopError, TimeoutError):
     """The environment has used up the time of a conversation."""
 
 
-class Siblings:
-    """Tells which rollouts of a group begin with the same prompt, and so share KV cache.
-
-    Attributes:
-        prompt_ids: the token ids of the first conversation's prompt, if they are known.
-    """
-
-    def __init__(self, group: str, prompt_ids: list[int] | None = None) -> None:
-        self._group = group
-        self._first: object = None
-        self.prompt_ids = prompt_ids
-
-    def group_of(
-        self, messages: Sequence[Message], tools: Sequence[Tool | ToolFunction | str]
-    ) -> str:
-        """Return the group's name if a conversation begins like the first one, otherwise ""."""
-        names = _names_of(tools)
-        if self._first is None:
-            self._first = messages, names
-        return self._group if self._first == (messages, names) else ""
-
-
 class Agent:
     """The agent that an environment runs.
 
@@ -172,9 +138,7 @@ class Agent:
             self._ends_at = main._ends_at
         self._is_closed = False
         self._running: dict[int, anyio.CancelScope] = {}  # conversations, by their numbers
-        # Errors that have gone through conversations, of all agents, and the conversations that
-        # each has stopped, in this order.
-        self._errors: list[tuple[BaseException, Trajectory | None]] = []
+        self._stops = Stops() if main is None else main._stops
         self._stop_reason = StopReason.ENVIRONMENT  # of conversations that are stopped
         self._conversing_s = 0.0  # in all conversations
         self._host = host
@@ -319,7 +283,7 @@ class Agent:
             scope.cancel()
             self._record_stop(number)
         if stop_reason is not None and cause is not None:
-            for trajectory in self._cut_off_by(cause):
+            for trajectory in self._stops.of(cause):
                 trajectory.stop_reason = stop_reason
         if self._session is not None:
             has_failed = stop_reason is not None and stop_reason.is_unscorable
@@ -328,17 +292,6 @@ class Agent:
             )
         for agent in self._others.values():
             agent.close(stop_reason)
-
-    def _cut_off_by(self, cause: BaseException) -> list[Trajectory]:
-        """Return the conversations that an error, or what followed from it, has stopped.
-
-        It has gone through the first of them, or through the block of `conversation`.
-        """
-        causes = _causes_of(cause)
-        for index, (error, _) in enumerate(self._errors):
-            if any(id(leaf) in causes for leaf in leaves(error)):
-                return [cut for _, cut in self._errors[index:] if cut is not None]
-        return []
 
     @property
     def is_closed(self) -> bool:
@@ -470,12 +423,12 @@ class Agent:
         if self._siblings is not None and number == 0:
             group = self._siblings.group_of(conversation, tools)
             prompt_ids = self._siblings.prompt_ids
-        clock = _ReplyClock(reply) if reply is not None else None
+        clock = ReplyClock(reply) if reply is not None else None
 
         def observe(event: Event) -> None:
             if isinstance(event, RolloutStarted):
                 self._trajectories[number] = event.record
-                context = context_key([{"name": name} for name in _names_of(tools)], {})
+                context = context_key([{"name": name} for name in names_of(tools)], {})
                 opening = opening_key(context, conversation, is_continued=False)
                 self._openings[event.record.id] = opening
             self._emit(event)
@@ -500,7 +453,7 @@ class Agent:
             raise self._record_failure(str(error)) from error
         except BaseException as error:  # the environment's, or it has been stopped
             self._record_stop(number)
-            self._record_error(error, self._trajectories.get(number))
+            self._stops.add(error, self._trajectories.get(number))
             raise
         finally:
             self._running.pop(number, None)
@@ -515,7 +468,7 @@ class Agent:
             self._explain_lateness(trajectory, clock)
         return trajectory
 
-    def _explain_lateness(self, trajectory: Trajectory, clock: _ReplyClock | None) -> None:
+    def _explain_lateness(self, trajectory: Trajectory, clock: ReplyClock | None) -> None:
         """Raise what a conversation ran out of time for: its environment, or the infrastructure."""
         main = self._main or self
         elapsed_s = self._budget.timeout_s - self.time_left_s
@@ -546,9 +499,6 @@ class Agent:
         if (cut := self._trajectories.get(number)) is not None:
             cut.stop_reason = self._stop_reason
 
-    def _record_error(self, error: BaseException, cut: Trajectory | None) -> None:
-        (self._main or self)._errors.append((error, cut))
-
     async def chat(
         self,
         messages: str | Sequence[Message],
@@ -577,7 +527,7 @@ class Agent:
             try:
                 yield conversation
             except BaseException as error:  # it stops the conversation
-                self._record_error(error, None)
+                self._stops.add(error)
                 raise
 
     async def grade(self, trajectory: Trajectory) -> Reward:
@@ -626,46 +576,6 @@ class Agent:
         }
         update["timeout_s"] = self.time_left_s
         return self._budget.model_copy(update=update)
-
-
-def _causes_of(error: BaseException) -> set[int]:
-    """Return the identities of an error, of those inside it, and of those that it was raised for.
-
-    A cancellation is none of them: who cancels a conversation has stopped it before.
-    """
-    causes: set[int] = set()
-    pending = [error]
-    while pending:
-        cause = pending.pop()
-        if id(cause) in causes or isinstance(cause, asyncio.CancelledError):
-            continue
-        causes.add(id(cause))
-        pending += leaves(cause)
-        pending += [each for each in (cause.__cause__, cause.__context__) if each is not None]
-    return causes
-
-
-class _ReplyClock:
-    """Calls an environment's `reply` and measures how long that takes."""
-
-    def __init__(self, reply: UserReply) -> None:
-        self._reply = reply
-        self.elapsed_s = 0.0
-
-    async def __call__(self, answer: str) -> str | None:
-        begun_s = anyio.current_time()
-        try:
-            next_message = self._reply(answer)
-            text = await next_message if inspect.isawaitable(next_message) else next_message
-        finally:
-            self.elapsed_s += anyio.current_time() - begun_s
-        if not isinstance(text, str | None):
-            raise TypeError(f"reply: expected a string or None, got {text!r}")
-        return text
-
-
-def _names_of(tools: Sequence[Tool | ToolFunction | str]) -> list[str]:
-    return [str(getattr(tool, "name", getattr(tool, "__name__", tool))) for tool in tools]
 
 
 def conversation_of(messages: str | Sequence[Message], system: str | None = None) -> list[Message]:

@@ -34,7 +34,7 @@ import anyio
 from agentloop.agent.rollout import Budget
 from agentloop.agent.tools import Tool
 from agentloop.aio import Slot
-from agentloop.environments.agent import Agent, Host, Siblings, conversation_of
+from agentloop.environments.agent import Agent, Host, conversation_of
 from agentloop.environments.environment import (
     Environment,
     EnvSettings,
@@ -45,6 +45,7 @@ from agentloop.environments.environment import (
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.environments.player import PlayerHost
 from agentloop.environments.rewards.reward import Grader, Reward, finite_number
+from agentloop.environments.siblings import Siblings
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import (
     EnvironmentFailed,
@@ -534,18 +535,18 @@ def _record(agent: Agent, end: _End) -> tuple[_End, RolloutRecord]:
     except Exception as error:  # a value may be anything
         end = _End.of_bad_value(error) if end.may_have_reward else end
         records = _agent_records(agent, with_rewards=False)
-    own = records.pop("")
+    own_record = records.pop("")
     no_reward = None if end.cut is None else _NO_REWARD.get(end.cut)
     record = RolloutRecord(
         agent.id,
-        own.trajectories,
+        own_record.trajectories,
         end.reward,
         records,
         no_reward,
         end.to_grade,
         recorded=agent.recorded,
-        is_trained=own.is_trained,
-        openings=own.openings,
+        is_trained=own_record.is_trained,
+        openings=own_record.openings,
     )
     if not record.all_trajectories:  # a record, so that the reason is not lost
         reason = end.reward.reason if end.reward is not None and end.cut is not None else None

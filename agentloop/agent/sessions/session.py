@@ -32,7 +32,7 @@ from agentloop.agent.sessions.history import (
     request_key,
     with_our_ids,
 )
-from agentloop.agent.sessions.tree import Branch, Match, MessageTree, SampledTurn
+from agentloop.agent.sessions.tree import Branch, Match, MessageTree, SampledTurn, copy_turn
 from agentloop.agent.tools import Schema, Tool, Tools
 from agentloop.errors import RequestError, ServerError
 from agentloop.events import (
@@ -53,7 +53,7 @@ from agentloop.events import (
     ignore,
 )
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.trajectory import Message, StopReason, Trajectory, Turn, TurnEnd
+from agentloop.trajectory import Message, StopReason, Trajectory, TurnEnd
 
 __all__ = ["ModelSession", "TurnRequest"]
 
@@ -459,7 +459,7 @@ class ModelSession:
         if scope is None or branch.scope is not scope:
             return
         record, kept = branch.record, branch.num_kept
-        turns = [_copy_turn(turn) for turn in record.turns[kept:] if turn.output_ids]
+        turns = [copy_turn(turn) for turn in record.turns[kept:] if turn.output_ids]
         question, opening = branch.pending_question, branch.opening
         if not (turns and (branch.is_read or keeps)):
             if turns and not kept and reason == _LEFT:
@@ -591,15 +591,3 @@ def _key_of(request: TurnRequest) -> bytes:
     """Return a key that a request shares with those that ask the same again."""
     context = context_key(Tools(request.tools).schemas, request.template_arguments)
     return request_key(context, request.messages)
-
-
-def _copy_turn(turn: Turn) -> Turn:
-    """Return a copy of a turn, which its stream, if it still runs, does not extend."""
-    return replace(
-        turn,
-        output_ids=[*turn.output_ids],
-        logprobs=[*turn.logprobs],
-        top_logprobs=[*turn.top_logprobs],
-        versions=turn.versions_until(len(turn.output_ids)),
-        observation_ids=[*turn.observation_ids],
-    )

@@ -25,7 +25,7 @@ from agentloop.agent.sessions.history import (
 from agentloop.plain_json import dumps
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn
 
-__all__ = ["Branch", "Match", "MessageTree", "Node", "SampledTurn"]
+__all__ = ["Branch", "Match", "MessageTree", "Node", "SampledTurn", "copy_turn"]
 
 Alike = Callable[[Message, Message], bool]
 """Returns whether the chat template writes a client's message like the one that was sampled."""
@@ -366,3 +366,15 @@ def _extend_hash(hashed: hashlib.blake2b, messages: Sequence[Message]) -> hashli
 
 def _no_hash() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=32)
+
+
+def copy_turn(turn: Turn) -> Turn:
+    """Return a copy of a turn, which its stream, if it still runs, does not extend."""
+    return replace(
+        turn,
+        output_ids=[*turn.output_ids],
+        logprobs=[*turn.logprobs],
+        top_logprobs=[*turn.top_logprobs],
+        versions=turn.versions_until(len(turn.output_ids)),
+        observation_ids=[*turn.observation_ids],
+    )

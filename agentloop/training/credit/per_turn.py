@@ -73,7 +73,9 @@ def counterparts(group: Sequence[RewardedRollout]) -> list[dict[int, int]]:
     rollout is in both are one: their prompts say what differs from rollout to rollout.
     """
     prompts = [[tuple(each.prompt_ids) for each in rollout.trajectories] for rollout in group]
-    repeated = {prompt for own in prompts for prompt, num in Counter(own).items() if num > 1}
+    repeated = {
+        prompt for of_rollout in prompts for prompt, num in Counter(of_rollout).items() if num > 1
+    }
     classes: dict[object, tuple[object, dict[int, int]]] = {}
     for number, rollout in enumerate(group):
         for place, prompt in enumerate(prompts[number]):
@@ -83,9 +85,9 @@ def counterparts(group: Sequence[RewardedRollout]) -> list[dict[int, int]]:
             members[number] = place
     merged: dict[object, list[dict[int, int]]] = defaultdict(list)
     for name, members in classes.values():
-        for others in merged[name]:
-            if members.keys().isdisjoint(others):
-                others |= members
+        for earlier in merged[name]:
+            if members.keys().isdisjoint(earlier):
+                earlier |= members
                 break
         else:
             merged[name].append(members)
