@@ -208,4 +208,4 @@ def _connect_shared(*args: Any, **kwargs: Any) -> sqlite3.Connection:
 
 
 if sqlite3.threadsafety == 3:  # SQLite's calls may come from any thread
-    sqlite3.connect = sqlite3.dbapi2.connect = _connect_shared
+    sqlite3.connect = sqlite3.dbapi2.connect = _connect_shared  # type: ignore[assignment]

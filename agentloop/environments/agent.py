@@ -138,7 +138,7 @@ class Agent:
             self._ends_at = main._ends_at
         self._is_closed = False
         self._running: dict[int, anyio.CancelScope] = {}  # conversations, by their numbers
-        self._stops = Stops() if main is None else main._stops
+        self._stops: Stops = Stops() if main is None else main._stops
         self._stop_reason = StopReason.ENVIRONMENT  # of conversations that are stopped
         self._conversing_s = 0.0  # in all conversations
         self._host = host

@@ -318,6 +318,7 @@ class Rollouts:
             Trace.of(rollout.whole, value) for rollout, value in zip(rollouts, values, strict=True)
         ]
         choice = resample(traces, roc, draw)
+        members: dict[str, tuple[float | None, RolloutRecord | AgentRecord]]
         members = {
             rollouts[n].id: (values[n], rollouts[n]) for n in choice.kept if rollouts[n].is_trained
         }

@@ -76,21 +76,21 @@ def counterparts(group: Sequence[RewardedRollout]) -> list[dict[int, int]]:
     repeated = {
         prompt for of_rollout in prompts for prompt, num in Counter(of_rollout).items() if num > 1
     }
-    classes: dict[object, tuple[object, dict[int, int]]] = {}
+    classes: dict[object, tuple[str | int, dict[int, int]]] = {}
     for number, rollout in enumerate(group):
         for place, prompt in enumerate(prompts[number]):
-            name = rollout.names[place] if rollout.names else place
+            name: str | int = rollout.names[place] if rollout.names else place
             key = prompt, name if prompt in repeated else None
             _, members = classes.setdefault(key, (name, {}))
             members[number] = place
-    merged: dict[object, list[dict[int, int]]] = defaultdict(list)
-    for name, members in classes.values():
-        for earlier in merged[name]:
+    merged: dict[str | int, list[dict[int, int]]] = defaultdict(list)
+    for name_of_class, members in classes.values():
+        for earlier in merged[name_of_class]:
             if members.keys().isdisjoint(earlier):
                 earlier |= members
                 break
         else:
-            merged[name].append(members)
+            merged[name_of_class].append(members)
     return [members for of_name in merged.values() for members in of_name]
 
 

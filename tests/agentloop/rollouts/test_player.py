@@ -755,7 +755,7 @@ async def test_conversations_that_an_error_of_the_agent_cuts_off_count(talks: st
                 parse(await talk.ask("Your move?"))
         elif talks == "translated":
             try:
-                await agent.run("Your move?", reply=lambda answer: answer["move"])  # type: ignore[call-overload, no-any-return]
+                await agent.run("Your move?", reply=lambda answer: answer["move"])  # type: ignore[index]
             except TypeError as error:
                 raise ValueError("not a move") from error
         else:
@@ -781,7 +781,7 @@ async def test_a_conversation_that_was_refused_takes_no_number() -> None:
         await agent.run("?")
         with pytest.raises(RequestError):
             await agent.run("?", max_turns=0)
-        rollout, model.rollout = model.rollout, refuses  # type: ignore[method-assign, assignment]
+        rollout, model.rollout = model.rollout, refuses  # type: ignore[method-assign]
         with pytest.raises(RequestError):
             await agent.run("far too long")
         model.rollout = rollout  # type: ignore[method-assign]

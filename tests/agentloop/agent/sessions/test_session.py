@@ -336,8 +336,8 @@ async def test_a_request_right_after_others_were_stopped_is_recorded() -> None:
         has_begun.set()
         await anyio.sleep_forever()
 
-    cut = [*chunks(written(CHAT, "cut"), end=None), hang]
-    slow = [*chunks(written(CHAT, "an"), end=None), may_end.wait, *reply("other")]
+    cut: list[Step] = [*chunks(written(CHAT, "cut"), end=None), hang]
+    slow: list[Step] = [*chunks(written(CHAT, "an"), end=None), may_end.wait, *reply("other")]
     client = Client(reply("one"), cut, slow, reply("three"), is_rollout=True)
     first = await client.ask(user("a"))
     history = [user("a"), first, user("c")]
@@ -373,7 +373,7 @@ async def test_the_reward_of_a_turn_is_kept_while_the_next_is_sampled() -> None:
         has_begun.set()
         await may_end.wait()
 
-    slow = [*chunks(written(CHAT, "tw"), end=None), wait, *reply("o")]
+    slow: list[Step] = [*chunks(written(CHAT, "tw"), end=None), wait, *reply("o")]
     client = Client(reply("one"), slow, reply("three"), is_rollout=True)
     first = await client.ask(user("a"))
     async with anyio.create_task_group() as tasks:
