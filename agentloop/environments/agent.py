@@ -217,7 +217,7 @@ class Agent:
 
     @property
     def openings(self) -> dict[str, str]:
-        """What each of its conversations is for, by the conversation's id.
+        """The purpose of each of its conversations, by the conversation's id.
 
         Conversations with the same tools and system message are for the same.
         """

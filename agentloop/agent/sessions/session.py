@@ -191,7 +191,7 @@ class ModelSession:
 
     @property
     def openings(self) -> dict[str, str]:
-        """What each branch is for (`opening_key`), by its id."""
+        """The purpose of each branch (`opening_key`), by its id."""
         return {branch.record.id: branch.opening for branch in self.branches}
 
     async def complete(
