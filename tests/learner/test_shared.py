@@ -97,7 +97,7 @@ def test_a_plan_counts_shared_tokens_once(
     slack=st.integers(0, 200),
 )
 @example(beginnings=[(3, 7), (2, 58), (2, 77)], slack=8)
-def test_a_beginning_that_is_too_small_to_be_shared_counts_for_each_sample(
+def test_small_common_beginning_counts_for_each_sample(
     beginnings: list[tuple[int, int]], slack: int
 ) -> None:
     samples = [

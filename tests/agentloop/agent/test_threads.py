@@ -67,7 +67,7 @@ def reward_of(answer: str) -> float:
 
 @pytest.mark.parametrize("is_lazy", [False, True])
 @pytest.mark.parametrize("is_method", [False, True])
-async def test_a_tool_may_keep_a_connection_of_sqlite(is_lazy: bool, is_method: bool) -> None:
+async def test_tool_may_keep_sqlite_connection(is_lazy: bool, is_method: bool) -> None:
     @agentloop.environment
     async def shop(task: Any, agent: Agent) -> float:
         kept = Shop(is_lazy=is_lazy)
@@ -86,7 +86,7 @@ async def test_a_tool_may_keep_a_connection_of_sqlite(is_lazy: bool, is_method: 
     assert await is_right(shop)
 
 
-async def test_what_an_environment_opens_for_all_rollouts_may_be_a_connection() -> None:
+async def test_setup_may_open_sqlite_connection() -> None:
     @asynccontextmanager
     async def opened() -> AsyncIterator[Shop]:
         shop = Shop(is_lazy=False)
@@ -123,7 +123,7 @@ def thread_id() -> str:
     return str(threading.get_ident())
 
 
-async def test_conversations_of_a_rollout_have_the_same_thread_and_rollouts_their_own() -> None:
+async def test_each_rollout_has_its_own_thread() -> None:
     async def ids_of_rollout() -> set[str]:
         found = set()
         for _ in range(3):
@@ -143,7 +143,7 @@ async def test_conversations_of_a_rollout_have_the_same_thread_and_rollouts_thei
     assert first != second
 
 
-async def test_functions_that_are_called_at_the_same_time_run_at_the_same_time() -> None:
+async def test_parallel_calls_of_functions_run_concurrently() -> None:
     barrier = threading.Barrier(3)
 
     def meet() -> None:
@@ -156,7 +156,7 @@ async def test_functions_that_are_called_at_the_same_time_run_at_the_same_time()
     assert not barrier.broken
 
 
-async def test_a_thread_that_hangs_is_replaced() -> None:
+async def test_hanging_thread_is_replaced() -> None:
     release = threading.Event()
     threads = RolloutThreads()
 
@@ -176,7 +176,7 @@ async def test_a_thread_that_hangs_is_replaced() -> None:
         assert not thread.is_alive()
 
 
-async def test_the_type_of_what_a_function_raised_is_in_the_result() -> None:
+async def test_result_names_type_of_exception() -> None:
     def query() -> None:
         """Fail."""
         raise sqlite3.ProgrammingError("no")

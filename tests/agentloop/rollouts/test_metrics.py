@@ -27,7 +27,7 @@ def rollout(
     return RolloutRecord("1.0", [Trajectory("1.0", [9], [turn])], Reward(0.0, None, ""))
 
 
-def test_it_is_said_again_of_ten_times_as_many_calls() -> None:
+def test_repeated_after_ten_times_as_many_calls() -> None:
     errors = RaisedErrors()
     said = [
         [event.text for event in errors.add("1", [rollout(num_calls)])]
@@ -38,7 +38,7 @@ def test_it_is_said_again_of_ten_times_as_many_calls() -> None:
     assert said == [[], [first], [], [again], []]
 
 
-def test_nothing_is_said_of_half_of_the_calls_or_of_calls_that_did_not_run() -> None:
+def test_half_of_the_calls_is_not_most() -> None:
     errors = RaisedErrors()
     fine = rollout(20, raised="", status=ToolCallStatus.OK)
     assert errors.add("1", [rollout(20), fine]) == []
@@ -47,7 +47,7 @@ def test_nothing_is_said_of_half_of_the_calls_or_of_calls_that_did_not_run() -> 
 
 
 @pytest.mark.anyio
-async def test_it_is_an_event_and_a_line_in_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
+async def test_event_and_line_in_terminal(caplog: pytest.LogCaptureFixture) -> None:
     async def play(prompt: object, **options: object) -> list[RolloutRecord]:
         return [rollout(48), rollout(48)]
 

@@ -650,7 +650,7 @@ async def test_an_error_that_the_agent_causes_has_the_declared_reward() -> None:
 
 @pytest.mark.parametrize("given", ["turn", "text", "token", "short", "none", "other"])
 @pytest.mark.parametrize("raises", [False, True])
-async def test_rewards_are_checked_whatever_ends_the_rollout(given: str, raises: bool) -> None:
+async def test_rewards_are_checked_however_rollout_ends(given: str, raises: bool) -> None:
     @agentloop.environment(agent_errors={ValueError: -1.0})
     async def scores(task: Any, agent: Agent) -> float:
         trajectory = await agent.run("?")
@@ -690,7 +690,7 @@ async def test_rewards_are_checked_whatever_ends_the_rollout(given: str, raises:
     assert good.others["critic"].reward == 0.5
 
 
-async def test_bad_rewards_of_a_straggler_are_not_kept() -> None:
+async def test_bad_rewards_of_straggler_are_dropped() -> None:
     @agentloop.environment
     async def waits(task: Any, agent: Agent) -> float:
         trajectory = await agent.run("?")
@@ -710,7 +710,7 @@ async def test_bad_rewards_of_a_straggler_are_not_kept() -> None:
     assert stopped.stop_reason is StopReason.STRAGGLER
 
 
-async def test_an_error_of_the_agent_changes_no_conversation_that_was_stopped_before() -> None:
+async def test_agent_error_keeps_earlier_stops() -> None:
     @agentloop.environment(agent_errors={ValueError: -1.0})
     async def plays(task: Any, agent: Agent) -> float:
         async def never(answer: str) -> str | None:
@@ -740,7 +740,7 @@ async def test_an_error_of_the_agent_changes_no_conversation_that_was_stopped_be
 
 
 @pytest.mark.parametrize("talks", ["message by message", "at the same time", "translated"])
-async def test_conversations_that_an_error_of_the_agent_cuts_off_count(talks: str) -> None:
+async def test_conversations_cut_off_by_agent_error_count(talks: str) -> None:
     @agentloop.environment(agent_errors={ValueError: -1.0})
     async def plays(task: Any, agent: Agent) -> float:
         def parse(answer: str) -> str | None:
@@ -773,7 +773,7 @@ async def test_conversations_that_an_error_of_the_agent_cuts_off_count(talks: st
     }
 
 
-async def test_a_conversation_that_was_refused_takes_no_number() -> None:
+async def test_refused_conversation_takes_no_number() -> None:
     model = Model()
 
     @agentloop.environment
@@ -799,9 +799,7 @@ async def test_a_conversation_that_was_refused_takes_no_number() -> None:
     ("said", "answer"), [("It is \\boxed{0}", "0"), ("It is 12.", "It is 12."), ("", None)]
 )
 @pytest.mark.parametrize("gives", ["mapping", "number", "reward", "error"])
-async def test_the_answer_is_what_the_model_said_last(
-    gives: str, said: str, answer: str | None
-) -> None:
+async def test_answer_is_what_model_said_last(gives: str, said: str, answer: str | None) -> None:
     @agentloop.environment(agent_errors={ValueError: 0.0})
     async def asks(task: Any, agent: Agent) -> Any:
         last = await agent.run("?")
@@ -822,7 +820,7 @@ async def test_the_answer_is_what_the_model_said_last(
     assert (record.reward.value, record.reward.answer) == (0.0, answer)
 
 
-async def test_a_reward_function_that_returns_a_number_leaves_the_answer_to_the_model() -> None:
+async def test_number_of_reward_function_keeps_model_answer() -> None:
     @agentloop.environment
     async def asks(task: Any, agent: Agent) -> Trajectory:
         return await agent.run("?", system="Answer.")

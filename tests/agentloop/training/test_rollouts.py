@@ -171,7 +171,7 @@ async def test_each_agents_rewards_are_compared_among_its_own() -> None:
     assert {row.agent for row in rows.values()} == {"", "checker", "judge", "player"}
 
 
-async def test_a_conversation_that_was_stopped_shifts_no_other() -> None:
+async def test_stopped_conversation_shifts_no_other() -> None:
     """Its counterparts are those of the same purpose, of which it was one."""
 
     def record(index: int) -> RolloutRecord:
@@ -193,7 +193,7 @@ async def test_a_conversation_that_was_stopped_shifts_no_other() -> None:
         assert found == pytest.approx(group_advantages([0.0, number, 2.0 * number]))
 
 
-async def test_an_agent_that_is_not_trained_learns_nothing_while_others_do() -> None:
+async def test_untrained_own_agent_gets_no_credit() -> None:
     records = [
         RolloutRecord(
             f"r.{index}",

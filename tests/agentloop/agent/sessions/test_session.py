@@ -290,7 +290,7 @@ async def test_a_first_turn_that_fails_leaves_no_branch() -> None:
     assert kinds == [RolloutStarted, RolloutAbandoned, RolloutStarted]
 
 
-async def test_a_branch_that_was_taken_back_leaves_its_name_to_the_next() -> None:
+async def test_name_of_branch_taken_back_is_used_again() -> None:
     """Its seed is another one, or what made its client leave might be sampled again."""
     client = Client(reply("main"), [ServerUnavailable("lost")], reply("one"), reply("two"))
     await client.ask(user("a"))
@@ -311,7 +311,7 @@ async def test_a_branch_that_was_taken_back_leaves_its_name_to_the_next() -> Non
     assert len({generation.sampling.seed for generation in client.engine.asked}) == 3
 
 
-async def test_branches_with_the_same_tools_and_system_message_are_for_the_same() -> None:
+async def test_openings_compare_tools_and_system_message() -> None:
     client = Client(*map(reply, ("one", "two", "three", "four", "five")))
 
     def system(text: str) -> Message:
@@ -328,7 +328,7 @@ async def test_branches_with_the_same_tools_and_system_message_are_for_the_same(
     assert edited == coder  # nothing before it was sampled
 
 
-async def test_a_request_right_after_others_were_stopped_is_recorded() -> None:
+async def test_request_right_after_stop_requests_is_recorded() -> None:
     has_begun = anyio.Event()
     may_end = anyio.Event()
 
@@ -366,7 +366,7 @@ async def test_a_request_right_after_others_were_stopped_is_recorded() -> None:
     ]
 
 
-async def test_the_reward_of_a_turn_is_kept_while_the_next_is_sampled() -> None:
+async def test_turn_reward_set_while_next_turn_streams_is_kept() -> None:
     has_begun, may_end = anyio.Event(), anyio.Event()
 
     async def wait() -> None:

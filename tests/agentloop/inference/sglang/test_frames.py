@@ -122,7 +122,7 @@ def test_a_refused_grammar_carries_its_status_although_a_token_came() -> None:
 
 
 @pytest.mark.parametrize("number", ["null", "1e999", "NaN", "-Infinity", '"-0.5"', "[]"])
-def test_a_log_probability_that_is_no_finite_number_makes_its_frame_invalid(number: str) -> None:
+def test_log_probability_that_is_not_finite_is_refused(number: str) -> None:
     chunks: list[Chunk] = []
     reader = ChunkReader(chunks.append)
     reader.feed(frame(1, 2, upto=2))
@@ -132,7 +132,7 @@ def test_a_log_probability_that_is_no_finite_number_makes_its_frame_invalid(numb
 
 
 @pytest.mark.parametrize("id", [None, -1, 2.5, "3"])
-def test_an_id_that_is_none_makes_its_frame_invalid(id: Any) -> None:
+def test_invalid_token_id_is_refused(id: Any) -> None:
     data = frame(3, upto=1).replace(
         b'"output_ids":[3]', b'"output_ids":[' + orjson.dumps(id) + b"]"
     )
@@ -140,7 +140,7 @@ def test_an_id_that_is_none_makes_its_frame_invalid(id: Any) -> None:
         ChunkReader(lambda chunk: None).feed(data)
 
 
-def test_alternatives_that_a_grammar_rules_out_are_left_out() -> None:
+def test_alternatives_without_probability_are_left_out() -> None:
     chunks: list[Chunk] = []
     top = [[[-0.1, 3, None], [None, 4, None]]]
     ChunkReader(chunks.append).feed(frame(3, upto=1, output_top_logprobs=top))

@@ -89,7 +89,7 @@ def test_a_reward_that_is_no_number_is_refused() -> None:
         [3e6 + 0.1, 3e6 + 0.1 + 1e-9, 3e6 + 0.1],
     ],
 )
-def test_rewards_that_are_equal_but_for_rounding_have_no_advantage(rewards: list[float]) -> None:
+def test_rewards_equal_but_for_rounding_have_no_advantage(rewards: list[float]) -> None:
     assert len(set(rewards)) > 1
     assert group_advantages(rewards) == [0.0] * len(rewards)
 
@@ -197,7 +197,7 @@ def test_turns_are_compared_with_those_of_the_same_conversation() -> None:
     )
 
 
-def test_a_thought_that_was_cut_belongs_to_its_message() -> None:
+def test_cut_thought_belongs_to_its_message() -> None:
     def two_messages(index: int, *, is_cut: bool) -> RewardedRollout:
         thought = replace(turn(2), end=TurnEnd.THOUGHT)
         first = [thought, turn(2, float(index))] if is_cut else [turn(4, float(index))]
@@ -230,7 +230,7 @@ def by_conversation(group: list[RewardedRollout]) -> list[dict[int, float]]:
     ]
 
 
-def test_conversations_that_begin_alike_are_compared_whatever_their_names() -> None:
+def test_conversations_that_begin_alike_are_compared() -> None:
     """In the last rollout the two begin in the other order, or the first one is missing."""
     alike = [of_conversations((1, "+1", n), (2, "+2", 10.0 * n)) for n in range(3)]
     for names in (("+1", "+2"), ("+2", "+1"), ("+2", "+3")):
@@ -243,7 +243,7 @@ def test_conversations_that_begin_alike_are_compared_whatever_their_names() -> N
     assert [of[2] for of in found] == pytest.approx(expected)
 
 
-def test_conversations_that_begin_differently_are_compared_by_name() -> None:
+def test_other_conversations_are_compared_by_name() -> None:
     """Such as with the model's own answer in the prompt, which some rollouts may share."""
     expected = group_advantages([0.0, 1.0, 2.0, 3.0])
     for prompts in ([10, 11, 12, 13], [10, 10, 11, 11], [10, 10, 10, 11]):
@@ -256,7 +256,7 @@ def test_conversations_that_begin_differently_are_compared_by_name() -> None:
         assert [of[n + 20] for n, of in enumerate(found)] == pytest.approx(expected)
 
 
-def test_token_rewards_of_the_wrong_length_reach_no_other_turn() -> None:
+def test_token_rewards_of_wrong_length_are_refused() -> None:
     with pytest.raises(ValueError, match=r"zip\(\)"):
         advantages([rollout(0.0, turn(2, tokens=[1.0, 2.0, 3.0])), rollout(0.0, turn(1))])
 
