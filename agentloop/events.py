@@ -34,6 +34,7 @@ __all__ = [
     "RolloutStarted",
     "RolloutStream",
     "TokensSampled",
+    "ToolRaised",
     "TurnFinished",
     "TurnMoved",
     "TurnPlaced",
@@ -224,6 +225,21 @@ class GroupFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolRaised:
+    """A tool has raised the same type of exception in most of its calls since the run's start."""
+
+    group: str  # after which it was counted
+    tool: str
+    error: str
+    num_raised: int
+    num_calls: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.tool} raised {self.error} in {self.num_raised:,} of {self.num_calls:,} calls"
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """A row of a run's metrics was recorded, for a step or for an evaluation."""
 
@@ -256,6 +272,7 @@ Event = (
     | RolloutScored
     | GroupStarted
     | GroupFinished
+    | ToolRaised
     | Measured
     | WeightsLoaded
 )

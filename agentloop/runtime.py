@@ -32,8 +32,9 @@ from agentloop.agent.named_tools import AnyTool, check_tool_name, imported_tools
 from agentloop.agent.rollout import Budget, Reply, Rollout, TurnOptions, prompt_of
 from agentloop.agent.sandbox_tools import JupyterCode, PythonCode
 from agentloop.agent.sessions import ServedSessions, SessionSettings
+from agentloop.agent.threads import in_daemon_thread
 from agentloop.agent.tool_formats import ToolFormat
-from agentloop.agent.tools import Tool, Tools, in_daemon_thread
+from agentloop.agent.tools import Tool, Tools
 from agentloop.aio import LimiterVar, task_group
 from agentloop.api.guard import ServeSettings
 from agentloop.api.session_listener import SessionListener, listening_for_sessions

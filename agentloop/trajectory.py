@@ -149,6 +149,8 @@ class ToolResult:
 
     `content` is the text that the model reads. Times are in seconds since the start of the
     trajectory; `started_s` is the time at which the tool started to run, after any queueing.
+    `raised` is the type of the exception that a Python function raised, such as
+    `sqlite3.ProgrammingError`.
     """
 
     call_id: str
@@ -158,6 +160,7 @@ class ToolResult:
     dispatched_s: float
     started_s: float
     ended_s: float
+    raised: str = ""
 
 
 @dataclass(frozen=True, slots=True)

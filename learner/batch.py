@@ -216,8 +216,13 @@ def shared_prefixes(batch: Batch, samples: Sequence[int]) -> tuple[list[int], li
     shared = [0] * len(order[:1])
     for before, after in itertools.pairwise(order):
         num = _num_equal(ids[before], ids[after])
-        shared.append(num if num >= _MIN_SHARED * len(ids[after]) else 0)
+        shared.append(num if _is_shared(num, len(ids[after])) else 0)
     return order, shared
+
+
+def _is_shared(num: int, length: int) -> bool:
+    """Return whether a sample of this length shares its first tokens rather than repeats them."""
+    return num >= _MIN_SHARED * length
 
 
 def _num_equal(left: Array, right: Array) -> int:
@@ -284,6 +289,8 @@ class _Families:
     def __init__(self, lengths: Sequence[int], shared: Sequence[int], budget: int) -> None:
         self._shared = shared
         self._common = min(shared[1:], default=0)
+        if not _is_shared(self._common, max(lengths, default=0)):  # each may follow any other
+            self._common = 0
         pairs = zip(lengths, shared, strict=True)
         self._totals = [0, *itertools.accumulate(length - num for length, num in pairs)]
         self.all: list[range] = []

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from agentloop.agent.mcp import McpServer
 from agentloop.agent.sandbox_tools import JupyterCode, PaperPythonCode, PythonCode
+from agentloop.agent.threads import sharing_connections
 from agentloop.agent.tool_formats import ToolFormat
 from agentloop.agent.tools import CallerTool, Tool, ToolFunction, as_tool
 from agentloop.config import import_named
@@ -57,7 +58,8 @@ def imported_tools(names: Iterable[str]) -> dict[str, Tool]:
     for name in names:
         if name not in _BUILT_IN and not name.startswith("mcp:"):
             try:
-                tools[name] = as_tool(import_named(name, "tools"))
+                with sharing_connections():
+                    tools[name] = as_tool(import_named(name, "tools"))
             except RequestError as error:
                 raise SettingsError(f"{error} (from tools: {name})") from error
     return tools

@@ -14,22 +14,25 @@ import functools
 import importlib
 import inspect
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from types import ModuleType, TracebackType
 from typing import Any, Protocol, TypeVar
 
 import anyio
-import anyio.from_thread
-import anyio.lowlevel
 import pydantic
 
+from agentloop.agent.threads import (
+    RolloutThreads,
+    current_threads,
+    in_daemon_thread,
+    rollout_threads,
+)
 from agentloop.agent.tokenizer import quiet_about_torch
 from agentloop.agent.tool_formats import ToolFormat, malformed_call, unknown_tool
-from agentloop.aio import LimiterVar, is_cancelled_from_outside, limiter_in
+from agentloop.aio import is_cancelled_from_outside
 from agentloop.errors import InfrastructureFailed, RequestError
 from agentloop.plain_json import JsonObject, dumps, valid_text
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult
@@ -46,7 +49,6 @@ __all__ = [
     "as_tool",
     "concurrent",
     "import_schema_parser",
-    "in_daemon_thread",
 ]
 
 Schema = Mapping[str, Any]
@@ -54,16 +56,21 @@ Schema = Mapping[str, Any]
 
 ToolFunction = Callable[..., Any]
 F = TypeVar("F", bound=ToolFunction)
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """The result of a call. `started_s` is `time.monotonic()` when the tool began to run."""
+    """The result of a call.
+
+    Attributes:
+        started_s: `time.monotonic()` when the tool began to run.
+        raised: type of the exception that a function raised, with its module.
+    """
 
     status: ToolCallStatus
     content: str
     started_s: float | None = None
+    raised: str = ""
 
 
 class Reopen(Exception):
@@ -114,9 +121,9 @@ def as_tool(tool: Tool | ToolFunction) -> Tool:
 class FunctionTool:
     """A synchronous or asynchronous Python function as a tool.
 
-    Arguments are validated against the type hints. A synchronous function runs in a daemon thread.
-    Python cannot kill a thread, so one that outlives its deadline is abandoned, and counts towards
-    `MAX_THREADS` until it returns.
+    Arguments are validated against the type hints. A synchronous function runs in a thread of its
+    rollout (`RolloutThreads`). Python cannot kill a thread, so one that outlives its deadline is
+    abandoned, and counts towards `MAX_THREADS` until it returns.
 
     Attributes:
         state: the object whose method this is, if its calls may not run at the same time.
@@ -159,7 +166,7 @@ class FunctionTool:
                     value = await self._function(**kwargs)
                 else:
                     call = functools.partial(self._function, **kwargs)
-                    value = await in_daemon_thread(call, self.MAX_THREADS)
+                    value = await self._in_thread(call)
                 if inspect.isawaitable(value):  # an async function behind a synchronous wrapper
                     value = await value
                 return ToolOutput(ToolCallStatus.OK, _as_text(value), started_s)
@@ -172,9 +179,15 @@ class FunctionTool:
             ) as error:  # for the model to read
                 if isinstance(error, asyncio.CancelledError) and is_cancelled_from_outside():
                     raise
-                return ToolOutput(ToolCallStatus.ERROR, _as_error(error), started_s)
+                output = ToolOutput(ToolCallStatus.ERROR, _as_error(error), started_s)
+                return replace(output, raised=_type_of(error))
         text = f"[timeout] stopped after {self.timeout_s:g} s"
         return ToolOutput(ToolCallStatus.TIMEOUT, text, started_s)
+
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+        if (threads := current_threads()) is None:
+            return await in_daemon_thread(call, self.MAX_THREADS)
+        return await threads.run(call, self.MAX_THREADS, self.state)
 
 
 @dataclass(frozen=True)
@@ -241,6 +254,8 @@ class Tools:
         self._locks: dict[str, anyio.Lock] = {}
         self._in_turn: dict[int, anyio.Lock] = {}  # by the object that tools share
         self._opens = not all(isinstance(tool, CallerTool) for tool in self._tools.values())
+        self._stack = ExitStack()
+        self._threads: RolloutThreads | None = None
         self._holders: anyio.abc.TaskGroup | None = None  # keeps them open
 
     @property
@@ -253,6 +268,7 @@ class Tools:
 
     async def __aenter__(self) -> Tools:
         if self._opens:
+            self._threads = self._stack.enter_context(rollout_threads())
             self._holders = await anyio.create_task_group().__aenter__()
         return self
 
@@ -265,7 +281,8 @@ class Tools:
         for opened in self._opened.values():
             opened.closing.set()
         holders, self._holders = self._holders, None
-        return None if holders is None else await holders.__aexit__(kind, error, traceback)
+        with self._stack:
+            return None if holders is None else await holders.__aexit__(kind, error, traceback)
 
     async def run(self, name: str, arguments: JsonObject) -> ToolOutput:
         """Run one call; report mistakes of the model and of the tool in the output."""
@@ -299,13 +316,14 @@ class Tools:
         # A lone surrogate, for example from a file name, cannot be encoded as UTF-8.
         content = valid_text(output.content)
         times = dispatched_s, started_s, time.monotonic() - begun_s
-        return ToolResult(call.id, call.name, output.status, content, *times)
+        return ToolResult(call.id, call.name, output.status, content, *times, output.raised)
 
     async def _run(self, name: str, arguments: JsonObject) -> ToolOutput:
         while True:
             opened = self._opened.get(name) or await self._open(name)
             try:
-                return await opened.run(arguments)
+                with rollout_threads(self._threads):  # a call may begin outside of the rollout
+                    return await opened.run(arguments)
             except Reopen:
                 opened.closing.set()
                 if self._opened.get(name) is opened:
@@ -327,45 +345,11 @@ class Tools:
             await opened.closing.wait()  # no deadline: ends with the trajectory, which has one
 
 
-_tool_threads = LimiterVar("_tool_threads")
-
-
-async def in_daemon_thread(
-    function: Callable[[], Result], max_threads: int, limit: LimiterVar = _tool_threads
-) -> Result:
-    """Run `function` in a thread that cannot keep the process from exiting.
-
-    A thread that is abandoned, because the caller is cancelled, counts until it ends.
-
-    Args:
-        max_threads: how many may run at a time, of those that share `limit`.
-    """
-    loop_token = anyio.lowlevel.current_token()
-    limiter = limiter_in(limit, max_threads)
-    done = anyio.Event()
-    results: list[Result] = []
-    errors: list[BaseException] = []
-    borrower = object()
-    await limiter.acquire_on_behalf_of(borrower)  # no deadline: the call has one, timeout_s
-
-    def finish() -> None:
-        limiter.release_on_behalf_of(borrower)
-        done.set()
-
-    def work() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:  # handed to the caller, whatever it is
-            errors.append(error)
-        with suppress(RuntimeError):  # the event loop has closed, so nobody is waiting
-            anyio.from_thread.run_sync(finish, token=loop_token)
-
-    threading.Thread(target=work, name=f"blocking {function}", daemon=True).start()
-    await done.wait()  # no deadline: the call has one, timeout_s
-    if results:
-        return results[0]
-    error = errors[0]
-    raise error if isinstance(error, Exception) else RuntimeError(f"it raised {error!r}")
+def _type_of(error: BaseException) -> str:
+    """Return the type of an error as a traceback names it."""
+    kind = type(error)
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    return module + kind.__qualname__
 
 
 def _as_error(error: BaseException) -> str:

@@ -442,7 +442,7 @@ async def in_thread(function: Callable[[*Arguments], Result], *args: *Arguments)
 
     Neither cancellation nor the end of the process waits for the thread.
     """
-    from agentloop.agent.tools import in_daemon_thread
+    from agentloop.agent.threads import in_daemon_thread
 
     result: Result = await in_daemon_thread(partial(function, *args), 1, _threads)
     return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,8 +12,9 @@ import anyio
 
 from agentloop.agent.rollout import Budget, Reply
 from agentloop.agent.sessions import ModelSession, ModelSessions
+from agentloop.agent.sessions.history import context_key, opening_key
 from agentloop.agent.tools import Tool, ToolFunction
-from agentloop.environments.conversation import Conversation
+from agentloop.environments.conversation import Conversation, ReplyClock, Stops, UserReply
 from agentloop.environments.endpoint import Endpoint
 from agentloop.environments.player import (
     OtherModel,
@@ -23,6 +24,7 @@ from agentloop.environments.player import (
 )
 from agentloop.environments.rewards.reward import Reward, finite_number
 from agentloop.environments.sandbox import EnvironmentSandbox
+from agentloop.environments.siblings import Siblings, names_of
 from agentloop.errors import AgentLoopError, InfrastructureFailed, RequestError, ServerError
 from agentloop.events import Emit, Event, RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
@@ -34,8 +36,6 @@ __all__ = [
     "Grade",
     "Host",
     "SessionOpener",
-    "Siblings",
-    "UserReply",
     "conversation_of",
 ]
 
@@ -44,9 +44,6 @@ _REFUSAL_S = 1.0
 
 Grade = Callable[[Trajectory], Awaitable[Reward]]
 """Returns the reward of a conversation, by the setting `reward`."""
-
-UserReply = Callable[[str], "str | None | Awaitable[str | None]"]
-"""A function, async or not, of the model's answer that returns the user's next message, or None."""
 
 
 class SessionOpener(Protocol):
@@ -103,28 +100,6 @@ class _TooSlow(AgentLoopError, TimeoutError):
     """The environment has used up the time of a conversation."""
 
 
-class Siblings:
-    """Tells which rollouts of a group begin with the same prompt, and so share KV cache.
-
-    Attributes:
-        prompt_ids: the token ids of the first conversation's prompt, if they are known.
-    """
-
-    def __init__(self, group: str, prompt_ids: list[int] | None = None) -> None:
-        self._group = group
-        self._first: object = None
-        self.prompt_ids = prompt_ids
-
-    def group_of(
-        self, messages: Sequence[Message], tools: Sequence[Tool | ToolFunction | str]
-    ) -> str:
-        """Return the group's name if a conversation begins like the first one, otherwise ""."""
-        names = [getattr(tool, "name", getattr(tool, "__name__", tool)) for tool in tools]
-        if self._first is None:
-            self._first = messages, names
-        return self._group if self._first == (messages, names) else ""
-
-
 class Agent:
     """The agent that an environment runs.
 
@@ -163,6 +138,8 @@ class Agent:
             self._ends_at = main._ends_at
         self._is_closed = False
         self._running: dict[int, anyio.CancelScope] = {}  # conversations, by their numbers
+        self._stops: Stops = Stops() if main is None else main._stops
+        self._stop_reason = StopReason.ENVIRONMENT  # of conversations that are stopped
         self._conversing_s = 0.0  # in all conversations
         self._host = host
         self._emit = emit
@@ -177,8 +154,8 @@ class Agent:
         self._siblings = siblings
         self._failure: str | None = None
         self._session: ModelSession | None = None
-        self._num_conversations = 0
         self._trajectories: dict[int, Trajectory] = {}
+        self._openings: dict[str, str] = {}
         self._others: dict[str, Agent] = {}
         self._other_arguments: dict[str, tuple[bool, Player | None]] = {}
         self._recorded: dict[str, float] = {}
@@ -224,7 +201,10 @@ class Agent:
     @property
     def failure(self) -> str | None:
         """The infrastructure's failure during the rollout, if there was one."""
-        return self._main.failure if self._main is not None else self._failure
+        main = self._main or self
+        sessions = (agent._session for agent in (main, *main._others.values()))
+        failures = (session.failure for session in sessions if session is not None)
+        return main._failure or next((failure for failure in failures if failure), None)
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -234,6 +214,14 @@ class Agent:
         """
         trajectories = [self._trajectories[number] for number in sorted(self._trajectories)]
         return trajectories + (self._session.trajectories if self._session is not None else [])
+
+    @property
+    def openings(self) -> dict[str, str]:
+        """The purpose of each of its conversations, by the conversation's id.
+
+        Conversations with the same tools and system message are for the same.
+        """
+        return self._openings | (self._session.openings if self._session is not None else {})
 
     @property
     def url(self) -> str:
@@ -275,24 +263,33 @@ class Agent:
         """
         return self._session is not None and self._session.stop_requests()
 
-    def close(self, stop_reason: StopReason | None = None) -> None:
+    def close(
+        self, stop_reason: StopReason | None = None, cause: BaseException | None = None
+    ) -> None:
         """End all conversations, at `url` and of the other agents too, and refuse new ones.
 
-        Those that still run are stopped by the environment.
+        Conversations that have ended before, or that the environment has stopped, stay as they are.
 
         Args:
-            stop_reason: how those at `url` ended; None: as their last turns did.
+            stop_reason: how those that still run ended; None: the environment has stopped them.
+                Those at `url` ended as their last turns did, unless the rollout has failed.
+            cause: the error that ends the rollout: conversations that it has cut off ended so, too.
         """
         if self._is_closed:
             return
         self._is_closed = True
+        self._stop_reason = stop_reason or StopReason.ENVIRONMENT
         for number, scope in self._running.items():
             scope.cancel()
             self._record_stop(number)
+        if stop_reason is not None and cause is not None:
+            for trajectory in self._stops.of(cause):
+                trajectory.stop_reason = stop_reason
         if self._session is not None:
-            if self._session.failure is not None:
-                self._record_failure(self._session.failure)
-            self._listener.sessions.close(self._session, stop_reason=stop_reason)
+            has_failed = stop_reason is not None and stop_reason.is_unscorable
+            self._listener.sessions.close(
+                self._session, stop_reason=stop_reason if has_failed else None
+            )
         for agent in self._others.values():
             agent.close(stop_reason)
 
@@ -419,18 +416,21 @@ class Agent:
         if isinstance(tools, str) or not isinstance(tools, Sequence):
             raise RequestError(f"tools: expected a list of functions or names, got {tools!r:.50}")
         budget = self._limited_budget(max_turns, max_tokens)
-        number, self._num_conversations = self._num_conversations, self._num_conversations + 1
+        if budget.timeout_s <= 0:
+            raise _TooSlow("its environment has left no time for this conversation")
+        number = self._free_number()
         group, prompt_ids = "", None
         if self._siblings is not None and number == 0:
             group = self._siblings.group_of(conversation, tools)
             prompt_ids = self._siblings.prompt_ids
-        clock = _ReplyClock(reply) if reply is not None else None
-        if budget.timeout_s <= 0:
-            raise _TooSlow("its environment has left no time for this conversation")
+        clock = ReplyClock(reply) if reply is not None else None
 
         def observe(event: Event) -> None:
             if isinstance(event, RolloutStarted):
                 self._trajectories[number] = event.record
+                context = context_key([{"name": name} for name in names_of(tools)], {})
+                opening = opening_key(context, conversation, is_continued=False)
+                self._openings[event.record.id] = opening
             self._emit(event)
 
         begun_s = anyio.current_time()
@@ -451,8 +451,9 @@ class Agent:
                 )
         except ServerError as error:
             raise self._record_failure(str(error)) from error
-        except BaseException:  # the environment's, or it has been stopped
+        except BaseException as error:  # the environment's, or it has been stopped
             self._record_stop(number)
+            self._stops.add(error, self._trajectories.get(number))
             raise
         finally:
             self._running.pop(number, None)
@@ -467,7 +468,7 @@ class Agent:
             self._explain_lateness(trajectory, clock)
         return trajectory
 
-    def _explain_lateness(self, trajectory: Trajectory, clock: _ReplyClock | None) -> None:
+    def _explain_lateness(self, trajectory: Trajectory, clock: ReplyClock | None) -> None:
         """Raise what a conversation ran out of time for: its environment, or the infrastructure."""
         main = self._main or self
         elapsed_s = self._budget.timeout_s - self.time_left_s
@@ -485,10 +486,18 @@ class Agent:
         if self._is_closed:
             raise RequestError(f"{self.id} has ended: its environment has returned")
 
+    def _free_number(self) -> int:
+        """Return the first number of no conversation; one that was refused has none."""
+        return next(
+            number
+            for number in itertools.count()
+            if number not in self._trajectories and number not in self._running
+        )
+
     def _record_stop(self, number: int) -> None:
-        """Record that the environment has stopped a conversation."""
+        """Record that the environment, or the end of the rollout, has stopped a conversation."""
         if (cut := self._trajectories.get(number)) is not None:
-            cut.stop_reason = StopReason.ENVIRONMENT
+            cut.stop_reason = self._stop_reason
 
     async def chat(
         self,
@@ -515,7 +524,11 @@ class Agent:
                 game.play(await talk.ask(game.position))
         """
         async with Conversation.open(self.run, options) as conversation:
-            yield conversation
+            try:
+                yield conversation
+            except BaseException as error:  # it stops the conversation
+                self._stops.add(error)
+                raise
 
     async def grade(self, trajectory: Trajectory) -> Reward:
         """Return the reward of a conversation as an answer to the task, by the setting `reward`.
@@ -563,25 +576,6 @@ class Agent:
         }
         update["timeout_s"] = self.time_left_s
         return self._budget.model_copy(update=update)
-
-
-class _ReplyClock:
-    """Calls an environment's `reply` and measures how long that takes."""
-
-    def __init__(self, reply: UserReply) -> None:
-        self._reply = reply
-        self.elapsed_s = 0.0
-
-    async def __call__(self, answer: str) -> str | None:
-        begun_s = anyio.current_time()
-        try:
-            next_message = self._reply(answer)
-            text = await next_message if inspect.isawaitable(next_message) else next_message
-        finally:
-            self.elapsed_s += anyio.current_time() - begun_s
-        if not isinstance(text, str | None):
-            raise TypeError(f"reply: expected a string or None, got {text!r}")
-        return text
 
 
 def conversation_of(messages: str | Sequence[Message], system: str | None = None) -> list[Message]:

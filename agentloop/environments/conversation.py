@@ -1,7 +1,9 @@
-"""A conversation that an environment has with the model, message by message."""
+"""A conversation that an environment has with the model, message by message; who stops it."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,9 +12,13 @@ import anyio
 import anyio.abc
 
 from agentloop.aio import task_group
+from agentloop.errors import leaves
 from agentloop.trajectory import Trajectory
 
-__all__ = ["Conversation"]
+__all__ = ["Conversation", "ReplyClock", "Stops", "UserReply"]
+
+UserReply = Callable[[str], "str | None | Awaitable[str | None]"]
+"""A function, async or not, of the model's answer that returns the user's next message, or None."""
 
 
 class Conversation:
@@ -105,3 +111,64 @@ class Conversation:
             return await self._questions.receive()  # no deadline: `run` has one
         except anyio.EndOfStream:
             return None
+
+
+class ReplyClock:
+    """Calls an environment's `reply` and measures how long that takes."""
+
+    def __init__(self, reply: UserReply) -> None:
+        self._reply = reply
+        self.elapsed_s = 0.0
+
+    async def __call__(self, answer: str) -> str | None:
+        begun_s = anyio.current_time()
+        try:
+            next_message = self._reply(answer)
+            text = await next_message if inspect.isawaitable(next_message) else next_message
+        finally:
+            self.elapsed_s += anyio.current_time() - begun_s
+        if not isinstance(text, str | None):
+            raise TypeError(f"reply: expected a string or None, got {text!r}")
+        return text
+
+
+class Stops:
+    """The errors that have gone through the conversations of a rollout, in this order.
+
+    They say which conversations a later error of the environment has cut off.
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[tuple[BaseException, Trajectory | None]] = []
+
+    def add(self, error: BaseException, cut: Trajectory | None = None) -> None:
+        """Record an error and the conversation that it has stopped, if it has."""
+        self._errors.append((error, cut))
+
+    def of(self, cause: BaseException) -> list[Trajectory]:
+        """Return the conversations that an error, or what followed from it, has stopped.
+
+        It has gone through the first of them, or through the block of `Agent.conversation`.
+        """
+        causes = _causes_of(cause)
+        for index, (error, _) in enumerate(self._errors):
+            if any(id(leaf) in causes for leaf in leaves(error)):
+                return [cut for _, cut in self._errors[index:] if cut is not None]
+        return []
+
+
+def _causes_of(error: BaseException) -> set[int]:
+    """Return the identities of an error, of those inside it, and of those that it was raised for.
+
+    A cancellation is none of them: who cancels a conversation has stopped it before.
+    """
+    causes: set[int] = set()
+    pending = [error]
+    while pending:
+        cause = pending.pop()
+        if id(cause) in causes or isinstance(cause, asyncio.CancelledError):
+            continue
+        causes.add(id(cause))
+        pending += leaves(cause)
+        pending += [each for each in (cause.__cause__, cause.__context__) if each is not None]
+    return causes

@@ -36,6 +36,7 @@ from typing import Any, ClassVar, TypeVar, overload
 
 import pydantic
 
+from agentloop.agent.threads import rollout_threads, sharing_connections
 from agentloop.agent.tools import import_schema_parser
 from agentloop.config import import_named
 from agentloop.environments.player import Script
@@ -56,12 +57,12 @@ __all__ = [
     "TaskFunction",
     "Tasks",
     "Teacher",
-    "check_turn_rewards",
     "environment",
     "load",
     "open_tasks",
     "reward_of",
     "set_up",
+    "with_checked_rewards",
 ]
 
 EnvironmentFunction = Callable[..., Awaitable[Any]]
@@ -164,7 +165,8 @@ class Environment:
     async def __call__(self, task: object, agent: object) -> Any:
         # What a rollout changes in its task or its arguments reaches no other rollout.
         shared = {} if self.setup is None else {_SHARED: self.shared}
-        return await self.function(deepcopy(task), agent, **_copy(self.arguments), **shared)
+        with sharing_connections(), rollout_threads():
+            return await self.function(deepcopy(task), agent, **_copy(self.arguments), **shared)
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[Environment]:
@@ -180,8 +182,9 @@ class Environment:
             try:
                 arguments = self.with_arguments(self.arguments).arguments  # with the defaults
                 context = _partial(self.setup, 0, arguments)()
-                # No deadline: it may load a model or a data set, and Ctrl-C ends it.
-                shared: object = await stack.enter_async_context(context)
+                with sharing_connections():
+                    # No deadline: it may load a model or a data set, and Ctrl-C ends it.
+                    shared: object = await stack.enter_async_context(context)
             except Exception as error:  # the user's code
                 where = place_of(error) or line_of(self.setup)
                 message = f"setup of {self.name}: {where}: {summary_of(error)}"
@@ -442,7 +445,8 @@ def load(settings: EnvSettings) -> Environment | None:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise SettingsError(f"env.name: {name!r} is not of the form module:function")
-    imported = import_named(name, "env.name")
+    with sharing_connections():
+        imported = import_named(name, "env.name")
     if not isinstance(imported, Environment):
         raise SettingsError(
             f"env.name: {name} is not an environment: decorate it with @agentloop.environment"
@@ -520,22 +524,28 @@ def reward_of(value: object, weights: Mapping[str, float]) -> Reward:
     return Reward(finite_number(value, "the reward"), None, "by the environment")
 
 
-def check_turn_rewards(trajectories: Sequence[Trajectory]) -> None:
-    """Check the rewards that an environment has given to turns and tokens.
+def with_checked_rewards(trajectory: Trajectory) -> Trajectory:
+    """Return a copy of a conversation, with the rewards of its turns and tokens as floats.
 
     Raises:
         ValueError: one is not a finite number, or there is not one for each token of a turn.
     """
-    for trajectory in trajectories:
-        for number, turn in enumerate(trajectory, 1):
-            where = f"turn {number} of {trajectory.id}"
-            if turn.reward is not None:
-                turn.reward = finite_number(turn.reward, f"{where}: reward")
-            turn.token_rewards = [
-                finite_number(reward, f"{where}: token_rewards") for reward in turn.token_rewards
-            ]
-            if turn.token_rewards and len(turn.token_rewards) != len(turn.output_ids):
-                raise ValueError(
-                    f"{where}: token_rewards: {len(turn.token_rewards)} for "
-                    f"{len(turn.output_ids)} tokens: give one for each of output_ids"
-                )
+    turns = []
+    for number, turn in enumerate(trajectory, 1):
+        where = f"turn {number} of {trajectory.id}"
+        reward = turn.reward
+        if reward is not None:
+            reward = finite_number(reward, f"{where}: reward")
+        given: object = turn.token_rewards  # an environment may have set anything
+        if not isinstance(given, Iterable):
+            raise ValueError(
+                f"{where}: token_rewards: expected a list of numbers, got {describe(given)}"
+            )
+        token_rewards = [finite_number(each, f"{where}: token_rewards") for each in given]
+        if token_rewards and len(token_rewards) != len(turn.output_ids):
+            raise ValueError(
+                f"{where}: token_rewards: {len(token_rewards)} for {len(turn.output_ids)} tokens: "
+                "give one for each of output_ids"
+            )
+        turns.append(replace(turn, reward=reward, token_rewards=token_rewards))
+    return replace(trajectory, turns=turns)

@@ -28,6 +28,7 @@ from agentloop.events import (
     RolloutScored,
     RolloutStarted,
     TokensSampled,
+    ToolRaised,
     TurnFinished,
     TurnMoved,
     TurnPlaced,
@@ -183,6 +184,7 @@ class Board:
         self._in_flight = InFlight()
         self.num_done = self.num_moved = 0
         self.calls = Counter[str]()
+        self.raised: dict[str, str] = {}  # what tools raise in most of their calls, by tool
         self.server_tokens = Counter[str]()  # sampled, by the server's URL
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._with_record: deque[tuple[str, int]] = deque()
@@ -230,6 +232,8 @@ class Board:
                 self._start(record, group)
             case GroupStarted() | GroupFinished():
                 self._update_group(event)
+            case ToolRaised():
+                self.raised[event.tool] = event.text
             case Measured(row=metrics):
                 self.steps.append(metrics)
                 self._num_new_steps = min(self._num_new_steps + 1, _MAX_STEPS)

@@ -318,6 +318,7 @@ class Live:
     def _values(self) -> dict[str, object]:
         return {
             **self.board.now(),
+            "raised": [*self.board.raised.values()],
             "num_waiting": self.sources.num_waiting(),
             "no_progress_s": round(self.stalls.no_progress_s, 1),
             "loop_lag_ms": round(1000 * self._lag_s, 1),

@@ -24,6 +24,7 @@ from agentloop.events import (
     RolloutFinished,
     RolloutStarted,
     TokensSampled,
+    ToolRaised,
     TurnFinished,
     TurnMoved,
     TurnPlaced,
@@ -95,7 +96,7 @@ class Stalls:
                 self._open.pop(event.rollout_id, None)
                 self._resting.discard(event.rollout_id)
                 return
-            case GroupStarted() | GroupFinished() | Measured() | WeightsLoaded():
+            case GroupStarted() | GroupFinished() | ToolRaised() | Measured() | WeightsLoaded():
                 return
         wait = self._open.get(event.rollout_id)
         if wait is None:

@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from agentloop.events import ToolRaised
 from agentloop.plain_json import JsonObject
 from agentloop.rollouts.record import RolloutGroup, RolloutRecord
 from agentloop.trajectory import StopReason, ToolCallStatus, Trajectory
 
 __all__ = [
     "GroupFigures",
+    "RaisedErrors",
     "RolloutFigures",
     "RolloutMetrics",
     "about",
@@ -26,6 +28,8 @@ __all__ = [
 ]
 
 
+_MIN_CALLS = 10  # of a tool, before anything is said of it
+_OURS = (ToolCallStatus.CANCELLED, ToolCallStatus.INFRASTRUCTURE)
 _TRUNCATED = (StopReason.TOKEN_BUDGET, StopReason.TURN_BUDGET)
 
 
@@ -222,15 +226,43 @@ def rewards_of_each(metrics: Mapping[str, float | None]) -> str:
     return f" ({', '.join(rewards)})" if rewards else ""
 
 
+class RaisedErrors:
+    """Counts what tools raise, and says so where it is the same in most of their calls.
+
+    It is said again of ten times as many calls.
+    """
+
+    def __init__(self) -> None:
+        self._num_calls: Counter[str] = Counter()
+        self._num_raised: Counter[tuple[str, str]] = Counter()
+        self._next: dict[tuple[str, str], int] = {}  # how many calls there are when it is said
+
+    def add(self, group: str, rollouts: Sequence[RolloutRecord]) -> list[ToolRaised]:
+        """Count the calls of a group, and return what is to be said after it."""
+        for rollout in rollouts:
+            for trajectory in rollout.all_trajectories:
+                for result in trajectory.results:
+                    if result.status.ran and result.status not in _OURS:
+                        self._num_calls[result.name] += 1
+                        self._num_raised[result.name, result.raised] += bool(result.raised)
+        news = []
+        for (tool, error), num_raised in self._num_raised.items():
+            num_calls = self._num_calls[tool]
+            is_due = num_calls >= self._next.get((tool, error), _MIN_CALLS)
+            if is_due and 2 * num_raised > num_calls:
+                self._next[tool, error] = 10 * num_calls
+                news.append(ToolRaised(group, tool, error, num_raised, num_calls))
+        return news
+
+
 def _fmean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
 def _tool_error_ratio(trajectories: Sequence[Trajectory]) -> float | None:
     """Return the share of a rollout's calls that failed, or None without calls."""
-    ours = (ToolCallStatus.CANCELLED, ToolCallStatus.INFRASTRUCTURE)
     results = (result for trajectory in trajectories for result in trajectory.results)
-    statuses = [result.status for result in results if result.status not in ours]
+    statuses = [result.status for result in results if result.status not in _OURS]
     return sum(status.failed for status in statuses) / len(statuses) if statuses else None
 
 

@@ -7,6 +7,9 @@ Failures are attributed where they happen:
     the agent            an exception that the environment declares as its doing (`agent_errors`):
                          the declared reward; all else is what the environment returns
 
+Whatever ends a rollout, it ends in one place, where all numbers that its environment has handed
+over are checked (`_record`).
+
 A rollout's time begins when its group is admitted. Nothing that happens after the environment has
 returned or run out of time counts: conversations that still run are stopped.
 
@@ -31,17 +34,18 @@ import anyio
 from agentloop.agent.rollout import Budget
 from agentloop.agent.tools import Tool
 from agentloop.aio import Slot
-from agentloop.environments.agent import Agent, Host, Siblings, conversation_of
+from agentloop.environments.agent import Agent, Host, conversation_of
 from agentloop.environments.environment import (
     Environment,
     EnvSettings,
-    check_turn_rewards,
     load,
     reward_of,
+    with_checked_rewards,
 )
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.environments.player import PlayerHost
 from agentloop.environments.rewards.reward import Grader, Reward, finite_number
+from agentloop.environments.siblings import Siblings
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import (
     EnvironmentFailed,
@@ -383,7 +387,8 @@ class EnvironmentSibling:
 
     def cut_off(self) -> RolloutRecord:
         """Implement `Sibling`."""
-        return _record(self.agent, _STRAGGLER)
+        _, record = _record(self.agent, _STRAGGLER)
+        return record
 
     async def _run(self) -> tuple[_End, RolloutRecord]:
         """Run the environment; return how the rollout ended, and its record at that moment.
@@ -397,7 +402,6 @@ class EnvironmentSibling:
         agent, is_late = self.agent, False
 
         def end_of(value: object, error: BaseException | None) -> tuple[_End, RolloutRecord]:
-            agent.close(None if error is None and not is_late else _ENVIRONMENT)
             if agent.failure is not None:
                 end = _End.without_reward(agent.failure, _INFRASTRUCTURE)
             elif any(
@@ -407,9 +411,16 @@ class EnvironmentSibling:
             elif is_late:
                 reason = f"the environment ran out of time ({self.timeout_s:g} s)"
                 end = _End.without_reward(reason, _ENVIRONMENT)
+            elif error is None:
+                end = self._end_of_value(value)
             else:
-                end = self._end_of_value(value) if error is None else self._end_of_error(error)
-            return end, _record(agent, end)
+                try:
+                    end = self._end_of_error(error)
+                except Exception:  # it ends the run
+                    agent.close(_ENVIRONMENT)
+                    raise
+            agent.close(end.cut, error)
+            return _record(agent, end)
 
         async def run() -> tuple[_End, RolloutRecord]:
             try:
@@ -422,12 +433,14 @@ class EnvironmentSibling:
 
         # Not in a task group: that would wait for an environment that ignores its cancellation.
         running = asyncio.ensure_future(run())
+        stop_reason = StopReason.STRAGGLER  # if this is cancelled
         try:
             await asyncio.wait([running], timeout=_TIME_FACTOR * self.timeout_s)
+            stop_reason = _ENVIRONMENT
         finally:
             is_late = not running.done()
             if is_late:
-                agent.close(_ENVIRONMENT)
+                agent.close(stop_reason)
                 running.cancel()
                 with anyio.move_on_after(_GRACE_S, shield=True):
                     await asyncio.wait([running])
@@ -437,16 +450,12 @@ class EnvironmentSibling:
 
     def _end_of_value(self, value: object) -> _End:
         """Return the end of a rollout of which the environment has returned a value."""
+        if isinstance(value, Trajectory):
+            return _End(None, to_grade=value)
         try:
-            for agent in (self.agent, *self.agent.others.values()):
-                check_turn_rewards(agent.trajectories)
-                if agent.reward is not None:
-                    agent.reward = finite_number(agent.reward, f"reward of {agent.id}")
-            if isinstance(value, Trajectory):
-                return _End(None, to_grade=value)
             return _End(reward_of(value, self.environment.weights))
         except Exception as error:  # a value may be anything
-            return _End.without_reward(f"the environment gave a bad value: {error}", _ENVIRONMENT)
+            return _End.of_bad_value(error)
 
     def _end_of_error(self, error: BaseException) -> _End:
         """Return the end of a rollout in which the environment raised an error.
@@ -492,6 +501,16 @@ class _End:
         """Return the end of a rollout without a reward."""
         return cls(Reward(None, None, f"{_PREFIXES.get(cut, '')}{reason}"), cut)
 
+    @classmethod
+    def of_bad_value(cls, error: Exception) -> _End:
+        """Return the end of a rollout of which the environment has handed over a bad value."""
+        return cls.without_reward(f"the environment gave a bad value: {error}", _ENVIRONMENT)
+
+    @property
+    def may_have_reward(self) -> bool:
+        """True if the rollout ended by what its agent did."""
+        return self.cut in (None, StopReason.ANSWERED)
+
 
 _NO_REWARD = {
     _INFRASTRUCTURE: NoReward.INFRASTRUCTURE,
@@ -505,21 +524,29 @@ _STRAGGLER = _End.without_reward(
 )
 
 
-def _record(agent: Agent, end: _End) -> RolloutRecord:
-    """Return the record of a rollout as it is now."""
-    other_records = {
-        name: AgentRecord(_copies(other_agent), other_agent.reward, other_agent.is_trained)
-        for name, other_agent in agent.others.items()
-    }
+def _record(agent: Agent, end: _End) -> tuple[_End, RolloutRecord]:
+    """Return how a rollout ended, and its record as it is now.
+
+    If the environment has given a turn, a token or another agent what is no finite number, it has
+    failed, however it ended; none of these rewards is kept.
+    """
+    try:
+        records = _agent_records(agent)
+    except Exception as error:  # a value may be anything
+        end = _End.of_bad_value(error) if end.may_have_reward else end
+        records = _agent_records(agent, with_rewards=False)
+    own_record = records.pop("")
     no_reward = None if end.cut is None else _NO_REWARD.get(end.cut)
     record = RolloutRecord(
         agent.id,
-        _copies(agent),
+        own_record.trajectories,
         end.reward,
-        other_records,
+        records,
         no_reward,
         end.to_grade,
         recorded=agent.recorded,
+        is_trained=own_record.is_trained,
+        openings=own_record.openings,
     )
     if not record.all_trajectories:  # a record, so that the reason is not lost
         reason = end.reward.reason if end.reward is not None and end.cut is not None else None
@@ -529,19 +556,32 @@ def _record(agent: Agent, end: _End) -> RolloutRecord:
         if record.may_count:
             record.reward = Reward(None, None, "its agent did not run: nothing was sampled")
             record.no_reward = NoReward.NOT_SAMPLED
-    if end.cut is not None:
-        for trajectory in record.all_trajectories:
-            if trajectory.stop_reason is _ENVIRONMENT:  # cut off by what ended the rollout
-                trajectory.stop_reason = end.cut
-    return record
+    reward = record.reward
+    if reward is not None and reward.value is not None and reward.answer is None:
+        record.reward = replace(reward, answer=record.answer)
+    return end, record
 
 
-def _copies(agent: Agent) -> list[Trajectory]:
-    """Return an agent's conversations with turns that nobody else changes."""
-    return [
-        replace(
-            trajectory,
-            turns=[replace(turn, token_rewards=[*turn.token_rewards]) for turn in trajectory],
-        )
-        for trajectory in agent.trajectories
-    ]
+def _agent_records(agent: Agent, *, with_rewards: bool = True) -> dict[str, AgentRecord]:
+    """Return the records of all agents of a rollout by their names; its own has the name "".
+
+    Raises:
+        ValueError: a reward that the environment has given to one is not a finite number.
+    """
+    agents = {"": agent, **agent.others}
+    return {name: _agent_record(each, with_rewards) for name, each in agents.items()}
+
+
+def _agent_record(agent: Agent, with_rewards: bool) -> AgentRecord:
+    """Return the record of an agent, with turns that nobody else changes."""
+    copy = with_checked_rewards if with_rewards else _without_rewards
+    reward = agent.reward if with_rewards else None
+    if reward is not None:
+        reward = finite_number(reward, f"reward of {agent.id}")
+    trajectories = [copy(trajectory) for trajectory in agent.trajectories]
+    return AgentRecord(trajectories, reward, bool(agent.is_trained), agent.openings)
+
+
+def _without_rewards(trajectory: Trajectory) -> Trajectory:
+    turns = [replace(turn, reward=None, token_rewards=[]) for turn in trajectory]
+    return replace(trajectory, turns=turns)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from itertools import chain
 from typing import Any
 
-from agentloop.environments.rewards.reward import Reward
+from agentloop.environments.rewards.reward import Reward, said_in
 from agentloop.environments.tasks.sources import Task
 from agentloop.plain_json import JsonObject, dumps
 from agentloop.trajectory import StopReason, Trajectory
@@ -44,11 +44,13 @@ class AgentRecord:
     Attributes:
         reward: reward of this agent; None: it gets that of the rollout.
         is_trained: whether its tokens are trained on.
+        openings: what each conversation is for (`Agent.openings`), by its id.
     """
 
     trajectories: Sequence[Trajectory]
     reward: float | None = None
     is_trained: bool = True
+    openings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def whole(self) -> list[Trajectory]:
@@ -69,6 +71,8 @@ class RolloutRecord:
         to_grade: the conversation whose answer is to be checked, for the reward.
         num_tokens: sampled tokens, as an endpoint has counted them; None: those of the record.
         recorded: what its environment has measured, by name (`Agent.record`).
+        is_trained: whether the tokens of its own agent are trained on.
+        openings: what each conversation of its own agent is for (`Agent.openings`), by its id.
     """
 
     id: str
@@ -79,6 +83,8 @@ class RolloutRecord:
     to_grade: Trajectory | None = None
     num_tokens: int | None = None
     recorded: Mapping[str, float] = field(default_factory=dict)
+    is_trained: bool = True
+    openings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def all_trajectories(self) -> list[Trajectory]:
@@ -95,7 +101,15 @@ class RolloutRecord:
     def trained(self) -> list[Trajectory]:
         """The conversations of all agents that may be trained on."""
         of_others = (agent.whole for agent in self.others.values() if agent.is_trained)
-        return [*self.whole, *chain.from_iterable(of_others)]
+        own = self.whole if self.is_trained else []
+        return [*own, *chain.from_iterable(of_others)]
+
+    @property
+    def answer(self) -> str | None:
+        """The answer in what the model said last, or all of that if nothing in it is marked."""
+        said = [trajectory for trajectory in self.trajectories if trajectory.answer]
+        said.sort(key=lambda trajectory: trajectory.created_unix_s + trajectory.elapsed_s)
+        return said_in(said[-1]) if said else None
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -238,7 +252,7 @@ class RolloutGroup:
 
     def rows(self) -> list[ConversationRow]:
         """Return a line of the group's file for each conversation, as if none was selected."""
-        rewards = self.rewards
+        rewards = [rollout.reward or Reward(None, None, "") for rollout in self.rollouts]
         return [
             ConversationRow(
                 task=self.task.id,

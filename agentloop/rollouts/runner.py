@@ -11,6 +11,7 @@ credit, an evaluation repeats those that have no reward.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -24,9 +25,12 @@ from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError, culprit
 from agentloop.events import Emit, GroupFinished, GroupStarted, RolloutScored, ignore
+from agentloop.rollouts.metrics import RaisedErrors
 from agentloop.rollouts.record import NoReward, RolloutGroup, RolloutRecord
 
 __all__ = ["FlawOf", "GroupRunner", "Judge", "Player", "Select", "Sibling", "play_siblings"]
+
+log = logging.getLogger(__name__)
 
 FlawOf = Callable[[RolloutRecord], "tuple[NoReward, str] | None"]
 """Returns why a rollout must not be scored, such as other weights, also in words; or None."""
@@ -135,6 +139,7 @@ class GroupRunner:
         self._grader = grader
         self._enough = enough
         self._emit = emit
+        self._raised = RaisedErrors()
 
     async def wait_for_capacity(self, size: int) -> None:
         """Wait for the capacity to start a group of `size` rollouts."""
@@ -192,6 +197,9 @@ class GroupRunner:
                         enough=self._enough if self._enough < size else 0,
                         on_end=lambda rollout: scoring.start_soon(score, rollout),
                     )
+            for raised in self._raised.add(name, rollouts):
+                log.warning("%s", raised.text)
+                self._emit(raised)
             group = RolloutGroup(task, rollouts)
             finished = GroupFinished(name, mean_reward=group.mean_reward, is_chosen=is_chosen)
             if select is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,11 +17,12 @@ from agentloop.agent.rollout import Budget
 from agentloop.aio import in_run_thread
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import ServerError, ServerRefused
+from agentloop.errors import EnvironmentFailed, ServerError, ServerRefused
 from agentloop.events import GroupFinished
 from agentloop.plain_json import loads
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.rollouts.record import (
+    AgentRecord,
     ConversationRow,
     NoReward,
     RolloutGroup,
@@ -252,7 +254,11 @@ class Rollouts:
         trained: list[TrainingGroup] = []
 
         def select(group: RolloutGroup) -> GroupFinished:
-            trained.append(self._select(group, name, logprobs))
+            try:
+                trained.append(self._select(group, name, logprobs))
+            except ValueError as error:  # of this group, whose numbers are not what they should be
+                where = f"task {task.id}{f' of {task.env}' if task.env else ''}"
+                raise EnvironmentFailed(f"{where}: credit {self._credit.name}: {error}") from error
             if is_chosen:
                 return trained[0].event(full_name)
             return GroupFinished(full_name, mean_reward=group.mean_reward, is_chosen=False)
@@ -312,7 +318,10 @@ class Rollouts:
             Trace.of(rollout.whole, value) for rollout, value in zip(rollouts, values, strict=True)
         ]
         choice = resample(traces, roc, draw)
-        members = {rollouts[n].id: (values[n], rollouts[n].whole) for n in choice.kept}
+        members: dict[str, tuple[float | None, RolloutRecord | AgentRecord]]
+        members = {
+            rollouts[n].id: (values[n], rollouts[n]) for n in choice.kept if rollouts[n].is_trained
+        }
         credit = self._assign(members, logprobs, draw)
         indexes: Sequence[int] = choice.kept
         if choice.rejected is Rejected.EQUAL_REWARDS:  # those of other agents may differ
@@ -323,7 +332,7 @@ class Rollouts:
                 record = rollouts[index].others.get(agent)
                 if record is not None and record.is_trained and values[index] is not None:
                     reward = values[index] if record.reward is None else record.reward
-                    members[rollouts[index].id] = reward, record.whole
+                    members[rollouts[index].id] = reward, record
             credit |= self._assign(members, logprobs, draw)
         trained = TrainingGroup(group, choice, credit)
         if self._roc.reject_equal_reward and not trained.has_signal:
@@ -332,27 +341,27 @@ class Rollouts:
 
     def _assign(
         self,
-        members: Mapping[str, tuple[float | None, Sequence[Trajectory]]],
+        members: Mapping[str, tuple[float | None, RolloutRecord | AgentRecord]],
         logprobs: Mapping[str, Sequence[float]],
         draw: random.Random,
     ) -> dict[str, TokenCredit]:
         """Return the credit of one agent's trajectories by their ids.
 
         Args:
-            members: the agent's reward and trajectories, by the id of the rollout.
+            members: the agent's reward and its record, by the id of the rollout.
             logprobs: the teacher's log-probabilities, by the trajectory's id.
         """
         needs_teacher = self._credit.rule.needs_teacher  # in an evaluation there is none
         rewarded = [
             RewardedRollout(
                 reward,
-                trajectories,
-                [logprobs.get(trajectory.id, ()) for trajectory in trajectories],
-                [trajectory.id.removeprefix(id) for trajectory in trajectories],
+                record.whole,
+                [logprobs.get(trajectory.id, ()) for trajectory in record.whole],
+                _names_of(record),
             )
-            for id, (reward, trajectories) in members.items()
+            for reward, record in members.values()
             if reward is not None
-            and (not needs_teacher or all(trajectory.id in logprobs for trajectory in trajectories))
+            and (not needs_teacher or all(each.id in logprobs for each in record.whole))
         ]
         return {
             trajectory.id: credit
@@ -369,6 +378,20 @@ class Rollouts:
                 "set credit = per_turn",
                 self._credit.name,
             )
+
+
+def _names_of(record: RolloutRecord | AgentRecord) -> list[str]:
+    """Return the names of the conversations to train on, for comparison with other rollouts.
+
+    They say what a conversation is for, and how many before it, whole or not, are for the same.
+    """
+    nums: Counter[str] = Counter()
+    names: dict[str, str] = {}
+    for trajectory in record.trajectories:
+        opening = record.openings.get(trajectory.id, "")
+        names[trajectory.id] = f"{opening}+{nums[opening]}"
+        nums[opening] += 1
+    return [names[trajectory.id] for trajectory in record.whole]
 
 
 def _has_turn_rewards(rollouts: Sequence[RolloutRecord]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentloop.learner.batch import (
@@ -88,6 +88,29 @@ def test_a_plan_counts_shared_tokens_once(
         assert len(micro.ids) <= budget
     if not all(planned):
         assert all(len(indices) <= 1 for indices in planned)
+
+
+@given(
+    beginnings=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 120)), min_size=2, max_size=8, unique=True
+    ),
+    slack=st.integers(0, 200),
+)
+@example(beginnings=[(3, 7), (2, 58), (2, 77)], slack=8)
+def test_small_common_beginning_counts_for_each_sample(
+    beginnings: list[tuple[int, int]], slack: int
+) -> None:
+    samples = [
+        [1] * num + [10 * num + index] * size for index, (num, size) in enumerate(beginnings)
+    ]
+    batch = batch_of(samples, num_groups=1)
+    order, shared = shared_prefixes(batch, range(len(samples)))
+    lengths = batch.lengths[order].tolist()
+    (rank,) = plan(lengths, max(lengths) + slack, 1, shared)
+    for indices in rank:
+        chosen = [order[i] for i in indices]
+        micro = make_micro_batch(batch, chosen, np.zeros(len(batch.ids)), share=True)
+        assert len(micro.ids) <= max(lengths) + slack
 
 
 def test_siblings_that_fit_are_in_one_micro_batch_and_are_divided_for_more_ranks() -> None:

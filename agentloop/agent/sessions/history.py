@@ -28,6 +28,7 @@ __all__ = [
     "given_keys_of",
     "has_more_fields",
     "keys_of",
+    "opening_key",
     "question_in",
     "reasoning_of",
     "request_key",
@@ -105,6 +106,16 @@ def context_key(
 ) -> bytes:
     """Return a key of what else a prompt is made from."""
     return _digest([list(tools), sorted(template_arguments.items())])
+
+
+def opening_key(context: bytes, messages: Sequence[Message], *, is_continued: bool) -> str:
+    """Return a key of what a conversation is for: its context and the system's messages.
+
+    Args:
+        is_continued: whether it begins after messages of the model.
+    """
+    system = [m for m in messages if m.get("role") in ("system", "developer")]
+    return _digest([context.hex(), [text_of(m) for m in system], is_continued]).hex()[:16]
 
 
 def request_key(context: bytes, messages: Sequence[Message]) -> bytes:

@@ -13,8 +13,10 @@ otherwise a program could use what the model says, and have none of it recorded.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,8 +26,13 @@ from agentloop.agent.channels import answer_in
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import Budget, Engine, Rollout, TurnOptions, prompt_of, too_long
 from agentloop.agent.sessions.alike import alike_by
-from agentloop.agent.sessions.history import context_key, request_key, with_our_ids
-from agentloop.agent.sessions.tree import Branch, Match, MessageTree, SampledTurn
+from agentloop.agent.sessions.history import (
+    context_key,
+    opening_key,
+    request_key,
+    with_our_ids,
+)
+from agentloop.agent.sessions.tree import Branch, Match, MessageTree, SampledTurn, copy_turn
 from agentloop.agent.tools import Schema, Tool, Tools
 from agentloop.errors import RequestError, ServerError
 from agentloop.events import (
@@ -46,7 +53,7 @@ from agentloop.events import (
     ignore,
 )
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.trajectory import Message, StopReason, Trajectory, Turn, TurnEnd
+from agentloop.trajectory import Message, StopReason, Trajectory, TurnEnd
 
 __all__ = ["ModelSession", "TurnRequest"]
 
@@ -135,7 +142,8 @@ class ModelSession:
         self._budget, self._max_tokens = budget, max_tokens
         self._emit, self._group, self._with_text = emit, group, with_text
         self._tree = MessageTree()
-        self._num_begun = self._num_open = 0
+        self._num_open = 0
+        self._num_taken_back: Counter[str] = Counter()  # by the name of the branch
         self._queued_s = 0.0
         self._queued_since_s: float | None = None
         self._unread: Branch | None = None
@@ -180,6 +188,11 @@ class ModelSession:
         flight are left out: their turns may be taken back.
         """
         return [record for branch in self.branches if (record := branch.finished).turns]
+
+    @property
+    def openings(self) -> dict[str, str]:
+        """The purpose of each branch (`opening_key`), by its id."""
+        return {branch.record.id: branch.opening for branch in self.branches}
 
     async def complete(
         self, request: TurnRequest, as_message: AsMessage, on_event: Emit = ignore
@@ -230,29 +243,31 @@ class ModelSession:
         match = self._tree.match(context, request.messages, alike_by(chat), chat.reads)
         prompt = await self._prompt(chat, request, schemas, match)
         self._check_open()
-        branch = self._branch_for(prompt, match)
+        opening = opening_key(context, request.messages, is_continued=match.num_sampled > 0)
+        branch = self._branch_for(prompt, match, opening)
         limits = self._limits(request, len(prompt.ids), len(branch.record.prompt_ids))
         turns = branch.record.turns
-        branch.begin(is_read=on_event is not ignore, question=match.question)
+        scope = anyio.CancelScope()
+        branch.begin(scope, is_read=on_event is not ignore, question=match.question)
         branch.pending_ids = prompt.ids
         try:
-            with anyio.CancelScope() as branch.scope:
+            with scope:
                 message = await self._sample(chat, request, prompt, branch, limits, on_event)
             self._check_open()
-            if branch.scope.cancelled_caught:
+            if branch.scope is not scope:
                 raise RequestError("session: its requests were stopped")
             if message.stop_reason.is_unscorable or message.stop_reason is StopReason.TIME_BUDGET:
                 raise ServerError(message.error or f"the turn ended: {message.stop_reason}")
         except ServerError:
-            self._leave(branch, "the infrastructure failed before the end of the message")
+            self._leave(branch, scope, "the infrastructure failed before the end of the message")
             raise
         except Exception:
-            self._take_back(branch)
+            self._take_back(branch, scope)
             raise
         except BaseException:
-            self._leave(branch)
+            self._leave(branch, scope)
             raise
-        branch.is_busy, branch.pending_ids = False, ()
+        branch.commit()
         branch.record.stop_reason = message.stop_reason
         branch.record.answer = message.answer
         branch.record.elapsed_s = time.time() - branch.record.created_unix_s
@@ -290,17 +305,23 @@ class ModelSession:
         ids = await prompt_of(chat, request.messages, schemas, longest)
         return _Prompt(ids, None, [], reason)
 
-    def _branch_for(self, prompt: _Prompt, match: Match) -> Branch:
+    def _free_name(self) -> str:
+        """Return the first name that no branch has; one that was taken back has none."""
+        names = {branch.record.id for branch in self.branches}
+        numbered = (f"{self.name}+{number}" for number in itertools.count(1))
+        return next(name for name in itertools.chain([self.name], numbered) if name not in names)
+
+    def _branch_for(self, prompt: _Prompt, match: Match, opening: str) -> Branch:
         """Return the branch that a prompt extends, or a new one."""
         turn = prompt.turn
         if turn is not None and turn.is_tip:
             return turn.branch
-        number, self._num_begun = self._num_begun, self._num_begun + 1
-        name = f"{self.name}+{number}" if number else self.name
+        name = self._free_name()
         record = Trajectory(name, prompt.ids, created_unix_s=time.time())
         record.stop_reason = StopReason.ENVIRONMENT  # until it has a turn
         parent = turn.branch.record.id if turn is not None else None
-        branch = Branch(record, self._reason(prompt, match), parent, match.question)
+        branch = Branch(record, self._reason(prompt, match), parent, match.question, opening)
+        branch.num_left = self._num_taken_back[name]
         self.branches.append(branch)
         self._emit(RolloutStarted(record, self._group))
         return branch
@@ -328,7 +349,7 @@ class ModelSession:
         on_event: Emit,
     ) -> Trajectory:
         """Sample a message, and record it in the branch as it streams."""
-        record, base = branch.record, len(branch.record.turns)
+        record, base, scope = branch.record, len(branch.record.turns), branch.scope
         sampling = request.sampling or self.sampling
         if not request.has_seed:  # otherwise two branches from one turn would be the same
             again = f" {branch.num_left}" if branch.num_left else ""
@@ -353,15 +374,13 @@ class ModelSession:
         def observe(event: Event) -> None:
             nonlocal message
             on_event(event)
-            if not branch.is_busy:  # taken back meanwhile
+            if branch.scope is not scope:  # taken back meanwhile
                 return
             if isinstance(event, RolloutStarted):
                 message = event.record
             elif isinstance(event, TurnStarted):
                 assert message is not None
-                if record.turns and event.turn == 0:
-                    record.turns[-1].observation_ids = prompt.following
-                record.turns.append(message.turns[event.turn])
+                branch.append(message.turns[event.turn], prompt.following)
                 self._set_queued(self._num_open == 1)
             elif isinstance(event, TurnPlaced | TokensSampled) and self._queued_since_s:
                 self._set_queued(False)
@@ -403,9 +422,13 @@ class ModelSession:
             }
         )
 
-    def _take_back(self, branch: Branch) -> None:
-        """Remove the turns of a request that failed, so that another one can follow."""
-        if not branch.is_busy:  # by `close`
+    def _take_back(self, branch: Branch, scope: anyio.CancelScope | None) -> None:
+        """Remove the turns of a request that failed, so that another one can follow.
+
+        Args:
+            scope: that of the request; the branch may have another one by now, or none.
+        """
+        if scope is None or branch.scope is not scope:
             return
         self.num_cut += 1
         branch.take_back()
@@ -414,35 +437,46 @@ class ModelSession:
             self._emit(ClientAwaited(record.id))
         elif branch in self.branches:
             self.branches.remove(branch)
+            self._num_taken_back[record.id] += 1
             self._engine.forget(record.id, is_complete=False)
             self._emit(RolloutAbandoned(record.id))
 
-    def _leave(self, branch: Branch, reason: str = _LEFT, *, keeps: bool = False) -> None:
+    def _leave(
+        self,
+        branch: Branch,
+        scope: anyio.CancelScope | None,
+        reason: str = _LEFT,
+        *,
+        keeps: bool = False,
+    ) -> None:
         """Take back a request that has no end; keep what its client has read in a branch.
 
         Args:
+            scope: as `_take_back`.
             reason: the event that ended the request.
             keeps: keep also what the client has not read.
         """
+        if scope is None or branch.scope is not scope:
+            return
         record, kept = branch.record, branch.num_kept
-        turns = [_copy_turn(turn) for turn in record.turns[kept:] if turn.output_ids]
-        if not (branch.is_busy and turns and (branch.is_read or keeps)):
-            if branch.is_busy and turns and not kept and reason == _LEFT:
-                self._unread = Branch(
-                    replace(record, turns=turns), reason, question=branch.pending_question
-                )
-            self._take_back(branch)
+        turns = [copy_turn(turn) for turn in record.turns[kept:] if turn.output_ids]
+        question, opening = branch.pending_question, branch.opening
+        if not (turns and (branch.is_read or keeps)):
+            if turns and not kept and reason == _LEFT:
+                unread = replace(record, turns=turns)
+                self._unread = Branch(unread, reason, question=question, opening=opening)
+            self._take_back(branch, scope)
             return
         if kept:
             ids = SampledTurn(branch, kept, {}).ids + record.turns[kept - 1].observation_ids
-            name, self._num_begun = f"{self.name}+{self._num_begun}", self._num_begun + 1
-            remainder = replace(record, id=name, prompt_ids=ids, turns=turns)
+            remainder = replace(record, id=self._free_name(), prompt_ids=ids, turns=turns)
             branch.num_left += 1
-            self._take_back(branch)
+            self._take_back(branch, scope)
             self._end(remainder)
-            self._begin(Branch(remainder, reason, record.id, branch.pending_question))
+            self._begin(Branch(remainder, reason, record.id, question, f"{opening} left"))
         else:  # the branch has nothing else
-            branch.is_busy, branch.pending_ids = False, ()
+            branch.commit()
+            branch.opening = f"{opening} left"
             record.turns[:] = turns
             self._end(record)
             self._emit(ClientAwaited(record.id))
@@ -481,9 +515,10 @@ class ModelSession:
         """
         were_any = not self.is_idle
         for branch in [branch for branch in self.branches if branch.is_busy]:
-            self._leave(branch, "its client was stopped before the end of the message", keeps=True)
-            if branch.scope is not None:
-                branch.scope.cancel()
+            scope, reason = branch.scope, "its client was stopped before the end of the message"
+            self._leave(branch, scope, reason, keeps=True)
+            if scope is not None:
+                scope.cancel()
         if self._unread is not None and not self.trajectories:
             self._end(self._unread.record)
             self._begin(self._unread)
@@ -498,8 +533,9 @@ class ModelSession:
             turns = branch.record.turns
             if turns and message.turns and turns[-1] is message.turns[-1] and not branch.is_busy:
                 self._tree.remove(branch, len(turns))
-                branch.is_busy, branch.num_kept = True, len(turns) - len(message.turns)
-                self._take_back(branch)
+                branch.scope = scope = anyio.CancelScope()
+                branch.num_kept = len(turns) - len(message.turns)
+                self._take_back(branch, scope)
                 return
 
     def close(self, stop_reason: StopReason | None = None) -> list[Trajectory]:
@@ -511,10 +547,9 @@ class ModelSession:
         if not self._is_closed:
             self._is_closed = True
             for branch in list(self.branches):
-                if branch.is_busy:
-                    self._leave(branch)
-                    if branch.scope is not None:
-                        branch.scope.cancel()
+                if (scope := branch.scope) is not None:
+                    self._leave(branch, scope)
+                    scope.cancel()
             for branch in self.branches:
                 record = branch.record
                 self._engine.forget(record.id, is_complete=stop_reason is None)
@@ -558,15 +593,3 @@ def _key_of(request: TurnRequest) -> bytes:
     """Return a key that a request shares with those that ask the same again."""
     context = context_key(Tools(request.tools).schemas, request.template_arguments)
     return request_key(context, request.messages)
-
-
-def _copy_turn(turn: Turn) -> Turn:
-    """Return a copy of a turn, which its stream, if it still runs, does not extend."""
-    return replace(
-        turn,
-        output_ids=[*turn.output_ids],
-        logprobs=[*turn.logprobs],
-        top_logprobs=[*turn.top_logprobs],
-        versions=turn.versions_until(len(turn.output_ids)),
-        observation_ids=[*turn.observation_ids],
-    )

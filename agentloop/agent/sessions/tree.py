@@ -23,9 +23,9 @@ from agentloop.agent.sessions.history import (
     reasoning_of,
 )
 from agentloop.plain_json import dumps
-from agentloop.trajectory import Message, StopReason, Trajectory
+from agentloop.trajectory import Message, StopReason, Trajectory, Turn
 
-__all__ = ["Branch", "Match", "MessageTree", "Node", "SampledTurn"]
+__all__ = ["Branch", "Match", "MessageTree", "Node", "SampledTurn", "copy_turn"]
 
 Alike = Callable[[Message, Message], bool]
 """Returns whether the chat template writes a client's message like the one that was sampled."""
@@ -43,28 +43,38 @@ class Branch:
         reason: the cause of a branch of its own; empty for the first one.
         parent: the id of the branch that it continues, if it does.
         question: the user's last message when it began.
-        is_busy: whether a request extends it at the moment.
+        opening: key of what the conversation is for (`opening_key`).
+        scope: where the request that extends it at the moment can be cancelled; only the request
+            that has put it there may change the branch.
         pending_ids: the prompt of that request.
         num_kept: number of its turns before that request.
+        last_kept: the last of these, which an environment may reward meanwhile; in its place, the
+            record has a copy with the ids that the request has appended to it.
         end: how it ended before that request: the record's reason, answer and time.
         pending_question: the user's last message in that request.
         is_read: whether the client of that request reads the tokens as they come.
-        num_left: number of requests whose client left after it had read some.
-        scope: where that request can be cancelled.
+        num_left: number of requests whose turns were taken out of it, also as another branch of
+            this name.
     """
 
     record: Trajectory
     reason: str = ""
     parent: str | None = None
     question: str = ""
-    is_busy: bool = False
+    opening: str = ""
+    scope: anyio.CancelScope | None = None
     pending_ids: Sequence[int] = ()
     num_kept: int = 0
+    last_kept: Turn | None = None
     end: tuple[StopReason, str, float] | None = None
     pending_question: str = ""
     is_read: bool = False
     num_left: int = 0
-    scope: anyio.CancelScope | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a request extends it at the moment."""
+        return self.scope is not None
 
     @property
     def finished(self) -> Trajectory:
@@ -72,21 +82,41 @@ class Branch:
         if not self.is_busy:
             return self.record
         turns = self.record.turns[: self.num_kept]
-        if turns:
-            turns[-1] = replace(turns[-1], observation_ids=[])
+        if self.last_kept is not None:
+            turns[-1] = self.last_kept
         return replace(self.record, turns=turns)
 
-    def begin(self, *, is_read: bool = False, question: str = "") -> None:
+    def begin(self, scope: anyio.CancelScope, *, is_read: bool = False, question: str = "") -> None:
         """Let a request extend the branch."""
         record = self.record
-        self.is_busy, self.is_read, self.pending_question = True, is_read, question
+        self.scope, self.is_read, self.pending_question = scope, is_read, question
         self.num_kept = len(record.turns)
         self.end = record.stop_reason, record.answer, record.elapsed_s
 
+    def append(self, turn: Turn, following: list[int]) -> None:
+        """Add a turn of the request.
+
+        Args:
+            following: the ids between the branch before the request and its first turn.
+        """
+        turns = self.record.turns
+        if turns and len(turns) == self.num_kept:
+            self.last_kept = turns[-1]
+            turns[-1] = replace(turns[-1], observation_ids=following)
+        turns.append(turn)
+
+    def commit(self) -> None:
+        """Keep what the request has added; another one may follow."""
+        if self.last_kept is not None:
+            turns = self.record.turns
+            self.last_kept.observation_ids = turns[self.num_kept - 1].observation_ids
+            turns[self.num_kept - 1] = self.last_kept
+        self.scope, self.last_kept, self.pending_ids = None, None, ()
+
     def take_back(self) -> None:
         """Remove what the newest request has added."""
+        self.commit()
         record = self.record
-        self.is_busy, self.pending_ids = False, ()
         del record.turns[self.num_kept :]
         if record.turns:
             record.turns[-1].observation_ids = []
@@ -336,3 +366,15 @@ def _extend_hash(hashed: hashlib.blake2b, messages: Sequence[Message]) -> hashli
 
 def _no_hash() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=32)
+
+
+def copy_turn(turn: Turn) -> Turn:
+    """Return a copy of a turn, which its stream, if it still runs, does not extend."""
+    return replace(
+        turn,
+        output_ids=[*turn.output_ids],
+        logprobs=[*turn.logprobs],
+        top_logprobs=[*turn.top_logprobs],
+        versions=turn.versions_until(len(turn.output_ids)),
+        observation_ids=[*turn.observation_ids],
+    )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from agentloop.agent.tools import in_daemon_thread
+from agentloop.agent.threads import DaemonThread, in_daemon_thread
 from agentloop.aio import LimiterVar
 
 __all__ = ["Blocking"]
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class Blocking:
-    """Calls a library's functions for one rollout.
+    """Calls a library's functions for one rollout, from `open` to its end in one thread.
 
     Only one call of the library runs at a time, for all rollouts together: few libraries are safe
     with several threads, and Python would not run them faster.
@@ -40,9 +40,10 @@ class Blocking:
         self._timeout_s = timeout_s
         self._limit = _limits.setdefault(library, LimiterVar(f"_{library}_threads"))
         self._is_abandoned = False
+        self._thread: DaemonThread | None = None
 
     async def call(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Call a function in a thread.
+        """Call a function in a thread, inside `open` in the one of that.
 
         Raises:
             TimeoutError: the call has not returned in time.
@@ -53,7 +54,7 @@ class Blocking:
         with anyio.move_on_after(self._timeout_s) as deadline:
             try:
                 call = partial(function, *args, **kwargs)
-                result = await in_daemon_thread(call, 1, self._limit)
+                result = await in_daemon_thread(call, 1, self._limit, self._thread)
             except Exception:
                 self._is_abandoned = False
                 raise
@@ -68,10 +69,15 @@ class Blocking:
         self, function: Callable[..., Result], *args: Any, **kwargs: Any
     ) -> AsyncIterator[Result]:
         """Call a function that returns an object with a `close` method; close that at the end."""
-        resource: Any = await self.call(function, *args, **kwargs)
+        self._thread = thread = DaemonThread()
         try:
-            yield resource
+            resource: Any = await self.call(function, *args, **kwargs)
+            try:
+                yield resource
+            finally:
+                if not self._is_abandoned:
+                    with anyio.move_on_after(_CLOSE_S, shield=True):
+                        await self.call(resource.close)
         finally:
-            if not self._is_abandoned:
-                with anyio.move_on_after(_CLOSE_S, shield=True):
-                    await self.call(resource.close)
+            self._thread = None
+            thread.close()

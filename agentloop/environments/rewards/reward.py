@@ -17,7 +17,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self, SupportsFloat, TypeVar
 
@@ -35,7 +35,15 @@ from agentloop.errors import RewardError, SettingsError, summary_of
 from agentloop.sandbox import Pool
 from agentloop.trajectory import StopReason, Trajectory
 
-__all__ = ["Grader", "Reward", "RewardFunction", "RewardSettings", "finite_number", "plain_reward"]
+__all__ = [
+    "Grader",
+    "Reward",
+    "RewardFunction",
+    "RewardSettings",
+    "finite_number",
+    "plain_reward",
+    "said_in",
+]
 
 _IS_EQUAL = "agentloop.environments.rewards.math_check:is_equal"
 _MAX_ANSWER_CHARS = 4000
@@ -72,7 +80,8 @@ class Reward:
     Attributes:
         value: 1 for a right answer, 0 for a wrong one or none; a user's function may return any
             number. None: unknown; the rollout must not be trained on.
-        answer: the answer that was found in it.
+        answer: the answer that was found in it; what the model said last if no check has looked
+            for one.
         reason: an explanation for people.
         parts: named parts of the value, where an environment gives them.
     """
@@ -81,6 +90,11 @@ class Reward:
     answer: str | None
     reason: str
     parts: Mapping[str, float] = field(default_factory=dict)
+
+
+def said_in(trajectory: Trajectory) -> str | None:
+    """Return the answer in what the model said last, or all of that if nothing in it is marked."""
+    return final_answer(trajectory.answer) or trajectory.answer or None
 
 
 def plain_reward(reward: Reward) -> Reward:
@@ -204,7 +218,10 @@ class Grader:
         if trajectory.stop_reason is StopReason.TIME_BUDGET and not trajectory.used_its_time:
             # How fast it went was up to the servers and the sandbox, not to the model.
             return Reward(None, None, "it ran out of time, mostly waiting for servers and sandbox")
-        return await self._check(trajectory, task)
+        reward = await self._check(trajectory, task)
+        if self._check == self._check_answer or reward.value is None or reward.answer is not None:
+            return reward
+        return replace(reward, answer=said_in(trajectory))  # by a function of the user's
 
     async def _check_answer(self, trajectory: Trajectory, task: Task) -> Reward:
         answer = final_answer(trajectory.text)

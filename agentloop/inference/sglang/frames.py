@@ -4,12 +4,18 @@
 
 Frames that arrive together are merged, so that later stages cost the same for one token as for
 many. Token ids and log-probabilities are read; the server's text is not.
+
+Numbers are checked here and nowhere later. A frame with a log-probability that is none, which
+SGLang writes as null where its own is NaN or infinite, is invalid: the turn goes on from the tokens
+before it at another server.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import orjson
 
@@ -37,7 +43,9 @@ TopLogprobs = list[tuple[float, int]]
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of the ids of a prompt; the first id, which follows nothing, has none.
+    """Log-probabilities of the ids of a prompt.
+
+    The first id, which follows nothing, has none, and neither has one that is impossible.
 
     Attributes:
         top: The most likely ids at each position, if requested.
@@ -190,10 +198,10 @@ def _merge_frames(payloads: Sequence[bytes], num_tokens: int) -> list[Chunk]:
             meta = frame["meta_info"]
             if (finish := meta["finish_reason"]) is not None:
                 _check_accepted(finish)
-            if ids and meta["weight_version"] != version:
+            if ids and _version(meta) != version:
                 chunks.append(Chunk(ids, logprobs, version, None, (), num_cached, top_logprobs=top))
                 ids, logprobs, top = [], [], []
-            version, num_cached = meta["weight_version"], meta.get("cached_tokens") or 0
+            version, num_cached = _version(meta), int(meta.get("cached_tokens") or 0)
             # With `--incremental-streaming-output` a frame has only new ids, otherwise all so far:
             # counting from the end works for both.
             if num_new := meta["completion_tokens"] - num_tokens:
@@ -202,11 +210,10 @@ def _merge_frames(payloads: Sequence[bytes], num_tokens: int) -> list[Chunk]:
                 new_logprobs = meta["output_token_logprobs"][-num_new:]
                 if not len(new_ids) == len(new_logprobs) == num_new:
                     raise InvalidFrame(f"{num_new} new tokens announced, {len(new_ids)} received")
-                ids += new_ids
-                logprobs += [entry[0] for entry in new_logprobs]
+                ids += _checked_ids(new_ids)
+                logprobs += _checked_logprobs([entry[0] for entry in new_logprobs])
                 if "output_top_logprobs" in meta:
-                    new_top = meta["output_top_logprobs"][-num_new:]
-                    top += [[(entry[0], entry[1]) for entry in entries] for entries in new_top]
+                    top += map(_top_logprobs, meta["output_top_logprobs"][-num_new:])
             if finish is not None:
                 chunks.append(_last_chunk(ids, logprobs, top, meta))
                 return chunks
@@ -224,12 +231,34 @@ def _prompt_logprobs(payload: bytes) -> PromptLogprobs:
         top = meta.get("input_top_logprobs") or [None] * len(logprobs)
         if len(logprobs) != len(top):
             raise InvalidFrame(f"{len(logprobs)} ids of the prompt, alternatives of {len(top)}")
-        return PromptLogprobs(
-            [entry[0] for entry in logprobs],
-            [[(entry[0], entry[1]) for entry in entries or ()] for entries in top],
-        )
+        return PromptLogprobs([entry[0] for entry in logprobs], [*map(_top_logprobs, top)])
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise InvalidFrame(f"{type(error).__name__}: {error}") from error
+
+
+def _checked_ids(ids: list[object]) -> list[int]:
+    for id in ids:
+        if type(id) is not int or id < 0:
+            raise InvalidFrame(f"output_ids: {id!r} is no id of a token")
+    return ids  # type: ignore[return-value]
+
+
+def _checked_logprobs(logprobs: list[object]) -> list[float]:
+    for logprob in logprobs:
+        if not isinstance(logprob, float | int) or not math.isfinite(logprob):
+            raise InvalidFrame(
+                f"a log-probability is {logprob!r}: the server's logits are not finite"
+            )
+    return logprobs  # type: ignore[return-value]
+
+
+def _top_logprobs(entries: Sequence[Sequence[Any]] | None) -> TopLogprobs:
+    """Return the most likely ids at a position; those that a grammar rules out have no number."""
+    return [(entry[0], entry[1]) for entry in entries or () if entry[0] is not None]
+
+
+def _version(meta: JsonObject) -> str:
+    return str(meta["weight_version"] or "default")
 
 
 def _frame(payload: bytes) -> JsonObject:
@@ -262,14 +291,14 @@ def _last_chunk(
     return Chunk(
         ids,
         logprobs,
-        meta["weight_version"],
+        _version(meta),
         end=TurnEnd(kind) if kind in ("stop", "length") else TurnEnd.ABORT,
         versions=tuple(
-            VersionSpan(span["version"], span["start"], span["end"])
+            VersionSpan(str(span["version"]), int(span["start"]), int(span["end"]))
             for span in meta.get("weight_versions") or ()
         ),
-        cached_tokens=meta.get("cached_tokens") or 0,
-        num_retractions=meta.get("num_retractions") or 0,
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+        num_retractions=int(meta.get("num_retractions") or 0),
         error=finish.get("message"),
         top_logprobs=top,
     )

@@ -165,6 +165,11 @@
       const first = store.about.live === false ? 60 : 8;
       for (const row of store.steps.slice(-first)) logRow(row, null);
       for (const server of store.servers) if (!server.healthy) logServer(server);
+      logRaised([]);
+    };
+
+    const logRaised = (before) => {
+      for (const text of store.now.raised ?? []) if (!before.includes(text)) store.addToLog(text, { kind: "warn" });
     };
 
     const logChanges = (before, frame) => {
@@ -180,6 +185,7 @@
           ["draining", "Draining: no new groups are started", "No longer draining"],
         ])
           if (Boolean(now[name]) !== Boolean(was[name])) store.addToLog(now[name] ? on : off, { kind: "warn" });
+        logRaised(was.raised ?? []);
         const refused = (now.refusals ?? 0) - (was.refusals ?? 0);
         if (refused > 0) store.addToLog(`${format.plural(refused, "request")} refused`, { kind: "warn" });
       }

@@ -8,24 +8,31 @@ from random import Random
 
 from agentloop.training.credit.rule import Advantages, CreditArguments, CreditRule, RewardedRollout
 
-__all__ = ["RULE", "group_advantages", "rollout_advantages"]
+__all__ = ["RULE", "are_equal", "group_advantages", "rollout_advantages"]
 
 _EPSILON = 1e-6
+_ROUNDING = 5e-7  # relative to the largest reward, or to 1: that of a few sums in float32
+
+
+def are_equal(rewards: Sequence[float]) -> bool:
+    """Return whether rewards differ by no more than rounding, such as sums in another order."""
+    spread = max(rewards, default=0.0) - min(rewards, default=0.0)
+    return spread <= _ROUNDING * max([1.0, *map(abs, rewards)])
 
 
 def group_advantages(rewards: Sequence[float], shuffler: Random | None = None) -> list[float]:
     """Return (r - mean) / (std + 1e-6) for the selected rollouts of one group.
 
     The standard deviation is unbiased, with a denominator of n - 1 (GRPO, arXiv 2402.03300; the
-    epsilon is verl's). If all rewards are equal, every advantage is exactly 0. With `shuffler`
-    they are in random order.
+    epsilon is verl's). If all rewards are equal but for rounding, every advantage is exactly 0.
+    With `shuffler` they are in random order.
 
     Raises:
         ValueError: A reward is not finite.
     """
     if not all(math.isfinite(reward) for reward in rewards):
         raise ValueError(f"a reward is not finite: {list(rewards)}")
-    if len(set(rewards)) < 2:
+    if are_equal(rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)

@@ -17,7 +17,8 @@ for a group, in order:
 
     no reward (infrastructure)  ->  left out, as if it had never been sampled
     fewer than n left           ->  rejected
-    all rewards equal           ->  rejected, if `reject_equal_reward` is set
+    all rewards equal, but for rounding
+                                ->  rejected, if `reject_equal_reward` is set
     exactly n left              ->  all are kept
     more                        ->  resampled
 
@@ -48,6 +49,7 @@ from typing import Literal, Self
 import pydantic
 
 from agentloop.environments.rewards.answers import tagged_answers
+from agentloop.training.credit.grpo import are_equal
 from agentloop.trajectory import ToolCallStatus, Trajectory
 
 __all__ = [
@@ -283,7 +285,8 @@ def _is_correct(trace: Trace) -> bool:
 def _rejection(rewards: Sequence[float | None], settings: RocSettings) -> Rejected | None:
     if len(rewards) < max(1, settings.down_sample_to_n):
         return Rejected.TOO_FEW
-    if settings.reject_equal_reward and len(set(rewards)) == 1:
+    values = [reward for reward in rewards if reward is not None]
+    if settings.reject_equal_reward and are_equal(values):
         return Rejected.EQUAL_REWARDS
     return None
 

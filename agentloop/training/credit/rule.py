@@ -39,8 +39,8 @@ class RewardedRollout:
         trajectories: the rollout's conversations with the model, one or more.
         teacher: the teacher's log-probabilities of the sampled tokens of each trajectory, if the
             rule needs them.
-        names: names of the conversations; those of the same name in other rollouts are
-            counterparts. By default, their places.
+        names: names of the conversations, by which those are compared that begin differently in
+            each rollout, or that begin alike in one. By default, their places.
     """
 
     reward: float

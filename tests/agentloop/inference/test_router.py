@@ -24,6 +24,7 @@ from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.inference.turns import Generation
+from agentloop.plain_json import dumps
 from agentloop.trajectory import TurnEnd
 from tests.patience import patient
 from tests.support import FakeSGLang, Fault, eventually, logprob, spans_cover
@@ -107,11 +108,25 @@ def check_unbroken(output: Read) -> None:
     assert output.chunks[-1].end is TurnEnd.STOP
 
 
+def frame_of(logprob: object) -> bytes:
+    """Return a frame whose last token has this log-probability, after all of the answer."""
+    ids = [*ANSWER, ANSWER[0]]
+    meta = {
+        "weight_version": "v0",
+        "completion_tokens": len(ids),
+        "output_token_logprobs": [*([-0.5, id, None] for id in ANSWER), [logprob, ids[-1], None]],
+        "finish_reason": {"type": "stop"},
+    }
+    return dumps({"output_ids": ids, "meta_info": meta})
+
+
 FAULTS = {
     "cut": Fault("cut"),
     "end of the stream": Fault("done"),
     "abort": Fault("abort"),
     "garbage": Fault("frame", body=b"{nope"),
+    "null": Fault("frame", body=frame_of(None)),
+    "NaN": Fault("frame", body=frame_of("NaN")),
     "error frame": Fault("frame", body=b'{"error": {"message": "x"}}'),
     "500": Fault("refuse", status=500),
     "503": Fault("refuse", status=503),

@@ -362,7 +362,7 @@ async def test_a_rollout_has_the_conversations_and_the_reward_of_its_environment
     ids = [[trajectory.id for trajectory in episode.trajectories] for episode in episodes]
     assert ids == [["1-t.0", "1-t.0+1"], ["1-t.1", "1-t.1+1"]]
     for episode in episodes:
-        assert episode.reward == Reward(3.0, None, "a 2, b 1", {"a": 2.0, "b": 1.0})
+        assert episode.reward == Reward(3.0, "1", "a 2, b 1", {"a": 2.0, "b": 1.0})
     seeds = [options["sampling"].seed for _, options in model.asked]
     assert len(set(seeds)) == 4
     assert model.asked[0][0][0] == {"role": "system", "content": "Be brief."}
@@ -646,6 +646,188 @@ async def test_an_error_that_the_agent_causes_has_the_declared_reward() -> None:
     assert done.reward is not None
     assert done.reward.value == 1.0
     assert broken.no_reward is NoReward.ENVIRONMENT
+
+
+@pytest.mark.parametrize("given", ["turn", "text", "token", "short", "none", "other"])
+@pytest.mark.parametrize("raises", [False, True])
+async def test_rewards_are_checked_however_rollout_ends(given: str, raises: bool) -> None:
+    @agentloop.environment(agent_errors={ValueError: -1.0})
+    async def scores(task: Any, agent: Agent) -> float:
+        trajectory = await agent.run("?")
+        critic = agent.other("critic")
+        await critic.run("?")
+        critic.reward = 0.5
+        turn: Any = trajectory.turns[0]
+        turn.reward, turn.token_rewards = np.float32(2), np.ones(1)
+        if agent.id.endswith("0"):
+            match given:
+                case "turn":
+                    turn.reward = math.nan
+                case "text":
+                    turn.reward = "1"
+                case "token":
+                    turn.token_rewards = [math.inf]
+                case "short":
+                    turn.token_rewards = [1.0, 2.0]
+                case "none":
+                    turn.token_rewards = 1.0
+                case "other":
+                    critic.reward = math.nan
+        if raises:
+            raise ValueError("not a move")
+        return 1.0
+
+    bad, good = await run(scores)
+    assert bad.no_reward is NoReward.ENVIRONMENT
+    assert bad.reward is not None
+    assert bad.reward.reason.startswith("the environment gave a bad value: ")
+    assert [(turn.reward, turn.token_rewards) for turn in bad.trajectories[0]] == [(None, [])]
+    assert bad.others["critic"].reward is None
+    assert good.reward is not None
+    assert good.reward.value == (-1.0 if raises else 1.0)
+    (turn,) = good.trajectories[0]
+    assert (turn.reward, turn.token_rewards, type(turn.reward)) == (2.0, [1.0], float)
+    assert good.others["critic"].reward == 0.5
+
+
+async def test_bad_rewards_of_straggler_are_dropped() -> None:
+    @agentloop.environment
+    async def waits(task: Any, agent: Agent) -> float:
+        trajectory = await agent.run("?")
+        if agent.id.endswith("1"):
+            trajectory.turns[0].reward = object()  # type: ignore[assignment]
+            await agent.run("!", reply=never)
+        return 1.0
+
+    async def never(answer: str) -> str | None:
+        await anyio.sleep_forever()
+        return None
+
+    _, straggler = await run(waits, enough=1)
+    assert straggler.no_reward is NoReward.STOPPED
+    ended, stopped = straggler.trajectories
+    assert (ended.turns[0].reward, ended.stop_reason) == (None, StopReason.ANSWERED)
+    assert stopped.stop_reason is StopReason.STRAGGLER
+
+
+async def test_agent_error_keeps_earlier_stops() -> None:
+    @agentloop.environment(agent_errors={ValueError: -1.0})
+    async def plays(task: Any, agent: Agent) -> float:
+        async def never(answer: str) -> str | None:
+            side_scope.cancel()
+            await anyio.sleep_forever()
+            return None
+
+        async def fails(answer: str) -> str | None:
+            raise KeyError(answer)
+
+        with anyio.CancelScope() as side_scope:
+            await agent.run("a side question", reply=never)
+        with suppress(KeyError):
+            await agent.run("another one", reply=fails)
+        await agent.run("move")
+        raise ValueError("not a move")
+
+    (record,) = await run(plays, size=1)
+    assert record.reward is not None
+    assert record.reward.value == -1.0
+    assert [trajectory.stop_reason for trajectory in record.trajectories] == [
+        StopReason.ENVIRONMENT,
+        StopReason.ENVIRONMENT,
+        StopReason.ANSWERED,
+    ]
+    assert [trajectory.id for trajectory in record.trained] == ["1-t.0+2"]
+
+
+@pytest.mark.parametrize("talks", ["message by message", "at the same time", "translated"])
+async def test_conversations_cut_off_by_agent_error_count(talks: str) -> None:
+    @agentloop.environment(agent_errors={ValueError: -1.0})
+    async def plays(task: Any, agent: Agent) -> float:
+        def parse(answer: str) -> str | None:
+            raise ValueError(f"{answer} is not a move")
+
+        async def never(answer: str) -> str | None:
+            await anyio.sleep_forever()
+            return None
+
+        if talks == "message by message":
+            async with agent.conversation() as talk:
+                parse(await talk.ask("Your move?"))
+        elif talks == "translated":
+            try:
+                await agent.run("Your move?", reply=lambda answer: answer["move"])  # type: ignore[index]
+            except TypeError as error:
+                raise ValueError("not a move") from error
+        else:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(partial(agent.other("black").run, "?", reply=never))
+                await anyio.wait_all_tasks_blocked()
+                tasks.start_soon(partial(agent.run, "?", reply=parse))
+        return 1.0
+
+    (record,) = await run(plays, size=1)
+    assert record.reward is not None
+    assert record.reward.value == -1.0
+    assert {trajectory.stop_reason for trajectory in record.all_trajectories} == {
+        StopReason.ANSWERED
+    }
+
+
+async def test_refused_conversation_takes_no_number() -> None:
+    model = Model()
+
+    @agentloop.environment
+    async def asks(task: Any, agent: Agent) -> float:
+        await agent.run("?")
+        with pytest.raises(RequestError):
+            await agent.run("?", max_turns=0)
+        rollout, model.rollout = model.rollout, refuses  # type: ignore[method-assign]
+        with pytest.raises(RequestError):
+            await agent.run("far too long")
+        model.rollout = rollout  # type: ignore[method-assign]
+        await agent.run("!")
+        return 1.0
+
+    async def refuses(*_: Any, **options: Any) -> Trajectory:
+        raise RequestError("the prompt is too long")
+
+    (record,) = await run(asks, model, size=1)
+    assert [trajectory.id for trajectory in record.trajectories] == ["1-t.0", "1-t.0+1"]
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"), [("It is \\boxed{0}", "0"), ("It is 12.", "It is 12."), ("", None)]
+)
+@pytest.mark.parametrize("gives", ["mapping", "number", "reward", "error"])
+async def test_answer_is_what_model_said_last(gives: str, said: str, answer: str | None) -> None:
+    @agentloop.environment(agent_errors={ValueError: 0.0})
+    async def asks(task: Any, agent: Agent) -> Any:
+        last = await agent.run("?")
+        first = await agent.run("!")
+        last.answer, first.answer = said, said and "something else"
+        first.elapsed_s, last.elapsed_s = 1.0, 2.0
+        match gives:
+            case "mapping":
+                return {"found": 0.0}
+            case "number":
+                return 0.0
+            case "reward":
+                return Reward(0.0, None, "wrong")
+        raise ValueError("wrong")
+
+    (record,) = await run(asks, size=1)
+    assert record.reward is not None
+    assert (record.reward.value, record.reward.answer) == (0.0, answer)
+
+
+async def test_number_of_reward_function_keeps_model_answer() -> None:
+    @agentloop.environment
+    async def asks(task: Any, agent: Agent) -> Trajectory:
+        return await agent.run("?", system="Answer.")
+
+    (record, _) = await play_and_grade(asks, lambda trajectory, task: 0.5)
+    assert record.reward is not None
+    assert (record.reward.value, record.reward.answer) == (0.5, "2")
 
 
 async def test_an_environment_that_leaves_no_time_for_its_agent_has_failed() -> None:

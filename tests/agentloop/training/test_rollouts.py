@@ -171,6 +171,46 @@ async def test_each_agents_rewards_are_compared_among_its_own() -> None:
     assert {row.agent for row in rows.values()} == {"", "checker", "judge", "player"}
 
 
+async def test_stopped_conversation_shifts_no_other() -> None:
+    """Its counterparts are those of the same purpose, of which it was one."""
+
+    def record(index: int) -> RolloutRecord:
+        ids = [f"r.{index}{suffix}" for suffix in ("", "+1", "+2", "+3")]
+        conversations = [trajectory(id, "") for id in ids]
+        for number, conversation in enumerate(conversations):
+            conversation.prompt_ids = [9, index, number]
+            conversation.turns[0].reward = float(number * index)
+        if index == 0:
+            conversations[0].stop_reason = StopReason.ENVIRONMENT
+        openings = dict(zip(ids, ["coder", "coder", "tester", "coder"], strict=True))
+        if index == 1:  # the tester came last
+            conversations[2:] = conversations[:1:-1]
+        return RolloutRecord(f"r.{index}", conversations, Reward(0.0, None, ""), openings=openings)
+
+    rows = await rows_of(*map(record, range(3)), credit=CreditSettings(name="per_turn"))
+    for number in (1, 2, 3):
+        found = [rows[f"r.{index}+{number}"].advantage for index in range(3)]
+        assert found == pytest.approx(group_advantages([0.0, number, 2.0 * number]))
+
+
+async def test_untrained_own_agent_gets_no_credit() -> None:
+    records = [
+        RolloutRecord(
+            f"r.{index}",
+            [trajectory(f"r.{index}", "")],
+            Reward(float(index), None, ""),
+            {"critic": AgentRecord([trajectory(f"r.{index}+critic", "")])},
+            is_trained=False,
+        )
+        for index in range(2)
+    ]
+    rows = await rows_of(*records)
+    assert {key for key, row in rows.items() if row.credit is not None} == {
+        "r.0+critic",
+        "r.1+critic",
+    }
+
+
 async def test_another_agent_may_learn_where_the_rollouts_are_all_alike() -> None:
     rows = await rows_of(
         episode("a", 1.0, checker=AgentRecord([trajectory("a+checker", "")], 1.0)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -287,6 +288,104 @@ async def test_a_first_turn_that_fails_leaves_no_branch() -> None:
         if isinstance(event, RolloutStarted | RolloutAbandoned)
     ]
     assert kinds == [RolloutStarted, RolloutAbandoned, RolloutStarted]
+
+
+async def test_name_of_branch_taken_back_is_used_again() -> None:
+    """Its seed is another one, or what made its client leave might be sampled again."""
+    client = Client(reply("main"), [ServerUnavailable("lost")], reply("one"), reply("two"))
+    await client.ask(user("a"))
+    with pytest.raises(ServerError):
+        await client.ask(user("helper 1"))
+    await client.ask(user("helper 1"))
+    await client.ask(user("helper 2"))
+    assert [record.id for record in client.branches] == ["s", "s+1", "s+2"]
+    seeds = [generation.sampling for generation in client.engine.asked]
+    assert len({repr(sampling) for sampling in seeds}) == 1  # without a seed of the session
+    client = Client(
+        *(reply("main"), [ServerUnavailable("lost")], reply("one")), sampling=Sampling(seed=1)
+    )
+    await client.ask(user("a"))
+    for _ in range(2):
+        with suppress(ServerError):
+            await client.ask(user("helper 1"))
+    assert len({generation.sampling.seed for generation in client.engine.asked}) == 3
+
+
+async def test_openings_compare_tools_and_system_message() -> None:
+    client = Client(*map(reply, ("one", "two", "three", "four", "five")))
+
+    def system(text: str) -> Message:
+        return {"role": "system", "content": text}
+
+    first = await client.ask(system("Code."), user("a"))
+    await client.ask(system("Code."), user("b"))
+    await client.ask(system("Test."), user("b"))
+    await client.ask(system("Code."), user("b"), tools=[TOOL])
+    await client.ask(system("Code."), user("a"), {**first, "content": "edited"}, user("c"))
+    coder, again, tester, other_tools, edited = client.session.openings.values()
+    assert coder == again
+    assert len({coder, tester, other_tools}) == 3
+    assert edited == coder  # nothing before it was sampled
+
+
+async def test_request_right_after_stop_requests_is_recorded() -> None:
+    has_begun = anyio.Event()
+    may_end = anyio.Event()
+
+    async def hang() -> None:
+        has_begun.set()
+        await anyio.sleep_forever()
+
+    cut: list[Step] = [*chunks(written(CHAT, "cut"), end=None), hang]
+    slow: list[Step] = [*chunks(written(CHAT, "an"), end=None), may_end.wait, *reply("other")]
+    client = Client(reply("one"), cut, slow, reply("three"), is_rollout=True)
+    first = await client.ask(user("a"))
+    history = [user("a"), first, user("c")]
+
+    async def ask_and_be_stopped() -> None:
+        with pytest.raises(RequestError, match="its requests were stopped"):
+            await client.ask(user("a"), first, user("b"))
+        may_end.set()
+
+    async def ask_later() -> None:
+        history.append(await client.ask(*history))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask_and_be_stopped)
+        await has_begun.wait()
+        tasks.start_soon(ask_later)
+        client.session.stop_requests()
+    assert history[-1]["content"] == "another"
+    await client.ask(*history, user("d"))
+    assert "another" in CHAT.decode(client.engine.asked[-1].ids)
+    assert [
+        CHAT.decode(turn.output_ids) for record in client.branches for turn in record.turns
+    ] == [
+        *("one" + END, "another" + END, "three" + END),
+        "cut",
+    ]
+
+
+async def test_turn_reward_set_while_next_turn_streams_is_kept() -> None:
+    has_begun, may_end = anyio.Event(), anyio.Event()
+
+    async def wait() -> None:
+        has_begun.set()
+        await may_end.wait()
+
+    slow: list[Step] = [*chunks(written(CHAT, "tw"), end=None), wait, *reply("o")]
+    client = Client(reply("one"), slow, reply("three"), is_rollout=True)
+    first = await client.ask(user("a"))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(client.ask, user("a"), first, user("b"))
+        await has_begun.wait()
+        (record,) = client.branches
+        assert record.turns[0].observation_ids == []  # the request may be taken back
+        record.turns[0].reward = 1.0
+        may_end.set()
+    (record,) = client.branches
+    assert [turn.reward for turn in record.turns] == [1.0, None]
+    assert record.turns[0].observation_ids
 
 
 async def test_a_client_that_leaves_takes_its_turn_with_it() -> None:

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from agentloop.errors import ServerUnavailable
 from agentloop.inference.sglang import frames
-from agentloop.inference.sglang.frames import Chunk, ChunkReader, ErrorFrame, FrameDecoder
+from agentloop.inference.sglang.frames import (
+    Chunk,
+    ChunkReader,
+    ErrorFrame,
+    FrameDecoder,
+    InvalidFrame,
+)
 from agentloop.trajectory import TurnEnd, VersionSpan
 
 FAST = settings(max_examples=100, deadline=None)
@@ -113,3 +119,29 @@ def test_a_refused_grammar_carries_its_status_although_a_token_came() -> None:
             b'"type": "abort", "status_code": 400, "message": "Failed to compile json"}}}\n\n'
         )
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("number", ["null", "1e999", "NaN", "-Infinity", '"-0.5"', "[]"])
+def test_log_probability_that_is_not_finite_is_refused(number: str) -> None:
+    chunks: list[Chunk] = []
+    reader = ChunkReader(chunks.append)
+    reader.feed(frame(1, 2, upto=2))
+    with pytest.raises(InvalidFrame):
+        reader.feed(frame(3, upto=3).replace(b"[[-0.3,", b"[[" + number.encode() + b","))
+    assert [(chunk.ids, chunk.logprobs) for chunk in chunks] == [([1, 2], [-0.1, -0.2])]
+
+
+@pytest.mark.parametrize("id", [None, -1, 2.5, "3"])
+def test_invalid_token_id_is_refused(id: Any) -> None:
+    data = frame(3, upto=1).replace(
+        b'"output_ids":[3]', b'"output_ids":[' + orjson.dumps(id) + b"]"
+    )
+    with pytest.raises(InvalidFrame, match="is no id of a token"):
+        ChunkReader(lambda chunk: None).feed(data)
+
+
+def test_alternatives_without_probability_are_left_out() -> None:
+    chunks: list[Chunk] = []
+    top = [[[-0.1, 3, None], [None, 4, None]]]
+    ChunkReader(chunks.append).feed(frame(3, upto=1, output_top_logprobs=top))
+    assert chunks[0].top_logprobs == [[(-0.1, 3)]]

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pydantic
 import pytest
 from hypothesis import example, given
@@ -357,6 +358,10 @@ def test_groups_that_are_rejected() -> None:
     assert rejected([*group(2, 1), trace(None), trace(None)]) is Rejected.TOO_FEW
     assert rejected(group(1, 3)) is None
     assert rejected([]) is Rejected.TOO_FEW
+    parts = [(0.1, 0.2, 0.3), (0.3, 0.2, 0.1), (0.2, 0.3, 0.1), (0.1, 0.3, 0.2)]
+    in_float32 = [trace(float(sum(map(np.float32, each), np.float32(0)))) for each in parts]
+    assert rejected([trace(sum(each)) for each in parts]) is Rejected.EQUAL_REWARDS
+    assert rejected(in_float32) is Rejected.EQUAL_REWARDS
 
 
 def test_without_a_target_all_scored_traces_are_kept() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -26,7 +27,7 @@ from agentloop.training.credit.rule import (
 from agentloop.training.credit.settings import RULES, CreditSettings, assign
 from agentloop.training.learner_client.batch import Sample, write_batch
 from agentloop.training.run_folder import RunFolder
-from agentloop.trajectory import Trajectory, Turn
+from agentloop.trajectory import Trajectory, Turn, TurnEnd
 
 VECTORS = json.loads((Path(__file__).parents[3] / "vectors" / "loss.json").read_text("utf-8"))
 FINITE = st.floats(-100, 100)
@@ -78,6 +79,25 @@ def test_advantages_within_a_group(vector: dict[str, Any]) -> None:
 def test_a_reward_that_is_no_number_is_refused() -> None:
     with pytest.raises(ValueError, match="not finite"):
         group_advantages([1.0, math.nan])
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6],
+        [0.1 + 0.2 - 0.3, 0.0, 0.3 - 0.2 - 0.1],
+        [3e6 + 0.1, 3e6 + 0.1 + 1e-9, 3e6 + 0.1],
+    ],
+)
+def test_rewards_equal_but_for_rounding_have_no_advantage(rewards: list[float]) -> None:
+    assert len(set(rewards)) > 1
+    assert group_advantages(rewards) == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e6])
+def test_small_differences_of_rewards_are_a_signal(scale: float) -> None:
+    advantages = group_advantages([scale, 1.01 * scale])
+    assert advantages == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], rel=0.2)
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
@@ -175,6 +195,70 @@ def test_turns_are_compared_with_those_of_the_same_conversation() -> None:
     assert [of_rollout[-1].advantages for of_rollout in credits] == pytest.approx(
         group_advantages([0.0, 1.0, 2.0, 3.0])
     )
+
+
+def test_cut_thought_belongs_to_its_message() -> None:
+    def two_messages(index: int, *, is_cut: bool) -> RewardedRollout:
+        thought = replace(turn(2), end=TurnEnd.THOUGHT)
+        first = [thought, turn(2, float(index))] if is_cut else [turn(4, float(index))]
+        return rollout(1.0, *first, turn(1, 10.0 * index))
+
+    whole = [two_messages(index, is_cut=False) for index in range(4)]
+    cut = [*whole[:3], two_messages(3, is_cut=True)]
+    for discount in (0.0, 0.5):
+        assert advantages(cut, discount=discount) == advantages(whole, discount=discount)
+
+
+def of_conversations(*conversations: tuple[int, str, float]) -> RewardedRollout:
+    """Return a rollout of conversations of one turn, each with its first id, name and reward."""
+    return RewardedRollout(
+        0.0,
+        [Trajectory("", [id], [turn(1, reward)]) for id, _, reward in conversations],
+        names=[name for _, name, _ in conversations],
+    )
+
+
+def by_conversation(group: list[RewardedRollout]) -> list[dict[int, float]]:
+    """Return the advantages of conversations by their first ids, of each rollout."""
+    credits = assign(group, CreditSettings(name="per_turn"), Random(0))
+    return [
+        {
+            trajectory.prompt_ids[0]: credit.mean_advantage
+            for trajectory, credit in zip(rollout.trajectories, of_rollout, strict=True)
+        }
+        for rollout, of_rollout in zip(group, credits, strict=True)
+    ]
+
+
+def test_conversations_that_begin_alike_are_compared() -> None:
+    """In the last rollout the two begin in the other order, or the first one is missing."""
+    alike = [of_conversations((1, "+1", n), (2, "+2", 10.0 * n)) for n in range(3)]
+    for names in (("+1", "+2"), ("+2", "+1"), ("+2", "+3")):
+        last = of_conversations((1, names[0], 3.0), (2, names[1], 30.0))
+        expected = group_advantages([0.0, 1.0, 2.0, 3.0])
+        found = by_conversation([*alike, last])
+        assert [of[1] for of in found] == pytest.approx(expected)
+        assert [of[2] for of in found] == pytest.approx(expected)
+    found = by_conversation([*alike, of_conversations((2, "+1", 30.0))])
+    assert [of[2] for of in found] == pytest.approx(expected)
+
+
+def test_other_conversations_are_compared_by_name() -> None:
+    """Such as with the model's own answer in the prompt, which some rollouts may share."""
+    expected = group_advantages([0.0, 1.0, 2.0, 3.0])
+    for prompts in ([10, 11, 12, 13], [10, 10, 11, 11], [10, 10, 10, 11]):
+        group = [
+            of_conversations((1, "", 0.0), (prompt, "check", float(n)), (n + 20, "sum", 9.0 * n))
+            for n, prompt in enumerate(prompts)
+        ]
+        found = by_conversation(group)
+        assert [of[p] for of, p in zip(found, prompts, strict=True)] == pytest.approx(expected)
+        assert [of[n + 20] for n, of in enumerate(found)] == pytest.approx(expected)
+
+
+def test_token_rewards_of_wrong_length_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"zip\(\)"):
+        advantages([rollout(0.0, turn(2, tokens=[1.0, 2.0, 3.0])), rollout(0.0, turn(1))])
 
 
 @pytest.mark.parametrize(
