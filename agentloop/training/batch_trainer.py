@@ -21,6 +21,7 @@ from agentloop.training.collapse import (
     report,
 )
 from agentloop.training.held_out import HeldOutEval
+from agentloop.training.position import resume_command
 from agentloop.training.queue import Lease, StepNotes
 from agentloop.training.run_context import RunContext
 from agentloop.training.step_metrics import Learned, StepMetrics
@@ -55,6 +56,7 @@ class BatchTrainer:
         self._collapse = Collapse(collapse)
         self._waits_for_weights = waits_for_weights
         self._waited_s = 0.0  # for the batch
+        self._since_s = time.monotonic()  # the end of the last step
 
     @property
     def step(self) -> int:
@@ -79,6 +81,10 @@ class BatchTrainer:
             metrics.curriculum = self._run.curriculum.metrics()  # the last step's, as is this one
             await self._run.metrics.add(metrics.row())
 
+    def begin_stage(self) -> None:
+        """Take note that the first rollouts of a stage begin, from which on its step is timed."""
+        self._since_s = time.monotonic()
+
     async def wait_for_batch(self) -> bool:
         """Wait for a batch; return False if there will be none because the run is draining."""
         total = self._run.settings.prompts_per_step
@@ -93,7 +99,11 @@ class BatchTrainer:
         await self._run.control.wait_until(
             is_over, "the learner", lambda: "a batch of finished groups"
         )
-        self._waited_s = time.monotonic() - started_s
+        # Its rollouts went on while the last weights were evaluated or saved. Of that time, only
+        # the part until they ended is this step's.
+        complete_s = self._run.buffer.complete_s or started_s
+        meanwhile_s = max(0.0, min(complete_s, started_s) - self._since_s)
+        self._waited_s = meanwhile_s + time.monotonic() - started_s
         return self._run.buffer.has_batch
 
     async def train(self, stage: int, *, resets: bool) -> None:
@@ -124,7 +134,8 @@ class BatchTrainer:
             metrics.sync_s = time.monotonic() - learned_s
         else:
             self._run.buffer.learned_nothing()
-        metrics.step_s = self._waited_s + time.monotonic() - started_s
+        self._since_s = time.monotonic()
+        metrics.step_s = self._waited_s + self._since_s - started_s
         metrics.weights = self._weights.metrics
         metrics.curriculum = self._run.curriculum.metrics()
         metrics.loop_lag_s = self._run.control.watch.take_lag_s()
@@ -183,7 +194,7 @@ class BatchTrainer:
             await self.until_live()  # servers may be reading the weights that are removed
             await self._steps.go_back(checkpoints[good])
             advice = (
-                f"continue with `agentloop train --resume {self._run.folder.path} --from {good}`"
+                f"continue with `{resume_command('train', self._run.folder.path, from_step=good)}`"
             )
         raise RunCollapsed(
             f"the run has collapsed: {verdict.why}; {path} has the details; {advice}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
@@ -119,6 +120,7 @@ class HeldOutEval:
         run = self._run
         if not self._tasks or await run.metrics.has(step, "held_out/reward"):
             return
+        started_s = time.monotonic()
         groups = await roll_out_all(
             run,
             self._tasks,
@@ -131,12 +133,14 @@ class HeldOutEval:
         values = about([group.figures for _, group in groups])
         each = about_each((task.env, group.figures) for task, group in groups)
         row = {f"held_out/{name}": value for name, value in {**values.row(), **each}.items()}
-        await run.metrics.add({"step": step, **row})
+        evaluate_s = time.monotonic() - started_s
+        await run.metrics.add({"step": step, **row, "held_out/evaluate_s": evaluate_s})
         reward = mean(values.reward)
         run.pace.values |= {"held-out reward": reward}
         run.report.say(
             f"step {step}: held-out reward {reward}{rewards_of_each(each)}, "
-            f"tool errors in correct rollouts {percent(values.tool_errors_in_correct)}"
+            f"tool errors in correct rollouts {percent(values.tool_errors_in_correct)}, "
+            f"{evaluate_s:.1f} s"
         )
 
 
