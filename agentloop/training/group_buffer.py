@@ -91,9 +91,10 @@ class GroupBuffer:
         again += filter(is_ours, await self._queue.open_groups())
         self._readmitted = deque(sorted(again, key=lambda group: group.number))
         self._complete_s = None
-        self._changed()
+        self._notify()
 
-    def _changed(self) -> None:
+    def _notify(self) -> None:
+        """Note whether a batch has become complete, and wake what waits for the groups."""
         if self._complete_s is None and self.has_batch:
             self._complete_s = time.monotonic()
         self._control.notify()
@@ -171,14 +172,14 @@ class GroupBuffer:
         """Mark a group as finished, with its rollouts in the file at `path`, if it has any."""
         await self._queue.finish(group.number, path=path, num_bytes=num_bytes, figures=figures)
         self._slots.finish(group.number)
-        self._changed()
+        self._notify()
 
     async def discard(self, group: QueuedGroup, *, path: str | None, figures: GroupFigures) -> None:
         """Mark a group as one that will not be trained on, so that another one replaces it."""
         await self._queue.discard(group.number, path=path, figures=figures)
         self._slots.discard(group.number)
         self._num_left += 1
-        self._changed()
+        self._notify()
 
     # --- learning ---------------------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ class GroupBuffer:
 
     @property
     def complete_s(self) -> float | None:
-        """When the next batch became complete, by `time.monotonic`; None: it is not yet."""
+        """The time at which the next batch became complete; None: it is not yet."""
         return self._complete_s
 
     async def lease(self, step: int, notes: StepNotes) -> Lease:
@@ -208,7 +209,7 @@ class GroupBuffer:
         assert self._tasks is not None
         lease = await self._queue.lease(step, numbers, notes, rate_key=self._tasks.rate_key)
         self._tasks.observe(lease.outcomes)
-        self._changed()
+        self._notify()
         return lease
 
     def learned_nothing(self) -> None:

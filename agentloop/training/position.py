@@ -1,4 +1,4 @@
-"""Where a run is: its phase and the step within it; and the command that continues it from there.
+"""Find where a run is, its phase and the step within it, and the command that continues it there.
 
     RUN/sft/metrics.jsonl  RUN/sft/checkpoints/      the supervised fine-tuning, if it has one
     RUN/sft/model/                                   exists as soon as that is complete
@@ -72,7 +72,7 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a run is, or where it was stopped, as its files say.
+    """The place that a run has reached, as its files say.
 
     Attributes:
         run: the run's folder.
@@ -169,8 +169,8 @@ def telling_how_to_continue(command: str, run: Path, say: Callable[[str], None])
     except Exception as error:
         if not isinstance(sole(error), RunCollapsed):
             there_is = f"There is {Position.of(run)}"
-            how = f"continue with: {resume_command(command, run)}"
-            error.add_note(f"{there_is}. When the cause is removed, {how}")
+            again = f"continue with: {resume_command(command, run)}"
+            error.add_note(f"{there_is}. When the cause is removed, {again}")
         raise
 
 

@@ -108,9 +108,9 @@ def live(arguments: list[str]) -> int:
     parts: Any = train_module
     run_with_restarts = parts.run_with_restarts
 
-    def with_this_command(command: Sequence[str], *rest: Any, **named: Any) -> int:
+    def with_this_command(command: Sequence[str], *arguments: Any, **named: Any) -> int:
         ours = [command[0], "-m", "tests.agentloop.cli.struck", "live", *command[4:]]
-        status: int = run_with_restarts(ours, *rest, **named)
+        status: int = run_with_restarts(ours, *arguments, **named)
         return status
 
     parts.run_with_restarts = with_this_command
@@ -195,13 +195,13 @@ def drive(
             check=False,
         )
         ballast.unlink(missing_ok=True)
-        told, struck = life.stdout + life.stderr, json.loads(plan.read_text())["struck"]
-        print(f"{command}: status {life.returncode}, struck {struck}\n{told}", flush=True)
+        output, struck = life.stdout + life.stderr, json.loads(plan.read_text())["struck"]
+        print(f"{command}: status {life.returncode}, struck {struck}\n{output}", flush=True)
         if life.returncode == 0:
             return list(struck)
         assert struck != struck_before, "it ended, though nothing had struck it"
-        assert "Traceback" not in told
-        printed = re.findall(r"ontinue with: (agentloop train --resume .*)$", told, re.M)
+        assert "Traceback" not in output
+        printed = re.findall(r"ontinue with: (agentloop train --resume .*)$", output, re.M)
         if way == "kill":
             assert life.returncode == -signal.SIGKILL
             printed = [f"agentloop train --resume '{DISK}/{RUN}'"]

@@ -96,9 +96,9 @@ def struck(
 ) -> dict[str, Any]:
     """Run to the end, struck in these phases; return what must not depend on the strikes."""
     own_mounts = ["unshare", "--mount"] if way == "full disk" else []
-    told = [way, str(folder), parts, ",".join(phases), *arguments]
+    arguments = [way, str(folder), parts, ",".join(phases), *arguments]
     done = subprocess.run(
-        [*own_mounts, sys.executable, "-m", "tests.agentloop.cli.struck", *told],
+        [*own_mounts, sys.executable, "-m", "tests.agentloop.cli.struck", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -132,7 +132,7 @@ def require(way: str, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["interrupt", "kill the child"])
-def test_a_run_goes_on_from_its_fine_tuning_and_from_a_stage(tmp_path: Path, way: str) -> None:
+def test_struck_run_goes_on(tmp_path: Path, way: str) -> None:
     """The rest is in the next test, which takes long."""
     outcome = struck(tmp_path, way, ["fine-tuning", "stage 2"], arguments_for("laptop"))
     assert outcome == undisturbed("laptop")
@@ -141,11 +141,11 @@ def test_a_run_goes_on_from_its_fine_tuning_and_from_a_stage(tmp_path: Path, way
 @pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recipe", on_a_cpu())
-def test_a_recipe_goes_on_from_each_of_its_phases(tmp_path: Path, recipe: str, way: str) -> None:
+def test_recipe_goes_on_from_each_phase(tmp_path: Path, recipe: str, way: str) -> None:
     require(way, recipe)
     outcome = struck(tmp_path, way, phases_of(recipe), arguments_for(recipe))
     assert outcome == undisturbed(recipe)
 
 
-def test_the_recipes_have_all_phases() -> None:
+def test_recipes_have_all_phases() -> None:
     assert {phase for recipe in on_a_cpu() for phase in phases_of(recipe)} == set(PHASES)

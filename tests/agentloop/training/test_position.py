@@ -65,14 +65,14 @@ def test_fine_tuning_ends_with_its_model(tmp_path: Path) -> None:
     assert Position.of(tmp_path) == Position(tmp_path, Phase.MAIN, 0)
 
 
-def test_a_run_before_its_first_step(tmp_path: Path) -> None:
+def test_run_before_its_first_step(tmp_path: Path) -> None:
     (tmp_path / "sft").mkdir()  # the teacher plays
     assert Position.of(tmp_path) == Position(tmp_path, Phase.FINE_TUNING)
     assert str(Position.of(tmp_path)) == "no checkpoint yet"
     assert Position.of(tmp_path / "other") == Position(tmp_path / "other", Phase.MAIN)
 
 
-def test_a_step_counts_within_its_stage(tmp_path: Path) -> None:
+def test_step_counts_within_its_stage(tmp_path: Path) -> None:
     write_rows(tmp_path, step(1, 1), step(2, 1), {"step": 2, "held_out/reward": 0.5}, step(3, 2))
     position = Position.of(tmp_path)
     assert (position.step, position.stage, position.stage_step) == (3, 2, 1)
@@ -80,7 +80,7 @@ def test_a_step_counts_within_its_stage(tmp_path: Path) -> None:
     assert not position.is_last_of(Stages(THREE.names, (1, 1, 1)))  # the first two have ended
 
 
-def test_the_last_step_is_that_of_the_last_stage(tmp_path: Path) -> None:
+def test_last_step_is_that_of_the_last_stage(tmp_path: Path) -> None:
     rows = [step(1, 1), step(2, 1), step(3, 2), step(4, 2), step(5, 3)]
     write_rows(tmp_path, *rows)
     assert Position.of(tmp_path).is_last_of(THREE)
@@ -108,9 +108,7 @@ def test_fewer_stages_than_were_begun_are_refused(tmp_path: Path) -> None:
         Position.of(tmp_path).is_last_of(Stages((), (9,)))
 
 
-def test_the_command_is_as_a_shell_reads_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_command_is_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "my runs" / "one"
     assert resume_command("train", run) == "agentloop train --resume 'my runs/one'"
@@ -119,7 +117,7 @@ def test_the_command_is_as_a_shell_reads_it(
 
 
 @pytest.mark.anyio
-async def test_a_stopped_run_says_how_to_continue(tmp_path: Path) -> None:
+async def test_stopped_run_says_how_to_continue(tmp_path: Path) -> None:
     lines: list[str] = []
     write_checkpoint(tmp_path, 7)
     with anyio.CancelScope() as scope, telling_how_to_continue("train", tmp_path, lines.append):
@@ -131,7 +129,7 @@ async def test_a_stopped_run_says_how_to_continue(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("error", "num_notes"), [(OSError("full"), 1), (RunCollapsed("why"), 0)])
-async def test_a_failed_run_says_how_to_continue(
+async def test_failed_run_says_how_to_continue(
     tmp_path: Path, error: Exception, num_notes: int
 ) -> None:
     lines: list[str] = []
