@@ -73,7 +73,7 @@ class StepMetrics:
         staleness_mean, staleness_max: versions by which the groups were behind at their admission.
         wait_s, sync_s, step_s: seconds until the batch was complete, of syncing the new weights to
             the servers, and of the whole step; None: the step was repeated after a restart. An
-            evaluation before the step counts only as long as rollouts of the step went on.
+            evaluation beside the step's rollouts shares their time, by the tokens sampled.
         loop_lag_s: longest blocking of the event loop during the step, in seconds.
         curriculum: metrics of the curriculum, `Curriculum.metrics`.
     """
