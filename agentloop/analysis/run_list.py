@@ -171,7 +171,8 @@ def _of_training(
 ) -> _Progress:
     progress, position = _Progress(rows), Position.of(path)
     if position.phase is Phase.FINE_TUNING:
-        progress.stage, progress.step = position.phase, position.step
+        progress = _Progress(read_metrics(path / position.phase / "metrics.jsonl", problems))
+        progress.stage = position.phase
         return progress
     try:
         stages = Stages.of(config)
