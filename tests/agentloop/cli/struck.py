@@ -16,9 +16,11 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -175,7 +177,10 @@ def drive(
         f'#!/bin/sh\nshift\nexec {sys.executable} -m tests.agentloop.cli.struck live "$@"\n'
     )
     program.chmod(0o755)
+    # What a killed process leaves in the folder of temporary files ends with the test.
+    temporary = tempfile.mkdtemp(prefix="s-")
     environment = os.environ | {
+        "TMPDIR": temporary,
         _PLAN: str(plan),
         _PLAYED: "1" if played else "",
         "PATH": os.pathsep.join([str(program.parent), os.environ["PATH"]]),
@@ -198,6 +203,7 @@ def drive(
         output, struck = life.stdout + life.stderr, json.loads(plan.read_text())["struck"]
         print(f"{command}: status {life.returncode}, struck {struck}\n{output}", flush=True)
         if life.returncode == 0:
+            shutil.rmtree(temporary)
             return list(struck)
         assert struck != struck_before, "it ended, though nothing had struck it"
         assert "Traceback" not in output

@@ -19,6 +19,7 @@ import pytest
 from agentloop.cli.train_settings import TrainSettings
 from agentloop.config import load_settings
 from agentloop.distribution import is_installed
+from agentloop.errors import SettingsError
 from tests.agentloop.cli.struck import PHASES, WAYS
 from tests.patience import patient
 
@@ -122,8 +123,14 @@ def undisturbed(recipe: str) -> dict[str, Any]:
 
 
 def require(way: str, recipe: str) -> None:
-    if settings_of(recipe).mcp and not is_installed("mcp"):
+    settings = settings_of(recipe)
+    if settings.mcp and not is_installed("mcp"):
         pytest.skip("needs the MCP SDK: pip install 'agentloop-rl[mcp]'")
+    try:
+        for environment in settings.environments:
+            environment.load()
+    except SettingsError as error:  # it needs a package that is not installed
+        pytest.skip(str(error))
     if way == "full disk":
         with suppress(OSError):
             if subprocess.run(["unshare", "--mount", "true"], check=False).returncode == 0:
