@@ -20,8 +20,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("way", ["interrupt", "kill the child"])
 def test_struck_run_goes_on_with_real_parts(tmp_path: Path, way: str) -> None:
-    short = ["sft.loop.batch_tokens=800", "budget.max_response_tokens=40"]
-    arguments = [*arguments_for("laptop"), *short, "stages.short.max_response_tokens=40"]
+    short = ["budget.max_response_tokens=40", "stages.short.max_response_tokens=40"]
+    arguments = [*arguments_for("laptop"), *short]
     outcome = struck(tmp_path, way, ["fine-tuning", "stage 1"], arguments, parts="real")
     steps = {phase: [row[0] for row in rows] for phase, rows in outcome["rows"].items()}
     assert steps["sft"] == sorted(set(steps["sft"]))  # each once, though some were repeated
