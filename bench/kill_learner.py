@@ -23,7 +23,7 @@ from typing import Any
 
 from agentloop.learner.files import appear, fresh_partial
 
-__all__ = ["FIRST", "LOG", "PID"]
+__all__ = ["FIRST", "LOG", "PID", "PlayedLearner", "main"]
 
 FIRST = "0" * 64  # the digest of the initial model
 LOG = Path("logs/learned.jsonl")  # in the run's folder
@@ -47,7 +47,7 @@ class PlayedLearner:
                 self._learn(b"reset", [])
                 return {}
             case {"op": "publish", "folder": str(folder), "version": str(version)}:
-                self._write(Path(folder), {"config.json": {}, "digest.json": self._digest})
+                self._write(Path(folder), self.model(version))
                 return {"version": version, "sha256": {}, "num_bytes": 0, "seconds": 0.0}
             case {"op": "save", "folder": str(folder), "state": state}:
                 kept = {"state": state, "digest": self._digest, "num_updates": self._num_updates}
@@ -64,6 +64,10 @@ class PlayedLearner:
             case {"op": "close"}:
                 return {}
         raise ValueError(f"unknown request: {request}")
+
+    def model(self, version: str) -> dict[str, Any]:
+        """Return the contents of the files of a published model."""
+        return {"config.json": {}, "digest.json": self._digest}
 
     def _counters(self) -> dict[str, int]:
         return {"num_updates": self._num_updates, "num_skipped": 0, "warm_from": 0}
@@ -116,9 +120,9 @@ def _remove_older(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def main() -> None:
+def main(kind: type[PlayedLearner] = PlayedLearner) -> None:
     run = Path(sys.argv[1]).parent.parent  # of logs/learner.json
-    learner = PlayedLearner(run)
+    learner = kind(run)
     link = socket.socket(socket.AF_UNIX)
     link.connect(os.environ["AGENTLOOP_LEARNER_SOCKET"])
     (run / PID).write_text(str(os.getpid()))

@@ -56,7 +56,7 @@ from agentloop.trajectory import (
 )
 from bench.kill_learner import PID
 
-__all__ = ["STRUCK", "TICKS", "Fuse", "learner_of", "live", "serve", "strike"]
+__all__ = ["STRUCK", "TICKS", "Fuse", "PlayedServer", "learner_of", "live", "serve", "strike"]
 
 TICKS = Path("logs/ticks")  # in the run's folder: number of effects so far
 STRUCK = Path("logs/struck")  # exists if something was killed in this life

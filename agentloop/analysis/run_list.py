@@ -20,9 +20,10 @@ from typing import Any
 import orjson
 
 from agentloop.plain_json import read_rows
+from agentloop.training.position import Phase, Position, Stages
 from agentloop.training.run_folder import checkpoints_in, is_active
 
-__all__ = ["RunKind", "RunState", "RunSummary", "Stages", "find_runs", "read_metrics", "summarize"]
+__all__ = ["RunKind", "RunState", "RunSummary", "find_runs", "read_metrics", "summarize"]
 
 Row = Mapping[str, Any]
 
@@ -56,31 +57,12 @@ class RunState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
-    """The stages of a training run: their names in order, and the total number of steps."""
-
-    names: tuple[str, ...]
-    num_steps: int
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Stages:
-        """Read the stages from a run's settings.
-
-        Raises:
-            KeyError, TypeError, ValueError: the settings are invalid.
-        """
-        if stages := config.get("stages"):
-            return cls(tuple(stages), sum(int(stage["steps"]) for stage in stages.values()))
-        return cls((), int(config["loop"]["steps"]))
-
-
-@dataclass(frozen=True, slots=True)
 class RunSummary:
     """The summary of a run, as far as its files are readable.
 
     Attributes:
         stage: number and name of the stage, "2/3 longer", or "sft" before the rollouts.
-        step, num_steps: counted over all stages; None: unknown.
+        step, num_steps: counted over all stages, or in the fine-tuning; None: unknown.
         reward, tool_errors: values of the last step that has them.
         held_out_reward: value of the last evaluation.
         checkpoints: steps of the checkpoints.
@@ -187,17 +169,17 @@ class _Progress:
 def _of_training(
     path: Path, config: Mapping[str, Any], rows: Sequence[Row], problems: list[str]
 ) -> _Progress:
-    progress = _Progress(rows)
-    if not rows and (path / "sft" / "metrics.jsonl").is_file():
-        progress = _Progress(read_metrics(path / "sft" / "metrics.jsonl", problems))
-        progress.stage = "sft"
+    progress, position = _Progress(rows), Position.of(path)
+    if position.phase is Phase.FINE_TUNING:
+        progress = _Progress(read_metrics(path / position.phase / "metrics.jsonl", problems))
+        progress.stage = position.phase
         return progress
     try:
         stages = Stages.of(config)
     except (KeyError, TypeError, ValueError, AttributeError):
         problems.append("config.toml: the number of steps is missing")
     else:
-        progress.stage, progress.num_steps = _stage(rows, stages), stages.num_steps
+        progress.stage, progress.num_steps = _stage(position, stages), stages.num_steps
     return progress
 
 
@@ -259,9 +241,9 @@ def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _stage(rows: Sequence[Row], stages: Stages) -> str:
-    number = next((stage for row in reversed(rows) if (stage := _int(row.get("stage")))), 1)
-    if not 0 < number <= len(stages.names):
+def _stage(position: Position, stages: Stages) -> str:
+    number = position.stage or 1
+    if number > len(stages.names):
         return ""
     return f"{number}/{len(stages.names)} {stages.names[number - 1]}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import errno
 import json
 import logging
 import os
@@ -338,8 +339,8 @@ def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
         explain: log the router's decisions.
 
     Returns:
-        The exit status: that of `main`, 130 or 143 after a signal, 2 after an AgentLoopError or a
-        SandboxError, which is printed, or if some code has called `sys.exit`.
+        The exit status: that of `main`, 130 or 143 after a signal, 2 after an AgentLoopError, a
+        SandboxError or a full disk, which is printed, or if some code has called `sys.exit`.
     """
     from agentloop.sandbox import SandboxError
 
@@ -353,17 +354,25 @@ def run(main: Callable[[], Awaitable[int]], *, explain: bool = False) -> int:
         return anyio.run(
             partial(_until_signal, main), backend_options={"use_uvloop": _has_uvloop()}
         )
-    except (AgentLoopError, SandboxError, BaseExceptionGroup) as error:
+    except (AgentLoopError, SandboxError, OSError, BaseExceptionGroup) as error:
         errors = list(leaves(error))
-        if not all(isinstance(leaf, (AgentLoopError, SandboxError)) for leaf in errors):
+        expected = (AgentLoopError, SandboxError)
+        if not all(isinstance(leaf, expected) or _is_disk_full(leaf) for leaf in errors):
             raise
         for message in dict.fromkeys(map(str, errors)):  # several tasks may fail alike
             print(f"agentloop: error: {message}", file=sys.stderr)
+        notes = (note for noted in (error, *errors) for note in getattr(noted, "__notes__", ()))
+        for note in dict.fromkeys(notes):
+            print(f"agentloop: {note}", file=sys.stderr)
         return 2
     except SystemExit as stop:  # not ours: with 0, a run that was cut short would look complete
         at = f" at {place}" if (place := place_of(stop)) else ""
         print(f"agentloop: error: sys.exit({stop.code!r}) was called{at}", file=sys.stderr)
         return 2
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _configure_logging() -> None:

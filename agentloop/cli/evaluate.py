@@ -53,6 +53,7 @@ from agentloop.rollouts.player import endpoint_player_of, player_of
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime
 from agentloop.sandbox import Pool
+from agentloop.training.position import resume_command
 from agentloop.training.run_folder import RunFolder, config_of
 from agentloop.training.run_status import RunStatus, count_of
 
@@ -133,7 +134,7 @@ async def _evaluate_in(
                 _open_groups(settings, tasks, dashboard, progress) as (groups, settings),
             ):
                 folder.tell(to_toml(settings))
-                progress.say(f"If stopped, continue with: agentloop evaluate --resume {path}")
+                progress.say(f"If stopped, continue with: {resume_command('evaluate', path)}")
                 async with report.of(evaluation):
                     await evaluation.run(groups, settings.budget)
     else:

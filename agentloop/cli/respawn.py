@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agentloop.inference.processes.restarts import Restarts
+from agentloop.training.position import resume_command
 
 __all__ = ["is_child", "run_with_restarts", "tell_run"]
 
@@ -49,25 +50,30 @@ def run_with_restarts(
     max_restarts: int,
     say: Callable[[str], None],
     again: Sequence[str] = (),
+    resume: Path | None = None,
 ) -> int:
     """Run a command, restart it with `--resume RUN` when it is killed, and return its exit status.
 
     Args:
-        arguments: arguments of the first start, replaced by `--resume RUN` afterwards.
+        arguments: arguments of the first start, replaced by `--resume RUN` once the child has
+            reported its run.
         max_restarts: restarts in ten minutes.
         say: called with a line of text about restarts.
         again: arguments to repeat at a restart: settings that the run's folder does not keep, such
             as passwords.
+        resume: the run that `arguments` resume. Until the child has reported it, it may not have
+            done what they say, such as to go back to a step, so they are repeated.
 
     Returns:
         The exit status as a shell reports it. A process that was asked to stop is not restarted.
     """
-    restarts, run = Restarts(max_restarts), ""
+    restarts, run = Restarts(max_restarts), str(resume or "")
     # The control token printed before must remain valid after a restart.
     environment = {_TOKEN: secrets.token_urlsafe(9), **os.environ}
     while True:
         status, reported_run, is_to_end = _run([*command, *arguments], environment)
-        run = reported_run or run  # killed before it could report: still the same run
+        if reported_run:  # otherwise it was killed before it could report
+            run, arguments = reported_run, ["--resume", reported_run, *again]
         if status >= 0:
             return status
         name = _name(-status)
@@ -75,13 +81,13 @@ def run_with_restarts(
             say(f"The training process was killed by {name} before its run had a folder to resume")
             return 128 - status
         if is_to_end:  # for example by a second Ctrl-C while it was stopping
-            say(f"Ended by {name}; continue with: agentloop train --resume {run}")
+            say(f"Ended by {name}; continue with: {resume_command('train', Path(run))}")
             return 128 - status
         delay_s = restarts.record_death(time.monotonic())
         if delay_s is None:
             say(
                 f"The training process was killed by {name}, more often than --restarts allows; "
-                f"continue with: agentloop train --resume {run}"
+                f"continue with: {resume_command('train', Path(run))}"
             )
             return 128 - status
         say(f"The training process was killed by {name}; resuming {run}")
@@ -89,7 +95,6 @@ def run_with_restarts(
             time.sleep(delay_s)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
-        arguments = ["--resume", run, *again]
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str, bool]:

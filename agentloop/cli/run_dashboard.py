@@ -6,6 +6,7 @@ become available. Visitors may cancel rollouts and control the loop.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -146,8 +147,8 @@ class RunDashboard:
     async def _ending(self) -> AsyncIterator[None]:
         """Tell the page's readers how the block ended."""
         path, live = self.folder.path, self._dashboard.live
-        again = f"To view it later: agentloop runs view {path}"
-        resume = f"to continue: agentloop {self._kind} --resume {path}"
+        again = f"To view it later: agentloop runs view {shlex.quote(str(path))}"
+        resume = f"to continue: agentloop {self._kind} --resume {shlex.quote(str(path))}"
         try:
             yield
         except Exception as error:

@@ -32,7 +32,8 @@ from agentloop.training.learner_client.settings import (
     SftLearnerSettings,
     TrainingSettings,
 )
-from agentloop.training.run_folder import RunFolder, RunSettings, checkpoints_in, config_of
+from agentloop.training.position import telling_how_to_continue
+from agentloop.training.run_folder import RunFolder, RunSettings, config_of
 from agentloop.training.run_status import count_of
 from agentloop.training.sft import (
     DialogueSource,
@@ -47,14 +48,12 @@ __all__ = [
     "DialogueTraining",
     "SftSettings",
     "check_named",
-    "display_path",
     "imitate",
     "learner_of",
     "load_run_settings",
     "main",
     "model_folder",
     "require_learner",
-    "resume_hint",
     "samples_of",
     "sft",
 ]
@@ -113,18 +112,14 @@ async def sft(
         plan = await anyio.to_thread.run_sync(FineTuningPlan, settings.loop, samples, folder)
         if resume:
             folder.tell(config)  # only now: rejected settings must leave the run unchanged
-        try:
-            dashboard = RunDashboard(folder, progress, kind="sft", has_runtime=False)
-            with folder.noting_failure():
-                async with dashboard.serve_page(settings.serve) if settings.page else nullcontext():
-                    if plan.model is not None:
-                        return plan.model
-                    learner = learner_of(settings, model, settings.chat, folder, progress)
-                    async with learner:
-                        return await imitate(settings, learner, plan, progress, dashboard.emit)
-        except anyio.get_cancelled_exc_class():
-            progress.say(resume_hint("sft", folder.path))
-            raise
+        dashboard = RunDashboard(folder, progress, kind="sft", has_runtime=False)
+        with telling_how_to_continue("sft", folder.path, progress.say), folder.noting_failure():
+            async with dashboard.serve_page(settings.serve) if settings.page else nullcontext():
+                if plan.model is not None:
+                    return plan.model
+                learner = learner_of(settings, model, settings.chat, folder, progress)
+                async with learner:
+                    return await imitate(settings, learner, plan, progress, dashboard.emit)
 
 
 def model_folder(path: Path | str) -> Path:
@@ -202,23 +197,6 @@ async def imitate(
     """
     restarts = settings.ranks.max_restarts
     return await fine_tune(plan, learner, report=progress, max_restarts=restarts, emit=emit)
-
-
-def resume_hint(command: str, path: Path) -> str:
-    """Return the message for a stopped run: its newest checkpoint and how to continue."""
-    phases = {path: "", path / "sft": " of supervised fine-tuning"}
-    steps = ((max(checkpoints_in(folder), default=None), phase) for folder, phase in phases.items())
-    newest = next((f"a checkpoint of step {n}{phase}" for n, phase in steps if n is not None), None)
-    return (
-        f"Stopped; there is {newest or 'no checkpoint yet'}. Continue with: "
-        f"agentloop {command} --resume {display_path(path)}"
-    )
-
-
-def display_path(path: Path) -> str:
-    """Return a path relative to the working directory if it is inside it."""
-    cwd = Path.cwd()
-    return str(path.relative_to(cwd) if path.is_relative_to(cwd) else path)
 
 
 def load_run_settings(kind: type[S], arguments: list[str], resume: Path | None) -> S:

@@ -37,7 +37,7 @@ from agentloop.cli.sft import (
 from agentloop.cli.without_servers import open_tools
 from agentloop.environments.environment import Environment, set_up
 from agentloop.environments.mixture import RunEnvironment, open_mixture
-from agentloop.errors import SettingsError
+from agentloop.errors import DataError, SettingsError
 from agentloop.models import SMALL
 from agentloop.plain_json import dumps
 from agentloop.rollouts.scripted import teacher_dialogues
@@ -63,6 +63,7 @@ __all__ = ["SftStageSettings", "add_teacher_dialogues", "check_teachers", "make_
 
 
 _NUM_LINES = 10  # progress lines of the teacher
+_TEACHER = "teacher.jsonl"  # what it has played
 
 
 class SftStageLearner(InitSettings):
@@ -198,8 +199,14 @@ async def make_start_model(
             # The dialogues are read by one core, while the learner starts on others.
             learner = learner_of(training, model, chat, part, progress, spawn)
             async with learner.starting():
-                samples = await samples_of(training, model, chat, progress)
-                plan = await anyio.to_thread.run_sync(FineTuningPlan, training.loop, samples, part)
+                try:
+                    samples = await samples_of(training, model, chat, progress)
+                except DataError:
+                    if not part.metrics():  # a resumed run may have a corrected teacher
+                        (part.path / _TEACHER).unlink(missing_ok=True)
+                    raise
+                make_plan = partial(FineTuningPlan, training.loop, samples, part, "sft.")
+                plan = await anyio.to_thread.run_sync(make_plan)
                 await imitate(training, learner, plan, progress, dashboard.on_start_event)
     checkpoints = made.with_name("checkpoints")  # not needed any more
     await anyio.to_thread.run_sync(partial(shutil.rmtree, checkpoints, ignore_errors=True))
@@ -220,8 +227,8 @@ async def add_teacher_dialogues(
     loaded = await console.in_thread(lambda: [environment.load() for environment in environments])
     if not data.teacher or _is_arithmetic(environments, loaded):
         return data
-    file = anyio.Path(folder.path / "teacher.jsonl")
-    if not await file.is_file():
+    file = folder.path / _TEACHER
+    if not file.is_file():
         logs = folder.path / "logs"
         async with (
             set_up(loaded),
@@ -254,7 +261,6 @@ async def add_teacher_dialogues(
                         budget=run_environment.budget_of(settings.budget),
                     ),
                 )
-        unfinished = file.with_suffix(".tmp")
-        await unfinished.write_bytes(b"".join(line + b"\n" for line in lines))
-        await unfinished.rename(file)
-    return data.model_copy(update={"paths": [*data.paths, Path(file)], "teacher": 0})
+        text = "".join(f"{line.decode()}\n" for line in lines)
+        await anyio.to_thread.run_sync(folder.write, _TEACHER, text)
+    return data.model_copy(update={"paths": [*data.paths, file], "teacher": 0})

@@ -6,6 +6,7 @@ supervised fine-tuning (optional) ──> stages of rollouts and learning ──
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import (
@@ -22,7 +23,6 @@ import anyio
 from agentloop.agent.named_tools import imported_tools
 from agentloop.aio import exempt_from_collection
 from agentloop.analysis.plots import plot_runs
-from agentloop.analysis.run_list import Stages, summarize
 from agentloop.cli import console
 from agentloop.cli.cluster import OnCluster, on_cluster, plan_on_cluster
 from agentloop.cli.replay import replay, step_range
@@ -31,11 +31,7 @@ from agentloop.cli.resource_report import report
 from agentloop.cli.respawn import is_child, run_with_restarts, tell_run
 from agentloop.cli.rolling_out import rollouts_of
 from agentloop.cli.run_dashboard import RunDashboard
-from agentloop.cli.sft import (
-    display_path,
-    load_run_settings,
-    resume_hint,
-)
+from agentloop.cli.sft import load_run_settings
 from agentloop.cli.sft_stage import check_teachers, make_start_model
 from agentloop.cli.train_checks import check_settings, require_machine
 from agentloop.cli.train_settings import (
@@ -58,6 +54,13 @@ from agentloop.runtime import Runtime, Settings
 from agentloop.training.learner_client.client import KeptLearner, spawn_here
 from agentloop.training.learner_record import LearnerRecord, record_learner
 from agentloop.training.loop import TrainingLoop
+from agentloop.training.position import (
+    Phase,
+    Position,
+    Stages,
+    display_path,
+    telling_how_to_continue,
+)
 from agentloop.training.queue import GroupQueue
 from agentloop.training.resume import load_newest
 from agentloop.training.rollouts import RollsOut
@@ -106,7 +109,9 @@ async def train(
         _open_folder(settings, config, resume) as folder,
         GroupQueue.open(folder.path / "queue.sqlite") as queue,
     ):
-        if resume is not None:
+        if resume is None:
+            tell_run(folder.path)
+        else:
             if folder.has_rollouts and not await queue.counts():
                 raise RunFolderError(
                     f"--resume: {folder.path}: has rollouts or checkpoints, but its journal, "
@@ -123,8 +128,8 @@ async def train(
                 if (cursor := (await queue.cursor()).get("tasks")) is not None:
                     tasks.go_to(cursor)
             folder.tell(config)  # only now: rejected settings must leave the run unchanged
-        tell_run(folder.path)
-        with folder.noting_failure():
+            tell_run(folder.path)
+        with telling_how_to_continue("train", folder.path, progress.say), folder.noting_failure():
             await _run(settings, tasks, queue, RunDashboard(folder, progress), progress)
     path = folder.path / "plots.png"
     await anyio.to_thread.run_sync(plot_runs, [folder.path], path)
@@ -156,26 +161,22 @@ async def _run(
         sinks=settings.sinks,
         config=settings.model_dump(mode="json"),
     )
-    try:
-        async with (
-            elsewhere,
-            dashboard.serve_page(settings.serve) if settings.page else nullcontext(),
-            on_cluster(settings, log_dir=folder.path / "logs", say=progress.say) as cluster,
-        ):
-            settings = cluster.settings if cluster else with_memory_saver(settings)
-            if settings.sft is not None:
-                training = settings.sft.within(
-                    settings.learner, settings.ranks, settings.loop, settings.budget
-                )
-                spawn = cluster.spawn_sft_rank if cluster else spawn_here
-                model = await make_start_model(
-                    settings, training, settings.environments, dashboard, progress, spawn
-                )
-                settings = settings.model_copy(update={"model": str(model)})
-            await _roll_out_and_learn(settings, tasks, queue, dashboard, progress, cluster)
-    except anyio.get_cancelled_exc_class():
-        progress.say(resume_hint("train", folder.path))
-        raise
+    async with (
+        elsewhere,
+        dashboard.serve_page(settings.serve) if settings.page else nullcontext(),
+        on_cluster(settings, log_dir=folder.path / "logs", say=progress.say) as cluster,
+    ):
+        settings = cluster.settings if cluster else with_memory_saver(settings)
+        if settings.sft is not None:
+            training = settings.sft.within(
+                settings.learner, settings.ranks, settings.loop, settings.budget
+            )
+            spawn = cluster.spawn_sft_rank if cluster else spawn_here
+            model = await make_start_model(
+                settings, training, settings.environments, dashboard, progress, spawn
+            )
+            settings = settings.model_copy(update={"model": str(model)})
+        await _roll_out_and_learn(settings, tasks, queue, dashboard, progress, cluster)
 
 
 async def _roll_out_and_learn(
@@ -381,7 +382,12 @@ def main(arguments: list[str]) -> int:
         flags = ["--explain"] if options.explain else []
         overrides = console.split_settings(options.settings)[1]  # may contain a password
         return run_with_restarts(
-            [*command, *flags], arguments, options.restarts, _say, again=overrides
+            [*command, *flags],
+            arguments,
+            options.restarts,
+            _say,
+            again=overrides,
+            resume=options.resume,
         )
     work = partial(_train, options.settings, options.resume, options.from_step)
     return console.run(work, explain=options.explain)
@@ -483,7 +489,7 @@ async def _missing(settings: TrainSettings) -> str:
 async def _train(arguments: list[str], resume: Path | None, from_step: int | None) -> int:
     settings = load_run_settings(TrainSettings, arguments, resume)
     check_settings(settings)  # settings first: a missing package takes longer to put right
-    if resume is not None and from_step is None and _is_complete(settings, resume):
+    if resume is not None and _is_complete(settings, resume, from_step):
         run = display_path(resume)
         print(f"{run} has done all of its steps. More, such as by loop.steps, continue it.")
         return 0
@@ -496,24 +502,26 @@ async def _train(arguments: list[str], resume: Path | None, from_step: int | Non
             ("Watch it act", "") if settings.env.name else ("Ask its model", f' "{_QUESTION}"')
         )
         progress.say(f"The run is in {folder}; plots.png shows its metrics. {see}:")
-        progress.say(f"  agentloop chat --run {display_path(folder)}{question}")
+        progress.say(f"  agentloop chat --run {shlex.quote(display_path(folder))}{question}")
     return 0
 
 
-def _is_complete(settings: TrainSettings, run: Path) -> bool:
-    """Return whether a run has ended after all of these steps.
+def _is_complete(settings: TrainSettings, run: Path, from_step: int | None) -> bool:
+    """Return whether a run has ended after all of these steps, and is not to go back.
 
     Raises:
-        SettingsError: It has done more.
+        SettingsError: It has done more, or has no step to go back to yet.
     """
-    num_steps = Stages.of(settings.model_dump(mode="json")).num_steps
-    done = summarize(run.resolve())
-    if num_steps and (done.step or 0) > num_steps:
-        raise SettingsError(
-            f"loop.steps: {num_steps}, but {display_path(run)} has done {done.step}: give a larger "
-            "number, or go back with --from"
-        )
-    return num_steps > 0 and done.step == num_steps and (run / "ended").is_file()
+    position = Position.of(run.resolve())
+    if from_step is not None:
+        if position.phase is Phase.FINE_TUNING:
+            raise SettingsError(
+                f"--from: {display_path(run)} is in supervised fine-tuning, which is before its "
+                f"step 0: omit --from; there is {position}"
+            )
+        return False
+    stages = Stages.of(settings.model_dump(mode="json"))
+    return position.is_last_of(stages) and (position.run / "ended").is_file()
 
 
 def _say(line: str) -> None:

@@ -32,7 +32,7 @@ from agentloop.observe.latency import Duration, of_turn, summary_of
 from agentloop.observe.record import RecordReader
 from agentloop.observe.runs import curves, read_metrics, runs_beside, start_metrics
 from agentloop.plain_json import JsonObject, dumps, loads, number_of
-from agentloop.trajectory import ToolCallStatus, Trajectory, rollout_of, union_s
+from agentloop.trajectory import ToolCallStatus, Trajectory, TurnEnd, rollout_of, union_s
 
 __all__ = ["Archive", "read_group", "read_rollout"]
 
@@ -278,7 +278,8 @@ def _spent_on(turn: JsonObject) -> Spent:
         for result in turn["results"]
     ]
     queued_s, ran_s = split_tool_time(times, sampled, max(sampled, ended))
-    spent = Spent(num_turns=1, num_calls=len(times))
+    truncated = int(turn.get("end") == TurnEnd.LENGTH)
+    spent = Spent(num_turns=1, num_calls=len(times), num_truncated=truncated)
     for part, seconds in (
         (Part.KV, placed - started),
         (Part.PREFILL, first - placed),

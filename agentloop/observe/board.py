@@ -50,7 +50,7 @@ from agentloop.observe.frames import (
 from agentloop.observe.in_flight import InFlight
 from agentloop.observe.latency import Duration, LatencyShown, RecentDurations, nearest_rank, of_turn
 from agentloop.plain_json import number_of
-from agentloop.trajectory import Message, Trajectory, Turn, rollout_of
+from agentloop.trajectory import Message, Trajectory, Turn, TurnEnd, rollout_of
 
 __all__ = ["Board", "GroupRow", "Row"]
 
@@ -288,7 +288,8 @@ class Board:
                 self._enter(row, "tool")
             case TurnFinished(record=turn):
                 self._record_cache_hits(row, turn)
-                self._recent.count(self._clock(), turns=1)
+                truncated = int(turn.end is TurnEnd.LENGTH)
+                self._recent.count(self._clock(), turns=1, truncated=truncated)
                 times = turn.started_s, turn.first_token_s, turn.generated_s
                 for kind, seconds in of_turn(*times, len(turn.output_ids)):
                     self._durations.add(kind, self._clock(), seconds)

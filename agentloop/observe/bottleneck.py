@@ -89,11 +89,11 @@ _WORDS: dict[Part, tuple[str, str | None]] = {
     Part.SYNC: ("Servers wait for new weights", "set weights.transport=broadcast"),
     Part.LEARNER: ("Servers wait for the learner", "raise loop.max_staleness"),
 }
+_OR_SHORTER = " or lower budget.max_response_tokens"  # where a turn has reached it
 _ON_CPU = {
     Part.KV: "raise server.max_total_tokens",
     Part.PREFILL: "use a smaller model or shorter prompts; raise server.threads if cores are idle",
-    Part.DECODE: "use a smaller model or lower budget.max_response_tokens; raise server.threads if "
-    "cores are idle",
+    Part.DECODE: f"use a smaller model{_OR_SHORTER}; raise server.threads if cores are idle",
 }
 _ON_GPU = {
     Part.KV: "raise server.count or server.max_total_tokens",
@@ -119,6 +119,7 @@ class Spent:
         busy_s: seconds of the clock in which at least one rollout was in flight.
         window_s: seconds of the clock that this covers.
         num_turns, num_calls: turns and calls that have ended.
+        num_truncated: turns that were cut at a limit on tokens.
     """
 
     seconds: defaultdict[Part, float] = field(default_factory=lambda: defaultdict(float))
@@ -126,6 +127,7 @@ class Spent:
     window_s: float = 0.0
     num_turns: int = 0
     num_calls: int = 0
+    num_truncated: int = 0
 
     def add(self, spent: Spent) -> None:
         """Add the seconds and counts of another, whose window is part of this one's."""
@@ -134,6 +136,7 @@ class Spent:
         self.busy_s += spent.busy_s
         self.num_turns += spent.num_turns
         self.num_calls += spent.num_calls
+        self.num_truncated += spent.num_truncated
 
     def by_part(self) -> dict[Part, float]:
         """Return the seconds of the clock of each part that took any; their sum is the window."""
@@ -165,6 +168,8 @@ class Spent:
             return ""
         description, advice = _WORDS[largest]
         advice = advice or _BY_HARDWARE[on][largest]
+        if not self.num_truncated:
+            advice = advice.replace(_OR_SHORTER, "")
         if largest is Part.QUEUE and not has_slots:
             advice = "no worker of the sandbox is available, see the log"
         for parts, count, noun in (
@@ -247,11 +252,12 @@ class RecentTime:
         """Add time at a part that is known only now, such as the learner's."""
         self._spread(self._buckets, start, end, part)
 
-    def count(self, now_s: float, *, turns: int = 0, calls: int = 0) -> None:
-        """Count turns and calls that end now."""
+    def count(self, now_s: float, *, turns: int = 0, calls: int = 0, truncated: int = 0) -> None:
+        """Count turns and calls that end now, and how many of the turns were truncated."""
         bucket = self._buckets.setdefault(int(now_s), Spent())
         bucket.num_turns += turns
         bucket.num_calls += calls
+        bucket.num_truncated += truncated
 
     def spent(self, now_s: float, *, queued_share: float = 0.0) -> Spent:
         """Return the time of the window that ends now.

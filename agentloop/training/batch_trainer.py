@@ -20,7 +20,8 @@ from agentloop.training.collapse import (
     checkpoint_before,
     report,
 )
-from agentloop.training.held_out import HeldOutEval
+from agentloop.training.held_out import Evaluated, HeldOutEval
+from agentloop.training.position import resume_command
 from agentloop.training.queue import Lease, StepNotes
 from agentloop.training.run_context import RunContext
 from agentloop.training.step_metrics import Learned, StepMetrics
@@ -55,6 +56,9 @@ class BatchTrainer:
         self._collapse = Collapse(collapse)
         self._waits_for_weights = waits_for_weights
         self._waited_s = 0.0  # for the batch
+        self._meanwhile_s = 0.0  # of it, before the learner began to wait
+        self._since_s = time.monotonic()  # the end of the last step
+        self._evaluation = Evaluated()  # since then
 
     @property
     def step(self) -> int:
@@ -79,6 +83,10 @@ class BatchTrainer:
             metrics.curriculum = self._run.curriculum.metrics()  # the last step's, as is this one
             await self._run.metrics.add(metrics.row())
 
+    def begin_stage(self) -> None:
+        """Take note that the first rollouts of a stage begin, from which on its step is timed."""
+        self._since_s, self._evaluation = time.monotonic(), Evaluated()
+
     async def wait_for_batch(self) -> bool:
         """Wait for a batch; return False if there will be none because the run is draining."""
         total = self._run.settings.prompts_per_step
@@ -93,8 +101,22 @@ class BatchTrainer:
         await self._run.control.wait_until(
             is_over, "the learner", lambda: "a batch of finished groups"
         )
-        self._waited_s = time.monotonic() - started_s
+        # Its rollouts went on while the last weights were evaluated or saved. Of that time, only
+        # the part until they ended is this step's.
+        complete_s = self._run.buffer.complete_s or started_s
+        self._meanwhile_s = max(0.0, min(complete_s, started_s) - self._since_s)
+        self._waited_s = self._meanwhile_s + time.monotonic() - started_s
         return self._run.buffer.has_batch
+
+    def _evaluation_share_s(self, num_tokens: int) -> float:
+        """Return how much of the time until a batch of `num_tokens` was complete is that of the
+        evaluation beside it: they share the servers, and so the time, by the tokens sampled."""
+        both_s = min(self._meanwhile_s, self._evaluation.seconds)
+        if both_s <= 0:
+            return 0.0
+        evaluation_rate = self._evaluation.num_tokens / self._evaluation.seconds
+        batch_rate = num_tokens / self._waited_s
+        return both_s * evaluation_rate / max(1e-9, evaluation_rate + batch_rate)
 
     async def train(self, stage: int, *, resets: bool) -> None:
         """Train on the batch that `wait_for_batch` has found.
@@ -114,7 +136,9 @@ class BatchTrainer:
         if learns:
             self._run.pace.waits("the learner is training")
         metrics = StepMetrics.of(lease, await self._steps.learn(lease))
-        metrics.wait_s = self._waited_s
+        num_tokens = metrics.rollouts.num_sampled_tokens
+        metrics.wait_s = self._waited_s - self._evaluation_share_s(num_tokens)
+        self._evaluation = Evaluated()
         if metrics.learned.num_learned:
             learned_s = time.monotonic()
             await self._weights.publish()
@@ -124,7 +148,8 @@ class BatchTrainer:
             metrics.sync_s = time.monotonic() - learned_s
         else:
             self._run.buffer.learned_nothing()
-        metrics.step_s = self._waited_s + time.monotonic() - started_s
+        self._since_s = time.monotonic()
+        metrics.step_s = metrics.wait_s + self._since_s - started_s
         metrics.weights = self._weights.metrics
         metrics.curriculum = self._run.curriculum.metrics()
         metrics.loop_lag_s = self._run.control.watch.take_lag_s()
@@ -161,7 +186,8 @@ class BatchTrainer:
 
     async def evaluate(self, budget: Budget) -> None:
         """Evaluate the current weights on the held-out tasks."""
-        await self._held_out.evaluate(step=self.step, version=self.version, budget=budget)
+        evaluating = self._held_out.evaluate(step=self.step, version=self.version, budget=budget)
+        self._evaluation = await evaluating
 
     async def until_live(self) -> None:
         """Wait until servers have the learner's weights."""
@@ -183,7 +209,7 @@ class BatchTrainer:
             await self.until_live()  # servers may be reading the weights that are removed
             await self._steps.go_back(checkpoints[good])
             advice = (
-                f"continue with `agentloop train --resume {self._run.folder.path} --from {good}`"
+                f"continue with `{resume_command('train', self._run.folder.path, from_step=good)}`"
             )
         raise RunCollapsed(
             f"the run has collapsed: {verdict.why}; {path} has the details; {advice}"

@@ -12,6 +12,7 @@ free while a restart would bring its group back.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Collection
 
@@ -54,6 +55,7 @@ class GroupBuffer:
         self._tasks: StageTasks | None = None
         self._num_left = 0  # groups of this stage that are not admitted yet
         self._readmitted: deque[QueuedGroup] = deque()  # open since before a restart
+        self._complete_s: float | None = None
 
     def reset(self, version: int) -> None:
         """Begin without groups, with the weights of `version` live. The journal is unchanged."""
@@ -88,6 +90,14 @@ class GroupBuffer:
                 again.append(group)
         again += filter(is_ours, await self._queue.open_groups())
         self._readmitted = deque(sorted(again, key=lambda group: group.number))
+        self._complete_s = None
+        self._notify()
+
+    def _notify(self) -> None:
+        """Note whether a batch has become complete, and wake what waits for the groups."""
+        if self._complete_s is None and self.has_batch:
+            self._complete_s = time.monotonic()
+        self._control.notify()
 
     # --- rollouts ---------------------------------------------------------------------------------
 
@@ -162,14 +172,14 @@ class GroupBuffer:
         """Mark a group as finished, with its rollouts in the file at `path`, if it has any."""
         await self._queue.finish(group.number, path=path, num_bytes=num_bytes, figures=figures)
         self._slots.finish(group.number)
-        self._control.notify()
+        self._notify()
 
     async def discard(self, group: QueuedGroup, *, path: str | None, figures: GroupFigures) -> None:
         """Mark a group as one that will not be trained on, so that another one replaces it."""
         await self._queue.discard(group.number, path=path, figures=figures)
         self._slots.discard(group.number)
         self._num_left += 1
-        self._control.notify()
+        self._notify()
 
     # --- learning ---------------------------------------------------------------------------------
 
@@ -177,6 +187,11 @@ class GroupBuffer:
     def has_batch(self) -> bool:
         """True if a batch is complete and leaves behind no group that would become too stale."""
         return self._slots.has_batch
+
+    @property
+    def complete_s(self) -> float | None:
+        """The time at which the next batch became complete; None: it is not yet."""
+        return self._complete_s
 
     async def lease(self, step: int, notes: StepNotes) -> Lease:
         """Take the next batch, oldest groups first, for the training step `step`.
@@ -190,10 +205,11 @@ class GroupBuffer:
         numbers = self._slots.take()
         if numbers is None:
             raise ValueError("no batch is complete")
+        self._complete_s = None
         assert self._tasks is not None
         lease = await self._queue.lease(step, numbers, notes, rate_key=self._tasks.rate_key)
         self._tasks.observe(lease.outcomes)
-        self._control.notify()
+        self._notify()
         return lease
 
     def learned_nothing(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import anyio.lowlevel
@@ -18,7 +20,7 @@ from agentloop.training.rollouts import Purpose, RolledOut
 from agentloop.training.run_context import RunContext
 from agentloop.trajectory import Trajectory
 
-__all__ = ["HeldOutEval", "roll_out_all"]
+__all__ = ["Evaluated", "HeldOutEval", "roll_out_all"]
 
 
 async def roll_out_all(
@@ -93,6 +95,14 @@ async def roll_out_all(
     return [rolled_out[number] for number in sorted(rolled_out)]
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The time that an evaluation took, and the tokens sampled in it; none if there was none."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+
+
 class HeldOutEval:
     """Evaluates the policy on held-out tasks of each environment, with one rollout each."""
 
@@ -110,15 +120,19 @@ class HeldOutEval:
                 "There will be no evaluation: no tasks are held out (tasks.held_out)"
             )
 
-    async def evaluate(self, *, step: int, version: int, budget: Budget) -> None:
+    async def evaluate(self, *, step: int, version: int, budget: Budget) -> Evaluated:
         """Evaluate the weights of `version`, unless it was done after this step before a restart.
+
+        Returns:
+            What it took.
 
         Raises:
             RequestError: no held-out task is a valid request.
         """
         run = self._run
         if not self._tasks or await run.metrics.has(step, "held_out/reward"):
-            return
+            return Evaluated()
+        started_s = time.monotonic()
         groups = await roll_out_all(
             run,
             self._tasks,
@@ -131,13 +145,16 @@ class HeldOutEval:
         values = about([group.figures for _, group in groups])
         each = about_each((task.env, group.figures) for task, group in groups)
         row = {f"held_out/{name}": value for name, value in {**values.row(), **each}.items()}
-        await run.metrics.add({"step": step, **row})
+        evaluate_s = time.monotonic() - started_s
+        await run.metrics.add({"step": step, **row, "held_out/evaluate_s": evaluate_s})
         reward = mean(values.reward)
         run.pace.values |= {"held-out reward": reward}
         run.report.say(
             f"step {step}: held-out reward {reward}{rewards_of_each(each)}, "
-            f"tool errors in correct rollouts {percent(values.tool_errors_in_correct)}"
+            f"tool errors in correct rollouts {percent(values.tool_errors_in_correct)}, "
+            f"{evaluate_s:.1f} s"
         )
+        return Evaluated(evaluate_s, values.num_sampled_tokens)
 
 
 def _first_of_each(tasks: Sequence[Task], number: int) -> list[Task]:

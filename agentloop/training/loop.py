@@ -36,6 +36,7 @@ from agentloop.training.batch_trainer import BatchTrainer
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.held_out import HeldOutEval
 from agentloop.training.learner_client.client import LearnerRefused
+from agentloop.training.position import resume_command
 from agentloop.training.run_context import RunContext
 from agentloop.training.stages import StageRunner
 from agentloop.training.steps import Steps
@@ -219,7 +220,7 @@ class TrainingLoop:
         for number, (name, stage) in enumerate(run.stages.items(), 1):
             await self._stages.run(number, name, stage)
             if self.is_draining:
-                command = f"agentloop train --resume {run.folder.path}"
+                command = resume_command("train", run.folder.path)
                 run.report.say(f"Drained after step {self.step}; continue with: {command}")
                 break
         if run.settings.learn and self.step:

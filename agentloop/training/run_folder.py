@@ -29,7 +29,15 @@ from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.rollouts.record import ConversationRow
 from agentloop.training.learner_client.protocol import TrainingState
 
-__all__ = ["RunFolder", "RunSettings", "checkpoints_in", "config_of", "is_active", "training_state"]
+__all__ = [
+    "RunFolder",
+    "RunSettings",
+    "checkpoints_in",
+    "config_of",
+    "is_active",
+    "training_state",
+    "writing",
+]
 
 _LOCK_WAIT_S = 10.0
 _LOCK_POLL_S = 0.01
@@ -61,7 +69,7 @@ class RunFolder:
             RunFolderError: a folder or the settings cannot be written.
         """
         self.path = path
-        with _writing(path):
+        with writing(path):
             for name in ("trajectories", "checkpoints", "weights", "logs", "batches"):
                 (path / name).mkdir(parents=True, exist_ok=True)
         if config is not None:
@@ -86,7 +94,7 @@ class RunFolder:
             if config is not None:
                 _require_new(path)
             run = cls(path, config)
-            with _writing(path):
+            with writing(path):
                 for file in path.glob("*.jsonl"):
                     _cut_to_lines(file)
                 run._note(await anyio.to_thread.run_sync(_this_command))
@@ -113,7 +121,7 @@ class RunFolder:
             name: the subfolder.
         """
         async with RunFolder.open(self.path / name) as part:
-            with _writing(self.path):
+            with writing(self.path):
                 config = (self.path / "config.toml").read_text("utf-8")
             part.tell(config)
             yield part
@@ -121,7 +129,7 @@ class RunFolder:
     def tell(self, config: str) -> None:
         """Write the run's settings and mark it as active. Raises RunFolderError if that fails."""
         self.write("config.toml", config)
-        with _writing(self.path):
+        with writing(self.path):
             for name in ("ended", "failed", "drained"):
                 (self.path / name).unlink(missing_ok=True)
 
@@ -197,7 +205,7 @@ class RunFolder:
         self.checkpoint_of(step)
         aside = self.path / "undone" / (name or time.strftime("%Y%m%d-%H%M%S"))
         groups = [Path(file).name for file in files]
-        with _writing(aside):
+        with writing(aside):
             aside.mkdir(parents=True, exist_ok=True)
             (self.path / "ended").unlink(missing_ok=True)
             _move((self.path / "weights").iterdir(), aside / "weights")
@@ -236,7 +244,7 @@ class RunFolder:
 
     def write(self, name: str, text: str) -> None:
         """Write a file atomically. Raises RunFolderError if that fails."""
-        with _writing(self.path / name):
+        with writing(self.path / name):
             _write(self.path / name, text)
 
     def add_group(self, number: int, rows: Iterable[Mapping[str, object]]) -> tuple[str, int]:
@@ -254,7 +262,7 @@ class RunFolder:
         """
         path = self.path / "trajectories" / f"group-{number:07}.jsonl"
         partial = path.with_name(f".{path.name}.partial")
-        with _writing(path):
+        with writing(path):
             with partial.open("wb") as file:
                 for line in lines:
                     file.write(line + b"\n")
@@ -435,13 +443,13 @@ async def _hold_lock(path: Path) -> AsyncIterator[None]:
 
 def _lock_file(path: Path) -> int:
     """Open the lock file of a run, creating its folder if necessary. Raises RunFolderError."""
-    with _writing(path):
+    with writing(path):
         path.mkdir(parents=True, exist_ok=True)
         return os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Raise an OSError as a RunFolderError that names `path`."""
     try:
         yield
@@ -500,6 +508,6 @@ def _parse_lines(lines: Sequence[bytes], path: Path) -> list[JsonObject]:
 
 
 def _append(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    with _writing(path), path.open("ab") as file:
+    with writing(path), path.open("ab") as file:
         for row in rows:
             file.write(dumps(dict(row)) + b"\n")

@@ -372,9 +372,16 @@ class FineTuningPlan:
     """
 
     def __init__(
-        self, settings: SupervisedSettings, samples: Sequence[Sample], folder: RunFolder
+        self,
+        settings: SupervisedSettings,
+        samples: Sequence[Sample],
+        folder: RunFolder,
+        section: str = "",
     ) -> None:
         """Plan the steps, which takes seconds for many samples.
+
+        Args:
+            section: the section of the run's settings that these are of, with a dot, for errors.
 
         Raises:
             RunFolderError: the steps of the checkpoint were trained on other batches.
@@ -394,15 +401,16 @@ class FineTuningPlan:
         model = folder.path / "model"
         self.model = model if _version_in(model) == self.version else None
         if self.model is None and (checkpoint := folder.checkpoint) is not None:
-            self._check(training_state(checkpoint))
+            self._check(training_state(checkpoint), section)
 
-    def _check(self, state: TrainingState) -> None:
+    def _check(self, state: TrainingState, section: str) -> None:
         step = state.step
         if step >= len(self.lineage) or state.lineage != self.lineage[step]:
             raise RunFolderError(
                 f"--resume: {self.folder.path}: the batches up to step {step} would differ from "
-                "those trained on: leave data.*, loop.batch_tokens, loop.seed and "
-                "learner.micro_batch_tokens as they were, or start a new run"
+                f"those trained on: leave {section}data.*, {section}loop.batch_tokens, "
+                f"{section or 'loop.'}seed and {section}learner.micro_batch_tokens as they were, "
+                "or start a new run"
             )
 
     def state(self, step: int) -> TrainingState:

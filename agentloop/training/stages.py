@@ -92,6 +92,7 @@ class StageRunner:
         run.buffer.reset(self._trainer.version)
         num_groups = (stage.steps - done) * run.settings.prompts_per_step
         await run.buffer.begin_stage(tasks, num_groups=num_groups, ids=ids)
+        self._trainer.begin_stage()
         async with anyio.create_task_group() as admitting:
             admitting.start_soon(self._admit)
             for index in range(done, stage.steps):

@@ -71,8 +71,9 @@ class StepMetrics:
             them.
         num_groups_replaced: number of groups without a learning signal that were replaced.
         staleness_mean, staleness_max: versions by which the groups were behind at their admission.
-        wait_s, sync_s, step_s: seconds of waiting for the batch, of syncing the new weights to
-            the servers, and of the whole step; None: the step was repeated after a restart.
+        wait_s, sync_s, step_s: seconds until the batch was complete, of syncing the new weights to
+            the servers, and of the whole step; None: the step was repeated after a restart. An
+            evaluation beside the step's rollouts shares their time, by the tokens sampled.
         loop_lag_s: longest blocking of the event loop during the step, in seconds.
         curriculum: metrics of the curriculum, `Curriculum.metrics`.
     """

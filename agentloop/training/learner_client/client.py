@@ -52,6 +52,7 @@ from agentloop.training.learner_client.protocol import (
     encode,
 )
 from agentloop.training.learner_client.settings import LearnerSettings
+from agentloop.training.run_folder import writing
 from agentloop.training.run_status import count_of
 
 __all__ = [
@@ -357,6 +358,7 @@ async def start_learner(
         LearnerLost: a rank died, or the learner was not ready in time.
         LearnerEnded: the learner cannot start; the message says why.
         SettingsError: there are several nodes, but nothing that starts ranks on them.
+        RunFolderError: `log_dir` cannot be written.
     """
     if spawn is spawn_here:
         ranks_settings.require_one_machine()
@@ -368,8 +370,9 @@ async def start_learner(
         listener = await anyio.create_unix_listener(path)
         stack.push_async_callback(listener.aclose)
         settings_path = anyio.Path(log_dir) / "learner.json"
-        await settings_path.parent.mkdir(parents=True, exist_ok=True)
-        await settings_path.write_text(settings.model_dump_json(), "utf-8")
+        with writing(log_dir):
+            await settings_path.parent.mkdir(parents=True, exist_ok=True)
+            await settings_path.write_text(settings.model_dump_json(), "utf-8")
         command = learner_command(settings_path)
         port = ranks_settings.port or free_port()
         ranks = LearnerProcesses(spawn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
 import logging
@@ -339,6 +340,20 @@ def test_errors_of_several_tasks_are_printed_once_each(capsys: pytest.CaptureFix
 
     assert console.run(fail) == 2
     assert capsys.readouterr().err == "agentloop: error: gone\n"
+
+
+def test_a_full_disk_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    async def fail() -> int:
+        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/one")
+        error.add_note("Continue with: this")
+        raise ExceptionGroup("", [error, ServerError("gone")])
+
+    assert console.run(fail) == 2
+    assert capsys.readouterr().err == (
+        "agentloop: error: [Errno 28] No space left on device: '/runs/one'\n"
+        "agentloop: error: gone\n"
+        "agentloop: Continue with: this\n"
+    )
 
 
 def test_a_defect_of_ours_is_not_printed_as_an_error_of_the_users() -> None:

@@ -115,6 +115,22 @@ def test_a_child_that_is_killed_while_restarting_is_restarted_again(tmp_path: Pa
     assert lives(tmp_path)[1:] == [f"--resume {tmp_path / 'run'}"] * 2
 
 
+def test_child_killed_before_its_report_repeats_its_arguments(
+    tmp_path: Path,
+) -> None:
+    """It may not have gone back to step 3 yet."""
+    (tmp_path / "deaths").write_text("1")
+    arguments = ["--resume", "my run", "--from", "3", "untold"]
+    command, said = [sys.executable, "-c", CHILD, str(tmp_path)], list[str]()
+    resume = Path("my run")
+    assert run_with_restarts(command, arguments, 1, said.append, resume=resume) == 7
+    assert lives(tmp_path) == [" ".join(arguments)] * 2
+    assert said == ["The training process was killed by SIGKILL; resuming my run"]
+    (tmp_path / "lives").unlink()
+    assert run_with_restarts(command, arguments, 0, said.append, resume=resume) == 137
+    assert said[-1].endswith("continue with: agentloop train --resume 'my run'")
+
+
 def test_restarts_are_limited(tmp_path: Path) -> None:
     status, output = run(tmp_path, deaths=9, max_restarts=1, arguments=[])
     assert status == 128 + signal.SIGKILL

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 import agentloop
 from agentloop import RequestError, call
+from agentloop.cli import sft_stage
 from agentloop.cli.console import ProgressLine
 from agentloop.cli.sft import DialogueTraining
 from agentloop.cli.sft_stage import add_teacher_dialogues
 from agentloop.cli.train import TrainSettings
-from agentloop.config import load_settings
+from agentloop.config import load_settings, to_toml
 from agentloop.environments.environment import open_tasks
+from agentloop.errors import DataError
+from agentloop.models import SMALL
+from agentloop.training.learner_client.client import spawn_here
 from agentloop.training.run_folder import RunFolder
 from agentloop.training.sft import DialoguesSettings
 
@@ -154,3 +160,34 @@ def test_the_fine_tuning_takes_from_the_run_what_it_does_not_say_itself() -> Non
     assert training.loop.step_timeout_s == 5
     assert (training.learner.micro_batch_tokens, training.learner.zero_stage) == (99, 1)
     assert training.ranks.nproc_per_node == 2
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_refused_dialogues_are_played_again_unless_some_were_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_begun: bool
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise DataError("line 1: no thought")
+
+    monkeypatch.setattr(sft_stage, "samples_of", refuse)
+    monkeypatch.setattr(
+        sft_stage, "learner_of", lambda *_: SimpleNamespace(starting=lambda: nullcontext())
+    )
+    run = settings("sft.data.teacher=9", f"model={SMALL}")
+    async with RunFolder.open(tmp_path / "run", to_toml(run)) as folder:
+        games = folder.path / "sft" / "teacher.jsonl"
+        games.parent.mkdir()
+        games.write_text("{}\n")
+        if has_begun:
+            RunFolder(games.parent).add_metrics({"step": 1})
+        dashboard = cast(Any, SimpleNamespace(folder=folder))
+        with pytest.raises(DataError, match="no thought"):
+            await sft_stage.make_start_model(
+                run,
+                training_of(run),
+                run.environments,
+                dashboard,
+                cast(ProgressLine, silent),
+                spawn_here,
+            )
+        assert games.exists() == has_begun

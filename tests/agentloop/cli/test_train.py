@@ -222,6 +222,21 @@ def test_a_complete_run_is_not_started_again(
     assert "steps=2" in (folder.path / "config.toml").read_text(), "nothing has changed"
 
 
+@pytest.mark.parametrize("recipe", ["laptop", "tiny"])
+def test_steps_of_fine_tuning_are_not_those_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    """It has done more of them than the run has, and is resumed, but cannot go back."""
+    settings = load_settings(TrainSettings, [recipe])
+    folder = RunFolder(tmp_path / "run", to_toml(settings))
+    (folder.path / "sft").mkdir()
+    (folder.path / "sft" / "metrics.jsonl").write_text('{"step": 34}\n')
+    assert not train_module._is_complete(settings, folder.path, None)
+    command = ["--resume", str(folder.path), "--from", "0", "--restarts", "0"]
+    assert main(command) == 2
+    assert "is in supervised fine-tuning, which is before its step 0" in capsys.readouterr().err
+
+
 def test_a_negative_number_of_restarts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--restarts", "-1"])
@@ -539,7 +554,7 @@ async def test_a_stopped_run_prints_the_command_to_resume_it(
         tasks.start_soon(stop, tasks.cancel_scope)
         await train(played_settings(tmp_path, server), cast(console.ProgressLine, progress))
     assert progress.lines[-1] == (
-        f"Stopped; there is {checkpoint}. Continue with: agentloop train --resume {folder}"
+        f"Stopped; there is {checkpoint}. Continue with: agentloop train --resume '{folder}'"
     )
 
 

@@ -50,6 +50,17 @@ def test_no_further_servers_are_recommended_on_a_cpu(part: str) -> None:
     assert "on GPUs" in unknown
 
 
+def test_shorter_responses_are_recommended_where_some_were_truncated() -> None:
+    decoding = spent(decode=5.0)
+    assert "use a smaller model; raise" in decoding.sentence(ServedOn.CPU)
+    assert "budget.max_response_tokens" not in decoding.sentence(ServedOn.UNKNOWN)
+    recent = RecentTime(0.0)
+    recent.count(1.0, turns=10, truncated=1)
+    decoding.add(recent.spent(2.0))
+    advice = "use a smaller model or lower budget.max_response_tokens; raise"
+    assert advice in decoding.sentence(ServedOn.CPU)
+
+
 def test_the_settings_say_which_hardware_serves() -> None:
     assert served_on(["http://gpu1:30000"], "auto") is ServedOn.ATTACHED
     assert served_on([], "cuda") is ServedOn.GPU

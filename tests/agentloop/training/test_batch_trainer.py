@@ -17,10 +17,12 @@ from agentloop.errors import (
     RunFolderError,
     sole,
 )
+from agentloop.training import batch_trainer, group_buffer, held_out
 from agentloop.training.collapse import CollapseSettings, RunCollapsed
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
 from agentloop.training.group_buffer import GroupBuffer
+from agentloop.training.loop import TrainingLoop
 from agentloop.training.queue import GroupQueue
 from agentloop.trajectory import (
     StopReason,
@@ -312,3 +314,67 @@ async def test_a_learner_lost_during_a_collapse_still_leaves_the_good_weights(
     assert published == ["0", "1", "2", "1"]
     assert [entry.name for entry in (tmp_path / "run" / "weights").iterdir()] == ["1"]
     assert len(lost.learned) == 1  # what it had as it published
+
+
+class Clock:
+    """A clock that only its owner moves."""
+
+    now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class TimedRollouts(FakeRollouts):
+    """Each batch takes 10 s. The evaluation after step 1 takes longer than the batch beside it."""
+
+    def __init__(self, tasks: TaskSource, clock: Clock) -> None:
+        super().__init__(tasks)
+        self._clock = clock
+        self._loop: TrainingLoop | None = None
+        self._num_begun = 0
+
+    async def meanwhile(self, loop: TrainingLoop) -> None:
+        self._loop = loop
+
+    async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
+        group = await super().__call__(prompt, **options)
+        if options["name"].startswith("1-held-out-0"):
+            await eventually(lambda: self._loop is not None and self._has_batch(self._loop))
+            self._clock.now_s += 500
+        elif "held-out" not in options["name"]:
+            self._num_begun += 1
+            if self._num_begun % 3 == 0:
+                self._clock.now_s += 10
+        return group
+
+    def _has_batch(self, loop: TrainingLoop) -> bool:
+        return loop.view()["queue_groups"] == 3
+
+
+async def test_an_evaluation_has_its_own_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, tasks = Clock(), TaskSource.open(ARITHMETIC)
+    for module in (batch_trainer, group_buffer, held_out):
+        monkeypatch.setattr(module, "time", clock)
+    rollouts = TimedRollouts(tasks, clock)
+    _, _, run = await run_loop(
+        tmp_path,
+        tasks=tasks,
+        run_group=rollouts,
+        meanwhile=rollouts.meanwhile,
+        steps=2,
+        evaluate_every=1,
+    )
+    rows = read_lines(run.path / "metrics.jsonl")
+    first, second = (row for row in rows if "reward" in row)
+    before, between, _ = (row for row in rows if "held_out/reward" in row)
+    assert (first["step_s"], before["held_out/evaluate_s"]) == (10, 0)
+    # In the 10 s of the second batch, both have sampled.
+    evaluation_rate = between["held_out/num_sampled_tokens"] / between["held_out/evaluate_s"]
+    batch_rate = second["num_sampled_tokens"] / 10
+    assert between["held_out/evaluate_s"] >= 500
+    assert second["step_s"] == pytest.approx(10 * batch_rate / (batch_rate + evaluation_rate))
+    assert second["wait_s"] == pytest.approx(second["step_s"])
+    assert second["rollout_tokens_per_s"] == second["num_sampled_tokens"] / second["step_s"]
