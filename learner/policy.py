@@ -15,6 +15,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,7 +24,14 @@ import torch
 from torch import Tensor
 
 from agentloop.errors import ModelError
-from agentloop.learner.attention import SEGMENTED, arguments, register, why_not_shared
+from agentloop.learner.attention import (
+    SEGMENTED,
+    arguments,
+    has_state,
+    register,
+    state_arguments,
+    why_not_shared,
+)
 from agentloop.learner.batch import (
     Array,
     Batch,
@@ -36,7 +44,8 @@ from agentloop.learner.batch import (
     shared_prefixes,
 )
 from agentloop.learner.errors import BatchError, GradientError
-from agentloop.learner.head import Head, Scores, compile_layers, uses_compiler
+from agentloop.learner.forward_check import compare, depends_on_longest
+from agentloop.learner.head import Head, Scores, compile_layers, scores_of, uses_compiler
 from agentloop.learner.lora import add_adapters
 from agentloop.learner.loss import LossInput, policy_loss
 from agentloop.learner.reference import Reference
@@ -54,16 +63,14 @@ __all__ = ["Counters", "Policy", "TokenScorer", "config_of", "load_model"]
 Metrics: TypeAlias = dict[str, int | float | None]
 """Metrics of a step by name; None: not finite, or it does not apply."""
 
-# Transformations of the logits that the output layer here does not implement.
 _MAX_SKIPPED_STEPS = 3  # in a row; then the learner ends
-_UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
 
 
 def load_model(settings: LearnerSettings) -> PreTrainedModel:
     """Load the model of `settings` on the CPU.
 
     Raises:
-        ModelError: It cannot be loaded, or its output layer is not supported.
+        ModelError: It cannot be loaded.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -71,11 +78,8 @@ def load_model(settings: LearnerSettings) -> PreTrainedModel:
     register()
     try:
         model = _create_model(settings)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, KeyError) as error:
         raise ModelError(f"{settings.model}: {error}") from error
-    for name in _UNSUPPORTED:
-        if getattr(model.config, name, None) not in (None, 1, 1.0):
-            raise ModelError(f"{settings.model}: models with {name} cannot be trained yet")
     if settings.lora.rank:
         add_adapters(model, settings)
     if settings.activation_checkpointing:
@@ -162,7 +166,10 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
         super().__init__()
         self.model = model
         self.head = Head(model.get_output_embeddings(), settings)
-        self._segmented = settings.attention in SEGMENTED
+        self._attention = settings.attention
+        self._temperature = settings.temperature
+        self._has_state = has_state(model)
+        self._uses_own_logits = False
         if uses_compiler(settings):
             compile_layers(model)
 
@@ -175,16 +182,38 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
         segments: tuple[PackedSegment, ...],
     ) -> Scores:
         """Return (log-probabilities, entropies), each float32 [M], of packed samples."""
+        if self._uses_own_logits:
+            logits_LV = self.model(input_ids=ids_L[None], use_cache=False).logits[0]
+            return scores_of(logits_LV.index_select(0, predictors_M), targets_M, self._temperature)
+        more: dict[str, Any] = {}
+        if self._attention in SEGMENTED:
+            more |= arguments(segments, ids_L.device)
+        if self._has_state:
+            more |= state_arguments(segments, ids_L.device)
         output = self.model.base_model(
             input_ids=ids_L[None],
             position_ids=positions_L[None],
             attention_mask=None,  # makes transformers split the attention where positions restart
             use_cache=False,
-            **(arguments(segments, ids_L.device) if self._segmented else {}),
+            **more,
         )
         hidden_LH = output.last_hidden_state[0]
         scores: Scores = self.head(hidden_LH.index_select(0, predictors_M), targets_M)
         return scores
+
+    @contextmanager
+    def own_logits(self) -> Iterator[None]:
+        """Score by the model's own forward pass: its own attention, output layer and logits.
+
+        What is scored must be a single sample.
+        """
+        self.model.set_attn_implementation("eager")  # what each model defines itself
+        self._uses_own_logits = True
+        try:
+            yield
+        finally:
+            self._uses_own_logits = False
+            self.model.set_attn_implementation(self._attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +257,7 @@ class Policy:
         Each rank loads the whole model into its memory before sharding.
 
         Raises:
-            ModelError: See `load_model`.
+            ModelError: See `load_model`; or the learner's forward pass is not the model's.
         """
         import deepspeed
 
@@ -245,8 +274,8 @@ class Policy:
         self._zero = torch.zeros((), dtype=torch.float64, device=world.device)
         reason = why_not_shared(self.model, settings, world.device.type)
         self._shares = reason is None
-        if reason and world.first:
-            print(f"What samples share is computed for each of them: {reason}", flush=True)
+        if reason:
+            self._say(f"What samples share is computed for each of them: {reason}")
         scorer = TokenScorer(self.model, settings)
         self.engine, *_ = deepspeed.initialize(
             model=scorer,
@@ -255,7 +284,33 @@ class Policy:
             dist_init_required=False,
         )
         self.engine.train()
+        self._check_forward(scorer)
         self._reference = self._create_reference() if settings.loss.kl_coef else None
+
+    def _say(self, text: str) -> None:
+        if self.world.first:
+            print(text, flush=True)
+
+    def _check_forward(self, scorer: TokenScorer) -> None:
+        """Compare scores with those of the model's own logits; find out whether samples may be
+        packed.
+
+        Raises:
+            ModelError: The scores of a sample by itself are not those of the model.
+        """
+        self.engine.eval()
+        compared = compare(
+            scorer, lambda micro: self._score(micro, self.engine), share=self._shares
+        )
+        self.engine.train()
+        compared.require_same(self.settings.dtype)
+        reason = compared.why_not_packed(self.settings.dtype) or depends_on_longest(
+            self.model.config, self.settings.micro_batch_tokens
+        )
+        self._packs = reason is None
+        if reason:
+            self._shares = False
+            self._say(f"Each sample gets a forward pass of its own: {reason}")
 
     def _create_reference(self) -> Reference:
         changes = {"activation_checkpointing": False, "lora": LoraSettings()}
@@ -465,7 +520,8 @@ class Policy:
     ) -> Iterator[MicroBatch]:
         order, shared = self._in_order(batch, samples)
         budget = self.settings.micro_batch_tokens
-        ranks = plan(batch.lengths[order].tolist(), budget, self.world.size, shared)
+        lengths = batch.lengths[order].tolist()
+        ranks = plan(lengths, budget, self.world.size, shared, packs=self._packs)
         for indices in ranks[self.world.rank]:
             chosen = [order[i] for i in indices]
             yield make_micro_batch(batch, chosen, weights_T, share=self._shares)
