@@ -12,7 +12,8 @@ sample into the next, without any error. Not covered: what only long samples sho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -22,11 +23,9 @@ from agentloop.learner.batch import Array, Batch, MicroBatch, make_micro_batch
 from agentloop.learner.head import Scores
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
-    from agentloop.learner.policy import TokenScorer
-
-__all__ = ["Comparison", "compare", "depends_on_longest"]
+__all__ = ["Comparison", "Scorer", "compare", "depends_on_longest"]
 
 _LENGTHS = (24, 9, 15)
 _NUM_SHARED = 6  # first tokens that the second and the third sample share
@@ -63,9 +62,15 @@ def _probe(config: PretrainedConfig) -> Batch:
     )
 
 
-def compare(
-    scorer: TokenScorer, score: Callable[[MicroBatch], Scores], *, share: bool
-) -> Comparison:
+class Scorer(Protocol):
+    """What is compared: policy.py's TokenScorer."""
+
+    model: PreTrainedModel
+
+    def own_logits(self) -> AbstractContextManager[None]: ...
+
+
+def compare(scorer: Scorer, score: Callable[[MicroBatch], Scores], *, share: bool) -> Comparison:
     """Score the probe in three ways (collective); the scorer must be in evaluation mode.
 
     Every rank scores all samples: how a batch is divided depends on the number of ranks.

@@ -48,9 +48,11 @@ from agentloop.learner.forward_check import compare, depends_on_longest
 from agentloop.learner.head import Head, Scores, compile_layers, scores_of, uses_compiler
 from agentloop.learner.lora import add_adapters
 from agentloop.learner.loss import LossInput, policy_loss
+from agentloop.learner.names import conversions_of
 from agentloop.learner.reference import Reference
 from agentloop.learner.utilization import Work, peak_tflops
 from agentloop.learner.world import Clock, World, to_device
+from agentloop.models.folder import tensor_files
 from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.protocol import StepReply
 from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
@@ -95,6 +97,12 @@ def _create_model(settings: LearnerSettings) -> PreTrainedModel:
         "attn_implementation": settings.attention,
     }
     if settings.init == "pretrained":
+        if quantized := _read_config(settings).get("quantization_config"):
+            raise ModelError(
+                f"{settings.model}: its weights are quantized "
+                f"({quantized.get('quant_method', 'config.json: quantization_config')}), which "
+                "cannot be trained: start from the same model in bfloat16"
+            )
         return AutoModelForCausalLM.from_pretrained(
             settings.model, local_files_only=True, **options
         )
@@ -249,6 +257,8 @@ class Policy:
         num_skipped: Steps skipped because a gradient was not finite.
         num_parameters, num_trained: Counts of the whole model; with LoRA few are trained.
         engine: DeepSpeed's engine; `model` is the model in it.
+        start: The file of each tensor that training started from; None: the weights were random.
+        conversions: How the model's tensors are published.
     """
 
     def __init__(self, settings: LearnerSettings, world: World) -> None:
@@ -269,6 +279,9 @@ class Policy:
         sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
         self.num_parameters = sum(size for size, _ in sizes)
         self.num_trained = sum(size for size, trained in sizes if trained)
+        pretrained = settings.init == "pretrained"
+        self.start = tensor_files(settings.model) if pretrained else None
+        self.conversions = conversions_of(self.model, self.start)
         self._work = Work.of(self.model)
         self._peak_tflops = settings.peak_tflops or peak_tflops(world.device_name, settings.dtype)
         self._zero = torch.zeros((), dtype=torch.float64, device=world.device)
