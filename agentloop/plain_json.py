@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ __all__ = [
     "number_of",
     "read_rows",
     "valid_text",
+    "with_whole_pairs",
 ]
 
 JsonObject: TypeAlias = dict[str, Any]
@@ -79,6 +81,24 @@ def read_rows(path: Path, *, last: int = 0) -> tuple[list[JsonObject], list[int]
 def valid_text(text: str) -> str:
     """Return `text` with each lone surrogate replaced by a question mark."""
     return text.encode("utf-8", "replace").decode()
+
+
+_ESCAPE_RE = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a pair
+    r"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+    r"|\\.",
+    re.DOTALL,
+)
+
+
+def with_whole_pairs(text: str) -> str:
+    """Return JSON text with each escape of half a surrogate pair replaced by U+FFFD.
+
+    JavaScript writes such halves for text that was cut inside a character.
+    """
+    if "\\ud" not in text and "\\uD" not in text:
+        return text
+    return _ESCAPE_RE.sub(lambda match: "\\ufffd" if match[1] else match[0], text)
 
 
 ValidText = Annotated[

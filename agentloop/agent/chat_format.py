@@ -14,6 +14,7 @@ supports the `tool` role; others are rejected with an error that says why. What 
 
 from __future__ import annotations
 
+import bisect
 import copy
 import functools
 import inspect
@@ -21,7 +22,7 @@ import json
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import anyio
@@ -32,8 +33,8 @@ from agentloop.agent.continuation import QUESTION, Continuation, Render
 from agentloop.agent.encoder import TokenEncoder
 from agentloop.agent.formats import HERMES, Family, detect, get_family
 from agentloop.agent.openai_messages import (
-    for_template,
     function_call,
+    normal_form,
     num_chars,
     tool_message,
     with_ids,
@@ -283,19 +284,23 @@ class ChatFormat:
         """
         if not messages:
             raise RequestError("messages: at least one message is required")
-        mark = Placeholders()
-        plain = [for_template(index, message) for index, message in enumerate(messages)]
-        if self.family.history_id is not None:
-            plain = with_ids(plain, self.family.history_id)
-        disarmed = [
-            self._continuation.disarm_message(message, mark, self.family.thought_tags)
-            for message in plain
-        ]
+        mark, plain = Placeholders(), normal_form(messages)
         disarmed_tools = [self._encoder.disarm_value(tool, mark) for tool in tools]
+
+        def render(num_messages: int) -> str:
+            disarmed = [
+                self._continuation.disarm_message(message, mark, self.family.thought_tags)
+                for message in self._continuation.as_taken(plain[:num_messages], self.family)
+            ]
+            return self._render(disarmed, tools=disarmed_tools, add_generation_prompt=True)
+
         try:
-            text = self._render(disarmed, tools=disarmed_tools, add_generation_prompt=True)
+            text = render(len(plain))
         except Exception as error:  # templates may raise anything (jinja2, KeyError, ...)
-            raise RequestError(f"messages: the model's chat template says: {error}") from error
+            index = _first_refused(render, len(plain))
+            raise RequestError(
+                f"messages[{index}]: the model's chat template says: {error}"
+            ) from error
         return self._encoder.encode_marked(text, mark)
 
     async def prompt_async(
@@ -364,10 +369,10 @@ class ChatFormat:
                 generation prompt.
         """
         mark = Placeholders()
-        plain = for_template(0, message)
+        plain = normal_form([message])
         if self.family.history_id is not None:
-            (plain,) = with_ids([plain], self.family.history_id)
-        reply = self._continuation.disarm_message(plain, mark, self.family.all_tags)
+            plain = with_ids(plain, self.family.history_id)
+        reply = self._continuation.disarm_message(plain[0], mark, self.family.all_tags)
         try:
             text = self._render([QUESTION, reply])
             before = self._ready
@@ -546,6 +551,19 @@ class ChatFormat:
                 "that does"
             )
         return match.group()
+
+
+def _first_refused(render: Callable[[int], str], num_messages: int) -> int:
+    """Return the index of the first message with which a template cannot render a conversation."""
+
+    def is_refused(num: int) -> bool:
+        try:
+            render(num)
+        except Exception:  # as in prompt()
+            return True
+        return False
+
+    return bisect.bisect_left(range(1, num_messages), True, key=is_refused)
 
 
 def _opening_tag(text: str) -> str:

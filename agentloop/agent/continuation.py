@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from agentloop.agent.encoder import TokenEncoder
 from agentloop.agent.formats import Family
-from agentloop.agent.openai_messages import for_template, function_call, tool_message, with_ids
+from agentloop.agent.openai_messages import (
+    function_call,
+    normal_form,
+    one_call_each,
+    tool_message,
+    with_ids,
+)
 from agentloop.agent.placeholders import Placeholders
 from agentloop.errors import ModelError, RequestError
 from agentloop.plain_json import JsonObject
@@ -54,6 +60,7 @@ class Continuation:
         self._end, self._end_of_calls = end, end_of_calls
         self._checked: dict[tuple[str, ...], bool] = {}
         self.text_arguments = self._one_call = False
+        self._needs_content = not self._takes_empty_answer()
         error: Exception | None = None
         for self._one_call in (False, True):
             for self.text_arguments in (False, True):
@@ -73,6 +80,13 @@ class Continuation:
                     )
                 return
         raise ModelError(f"the chat template cannot render tool responses: {error}") from error
+
+    def _takes_empty_answer(self) -> bool:
+        try:
+            self._render([QUESTION, {"role": "assistant", "content": ""}, QUESTION])
+        except Exception:  # as above
+            return False
+        return True
 
     def after_calls(
         self, contents: Sequence[str | list[int]], calls: Sequence[ToolCall], *, is_cut: bool
@@ -115,9 +129,8 @@ class Continuation:
             RequestError: A message cannot be rendered, or the template does not append it.
         """
         mark = Placeholders()
-        plain = [for_template(index, message) for index, message in enumerate(messages)]
-        if (history_id := self._family.history_id) is not None:
-            plain = with_ids(plain, lambda id, name, n: history_id(id, name, n + num_calls))
+        plain = normal_form(messages, [(call.id, call.name) for call in calls])
+        plain = self.as_taken(plain, self._family, num_calls)
         ids = {call.id: self._family.call_id(call) for call in calls}
         for message in plain:
             if (answered := message.get("tool_call_id")) in ids:
@@ -136,6 +149,20 @@ class Continuation:
             text = self._section_end(before) + end + text
         return self._encoder.encode_marked(text, mark)
 
+    def as_taken(
+        self, messages: list[JsonObject], family: Family, num_calls: int = 0
+    ) -> list[JsonObject]:
+        """Return messages in the normal form as the template takes calls and their ids.
+
+        Args:
+            num_calls: Number of calls before them.
+        """
+        if self._one_call:
+            messages = one_call_each(messages)
+        if family.history_id is not None:
+            messages = with_ids(messages, family.history_id, num_calls)
+        return messages
+
     def disarm_message(
         self, message: Message, mark: Placeholders, keep: Sequence[str]
     ) -> JsonObject:
@@ -146,7 +173,9 @@ class Continuation:
         """
         disarmed: JsonObject = self._encoder.disarm_value(message, mark)
         if message["role"] == "assistant":
-            disarmed["content"] = self._encoder.disarm(message["content"], mark, keep=keep)
+            content = self._encoder.disarm(message["content"], mark, keep=keep)
+            is_empty = not content and not message.get("tool_calls")
+            disarmed["content"] = mark("") if is_empty and self._needs_content else content
         if self.text_arguments:
             for call in disarmed.get("tool_calls") or []:
                 call["function"]["arguments"] = json.dumps(

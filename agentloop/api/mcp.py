@@ -15,6 +15,7 @@ from aiohttp import web
 from agentloop.agent.mcp import import_sdk
 from agentloop.distribution import version
 from agentloop.errors import RequestError, ServerError, SettingsError
+from agentloop.plain_json import with_whole_pairs
 
 if TYPE_CHECKING:
     from mcp.types import CallToolRequestParams, CallToolResult, ListToolsResult
@@ -60,6 +61,9 @@ class AgentTool:
 
         server: object = Server(
             "agentloop", version=version(), on_list_tools=self._list, on_call_tool=self._call
+        )
+        body = with_whole_pairs(body.decode("utf-8", "surrogateescape")).encode(
+            "utf-8", "surrogateescape"
         )
         # One for each request, so that nothing of it outlives its handler.
         manager = StreamableHTTPSessionManager(

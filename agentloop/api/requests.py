@@ -12,18 +12,19 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import pydantic
 import pydantic_core
 from pydantic_core import ErrorDetails
 
 from agentloop.agent.constraints import OutputRules
+from agentloop.agent.openai_messages import normal_form
 from agentloop.agent.rollout import TurnOptions
 from agentloop.api.sampling_fields import SamplingFields, StopSequence
 from agentloop.api.schemas import InputMessage, ToolDefinition
 from agentloop.errors import RequestError, Unsupported
-from agentloop.plain_json import JsonObject
+from agentloop.plain_json import JsonObject, with_whole_pairs
 
 __all__ = [
     "ONLY_BARE_MODEL",
@@ -166,12 +167,40 @@ class SchemaFormat(pydantic.BaseModel):
     json_schema: AnswerSchema
 
 
+class _Named(ValueError):
+    """An error that already names the field."""
+
+    def __init__(self, error: RequestError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _in_normal_form(messages: object) -> list[dict[str, object]]:
+    try:
+        if not isinstance(messages, list):
+            raise RequestError("messages: expected a list")
+        if not messages:
+            raise RequestError("messages: at least one message is required")
+        return normal_form(messages)
+    except RequestError as error:
+        raise _Named(error) from error
+
+
+_Messages = Annotated[
+    list[dict[str, object]],
+    pydantic.PlainValidator(
+        _in_normal_form,
+        json_schema_input_type=Annotated[list[InputMessage], pydantic.Field(min_length=1)],
+    ),
+]
+
+
 class ChatRequest(SamplingFields):
     """The supported parameters of OpenAI's `POST /v1/chat/completions`."""
 
     model_config = pydantic.ConfigDict(json_schema_extra=_with_unsupported)
 
-    messages: list[InputMessage] = pydantic.Field(min_length=1)
+    messages: _Messages
     max_tokens: int | None = pydantic.Field(None, ge=1)
     max_completion_tokens: int | None = pydantic.Field(None, ge=1)
     logprobs: bool | None = None
@@ -304,12 +333,24 @@ def parse(model: type[M], body: bytes) -> M:
 def load_object(body: bytes) -> JsonObject:
     """Return the JSON object in a request body. Raises RequestError if it is not one."""
     try:
-        value = pydantic_core.from_json(body, allow_inf_nan=False)  # integers of any size
+        value = _from_json(body)
     except ValueError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object")
     return value
+
+
+def _from_json(body: bytes) -> object:
+    """Parse JSON with integers of any size; half a surrogate pair becomes U+FFFD."""
+    try:
+        return pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        try:
+            repaired = with_whole_pairs(body.decode())
+        except UnicodeDecodeError:
+            raise error from None
+        return pydantic_core.from_json(repaired, allow_inf_nan=False)
 
 
 def validate(model: type[M], value: JsonObject) -> M:
@@ -321,6 +362,9 @@ def validate(model: type[M], value: JsonObject) -> M:
             _convert_integral_floats(value, error)
         return model.model_validate(value, strict=True)
     except pydantic.ValidationError as error:
+        for problem in error.errors(include_url=False):
+            if isinstance(named := problem.get("ctx", {}).get("error"), _Named):
+                raise named.error from error
         raise RequestError(_error_message(error, value)) from error
 
 

@@ -61,7 +61,7 @@ class TextPart(_Open):
 
 class InputFunction(_Open):
     name: str
-    arguments: str | dict[str, object]
+    arguments: NotRequired[str | dict[str, object] | None]
     """JSON text, as OpenAI's clients send it, or the object itself."""
 
 
@@ -74,10 +74,12 @@ class InputCall(_Open):
 class InputMessage(_Open):
     """A message of the conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: NotRequired[str | list[TextPart] | None]
     reasoning_content: NotRequired[str | None]
     tool_calls: NotRequired[list[InputCall] | None]
+    function_call: NotRequired[InputFunction | None]
+    """The older form of a single call."""
     tool_call_id: NotRequired[str | None]
     name: NotRequired[str | None]
 

@@ -267,7 +267,7 @@ def test_end_token_setting_skips_an_earlier_control_token() -> None:
         ([user(3)], r"messages\[0\].content: expected a string or text parts"),
         ([user([{"type": "image_url", "image_url": {}}])], r"messages\[0\].content"),
         ([user(["text"])], r"messages\[0\].content"),
-        ([{"role": "assistant", "content": "", "tool_calls": [3]}], "chat template says"),
+        ([{"role": "assistant", "content": "", "tool_calls": [3]}], r"tool_calls\[0\]: "),
     ],
 )
 def test_an_invalid_message_is_named(messages: list[Any], error: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.formats import detect
+from agentloop.errors import RequestError
 from agentloop.trajectory import ToolCall
 from tests.agentloop.agent.random_conversations import EXAMPLES, conversations, some_text
 from tests.agentloop.agent.real_models import (
@@ -258,3 +259,49 @@ def test_a_turn_that_was_cut_after_a_call_is_closed_first(name: str, end: str) -
     )
     assert cut.startswith(end)
     assert cut.endswith(complete)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_history_is_read_in_every_form_in_which_clients_write_it(name: str) -> None:
+    chat = chat_of(name)
+    made = calls_tool(name, "x")
+
+    def prompt(arguments: object, **more: object) -> str:
+        function = {"name": "multiply", "arguments": arguments}
+        called = {**made, "tool_calls": [{**made["tool_calls"][0], "function": function}], **more}
+        return chat.decode(chat.prompt([user("hi"), called, *responds(name, "1776")], TOOLS))
+
+    assert "1776" in (plain := prompt("{}"))
+    for arguments in ("", " ", "null", None, {}):
+        assert prompt(arguments) == plain
+        assert prompt(arguments, content=None, name=None, refusal=None) == plain
+    assert "cut he" in prompt('{"note": "cut he')
+
+    def answered(**more: object) -> list[int]:
+        answer = {"role": "assistant", "content": "hello", **more}
+        return chat.prompt([user("hi"), answer, user("go on")], TOOLS)
+
+    assert answered(tool_calls=[]) == answered(tool_calls=None) == answered()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_answers_are_accepted_back(name: str) -> None:
+    chat = chat_of(name)
+    reasoning = {"reasoning_content": "Hm."}
+    for more in ({}, reasoning):
+        for content in ("text", "", None):
+            answer = {"role": "assistant", "content": content, **more}
+            chat.prompt([user("hi"), answer, user("go on")], TOOLS)
+            called = {**calls_tool(name, "x", "y"), "content": content, **more}
+            results = responds(name, "1776", "1777")
+            text = chat.decode(chat.prompt([user("hi"), called, *results], TOOLS))
+            assert text.index("1776") < text.index("1777")
+            swapped = chat.prompt([user("hi"), called, *reversed(results)], TOOLS)
+            assert chat.decode(swapped) == text
+
+
+def test_a_refusal_of_the_template_names_the_message() -> None:
+    chat = chat_of("Qwen-Qwen3.5-0.8B")
+    messages = [user("hi"), {"role": "system", "content": "s"}, user("hi")]
+    with pytest.raises(RequestError, match=r"^messages\[1\]: the model's chat template says: Sys"):
+        chat.prompt(messages)

@@ -53,7 +53,11 @@ def result(id: str, content: Any = "out", kind: str = "tool_result", **more: Any
 
 
 def call(id: str = "c_0_0", arguments: str = "{}") -> dict[str, Any]:
-    return {"id": id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {
+        "id": id,
+        "type": "function",
+        "function": {"name": "f", "arguments": json.loads(arguments)},
+    }
 
 
 def test_parameters_become_those_of_chat_completions() -> None:
@@ -257,7 +261,7 @@ def test_an_answer_is_one_message() -> None:
         "reasoning_content": "hm",
         "tool_calls": [call(arguments='{"x": "é"}')],
     }
-    assert messages(HELLO[0], assistant(use()))[1]["content"] is None
+    assert messages(HELLO[0], assistant(use()))[1]["content"] == ""
 
 
 def test_results_come_before_what_the_user_says() -> None:
@@ -328,7 +332,7 @@ def test_calls_that_the_agent_ran_are_turns_of_their_own() -> None:
         {"role": "assistant", "content": "first", "tool_calls": [call("c_0_0"), call("c_0_1")]},
         {"role": "tool", "tool_call_id": "c_0_0", "content": "x"},
         {"role": "tool", "tool_call_id": "c_0_1", "content": "y"},
-        {"role": "assistant", "content": None, "tool_calls": [call("c_1_0")]},
+        {"role": "assistant", "content": "", "tool_calls": [call("c_1_0")]},
         {"role": "tool", "tool_call_id": "c_1_0", "content": "z"},
         {"role": "assistant", "content": "last", "reasoning_content": "hm"},
     ]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentloop.agent.openai_messages import normal_form
 from agentloop.agent.rollout import Budget, Rollout
 from agentloop.agent.tools import CallerTool
 from agentloop.api.chat_completions import ChunkWriter, chunk_frame, completion
@@ -151,7 +152,7 @@ async def test_an_answer_that_is_sent_back_is_the_message_of_chat_completions(
     frames = b"".join(starmap(named_event, events(sent)))
     message = read(frames, beta=beta)
     (choice,) = completion([(writer(has_caller_tools=True), trajectory)])["choices"]
-    assert sent_back(message.to_dict()["content"]) == [choice["message"]]
+    assert sent_back(message.to_dict()["content"]) == normal_form([choice["message"]])
     assert message.to_dict()["content"] == whole(sent)["content"]
     assert (message.stop_reason == "tool_use") == bool(trajectory.turns[0].calls)
 
@@ -177,7 +178,7 @@ async def test_an_agents_turns_that_are_sent_back_are_those_that_it_had(texts: l
             {"role": "tool", "tool_call_id": call["id"], "content": call["output"]}
             for call in executed
         ]
-    assert sent_back(whole(chunks_with_usage(trajectory))["content"]) == expected
+    assert sent_back(whole(chunks_with_usage(trajectory))["content"]) == normal_form(expected)
 
 
 async def test_the_events_of_an_answer() -> None:

@@ -26,7 +26,11 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def call(id: str, name: str = "f", arguments: str = "{}") -> dict[str, Any]:
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {
+        "id": id,
+        "type": "function",
+        "function": {"name": name, "arguments": json.loads(arguments)},
+    }
 
 
 def message(text: str, role: str = "user") -> dict[str, Any]:
@@ -212,7 +216,7 @@ def test_items_of_one_turn_become_one_message() -> None:
         {"role": "user", "content": "bye"},
     ]
     assert chat(input=items, tools=[F, G]).messages == [
-        message("Be brief.", "developer"),
+        message("Be brief.", "system"),
         message("hello"),
         {
             **message("I compute.", "assistant"),
@@ -359,7 +363,7 @@ def test_a_request_of_codex_is_accepted() -> None:
         message("List the files."),
         {
             "role": "assistant",
-            "content": None,
+            "content": "",
             "reasoning_content": "I look.",
             "tool_calls": [call("c1", "shell")],
         },
