@@ -11,6 +11,8 @@ import json
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from agentloop.errors import ModelError
 from agentloop.plain_json import JsonObject
 
@@ -34,8 +36,6 @@ def tensor_files(folder: Path) -> dict[str, Path] | None:
     Raises:
         ModelError: A file is damaged.
     """
-    from safetensors import SafetensorError, safe_open
-
     try:
         if (folder / _SINGLE).is_file():
             with safe_open(folder / _SINGLE, "np") as file:
@@ -43,8 +43,12 @@ def tensor_files(folder: Path) -> dict[str, Path] | None:
         if (folder / INDEX).is_file():
             places = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
             return {name: folder / file for name, file in places.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise ModelError(f"{folder}: its weights cannot be read: {error}") from error
+    except SafetensorError as error:
+        raise ModelError(
+            f"{folder / _SINGLE}: truncated, or not a safetensors file: {error}"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{folder / INDEX}: cannot be read: {error!r}") from error
     return None
 
 

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from agentloop.models import SMALL
 
 _SIZES: dict[str, Any] = {
@@ -49,17 +51,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 8.0},
     "stablelm": {},
 }
+# Models of several parts, of which the language model is trained.
+COMPOSITES: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "text_config": _SIZES | _DELTA_NET,
+        "vision_config": {
+            "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+            "out_hidden_size": 32, "patch_size": 4, "num_position_embeddings": 16,
+        },
+    },
+    "gemma3": {
+        "text_config": _SIZES,
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+        },
+    },
+}  # fmt: skip
 
 
 def make_model(folder: Path, family: str, **config: Any) -> Any:
     """Save a random model and the shipped tokenizer in `folder`; return the model."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    values = AutoConfig.for_model(family, **(_SIZES | FAMILIES[family] | config))
+    is_composite = family in COMPOSITES
+    sizes = COMPOSITES[family] if is_composite else _SIZES | FAMILIES[family]
+    kind: Any = AutoModelForImageTextToText if is_composite else AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(values, dtype=torch.float32).eval()
+        values = AutoConfig.for_model(family, **(sizes | config))
+        model: Any = kind.from_config(values, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -70,6 +92,15 @@ def make_model(folder: Path, family: str, **config: Any) -> Any:
     return model
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
+def shapes_in(folder: Path) -> dict[str, list[int]]:
+    """Return the shape of each tensor in the files of a model's folder."""
+    shapes: dict[str, list[int]] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "np") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return values

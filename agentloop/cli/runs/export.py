@@ -140,6 +140,7 @@ def _check(folder: Path) -> dict[str, str]:
         published = _read_json(folder / MANIFEST).get("sha256", {})
     places = {} if published else tensor_files(folder) or {}
     files = list(published) or sorted({path.name for path in places.values()})
+    files = files or ["model.safetensors"]
     for file in files:
         if not (folder / file).is_file():
             raise ModelError(f"{folder}: {file} is missing")
@@ -182,10 +183,12 @@ def _write_ends(out: Path, stop_ids: Iterable[int]) -> None:
         generation = _read_json(path)
     ends = generation.get("eos_token_id")
     known = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if missing := [id for id in stop_ids if id not in known]:
+    missing = [id for id in stop_ids if id not in known]
+    if missing:
         ids = [*known, *missing]
         generation["eos_token_id"] = ids if len(ids) > 1 else ids[0]
-    _write_json(path, generation)
+    if missing or not path.is_file():
+        _write_json(path, generation)
 
 
 def _cast_file(source: Path, target: Path, dtype: Dtype) -> None:
@@ -217,10 +220,8 @@ def _open_weights(path: Path) -> Iterator[Any]:
 
 
 def _add_card(model: ModelSource, out: Path, sha256: Mapping[str, str]) -> None:
-    """Write README.md: a run's settings and last metrics, or a copy of the model's own."""
+    """Write README.md with a run's settings and last metrics; a model by itself keeps its own."""
     if model.run is None:
-        if (model.folder / "README.md").is_file():
-            shutil.copyfile(model.folder / "README.md", out / "README.md")
         return
     name = model.run.resolve().name
     config = (model.run / "config.toml").read_text("utf-8").strip()
