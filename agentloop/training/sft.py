@@ -248,8 +248,6 @@ class _Reader:
         self._trajectories: list[Trajectory] = []
 
     def trajectories(self) -> list[Trajectory]:
-        if self._role(-1) != "assistant":
-            raise RequestError("the last message must be the assistant's")
         index = 0
         while index < len(self._messages):
             if self._role(index) != "assistant":
@@ -259,6 +257,8 @@ class _Reader:
             prompt_ids = self._chat.prompt(self._messages[:index], self._tools)
             self._begin(index, prompt_ids)
             index = self._add_turns(index)
+        if self._role(-1) != "assistant":
+            raise RequestError("the last message must be the assistant's")
         return [trajectory for trajectory in self._trajectories if trajectory.turns]
 
     def _begin(self, index: int, prompt_ids: list[int]) -> None:
