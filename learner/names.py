@@ -85,7 +85,9 @@ def conversions_of(model: PreTrainedModel, start: Iterable[str] | None) -> list[
     in_memory = {n for n in published if known and not published[n] <= known and n in known}
     published |= {name: {name} for name in in_memory}  # as in the folder
     chosen = _without_ties(tensors, published, known)
-    if known is not None and (unknown := [n for n in chosen if not published[n] <= known]):
+    unknown = [n for n in chosen if known is not None and not published[n] <= known]
+    chosen = [n for n in chosen if n not in unknown]  # without buffers that the model computes
+    if unknown := [n for n in unknown if isinstance(tensors[n], torch.nn.Parameter)]:
         names = ", ".join(unknown[:_MAX_NAMED])
         raise ModelError(
             f"{type(model).__name__}: its folder has no tensor for {names} ({len(unknown)} in "
