@@ -25,7 +25,7 @@ from agentloop.learner.head import Scores
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["Comparison", "Scorer", "compare", "depends_on_longest"]
+__all__ = ["ForwardComparison", "Scorer", "compare", "depends_on_longest"]
 
 _LENGTHS = (24, 9, 15)
 _NUM_SHARED = 6  # first tokens that the second and the third sample share
@@ -63,14 +63,16 @@ def _probe(config: PretrainedConfig) -> Batch:
 
 
 class Scorer(Protocol):
-    """What is compared: policy.py's TokenScorer."""
+    """Scores tokens in both ways: TokenScorer of policy.py."""
 
     model: PreTrainedModel
 
     def own_logits(self) -> AbstractContextManager[None]: ...
 
 
-def compare(scorer: Scorer, score: Callable[[MicroBatch], Scores], *, share: bool) -> Comparison:
+def compare(
+    scorer: Scorer, score: Callable[[MicroBatch], Scores], *, share: bool
+) -> ForwardComparison:
     """Score the probe in three ways (collective); the scorer must be in evaluation mode.
 
     Every rank scores all samples: how a batch is divided depends on the number of ranks.
@@ -98,7 +100,7 @@ def compare(scorer: Scorer, score: Callable[[MicroBatch], Scores], *, share: boo
         try:
             with scorer.own_logits():
                 own = scores(each)
-            return Comparison(model, own, scores(each), scores([[*samples]]))
+            return ForwardComparison(model, own, scores(each), scores([[*samples]]))
         except _UNSUPPORTED as error:
             text = f"{type(error).__name__}: {error}"
             raise ModelError(
@@ -106,7 +108,7 @@ def compare(scorer: Scorer, score: Callable[[MicroBatch], Scores], *, share: boo
             ) from error
 
 
-class Comparison:
+class ForwardComparison:
     """Scores of the same samples in three ways, each float32 [2, T]: log-probabilities, entropies.
 
     Attributes:

@@ -49,6 +49,7 @@ from agentloop.learner.head import Head, Scores, compile_layers, scores_of, uses
 from agentloop.learner.lora import add_adapters
 from agentloop.learner.loss import LossInput, policy_loss
 from agentloop.learner.names import conversions_of
+from agentloop.learner.optimizer import adamw, deepspeed_config
 from agentloop.learner.reference import Reference
 from agentloop.learner.utilization import Work, peak_tflops
 from agentloop.learner.world import Clock, World, to_device
@@ -292,8 +293,8 @@ class Policy:
         scorer = TokenScorer(self.model, settings)
         self.engine, *_ = deepspeed.initialize(
             model=scorer,
-            optimizer=_adamw(scorer, settings),
-            config=_deepspeed_config(settings),
+            optimizer=adamw(scorer, settings),
+            config=deepspeed_config(settings),
             dist_init_required=False,
         )
         self.engine.train()
@@ -332,7 +333,7 @@ class Policy:
             self.engine,
             lambda: TokenScorer(load_model(settings), settings),
             self.world,
-            zero=_deepspeed_config(settings)["zero_optimization"],
+            zero=deepspeed_config(settings)["zero_optimization"],
             dtype=settings.dtype,
         )
 
@@ -561,50 +562,3 @@ class Policy:
         self.num_updates, self.num_skipped = counters.num_updates, counters.num_skipped
         self._warm_from = counters.warm_from
         self._skipped_in_row = 0
-
-
-def _adamw(scorer: TokenScorer, settings: LearnerSettings) -> torch.optim.AdamW:
-    o = settings.optimizer
-    trained = [p for p in scorer.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.ndim > 1]
-    vectors = [p for p in trained if p.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": o.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    # A fused step passes over the parameters once, not once per operation.
-    fused = settings.offload != "none" or torch.cuda.is_available()
-    return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=fused or None)
-
-
-def _deepspeed_config(settings: LearnerSettings) -> JsonObject:
-    config: JsonObject = {
-        "train_micro_batch_size_per_gpu": 1,
-        # The number of backward passes per step varies.
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": settings.optimizer.max_grad_norm,
-        "zero_optimization": {"stage": settings.zero_stage, **_offloads(settings)},
-        "zero_force_ds_cpu_optimizer": False,  # it would be compiled
-        "timers": {"throughput": {"enabled": False}},  # it would wait for the GPU before each pass
-    }
-    if settings.dtype == "bfloat16":
-        # ZeRO 1 adds each gradient to its float32 sum as soon as it is computed, and drops it.
-        config["bf16"] = {
-            "enabled": True, "check_grad_overflow": True, "immediate_grad_update": True,
-        }  # fmt: skip
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return _merge(config, settings.deepspeed)
-
-
-def _offloads(settings: LearnerSettings) -> JsonObject:
-    host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    names = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
-    return {name: host for part, name in names.items() if part in settings.offload.split("+")}
-
-
-def _merge(config: JsonObject, more: JsonObject) -> JsonObject:
-    merged = dict(config)
-    for key, value in more.items():
-        is_nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if is_nested else value
-    return merged

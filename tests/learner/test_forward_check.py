@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from agentloop.errors import ModelError
 from agentloop.learner.attention import why_not_shared
-from agentloop.learner.forward_check import Comparison, compare, depends_on_longest
+from agentloop.learner.forward_check import ForwardComparison, compare, depends_on_longest
 from agentloop.learner.policy import TokenScorer, load_model
 from agentloop.training.learner_client.settings import LearnerSettings
 from tests.learner import plain
@@ -25,7 +25,7 @@ from tests.learner.ranks import make_batch, started
 pytestmark = [pytest.mark.real, pytest.mark.gate]
 
 
-def compared(folder: Path, family: str, dtype: str = "float32", **config: Any) -> Comparison:
+def compared(folder: Path, family: str, dtype: str = "float32", **config: Any) -> ForwardComparison:
     make_model(folder, family, **config)
     settings = LearnerSettings.model_validate({"model": folder, "dtype": dtype})
     model = load_model(settings)
@@ -74,7 +74,7 @@ def test_a_model_whose_layers_pass_nothing_on_is_refused(tmp_path: Path) -> None
 def test_weights_that_are_not_finite_are_refused() -> None:
     nothing = np.zeros((2, 3), np.float32)
     with pytest.raises(ModelError, match="differ"):
-        Comparison("Model", nothing, nothing * np.nan, nothing).require_same("float32")
+        ForwardComparison("Model", nothing, nothing * np.nan, nothing).require_same("float32")
 
 
 def test_rotary_embeddings_that_depend_on_the_longest_sample_prevent_packing() -> None:
