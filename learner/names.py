@@ -74,7 +74,7 @@ def conversions_of(model: PreTrainedModel, start: Iterable[str] | None) -> list[
     Raises:
         ModelError: A tensor would have a name that is not there; names some.
     """
-    known = None if start is None else frozenset(start)
+    start_names = None if start is None else frozenset(start)
     tensors = named_tensors(model)
     convert = partial(_convert, model)
     empty = {
@@ -82,10 +82,12 @@ def conversions_of(model: PreTrainedModel, start: Iterable[str] | None) -> list[
         for name, tensor in tensors.items()
     }
     published = {name: set(convert({name: value})) for name, value in empty.items()}
-    in_memory = {n for n in published if known and not published[n] <= known and n in known}
+    in_memory = {
+        n for n in published if start_names and not published[n] <= start_names and n in start_names
+    }
     published |= {name: {name} for name in in_memory}  # as in the folder
-    chosen = _without_ties(tensors, published, known)
-    unknown = [n for n in chosen if known is not None and not published[n] <= known]
+    chosen = _without_ties(tensors, published, start_names)
+    unknown = [n for n in chosen if start_names is not None and not published[n] <= start_names]
     chosen = [n for n in chosen if n not in unknown]  # without buffers that the model computes
     if unknown := [n for n in unknown if isinstance(tensors[n], torch.nn.Parameter)]:
         names = ", ".join(unknown[:_MAX_NAMED])
@@ -111,15 +113,17 @@ def _convert(model: PreTrainedModel, values: Values) -> Values:
 
 
 def _without_ties(
-    tensors: Values, published: Mapping[str, set[str]], known: frozenset[str] | None
+    tensors: Values, published: Mapping[str, set[str]], start_names: frozenset[str] | None
 ) -> list[str]:
-    """Return a name for each tensor, and further names of tied ones that are known."""
+    """Return a name for each tensor, and further names of tied ones that the folder has."""
     tied: dict[int, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         tied[id(tensor)].append(name)
     chosen: set[str] = set()
     for names in tied.values():
-        chosen.update([n for n in names if known and published[n] <= known] or names[:1])
+        chosen.update(
+            [n for n in names if start_names and published[n] <= start_names] or names[:1]
+        )
     return [name for name in tensors if name in chosen]
 
 

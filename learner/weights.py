@@ -34,7 +34,15 @@ from agentloop.training.learner_client.protocol import PublishReply, Reply
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
-__all__ = ["PublishedTensor", "Shard", "gather_values", "publish", "split", "trained", "verify"]
+__all__ = [
+    "PublishedTensor",
+    "Shard",
+    "gather_values",
+    "publish",
+    "split",
+    "trained_tensors",
+    "verify",
+]
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors
 
@@ -69,7 +77,9 @@ def _publish(policy: Policy, folder: Path, version: str) -> Reply:
         world.run_beside(write if first else None)
 
     on_first(lambda: fresh_partial(folder))
-    tensors_of_all = itertools.chain(trained(policy, dtype), _untrained(policy, dtype))
+    tensors_of_all = itertools.chain(
+        trained_tensors(policy, dtype), _tensors_of_start(policy, dtype)
+    )
     shards = split(tensors_of_all, policy.settings.max_shard_mib << 20)
     names = _file_names(len(shards))
     sha256: dict[str, str] = {}
@@ -169,7 +179,7 @@ def split(tensors: Iterable[PublishedTensor], max_bytes: int) -> list[Shard]:
     return shards
 
 
-def trained(policy: Policy, dtype: torch.dtype) -> Iterator[PublishedTensor]:
+def trained_tensors(policy: Policy, dtype: torch.dtype) -> Iterator[PublishedTensor]:
     """Yield the model's parameters and buffers, with adapters merged; the same on every rank.
 
     Floating-point tensors are published as `dtype`.
@@ -179,7 +189,7 @@ def trained(policy: Policy, dtype: torch.dtype) -> Iterator[PublishedTensor]:
     for conversion in policy.conversions:
         values = {name: _value(tensors[name], layers.get(name)) for name in conversion.sources}
         made_of = tuple(part for parts, _ in values.values() for part in parts)
-        make = functools.partial(_converted, conversion, values)
+        make = functools.partial(_convert, conversion, values)
         source = tensors[conversion.sources[0]]
         kind = dtype if source.is_floating_point() else source.dtype
         for name, shape in conversion.shapes.items():
@@ -197,11 +207,11 @@ def _value(tensor: torch.Tensor, layer: LoraLayer | None) -> _Value:
     return (tensor, *adapters), lambda: tensor.float() + delta(layer).float()
 
 
-def _converted(conversion: Conversion, values: Mapping[str, _Value]) -> Mapping[str, torch.Tensor]:
+def _convert(conversion: Conversion, values: Mapping[str, _Value]) -> Mapping[str, torch.Tensor]:
     return conversion.convert({name: make() for name, (_, make) in values.items()})
 
 
-def _untrained(policy: Policy, dtype: torch.dtype) -> Iterator[PublishedTensor]:
+def _tensors_of_start(policy: Policy, dtype: torch.dtype) -> Iterator[PublishedTensor]:
     """Yield the tensors of the folder that training started from which the model does not have."""
     published = {name for conversion in policy.conversions for name in conversion.shapes}
     for name, path in sorted((policy.start or {}).items()):

@@ -1,4 +1,4 @@
-"""What a message of a dialogue says about training, and what of it cannot be trained on. Pure."""
+"""Checks of what a message of a dialogue says about training and about itself. Pure."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def check_said(index: int, message: Message, text: str, tags: Sequence[str]) -> 
     Raises:
         RequestError: The template has left out a part.
     """
-    written = _squeezed(text)
+    written = _remove_space(text)
     pieces = {name: [message.get(name)] for name in _SAID if message.get(name)}
     if "reasoning_content" in pieces:
         pieces.pop("reasoning_details", None)  # the same again
     split = re.split("|".join(map(re.escape, tags)), message["content"]) if tags else []
     pieces["content"] = [*split] or [message["content"]]
     for name, parts in pieces.items():
-        if all(isinstance(part, str) and _squeezed(part) in written for part in parts):
+        if all(isinstance(part, str) and _remove_space(part) in written for part in parts):
             continue
         raise RequestError(
             f"messages[{index}].{name}: the model's chat template has no place for it in a turn, "
@@ -100,7 +100,7 @@ def check_said(index: int, message: Message, text: str, tags: Sequence[str]) -> 
         )
 
 
-def _squeezed(text: str) -> str:
+def _remove_space(text: str) -> str:
     """Return the text without white space, as a tokenizer may normalize it."""
     return "".join(unicodedata.normalize("NFKC", text).split())
 
@@ -117,5 +117,5 @@ def check_answers(index: int, results: Sequence[Message], calls: Sequence[str]) 
         if id in waiting:
             waiting.remove(id)
         elif id is not None:
-            why = "has a result already" if id in calls else f"is none of {', '.join(calls)}"
-            raise RequestError(f"messages[{number}].tool_call_id: {id!r:.50} {why}")
+            problem = "has a result already" if id in calls else f"is none of {', '.join(calls)}"
+            raise RequestError(f"messages[{number}].tool_call_id: {id!r:.50} {problem}")

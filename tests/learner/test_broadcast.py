@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from agentloop.learner.names import Conversion, named_tensors
 from agentloop.learner.policy import Policy
-from agentloop.learner.weights import split, trained
+from agentloop.learner.weights import split, trained_tensors
 from agentloop.models import SMALL
 from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
 from agentloop.training.weight_sync.checksums import parts_of
@@ -213,7 +213,7 @@ def test_buckets_are_bounded_and_hold_everything_once() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(n, 10, bias=n > 3) for n in (2, 3, 4, 50, 6)))
     bound = 4 * 64
     played = cast(Policy, SimpleNamespace(model=model, conversions=as_in_memory(model)))
-    buckets = split(trained(played, torch.float32), bound)
+    buckets = split(trained_tensors(played, torch.float32), bound)
     names = [one.name for bucket in buckets for one in bucket]
     assert names == [name for name, _ in model.named_parameters()]
     for bucket in buckets:
