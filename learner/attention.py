@@ -10,7 +10,8 @@ micro-batch (batch.py) attends to itself and to the segments that it continues, 
                  samples share tokens, on a CPU alone, a call for each segment, and one for all that
                  continues it
 
-A model's layers get the `arguments` of a micro-batch, computed once for all of them.
+A model's layers get the `arguments` of a micro-batch, computed once for all of them, and
+layers that pass on a state from token to token the `state_arguments`.
 
 If flash-attn is installed, its kernel is transformers' "flash_attention_2", which does not use this
 module.
@@ -18,6 +19,7 @@ module.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -40,8 +42,10 @@ __all__ = [
     "arguments",
     "flash_runs_on",
     "gpu_has_kernel",
+    "has_state",
     "packed_attention",
     "register",
+    "state_arguments",
     "why_not_shared",
 ]
 
@@ -66,6 +70,25 @@ def arguments(segments: tuple[PackedSegment, ...], device: torch.device) -> Mapp
     return {"segments": segments, "most_attended": most_attended} | edges
 
 
+@lru_cache(maxsize=4)
+def state_arguments(segments: tuple[PackedSegment, ...], device: torch.device) -> Mapping[str, Any]:
+    """Return what tells layers with a state where samples begin; the segments must be samples.
+
+    transformers' kernels for a GPU read it. Its code in plain torch ignores it, which a learner
+    notices as it starts.
+    """
+    lengths = [end - start for start, end, _ in segments]
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    samples = torch.arange(len(lengths), dtype=torch.int32)
+    return {
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "seq_idx": samples.repeat_interleave(torch.tensor(lengths))[None].to(device),
+    }
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -86,7 +109,7 @@ def packed_attention(
     Raises:
         NotImplementedError: The model needs more than causal attention.
     """
-    _check_supported(attention_mask, **more)
+    _check_supported(module, attention_mask, **more)
     if dropout or not flash_runs_on(query):
         return _by_sample(query, key, value, more["segments"], scaling, dropout), None
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -106,7 +129,7 @@ def attention_by_sample(
 ) -> tuple[Tensor, None]:
     """Like `packed_attention`, always one sample at a time: what the other form is compared
     with."""
-    _check_supported(attention_mask, **more)
+    _check_supported(module, attention_mask, **more)
     return _by_sample(query, key, value, more["segments"], scaling, dropout), None
 
 
@@ -128,6 +151,7 @@ def gpu_has_kernel() -> bool:
 
 
 def _check_supported(
+    module: nn.Module,
     attention_mask: Tensor | None,
     *,
     most_attended: int,
@@ -144,6 +168,9 @@ def _check_supported(
         raise NotImplementedError(
             f"packed attention supports no sliding window of {sliding_window}"
         )
+    chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
+    if chunk and most_attended > chunk:
+        raise NotImplementedError(f"packed attention supports no chunks of {chunk} tokens")
 
 
 def _by_sample(
@@ -266,10 +293,16 @@ def why_not_shared(model: PreTrainedModel, settings: LearnerSettings, device: st
             return f"the model has a {name} of {value}, which is random for each sample"
     if config.get("v_head_dim") not in (None, config.get("qk_head_dim")):
         return "its heads have values and keys of different sizes"
-    others = {*(config.get("layer_types") or ())} - {"full_attention", "sliding_attention"}
-    if others or any(isinstance(module, nn.Conv1d) for module in model.modules()):
+    if has_state(model):
         return "its layers pass on a state from token to token"
     return None
+
+
+def has_state(model: PreTrainedModel) -> bool:
+    """Return whether layers pass on a state from token to token, besides keys and values."""
+    kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())}
+    others = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
+    return bool(others) or any(isinstance(module, nn.Conv1d) for module in model.modules())
 
 
 def register() -> None:

@@ -232,7 +232,12 @@ def _num_equal(left: Array, right: Array) -> int:
 
 
 def plan(
-    lengths: Sequence[int], budget: int, world_size: int, shared: Sequence[int] = ()
+    lengths: Sequence[int],
+    budget: int,
+    world_size: int,
+    shared: Sequence[int] = (),
+    *,
+    packs: bool = True,
 ) -> list[list[list[int]]]:
     """Assign samples to ranks: per rank, equally many micro-batches, each a list of indices.
 
@@ -258,7 +263,8 @@ def plan(
     free: list[int] = []
     for family in sorted(families.all, key=lambda family: -families.size(family)):
         size = families.size(family)
-        at = next((i for i, room in enumerate(free) if room >= size), len(bins))
+        rooms = enumerate(free if packs else ())
+        at = next((i for i, room in rooms if room >= size), len(bins))
         if at == len(bins):
             bins.append([])
             free.append(budget - families.load([]))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from agentloop.learner.errors import ProcessGroupError, RankError
 from agentloop.learner.policy import Policy, config_of
-from agentloop.learner.weights import Shard, gather_values, split
+from agentloop.learner.weights import Shard, gather_values, split, trained_tensors
 from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.protocol import (
     JoinRequest,
@@ -59,7 +59,7 @@ class Broadcaster:
         self._store: dist.Store | None = None
         self._group: _Group | None = None
         dtype = getattr(torch, policy.settings.publish_dtype)
-        buckets = split(policy.model, dtype, policy.settings.bucket_mib << 20)
+        buckets = split(trained_tensors(policy, dtype), policy.settings.bucket_mib << 20)
         # Widest type first, so that each tensor is aligned when they are stored end to end.
         self._buckets: list[Shard] = [
             sorted(bucket, key=lambda tensor: -tensor.dtype.itemsize) for bucket in buckets

@@ -20,7 +20,7 @@ from agentloop.training.learner_client.settings import LearnerSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Head", "Scores", "compile_layers", "uses_compiler"]
+__all__ = ["Head", "Scores", "compile_layers", "scores_of", "uses_compiler"]
 
 Scores: TypeAlias = tuple[Tensor, Tensor]
 """Log-probabilities and entropies of M sampled tokens, each float32 [M]."""
@@ -95,8 +95,14 @@ def _scores(
     temperature: float,
     entropy_grad: bool,
 ) -> Scores:
+    return scores_of(functional.linear(hidden, weight, bias), targets, temperature, entropy_grad)
+
+
+def scores_of(
+    logits: Tensor, targets: Tensor, temperature: float, entropy_grad: bool = False
+) -> Scores:
     """Return the log-probabilities of the targets and the entropies of their distributions."""
-    table = functional.linear(hidden, weight, bias).float()
+    table = logits.float()
     if temperature != 1:  # for a small model each pass over the logits is costly
         table = table / temperature
     table = table.log_softmax(-1)

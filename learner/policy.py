@@ -15,6 +15,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,7 +24,14 @@ import torch
 from torch import Tensor
 
 from agentloop.errors import ModelError
-from agentloop.learner.attention import SEGMENTED, arguments, register, why_not_shared
+from agentloop.learner.attention import (
+    SEGMENTED,
+    arguments,
+    has_state,
+    register,
+    state_arguments,
+    why_not_shared,
+)
 from agentloop.learner.batch import (
     Array,
     Batch,
@@ -36,12 +44,16 @@ from agentloop.learner.batch import (
     shared_prefixes,
 )
 from agentloop.learner.errors import BatchError, GradientError
-from agentloop.learner.head import Head, Scores, compile_layers, uses_compiler
+from agentloop.learner.forward_check import compare, depends_on_longest
+from agentloop.learner.head import Head, Scores, compile_layers, scores_of, uses_compiler
 from agentloop.learner.lora import add_adapters
 from agentloop.learner.loss import LossInput, policy_loss
+from agentloop.learner.names import conversions_of
+from agentloop.learner.optimizer import adamw, deepspeed_config
 from agentloop.learner.reference import Reference
 from agentloop.learner.utilization import Work, peak_tflops
 from agentloop.learner.world import Clock, World, to_device
+from agentloop.models.folder import tensor_files
 from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.protocol import StepReply
 from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
@@ -54,16 +66,14 @@ __all__ = ["Counters", "Policy", "TokenScorer", "config_of", "load_model"]
 Metrics: TypeAlias = dict[str, int | float | None]
 """Metrics of a step by name; None: not finite, or it does not apply."""
 
-# Transformations of the logits that the output layer here does not implement.
 _MAX_SKIPPED_STEPS = 3  # in a row; then the learner ends
-_UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
 
 
 def load_model(settings: LearnerSettings) -> PreTrainedModel:
     """Load the model of `settings` on the CPU.
 
     Raises:
-        ModelError: It cannot be loaded, or its output layer is not supported.
+        ModelError: It cannot be loaded.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -71,11 +81,8 @@ def load_model(settings: LearnerSettings) -> PreTrainedModel:
     register()
     try:
         model = _create_model(settings)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, KeyError) as error:
         raise ModelError(f"{settings.model}: {error}") from error
-    for name in _UNSUPPORTED:
-        if getattr(model.config, name, None) not in (None, 1, 1.0):
-            raise ModelError(f"{settings.model}: models with {name} cannot be trained yet")
     if settings.lora.rank:
         add_adapters(model, settings)
     if settings.activation_checkpointing:
@@ -91,6 +98,12 @@ def _create_model(settings: LearnerSettings) -> PreTrainedModel:
         "attn_implementation": settings.attention,
     }
     if settings.init == "pretrained":
+        if quantized := _read_config(settings).get("quantization_config"):
+            raise ModelError(
+                f"{settings.model}: its weights are quantized "
+                f"({quantized.get('quant_method', 'config.json: quantization_config')}), which "
+                "cannot be trained: start from the same model in bfloat16"
+            )
         return AutoModelForCausalLM.from_pretrained(
             settings.model, local_files_only=True, **options
         )
@@ -162,7 +175,10 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
         super().__init__()
         self.model = model
         self.head = Head(model.get_output_embeddings(), settings)
-        self._segmented = settings.attention in SEGMENTED
+        self._attention = settings.attention
+        self._temperature = settings.temperature
+        self._has_state = has_state(model)
+        self._uses_own_logits = False
         if uses_compiler(settings):
             compile_layers(model)
 
@@ -175,16 +191,38 @@ class TokenScorer(torch.nn.Module):  # type: ignore[misc]
         segments: tuple[PackedSegment, ...],
     ) -> Scores:
         """Return (log-probabilities, entropies), each float32 [M], of packed samples."""
+        if self._uses_own_logits:
+            logits_LV = self.model(input_ids=ids_L[None], use_cache=False).logits[0]
+            return scores_of(logits_LV.index_select(0, predictors_M), targets_M, self._temperature)
+        more: dict[str, Any] = {}
+        if self._attention in SEGMENTED:
+            more |= arguments(segments, ids_L.device)
+        if self._has_state:
+            more |= state_arguments(segments, ids_L.device)
         output = self.model.base_model(
             input_ids=ids_L[None],
             position_ids=positions_L[None],
             attention_mask=None,  # makes transformers split the attention where positions restart
             use_cache=False,
-            **(arguments(segments, ids_L.device) if self._segmented else {}),
+            **more,
         )
         hidden_LH = output.last_hidden_state[0]
         scores: Scores = self.head(hidden_LH.index_select(0, predictors_M), targets_M)
         return scores
+
+    @contextmanager
+    def own_logits(self) -> Iterator[None]:
+        """Score by the model's own forward pass: its own attention, output layer and logits.
+
+        What is scored must be a single sample.
+        """
+        self.model.set_attn_implementation("eager")  # what each model defines itself
+        self._uses_own_logits = True
+        try:
+            yield
+        finally:
+            self._uses_own_logits = False
+            self.model.set_attn_implementation(self._attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +258,8 @@ class Policy:
         num_skipped: Steps skipped because a gradient was not finite.
         num_parameters, num_trained: Counts of the whole model; with LoRA few are trained.
         engine: DeepSpeed's engine; `model` is the model in it.
+        start: The file of each tensor that training started from; None: the weights were random.
+        conversions: How the model's tensors are published.
     """
 
     def __init__(self, settings: LearnerSettings, world: World) -> None:
@@ -228,7 +268,7 @@ class Policy:
         Each rank loads the whole model into its memory before sharding.
 
         Raises:
-            ModelError: See `load_model`.
+            ModelError: See `load_model`; or the learner's forward pass is not the model's.
         """
         import deepspeed
 
@@ -240,22 +280,51 @@ class Policy:
         sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
         self.num_parameters = sum(size for size, _ in sizes)
         self.num_trained = sum(size for size, trained in sizes if trained)
+        pretrained = settings.init == "pretrained"
+        self.start = tensor_files(settings.model) if pretrained else None
+        self.conversions = conversions_of(self.model, self.start)
         self._work = Work.of(self.model)
         self._peak_tflops = settings.peak_tflops or peak_tflops(world.device_name, settings.dtype)
         self._zero = torch.zeros((), dtype=torch.float64, device=world.device)
         reason = why_not_shared(self.model, settings, world.device.type)
         self._shares = reason is None
-        if reason and world.first:
-            print(f"What samples share is computed for each of them: {reason}", flush=True)
+        if reason:
+            self._say(f"What samples share is computed for each of them: {reason}")
         scorer = TokenScorer(self.model, settings)
         self.engine, *_ = deepspeed.initialize(
             model=scorer,
-            optimizer=_adamw(scorer, settings),
-            config=_deepspeed_config(settings),
+            optimizer=adamw(scorer, settings),
+            config=deepspeed_config(settings),
             dist_init_required=False,
         )
         self.engine.train()
+        self._check_forward(scorer)
         self._reference = self._create_reference() if settings.loss.kl_coef else None
+
+    def _say(self, text: str) -> None:
+        if self.world.first:
+            print(text, flush=True)
+
+    def _check_forward(self, scorer: TokenScorer) -> None:
+        """Compare scores with those of the model's own logits; find out whether samples may be
+        packed.
+
+        Raises:
+            ModelError: The scores of a sample by itself are not those of the model.
+        """
+        self.engine.eval()
+        compared = compare(
+            scorer, lambda micro: self._score(micro, self.engine), share=self._shares
+        )
+        self.engine.train()
+        compared.require_same(self.settings.dtype)
+        reason = compared.why_not_packed(self.settings.dtype) or depends_on_longest(
+            self.model.config, self.settings.micro_batch_tokens
+        )
+        self._packs = reason is None
+        if reason:
+            self._shares = False
+            self._say(f"Each sample gets a forward pass of its own: {reason}")
 
     def _create_reference(self) -> Reference:
         changes = {"activation_checkpointing": False, "lora": LoraSettings()}
@@ -264,7 +333,7 @@ class Policy:
             self.engine,
             lambda: TokenScorer(load_model(settings), settings),
             self.world,
-            zero=_deepspeed_config(settings)["zero_optimization"],
+            zero=deepspeed_config(settings)["zero_optimization"],
             dtype=settings.dtype,
         )
 
@@ -465,7 +534,8 @@ class Policy:
     ) -> Iterator[MicroBatch]:
         order, shared = self._in_order(batch, samples)
         budget = self.settings.micro_batch_tokens
-        ranks = plan(batch.lengths[order].tolist(), budget, self.world.size, shared)
+        lengths = batch.lengths[order].tolist()
+        ranks = plan(lengths, budget, self.world.size, shared, packs=self._packs)
         for indices in ranks[self.world.rank]:
             chosen = [order[i] for i in indices]
             yield make_micro_batch(batch, chosen, weights_T, share=self._shares)
@@ -492,50 +562,3 @@ class Policy:
         self.num_updates, self.num_skipped = counters.num_updates, counters.num_skipped
         self._warm_from = counters.warm_from
         self._skipped_in_row = 0
-
-
-def _adamw(scorer: TokenScorer, settings: LearnerSettings) -> torch.optim.AdamW:
-    o = settings.optimizer
-    trained = [p for p in scorer.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.ndim > 1]
-    vectors = [p for p in trained if p.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": o.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    # A fused step passes over the parameters once, not once per operation.
-    fused = settings.offload != "none" or torch.cuda.is_available()
-    return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=fused or None)
-
-
-def _deepspeed_config(settings: LearnerSettings) -> JsonObject:
-    config: JsonObject = {
-        "train_micro_batch_size_per_gpu": 1,
-        # The number of backward passes per step varies.
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": settings.optimizer.max_grad_norm,
-        "zero_optimization": {"stage": settings.zero_stage, **_offloads(settings)},
-        "zero_force_ds_cpu_optimizer": False,  # it would be compiled
-        "timers": {"throughput": {"enabled": False}},  # it would wait for the GPU before each pass
-    }
-    if settings.dtype == "bfloat16":
-        # ZeRO 1 adds each gradient to its float32 sum as soon as it is computed, and drops it.
-        config["bf16"] = {
-            "enabled": True, "check_grad_overflow": True, "immediate_grad_update": True,
-        }  # fmt: skip
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return _merge(config, settings.deepspeed)
-
-
-def _offloads(settings: LearnerSettings) -> JsonObject:
-    host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    names = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
-    return {name: host for part, name in names.items() if part in settings.offload.split("+")}
-
-
-def _merge(config: JsonObject, more: JsonObject) -> JsonObject:
-    merged = dict(config)
-    for key, value in more.items():
-        is_nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if is_nested else value
-    return merged

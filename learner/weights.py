@@ -3,44 +3,54 @@
     parameters ──gathered, some at a time──> rank 0 ──cast──> shards ──sha256──> folder
 
 A published folder is a model folder of transformers (safetensors, configuration, tokenizer) with an
-additional `published.json`: {"version": "7", "sha256": {"model.safetensors": "..."}}.
+additional `published.json`: {"version": "7", "sha256": {"model.safetensors": "..."}}. Its tensors
+have the names of the folder that training started from (names.py), and those that are not trained,
+such as the vision tower of a composite model, are that folder's.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from agentloop.learner.errors import RankError, WriteError
 from agentloop.learner.files import appear, fresh_partial, partial_of, remove_partial, writing
 from agentloop.learner.lora import adapted_layers, delta
+from agentloop.learner.names import Conversion, named_tensors
 from agentloop.learner.policy import Policy, config_of
+from agentloop.models.folder import INDEX, MANIFEST, copy_others, true_config
 from agentloop.training.learner_client.protocol import PublishReply, Reply
-from agentloop.training.learner_client.settings import LearnerSettings
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
-__all__ = ["MANIFEST", "PublishedTensor", "Shard", "gather_values", "publish", "split", "verify"]
+__all__ = [
+    "PublishedTensor",
+    "Shard",
+    "gather_values",
+    "publish",
+    "split",
+    "trained_tensors",
+    "verify",
+]
 
-MANIFEST = "published.json"
-# Files that a loader needs besides the weights; others in the folder are not copied.
-_COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
+_FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors
 
 
 def publish(policy: Policy, folder: Path, version: str) -> Reply:
     """Write the weights to `folder` (collective; rank 0 writes).
 
-    Tied weights are written once. Rank 0's reply is a `PublishReply`.
+    Rank 0's reply is a `PublishReply`.
 
     Raises:
         WriteError: Writing failed; the partial folder is removed.
@@ -67,7 +77,10 @@ def _publish(policy: Policy, folder: Path, version: str) -> Reply:
         world.run_beside(write if first else None)
 
     on_first(lambda: fresh_partial(folder))
-    shards = split(policy.model, dtype, policy.settings.max_shard_mib << 20)
+    tensors_of_all = itertools.chain(
+        trained_tensors(policy, dtype), _tensors_of_start(policy, dtype)
+    )
+    shards = split(tensors_of_all, policy.settings.max_shard_mib << 20)
     names = _file_names(len(shards))
     sha256: dict[str, str] = {}
     for file, shard in zip(names, shards, strict=True):
@@ -81,7 +94,7 @@ def _publish(policy: Policy, folder: Path, version: str) -> Reply:
     def complete() -> None:
         if len(shards) > 1:
             _write_index(partial, names, shards)
-        _copy_others(policy.settings, partial)
+        _write_others(policy, partial)
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
         appear(partial, folder, durable=False)  # after a crash they are published again
 
@@ -132,13 +145,17 @@ def verify(folder: Path) -> str:
 
 
 class PublishedTensor(NamedTuple):
-    """A tensor as it is published. Under ZeRO 3 each rank holds a part of its sources."""
+    """A tensor as it is published. Under ZeRO 3 each rank holds a part of its sources.
+
+    Tensors that are computed together have the same `make`.
+    """
 
     name: str
     shape: torch.Size
     dtype: torch.dtype  # of the published tensor
     made_of: tuple[torch.Tensor, ...]
-    make: Callable[[], torch.Tensor]  # computes it on the device while all of `made_of` is gathered
+    # Computes values by name, on the device, while all of `made_of` is gathered.
+    make: Callable[[], Mapping[str, torch.Tensor]]
 
     @property
     def num_bytes(self) -> int:
@@ -148,14 +165,11 @@ class PublishedTensor(NamedTuple):
 Shard = list[PublishedTensor]
 
 
-def split(model: torch.nn.Module, dtype: torch.dtype, max_bytes: int) -> list[Shard]:
-    """Split all tensors into shards of at most `max_bytes`; a larger tensor is a shard of its own.
-
-    Floating-point tensors are published as `dtype`.
-    """
+def split(tensors: Iterable[PublishedTensor], max_bytes: int) -> list[Shard]:
+    """Split tensors into shards of at most `max_bytes`; a larger tensor is a shard of its own."""
     shards: list[Shard] = [[]]
     free = max_bytes
-    for tensor in _tensors(model, dtype):
+    for tensor in tensors:
         size = tensor.num_bytes
         if size > free and shards[-1]:
             shards.append([])
@@ -165,57 +179,72 @@ def split(model: torch.nn.Module, dtype: torch.dtype, max_bytes: int) -> list[Sh
     return shards
 
 
-def _tensors(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[PublishedTensor]:
-    """Yield parameters and buffers, with tied ones once and adapters merged; the same on every
-    rank."""
-    layers = adapted_layers(model)
-    for name, parameter in model.named_parameters():  # lists a tied one under its first name
-        if layers and parameter.requires_grad:  # an adapter's: merged into the weight
+def trained_tensors(policy: Policy, dtype: torch.dtype) -> Iterator[PublishedTensor]:
+    """Yield the model's parameters and buffers, with adapters merged; the same on every rank.
+
+    Floating-point tensors are published as `dtype`.
+    """
+    layers = adapted_layers(policy.model)
+    tensors = named_tensors(policy.model)
+    for conversion in policy.conversions:
+        values = {name: _value(tensors[name], layers.get(name)) for name in conversion.sources}
+        made_of = tuple(part for parts, _ in values.values() for part in parts)
+        make = functools.partial(_convert, conversion, values)
+        source = tensors[conversion.sources[0]]
+        kind = dtype if source.is_floating_point() else source.dtype
+        for name, shape in conversion.shapes.items():
+            yield PublishedTensor(name, shape, kind, made_of, make)
+
+
+_Value: TypeAlias = tuple[tuple[torch.Tensor, ...], Callable[[], torch.Tensor]]
+"""What a tensor is made of, and what makes it."""
+
+
+def _value(tensor: torch.Tensor, layer: LoraLayer | None) -> _Value:
+    if layer is None:
+        return (tensor,), lambda: tensor
+    adapters = (p for p in layer.parameters() if p.requires_grad)
+    return (tensor, *adapters), lambda: tensor.float() + delta(layer).float()
+
+
+def _convert(conversion: Conversion, values: Mapping[str, _Value]) -> Mapping[str, torch.Tensor]:
+    return conversion.convert({name: make() for name, (_, make) in values.items()})
+
+
+def _tensors_of_start(policy: Policy, dtype: torch.dtype) -> Iterator[PublishedTensor]:
+    """Yield the tensors of the folder that training started from which the model does not have."""
+    published = {name for conversion in policy.conversions for name in conversion.shapes}
+    for name, path in sorted((policy.start or {}).items()):
+        if name in published:
             continue
-        name = name.replace(".base_layer.", ".")
-        if layer := layers.get(name):
-            yield _merged_tensor(name, layer, dtype)
-        else:
-            yield _plain_tensor(name, parameter, dtype)
-    kept = model.state_dict().keys()
-    yield from (
-        _plain_tensor(name, buffer, dtype) for name, buffer in model.named_buffers() if name in kept
-    )
+        with safe_open(path, "pt") as file:
+            place = file.get_slice(name)
+            is_float = place.get_dtype() in _FLOATS
+            kind = dtype if is_float else file.get_tensor(name).dtype
+            shape = torch.Size(place.get_shape())
+        yield PublishedTensor(name, shape, kind, (), functools.partial(_read, path, name))
 
 
-def _plain_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> PublishedTensor:
-    kind = dtype if tensor.is_floating_point() else tensor.dtype
-    return PublishedTensor(name, _shape(tensor), kind, (tensor,), lambda: tensor)
-
-
-def _merged_tensor(name: str, layer: LoraLayer, dtype: torch.dtype) -> PublishedTensor:
-    weight = layer.get_base_layer().weight
-    return PublishedTensor(
-        name,
-        _shape(weight),
-        dtype,
-        (weight, *(p for p in layer.parameters() if p.requires_grad)),
-        lambda: weight.float() + delta(layer).float(),
-    )
-
-
-def _shape(tensor: torch.Tensor) -> torch.Size:
-    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
+def _read(path: Path, name: str) -> Mapping[str, torch.Tensor]:
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name)}
 
 
 def gather_values(shard: Shard, *, keep: bool) -> Iterator[tuple[PublishedTensor, torch.Tensor]]:
-    """Yield each tensor with its value, gathered one at a time (collective).
+    """Yield each tensor with its value; gather what is computed together (collective).
 
     A value is whole on the device until the next one. Without `keep` this rank only takes part and
     yields nothing. Every rank must exhaust the iterator.
     """
     import deepspeed
 
-    for tensor in shard:
-        parts = [part for part in tensor.made_of if hasattr(part, "ds_id")]
+    for _, tensors in itertools.groupby(shard, key=lambda tensor: id(tensor.make)):
+        first, *others = tensors
+        parts = [part for part in first.made_of if hasattr(part, "ds_id")]
         with torch.no_grad(), deepspeed.zero.GatheredParameters(parts, enabled=bool(parts)):
             if keep:
-                yield tensor, tensor.make().detach()
+                values = first.make()
+                yield from ((tensor, values[tensor.name].detach()) for tensor in (first, *others))
 
 
 def _file_names(num_shards: int) -> list[str]:
@@ -231,19 +260,17 @@ def _write_index(partial: Path, names: list[str], shards: list[Shard]) -> None:
     total = sum((partial / file).stat().st_size for file in names)
     index = {"metadata": {"total_size": total}, "weight_map": where}
     text = json.dumps(index, indent=2) + "\n"
-    (partial / "model.safetensors.index.json").write_text(text, "utf-8")
+    (partial / INDEX).write_text(text, "utf-8")
 
 
-def _copy_others(settings: LearnerSettings, target: Path) -> None:
-    for file in settings.model.iterdir():
-        is_copied = file.suffix in _COPIED and not file.name.endswith(".index.json")
-        if file.is_file() and is_copied and file.name != MANIFEST:
-            shutil.copyfile(file, target / file.name)
-    if settings.chat_template is not None:
-        (target / "chat_template.jinja").write_text(settings.chat_template, "utf-8")
-    config = config_of(settings)
-    config.pop("torch_dtype", None)  # the former name
-    config["dtype"] = settings.publish_dtype
+def _write_others(policy: Policy, target: Path) -> None:
+    settings, model = policy.settings, policy.model
+    copy_others(settings.model, target, template=settings.chat_template)
+    config, kind = config_of(settings), type(model).__name__
+    if policy.start is None and kind not in config.get("architectures", [kind]):
+        # Random weights of the language model of a composite one are a model by themselves.
+        config = {**model.config.to_dict(), "architectures": [kind]}
+    config = true_config(config, settings.publish_dtype)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 

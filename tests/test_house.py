@@ -196,7 +196,7 @@ MAY_IMPORT = {
         "agentloop.agent.text_stream",
         *BOTTOM,
     },
-    "agentloop.models": set(),
+    "agentloop.models": {"agentloop.models", "agentloop.errors", "agentloop.plain_json"},
     "agentloop.errors": set(),
     "agentloop.aio": {"agentloop.errors"},
     "agentloop.plain_json": set(),

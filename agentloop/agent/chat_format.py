@@ -357,22 +357,25 @@ class ChatFormat:
         """Return a lower bound of the number of tokens of a prompt, without rendering it."""
         return max(len(messages), num_chars(messages) // self._encoder.longest_token)
 
-    def encode_assistant_turn(self, message: Message) -> list[int]:
+    def encode_assistant_turn(self, message: Message, *, num_calls: int = 0) -> list[int]:
         """Return the ids that a model would sample for an assistant's `message`.
 
         These are the ids that the template writes after the generation prompt, including the end
         token. Tags of reasoning and of tool calls in the content become control tokens; anything
         else, and the arguments of `tool_calls`, is encoded as data.
 
+        Args:
+            num_calls: Number of calls in the conversation before, for templates that count them.
+
         Raises:
             RequestError: The template cannot render the message, or does not start it with the
                 generation prompt.
         """
         mark = Placeholders()
-        plain = normal_form([message])
+        (plain,) = normal_form([message])
         if self.family.history_id is not None:
-            plain = with_ids(plain, self.family.history_id)
-        reply = self._continuation.disarm_message(plain[0], mark, self.family.all_tags)
+            (plain,) = with_ids([plain], self.family.history_id, num_calls)
+        reply = self._continuation.disarm_message(plain, mark, self.family.all_tags)
         try:
             text = self._render([QUESTION, reply])
             before = self._ready
@@ -382,7 +385,7 @@ class ChatFormat:
             raise RequestError(f"content: the model's chat template says: {error}") from error
         if not text.startswith(before):
             raise RequestError(self._explain_mismatch(message))
-        end_token = self._call_end if message.get("tool_calls") else self._end_token
+        end_token = self._call_end if plain.get("tool_calls") else self._end_token
         turn, end, _ = text.removeprefix(before).partition(end_token)
         if not end and not self._end_opens_next:
             raise RequestError(

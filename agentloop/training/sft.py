@@ -5,14 +5,16 @@
                          │ (trained on) and the tokens that the runtime appends (not trained on)
 
 A dialogue is an object with OpenAI `messages` and optionally `tools`. A call of the assistant is in
-`tool_calls`, or, if it is meant to be malformed, in the content as the model should write it.
-A line of `agentloop data dialogues` has ids instead, which are trained on as they are.
+`tool_calls`, or, if it is meant to be malformed, in the content as the model should write it. What
+a message says and cannot be trained on as it says is refused (trained_messages.py). A line of
+`agentloop data dialogues` has ids instead, which are trained on as they are.
 Not covered: images and audio, and training on a part of a message.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import time
@@ -28,6 +30,7 @@ import anyio.to_thread
 import pydantic
 
 from agentloop.agent.chat_format import ChatFormat
+from agentloop.agent.openai_messages import normal_form
 from agentloop.agent.tools import Schema
 from agentloop.agent.truncation import truncate
 from agentloop.environments.tasks.sources import read_jsonl
@@ -45,6 +48,13 @@ from agentloop.training.recorded_dialogues import (
 from agentloop.training.resume import ResumableTraining, load_newest, report_other_loss
 from agentloop.training.run_folder import RunFolder, training_state
 from agentloop.training.run_status import Reporter, RunStatus, count_of
+from agentloop.training.trained_messages import (
+    check_answers,
+    check_calls,
+    check_said,
+    check_weight,
+    is_trained,
+)
 from agentloop.trajectory import Message, Trajectory, Turn, TurnEnd
 
 __all__ = [
@@ -184,7 +194,7 @@ def read_dialogues(settings: DialoguesSettings) -> Iterator[Dialogue]:
             if is_recorded(row):
                 yield Dialogue([], [], where, recorded_rollout(row, where))
                 continue
-            messages, tools = row.get("messages"), row.get("tools") or []
+            messages, tools = row.get("messages"), _tools_of(row)
             if not isinstance(messages, list) or not messages:
                 raise DataError(f"{where}: field 'messages': expected a list of messages")
             if not isinstance(tools, list) or not all(isinstance(t, Mapping) for t in tools):
@@ -195,12 +205,22 @@ def read_dialogues(settings: DialoguesSettings) -> Iterator[Dialogue]:
         yield Dialogue(row["messages"], row["tools"], f"the teacher's dialogue {number}")
 
 
+def _tools_of(row: Mapping[str, object]) -> object:
+    """Return a line's schemas of tools, also those of the older form (`functions`)."""
+    functions = row.get("functions")
+    if isinstance(functions, list) and not row.get("tools"):
+        return [{"type": "function", "function": function} for function in functions]
+    return row.get("tools") or []
+
+
 def trajectories_of(
     chat: ChatFormat, dialogue: Dialogue, *, max_tool_response_tokens: int
 ) -> list[Trajectory]:
     """Return the trajectories that the runtime would record if the model wrote the dialogue.
 
     There is one trajectory per question; its prompt is everything before the question's first turn.
+    A message with weight 0 is not trained on: it ends a trajectory, and belongs to the next one's
+    prompt.
 
     Raises:
         DataError: a message is invalid; the error names it.
@@ -208,98 +228,102 @@ def trajectories_of(
     if dialogue.recorded is not None:
         check_tokenizer(chat, dialogue.recorded)
         return [dialogue.recorded]
-    trajectories: list[Trajectory] = []
-    messages = dialogue.messages
-    index = 0
     try:
-        while index < len(messages):
-            if _role(messages, index) != "assistant":
-                index += 1
-                continue
-            prompt_ids = chat.prompt(messages[:index], dialogue.tools)
-            trajectory = Trajectory(f"{dialogue.where}: messages[{index}]", prompt_ids)
-            index = _add_turns(
-                chat,
-                trajectory,
-                messages,
-                index,
-                tools=dialogue.tools,
-                max_tool_response_tokens=max_tool_response_tokens,
-            )
-            trajectories.append(trajectory)
+        return _Reader(chat, dialogue, max_tool_response_tokens).trajectories()
     except RequestError as error:
         raise DataError(f"{dialogue.where}: field 'messages': {error}") from error
-    if not trajectories or _role(messages, -1) != "assistant":
-        raise DataError(
-            f"{dialogue.where}: field 'messages': the last message must be the assistant's"
+
+
+class _Reader:
+    """Reads the trajectories of a dialogue."""
+
+    def __init__(self, chat: ChatFormat, dialogue: Dialogue, max_tool_response_tokens: int) -> None:
+        self._chat = chat
+        self._where, self._tools = dialogue.where, dialogue.tools
+        self._limit = max_tool_response_tokens
+        self._given = dialogue.messages
+        # As many, with the same indices.
+        self._messages: Sequence[Message] = normal_form(dialogue.messages)
+        self._num_calls = 0
+        self._trajectories: list[Trajectory] = []
+
+    def trajectories(self) -> list[Trajectory]:
+        index = 0
+        while index < len(self._messages):
+            if self._role(index) != "assistant":
+                check_weight(index, self._messages[index])
+                index += 1
+                continue
+            prompt_ids = self._chat.prompt(self._messages[:index], self._tools)
+            self._begin(index, prompt_ids)
+            index = self._add_turns(index)
+        if self._role(-1) != "assistant":
+            raise RequestError("the last message must be the assistant's")
+        return [trajectory for trajectory in self._trajectories if trajectory.turns]
+
+    def _begin(self, index: int, prompt_ids: list[int]) -> None:
+        self._trajectories.append(Trajectory(f"{self._where}: messages[{index}]", prompt_ids))
+
+    def _add_turns(self, index: int) -> int:
+        """Add the turns and results from messages[index] on; return the index after them."""
+        while self._role(index) == "assistant":
+            turn, at = self._turn(index), index
+            results = self._results(index, turn)
+            index += 1 + len(results)
+            goes_on = self._role(index) == "assistant"
+            num_calls, num_results = len(turn.calls), len(results)
+            if goes_on and num_calls == num_results > 0:
+                cut = [truncate(self._chat, content, self._limit) for content in results]
+                turn.observation_ids = self._chat.observation(cut, turn.calls)
+            elif goes_on or num_results or (num_calls and index < len(self._messages)):
+                raise RequestError(
+                    f"messages[{at}]: makes {count_of(num_calls, 'call')}, followed by "
+                    f"{count_of(num_results, 'result')} and {'another' if goes_on else 'no'} turn. "
+                    "Each call needs a result, and results must be followed by a turn"
+                )
+            trajectory = self._trajectories[-1]
+            if is_trained(at, self._messages[at]):
+                trajectory.turns.append(turn)
+            else:
+                self._begin(index, [*trajectory.ids, *turn.output_ids, *turn.observation_ids])
+        return index
+
+    def _turn(self, index: int) -> Turn:
+        message = self._messages[index]
+        try:
+            ids = self._chat.encode_assistant_turn(message, num_calls=self._num_calls)
+        except RequestError as error:
+            problem = str(error).removeprefix("messages[0].")
+            raise RequestError(f"messages[{index}].{problem}") from error
+        if is_trained(index, message):
+            check_calls(index, self._given[index])
+            text = self._chat.opened_thought + self._chat.decode(ids)
+            check_said(index, message, text, self._chat.family.all_tags)
+        stream = self._chat.family.calls(self._chat, self._tools)
+        calls = [*stream.feed(ids), *stream.finish()]
+        self._num_calls += len(calls)
+        return Turn(ids, logprobs=[0.0] * len(ids), end=TurnEnd.STOP, calls=calls)
+
+    def _results(self, index: int, turn: Turn) -> list[str]:
+        """Return the contents of the tool messages after messages[index], in the order of the
+        calls."""
+        results = list(
+            itertools.takewhile(lambda each: each["role"] == "tool", self._messages[index + 1 :])
         )
-    return trajectories
+        made = [call["id"] for call in self._messages[index].get("tool_calls") or ()]
+        check_answers(index + 1, results, made)
+        ids = [call.id for call in turn.calls]
+        answered = [result.get("tool_call_id") for result in results]
+        if not made and sorted(map(str, answered)) == sorted(ids):  # of calls in the content
+            results.sort(key=lambda result: ids.index(result["tool_call_id"]))
+        return [result["content"] for result in results]
 
-
-def _add_turns(
-    chat: ChatFormat,
-    trajectory: Trajectory,
-    messages: Sequence[Message],
-    index: int,
-    *,
-    tools: Sequence[Schema],
-    max_tool_response_tokens: int,
-) -> int:
-    """Add the turns and results from messages[index] on; return the index after them."""
-    while _role(messages, index) == "assistant":
-        turn, at = _turn(chat, messages, index, tools), index
-        trajectory.turns.append(turn)
-        contents = _responses(messages, index + 1)
-        index += 1 + len(contents)
-        goes_on = _role(messages, index) == "assistant"
-        num_calls, num_results = len(turn.calls), len(contents)
-        if goes_on and num_calls == num_results > 0:
-            limit = max_tool_response_tokens
-            cut = [truncate(chat, content, limit) for content in contents]
-            turn.observation_ids = chat.observation(cut, turn.calls)
-        elif goes_on or num_results or (num_calls and index < len(messages)):
-            raise RequestError(
-                f"messages[{at}]: makes {count_of(num_calls, 'call')}, followed by "
-                f"{count_of(num_results, 'result')} and {'another' if goes_on else 'no'} turn. "
-                "Each call needs a result, and results must be followed by a turn"
-            )
-    return index
-
-
-def _turn(
-    chat: ChatFormat, messages: Sequence[Message], index: int, tools: Sequence[Schema]
-) -> Turn:
-    try:
-        ids = chat.encode_assistant_turn(messages[index])
-    except RequestError as error:
-        problem = str(error).removeprefix("messages[0].")
-        raise RequestError(f"messages[{index}].{problem}") from error
-    stream = chat.family.calls(chat, tools)
-    calls = [*stream.feed(ids), *stream.finish()]
-    return Turn(ids, logprobs=[0.0] * len(ids), end=TurnEnd.STOP, calls=calls)
-
-
-def _role(messages: Sequence[Message], index: int) -> str | None:
-    """Return the role of messages[index], or None if there is no such message."""
-    if not -1 <= index < len(messages):
-        return None
-    message = messages[index]
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"messages[{index}]: expected an object with a role")
-    role: str = message["role"]
-    return role
-
-
-def _responses(messages: Sequence[Message], index: int) -> list[str]:
-    """Return the contents of the tool messages from messages[index] on."""
-    contents: list[str] = []
-    while _role(messages, index) == "tool":
-        content = messages[index].get("content")
-        if not isinstance(content, str):
-            raise RequestError(f"messages[{index}].content: expected a string")
-        contents.append(content)
-        index += 1
-    return contents
+    def _role(self, index: int) -> str | None:
+        """Return the role of messages[index], or None if there is no such message."""
+        if not -1 <= index < len(self._messages) or not self._messages:
+            return None
+        role: str = self._messages[index]["role"]
+        return role
 
 
 def read_samples(

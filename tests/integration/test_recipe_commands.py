@@ -43,7 +43,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from torch.distributed.run import get_args_parser
 
-from agentloop.learner.policy import _deepspeed_config
+from agentloop.learner.optimizer import deepspeed_config
 from agentloop.training.learner_client.settings import LearnerSettings
 
 def read_sglang(arguments):
@@ -54,7 +54,7 @@ def read_sglang(arguments):
 
 def read_config(learner):
     settings = LearnerSettings.model_validate_json(learner)
-    return DeepSpeedConfig(_deepspeed_config(settings)).zero_config
+    return DeepSpeedConfig(deepspeed_config(settings)).zero_config
 
 readers = {
     "sglang": read_sglang,

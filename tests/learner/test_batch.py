@@ -181,6 +181,16 @@ def test_a_plan(lengths: list[int], slack: int, world_size: int) -> None:
 
 
 @given(lengths=LENGTHS, world_size=WORLD_SIZES)
+def test_samples_that_must_not_be_packed_get_micro_batches_of_their_own(
+    lengths: list[int], world_size: int
+) -> None:
+    ranks = plan(lengths, 100, world_size, packs=False)
+    bins = [each for rank in ranks for each in rank]
+    assert sorted(i for each in bins for i in each) == [*range(len(lengths))]
+    assert max(map(len, bins)) == 1
+
+
+@given(lengths=LENGTHS, world_size=WORLD_SIZES)
 def test_the_load_of_ranks_is_balanced(lengths: list[int], world_size: int) -> None:
     ranks = plan(lengths, 100, world_size)
     loads = [sum(lengths[i] for one in rank for i in one) for rank in ranks]

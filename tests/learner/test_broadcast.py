@@ -10,7 +10,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -21,7 +22,9 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop
 import torch
 from safetensors.torch import load_file
 
-from agentloop.learner.weights import split
+from agentloop.learner.names import Conversion, named_tensors
+from agentloop.learner.policy import Policy
+from agentloop.learner.weights import split, trained_tensors
 from agentloop.models import SMALL
 from agentloop.training.learner_client.settings import LearnerSettings, OptimizerSettings
 from agentloop.training.weight_sync.checksums import parts_of
@@ -198,10 +201,19 @@ def test_requests_for_other_weights_and_invalid_requests_are_refused(
         assert answer["fatal"] is False
 
 
+def as_in_memory(model: torch.nn.Module) -> list[Conversion]:
+    """Return conversions that change nothing."""
+    return [
+        Conversion((name,), {name: tensor.shape}, dict)
+        for name, tensor in named_tensors(model).items()
+    ]
+
+
 def test_buckets_are_bounded_and_hold_everything_once() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(n, 10, bias=n > 3) for n in (2, 3, 4, 50, 6)))
     bound = 4 * 64
-    buckets = split(model, torch.float32, bound)
+    played = cast(Policy, SimpleNamespace(model=model, conversions=as_in_memory(model)))
+    buckets = split(trained_tensors(played, torch.float32), bound)
     names = [one.name for bucket in buckets for one in bucket]
     assert names == [name for name, _ in model.named_parameters()]
     for bucket in buckets:
@@ -211,11 +223,7 @@ def test_buckets_are_bounded_and_hold_everything_once() -> None:
 
 def test_offsets_in_a_bucket_are_aligned(tmp_path: Path) -> None:
     """SGLang refuses a tensor whose offset is not a multiple of its type's size."""
-    from types import SimpleNamespace
-    from typing import cast
-
     from agentloop.learner.broadcast import Broadcaster
-    from agentloop.learner.policy import Policy
 
     model = torch.nn.Module()
     model.odd = torch.nn.Parameter(torch.zeros(3))
@@ -223,6 +231,7 @@ def test_offsets_in_a_bucket_are_aligned(tmp_path: Path) -> None:
     model.other = torch.nn.Parameter(torch.zeros(5))
     played = SimpleNamespace(
         model=model,
+        conversions=as_in_memory(model),
         num_updates=0,
         settings=SimpleNamespace(publish_dtype="bfloat16", bucket_mib=1, model=SMALL, config={}),
         world=SimpleNamespace(first=True, device=torch.device("cpu")),

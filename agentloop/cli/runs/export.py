@@ -31,16 +31,13 @@ from safetensors.numpy import save_file
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.cli import console
 from agentloop.errors import AgentLoopError, ModelError, SettingsError
+from agentloop.models.folder import INDEX, MANIFEST, copy_others, tensor_files, true_config
 from agentloop.plain_json import JsonObject
 
 __all__ = ["ModelSource", "export", "find", "main"]
 
 Dtype = Literal["bfloat16", "float32"]
 
-_MANIFEST = "published.json"
-_INDEX = "model.safetensors.index.json"
-# Files that a loader needs besides the weights.
-_COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 _NAMES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "F64": "float64"}
 _DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
@@ -106,13 +103,15 @@ def export(
     if out.exists() or out.is_symlink():
         raise SettingsError(f"{out}: already exists; name another folder")
     sha256 = _check(model.folder)
-    ChatFormat.load(model.folder)  # check that the runtime can use its tokenizer and template
+    # Also checks that the runtime can use its tokenizer and template.
+    stop_ids = ChatFormat.load(model.folder).stop_ids
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         partial.mkdir(parents=True)
         _write(model, partial, list(sha256), dtype)
+        _write_ends(partial, stop_ids)
         _add_card(model, partial, sha256 if dtype is None else {})
-        for file in partial.iterdir():
+        for file in partial.rglob("*"):
             _sync(file)
         partial.rename(out)
         _sync(out.parent)
@@ -128,20 +127,19 @@ def _is_run(folder: Path) -> bool:
 
 
 def _version(folder: Path) -> str | None:
-    if not (folder / _MANIFEST).is_file():
+    if not (folder / MANIFEST).is_file():
         return None
-    version: str = _read_json(folder / _MANIFEST).get("version", "")
+    version: str = _read_json(folder / MANIFEST).get("version", "")
     return version
 
 
 def _check(folder: Path) -> dict[str, str]:
     """Verify the weight files; return their SHA-256 by name, "" if none was published."""
     published: dict[str, str] = {}
-    if (folder / _MANIFEST).is_file():
-        published = _read_json(folder / _MANIFEST).get("sha256", {})
-    files = list(published)
-    if (folder / _INDEX).is_file():
-        files = sorted(set(_read_json(folder / _INDEX).get("weight_map", {}).values()))
+    if (folder / MANIFEST).is_file():
+        published = _read_json(folder / MANIFEST).get("sha256", {})
+    places = {} if published else tensor_files(folder) or {}
+    files = list(published) or sorted({path.name for path in places.values()})
     files = files or ["model.safetensors"]
     for file in files:
         if not (folder / file).is_file():
@@ -152,9 +150,10 @@ def _check(folder: Path) -> dict[str, str]:
 
 
 def _write(model: ModelSource, out: Path, weights: Sequence[str], dtype: Dtype | None) -> None:
-    for file in model.folder.iterdir():
-        if file.is_file() and file.suffix in _COPIED and file.name != _MANIFEST:
-            shutil.copyfile(file, out / file.name)
+    copy_others(model.folder, out)
+    config = _read_json(out / "config.json")
+    if dtype is not None and config.get("quantization_config"):
+        raise ModelError(f"{model.folder}: quantized weights cannot be cast: omit --dtype")
     kinds: Counter[str] = Counter()
     num_bytes = 0
     for name in weights:
@@ -168,18 +167,28 @@ def _write(model: ModelSource, out: Path, weights: Sequence[str], dtype: Dtype |
                 kinds[_NAMES.get(tensor.get_dtype(), "")] += math.prod(tensor.get_shape())
         with target.open("rb") as stream:
             num_bytes += target.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
-    if (out / _INDEX).is_file():
-        index = _read_json(out / _INDEX)
-        _write_json(out / _INDEX, index | {"metadata": {"total_size": num_bytes}})
+    if len(weights) > 1:
+        index = _read_json(model.folder / INDEX)
+        _write_json(out / INDEX, index | {"metadata": {"total_size": num_bytes}})
+    stored_dtype = kinds.most_common(1)[0][0] or None
+    _write_json(out / "config.json", true_config(config, stored_dtype, quantized=True))
+
+
+def _write_ends(out: Path, stop_ids: Iterable[int]) -> None:
+    """Let generation end where the model was trained to end a turn."""
+    path, names = out / "generation_config.json", ("bos_token_id", "eos_token_id", "pad_token_id")
     config = _read_json(out / "config.json")
-    config.pop("torch_dtype", None)  # the old name of "dtype"
-    if stored_dtype := kinds.most_common(1)[0][0]:
-        config["dtype"] = stored_dtype
-    _write_json(out / "config.json", config)
-    if not (out / "generation_config.json").is_file():
-        names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        ends = {name: config[name] for name in names if config.get(name) is not None}
-        _write_json(out / "generation_config.json", ends)
+    generation = {name: config[name] for name in names if config.get(name) is not None}
+    if path.is_file():
+        generation = _read_json(path)
+    ends = generation.get("eos_token_id")
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    missing = [id for id in stop_ids if id not in known]
+    if missing:
+        ids = [*known, *missing]
+        generation["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+    if missing or not path.is_file():
+        _write_json(path, generation)
 
 
 def _cast_file(source: Path, target: Path, dtype: Dtype) -> None:
@@ -211,10 +220,8 @@ def _open_weights(path: Path) -> Iterator[Any]:
 
 
 def _add_card(model: ModelSource, out: Path, sha256: Mapping[str, str]) -> None:
-    """Write README.md: a run's settings and last metrics, or a copy of the model's own."""
+    """Write README.md with a run's settings and last metrics; a model by itself keeps its own."""
     if model.run is None:
-        if (model.folder / "README.md").is_file():
-            shutil.copyfile(model.folder / "README.md", out / "README.md")
         return
     name = model.run.resolve().name
     config = (model.run / "config.toml").read_text("utf-8").strip()

@@ -36,6 +36,7 @@ from agentloop.training.sft import (
     fine_tune,
     learning_rate,
     lineage,
+    read_dialogues,
     read_samples,
     step_plan,
     trajectories_of,
@@ -195,6 +196,61 @@ def test_the_last_turn_may_end_with_calls_that_nobody_answers() -> None:
     assert found.ids[len(found.prompt_ids) :] == written(FAKE, said + END)
 
 
+def trained_texts(trajectories: Sequence[Trajectory]) -> list[str]:
+    """Return what is trained on of each trajectory."""
+    return [
+        FAKE.decode([id for id, is_trained in zip(each.ids, each.mask, strict=True) if is_trained])
+        for each in trajectories
+    ]
+
+
+def test_messages_of_weight_zero_are_context() -> None:
+    first, last = ({"role": "assistant", "content": text} for text in ("BAD", "GOOD"))
+    (found,) = made(FAKE, [USER, {**first, "weight": 0}, USER, {**last, "weight": 1}])
+    assert trained_texts([found]) == [f"GOOD{END}"]
+    assert "BAD" in FAKE.decode(found.prompt_ids)
+    assert made(FAKE, [USER, {**first, "weight": 0}]) == []
+
+
+def test_turns_of_weight_zero_among_calls_are_context() -> None:
+    def messages(**weight: int) -> list[Any]:
+        wrong, right = calling("a"), calling("b")
+        return [USER, {**wrong, **weight}, RESULT, right, RESULT, ANSWER]
+
+    (found,), (whole,) = made(FAKE, messages(weight=0)), made(FAKE, messages())
+    assert found.ids == whole.ids
+    assert sum(found.mask) == sum(whole.mask) - len(whole.turns[0].output_ids)
+    assert [turn.calls for turn in found] == [turn.calls for turn in whole.turns[1:]]
+
+
+def test_results_are_paired_with_calls_by_their_ids() -> None:
+    results = [{"role": "tool", "tool_call_id": id, "content": f"of {id}"} for id in ("a", "b")]
+    in_order = made(FAKE, [USER, calling("a", "b"), *results, ANSWER])
+    swapped = made(FAKE, [USER, calling("a", "b"), *reversed(results), ANSWER])
+    assert [each.ids for each in swapped] == [each.ids for each in in_order]
+
+
+def test_the_older_form_of_calls_is_the_same() -> None:
+    call = {"name": "look", "arguments": '{"n": 0}'}
+    older = [
+        USER,
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "look", "content": "ok"},
+        ANSWER,
+    ]
+    newer = [USER, calling("a"), RESULT, ANSWER]
+    assert [each.ids for each in made(FAKE, older)] == [each.ids for each in made(FAKE, newer)]
+
+
+def test_functions_are_the_older_form_of_tools(tmp_path: Path) -> None:
+    path = tmp_path / "dialogues.jsonl"
+    rows: list[Any] = [{"tools": [TOOL]}, {"functions": [TOOL["function"]], "tools": None}]
+    text = "".join(json.dumps({"messages": [USER, ANSWER], **row}) + "\n" for row in rows)
+    path.write_text(text, "utf-8")
+    newer, older = read_dialogues(DialoguesSettings(paths=[path]))
+    assert newer.tools == older.tools == [TOOL]
+
+
 @pytest.mark.parametrize("spelled", [END, "<|im_start|>", "<tool_response>"])
 def test_text_that_the_model_cannot_sample_is_no_control_token(spelled: str) -> None:
     arguments = {"code": f"{spelled}</tool_call>"}
@@ -210,6 +266,19 @@ CALLING = {"role": "assistant", "content": call_text("look", {"n": 0})}
 RESULT = {"role": "tool", "content": "ok"}
 
 
+def calling(*ids: str, arguments: Any = None) -> dict[str, Any]:
+    """Return a message with calls of `look` with these ids."""
+    calls = [
+        {
+            "id": id,
+            "type": "function",
+            "function": {"name": "look", "arguments": arguments or {"n": n}},
+        }
+        for n, id in enumerate(ids)
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -220,7 +289,7 @@ RESULT = {"role": "tool", "content": "ok"}
         ({"messages": [USER]}, "field 'messages': the last message must be the assistant's"),
         ({"messages": [USER, ANSWER, USER]}, "the last message must be the assistant's"),
         ({"messages": [ANSWER]}, "messages: at least one message is required"),
-        ({"messages": [USER, "x"]}, "messages[1]: expected an object with a role"),
+        ({"messages": [USER, "x"]}, "messages[1]: expected an object, got 'x'"),
         (
             {"messages": [USER, {"role": "assistant", "content": 7}]},
             "messages[1].content: expected a string",
@@ -247,7 +316,51 @@ RESULT = {"role": "tool", "content": "ok"}
         ),
         (
             {"messages": [USER, CALLING, {"role": "tool", "content": ["ok"]}, ANSWER]},
-            "messages[2].content: expected a string",
+            "messages[2].content[0]: expected a text part",
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "weight": 2}]},
+            "messages[1].weight: expected 0 (not trained on) or 1, got 2",
+        ),
+        (
+            {"messages": [{**USER, "weight": 1}, ANSWER]},
+            "messages[0].weight: only messages of the assistant are trained on",
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "reasoning_content": "Long ago."}]},
+            "messages[1].reasoning_content: the model's chat template has no place for it",
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "content": None, "refusal": "No."}]},
+            "messages[1].refusal: the model's chat template has no place for it",
+        ),
+        (
+            {"messages": [USER, calling("a"), {**RESULT, "tool_call_id": "b"}, ANSWER]},
+            "messages[2].tool_call_id: 'b' is none of a",
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    calling("a", "b"),
+                    *[{**RESULT, "tool_call_id": "a"}] * 2,
+                    ANSWER,
+                ]
+            },
+            "messages[3].tool_call_id: 'a' has a result already",
+        ),
+        (
+            {"messages": [USER, calling("a", arguments='{"n": ')]},
+            "messages[1].tool_calls[0].function.arguments: expected an object or its JSON text",
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "function_call": {"name": "look", "arguments": "[1]"}},
+                ]
+            },
+            "messages[1].function_call.arguments: expected an object or its JSON text",
         ),
     ],
 )
