@@ -18,6 +18,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from typing import Any, Self, SupportsFloat, TypeVar
 
@@ -26,7 +27,7 @@ import anyio.to_thread
 import pydantic
 
 from agentloop.environments.rewards.answers import final_answer
-from agentloop.environments.rewards.math_check import same_number
+from agentloop.environments.rewards.math_check import TOLERANCE, same_number
 from agentloop.environments.rewards.process_pool import CallFailed, CallTimedOut, ProcessPool
 from agentloop.environments.rewards.puzzles import is_solved
 from agentloop.environments.tasks.sources import Task
@@ -207,10 +208,13 @@ class Grader:
         return await self._check(trajectory, task)
 
     async def _check_answer(self, trajectory: Trajectory, task: Task) -> Reward:
-        answer = final_answer(trajectory.text)
+        answer = final_answer(trajectory)
         if answer is None:
             return Reward(0.0, None, "it gives no answer")
-        same = same_number(task.answer, answer)
+        # Only math-verify takes a rounded decimal for the number.
+        is_exact = self._settings.function == "exact" or "reasoning_gym" in task.extra
+        tolerance = Fraction(0) if is_exact else TOLERANCE
+        same = same_number(task.answer, answer, tolerance=tolerance)
         if "reasoning_gym" in task.extra and not same:
             return await self._check_puzzle(answer, task)
         if same is not None:

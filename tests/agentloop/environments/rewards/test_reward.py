@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 
@@ -77,13 +78,28 @@ async def scoring(function: str, **settings: Any) -> AsyncIterator[Grader]:
         (r"<answer>\boxed{5}</answer> and \boxed{6} outside", "5"),
         (r"<answer> 1776 </answer>", "1776"),
         (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        (r"\boxed{5} and \boxed{6", "5"),
+        (r"\boxed{5} and \boxed{6", None),
+        (r"\boxed{5}, no: \boxed{\frac{7}{2}", None),
+        (r"\boxed{5}, no: \boxed{}", None),
+        (r"\boxed{5 or rather \boxed{7}", "7"),
+        (r"\boxed{5", None),
+        (r"\\boxed{5}", "5"),
+        ("\boxed{5}", "5"),
+        ("boxed{5}", "5"),
+        ("\\boxed\n{5}", "5"),
+        (r"\framebox{5}", "5"),
+        (r"$\boxed 25$ is it", "25"),
+        (r"$\boxed\frac{1}{2}$", r"\frac{1}{2}"),
+        (r"so \boxed 7. That is all", "7"),
+        (r"\boxed{5} is in a \boxed form", "5"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{\boxed{5}}", "5"),
         (r"\boxed {5}", "5"),
         (r"\fbox{4} \fboxed{5}", "5"),
         (r"} { \boxed{5}", "5"),
-        (r"<answer>\boxed{4}</answer> <answer>\boxed{5}", "4"),
+        (r"<answer>\boxed{4}</answer> <answer>\boxed{5}", "5"),
+        ("<answer>4</answer> <answer>5", None),
+        (r"<answer>\boxed{5</answer>", None),
         ("<answer>4 <answer>5</answer>", "5"),
         ("<answer></answer>", None),
         (r"<answer>\boxed{}</answer>", None),
@@ -93,6 +109,48 @@ async def scoring(function: str, **settings: Any) -> AsyncIterator[Grader]:
 )
 def test_the_last_box_or_answer_tag_is_the_answer(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"<think>\boxed{5}</think> I give up", None),
+        (r"\boxed{5}</think> I give up", None),
+        (r"\boxed{5}</think> it is \boxed{7}", "7"),
+        (r"<think>is it \boxed{5}?", None),
+        (r"<reason>\boxed{5}</reason>\boxed{6} <reason>\boxed{7}</reason> done", "6"),
+        (r"[THINK]\boxed{5}[/THINK] \boxed{6}", "6"),
+        (r"<think>say <answer>5</answer>?</think> \boxed{7}", "7"),
+        (r"<reason>so <answer>\boxed{5}</answer>", "5"),
+        (
+            r"<|channel|>analysis<|message|>\boxed{5}<|end|><|start|>assistant<|channel|>final"
+            r"<|message|>I give up",
+            None,
+        ),
+    ],
+)
+def test_a_box_in_a_thought_is_no_answer(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "answer"),
+    [
+        (r"\boxed{5}", "", None),  # cut off in a thought that the prompt has begun
+        (r"It is \boxed{5}.<|im_end|>", r"It is \boxed{5}.", "5"),
+        (r'Wait <tool_call>{"code": "\boxed{5}"}</tool_call>', "Wait", None),
+        ("<answer>5</answer><|im_end|>", "5", "5"),
+        (r"so \boxed{5} <answer>\boxed{6}</answer>", r"so \boxed{5} \boxed{6}", "6"),
+    ],
+)
+def test_the_chat_format_says_what_was_spoken(text: str, said: str, answer: str | None) -> None:
+    turn = Turn(text=text, output_ids=[1, 2])
+    assert final_answer(Trajectory("t", [1], [turn], answer=said)) == answer
+
+
+def test_the_answer_of_a_program_is_what_it_has_printed() -> None:
+    turn = Turn(text=r"so \boxed{5}", output_ids=[1])
+    assert final_answer(Trajectory("t", [1], [turn], answer="5")) == "5"
 
 
 @given(st.text(alphabet="{}\\ab<>"), st.text(alphabet="ab"))
@@ -108,7 +166,9 @@ def test_every_closed_tag_is_counted(inside: list[str]) -> None:
 
 def test_unbalanced_text_takes_no_time() -> None:
     """Each search is linear: half a megabyte would else take hours."""
-    assert last_box("\\boxed{" * 80_000) is None
+    assert last_box("\\boxed{" * 80_000) == ""
+    assert last_box("\\" * 500_000) is None
+    assert final_answer("<think>" * 80_000) is None
     assert tagged_answers("<answer>" * 80_000) == []
     assert number("9" * 500_000) is None
 
@@ -120,11 +180,19 @@ def test_unbalanced_text_takes_no_time() -> None:
         ("−5", -5), ("1,234,567", 1234567), ("1{,}234", 1234), (r"1\,234", 1234),
         ("0.5", 0.5), (".5", 0.5), ("1/2", 0.5), ("-1/2", -0.5), (r"\frac{1}{2}", 0.5),
         (r"-\dfrac{1}{2}", -0.5), (r"\frac{-1}{2}", -0.5), (r"\tfrac{1}{-2}", -0.5),
+        ("**73**", 73), ("`73`", 73), ("$$73$$", 73), (r"\(73\)", 73), (r"\text{73}", 73),
+        ("60°", 60), (r"60^\circ", 60), (r"60^{\circ}", 60), ("\u20135", -5),
+        ("5e-05", Fraction(1, 20_000)),
+        ("3e6", 3_000_000), ("-2.5E3", -2500), (r"3 \times 10^{6}", 3_000_000), ("10^6", 10**6),
+        ("101_2", 5), ("101_{2}", 5), ("(101)_2", 5), (r"101_{\text{two}}", 5), ("1A_{16}", 26),
+        ("0x1F", 31), ("9_8", None), ("1_000", None), ("x_2", None), ("5\u20137", None),
+        ("0,125", None), ("00,012", None), (r"1,\!234", 1234), (r"1,\ 234", None),
         ("12,34", None), ("1,2", None), ("1/0", None), ("5 apples", None), ("x", None),
-        ("", None), ("1 2", None), ("1e5", None), ("\N{SUPERSCRIPT TWO}", None), ("٣", None),
+        ("", None), ("1 2", None), ("1e5", 100_000), ("9e99999", None),
+        ("\N{SUPERSCRIPT TWO}", None), ("٣", None),
     ],
 )  # fmt: skip
-def test_numbers(text: str, value: float | None) -> None:
+def test_numbers(text: str, value: float | Fraction | None) -> None:
     assert number(text) == value
 
 
@@ -133,10 +201,22 @@ def test_integers_are_decided_exactly(left: int, right: int) -> None:
     assert same_number(str(left), f"{right:,}") is (left == right)
 
 
-def test_undecided_answers_are_left_to_math_verify() -> None:
-    assert same_number("1/3", "0.333333") is None
+def test_decimals_are_equal_by_their_relative_difference() -> None:
+    for gold, answer, same in [
+        ("1/3", "0.333333", True), ("1/3", "0.333", False), ("0.00001", "0.00002", False),
+        ("1e-7", "0.0000001", True), ("1e-7", "0.0000002", False), ("123456.5", "123456.6", True),
+        ("1000000", "1000000.5", False), ("2", "2.0000001", False), ("0", "1e-9", False),
+        ("1/3", "1000000/3000001", False), ("101_2", "101", False), ("101_2", "101_3", False),
+        ("101_2", "5", True),
+    ]:  # fmt: skip
+        assert same_number(gold, answer) is same, (gold, answer)
+    assert same_number("1/3", "0.333333", tolerance=Fraction(0)) is False
+
+
+def test_what_is_not_a_number_is_left_to_math_verify() -> None:
     assert same_number("5", "x = 5") is None
     assert same_number("x+1", "x+1") is True
+    assert same_number("**x+1**", "x+1") is True
 
 
 @pytest.mark.parametrize(
@@ -152,6 +232,23 @@ def test_undecided_answers_are_left_to_math_verify() -> None:
         (r"11\sqrt2", r"11\sqrt{2}", 1.0),
         ("1,2,3", "3, 1, 2", 1.0),
         (r"\text{east}", "east", 1.0),
+        ("125", "0,125", 0.0),
+        ("(0.0000001,1)", "(0.0000002,1)", 0.0),
+        ("(5e-05,3e6)", "(0.00005, 3000000)", 1.0),
+        (r"\{1/3, 2\}", r"\{2, 0.333333\}", 1.0),
+        (
+            r"\begin{pmatrix}1&0.0000001\end{pmatrix}",
+            r"\begin{pmatrix}1&0.0000002\end{pmatrix}",
+            0.0,
+        ),
+        (r"\pi\cdot 10^{-20}", r"2\pi\cdot 10^{-20}", 0.0),
+        (r"\sqrt{2}\cdot10^{-9}", r"1.414214\cdot10^{-9}", 1.0),
+        ("[0,0.0000001]", "[0,0.0000002]", 0.0),
+        (r"\sqrt2\sqrt3", r"\sqrt6", 1.0),
+        (r"1000000\pi", "3141592.653", 1.0),
+        ("10^{-20}x", r"2\cdot10^{-20}x", 0.0),
+        ("(101_2, 1)", "(101, 1)", 0.0),
+        ("(60°, 30°)", "(60, 30)", 1.0),
         ("5", "}}} \\frac{{{", 0.0),
         ("5", r"\\\left(\int", 0.0),
         ("5", "\x00\N{PILE OF POO}", 0.0),
