@@ -85,25 +85,25 @@ def without_thoughts(text: str) -> str:
     return "".join([*spoken, text[start:] if start >= 0 else ""])
 
 
-def final_answer(said: Trajectory | str) -> str | None:
+def final_answer(rollout: Trajectory | str) -> str | None:
     r"""Return the answer of a rollout, or in the text of its last turn; None if it has none.
 
     The answer is the last `\boxed{}` in the last <answer>, or all of that <answer> if nothing in it
     is boxed. If there is no <answer>, it is the last `\boxed{}` of the text. Thoughts and calls of
     tools do not count: of a rollout, its chat format has told them from the rest.
     """
-    if isinstance(said, str):
-        return _answer_in(without_thoughts(said))
-    text = without_thoughts(said.text)
-    if not said.answer:
-        was_sampled = bool(said.turns and said.turns[-1].output_ids)
+    if isinstance(rollout, str):
+        return _answer_in(without_thoughts(rollout))
+    text = without_thoughts(rollout.text)
+    if not rollout.answer:
+        was_sampled = bool(rollout.turns and rollout.turns[-1].output_ids)
         return None if was_sampled else _answer_in(text)
     answer = _answer_in(text)
-    if answer == said.answer:  # such as that of a program
+    if answer == rollout.answer:  # such as that of a program
         return answer
     if "<answer>" not in text:
-        return last_box(said.answer) or None
-    return answer if answer is not None and answer in said.answer else None
+        return last_box(rollout.answer) or None
+    return answer if answer is not None and answer in rollout.answer else None
 
 
 def _answer_in(text: str) -> str | None:

@@ -152,7 +152,7 @@ def is_equal(gold: str, answer: str) -> bool:
 
 @cache
 def _compare_numbers_by_size() -> None:
-    """Have math-verify compare numbers as `same_number` does, in tuples and matrices as well.
+    """Make math-verify compare numbers as `same_number` does, in tuples and matrices as well.
 
     Its own function rounds to six decimals, so all small numbers are equal to it. Everything in
     math-verify that compares parts of answers calls that one function.

@@ -29,12 +29,15 @@ from agentloop.environments.rewards.process_pool import (
     CallTimedOut,
     ProcessPool,
 )
+from agentloop.environments.rewards.references import bad_references, require_references
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import RewardError, SettingsError
+from agentloop.environments.tasks.task import line_of
+from agentloop.errors import DataError, RewardError, SettingsError
 from agentloop.sandbox import CallResult, CallStatus, SandboxError, SandboxUnavailable
 from agentloop.trajectory import StopReason, ToolResult, Trajectory, Turn
 from agentloop.trajectory import ToolCallStatus as ToolStatus
+from tests.agentloop.environments.rewards import reward_functions
 from tests.support import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]  # processes start, and import much
@@ -129,7 +132,7 @@ def test_the_last_box_or_answer_tag_is_the_answer(text: str, answer: str | None)
         ),
     ],
 )
-def test_a_box_in_a_thought_is_no_answer(text: str, answer: str | None) -> None:
+def test_boxes_in_thoughts_do_not_count(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
 
 
@@ -143,12 +146,12 @@ def test_a_box_in_a_thought_is_no_answer(text: str, answer: str | None) -> None:
         (r"so \boxed{5} <answer>\boxed{6}</answer>", r"so \boxed{5} \boxed{6}", "6"),
     ],
 )
-def test_the_chat_format_says_what_was_spoken(text: str, said: str, answer: str | None) -> None:
+def test_chat_format_tells_thoughts_from_the_rest(text: str, said: str, answer: str | None) -> None:
     turn = Turn(text=text, output_ids=[1, 2])
     assert final_answer(Trajectory("t", [1], [turn], answer=said)) == answer
 
 
-def test_the_answer_of_a_program_is_what_it_has_printed() -> None:
+def test_printed_text_is_the_answer_of_a_program() -> None:
     turn = Turn(text=r"so \boxed{5}", output_ids=[1])
     assert final_answer(Trajectory("t", [1], [turn], answer="5")) == "5"
 
@@ -213,7 +216,7 @@ def test_decimals_are_equal_by_their_relative_difference() -> None:
     assert same_number("1/3", "0.333333", tolerance=Fraction(0)) is False
 
 
-def test_what_is_not_a_number_is_left_to_math_verify() -> None:
+def test_math_verify_decides_other_answers() -> None:
     assert same_number("5", "x = 5") is None
     assert same_number("x+1", "x+1") is True
     assert same_number("**x+1**", "x+1") is True
@@ -408,15 +411,121 @@ async def test_values_that_a_reward_function_may_return() -> None:
         unknown = await grader.score(rollout(), task("nan"))
         assert unknown.value is None  # a model's text may decide a number: that ends no run
         assert re.fullmatch(f"{FUNCTIONS}:says: reward: expected .* got nan", unknown.reason)
-        for said, why in [("text", "'a text'"), ("set", "'set'"), ("long", "bytes")]:
+        for said, why in [("text", "'a text'"), ("set", "{1, 2}"), ("long", "'xxx")]:
             with pytest.raises(RewardError, match=why):
                 await grader.score(rollout(), task(said))
 
 
 @pytest.mark.parametrize(
+    ("function", "text", "value"),
+    [
+        ("verl", "#### 5<|im_end|>", 1.0),
+        ("verl", "#### 6", 0.0),
+        ("verl_number", "it is 5", 2.0),
+        ("trl", "It is 5", 1.0),
+        ("trl", "It is 6", 0.0),
+        ("trl_messages", "It is 5", 1.0),
+        ("trl_of_a_column", "It is 5", 3.0),
+    ],
+)
+async def test_functions_of_other_libraries(function: str, text: str, value: float) -> None:
+    async with scoring(function) as grader:
+        await grader.ready()
+        assert (await grader.score(rollout(text), task(difficulty=3))).value == value
+
+
+async def test_numbers_beside_the_score_of_verl_are_parts() -> None:
+    async with scoring("verl") as grader:
+        assert (await grader.score(rollout("#### 5"), task())).parts == {"acc": 1.0}
+    async with Grader(function=reward_functions.verl) as grader:
+        assert (await grader.score(rollout("#### 5"), task())).parts == {"acc": 1.0}
+
+
+async def test_messages_are_completed_by_messages() -> None:
+    asked = Task("task-1", [{"role": "user", "content": "What?"}], "5")
+    async with scoring("trl_messages") as grader:
+        assert (await grader.score(rollout("It is 5"), asked)).value == 1.0
+    async with scoring("trl") as grader:
+        with pytest.raises(RewardError, match="AttributeError"):
+            await grader.score(rollout("It is 5"), asked)
+
+
+@pytest.mark.parametrize(
+    ("function", "parameters"),
+    [
+        ("other_library", r"\(completion: .*, answer: .*\)"),
+        ("one_parameter", r"\(trajectory: .*\)"),
+    ],
+)
+async def test_other_parameters_are_refused_at_the_start(function: str, parameters: str) -> None:
+    line = line_of(getattr(reward_functions, function))
+    async with scoring(function) as grader:
+        expected = rf"{re.escape(line)}: its parameters are {parameters}.*the forms that work are"
+        with pytest.raises(SettingsError, match=expected):
+            await grader.ready()
+
+
+@pytest.mark.parametrize(
     ("function", "why"),
     [
-        ("raises", "KeyError: 'no such judge' (3 tries)"),
+        ("raises", "KeyError: 'no such judge'"),
+        ("verl_without_score", "a dict with 'score'"),
+        ("trl_number", "a list with one number"),
+        ("trl_of_a_column", "the task has no 'difficulty'"),
+    ],
+)
+async def test_errors_name_the_line_of_the_function(function: str, why: str) -> None:
+    async with scoring(function, retries=0) as grader:
+        with pytest.raises(RewardError, match=re.escape(why)) as caught:
+            await grader.score(rollout("5"), task())
+    first = getattr(reward_functions, function).__code__.co_firstlineno
+    named = re.search(rf"\({re.escape(reward_functions.__file__)}:(\d+)\)$", str(caught.value))
+    assert named
+    assert first <= int(named[1]) <= first + 3
+
+
+@pytest.mark.parametrize(
+    ("function", "answer", "why"),
+    [
+        ("math", "72", None),
+        ("math", r"\frac{1}{2}", None),
+        ("math", r"\text{the day before Tuesday}", None),
+        ("math", "all functions of the form $f(x) = ax + b$ where a and b are rational", None),
+        ("math", "She sold 24 clips in June.\nThat makes 72 in all", "is a text of 9 words"),
+        ("math", "She sold 72 clips. That is the answer", "is a text of 7 words"),
+        ("exact", r"\frac{1}{2", "has braces that do not match"),
+        ("never", "72", r"gives the row's own answer, '72', the reward 0 "),
+        ("shaped", "72", None),
+        ("verl", "72", None),
+    ],
+)
+async def test_references_that_no_answer_equals(
+    function: str, answer: str, why: str | None
+) -> None:
+    name = function if function in ("math", "exact") else f"{FUNCTIONS}:{function}"
+    row = Task("1", "What?", answer, source_line="data.jsonl: line 3")
+    for settings in (RewardSettings(function=name), RewardSettings(function=name, retries=0)):
+        if why is None:
+            await require_references(settings, [row])
+        else:
+            with pytest.raises(DataError, match=rf"^data.jsonl: line 3: .*{re.escape(why)}"):
+                await require_references(settings, [row])
+    await require_references(RewardSettings(function=name, check_references=False), [row])
+
+
+async def test_first_thousand_references_are_checked() -> None:
+    good = [Task(str(n), "What?", "5", source_line=f"line {n}") for n in range(1000)]
+    bad = Task("x", "What?", "{", source_line="the last line")
+    await require_references(RewardSettings(), [*good, bad])
+    with pytest.raises(DataError, match="the last line"):
+        await require_references(RewardSettings(), [*good[1:], bad])
+    assert len(await bad_references(RewardSettings(), [*good, bad])) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("raises", "reward_functions.py:41) (3 tries)"),
         ("crashes", "the process ended by SIGSEGV"),
         ("exits", "the process ended with status 3"),
         ("eats_memory", "the process ended with status 71"),
