@@ -96,8 +96,8 @@ def final_answer(rollout: Trajectory | str) -> str | None:
         return _answer_in(without_thoughts(rollout))
     text = without_thoughts(rollout.text)
     if not rollout.answer:
-        was_sampled = bool(rollout.turns and rollout.turns[-1].output_ids)
-        return None if was_sampled else _answer_in(text)
+        # A rollout that ran, and said nothing, ended in a thought, which the prompt may have begun.
+        return None if rollout.created_unix_s else _answer_in(text)
     answer = _answer_in(text)
     if answer == rollout.answer:  # such as that of a program
         return answer

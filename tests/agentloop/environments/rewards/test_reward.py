@@ -148,7 +148,7 @@ def test_boxes_in_thoughts_do_not_count(text: str, answer: str | None) -> None:
 )
 def test_chat_format_tells_thoughts_from_the_rest(text: str, said: str, answer: str | None) -> None:
     turn = Turn(text=text, output_ids=[1, 2])
-    assert final_answer(Trajectory("t", [1], [turn], answer=said)) == answer
+    assert final_answer(Trajectory("t", [1], [turn], created_unix_s=1.0, answer=said)) == answer
 
 
 def test_printed_text_is_the_answer_of_a_program() -> None:
@@ -174,6 +174,9 @@ def test_unbalanced_text_takes_no_time() -> None:
     assert final_answer("<think>" * 80_000) is None
     assert tagged_answers("<answer>" * 80_000) == []
     assert number("9" * 500_000) is None
+    for part in ("9", "\\(", "$", "101_2 ", "1e"):
+        assert same_number("5", part * 500_000) is None
+        assert same_number("5", part * (3999 // len(part))) is not True
 
 
 @pytest.mark.parametrize(
