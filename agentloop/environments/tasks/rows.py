@@ -377,11 +377,8 @@ def _first(row: Mapping[str, Any], field: str, names: Sequence[str], where: str)
     for name in names:
         if (value := _value(row, name)) is not None:
             return name, value
-    for name in names:
-        column = _column_of(name)
-        if column in row and (name == column or isinstance(row[column], Mapping | None)):
-            raise DataError(f"{where}: field {name!r} is null or missing: give the {field}")
-    raise DataError(f"{where}: {_missing(field, names, 'field', row)}")
+    nulls = [name for name in names if name in row]
+    raise DataError(f"{where}: {_missing(field, names, 'field', row, nulls)}")
 
 
 def _value(row: Mapping[str, Any], name: str) -> object:
@@ -397,8 +394,16 @@ def _column_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _missing(field: str, names: Sequence[str], unit: str, present: Iterable[object]) -> str:
+def _missing(
+    field: str,
+    names: Sequence[str],
+    unit: str,
+    present: Iterable[object],
+    nulls: Sequence[str] = (),
+) -> str:
     one_of = f"one of the {unit}s {_join(names)}" if len(names) > 1 else f"the {unit} {names[0]!r}"
+    if nulls:
+        return f"{one_of} is required, and {_join(nulls)} is null: give the {field}"
     columns = _join(sorted(map(str, present))) or "none"
     has = f"the line has {columns}" if unit == "field" else f"the file has {columns}"
     return f"{one_of} is required; {has}: name its {unit} with tasks.fields.{field}=NAME"

@@ -139,12 +139,10 @@ def test_the_prompt_around_a_problem(tmp_path: Path) -> None:
             "field 'messages': the last message must have the role 'user', not 'assistant'",
         ),
         ({"problem": "x?", "answer": [1]}, "field 'answer': expected text or a number"),
-        (
-            {"problem": "x?", "reward_model": {"style": "rule"}},
-            "field 'reward_model.ground_truth' is null or missing: give the answer",
-        ),
-        ({"problem": "x?", "answer": None}, "field 'answer' is null or missing: give the answer"),
-        ({"problem": None, "answer": 1}, "field 'problem' is null or missing: give the problem"),
+        ({"problem": "x?", "reward_model": {"style": "rule"}}, "'reward_model.ground_truth', "),
+        ({"problem": "x?", "answer": None}, "one of the fields 'reward_model.ground_truth', 'ans"),
+        ({"problem": "x?", "answer": None}, "is required, and 'answer' is null: give the answer"),
+        ({"problem": None, "answer": 1}, "is required, and 'problem' is null: give the problem"),
         ({"problem": "x?", "answer": True}, "field 'answer': expected text or a number"),
         ({"problem": "x?", "answer": " "}, "field 'answer' is empty"),
         ({"problem": "x?", "reward_model": {"ground_truth": {}}}, "'reward_model.ground_truth': "),
@@ -254,7 +252,7 @@ def test_parquet(tmp_path: Path) -> None:
                                 shuffle=False), 3)  # fmt: skip
     bad = pyarrow.Table.from_pylist([verl(0), verl(1) | {"reward_model": None}])
     pyarrow.parquet.write_table(bad, path)
-    with pytest.raises(DataError, match=re.escape(f"{path}: row 2: field 'reward_model.")):
+    with pytest.raises(DataError, match=re.escape(f"{path}: row 2: one of the fields 'reward")):
         opened(path, "parquet")
 
 
@@ -277,7 +275,7 @@ def test_a_parquet_file_of_other_columns_is_named(tmp_path: Path) -> None:
     ):
         opened(path, "parquet")
     pyarrow.parquet.write_table(gaps.filter([True, False, True]), path)
-    with pytest.raises(DataError, match=re.escape(f"{path}: row 2: field 'problem' is null")):
+    with pytest.raises(DataError, match=re.escape(f"{path}: row 2: one of the fields 'messages'")):
         opened(path, "parquet")
 
 
