@@ -109,9 +109,7 @@ class TasksSettings(pydantic.BaseModel):
     split: str = pydantic.Field(
         "train", description="With kind = huggingface: split of the data set."
     )
-    fields: FieldsSettings = pydantic.Field(  # type: ignore[assignment]  # pydantic 1's name
-        default_factory=lambda: FieldsSettings()
-    )
+    fields: FieldsSettings = pydantic.Field(default_factory=lambda: FieldsSettings())
     families: list[str] = pydantic.Field(
         default_factory=list,
         description="With kind = reasoning_gym: families of puzzles, such as chain_sum.",
