@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import re
 
+from agentloop.environments.tasks.boxes import last_box
 from agentloop.trajectory import Trajectory
 
 __all__ = ["final_answer", "last_box", "tagged_answers", "without_thoughts"]
 
 # Match the innermost pair, so a tag that is opened twice and closed once gives one answer.
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-_BRACES = re.compile(
-    # In JSON or Python the backslash is doubled, or \b has become a backspace.
-    r"(?P<boxed>(?:\\{0,4}(?<![A-Za-z])f?boxed|\x08oxed|\\{1,4}(?:fbox|framebox))\s*\{)|\\.|[{}]",
-    re.DOTALL,
-)
-_BARE_BOX = re.compile(r"\\f?boxed(?![A-Za-z])[ \t]*(?P<text>[^\n]*)")
-_MATH_END = re.compile(r"\$|\\\)|\\\]")
 _THOUGHT_TAG = re.compile(
     r"<(?P<closes>/)?(?:think|thinking|thought|reason|reasoning|seed:think)>"
     r"|\[(?P<closes_too>/)?THINK\]"
@@ -33,34 +27,6 @@ _ANALYSIS = re.compile(
 def tagged_answers(text: str) -> list[str]:
     """Return the text of each closed <answer>...</answer>, in order."""
     return _TAGGED.findall(text)
-
-
-def last_box(text: str) -> str | None:
-    r"""Return the text of the last `\boxed{...}`, empty if it does not end; None if there is none.
-
-    Escaped braces such as `\{` are ignored. Where no box has braces, it is what follows `\boxed`.
-    """
-    open_braces: list[int | None] = []  # start of the text for a box, None for a plain brace
-    last_start, box = -1, ""
-    for brace in _BRACES.finditer(text):
-        if brace["boxed"]:
-            open_braces.append(brace.end())
-            last_start, box = brace.end(), ""
-        elif brace[0] == "{":
-            open_braces.append(None)
-        elif brace[0] == "}" and open_braces and open_braces.pop() == last_start:
-            box = text[last_start : brace.start()].strip()
-    return _last_bare_box(text) if last_start < 0 else box
-
-
-def _last_bare_box(text: str) -> str | None:
-    boxes = [match["text"] for match in _BARE_BOX.finditer(text)]
-    if not boxes:
-        return None
-    in_math, *after = _MATH_END.split(boxes[-1], maxsplit=1)
-    words = in_math.split()
-    inside = in_math if after else words[0] if words else ""
-    return inside.strip().rstrip(".,;:!?")
 
 
 def without_thoughts(text: str) -> str:

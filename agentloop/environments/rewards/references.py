@@ -48,25 +48,20 @@ async def require_references(settings: RewardSettings, tasks: Iterable[Task]) ->
         DataError: an answer is worth nothing; the message names its file and line.
         SettingsError: the user's function cannot be loaded or called, or failed.
     """
-    if not settings.check_references:
-        return
     rows = (task for task in tasks if task.source_line and "reasoning_gym" not in task.extra)
     checked = [*itertools.islice(rows, MAX_CHECKED)]
     if bad := await bad_references(settings, checked, within_s=_MAX_CHECK_S):
         share = f" ({len(bad):,} of the first {len(checked):,})" if len(checked) > 1 else ""
-        raise DataError(
-            f"{bad[0]}{share}; `agentloop data check` shows all; reward.check_references=false "
-            "starts nevertheless"
-        )
+        raise DataError(f"{bad[0]}{share}; `agentloop data check` shows all")
 
 
 async def bad_references(
     settings: RewardSettings, tasks: Sequence[Task], *, within_s: float = math.inf
 ) -> list[BadReference]:
-    """Return the tasks whose own answer gets no reward, or none above 0.
+    """Return the tasks whose own answer gets the reward 0.
 
-    `math` and `exact` know no reward but 0 and 1; a user's function may have another scale. Of the
-    forms in which a model may write the answer, such a function may know only some: one suffices.
+    `math` and `exact` know no reward but 0 and 1. A user's function may have another scale, and may
+    know only some of the forms in which a model writes an answer: one that is not 0 suffices.
 
     Args:
         within_s: no task is checked after this time, except the first.
@@ -94,7 +89,7 @@ async def bad_references(
                     raise SettingsError(
                         f"reward.function, with the answer of {where}: {error}"
                     ) from error
-                if reward.value is not None and reward.value > 0:
+                if reward.value != 0:
                     forms.insert(0, forms.pop(number))  # to be tried first for the next task
                     break
             else:
@@ -103,10 +98,9 @@ async def bad_references(
 
 
 def _without_reward(settings: RewardSettings, task: Task, reward: Reward) -> str:
-    value = "no reward" if reward.value is None else f"the reward {reward.value:g}"
     return (
         f"reward.function = {settings.function!r} gives the row's own answer, "
-        f"{_shortened(task.answer)}, {value} ({reward.reason})"
+        f"{_shortened(task.answer)}, the reward 0 ({reward.reason})"
     )
 
 

@@ -119,11 +119,6 @@ class RewardSettings(pydantic.BaseModel):
         "math-verify; exact: compare numbers exactly and other answers as text; module:function: "
         "call your own function of (trajectory, task), or one written for verl or TRL.",
     )
-    check_references: bool = pydantic.Field(
-        True,
-        description="Check at the start of a run that the reward function accepts the answers of "
-        "the first 1,000 tasks of files and data sets.",
-    )
     num_workers: int = pydantic.Field(
         2, ge=1, description="Maximum number of processes that check answers."
     )

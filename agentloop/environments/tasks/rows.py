@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,8 +15,7 @@ from typing import Any, Literal, Self
 import pydantic
 
 from agentloop.distribution import install_hint
-from agentloop.environments.rewards.answers import final_answer
-from agentloop.environments.rewards.math_check import same_number
+from agentloop.environments.tasks.boxes import last_box
 from agentloop.environments.tasks.task import (
     Task,
     describe,
@@ -214,8 +214,15 @@ def find_conflicts(tasks: Iterable[Task]) -> list[tuple[Task, Task]]:
         (same[0], task)
         for same in by_shown.values()
         for task in same[1:]
-        if not same_number(same[0].answer, task.answer)
+        if _comparable(same[0].answer) != _comparable(task.answer)
     ]
+
+
+def _comparable(answer: str) -> Fraction | str:
+    try:
+        return Fraction(answer.replace(",", ""))
+    except (ValueError, ZeroDivisionError):
+        return answer
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
@@ -442,7 +449,7 @@ def _answer(name: str, answer: object, where: str) -> str:
         raise DataError(f"{where}: field {name!r} is empty")
     if stated := _STATED.search(text):
         return stated[1].strip().removesuffix(".")
-    return final_answer(text) or text
+    return last_box(text) or text
 
 
 def prompt_of(text: str, settings: TasksSettings) -> str | Sequence[Message]:
