@@ -43,9 +43,9 @@ class DataReport:
         sources: tasks by source.
         prompt_tokens: smallest, median and largest number of tokens of a prompt.
         answer_chars: the same of characters of an answer.
-        prompts: some rendered prompts.
+        prompts: rendered prompts of the first tasks.
         answers: the answers to these.
-        problems: what is wrong, with file and line.
+        problems: descriptions of wrong rows, with file and line.
     """
 
     num_rows: int
@@ -85,8 +85,8 @@ class DataReport:
 
 
 def _spread(values: Sequence[int], unit: str) -> str:
-    least, median, most = values
-    return f"{least:,} to {most:,} {unit}, median {median:,}"
+    smallest, median, largest = values
+    return f"{smallest:,} to {largest:,} {unit}, median {median:,}"
 
 
 async def check_data(data: str, overrides: Sequence[str]) -> DataReport:

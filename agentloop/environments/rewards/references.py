@@ -71,7 +71,7 @@ async def bad_references(
     """
     bad: list[BadReference] = []
     is_own = ":" in settings.function
-    forms = [_boxed, _tagged, _plain, _hashed] if is_own else [_boxed]
+    forms = [_in_box, _in_tags, _as_it_is, _after_hashes] if is_own else [_in_box]
     async with Grader(settings) as grader:
         await grader.ready()
         begun_s = time.monotonic()
@@ -100,7 +100,7 @@ async def bad_references(
 def _without_reward(settings: RewardSettings, task: Task, reward: Reward) -> str:
     return (
         f"reward.function = {settings.function!r} gives the row's own answer, "
-        f"{_shortened(task.answer)}, the reward 0 ({reward.reason})"
+        f"{_shorten(task.answer)}, the reward 0 ({reward.reason})"
     )
 
 
@@ -110,30 +110,30 @@ def _why_not_an_answer(answer: str) -> str:
     has_sentences = bool(_NEXT_SENTENCE.search(answer))
     if num_words > (_MAX_WORDS_OF_SENTENCES if has_sentences else _MAX_WORDS):
         return (
-            f"the answer {_shortened(answer)} is a text of {num_words} words, which no right "
+            f"the answer {_shorten(answer)} is a text of {num_words} words, which no right "
             "answer equals: name the column of the answer with tasks.fields.answer=NAME, or set "
             "reward.function to a function of your own"
         )
-    if last_box(_boxed(answer)) != answer:
-        return f"the answer {_shortened(answer)} has braces that do not match"
+    if last_box(_in_box(answer)) != answer:
+        return f"the answer {_shorten(answer)} has braces that do not match"
     return ""
 
 
-def _shortened(answer: str) -> str:
+def _shorten(answer: str) -> str:
     return repr(answer if len(answer) <= _MAX_SHOWN else f"{answer[:_MAX_SHOWN]}...")
 
 
-def _boxed(answer: str) -> str:
+def _in_box(answer: str) -> str:
     return rf"\boxed{{{answer}}}"
 
 
-def _tagged(answer: str) -> str:
-    return f"<think>\n\n</think>\n<answer>{_boxed(answer)}</answer>"
+def _in_tags(answer: str) -> str:
+    return f"<think>\n\n</think>\n<answer>{_in_box(answer)}</answer>"
 
 
-def _plain(answer: str) -> str:
+def _as_it_is(answer: str) -> str:
     return answer
 
 
-def _hashed(answer: str) -> str:
+def _after_hashes(answer: str) -> str:
     return f"#### {answer}"

@@ -67,7 +67,7 @@ def ask(function: Function, trajectory: Trajectory, task: Task) -> object | Awai
         raise
     except Exception as error:
         raise _failure(function, error) from error
-    return _wait(function, value) if inspect.isawaitable(value) else _checked(function, value)
+    return _wait(function, value) if inspect.isawaitable(value) else _check_value(function, value)
 
 
 async def _wait(function: Function, value: Awaitable[object]) -> object:
@@ -77,14 +77,14 @@ async def _wait(function: Function, value: Awaitable[object]) -> object:
         raise
     except Exception as error:
         raise _failure(function, error) from error
-    return _checked(function, result)
+    return _check_value(function, result)
 
 
 def _failure(function: Function, error: Exception) -> RewardError:
     return RewardError(f"{summary_of(error)} ({line_of(function, error)})")
 
 
-def _checked(function: Function, value: object) -> object:
+def _check_value(function: Function, value: object) -> object:
     if value is None or is_dataclass(value) or isinstance(value, Mapping | SupportsFloat):
         return value  # the caller knows a Reward
     raise RewardError(f"expected a number or a Reward, not {value!r:.100} ({line_of(function)})")
@@ -155,26 +155,26 @@ def _reward_of_verl(value: object) -> object:
 
 
 def _call_trl(function: Function, trajectory: Trajectory, task: Task) -> object:
-    first, *others = _arguments_of_trl(function, trajectory, task)
+    first, *further = _arguments_of_trl(function, trajectory, task)
     if inspect.iscoroutinefunction(function):
-        return _await_trl(function, first, others)
+        return _await_trl(function, first, further)
     try:
         return _reward_of_trl(function(**first))
     except _UNLIKE_MESSAGES:
-        if not others:
+        if not further:
             raise
-        return _reward_of_trl(function(**others[0]))
+        return _reward_of_trl(function(**further[0]))
 
 
 async def _await_trl(
-    function: Function, first: Mapping[str, object], others: Sequence[Mapping[str, object]]
+    function: Function, first: Mapping[str, object], further: Sequence[Mapping[str, object]]
 ) -> object:
     try:
         return _reward_of_trl(await function(**first))  # no deadline: the caller has one
     except _UNLIKE_MESSAGES:
-        if not others:
+        if not further:
             raise
-        return _reward_of_trl(await function(**others[0]))  # no deadline: the caller has one
+        return _reward_of_trl(await function(**further[0]))  # no deadline: the caller has one
 
 
 def _arguments_of_trl(
