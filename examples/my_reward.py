@@ -15,7 +15,7 @@ LEAST = 0.1  # a right answer is always worth more than a wrong one
 
 def right_and_short(trajectory: Trajectory, task: Task) -> Reward:
     """Return the reward of a rollout, with an explanation for people."""
-    answer = final_answer(trajectory.text)
+    answer = final_answer(trajectory)
     if answer != task.answer:
         return Reward(0.0, answer, f"the answer is {task.answer}")
     excess = max(0, trajectory.num_sampled_tokens - FREE_TOKENS)

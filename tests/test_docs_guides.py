@@ -109,7 +109,9 @@ RIGHT = json.dumps({"problem": "What is 37 times 48?", "answer": "1776"})
     "fails",
     [
         rows('{"problem": "x"'),
-        rows(RIGHT, '{"problem": "What is 12 plus 30?", "solution": 42}'),
+        rows(RIGHT, '{"problem": "What is 12 plus 30?", "gold": 42}'),
+        rows(RIGHT, '{"problem": "What is 12 plus 30?", "answer": null}'),
+        rows("problem,answer", "What is 12 plus 30?,42"),
         rows('{"messages": [{"role": "assistant", "content": "x"}], "answer": "1"}'),
         lambda: load_settings(TrainSettings, [], ["tasks.kind=jsonl"]),
     ],

@@ -5,6 +5,7 @@ downloaded. The number of rows is checked, so that a truncated file or the wrong
 is detected before a training run. `filter` drops the problems that a policy already solves.
 `teacher` writes dialogues for supervised fine-tuning. `score` scores what `agentloop serve` has
 recorded, and `dialogues` exports scored rollouts for fine-tuning (docs/recorded-sessions.md).
+`check` says what a run would make of a file or data set, and what is wrong with it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ import anyio
 import pydantic
 
 from agentloop.cli import console
+from agentloop.cli.data_check import check_data
 from agentloop.cli.recorded import dialogues, score
 from agentloop.environments.rewards.reward import RewardSettings
 from agentloop.environments.tasks.sources import Task, TasksSettings, read_jsonl, read_tasks
-from agentloop.environments.tasks.task import problem_text, task_digest
+from agentloop.environments.tasks.task import problem_of, problem_of_row, problem_text, task_digest
 from agentloop.environments.tasks.teacher import lessons
 from agentloop.errors import AgentLoopError, DataError
 from agentloop.training.run_status import count_of
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         console.print_json(data)
     else:
         print(text)
-    return 0
+    return 1 if data.get("problems") else 0
 
 
 def _prepare(options: argparse.Namespace) -> Result:
@@ -123,6 +125,14 @@ def _dialogues(options: argparse.Namespace) -> Result:
     _write(lines, options.out)
     text = f"{options.out}: {count_of(len(lines), 'dialogue')}"
     return text, {"out": str(options.out), "num_dialogues": len(lines)}
+
+
+def _check(options: argparse.Namespace) -> Result:
+    try:
+        report = anyio.run(check_data, options.data, options.settings)
+    except DataError as error:  # the rows are no tasks
+        return f"wrong: {error}", {"problems": [str(error)]}
+    return report.text(), report.to_dict()
 
 
 def _reward_function(text: str) -> str:
@@ -203,23 +213,24 @@ def filter_solved(
             if rollout in counted:
                 continue
             counted.add(rollout)
-            rewards = last.setdefault(task_id, deque(maxlen=rollouts))
+            rewards = last.setdefault(problem_of_row(task_id), deque(maxlen=rollouts))
             if reward is not None:
                 rewards.append(reward)
     tasks: dict[str, Task] = {}
     for task in _tasks(files):
         tasks.setdefault(task.id, task)
-    if not tasks.keys() & last.keys():
+    problems = {id: problem_of(task) for id, task in tasks.items()}
+    if last.keys().isdisjoint(problems.values()):
         raise DataError(
             f"--tasks: the rollouts have {count_of(len(last), 'problem')} and these files "
             f"{count_of(len(tasks), 'problem')}, with none in common; pass the files that the run "
             "was trained on"
         )
-    counts = {id: len(last.get(id, ())) for id in tasks}
+    counts = {id: len(last.get(problem, ())) for id, problem in problems.items()}
     remaining = [
         task
         for id, task in tasks.items()
-        if counts[id] < rollouts or sum(reward > 0 for reward in last[id]) < solved
+        if counts[id] < rollouts or sum(reward > 0 for reward in last[problems[id]]) < solved
     ]
     if not remaining:
         raise DataError(f"no problems are left: all of them are solved ({len(tasks):,})")
@@ -228,7 +239,7 @@ def filter_solved(
         num_tasks=len(tasks),
         num_too_few=sum(count < rollouts for count in counts.values()),
         num_without=sum(not count for count in counts.values()),
-        num_unknown=len(last.keys() - tasks.keys()),
+        num_unknown=len(last.keys() - set(problems.values())),
     )
 
 
@@ -300,7 +311,23 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     commands = parser.add_subparsers(
-        required=True, metavar="prepare | filter | teacher | score | dialogues"
+        required=True, metavar="check | prepare | filter | teacher | score | dialogues"
+    )
+    check = commands.add_parser(
+        "check",
+        help="show what a run would make of a file or data set, and what is wrong with it; the "
+        "exit status is 1 if anything is",
+    )
+    check.set_defaults(command=_check, doing="Checking the data")
+    check.add_argument(
+        "data", metavar="FILE | NAME", help="a .jsonl or .parquet file, or a Hugging Face data set"
+    )
+    check.add_argument(
+        "settings",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="settings of the run, such as tasks.fields.answer=solution, reward.function=exact or "
+        "model=FOLDER",
     )
     prepare = commands.add_parser("prepare", help="convert a problem set into one JSONL file")
     prepare.set_defaults(command=_prepare, doing="Reading the files")
@@ -392,7 +419,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="RECORD",
             help="the folder, or files from its trajectories/",
         )
-    for command in (prepare, hard, teacher, scored, best):
+    for command in (check, prepare, hard, teacher, scored, best):
         command.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pydantic
 
 from agentloop.environments.environment import EnvSettings
 from agentloop.environments.mixture import Envs, RunEnvironment, environments_of
 from agentloop.environments.program import AgentProgram, ProgramSettings
+from agentloop.environments.rewards.references import require_references
 from agentloop.environments.rewards.reward import RewardSettings
 from agentloop.environments.tasks.sources import TasksSettings
+from agentloop.environments.tasks.task import Task
 from agentloop.runtime import Settings
 from agentloop.training.run_folder import RunSettings
 
@@ -40,6 +44,14 @@ class EnvironmentRunSettings(AskSettings):
     def environments(self) -> list[RunEnvironment]:
         """The environments of the run. Raises SettingsError if their settings are invalid."""
         return environments_of(self.environment, self.envs, self.tasks, self.budget)
+
+    async def check_references(self, tasks: Iterable[Task]) -> None:
+        """Check the answers of the tasks that the reward function scores, as `require_references`.
+
+        An environment of the user's says itself what a rollout is worth.
+        """
+        scored = {it.name for it in self.environments if self.agent.command or not it.env.name}
+        await require_references(self.reward, (task for task in tasks if task.env in scored))
 
     @property
     def environment(self) -> EnvSettings:

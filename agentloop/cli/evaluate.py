@@ -92,6 +92,7 @@ async def evaluate(
     async with Grader(settings.reward) as grader:
         await grader.ready()  # report missing packages before the servers start
     tasks = await console.in_thread(chosen_tasks, settings)
+    await settings.check_references(tasks)
     if not settings.endpoint.url and not settings.servers:
         require_servers(settings.server)
     async with _open_folder(settings, resume) as folder:
@@ -454,6 +455,7 @@ def _read_settings(
 async def _plan(settings: EvaluateSettings) -> int:
     _check(settings)
     tasks = await console.in_thread(chosen_tasks, settings)
+    await settings.check_references(tasks)
     k, max_tokens = settings.evaluate.num_samples, settings.budget.max_response_tokens
     by = settings.endpoint.url or "agentloop"
     sets = sorted({task.env or task.source for task in tasks})

@@ -105,6 +105,7 @@ async def train(
     open_tasks = partial(_open_tasks, settings, loaded)
     if resume is None:
         tasks = await console.in_thread(open_tasks)
+        await settings.check_references(tasks.listed())
     async with (
         _open_folder(settings, config, resume) as folder,
         GroupQueue.open(folder.path / "queue.sqlite") as queue,
@@ -447,7 +448,8 @@ def _refusal(settings: TrainSettings) -> str:
         imported_tools(settings.tools)
         files = _task_files(settings)
         if (files or any(loaded)) and all(path.exists() for path in files):
-            _open_tasks(settings, loaded)
+            tasks = _open_tasks(settings, loaded)
+            anyio.run(settings.check_references, tasks.listed())  # this is a thread of its own
     except (SettingsError, DataError) as error:
         return str(error)
     return ""

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from agentloop.environments.tasks.sources import Task, TaskSource
+from agentloop.environments.tasks.task import problem_of
 from agentloop.training.curriculum import Curriculum, GroupOutcome
 from agentloop.training.queue import TaskCursor
 
@@ -59,7 +60,7 @@ class StageTasks(Iterator[Task]):
 
     def rate_key(self, task: Task) -> str:
         """Return the key of the task's solve rate. The stage's own tasks always come again."""
-        return self._source.rate_key(task) if self._own is None else task.id
+        return self._source.rate_key(task) if self._own is None else problem_of(task)
 
     def observe(self, outcomes: Sequence[tuple[str, GroupOutcome]]) -> None:
         """Tell the curriculum the outcomes of groups, with the keys of their tasks."""

@@ -22,6 +22,7 @@ from anyio.abc import TaskStatus
 
 from agentloop.aio import in_run_thread
 from agentloop.environments.tasks.sources import Task
+from agentloop.environments.tasks.task import problem_of
 from agentloop.errors import RequestError
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.training.batch_trainer import BatchTrainer
@@ -125,7 +126,7 @@ class StageRunner:
     async def _filter(
         self, stage: StageSettings, source: StageTasks
     ) -> tuple[list[Task], list[tuple[str, GroupOutcome]]]:
-        """Roll out the next tasks; return those to train on, and the outcomes by their ids.
+        """Roll out the next tasks; return those to train on, and the outcomes by their problems.
 
         A task is left out as soon as all of its rollouts solve it. Raises Drained.
         """
@@ -144,13 +145,13 @@ class StageRunner:
         if not groups:
             raise RequestError("the environment failed on every task that was to be filtered")
         outcomes = [
-            (task.id, outcome)
+            (problem_of(task), outcome)
             for task, group in groups
             if (outcome := GroupOutcome.of(group.figures)) is not None
         ]
         measured = Curriculum(NOT_SOLVED)
         measured.restore(outcomes, num_offered=0)
-        unsolved = [task for task, _ in groups if not measured.is_retired(task.id)]
+        unsolved = [task for task, _ in groups if not measured.is_retired(problem_of(task))]
         if not await self._run.metrics.has(step, "filter/num_tasks"):
             counts = {"filter/num_tasks": len(tasks), "filter/num_left": len(unsolved)}
             await self._run.metrics.add({"step": step, **counts})

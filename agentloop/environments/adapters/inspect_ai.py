@@ -33,7 +33,12 @@ def rows(*, name: str, args: Args) -> Iterator[Mapping[str, object]]:
     """Yield a task for each sample of the data set. Raises SettingsError if it cannot run."""
     spec = _load(name, json.dumps(args or {}, sort_keys=True))
     for number, row in enumerate(spec.dataset):
-        yield {"row": number, "answer": str(row.target), "source": spec.name}
+        yield {
+            "row": number,
+            "prompt": _text_of(row.input),
+            "answer": str(row.target),
+            "source": spec.name,
+        }
 
 
 @environment(tasks=rows)
@@ -60,6 +65,12 @@ async def sample(task: Task, agent: Agent, *, name: str, args: Args = None) -> R
             state = await step(state, generate)
     _enter_context(spec, agent.other("grader", is_trained=False), state)
     return _reward(await spec.scorer[0](state, state.target))
+
+
+def _text_of(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message.role}: {message.text}" for message in prompt)
 
 
 def _module(name: str) -> Any:

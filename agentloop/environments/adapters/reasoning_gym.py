@@ -77,7 +77,7 @@ async def puzzle(
         timeout_s: time limit of the scorer, which imports the library first.
     """
     trajectory = await agent.run(task.prompt, system=system or None)
-    answer = final_answer(trajectory.text)
+    answer = final_answer(trajectory)
     if answer is None:
         return Reward(0.0, None, "it gives no answer")
     if answer == task.answer:  # scoring costs seconds of CPU

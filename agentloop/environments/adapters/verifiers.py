@@ -36,7 +36,10 @@ def rows(*, id: str, args: JsonObject | None) -> Iterator[Mapping[str, object]]:
     """
     data_set = _load(id, json.dumps(args or {}, sort_keys=True)).get_dataset()
     for number, row in enumerate(data_set):
-        yield {"row": number, "answer": row.get("answer", ""), "source": id}
+        prompt = row.get("prompt") or row.get("question") or ""
+        if not isinstance(prompt, str):
+            prompt = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+        yield {"row": number, "prompt": prompt, "answer": row.get("answer", ""), "source": id}
 
 
 @environment(tasks=rows)

@@ -21,6 +21,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import BinaryIO
 
+from agentloop.errors import AgentLoopError
+
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
@@ -58,6 +60,8 @@ def _attempt(function: Callable[[], object]) -> dict[str, object]:
         return {"value": function()}
     except MemoryError:  # little can be relied on from here
         os._exit(_OUT_OF_MEMORY)
+    except AgentLoopError as error:  # its message says all
+        return {"error": str(error)[:_MAX_ERROR_CHARS]}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]}
 

@@ -18,6 +18,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any, Self, SupportsFloat, TypeVar
 
@@ -26,12 +27,13 @@ import anyio.to_thread
 import pydantic
 
 from agentloop.environments.rewards.answers import final_answer
-from agentloop.environments.rewards.math_check import same_number
+from agentloop.environments.rewards.math_check import TOLERANCE, same_number
 from agentloop.environments.rewards.process_pool import CallFailed, CallTimedOut, ProcessPool
 from agentloop.environments.rewards.puzzles import is_solved
+from agentloop.environments.rewards.user_function import ask
 from agentloop.environments.tasks.sources import Task
 from agentloop.environments.tasks.task import describe
-from agentloop.errors import RewardError, SettingsError, summary_of
+from agentloop.errors import AgentLoopError, RewardError, SettingsError, summary_of
 from agentloop.sandbox import Pool
 from agentloop.trajectory import StopReason, Trajectory
 
@@ -46,6 +48,7 @@ __all__ = [
 ]
 
 _IS_EQUAL = "agentloop.environments.rewards.math_check:is_equal"
+_USER_FUNCTION = "agentloop.environments.rewards.user_function"
 _MAX_ANSWER_CHARS = 4000
 _LARGEST = 1e30
 
@@ -114,8 +117,9 @@ def plain_reward(reward: Reward) -> Reward:
 T = TypeVar("T")
 
 Verdict = Reward | float | None
-RewardFunction = Callable[[Trajectory, Task], Verdict | Awaitable[Verdict]]
-"""A reward function of the user's, sync or async. None says that there is no reward."""
+RewardFunction = Callable[..., Verdict | Awaitable[Verdict]]
+"""A reward function of the user's, sync or async, of (trajectory, task) or in the form of verl or
+TRL (user_function.py). None says that there is no reward."""
 
 
 class RewardSettings(pydantic.BaseModel):
@@ -127,7 +131,7 @@ class RewardSettings(pydantic.BaseModel):
         "math",
         description="How rollouts are scored. math: compare numbers exactly and other answers with "
         "math-verify; exact: compare numbers exactly and other answers as text; module:function: "
-        "call your own function of (trajectory, task).",
+        "call your own function of (trajectory, task), or one written for verl or TRL.",
     )
     num_workers: int = pydantic.Field(
         2, ge=1, description="Maximum number of processes that check answers."
@@ -194,12 +198,18 @@ class Grader:
         """Start what a function of the user's runs in, once.
 
         Raises:
-            SettingsError: it cannot be started, such as for want of the function.
+            SettingsError: it cannot be started, such as for want of the function, or the function
+                has parameters that are not known.
         """
         if ":" not in self._settings.function:
             return
         try:
             await self._processes.warm_up()
+            await self._processes.call(
+                f"{_USER_FUNCTION}:check",
+                self._settings.function,
+                timeout_s=self._settings.timeout_s,
+            )
         except CallFailed as error:
             raise SettingsError(f"reward.function: {error}") from error
 
@@ -224,10 +234,13 @@ class Grader:
         return replace(reward, answer=said_in(trajectory))  # by a function of the user's
 
     async def _check_answer(self, trajectory: Trajectory, task: Task) -> Reward:
-        answer = final_answer(trajectory.text)
+        answer = final_answer(trajectory)
         if answer is None:
             return Reward(0.0, None, "it gives no answer")
-        same = same_number(task.answer, answer)
+        # Only math-verify takes a rounded decimal for the number.
+        is_exact = self._settings.function == "exact" or "reasoning_gym" in task.extra
+        tolerance = Fraction(0) if is_exact else TOLERANCE
+        same = same_number(task.answer, answer, tolerance=tolerance)
         if "reasoning_gym" in task.extra and not same:
             return await self._check_puzzle(answer, task)
         if same is not None:
@@ -274,11 +287,11 @@ class Grader:
 
     async def _ask_process(self, trajectory: Trajectory, task: Task) -> Reward:
         try:
-            verdict = await self._call(self._settings.function, trajectory, task)
+            verdict = await self._call(
+                f"{_USER_FUNCTION}:call", self._settings.function, trajectory, task
+            )
         except CallFailed as error:
             raise RewardError(f"{self._settings.function}: task {task.id}: {error}") from error
-        if isinstance(verdict, Mapping) and verdict.keys() == Reward.__dataclass_fields__.keys():
-            verdict = Reward(**verdict)
         return _reward(verdict, self._settings.function, task)
 
     async def _ask_function(
@@ -294,7 +307,8 @@ class Grader:
             except Exception as error:
                 if isinstance(error, TimeoutError) and deadline.cancelled_caught:
                     raise CallTimedOut(f"no result after {timeout_s:g} s") from None
-                raise CallFailed(summary_of(error)) from error
+                is_ours = isinstance(error, AgentLoopError)
+                raise CallFailed(str(error) if is_ours else summary_of(error)) from error
 
         try:
             verdict = await self._retry(attempt)
@@ -307,10 +321,11 @@ class Grader:
     ) -> Verdict:
         result: Any
         if inspect.iscoroutinefunction(function):
-            result = function(trajectory, task)
+            result = ask(function, trajectory, task)
         else:
+            ask_it = partial(ask, function, trajectory, task)
             result = await anyio.to_thread.run_sync(
-                function, trajectory, task, abandon_on_cancel=True, limiter=self._threads
+                ask_it, abandon_on_cancel=True, limiter=self._threads
             )
         verdict: Verdict = await result if inspect.isawaitable(result) else result
         return verdict
@@ -335,6 +350,8 @@ class Grader:
 
 
 def _reward(verdict: object, name: str, task: Task) -> Reward:
+    if isinstance(verdict, Mapping) and verdict.keys() == Reward.__dataclass_fields__.keys():
+        verdict = Reward(**verdict)
     if verdict is None:
         return Reward(None, None, f"{name}: no reward")
     try:

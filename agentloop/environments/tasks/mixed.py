@@ -58,17 +58,20 @@ class MixedTasks(TaskSource):
         self._sources = dict(sources)
         self._weights = dict(weights)
         self._turns = WeightedTurns(weights)
-        each = [source.distinct for source in sources.values()]
-        if None not in each:
-            self.distinct = [
-                of_environment(task, name)
-                for name, source in sources.items()
-                for task in source.distinct or ()
-            ]
+        if all(source.distinct is not None for source in sources.values()):
+            self.distinct = self.listed()
 
     def __next__(self) -> Task:
         name = self._turns.take()
         return of_environment(next(self._sources[name]), name)
+
+    def listed(self) -> list[Task]:
+        """Return those of each environment, one environment after the other."""
+        return [
+            of_environment(task, name)
+            for name, source in self._sources.items()
+            for task in source.listed()
+        ]
 
     def check_training(self) -> None:
         for source in self._sources.values():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -13,25 +15,66 @@ from typing import Any, Literal, Self
 import pydantic
 
 from agentloop.distribution import install_hint
+from agentloop.environments.tasks.boxes import last_box
 from agentloop.environments.tasks.task import (
     Task,
     describe,
     level_of,
     plain_fields,
-    problem_text,
     row_digest,
+    shown_digest,
     task_digest,
 )
 from agentloop.errors import DataError, SettingsError
 from agentloop.plain_json import is_encodable
 from agentloop.trajectory import Message
 
-__all__ = ["TasksSettings", "prompt_of", "read_jsonl", "read_tasks"]
+__all__ = [
+    "FieldsSettings",
+    "TasksSettings",
+    "find_conflicts",
+    "prompt_of",
+    "read_jsonl",
+    "read_tasks",
+]
 
 _PROMPTS = ("messages", "prompt", "problem", "question")
-_ANSWERS = ("answer", "ground_truth")
-_NESTED = "reward_model.ground_truth"
-_OTHERS = ("reward_model", "data_source", "source", "level", "extra_info")
+_ANSWERS = ("reward_model.ground_truth", "answer", "ground_truth", "target", "solution")
+_OTHERS = ("data_source", "source", "level", "extra_info")
+_WANTED = 'one JSON object per line is wanted, such as {"problem": "What is 1 + 1?", "answer": "2"}'
+# How GSM8K and MetaMathQA end a solution.
+_STATED = re.compile(
+    r"(?:^|\n)\s*(?:####|(?:the )?(?:final )?answer(?: is)?\s*:|the (?:final )?answer is)\s*(.+)\Z",
+    re.IGNORECASE,
+)
+
+
+class FieldsSettings(pydantic.BaseModel):
+    """The columns of files and data sets."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    problem: str = pydantic.Field(
+        "",
+        description="Column of the problem; a.b is the field b of the column a. By default, the "
+        f"first of {', '.join(_PROMPTS)}.",
+    )
+    answer: str = pydantic.Field(
+        "",
+        description="Column of the answer. By default, the first of "
+        f"{', '.join(_ANSWERS)}. Of a solution that ends with a boxed answer, or with #### and the "
+        "answer, that is the answer.",
+    )
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """The columns where the problem may be."""
+        return (self.problem,) if self.problem else _PROMPTS
+
+    @property
+    def answers(self) -> Sequence[str]:
+        """The columns where the answer may be."""
+        return (self.answer,) if self.answer else _ANSWERS
 
 
 class TasksSettings(pydantic.BaseModel):
@@ -66,6 +109,7 @@ class TasksSettings(pydantic.BaseModel):
     split: str = pydantic.Field(
         "train", description="With kind = huggingface: split of the data set."
     )
+    fields: FieldsSettings = pydantic.Field(default_factory=lambda: FieldsSettings())
     families: list[str] = pydantic.Field(
         default_factory=list,
         description="With kind = reasoning_gym: families of puzzles, such as chain_sum.",
@@ -130,13 +174,55 @@ def read_tasks(settings: TasksSettings) -> Iterator[Task]:
     if settings.kind == "reasoning_gym":
         yield from _read_reasoning_gym(settings)
     elif settings.kind == "huggingface":
-        for number, row in enumerate(_read_huggingface(settings), 1):
-            yield _task(row, f"{settings.name}: row {number}", settings.name, settings)
+        rows = enumerate(_read_huggingface(settings), 1)
+        yield from _tasks(rows, settings.name, "row", settings.name, settings)
     else:
-        read, unit = (read_jsonl, "line") if settings.kind == "jsonl" else (_read_parquet, "row")
         for path in settings.paths:
-            for number, row in read(path):
-                yield _task(row, f"{path}: {unit} {number}", path.stem, settings)
+            if settings.kind == "jsonl":
+                yield from _tasks(read_jsonl(path), path, "line", path.stem, settings)
+            else:
+                columns = settings.fields.problems, settings.fields.answers
+                yield from _tasks(_read_parquet(path, *columns), path, "row", path.stem, settings)
+
+
+def _tasks(
+    rows: Iterable[tuple[int, object]],
+    origin: str | Path,
+    unit: str,
+    source: str,
+    settings: TasksSettings,
+) -> Iterator[Task]:
+    number = 0
+    for number, row in rows:
+        yield _task(row, f"{origin}: {unit} {number}", source, settings)
+    if not number:
+        raise DataError(f"{origin}: no tasks were read: it has no {unit}s")
+
+
+def find_conflicts(tasks: Iterable[Task]) -> list[tuple[Task, Task]]:
+    """Return pairs of rows of files that show the model the same, with different answers.
+
+    Where all rows show the same, it is their environment that makes a difference.
+    """
+    by_shown: dict[str, list[Task]] = {}
+    for task in tasks:
+        if task.source_line:
+            by_shown.setdefault(shown_digest(task), []).append(task)
+    if len(by_shown) < 2:
+        return []
+    return [
+        (same[0], task)
+        for same in by_shown.values()
+        for task in same[1:]
+        if _comparable(same[0].answer) != _comparable(task.answer)
+    ]
+
+
+def _comparable(answer: str) -> Fraction | str:
+    try:
+        return Fraction(answer.replace(",", ""))
+    except (ValueError, ZeroDivisionError):
+        return answer
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
@@ -145,15 +231,22 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     Raises:
         DataError: The file cannot be read, or a line is not JSON.
     """
+    is_first = True
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
                         # Not orjson, which reads long integers as floats: answers may be long.
-                        yield number, json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+                        yield number, json.loads(line.removeprefix(b"\xef\xbb\xbf").decode())
                     except ValueError as error:
-                        raise DataError(f"{path}: line {number}: not JSON: {error}") from error
+                        if is_first and (format := _format_of(path)):
+                            raise DataError(f"{path}: {format}; {_WANTED}") from error
+                        wanted = f"; {_WANTED}" if is_first else ""
+                        raise DataError(
+                            f"{path}: line {number}: not JSON: {error}{wanted}"
+                        ) from error
+                    is_first = False
     except FileNotFoundError as error:
         hint = "`agentloop data prepare --help` explains how to create one"
         raise DataError(f"{path}: {error.strerror}; {hint}") from error
@@ -161,19 +254,41 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path}: {error.strerror or error}") from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
+def _format_of(path: Path) -> str:
+    """Describe a file that is not JSONL; return an empty text if its format is not known."""
+    with path.open("rb") as file:
+        start = file.read(4096)
+    line = start.strip().partition(b"\n")[0].decode("utf-8", "replace").strip()
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in start[:2]:
+        return "it is UTF-16 text: save it as UTF-8"
+    if start.startswith(b"PAR1"):
+        return "it is a Parquet file: set tasks.kind=parquet"
+    if start.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK", b"BZh", b"\xfd7zXZ")):
+        return "it is compressed: unpack it first"
+    if line.startswith("["):
+        return "it is a JSON array over several lines: write each of its objects on a line"
+    if line.startswith("{") and line.endswith(("{", ",", "[")):
+        return "it has a JSON object over several lines: write each object on one line"
+    if line[:1] not in ("{", '"') or path.suffix in (".csv", ".tsv"):
+        for separator, format in ((",", "CSV"), ("\t", "tab-separated values"), (";", "CSV")):
+            if separator in line:
+                return f"it looks like {format}, with the columns {line!r:.100}"
+    return ""
+
+
+def _read_parquet(
+    path: Path, problems: Sequence[str], answers: Sequence[str]
+) -> Iterator[tuple[int, object]]:
     arrow = _package("pyarrow", extra="data")
     parquet = import_module("pyarrow.parquet")
     try:
         with parquet.ParquetFile(path) as file:
             present = set(file.schema_arrow.names)
-            columns = [name for name in (*_PROMPTS, *_ANSWERS, *_OTHERS) if name in present]
-            for needed in (_PROMPTS, (*_ANSWERS, "reward_model")):
-                if not present.intersection(needed):
-                    raise DataError(
-                        f"{path}: one of the columns {_join(needed)} is required; the file has "
-                        f"{_join(sorted(present)) or 'none'}"
-                    )
+            for field, needed in (("problem", problems), ("answer", answers)):
+                if not present.intersection(map(_column_of, needed)):
+                    raise DataError(f"{path}: {_missing(field, needed, 'column', present)}")
+            wanted = dict.fromkeys(map(_column_of, (*problems, *answers, *_OTHERS)))
+            columns = [name for name in wanted if name in present]
             batches = file.iter_batches(batch_size=1024, columns=columns)
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             yield from enumerate(rows, 1)
@@ -214,6 +329,7 @@ def _read_reasoning_gym(settings: TasksSettings) -> Iterator[Task]:
                 answer="" if entry["answer"] is None else str(entry["answer"]),
                 source=f"reasoning_gym/{family}",
                 extra={"reasoning_gym": {**puzzle, "index": index}},
+                source_line=f"{family}: number {index}",
             )
 
 
@@ -228,8 +344,9 @@ def _package(name: str, *, extra: str) -> Any:
 
 def _task(row: object, where: str, source: str, settings: TasksSettings) -> Task:
     if not isinstance(row, Mapping):
-        raise DataError(f"{where}: expected an object, got {describe(row)}")
-    named, prompt = _first(row, _PROMPTS, where)
+        array = f" (a JSON array); {_WANTED}" if isinstance(row, list) else ""
+        raise DataError(f"{where}: expected an object, got {describe(row)}{array}")
+    named, prompt = _first(row, "problem", settings.fields.problems, where)
     is_text = isinstance(prompt, str)
     question = prompt if is_text else _question(prompt, f"{where}: field {named!r}")
     if not question.strip():
@@ -237,37 +354,64 @@ def _task(row: object, where: str, source: str, settings: TasksSettings) -> Task
     extra = row.get("extra_info")
     if not isinstance(extra, Mapping | None):
         raise DataError(f"{where}: field 'extra_info': expected an object, got {describe(extra)}")
-    for name in (named, *_ANSWERS, *_OTHERS):
+    for name in dict.fromkeys(map(_column_of, (named, *settings.fields.answers, *_OTHERS))):
         if not is_encodable(row.get(name)):
             raise DataError(
                 f"{where}: field {name!r} contains a lone surrogate (such as \\ud800), "
                 "which cannot be encoded as UTF-8: replace it"
             )
-    answer, level = _answer(row, where), level_of(row.get("level"), where)
+    answer = _answer(*_first(row, "answer", settings.fields.answers, where), where)
+    level = level_of(row.get("level"), where)
     own_source = str(row.get("data_source") or row.get("source") or "")
     fields = plain_fields({named: prompt, "extra_info": extra or {}}, where)
     prompt, extra = fields.values()
     messages = [] if is_text else prompt
     system_texts = [message["content"] for message in messages if message["role"] == "system"]
-    problem = [task_digest(problem_text(prompt)), answer, extra]
     return Task(
-        id=row_digest(problem, [own_source, level, system_texts]),
+        id=row_digest(prompt, answer, [own_source, level, system_texts, extra]),
         prompt=prompt_of(prompt, settings) if is_text else prompt,
         answer=answer,
         source=own_source or source,
         level=level,
         extra=extra,
+        source_line=where,
     )
 
 
-def _first(row: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[str, Any]:
+def _first(row: Mapping[str, Any], field: str, names: Sequence[str], where: str) -> tuple[str, Any]:
     for name in names:
-        if row.get(name) is not None:
-            return name, row[name]
-    raise DataError(
-        f"{where}: one of the fields {_join(names)} is required; the line has "
-        f"{_join(sorted(map(str, row))) or 'none'}"
-    )
+        if (value := _value(row, name)) is not None:
+            return name, value
+    nulls = [name for name in names if name in row]
+    raise DataError(f"{where}: {_missing(field, names, 'field', row, nulls)}")
+
+
+def _value(row: Mapping[str, Any], name: str) -> object:
+    """Return a field, or the field b of the field a if the name is a.b; None if there is none."""
+    if name in row:
+        return row[name]
+    column, _, inner = name.partition(".")
+    outer = row.get(column)
+    return _value(outer, inner) if inner and isinstance(outer, Mapping) else None
+
+
+def _column_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _missing(
+    field: str,
+    names: Sequence[str],
+    unit: str,
+    present: Iterable[object],
+    nulls: Sequence[str] = (),
+) -> str:
+    one_of = f"one of the {unit}s {_join(names)}" if len(names) > 1 else f"the {unit} {names[0]!r}"
+    if nulls:
+        return f"{one_of} is required, and {_join(nulls)} is null: give the {field}"
+    columns = _join(sorted(map(str, present))) or "none"
+    has = f"the line has {columns}" if unit == "field" else f"the file has {columns}"
+    return f"{one_of} is required; {has}: name its {unit} with tasks.fields.{field}=NAME"
 
 
 def _join(names: Iterable[str]) -> str:
@@ -291,11 +435,7 @@ def _question(messages: object, where: str) -> str:
     return last["content"]
 
 
-def _answer(row: Mapping[str, Any], where: str) -> str:
-    nested = row.get("reward_model")
-    if isinstance(nested, Mapping):
-        row = {_NESTED: nested.get("ground_truth"), **row}
-    name, answer = _first(row, (_NESTED, *_ANSWERS), where)
+def _answer(name: str, answer: object, where: str) -> str:
     if isinstance(answer, float) and not math.isfinite(answer):  # how pandas writes missing values
         raise DataError(f"{where}: field {name!r}: expected a finite number, got {answer}")
     if isinstance(answer, float) and answer.is_integer():
@@ -304,9 +444,12 @@ def _answer(row: Mapping[str, Any], where: str) -> str:
         raise DataError(
             f"{where}: field {name!r}: expected text or a number, got {describe(answer)}"
         )
-    if not str(answer).strip():
+    text = str(answer).strip()
+    if not text:
         raise DataError(f"{where}: field {name!r} is empty")
-    return str(answer).strip()
+    if stated := _STATED.search(text):
+        return stated[1].strip().removesuffix(".")
+    return last_box(text) or text
 
 
 def prompt_of(text: str, settings: TasksSettings) -> str | Sequence[Message]:

@@ -1,6 +1,6 @@
 """Tasks from generators, environments, files and data sets: an endless source that can be resumed.
 
-Held-out tasks are chosen by a hash of their content, not by their position in a file,
+Held-out tasks are chosen by a hash of what the model is shown, not by their position in a file,
 so they stay out of training if the file is reordered, extended or contains duplicates.
 """
 
@@ -18,15 +18,16 @@ from typing import Any, Self
 from agentloop.environments.tasks.problems import GENERATORS
 from agentloop.environments.tasks.rows import (
     TasksSettings,
+    find_conflicts,
     prompt_of,
     read_jsonl,
     read_tasks,
 )
 from agentloop.environments.tasks.task import (
     Task,
-    is_digest,
     line_of,
-    problem_digits,
+    problem_of,
+    shown_digest,
     task_digest,
     task_of,
 )
@@ -120,6 +121,10 @@ class TaskSource(ABC):
     @abstractmethod
     def __next__(self) -> Task: ...
 
+    def listed(self) -> list[Task]:
+        """Return all tasks that are not made without end, held out or not."""
+        return self.distinct or []
+
     def check_training(self) -> None:  # noqa: B027  # most have no list
         """Raise DataError if all tasks are held out."""
 
@@ -128,11 +133,13 @@ class TaskSource(ABC):
         return next(filter(accepts, self))
 
     def rate_key(self, task: Task) -> str:
-        """Return what a task's solve rate is kept under: its id, if it comes again.
+        """Return what a task's solve rate is kept under: its problem, if it comes again.
 
         Tasks that are made without end do not, so theirs is the rate of their source and level.
         """
-        return task.id if self.distinct is not None else f"{task.source} level {task.level}"
+        if self.distinct is not None:
+            return problem_of(task)
+        return f"{task.source} level {task.level}"
 
     @abstractmethod
     def held_out(self) -> list[Task]:
@@ -278,7 +285,7 @@ class _FunctionTasks(_GeneratedTasks):
             where = line_of(self._function, error)
             raise DataError(f"the tasks of {self._env}: {where}: {summary_of(error)}") from error
         task = task_of(fields, f"the tasks of {self._env}: {line_of(self._function)}")
-        return replace(task, id=f"{self._settings.kind}-{index}"), problem_digits(task.id)
+        return replace(task, id=f"{self._settings.kind}-{index}"), shown_digest(task)
 
 
 class _SplitTasks(TaskSource):
@@ -296,15 +303,21 @@ class _SplitTasks(TaskSource):
             new_tasks = itertools.islice(held_out, _MAX_HELD_OUT)
             held_out_tasks = [replace(task, id=f"held-out-{task.id}") for task in new_tasks]
         self._held_out = {task.id: task for task in held_out_tasks}
+        self._shown = {shown_digest(task) for task in held_out_tasks}
+        if len(self._shown) < min(2, len(held_out_tasks)):  # the environment shows what differs
+            self._shown = set()
         self._limit = int(limit) or None
         self._training = training
         if training.distinct is not None:
-            self.distinct = [task for task in training.distinct if task.id not in self._held_out]
+            self.distinct = [task for task in training.distinct if self._is_trained_on(task)]
             if not self.distinct:
                 raise DataError("no tasks to train on: all of them are held out, too")
 
     def __next__(self) -> Task:
-        return self._training.draw(lambda task: task.id not in self._held_out)
+        return self._training.draw(self._is_trained_on)
+
+    def _is_trained_on(self, task: Task) -> bool:
+        return task.id not in self._held_out and shown_digest(task) not in self._shown
 
     def held_out(self) -> list[Task]:
         return list(self._held_out.values())[: self._limit]
@@ -327,8 +340,7 @@ class _SplitTasks(TaskSource):
 class _ListedTasks(TaskSource):
     """Tasks of a list, epoch by epoch; of those that are equal in all fields one is kept.
 
-    The first half of an id is that of the problem: rows of files that differ only in source, level
-    or system message are held out together.
+    Tasks that show the model the same are held out together, whatever their other fields.
     """
 
     def __init__(self, settings: TasksSettings, read_listed: Iterable[Task], where: str) -> None:
@@ -337,26 +349,37 @@ class _ListedTasks(TaskSource):
         num_listed = 0
         for task in read_listed:
             num_listed += 1
-            if tasks.setdefault(task.id, task) != task and not is_digest(task.id):
+            if tasks.setdefault(task.id, task) != task and not task.source_line:
                 raise DataError(f"{where}: two tasks have the id {task.id!r} and other fields")
+        if not tasks:
+            raise DataError(f"{where}: no tasks were read")
         if num_listed > len(tasks):
             log.warning(
                 "%s: %d of %d are dropped: they equal others in all fields",
                 *(where, num_listed - len(tasks), num_listed),
             )
+        if conflicts := find_conflicts(tasks.values()):
+            first, second = conflicts[0]
+            more = f" ({len(conflicts) - 1} more)" if len(conflicts) > 1 else ""
+            log.warning(
+                "%s: one problem with two answers: %r in %s, %r in %s%s",
+                *(where, first.answer, first.source_line, second.answer, second.source_line),
+                more,
+            )
         self._tasks = tasks
         self.distinct = list(tasks.values())
-        ids = sorted(tasks, key=lambda id: (problem_digits(id), id))
+        shown = {id: shown_digest(task) for id, task in tasks.items()}
+        if len(set(shown.values())) == 1:  # the environment shows what differs
+            shown = {id: task_digest(id) for id in tasks}
+        ids = sorted(tasks, key=lambda id: (shown[id], id))
         held_out = settings.held_out
         if held_out < 1:
-            self._held_out = [id for id in ids if _is_below(problem_digits(id), held_out)]
+            self._held_out = [id for id in ids if _is_below(shown[id], held_out)]
         else:
             self._held_out = ids[: int(held_out)]
-        held = {problem_digits(id) for id in self._held_out}
+        held = {shown[id] for id in self._held_out}
         order = ids if settings.shuffle else tasks
-        self._training = [id for id in order if problem_digits(id) not in held]
-        if not tasks:
-            raise DataError("no tasks were read")
+        self._training = [id for id in order if shown[id] not in held]
         self._order: tuple[int, list[str]] = (-1, [])
 
     @cached_property

@@ -22,21 +22,23 @@ from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.trajectory import Message
 
 __all__ = [
-    "NUM_PROBLEM_DIGITS",
     "Task",
     "describe",
-    "is_digest",
     "level_of",
     "line_of",
     "plain_fields",
-    "problem_digits",
+    "problem_of",
+    "problem_of_row",
     "problem_text",
     "row_digest",
+    "shown_digest",
     "task_digest",
     "task_of",
 ]
 
-NUM_PROBLEM_DIGITS = 16  # of the 32 of an id
+# Of the 32 digits of a row's id: what the model is shown, what it is graded by, other fields.
+_NUM_SHOWN_DIGITS, _NUM_PROBLEM_DIGITS = 12, 20
+_ROW_NUMBERS = ("row", "index")  # fields of an environment's tasks that the model is not shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Task:
         level: Difficulty, or 0 if the source does not give one.
         extra: Additional fields of the source.
         env: Name of its environment in a run with several; otherwise empty.
+        source_line: File and line, or data set and row, that it was read from; otherwise empty.
     """
 
     id: str
@@ -59,6 +62,7 @@ class Task:
     level: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
     env: str = ""
+    source_line: str = field(default="", compare=False)
 
     def __getattr__(self, name: str) -> Any:
         """Return an additional field as an attribute, for environments: `task.top`."""
@@ -77,7 +81,7 @@ def task_of(fields: object, where: str) -> Task:
     """
     if not isinstance(fields, Mapping):
         raise DataError(f"{where}: expected the fields of a task, a dict, not {fields!r:.100}")
-    for name in ("env", "extra"):
+    for name in ("env", "extra", "source_line"):
         if name in fields:
             raise DataError(f"{where}: field {name!r}: agentloop sets it: choose another name")
     plain = plain_fields(fields, where)
@@ -170,23 +174,51 @@ def task_digest(text: str) -> str:
     return _digest(plain)
 
 
-def row_digest(problem: object, other_fields: object) -> str:
-    """Return 32 hexadecimal digits for a row of a file; the first half are the problem's.
+def row_digest(prompt: str | Sequence[Message], answer: str, other_fields: object) -> str:
+    """Return 32 hexadecimal digits for a row of a file, the first of which are the problem's.
 
-    They do not depend on the problem's whitespace.
+    They do not depend on the whitespace of the prompt.
     """
-    halves = task_digest(_canonical(problem)), _digest(_canonical(other_fields))
-    return "".join(half[:NUM_PROBLEM_DIGITS] for half in halves)
+    parts = problem_text(prompt), answer, _canonical(other_fields)
+    shown, graded, others = map(task_digest, parts)
+    num_graded = _NUM_PROBLEM_DIGITS - _NUM_SHOWN_DIGITS
+    return shown[:_NUM_SHOWN_DIGITS] + graded[:num_graded] + others[: 32 - _NUM_PROBLEM_DIGITS]
 
 
-def is_digest(id: str) -> bool:
-    """Return whether an id is a digest, and not one that a task was given."""
-    return re.fullmatch("[0-9a-f]{32}", id) is not None
+def problem_of(task: Task) -> str:
+    """Return what is equal for tasks that show the model the same and grade it by the same.
+
+    Such rows of a file may differ in their number, source, level or other fields.
+    """
+    return task.id.removesuffix(_row_digits(task)[_NUM_PROBLEM_DIGITS:])
 
 
-def problem_digits(id: str) -> str:
-    """Return the digits of a task's id that decide whether it is held out."""
-    return (id if is_digest(id) else _digest(id))[:NUM_PROBLEM_DIGITS]
+def problem_of_row(id: str) -> str:
+    """Return `problem_of` a row of a file by its id, which a run of several environments prefixes.
+
+    Other ids are returned as they are.
+    """
+    row = id.rpartition("-")[2]
+    return row[:_NUM_PROBLEM_DIGITS] if re.fullmatch("[0-9a-f]{32}", row) else id
+
+
+def shown_digest(task: Task) -> str:
+    """Return the digits that decide whether a task is held out: those of what the model is shown.
+
+    Of a row of a file, that is the prompt without system messages. What an environment shows is
+    not known: all fields count there, except the id, source and level, and a row number if there is
+    a prompt.
+    """
+    if digits := _row_digits(task):
+        return digits[:_NUM_SHOWN_DIGITS]
+    extra = {k: v for k, v in task.extra.items() if not task.prompt or k not in _ROW_NUMBERS}
+    shown = [task.prompt, extra] if task.prompt or extra else [task.id]
+    return _digest(_canonical([*shown, task.answer]))[:_NUM_SHOWN_DIGITS]
+
+
+def _row_digits(task: Task) -> str:
+    """Return the digest of a row of a file; an empty text for other tasks."""
+    return task.id[-32:] if task.source_line else ""
 
 
 def _digest(text: str) -> str:

@@ -192,3 +192,54 @@ def test_rollouts_that_say_nothing_are_refused(
         with pytest.raises(SystemExit):
             main(["data", "filter", str(bad), "--tasks", tasks, "--out", "x", "--solved", share])
         assert f"'{share}' is not of the form K/N, such as 8/8" in capsys.readouterr().err
+
+
+def test_filter_counts_rollouts_of_a_problem_whatever_its_row(tmp_path: Path) -> None:
+    numbered = [{"problem": "1+1?", "answer": 2, "extra_info": {"index": n}} for n in range(2)]
+    file, out = jsonl(tmp_path / "1.jsonl", [*numbered, *rows(1)]), tmp_path / "out.jsonl"
+    tasks = [*read_tasks(TasksSettings(kind="jsonl", paths=[Path(file)]))]
+    rollouts = [
+        {"group": f"1-{n}", "task": f"sums-{task.id}", "rollout": 0, "reward": 1.0}
+        for n, task in enumerate(tasks[:2])
+    ]
+    records = jsonl(tmp_path / "rollouts.jsonl", rollouts)
+    command = ["data", "filter", records, "--tasks", file, "--solved", "2/2", "--out", str(out)]
+    assert main(command) == 0
+    assert [row["problem"] for row in read_rows(out)] == ["What is 0?"]
+
+
+@pytest.mark.full
+def test_check_shows_what_a_run_would_make_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = jsonl(tmp_path / "1.jsonl", [*rows(4), *rows(1)])
+    assert main(["data", "check", file]) == 0
+    shown = capsys.readouterr().out
+    assert "rows       5\ntasks      4 (1 equal others in all fields)\nproblems   4\n" in shown
+    assert shown.count("--- prompt") == 3
+    assert "What is 2?<|im_end|>" in shown
+    assert "--- its answer: 2" in shown
+    assert "Nothing is wrong" in shown
+
+
+@pytest.mark.full
+def test_check_fails_where_something_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conflict = [{"problem": "x?", "answer": 1}, {"problem": "x?", "answer": 2}]
+    file = jsonl(tmp_path / "1.jsonl", [*rows(1), *conflict, {"problem": "y?", "answer": "{"}])
+    assert main(["data", "check", file, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == [
+        f"{file}: line 3: the answer is '2', but '1' in {file}: line 2, and the problem is the "
+        "same",
+        f"{file}: line 4: the answer '{{' has braces that do not match",
+    ]
+    assert (report["num_rows"], report["num_problems"]) == (4, 4)
+    csv = tmp_path / "tasks.csv"
+    csv.write_text("problem,answer\nx?,1\n")
+    assert main(["data", "check", str(csv)]) == 1
+    assert "it looks like CSV" in capsys.readouterr().out
+    assert main(["data", "check", file, "tasks.fields.answer=nothing"]) == 1
+    assert "the field 'nothing' is required" in capsys.readouterr().out
+    assert main(["data", "check", file, "reward.function=nothing"]) == 2

@@ -207,3 +207,21 @@ def test_the_random_numbers_of_a_generator_are_its_own() -> None:
         return {"answer": rng.randrange(top)}
 
     assert {int(task.answer) for task in islice(opened(make_task), 50)} == set(range(6))
+
+
+@pytest.mark.parametrize("number", ["id", "row", "index"])
+def test_split_of_an_environment_ignores_row_numbers(number: str) -> None:
+    listed = [{"prompt": f"Question {n % 30}?", "answer": 1, number: n} for n in range(90)]
+    source = opened(listed, held_out=0.3)
+    held = {task.prompt for task in source.held_out()}
+    assert 1 < len(held) < 30
+    assert not held & {task.prompt for task in islice(source, 90)}
+
+
+def test_tasks_that_are_held_out_under_another_id_are_not_trained_on() -> None:
+    training = [{"prompt": f"Question {n}?", "answer": n, "id": f"a{n}"} for n in range(6)]
+    held_out = [{"prompt": f"Question {n}?", "answer": n, "id": f"b{n}"} for n in range(2)]
+    source = opened(training, held_out)
+    assert source.distinct is not None
+    assert {task.id for task in source.distinct} == {"a2", "a3", "a4", "a5"}
+    assert {task.id for task in islice(source, 12)} == {"a2", "a3", "a4", "a5"}

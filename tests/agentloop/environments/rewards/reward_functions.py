@@ -8,6 +8,7 @@ import sys
 import time
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
@@ -74,3 +75,50 @@ def process(trajectory: Trajectory, task: Task) -> float:
 
 def reads(trajectory: Trajectory, task: Task) -> float:
     return float(len(sys.stdin.read()))
+
+
+def verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+    is_right = solution_str == f"#### {ground_truth}"
+    return {"score": float(is_right), "acc": is_right, "pred": f"{data_source} {extra_info}"}
+
+
+def verl_number(solution_str: str, ground_truth: str, **others: Any) -> float:
+    return float(ground_truth in solution_str) + len(others["extra_info"])
+
+
+def verl_without_score(solution_str: str, ground_truth: str) -> Any:
+    return {"acc": 1.0}
+
+
+def trl(prompts: Any, completions: Any, answer: Any, **columns: Any) -> list[float]:
+    assert (len(prompts), len(completions), columns["level"]) == (1, 1, [0])
+    return [float(a in text.lower()) for text, a in zip(completions, answer, strict=True)]
+
+
+async def trl_messages(completions: Any, solution: Any) -> list[float | None]:
+    contents = [completion[0]["content"] for completion in completions]
+    return [float(a in text) for text, a in zip(contents, solution, strict=True)]
+
+
+def trl_of_a_column(completions: Any, difficulty: Any) -> list[float]:
+    return [float(difficulty[0])]
+
+
+def trl_number(completions: Any) -> Any:
+    return 1.0
+
+
+def other_library(completion: str, answer: str) -> float:
+    return 1.0
+
+
+def one_parameter(trajectory: Trajectory) -> float:
+    return 1.0
+
+
+def never(trajectory: Trajectory, task: Task) -> float:
+    return 0.0
+
+
+def shaped(trajectory: Trajectory, task: Task) -> float:
+    return 0.25 if trajectory.text == f"#### {task.answer}" else -1.0

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,12 +29,15 @@ from agentloop.environments.rewards.process_pool import (
     CallTimedOut,
     ProcessPool,
 )
+from agentloop.environments.rewards.references import bad_references, require_references
 from agentloop.environments.rewards.reward import Grader, Reward, RewardSettings
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import RewardError, SettingsError
+from agentloop.environments.tasks.task import line_of
+from agentloop.errors import DataError, RewardError, SettingsError
 from agentloop.sandbox import CallResult, CallStatus, SandboxError, SandboxUnavailable
 from agentloop.trajectory import StopReason, ToolResult, Trajectory, Turn
 from agentloop.trajectory import ToolCallStatus as ToolStatus
+from tests.agentloop.environments.rewards import reward_functions
 from tests.support import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]  # processes start, and import much
@@ -77,13 +81,28 @@ async def scoring(function: str, **settings: Any) -> AsyncIterator[Grader]:
         (r"<answer>\boxed{5}</answer> and \boxed{6} outside", "5"),
         (r"<answer> 1776 </answer>", "1776"),
         (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        (r"\boxed{5} and \boxed{6", "5"),
+        (r"\boxed{5} and \boxed{6", None),
+        (r"\boxed{5}, no: \boxed{\frac{7}{2}", None),
+        (r"\boxed{5}, no: \boxed{}", None),
+        (r"\boxed{5 or rather \boxed{7}", "7"),
+        (r"\boxed{5", None),
+        (r"\\boxed{5}", "5"),
+        ("\boxed{5}", "5"),
+        ("boxed{5}", "5"),
+        ("\\boxed\n{5}", "5"),
+        (r"\framebox{5}", "5"),
+        (r"$\boxed 25$ is it", "25"),
+        (r"$\boxed\frac{1}{2}$", r"\frac{1}{2}"),
+        (r"so \boxed 7. That is all", "7"),
+        (r"\boxed{5} is in a \boxed form", "5"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{\boxed{5}}", "5"),
         (r"\boxed {5}", "5"),
         (r"\fbox{4} \fboxed{5}", "5"),
         (r"} { \boxed{5}", "5"),
-        (r"<answer>\boxed{4}</answer> <answer>\boxed{5}", "4"),
+        (r"<answer>\boxed{4}</answer> <answer>\boxed{5}", "5"),
+        ("<answer>4</answer> <answer>5", None),
+        (r"<answer>\boxed{5</answer>", None),
         ("<answer>4 <answer>5</answer>", "5"),
         ("<answer></answer>", None),
         (r"<answer>\boxed{}</answer>", None),
@@ -93,6 +112,48 @@ async def scoring(function: str, **settings: Any) -> AsyncIterator[Grader]:
 )
 def test_the_last_box_or_answer_tag_is_the_answer(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"<think>\boxed{5}</think> I give up", None),
+        (r"\boxed{5}</think> I give up", None),
+        (r"\boxed{5}</think> it is \boxed{7}", "7"),
+        (r"<think>is it \boxed{5}?", None),
+        (r"<reason>\boxed{5}</reason>\boxed{6} <reason>\boxed{7}</reason> done", "6"),
+        (r"[THINK]\boxed{5}[/THINK] \boxed{6}", "6"),
+        (r"<think>say <answer>5</answer>?</think> \boxed{7}", "7"),
+        (r"<reason>so <answer>\boxed{5}</answer>", "5"),
+        (
+            r"<|channel|>analysis<|message|>\boxed{5}<|end|><|start|>assistant<|channel|>final"
+            r"<|message|>I give up",
+            None,
+        ),
+    ],
+)
+def test_boxes_in_thoughts_do_not_count(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "answer"),
+    [
+        (r"\boxed{5}", "", None),  # cut off in a thought that the prompt has begun
+        (r"It is \boxed{5}.<|im_end|>", r"It is \boxed{5}.", "5"),
+        (r'Wait <tool_call>{"code": "\boxed{5}"}</tool_call>', "Wait", None),
+        ("<answer>5</answer><|im_end|>", "5", "5"),
+        (r"so \boxed{5} <answer>\boxed{6}</answer>", r"so \boxed{5} \boxed{6}", "6"),
+    ],
+)
+def test_chat_format_tells_thoughts_from_the_rest(text: str, said: str, answer: str | None) -> None:
+    turn = Turn(text=text, output_ids=[1, 2])
+    assert final_answer(Trajectory("t", [1], [turn], created_unix_s=1.0, answer=said)) == answer
+
+
+def test_printed_text_is_the_answer_of_a_program() -> None:
+    turn = Turn(text=r"so \boxed{5}", output_ids=[1])
+    assert final_answer(Trajectory("t", [1], [turn], answer="5")) == "5"
 
 
 @given(st.text(alphabet="{}\\ab<>"), st.text(alphabet="ab"))
@@ -108,9 +169,14 @@ def test_every_closed_tag_is_counted(inside: list[str]) -> None:
 
 def test_unbalanced_text_takes_no_time() -> None:
     """Each search is linear: half a megabyte would else take hours."""
-    assert last_box("\\boxed{" * 80_000) is None
+    assert last_box("\\boxed{" * 80_000) == ""
+    assert last_box("\\" * 500_000) is None
+    assert final_answer("<think>" * 80_000) is None
     assert tagged_answers("<answer>" * 80_000) == []
     assert number("9" * 500_000) is None
+    for part in ("9", "\\(", "$", "101_2 ", "1e"):
+        assert same_number("5", part * 500_000) is None
+        assert same_number("5", part * (3999 // len(part))) is not True
 
 
 @pytest.mark.parametrize(
@@ -120,11 +186,19 @@ def test_unbalanced_text_takes_no_time() -> None:
         ("−5", -5), ("1,234,567", 1234567), ("1{,}234", 1234), (r"1\,234", 1234),
         ("0.5", 0.5), (".5", 0.5), ("1/2", 0.5), ("-1/2", -0.5), (r"\frac{1}{2}", 0.5),
         (r"-\dfrac{1}{2}", -0.5), (r"\frac{-1}{2}", -0.5), (r"\tfrac{1}{-2}", -0.5),
+        ("**73**", 73), ("`73`", 73), ("$$73$$", 73), (r"\(73\)", 73), (r"\text{73}", 73),
+        ("60°", 60), (r"60^\circ", 60), (r"60^{\circ}", 60), ("\u20135", -5),
+        ("5e-05", Fraction(1, 20_000)),
+        ("3e6", 3_000_000), ("-2.5E3", -2500), (r"3 \times 10^{6}", 3_000_000), ("10^6", 10**6),
+        ("101_2", 5), ("101_{2}", 5), ("(101)_2", 5), (r"101_{\text{two}}", 5), ("1A_{16}", 26),
+        ("0x1F", 31), ("9_8", None), ("1_000", None), ("x_2", None), ("5\u20137", None),
+        ("0,125", None), ("00,012", None), (r"1,\!234", 1234), (r"1,\ 234", None),
         ("12,34", None), ("1,2", None), ("1/0", None), ("5 apples", None), ("x", None),
-        ("", None), ("1 2", None), ("1e5", None), ("\N{SUPERSCRIPT TWO}", None), ("٣", None),
+        ("", None), ("1 2", None), ("1e5", 100_000), ("9e99999", None),
+        ("\N{SUPERSCRIPT TWO}", None), ("٣", None),
     ],
 )  # fmt: skip
-def test_numbers(text: str, value: float | None) -> None:
+def test_numbers(text: str, value: float | Fraction | None) -> None:
     assert number(text) == value
 
 
@@ -133,10 +207,22 @@ def test_integers_are_decided_exactly(left: int, right: int) -> None:
     assert same_number(str(left), f"{right:,}") is (left == right)
 
 
-def test_undecided_answers_are_left_to_math_verify() -> None:
-    assert same_number("1/3", "0.333333") is None
+def test_decimals_are_equal_by_their_relative_difference() -> None:
+    for gold, answer, same in [
+        ("1/3", "0.333333", True), ("1/3", "0.333", False), ("0.00001", "0.00002", False),
+        ("1e-7", "0.0000001", True), ("1e-7", "0.0000002", False), ("123456.5", "123456.6", True),
+        ("1000000", "1000000.5", False), ("2", "2.0000001", False), ("0", "1e-9", False),
+        ("1/3", "1000000/3000001", False), ("101_2", "101", False), ("101_2", "101_3", False),
+        ("101_2", "5", True),
+    ]:  # fmt: skip
+        assert same_number(gold, answer) is same, (gold, answer)
+    assert same_number("1/3", "0.333333", tolerance=Fraction(0)) is False
+
+
+def test_math_verify_decides_other_answers() -> None:
     assert same_number("5", "x = 5") is None
     assert same_number("x+1", "x+1") is True
+    assert same_number("**x+1**", "x+1") is True
 
 
 @pytest.mark.parametrize(
@@ -152,6 +238,23 @@ def test_undecided_answers_are_left_to_math_verify() -> None:
         (r"11\sqrt2", r"11\sqrt{2}", 1.0),
         ("1,2,3", "3, 1, 2", 1.0),
         (r"\text{east}", "east", 1.0),
+        ("125", "0,125", 0.0),
+        ("(0.0000001,1)", "(0.0000002,1)", 0.0),
+        ("(5e-05,3e6)", "(0.00005, 3000000)", 1.0),
+        (r"\{1/3, 2\}", r"\{2, 0.333333\}", 1.0),
+        (
+            r"\begin{pmatrix}1&0.0000001\end{pmatrix}",
+            r"\begin{pmatrix}1&0.0000002\end{pmatrix}",
+            0.0,
+        ),
+        (r"\pi\cdot 10^{-20}", r"2\pi\cdot 10^{-20}", 0.0),
+        (r"\sqrt{2}\cdot10^{-9}", r"1.414214\cdot10^{-9}", 1.0),
+        ("[0,0.0000001]", "[0,0.0000002]", 0.0),
+        (r"\sqrt2\sqrt3", r"\sqrt6", 1.0),
+        (r"1000000\pi", "3141592.653", 1.0),
+        ("10^{-20}x", r"2\cdot10^{-20}x", 0.0),
+        ("(101_2, 1)", "(101, 1)", 0.0),
+        ("(60°, 30°)", "(60, 30)", 1.0),
         ("5", "}}} \\frac{{{", 0.0),
         ("5", r"\\\left(\int", 0.0),
         ("5", "\x00\N{PILE OF POO}", 0.0),
@@ -311,15 +414,120 @@ async def test_values_that_a_reward_function_may_return() -> None:
         unknown = await grader.score(rollout(), task("nan"))
         assert unknown.value is None  # a model's text may decide a number: that ends no run
         assert re.fullmatch(f"{FUNCTIONS}:says: reward: expected .* got nan", unknown.reason)
-        for said, why in [("text", "'a text'"), ("set", "'set'"), ("long", "bytes")]:
+        for said, why in [("text", "'a text'"), ("set", "{1, 2}"), ("long", "'xxx")]:
             with pytest.raises(RewardError, match=why):
                 await grader.score(rollout(), task(said))
 
 
 @pytest.mark.parametrize(
+    ("function", "text", "value"),
+    [
+        ("verl", "#### 5<|im_end|>", 1.0),
+        ("verl", "#### 6", 0.0),
+        ("verl_number", "it is 5", 2.0),
+        ("trl", "It is 5", 1.0),
+        ("trl", "It is 6", 0.0),
+        ("trl_messages", "It is 5", 1.0),
+        ("trl_of_a_column", "It is 5", 3.0),
+    ],
+)
+async def test_functions_of_other_libraries(function: str, text: str, value: float) -> None:
+    async with scoring(function) as grader:
+        await grader.ready()
+        assert (await grader.score(rollout(text), task(difficulty=3))).value == value
+
+
+async def test_numbers_beside_the_score_of_verl_are_parts() -> None:
+    async with scoring("verl") as grader:
+        assert (await grader.score(rollout("#### 5"), task())).parts == {"acc": 1.0}
+    async with Grader(function=reward_functions.verl) as grader:
+        assert (await grader.score(rollout("#### 5"), task())).parts == {"acc": 1.0}
+
+
+async def test_messages_are_completed_by_messages() -> None:
+    asked = Task("task-1", [{"role": "user", "content": "What?"}], "5")
+    async with scoring("trl_messages") as grader:
+        assert (await grader.score(rollout("It is 5"), asked)).value == 1.0
+    async with scoring("trl") as grader:
+        with pytest.raises(RewardError, match="AttributeError"):
+            await grader.score(rollout("It is 5"), asked)
+
+
+@pytest.mark.parametrize(
+    ("function", "parameters"),
+    [
+        ("other_library", r"\(completion: .*, answer: .*\)"),
+        ("one_parameter", r"\(trajectory: .*\)"),
+    ],
+)
+async def test_other_parameters_are_refused_at_the_start(function: str, parameters: str) -> None:
+    line = line_of(getattr(reward_functions, function))
+    async with scoring(function) as grader:
+        expected = rf"{re.escape(line)}: its parameters are {parameters}.*the forms that work are"
+        with pytest.raises(SettingsError, match=expected):
+            await grader.ready()
+
+
+@pytest.mark.parametrize(
     ("function", "why"),
     [
-        ("raises", "KeyError: 'no such judge' (3 tries)"),
+        ("raises", "KeyError: 'no such judge'"),
+        ("verl_without_score", "a dict with 'score'"),
+        ("trl_number", "a list with one number"),
+        ("trl_of_a_column", "the task has no 'difficulty'"),
+    ],
+)
+async def test_errors_name_the_line_of_the_function(function: str, why: str) -> None:
+    async with scoring(function, retries=0) as grader:
+        with pytest.raises(RewardError, match=re.escape(why)) as caught:
+            await grader.score(rollout("5"), task())
+    first = getattr(reward_functions, function).__code__.co_firstlineno
+    named = re.search(rf"\({re.escape(reward_functions.__file__)}:(\d+)\)$", str(caught.value))
+    assert named
+    assert first <= int(named[1]) <= first + 3
+
+
+@pytest.mark.parametrize(
+    ("function", "answer", "why"),
+    [
+        ("math", "72", None),
+        ("math", r"\frac{1}{2}", None),
+        ("math", r"\text{the day before Tuesday}", None),
+        ("math", "all functions of the form $f(x) = ax + b$ where a and b are rational", None),
+        ("math", "She sold 24 clips in June.\nThat makes 72 in all", "is a text of 9 words"),
+        ("math", "She sold 72 clips. That is the answer", "is a text of 7 words"),
+        ("exact", r"\frac{1}{2", "has braces that do not match"),
+        ("never", "72", r"gives the row's own answer, '72', the reward 0 "),
+        ("shaped", "72", None),
+        ("verl", "72", None),
+    ],
+)
+async def test_references_that_no_answer_equals(
+    function: str, answer: str, why: str | None
+) -> None:
+    name = function if function in ("math", "exact") else f"{FUNCTIONS}:{function}"
+    row = Task("1", "What?", answer, source_line="data.jsonl: line 3")
+    for settings in (RewardSettings(function=name), RewardSettings(function=name, retries=0)):
+        if why is None:
+            await require_references(settings, [row])
+        else:
+            with pytest.raises(DataError, match=rf"^data.jsonl: line 3: .*{re.escape(why)}"):
+                await require_references(settings, [row])
+
+
+async def test_first_thousand_references_are_checked() -> None:
+    good = [Task(str(n), "What?", "5", source_line=f"line {n}") for n in range(1000)]
+    bad = Task("x", "What?", "{", source_line="the last line")
+    await require_references(RewardSettings(), [*good, bad])
+    with pytest.raises(DataError, match="the last line"):
+        await require_references(RewardSettings(), [*good[1:], bad])
+    assert len(await bad_references(RewardSettings(), [*good, bad])) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("raises", "reward_functions.py:41) (3 tries)"),
         ("crashes", "the process ended by SIGSEGV"),
         ("exits", "the process ended with status 3"),
         ("eats_memory", "the process ended with status 71"),

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from agentloop.environments.tasks.problems import Problem, arithmetic, polynomial, symbolic
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings, read_tasks
+from agentloop.environments.tasks.task import problem_of
 from agentloop.errors import DataError, SettingsError
 from agentloop.plain_json import dumps, loads
 
@@ -90,7 +91,7 @@ def test_conversations_with_the_same_last_message_differ(tmp_path: Path) -> None
     plain = one(tmp_path, {"problem": "And twice  that?", "answer": 2})
     introduced = task(("system", "Be brief."), last)
     assert plain.id == task(last).id != introduced.id
-    assert plain.id[:16] == introduced.id[:16]
+    assert problem_of(plain) == problem_of(introduced)
 
 
 def test_rows_of_verl(tmp_path: Path) -> None:
@@ -124,7 +125,9 @@ def test_the_prompt_around_a_problem(tmp_path: Path) -> None:
         ),
         (
             {"problem": "x?"},
-            "one of the fields 'reward_model.ground_truth', 'answer', 'ground_truth' is required",
+            "one of the fields 'reward_model.ground_truth', 'answer', 'ground_truth', 'target', "
+            "'solution' is required; the line has 'problem': name its field with "
+            "tasks.fields.answer=NAME",
         ),
         ({"problem": " ", "answer": 1}, "field 'problem' is empty"),
         ({"problem": 5, "answer": 1}, "field 'problem': expected text or messages, got 5"),
@@ -138,6 +141,8 @@ def test_the_prompt_around_a_problem(tmp_path: Path) -> None:
         ({"problem": "x?", "answer": [1]}, "field 'answer': expected text or a number"),
         ({"problem": "x?", "reward_model": {"style": "rule"}}, "'reward_model.ground_truth', "),
         ({"problem": "x?", "answer": None}, "one of the fields 'reward_model.ground_truth', 'ans"),
+        ({"problem": "x?", "answer": None}, "is required, and 'answer' is null: give the answer"),
+        ({"problem": None, "answer": 1}, "is required, and 'problem' is null: give the problem"),
         ({"problem": "x?", "answer": True}, "field 'answer': expected text or a number"),
         ({"problem": "x?", "answer": " "}, "field 'answer' is empty"),
         ({"problem": "x?", "reward_model": {"ground_truth": {}}}, "'reward_model.ground_truth': "),
@@ -173,10 +178,65 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="No such file"):
             opened(tmp_path / "data", kind)
     (tmp_path / "empty").touch()
-    with pytest.raises(DataError, match="no tasks were read"):
+    with pytest.raises(DataError, match="empty: no tasks were read: it has no lines"):
         opened(tmp_path / "empty")
     with pytest.raises(DataError, match=f"^{re.escape(str(tmp_path / 'empty'))}: "):
         opened(tmp_path / "empty", "parquet")
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"question": "x?", "answer": "48/2 = 24\nAltogether 72.\n#### 72"}, "72"),
+        ({"question": "x?", "answer": "so\n#### 1,504"}, "1,504"),
+        ({"question": "x?", "answer": "so 5.\nThe answer is: 5"}, "5"),
+        ({"problem": "x?", "solution": r"Thus $x = \boxed{\frac{1}{2}}$."}, r"\frac{1}{2}"),
+        ({"problem": "x?", "solution": r"\boxed{1}", "answer": "2"}, "2"),
+        ({"problem": "x?", "target": 7}, "7"),
+        ({"problem": "x?", "answer": None, "ground_truth": "3"}, "3"),
+        ({"problem": "x?", "answer": "Tuesday"}, "Tuesday"),
+    ],
+)
+def test_answers_of_known_data_sets(tmp_path: Path, row: Any, answer: str) -> None:
+    assert one(tmp_path, row).answer == answer
+
+
+def test_columns_that_settings_name(tmp_path: Path) -> None:
+    row = {"Problem": "x?", "problem": "no", "meta": {"gold": 4}, "answer": 5}
+    named = {"problem": "Problem", "answer": "meta.gold"}
+    task = one(tmp_path, row, fields=named)
+    assert (task.prompt, task.answer) == ("x?", "4")
+    with pytest.raises(DataError, match=r"the field 'gold' is required; the line has 'meta', 'x'"):
+        one(tmp_path, {"x": "?", "meta": 1}, fields={"problem": "x", "answer": "gold"})
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    (task,) = take(opened(path, "parquet", fields=named), 1)
+    assert (task.prompt, task.answer) == ("x?", "4")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"problem,answer\nx?,1\n", "it looks like CSV, with the columns 'problem,answer'"),
+        (b"problem\tanswer\nx?\t1\n", "it looks like tab-separated values"),
+        (b'[\n{"problem": "x?", "answer": 1}\n]', "it is a JSON array over several lines"),
+        (
+            b'[{"problem": "x?", "answer": 1}]',
+            "line 1: expected an object, got list (a JSON array)",
+        ),
+        (b'{\n"problem": "x?"\n}', "it has a JSON object over several lines"),
+        ('{"problem": "x?"}'.encode("utf-16"), "it is UTF-16 text: save it as UTF-8"),
+        (b"PAR1...", "it is a Parquet file: set tasks.kind=parquet"),
+        (b"\x1f\x8b\x08\x00", "it is compressed"),
+    ],
+)
+def test_other_formats_are_recognized(tmp_path: Path, content: bytes, why: str) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        opened(path)
+    assert str(caught.value).startswith(f"{path}: {why}")
+    assert "one JSON object per line is wanted, such as" in str(caught.value)
 
 
 # Files of other kinds.
@@ -201,7 +261,8 @@ def test_a_parquet_file_of_other_columns_is_named(tmp_path: Path) -> None:
     for columns, why in [
         ({"text": ["x?"], "answer": ["1"]}, "one of the columns 'messages', 'prompt', "),
         ({"text": ["x?"], "answer": ["1"]}, "is required; the file has 'answer', 'text'"),
-        ({"problem": ["x?"]}, "one of the columns 'answer', 'ground_truth', 'reward_model' is"),
+        ({"problem": ["x?"]}, "one of the columns 'reward_model.ground_truth', 'answer', "),
+        ({"problem": ["x?"]}, "name its column with tasks.fields.answer=NAME"),
         ({}, "the file has none"),
     ]:
         pyarrow.parquet.write_table(pyarrow.table(columns), path)
@@ -307,6 +368,53 @@ def test_rows_that_differ_in_any_field_are_different_tasks(
     assert [one.getMessage() for one in caplog.records] == [
         "tasks: 2 of 7 are dropped: they equal others in all fields"
     ]
+
+
+@pytest.mark.parametrize("held_out", [0.3, 7.0])
+def test_split_ignores_row_numbers(tmp_path: Path, held_out: float) -> None:
+    numbered = [verl(n % 40) | {"extra_info": {"index": n, "split": "train"}} for n in range(120)]
+    source = opened(jsonl(tmp_path / "data.jsonl", numbered), held_out=held_out)
+    held = {problem_of(task) for task in source.held_out()}
+    assert 1 < len(held) < 40
+    assert not held & {problem_of(task) for task in take(source, 120)}
+    turned = [row | {"extra_info": {"index": -n}} for n, row in enumerate(reversed(numbered))]
+    again = opened(jsonl(tmp_path / "data.jsonl", turned), held_out=0.3)
+    expected = opened(jsonl(tmp_path / "data.jsonl", numbered), held_out=0.3)
+    problems = {problem_of(task) for task in expected.held_out()}
+    assert {problem_of(task) for task in again.held_out()} == problems
+
+
+def test_solve_rates_are_those_of_problems(tmp_path: Path) -> None:
+    numbered = [verl(n % 2) | {"extra_info": {"index": n}} for n in range(4)]
+    source = opened(jsonl(tmp_path / "data.jsonl", numbered))
+    tasks = take(source, 4)
+    assert len({task.id for task in tasks}) == 4
+    assert len({source.rate_key(task) for task in tasks}) == 2
+
+
+def test_two_answers_to_one_problem_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    same = {"problem": "1/2?", "answer": "0.5"}, {"problem": "1/2? ", "answer": "1/2"}
+    path = jsonl(
+        tmp_path / "data.jsonl", [*rows(20), {"problem": "What is 1?", "answer": 9}, *same]
+    )
+    source = opened(path, held_out=0.5)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"tasks: one problem with two answers: '1' in {path}: line 2, '9' in {path}: line 21"
+    ]
+    trained = {task.prompt for task in take(source, 30)}
+    assert not trained & {task.prompt for task in source.held_out()}
+
+
+def test_rows_that_differ_in_other_fields_only_are_held_out_one_by_one(tmp_path: Path) -> None:
+    """Their environment shows the model what differs."""
+    games = [{"problem": "Play.", "answer": "won", "extra_info": {"seed": n}} for n in range(40)]
+    source = opened(jsonl(tmp_path / "data.jsonl", games), held_out=0.3)
+    held = {task.seed for task in source.held_out()}
+    assert 1 < len(held) < 40
+    assert held | {task.seed for task in take(source, 40)} == set(range(40))
+    assert not held & {task.seed for task in take(source, 40)}
 
 
 def test_rows_of_one_problem_are_held_out_together(tmp_path: Path) -> None:
