@@ -39,7 +39,7 @@ import pydantic
 from agentloop.agent.tools import RunTool, Schema, Tool, ToolOutput
 from agentloop.aio import LimiterVar, Signal, limiter_in, task_group
 from agentloop.distribution import require, version
-from agentloop.errors import McpServerError, RequestError, leaves
+from agentloop.errors import McpServerError, RequestError, leaves, message_of
 from agentloop.inference.processes.restarts import Restarts
 from agentloop.inference.processes.supervise import stdio_guarded
 from agentloop.plain_json import JsonObject, dumps
@@ -248,7 +248,7 @@ class McpServer:
                             scope.deadline = anyio.current_time() + _CLOSE_TIMEOUT_S
         except Exception as errors:  # the SDK raises errors of its own and of HTTP, in groups
             error = next(leaves(errors))
-            problem = str(error) or type(error).__name__
+            problem = message_of(error) or type(error).__name__
             if isinstance(error, RequestError):
                 raise error from None
             if not is_ready and self.settings.command and lost.is_set():
@@ -307,7 +307,7 @@ class McpServer:
         from mcp import MCPError, types
 
         if not isinstance(error, MCPError):
-            return ToolCallStatus.ERROR, f"[error] {error}"
+            return ToolCallStatus.ERROR, f"[error] {message_of(error)}"
         is_http_error = self.settings.url is not None and error.message == _HTTP_ERROR
         match error.code:
             case types.INVALID_PARAMS:

@@ -30,7 +30,7 @@ import pydantic
 from agentloop.agent.tokenizer import quiet_about_torch
 from agentloop.agent.tool_formats import ToolFormat, malformed_call, unknown_tool
 from agentloop.aio import LimiterVar, is_cancelled_from_outside, limiter_in
-from agentloop.errors import InfrastructureFailed, RequestError
+from agentloop.errors import InfrastructureFailed, RequestError, message_of
 from agentloop.plain_json import JsonObject, dumps, valid_text
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult
 
@@ -369,10 +369,7 @@ async def in_daemon_thread(
 
 
 def _as_error(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception:  # the tool's own __str__ may raise, too
-        text = ""
+    text = message_of(error)
     return f"[error] {type(error).__name__}{': ' * bool(text)}{text}"
 
 

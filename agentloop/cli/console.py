@@ -31,7 +31,7 @@ import anyio.lowlevel
 
 from agentloop.aio import collect_garbage_rarely, exempt_from_collection, task_group
 from agentloop.distribution import conflict
-from agentloop.errors import AgentLoopError, leaves, place_of, sole, user_entries
+from agentloop.errors import AgentLoopError, leaves, place_of, sole, summary_of, user_entries
 from agentloop.training.run_status import RunStatus, clock
 
 if TYPE_CHECKING:
@@ -424,7 +424,7 @@ class _Stderr(logging.StreamHandler[TextIO]):
                 users = TracebackType(users, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
             record.exc_info = type(error), error, users or error.__traceback__
         at, times = f" ({place})" * bool(place), f", {count:,} times" * (count > 1)
-        record.msg = f"{record.getMessage()}: {type(error).__name__}: {error}{at}{times}"
+        record.msg = f"{record.getMessage()}: {summary_of(error)}{at}{times}"
         record.args = ()
         super().emit(record)
 

@@ -75,7 +75,7 @@ class Row:
     start: int
     state: RolloutState = "live"
     turn: int = 0
-    tokens: int = 0
+    tokens: int | None = 0  # None: an endpoint has not counted them
     calls: int = 0
     failed_calls: int = 0
     server: str = ""
@@ -211,7 +211,7 @@ class Board:
             case TokensSampled():
                 row = self.rows.get(event.rollout_id)
                 if row is not None and row.state == "live":
-                    row.tokens += len(event.ids)
+                    row.tokens = (row.tokens or 0) + len(event.ids)
                     self._num_tokens += len(event.ids)
                     self.server_tokens[row.server] += len(event.ids)
                     if event.ids and row.lanes[-1][0] != "decode":
@@ -287,7 +287,7 @@ class Board:
             case RolloutFinished(trajectory=trajectory):
                 row.stop, row.answer = str(trajectory.stop_reason), trajectory.answer or None
                 row.turn = max(row.turn, len(trajectory.turns))
-                if event.num_tokens is not None:
+                if event.num_tokens is not None or not trajectory.has_ids:
                     row.tokens = event.num_tokens
                 self._end(row, "done")
             case RolloutAbandoned():

@@ -40,7 +40,7 @@ class RolloutSummary(TypedDict):
     state: RolloutState
     stop: str | None
     turn: int
-    tokens: int
+    tokens: int | None
     calls: int
     failed_calls: int
     server: str
@@ -86,7 +86,7 @@ class MemberSummary(TypedDict):
     id: str
     state: RolloutState
     stop: str | None
-    tokens: int
+    tokens: int | None
     calls: int
     failed_calls: int
     turns: int

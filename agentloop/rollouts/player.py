@@ -49,6 +49,7 @@ from agentloop.errors import (
     RewardError,
     ServerError,
     leaves,
+    message_of,
     place_of,
     sole,
     summary_of,
@@ -373,12 +374,8 @@ class EnvironmentSibling:
         self.on_end(self.agent.id, end.cut is None)
         if end.cut is _ENVIRONMENT and end.reward is not None:
             self.failure = end.reward.reason
-        counted = [
-            self.counts[trajectory.id]
-            for trajectory in record.trajectories
-            if trajectory.id in self.counts
-        ]
-        record.num_tokens = sum(counted) if counted else None
+        counted = [self.counts.get(trajectory.id) for trajectory in record.trajectories]
+        record.num_tokens = None if None in counted else sum(filter(None, counted))
         return record
 
     def cut_off(self) -> RolloutRecord:
@@ -446,7 +443,9 @@ class EnvironmentSibling:
                 return _End(None, to_grade=value)
             return _End(reward_of(value, self.environment.weights))
         except Exception as error:  # a value may be anything
-            return _End.without_reward(f"the environment gave a bad value: {error}", _ENVIRONMENT)
+            return _End.without_reward(
+                f"the environment gave a bad value: {message_of(error)}", _ENVIRONMENT
+            )
 
     def _end_of_error(self, error: BaseException) -> _End:
         """Return the end of a rollout in which the environment raised an error.
@@ -459,7 +458,8 @@ class EnvironmentSibling:
             if isinstance(leaf, RewardError):  # a function of the settings
                 raise leaf from None
             if isinstance(leaf, InfrastructureFailed | ServerError):
-                return _End.without_reward(str(leaf), _INFRASTRUCTURE)
+                reason = message_of(leaf) or type(leaf).__name__
+                return _End.without_reward(reason, _INFRASTRUCTURE)
         cause = sole(error)
         if isinstance(self.environment, _BuiltIn):
             raise cause

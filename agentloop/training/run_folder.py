@@ -23,7 +23,7 @@ import anyio
 import pydantic
 
 from agentloop.distribution import version
-from agentloop.errors import RunFolderError, SettingsError, sole
+from agentloop.errors import RunFolderError, SettingsError, message_of, sole
 from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.rollouts.record import ConversationRow
 from agentloop.training.learner_client.protocol import TrainingState
@@ -135,7 +135,8 @@ class RunFolder:
             yield
         except Exception as error:
             with suppress(RunFolderError):  # the disk may be what failed
-                self.write("failed", f"{sole(error) or type(error).__name__}\n")
+                cause = sole(error)
+                self.write("failed", f"{message_of(cause) or type(cause).__name__}\n")
             raise
 
     @property

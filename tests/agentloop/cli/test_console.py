@@ -380,6 +380,24 @@ def test_a_failure_is_printed_once_for_each_place_and_then_counted(
     assert text.count("it failed") == 2
 
 
+def test_warning_of_error_without_text(capsys: pytest.CaptureFixture[str]) -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise KeyError("message")
+
+    logging.getLogger().handlers.clear()
+
+    async def fail() -> int:
+        try:
+            raise Unprintable
+        except Unprintable:
+            logging.getLogger("agentloop.test").warning("it failed", exc_info=True)
+        return 0
+
+    assert console.run(fail) == 0
+    assert "it failed: Unprintable (test_console.py:" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("code", [0, 3, None])
 def test_a_command_that_other_code_ends_has_failed(
     code: int | None, capsys: pytest.CaptureFixture[str]
