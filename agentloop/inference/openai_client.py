@@ -19,6 +19,7 @@ import orjson
 import pydantic
 
 from agentloop.errors import RequestError, ServerRefused, ServerUnavailable, SettingsError
+from agentloop.inference.proxies import proxy_for
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import ValidText, dumps, loads
 from agentloop.trajectory import StopReason, TurnEnd
@@ -33,6 +34,7 @@ __all__ = [
     "retry_after_s",
     "sampling_fields",
     "seed_of",
+    "stop_reason_of",
     "turn_end_of",
 ]
 
@@ -191,8 +193,8 @@ def parse_completion(body: bytes) -> EndpointCompletion:
     reasoning = message.reasoning_content or message.reasoning
     content = message.content or ""
     text = f"<think>{reasoning}</think>\n{content}" if reasoning else content
-    stop_reason = _stop_reason(choice)
     reason = choice.finish_reason
+    stop_reason = stop_reason_of(reason, choice.stop_reason)
     return EndpointCompletion(
         text=text,
         stop_reason=stop_reason,
@@ -211,15 +213,18 @@ def _call(call: _ToolCall, index: int) -> EndpointCall:
     return EndpointCall(id=call.id or f"call_{index}", name=call.function.name, arguments=text)
 
 
-def _stop_reason(choice: _Choice) -> StopReason:
+def stop_reason_of(finish_reason: str | None, stop_reason: object = None) -> StopReason:
     """Return how an answer ended. An end that is not known to be the model's own is a failure.
 
     Such are `abort` of servers that restart, `insufficient_system_resource` of DeepSeek, `error` of
     OpenRouter, and none at all.
+
+    Args:
+        stop_reason: the choice's field of that name; only agentloop's own has our values.
     """
-    if isinstance(choice.stop_reason, str) and choice.stop_reason in set(StopReason):
-        return StopReason(choice.stop_reason)
-    match choice.finish_reason:
+    if isinstance(stop_reason, str) and stop_reason in set(StopReason):
+        return StopReason(stop_reason)
+    match finish_reason:
         case "stop" | "eos" | "eos_token":  # the latter two of Together and older TGI
             return StopReason.ANSWERED
         case "stop_sequence":
@@ -265,6 +270,9 @@ class OpenAIClient:
         """
         Args:
             prefix: text before the names of settings in messages.
+
+        Raises:
+            SettingsError: the environment names a proxy that cannot be used.
         """
         headers = {}
         if settings.api_key is not None:
@@ -272,9 +280,12 @@ class OpenAIClient:
         self._client = httpx.AsyncClient(
             headers=headers,
             timeout=httpx.Timeout(settings.timeout_s, connect=30.0, pool=None),
-            limits=httpx.Limits(max_connections=settings.max_concurrent),
-            # Reading the certificates takes a while, and a server nearby needs none.
-            verify=settings.url.startswith("https:"),
+            transport=httpx.AsyncHTTPTransport(
+                limits=httpx.Limits(max_connections=settings.max_concurrent),
+                # Reading the certificates takes a while, and a server nearby needs none.
+                verify=settings.url.startswith("https:"),
+                proxy=proxy_for(settings.url),
+            ),
         )
         self._settings = settings
         self._prefix = prefix
