@@ -394,6 +394,11 @@ class OpenAIClient:
             raise SettingsError(f"{self._prefix}api_key: {description}")
         if status in (400, 413, 422):
             raise RequestError(description)
+        if status == 404 and not urlsplit(self._where).path.endswith("/v1"):
+            raise SettingsError(
+                f"{self._prefix}url: {self._where} has no chat completions: "
+                f"did you mean {self._where}/v1? ({status} {message})"
+            )
         raise SettingsError(f"{self._prefix}url, {self._prefix}model: {description}")
 
     @property

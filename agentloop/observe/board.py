@@ -88,6 +88,7 @@ class Row:
     end: int | None = None
     lanes: list[tuple[Lane, int]] = field(default_factory=list)
     more: bool = False
+    question: str = ""  # if it is in no group, which would have it
     open_calls: set[str] = field(default_factory=set)
 
     def to_row(self) -> RolloutSummary:
@@ -109,6 +110,8 @@ class Row:
         )
         if self.more:
             row["more"] = True
+        if self.question:
+            row["question"] = self.question
         return row
 
 
@@ -155,7 +158,11 @@ class GroupRow:
 
 
 class Board:
-    """Collects events with `on_event` and returns what has changed with `take`."""
+    """Collects events with `on_event` and returns what has changed with `take`.
+
+    Attributes:
+        question_of: returns the question of a rollout that is in no group.
+    """
 
     def __init__(
         self,
@@ -175,6 +182,7 @@ class Board:
         """
         self._clock = clock
         self.t0 = clock()
+        self.question_of: Callable[[Trajectory], str] = lambda record: ""
         self.rows: dict[str, Row] = {}
         self.groups: dict[str, GroupRow] = {}
         self.steps: deque[Mapping[str, object]] = deque(maxlen=_MAX_STEPS)
@@ -223,7 +231,7 @@ class Board:
             case GroupStarted() | GroupFinished():
                 self._update_group(event)
             case Measured(row=metrics):
-                self.steps.append(metrics)
+                self.steps.append({**metrics, "unix_s": round(self._clock(), 3)})
                 self._num_new_steps = min(self._num_new_steps + 1, _MAX_STEPS)
                 self._record_step(metrics)
             case WeightsLoaded(version=version):
@@ -236,6 +244,8 @@ class Board:
     def _start(self, record: Trajectory, group: str) -> None:
         now_ms = self.ms()
         row = Row(record, record.id, group, now_ms, lanes=[("wait", now_ms)])
+        if group not in self.groups:
+            row.question = first_words(self.question_of(record))
         self._recent.enter(row.id, Part.KV, self._clock(), ())
         before = self.rows.get(record.id)
         self.num_in_flight += before is None or before.state != "live"

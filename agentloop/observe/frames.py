@@ -50,6 +50,7 @@ class RolloutSummary(TypedDict):
     end: int | None
     lanes: list[tuple[Lane, int]]
     more: NotRequired[bool]  # lanes were left out
+    question: NotRequired[str]  # first words; that of a group's rollouts is the group's
 
 
 class WrongAnswer(TypedDict):

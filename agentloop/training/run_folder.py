@@ -28,7 +28,15 @@ from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.rollouts.record import ConversationRow
 from agentloop.training.learner_client.protocol import TrainingState
 
-__all__ = ["RunFolder", "RunSettings", "checkpoints_in", "config_of", "is_active", "training_state"]
+__all__ = [
+    "RunFolder",
+    "RunSettings",
+    "checkpoints_in",
+    "config_of",
+    "is_active",
+    "require_new",
+    "training_state",
+]
 
 _LOCK_WAIT_S = 10.0
 _LOCK_POLL_S = 0.01
@@ -83,7 +91,7 @@ class RunFolder:
         path = _absolute(path, follow_links=config is None)
         async with _hold_lock(path):
             if config is not None:
-                _require_new(path)
+                require_new(path)
             run = cls(path, config)
             with _writing(path):
                 for file in path.glob("*.jsonl"):
@@ -395,7 +403,7 @@ def _absolute(path: Path, *, follow_links: bool) -> Path:
     return path.resolve() if follow_links else path.absolute()
 
 
-def _require_new(path: Path) -> None:
+def require_new(path: Path) -> None:
     """Raise SettingsError if a run at `path` has results; a folder without any is not a run."""
     signs = ("metrics.jsonl", "sft/metrics.jsonl", "queue.sqlite")
     if any((path / name).exists() for name in signs):

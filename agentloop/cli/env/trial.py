@@ -158,7 +158,7 @@ async def _try(name: str, arguments: list[str]) -> int:
 
 def _print_trial(trial: _Trial, title: str, chat: ChatFormat | None, out: Console) -> None:
     task = trial.task
-    shown = {"answer": task.answer, **task.extra} if task.answer else task.extra
+    shown = {"expected answer": task.answer, **task.extra} if task.answer else task.extra
     fields = ", ".join(f"{name} {value!r:.60}" for name, value in shown.items())
     out.rule(escape(f"{title}: {task.id}" + (f" ({fields})" if fields else "")), align="left")
     conversations = Conversations(out, chat)

@@ -109,7 +109,7 @@ def test_what_cannot_work_is_named(
 def test_socks_proxy_needs_a_package(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentloop.inference.proxies.find_spec", lambda name: None)
     monkeypatch.setenv("ALL_PROXY", f"{scheme}://user:secret@proxy:1")
-    with pytest.raises(SettingsError, match="ALL_PROXY: .* pip install socksio") as raised:
+    with pytest.raises(SettingsError, match=r"ALL_PROXY: .* pip install socksio") as raised:
         proxy_for(FAR)
     assert "secret" not in str(raised.value)
 
