@@ -38,7 +38,7 @@ def proxy_for(url: str) -> str | None:
                 return None
         except ValueError as error:
             raise SettingsError(f"{without}: {entry!r}: {error}") from error
-    return _checked(name, proxy, target)
+    return _require_usable(name, proxy, target)
 
 
 def _variable(*names: str) -> tuple[str, str]:
@@ -86,7 +86,7 @@ def _default_port(target: SplitResult) -> int:
     return 443 if target.scheme == "https" else 80
 
 
-def _checked(name: str, proxy: str, target: SplitResult) -> str:
+def _require_usable(name: str, proxy: str, target: SplitResult) -> str:
     """Return the URL of a proxy. Its password is quoted nowhere."""
     url = proxy if "://" in proxy else f"http://{proxy}"
     instead = f"or name {target.hostname} in NO_PROXY"
