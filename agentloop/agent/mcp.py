@@ -382,8 +382,8 @@ class McpServer:
     def _read_anyway(self, error: Exception, lost: anyio.Event) -> SessionMessage | None:
         """Return the failure of the call that a line answers which is no message of the protocol.
 
-        If it cannot be told which call that is, the connection is given up, and all calls fail.
-        Text that a program prints between its messages is passed over.
+        If it is not known which one, the connection is given up, and all calls fail. Other text
+        that a program prints is passed over.
         """
         from mcp.shared.message import SessionMessage
         from mcp.types import PARSE_ERROR, ErrorData, JSONRPCError
@@ -395,8 +395,8 @@ class McpServer:
         if len(call_ids) != 1:
             self._lose(lost, problem)
             return None
-        data = ErrorData(code=PARSE_ERROR, message=problem)
-        return SessionMessage(JSONRPCError(jsonrpc="2.0", id=call_ids.pop(), error=data))
+        failure = ErrorData(code=PARSE_ERROR, message=problem)
+        return SessionMessage(JSONRPCError(jsonrpc="2.0", id=call_ids.pop(), error=failure))
 
     @asynccontextmanager
     async def _http(self) -> AsyncIterator[Any]:
@@ -553,10 +553,7 @@ async def _answers(client: Client) -> bool:
 
 
 def _unreadable_answer(error: Exception) -> tuple[str, set[int]]:
-    """Return what a server has sent instead of a message, and the ids of calls in it.
-
-    It is "" if it does not look like an answer.
-    """
+    """Return a line that was meant as an answer, "" if it was not, and the ids of calls in it."""
     if not isinstance(error, pydantic.ValidationError):
         return str(error), set()
     inputs = [problem["input"] for problem in error.errors(include_url=False)]
