@@ -27,7 +27,7 @@ __all__ = ["Findings", "check_start"]
 
 
 class Findings:
-    """What a run would be refused for, and what it would lack on this machine."""
+    """Reasons for which a run would be refused, and parts that it would lack here."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, list[str]] = {"refused": [], "missing": []}

@@ -311,7 +311,7 @@ async def _play_games(
     log_dir: Path | None,
     progress: console.ProgressLine,
 ) -> None:
-    """Have the environments' teachers play `data.teacher` rollouts, one after the other."""
+    """Let the environments' teachers play `data.teacher` rollouts, one after the other."""
     loaded = await console.in_thread(lambda: [environment.load() for environment in environments])
     async with (
         set_up(loaded),

@@ -63,6 +63,14 @@ def test_settings_are_arguments_of_every_command() -> None:
     assert options.list_settings
 
 
+def test_option_that_should_be_a_setting_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_settings_arguments(parser)
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--lr=1e-5"])
+    assert "settings have no dashes: section.name=value" in capsys.readouterr().err
+
+
 def test_every_setting_is_listed() -> None:
     class Settings(pydantic.BaseModel):
         port: int = pydantic.Field(8000, description="Where it listens.")

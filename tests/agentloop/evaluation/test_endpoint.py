@@ -188,6 +188,14 @@ async def test_permanent_errors_are_not_retried(
 
 
 @pytest.mark.anyio
+async def test_url_without_its_version_is_explained() -> None:
+    async with FakeEndpoint().serving() as fake:
+        url = fake.url.removesuffix("/v1")
+        with pytest.raises(SettingsError, match=f"did you mean {fake.url}\\?"):
+            await sampled(fake, url=url)
+
+
+@pytest.mark.anyio
 async def test_messages_that_cannot_be_encoded_are_rejected() -> None:
     async with FakeEndpoint().serving() as fake:
         with pytest.raises(RequestError, match="messages: they cannot be encoded"):

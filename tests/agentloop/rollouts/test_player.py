@@ -866,6 +866,7 @@ def test_arguments_are_checked_against_the_signature() -> None:
     [
         ("no_such_module:f", "there is no module 'no_such_module'"),
         (f"{__name__}:nothing", "has no 'nothing'"),
+        (f"{__name__}:Mdel", r"has no 'Mdel' \(.*\): did you mean 'Model'"),
         (f"{__name__}:Model", "decorate it with @agentloop.environment"),
         ("plain", "no installed package registers an environment .plain."),
         ("plain:", "not of the form module:function"),
