@@ -454,4 +454,6 @@ def import_named(name: str, setting: str) -> Any:
         return attrgetter(attribute)(imported)
     except AttributeError as error:
         file = getattr(imported, "__file__", None) or "built into Python"
-        raise SettingsError(f"{setting}: {module} has no {attribute!r} ({file})") from error
+        near = difflib.get_close_matches(attribute, vars(imported), n=3)
+        hint = f": did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise SettingsError(f"{setting}: {module} has no {attribute!r} ({file}){hint}") from error

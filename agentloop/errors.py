@@ -54,6 +54,7 @@ __all__ = [
     "Unsupported",
     "culprit",
     "leaves",
+    "message_of",
     "place_of",
     "sole",
     "summary_of",
@@ -85,12 +86,17 @@ def sole(error: BaseException) -> BaseException:
     return errors[0] if len(errors) == 1 else error
 
 
+def message_of(error: BaseException) -> str:
+    """Return the message of an error of foreign code; "" if its own `__str__` raises."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def summary_of(error: BaseException) -> str:
     """Return the type and the message of an error in one line, of whatever code it comes."""
-    try:
-        message = " ".join(str(error).split())
-    except Exception:  # its own __str__ may raise, too
-        message = ""
+    message = " ".join(message_of(error).split())
     return f"{type(error).__name__}{': ' * bool(message)}{message}"
 
 

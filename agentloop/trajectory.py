@@ -62,6 +62,7 @@ class StopReason(StrEnum):
     TURN_BUDGET = "turn_budget"
     TOKEN_BUDGET = "token_budget"  # response tokens, or the model's context
     TIME_BUDGET = "time_budget"  # wall time: see `Trajectory.used_its_time`
+    CONTENT_FILTER = "content_filter"  # an endpoint withheld the answer, or the rest of it
     INFRASTRUCTURE = "infrastructure"  # failed for reasons other than the model: no reward
     STRAGGLER = "straggler"  # stopped because enough of its group had ended: no reward
     CANCELLED = "cancelled"  # by a person: no reward
@@ -83,6 +84,7 @@ class TurnEnd(StrEnum):
 
     STOP = "stop"  # the model's end-of-turn token, or a stop sequence of the caller
     LENGTH = "length"
+    FILTER = "filter"  # an endpoint's content filter
     THOUGHT = "thought"  # the limit of a thought; the next turn goes on with the same message
     ABORT = "abort"  # by the server, by a budget of time, or by a failure
 
@@ -282,6 +284,11 @@ class Trajectory:
                 versions += [span.version] * (span.end - span.start)
             versions += [None] * len(turn.observation_ids)
         return versions
+
+    @property
+    def has_ids(self) -> bool:
+        """False if an endpoint or a script wrote its turns, so that their tokens are unknown."""
+        return bool(self.prompt_ids) or not self.turns
 
     @property
     def num_response_tokens(self) -> int:

@@ -361,8 +361,9 @@ class ChatFormat:
         """Return the ids that a model would sample for an assistant's `message`.
 
         These are the ids that the template writes after the generation prompt, including the end
-        token. Tags of reasoning and of tool calls in the content become control tokens; anything
-        else, and the arguments of `tool_calls`, is encoded as data.
+        token. A thought that the generation prompt opens is empty if the message has none. Tags of
+        reasoning and of tool calls in the content become control tokens; anything else, and the
+        arguments of `tool_calls`, is encoded as data.
 
         Args:
             num_calls: Number of calls in the conversation before, for templates that count them.
@@ -384,6 +385,8 @@ class ChatFormat:
         except Exception as error:  # as in prompt()
             raise RequestError(f"content: the model's chat template says: {error}") from error
         if not text.startswith(before):
+            if (thinking := self._with_empty_thought(message)) is not None:
+                return self.encode_assistant_turn(thinking)
             raise RequestError(self._explain_mismatch(message))
         end_token = self._call_end if plain.get("tool_calls") else self._end_token
         turn, end, _ = text.removeprefix(before).partition(end_token)
@@ -393,6 +396,22 @@ class ChatFormat:
                 f"{end_token!r}: set chat.template to a template that ends every turn with it"
             )
         return self._encoder.encode_marked(turn + end_token, mark)
+
+    def _with_empty_thought(self, message: Message) -> Message | None:
+        """Return the message with an empty thought first, where the generation prompt opens one.
+
+        None: the prompt opens none, or the message has one.
+        """
+        opened, content = self.opened_thought, message.get("content") or ""
+        closings = [end for start, end in self.family.markup.thoughts if start == opened.strip()]
+        if not closings or not isinstance(content, str) or message.get("reasoning_content"):
+            return None
+        if any(tag in content for tag in (opened.strip(), closings[0])):
+            return None
+        # With a line of its own for the tag, an empty thought is what Qwen's templates write.
+        between = "\n" if opened.endswith("\n") else ""
+        thought = f"{opened}{between}{closings[0]}\n{between}"
+        return {**message, "content": thought + content if content else thought.rstrip()}
 
     def _explain_mismatch(self, message: Message) -> str:
         """Explain why the template does not write `message` after its generation prompt."""

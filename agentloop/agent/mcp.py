@@ -6,6 +6,7 @@
 
     call ──> a result            the model reads it, `[error]` first if the tool failed
          ├─> no result in time   `[timeout]`, if the server still answers other requests
+         ├─> no readable answer  fails at once; the rollout has no reward
          ├─> a hung server       is ended and started again; the rollout has no reward
          └─> a lost connection   is made again; the rollout has no reward
 
@@ -39,14 +40,16 @@ import pydantic
 from agentloop.agent.tools import RunTool, Schema, Tool, ToolOutput
 from agentloop.aio import LimiterVar, Signal, limiter_in, task_group
 from agentloop.distribution import require, version
-from agentloop.errors import McpServerError, RequestError, leaves
+from agentloop.errors import McpServerError, RequestError, SettingsError, leaves, message_of
 from agentloop.inference.processes.restarts import Restarts
 from agentloop.inference.processes.supervise import stdio_guarded
+from agentloop.inference.proxies import proxy_for
 from agentloop.plain_json import JsonObject, dumps
 from agentloop.trajectory import ToolCallStatus
 
 if TYPE_CHECKING:
     from mcp import Client, types
+    from mcp.shared.message import SessionMessage
 
 __all__ = [
     "McpServer",
@@ -65,6 +68,7 @@ _MAX_RESTARTS = 10
 _PROBE_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 10.0
 _TAIL_BYTES = 2000
+_MAX_QUOTED = 200  # characters of an answer that cannot be read
 # The SDK's message for an HTTP error whose body is no JSON-RPC. The code is that of a failed tool.
 _HTTP_ERROR = "Server returned an error response"
 _starting = LimiterVar("_starting")  # of programs at a time, so that none of many takes too long
@@ -217,6 +221,7 @@ class McpServer:
             RequestError: the server cannot be used: its program is missing or ends by itself, or
                 a tool has an invalid schema.
             McpServerError: it cannot be reached, or was not ready in time.
+            SettingsError: the environment names a proxy that cannot be used.
         """
         from mcp import Client
         from mcp.types import Implementation
@@ -248,8 +253,8 @@ class McpServer:
                             scope.deadline = anyio.current_time() + _CLOSE_TIMEOUT_S
         except Exception as errors:  # the SDK raises errors of its own and of HTTP, in groups
             error = next(leaves(errors))
-            problem = str(error) or type(error).__name__
-            if isinstance(error, RequestError):
+            problem = message_of(error) or type(error).__name__
+            if isinstance(error, RequestError | SettingsError):
                 raise error from None
             if not is_ready and self.settings.command and lost.is_set():
                 raise RequestError(f"{self} ended as it started{self._last_words}") from error
@@ -306,8 +311,10 @@ class McpServer:
         """Attribute an error of a call to the arguments, the tool or the connection."""
         from mcp import MCPError, types
 
+        if isinstance(error, pydantic.ValidationError):  # a result without what it has to have
+            return ToolCallStatus.INFRASTRUCTURE, f"{self}: {error}"
         if not isinstance(error, MCPError):
-            return ToolCallStatus.ERROR, f"[error] {error}"
+            return ToolCallStatus.ERROR, f"[error] {message_of(error)}"
         is_http_error = self.settings.url is not None and error.message == _HTTP_ERROR
         match error.code:
             case types.INVALID_PARAMS:
@@ -359,7 +366,10 @@ class McpServer:
         async def relay(incoming: Any) -> None:
             with relayed, suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
                 async for message in incoming:  # no deadline: as long as the connection lasts
-                    await relayed.send(message)  # no deadline: the SDK reads at once
+                    if isinstance(message, Exception):  # the SDK would only log it
+                        message = self._read_anyway(message, lost)
+                    if message is not None:
+                        await relayed.send(message)  # no deadline: the SDK reads at once
                 self._lose(lost, "has ended")
 
         opened = self._http() if self.settings.url is not None else self._stdio()
@@ -368,6 +378,25 @@ class McpServer:
                 tasks.start_soon(relay, incoming)
                 yield ours, outgoing
                 tasks.cancel_scope.cancel()
+
+    def _read_anyway(self, error: Exception, lost: anyio.Event) -> SessionMessage | None:
+        """Return the failure of the call that a line answers which is no message of the protocol.
+
+        If it is not known which one, the connection is given up, and all calls fail. Other text
+        that a program prints is passed over.
+        """
+        from mcp.shared.message import SessionMessage
+        from mcp.types import PARSE_ERROR, ErrorData, JSONRPCError
+
+        answer, call_ids = _unreadable_answer(error)
+        if not answer:
+            return None
+        problem = f"gave an answer that cannot be read: {answer[:_MAX_QUOTED]!r}"
+        if len(call_ids) != 1:
+            self._lose(lost, problem)
+            return None
+        failure = ErrorData(code=PARSE_ERROR, message=problem)
+        return SessionMessage(JSONRPCError(jsonrpc="2.0", id=call_ids.pop(), error=failure))
 
     @asynccontextmanager
     async def _http(self) -> AsyncIterator[Any]:
@@ -378,7 +407,9 @@ class McpServer:
         async with httpx2.AsyncClient(
             headers=self._expand_variables("headers"),
             timeout=httpx2.Timeout(self.settings.start_timeout_s, read=None),  # a call has its own
-            limits=httpx2.Limits(max_connections=None),
+            transport=httpx2.AsyncHTTPTransport(
+                limits=httpx2.Limits(max_connections=None), proxy=proxy_for(self.settings.url)
+            ),
             follow_redirects=True,
         ) as http:
             async with streamable_http_client(self.settings.url, http_client=http) as streams:
@@ -519,6 +550,21 @@ async def _answers(client: Client) -> bool:
         await client.list_tools()
         return True
     return False
+
+
+def _unreadable_answer(error: Exception) -> tuple[str, set[int]]:
+    """Return a line that was meant as an answer, "" if it was not, and the ids of calls in it."""
+    if not isinstance(error, pydantic.ValidationError):
+        return str(error), set()
+    inputs = [problem["input"] for problem in error.errors(include_url=False)]
+    for sent in inputs:
+        if isinstance(sent, Mapping) and "jsonrpc" in sent:  # JSON, but not of the protocol's form
+            call_id = sent.get("id")
+            return json.dumps(sent), {call_id} if isinstance(call_id, int) else set()
+    line = str(inputs[0])
+    if not (line.lstrip().startswith("{") or '"jsonrpc"' in line):
+        return "", set()
+    return line, {int(call_id) for call_id in re.findall(r'"id"\s*:\s*(\d+)', line)}
 
 
 def _outcome(result: types.CallToolResult) -> tuple[ToolCallStatus, str]:

@@ -33,7 +33,7 @@ from agentloop.agent.threads import (
 from agentloop.agent.tokenizer import quiet_about_torch
 from agentloop.agent.tool_formats import ToolFormat, malformed_call, unknown_tool
 from agentloop.aio import is_cancelled_from_outside
-from agentloop.errors import InfrastructureFailed, RequestError
+from agentloop.errors import InfrastructureFailed, RequestError, message_of
 from agentloop.plain_json import JsonObject, dumps, valid_text
 from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult
 
@@ -353,10 +353,7 @@ def _type_of(error: BaseException) -> str:
 
 
 def _as_error(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception:  # the tool's own __str__ may raise, too
-        text = ""
+    text = message_of(error)
     return f"[error] {type(error).__name__}{': ' * bool(text)}{text}"
 
 

@@ -70,6 +70,7 @@ _ENDINGS = {
     StopReason.TURN_BUDGET: "the turn budget is used up",
     StopReason.TOKEN_BUDGET: "the token budget is used up",
     StopReason.TIME_BUDGET: "the time budget is used up",
+    StopReason.CONTENT_FILTER: "the endpoint's content filter withheld it",
     StopReason.INFRASTRUCTURE: "the infrastructure failed",
     StopReason.CANCELLED: "the rollout was cancelled",
     StopReason.ENVIRONMENT: "the environment failed or stopped it",
@@ -134,16 +135,16 @@ class Transcript:
         Args:
             num_tokens: The tokens that an endpoint has counted; None: count the trajectory's.
         """
-        if num_tokens is None:
+        if num_tokens is None and trajectory.has_ids:
             num_tokens = trajectory.num_sampled_tokens
+        tokens = "" if num_tokens is None else f", {count_of(num_tokens, 'token')}"
         self._end_line()
         if ending := _ENDINGS.get(trajectory.stop_reason):
             reason = f": {trajectory.error}" if trajectory.error else ""
             self._line(f"[red]no answer: {escape(ending + reason)}[/red]")
         self._line(
             f"[dim]{count_of(len(trajectory.turns), 'turn')}, "
-            f"{count_of(len(trajectory.calls), 'call')}, "
-            f"{count_of(num_tokens, 'token')} in "
+            f"{count_of(len(trajectory.calls), 'call')}{tokens} in "
             f"{trajectory.elapsed_s:.1f} s[/dim]"
         )
 

@@ -16,6 +16,8 @@ import httpx
 from rich.console import Console
 
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
+from agentloop.inference.openai_client import stop_reason_of
+from agentloop.inference.proxies import proxy_for
 from agentloop.plain_json import JsonObject, loads
 from agentloop.trajectory import Message
 
@@ -42,7 +44,7 @@ class RunningService:
             url: The service's address, such as http://127.0.0.1:8000, with or without /v1.
 
         Raises:
-            SettingsError: the URL is invalid.
+            SettingsError: the URL, or the proxy of the environment for it, is invalid.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
@@ -50,7 +52,8 @@ class RunningService:
         base = url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         timeout = httpx.Timeout(_READ_S, connect=_CONNECT_S)
-        async with httpx.AsyncClient(headers=headers, timeout=timeout) as http:
+        transport = httpx.AsyncHTTPTransport(proxy=proxy_for(url))
+        async with httpx.AsyncClient(headers=headers, timeout=timeout, transport=transport) as http:
             yield cls(http, base)
 
     async def answer(self, messages: list[Message], out: Console) -> str:
@@ -78,6 +81,7 @@ class RunningService:
 
     async def _deltas(self, messages: list[Message]) -> AsyncGenerator[JsonObject]:
         body = {"messages": messages, "stream": True}
+        finish_reason = None
         try:
             async with self._http.stream(
                 "POST", f"{self._url}/chat/completions", json=await self._with_model(body)
@@ -93,6 +97,7 @@ class RunningService:
                     if error := chunk.get("error"):
                         raise ServerUnavailable(f"{self._url}: {error.get('message', error)}")
                     for choice in chunk.get("choices", ()):
+                        finish_reason = choice.get("finish_reason") or finish_reason
                         yield choice.get("delta", {})
         except httpx.HTTPError as error:
             raise ServerUnavailable(
@@ -100,6 +105,10 @@ class RunningService:
             ) from error
         except ValueError as error:
             raise ServerUnavailable(f"{self._url}: an invalid chunk: {error}") from error
+        if stop_reason_of(finish_reason).is_unscorable:
+            raise ServerUnavailable(
+                f"{self._url}: the answer was broken off (finish_reason {finish_reason!r})"
+            )
 
     async def _with_model(self, body: JsonObject) -> JsonObject:
         """Add the first of the service's models, which for `agentloop serve` is the agent."""

@@ -25,14 +25,14 @@ from collections.abc import (
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TextIO, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Literal, NoReturn, Self, TextIO, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
 
 from agentloop.aio import collect_garbage_rarely, exempt_from_collection, task_group
 from agentloop.distribution import conflict
-from agentloop.errors import AgentLoopError, leaves, place_of, sole, user_entries
+from agentloop.errors import AgentLoopError, leaves, place_of, sole, summary_of, user_entries
 from agentloop.training.run_status import RunStatus, clock
 
 if TYPE_CHECKING:
@@ -68,6 +68,15 @@ _MIN_FIRST_WIDTH = 8  # cells; the first column takes the width that the others 
 
 
 def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name settings, and explain an option that should be one of these."""
+    report_error = parser.error
+
+    def error(message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: -"):
+            message += "; settings have no dashes: section.name=value (--list-settings)"
+        report_error(message)
+
+    parser.error = error  # type: ignore[method-assign]
     parser.add_argument(
         "settings",
         nargs="*",
@@ -308,11 +317,12 @@ def _panel(status: RunStatus) -> RenderableType:
 
     bar = Table.grid(padding=(0, 1))
     remaining = "" if status.left_s is None else f"about {clock(status.left_s)} left"
-    bar.add_row(
-        f"{status.unit} {status.step} of {status.num_steps}",
-        ProgressBar(total=status.num_steps, completed=status.step, width=30),
-        remaining,
-    )
+    if status.num_steps:  # not before the first stage
+        bar.add_row(
+            f"{status.unit} {status.step} of {status.num_steps}",
+            ProgressBar(total=status.num_steps, completed=status.step, width=30),
+            remaining,
+        )
     values = [
         Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in status.values.items()
     ]
@@ -433,7 +443,7 @@ class _Stderr(logging.StreamHandler[TextIO]):
                 users = TracebackType(users, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
             record.exc_info = type(error), error, users or error.__traceback__
         at, times = f" ({place})" * bool(place), f", {count:,} times" * (count > 1)
-        record.msg = f"{record.getMessage()}: {type(error).__name__}: {error}{at}{times}"
+        record.msg = f"{record.getMessage()}: {summary_of(error)}{at}{times}"
         record.args = ()
         super().emit(record)
 

@@ -23,17 +23,18 @@ import pydantic
 from agentloop.aio import task_group
 from agentloop.api.guard import ServeSettings
 from agentloop.cli import console
+from agentloop.cli.dry_run import Findings, check_start
 from agentloop.cli.environment_settings import EnvironmentRunSettings
 from agentloop.cli.machine import require_servers
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.cli.without_servers import open_endpoint
 from agentloop.config import load_known, load_settings, to_toml
-from agentloop.environments.environment import open_tasks, set_up
+from agentloop.environments.environment import Environment, open_tasks, set_up
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.mixed import of_environment
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import SettingsError
+from agentloop.errors import AgentLoopError, ServerError, SettingsError
 from agentloop.evaluation.endpoint import EndpointSampler
 from agentloop.evaluation.loop import Evaluation, EvaluationSettings
 from agentloop.evaluation.results import figures_of, markdown, notes, results, table, text
@@ -44,7 +45,7 @@ from agentloop.events import (
     RolloutStarted,
     TokensSampled,
 )
-from agentloop.inference.openai_client import EndpointSettings
+from agentloop.inference.openai_client import EndpointSettings, OpenAIClient
 from agentloop.models import SMALL
 from agentloop.observe.watchdog import FOR_SERVICES, Progress
 from agentloop.plain_json import JsonObject
@@ -62,6 +63,7 @@ __all__ = ["EvaluateSettings", "chosen_tasks", "evaluate", "main", "tasks_of"]
 _GENERATED = 64  # default number of tasks of a generator, which has no end
 _LINES = 20  # progress lines printed without a terminal
 _TICK_S = 0.5
+_ENDPOINT_S = 10.0  # in which an endpoint must list its models, in a dry run
 # Settings that may not change on --resume: otherwise the samples would be mixed.
 _FIXED = (
     *("model", "chat", "mcp", "tools", "tool_timeout_s", "tool_format", "sampling"),
@@ -409,7 +411,10 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the results as a JSON object")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be sampled, and exit"
+        "--dry-run",
+        action="store_true",
+        help="find what the evaluation would lack or be refused for, print what would be sampled, "
+        "and exit",
     )
     options = parser.parse_intermixed_args(arguments)
     if options.list_settings:
@@ -419,7 +424,7 @@ def main(arguments: list[str]) -> int:
         _read_settings, options.settings, options.tasks or [], options.run, options.resume
     )
     if options.dry_run:
-        return console.run(lambda: _plan(read()))
+        return console.run(lambda: _plan(read(), is_new=options.resume is None))
     work = partial(_evaluate, read, options.resume, options.json)
     return console.run(work, explain=options.explain)
 
@@ -452,17 +457,47 @@ def _read_settings(
     return load_settings(EvaluateSettings, files, overrides, base=base)
 
 
-async def _plan(settings: EvaluateSettings) -> int:
-    _check(settings)
-    tasks = await console.in_thread(chosen_tasks, settings)
-    await settings.check_references(tasks)
+async def _plan(settings: EvaluateSettings, *, is_new: bool) -> int:
+    """Print what the evaluation would find at its start, and how much it would sample."""
+    tasks: list[Task] = []
+    findings = Findings()
+    with findings.of("refused"):
+        _check(settings)
+    if settings.endpoint.url:
+        await _check_endpoint(settings.endpoint, findings)
+    elif not settings.servers:
+        with findings.of("missing"):
+            require_servers(settings.server)
+
+    def open_tasks(_: Sequence[Environment | None]) -> list[Task]:
+        tasks.extend(chosen_tasks(settings))
+        return tasks
+
+    await check_start(settings, findings, open_tasks, is_new=is_new)
+    status = findings.print()
     k, max_tokens = settings.evaluate.num_samples, settings.budget.max_response_tokens
     by = settings.endpoint.url or "agentloop"
     sets = sorted({task.env or task.source for task in tasks})
     print(f"tasks      {len(tasks):,} ({', '.join(sets)})")
     print(f"samples    {k} per task, {len(tasks) * k:,} in total, by {by}")
     print(f"tokens     at most {max_tokens:,} per sample, {len(tasks) * k * max_tokens:,} in total")
-    return 0
+    return status
+
+
+async def _check_endpoint(settings: EndpointSettings, findings: Findings) -> None:
+    """Add why an endpoint cannot be asked; a model that is named need not be listed."""
+    soon = settings.model_copy(update={"timeout_s": min(settings.timeout_s, _ENDPOINT_S)})
+    try:
+        client = OpenAIClient(soon)
+        try:
+            await client.only_model()
+        finally:
+            await client.aclose()
+    except ServerError as error:
+        findings.add("missing", str(error))
+    except AgentLoopError as error:
+        if not settings.model:
+            findings.add("refused", str(error))
 
 
 async def _evaluate(

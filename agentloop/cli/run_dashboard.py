@@ -21,7 +21,7 @@ from agentloop.api.guard import ApiGuard, ServeSettings
 from agentloop.api.listen import bind, serving
 from agentloop.cli import console
 from agentloop.distribution import version
-from agentloop.errors import RequestError, ServerError, sole
+from agentloop.errors import RequestError, ServerError, message_of, sole
 from agentloop.events import Emit, Event, Measured
 from agentloop.inference.replicas import ServerView
 from agentloop.observe.archive import read_group, read_rollout
@@ -152,7 +152,7 @@ class RunDashboard:
         try:
             yield
         except Exception as error:
-            message = str(sole(error)).partition("\n")[0] or type(error).__name__
+            message = message_of(sole(error)).partition("\n")[0] or type(error).__name__
             await live.end("failed", f"The run has failed: {message}. {again}")
             raise
         except BaseException:

@@ -11,7 +11,7 @@ arithmetic tasks of an environment that has no teacher, such as a program.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -23,8 +23,10 @@ import anyio
 import anyio.to_thread
 import pydantic
 
+from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.rollout import Budget
 from agentloop.cli import console
+from agentloop.cli.environment_settings import AskSettings
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.cli.sft import (
     DialogueTraining,
@@ -37,11 +39,11 @@ from agentloop.cli.sft import (
 from agentloop.cli.without_servers import open_tools
 from agentloop.environments.environment import Environment, set_up
 from agentloop.environments.mixture import RunEnvironment, open_mixture
+from agentloop.environments.rewards.reward import Grader
 from agentloop.errors import DataError, SettingsError
 from agentloop.models import SMALL
-from agentloop.plain_json import dumps
-from agentloop.rollouts.scripted import teacher_dialogues
-from agentloop.runtime import Settings
+from agentloop.plain_json import JsonObject, dumps
+from agentloop.rollouts.scripted import PlayedRollout, play_teacher
 from agentloop.training.learner_client.client import Spawn
 from agentloop.training.learner_client.launch import RanksSettings
 from agentloop.training.learner_client.settings import (
@@ -51,15 +53,25 @@ from agentloop.training.learner_client.settings import (
 )
 from agentloop.training.loop_settings import LoopSettings
 from agentloop.training.run_folder import RunFolder
+from agentloop.training.run_status import count_of
 from agentloop.training.sft import (
+    Dialogue,
     DialogueSource,
     DialoguesSettings,
     EpochsSettings,
     FineTuningPlan,
     SupervisedSettings,
+    read_dialogues,
+    trajectories_of,
 )
 
-__all__ = ["SftStageSettings", "add_teacher_dialogues", "check_teachers", "make_start_model"]
+__all__ = [
+    "SftStageSettings",
+    "add_teacher_dialogues",
+    "check_dialogues",
+    "check_teachers",
+    "make_start_model",
+]
 
 
 _NUM_LINES = 10  # progress lines of the teacher
@@ -179,7 +191,7 @@ def _is_arithmetic(
 
 
 async def make_start_model(
-    settings: Settings,
+    settings: AskSettings,
     training: DialogueTraining,
     environments: Sequence[RunEnvironment],
     dashboard: RunDashboard,
@@ -214,7 +226,7 @@ async def make_start_model(
 
 
 async def add_teacher_dialogues(
-    settings: Settings,
+    settings: AskSettings,
     data: DialoguesSettings,
     environments: Sequence[RunEnvironment],
     folder: RunFolder,
@@ -224,43 +236,137 @@ async def add_teacher_dialogues(
 
     The file is kept, so that a resumed run reads the same dialogues.
     """
-    loaded = await console.in_thread(lambda: [environment.load() for environment in environments])
-    if not data.teacher or _is_arithmetic(environments, loaded):
+    if not await _has_games(data, environments):
         return data
     file = folder.path / _TEACHER
-    if not file.is_file():
-        logs = folder.path / "logs"
-        async with (
-            set_up(loaded),
-            open_tools(settings, log_dir=logs, progress=progress) as (pool, resolve),
-        ):
-            loaded = [environment.load() for environment in environments]  # with what they share
-            seeded = [
-                replace(environment, tasks=environment.tasks.model_copy(update={"seed": data.seed}))
-                for environment in environments
-            ]
-            tasks = await anyio.to_thread.run_sync(open_mixture, seeded, loaded)
-            by_name = {
-                run_environment.name: (run_environment, environment)
-                for run_environment, environment in zip(seeded, loaded, strict=True)
-            }
-            lines: list[bytes] = []
-            for number, task in enumerate(islice(tasks, data.teacher)):
-                if number % max(1, data.teacher // _NUM_LINES) == 0:
-                    progress(f"The teacher plays: {number} of {data.teacher} rollouts")
-                run_environment, environment = by_name[task.env]
-                assert environment is not None
-                lines += map(
-                    dumps,
-                    await teacher_dialogues(
-                        environment,
-                        task,
-                        Random(f"{data.seed} {number}"),
-                        resolve=resolve,
-                        pool=pool,
-                        budget=run_environment.budget_of(settings.budget),
-                    ),
-                )
+    if not await anyio.Path(file).is_file():
+        lines: list[bytes] = []
+        num_right, fault = 0, ""
+        every = max(1, data.teacher // _NUM_LINES)
+
+        async def keep(number: int, played: PlayedRollout) -> None:
+            nonlocal num_right, fault
+            if played.dialogues and not lines:  # before thousands are played
+                await _check_dialogue(settings, data, played.dialogues[0], progress)
+            lines.extend(map(dumps, played.dialogues))
+            num_right += (played.reward.value or 0.0) > 0
+            fault = fault or played.reward.reason
+            if (number + 1) % every == 0:
+                progress(f"The teacher has played {number + 1} of {data.teacher} rollouts")
+
+        await _play_games(settings, data, environments, keep, folder.path / "logs", progress)
+        if not num_right:
+            raise SettingsError(
+                f"sft.data.teacher: none of the {count_of(data.teacher, 'rollout')} of the teacher "
+                f"has a reward above 0, so there is nothing to imitate: correct the teacher, or "
+                f"the reward{f' ({fault})' if fault else ''}"
+            )
+        progress.say(
+            f"The teacher's rollouts: {num_right:,} of {data.teacher:,} right "
+            f"({100 * num_right / data.teacher:.0f}%)"
+        )
         text = "".join(f"{line.decode()}\n" for line in lines)
         await anyio.to_thread.run_sync(folder.write, _TEACHER, text)
     return data.model_copy(update={"paths": [*data.paths, file], "teacher": 0})
+
+
+async def check_dialogues(
+    settings: AskSettings,
+    data: DialoguesSettings,
+    environments: Sequence[RunEnvironment],
+    progress: console.ProgressLine,
+) -> None:
+    """Check one dialogue of each source against the model's chat template.
+
+    The teacher of an environment plays a rollout for it.
+
+    Raises:
+        AgentLoopError: one cannot be read, played or encoded.
+    """
+    sources = [data.model_copy(update={"paths": [path], "teacher": 0}) for path in data.paths]
+    has_games = await _has_games(data, environments)
+    if data.teacher and not has_games:
+        sources.append(data.model_copy(update={"paths": [], "teacher": 1}))
+    for source in sources:
+        read = partial(next, read_dialogues(source), None)
+        if (dialogue := await anyio.to_thread.run_sync(read)) is None:
+            raise DataError(f"{source.paths[0]}: the file has no dialogue")
+        await _check_encoding(settings, data, dialogue, progress)
+    if not has_games:
+        return
+
+    async def check(number: int, played: PlayedRollout) -> None:
+        for dialogue in played.dialogues[:1]:
+            await _check_dialogue(settings, data, dialogue, progress)
+
+    one = data.model_copy(update={"teacher": 1})
+    await _play_games(settings, one, environments, check, None, progress)
+
+
+async def _has_games(data: DialogueSource, environments: Sequence[RunEnvironment]) -> bool:
+    """Return whether teachers of environments are to play."""
+    loaded = await console.in_thread(lambda: [environment.load() for environment in environments])
+    return bool(data.teacher) and not _is_arithmetic(environments, loaded)
+
+
+async def _play_games(
+    settings: AskSettings,
+    data: DialoguesSettings,
+    environments: Sequence[RunEnvironment],
+    on_played: Callable[[int, PlayedRollout], Awaitable[None]],
+    log_dir: Path | None,
+    progress: console.ProgressLine,
+) -> None:
+    """Let the environments' teachers play `data.teacher` rollouts, one after the other."""
+    loaded = await console.in_thread(lambda: [environment.load() for environment in environments])
+    async with (
+        set_up(loaded),
+        open_tools(settings, log_dir=log_dir, progress=progress) as (pool, resolve),
+        Grader(settings.reward, pool=pool) as grader,
+    ):
+        loaded = [environment.load() for environment in environments]  # with what they share
+        seeded = [
+            replace(environment, tasks=environment.tasks.model_copy(update={"seed": data.seed}))
+            for environment in environments
+        ]
+        tasks = await anyio.to_thread.run_sync(open_mixture, seeded, loaded)
+        by_name = {
+            run_environment.name: (run_environment, environment)
+            for run_environment, environment in zip(seeded, loaded, strict=True)
+        }
+        for number, task in enumerate(islice(tasks, data.teacher)):
+            run_environment, environment = by_name[task.env]
+            assert environment is not None
+            played = await play_teacher(
+                environment,
+                task,
+                Random(f"{data.seed} {number}"),
+                resolve=resolve,
+                pool=pool,
+                grader=grader,
+                budget=run_environment.budget_of(settings.budget),
+            )
+            await on_played(number, played)
+
+
+async def _check_dialogue(
+    settings: AskSettings, data: DialoguesSettings, row: JsonObject, progress: console.ProgressLine
+) -> None:
+    """Check a dialogue of a teacher against the model's chat template. Raises DataError."""
+    dialogue = Dialogue(row["messages"], row["tools"], "the teacher's first rollout")
+    await _check_encoding(settings, data, dialogue, progress)
+
+
+async def _check_encoding(
+    settings: AskSettings,
+    data: DialoguesSettings,
+    dialogue: Dialogue,
+    progress: console.ProgressLine,
+) -> None:
+    progress("Checking a dialogue against the chat template")
+    model = model_folder(settings.model or SMALL)
+    chat = await anyio.to_thread.run_sync(ChatFormat.load, model, settings.chat)
+    limit = data.max_tool_response_tokens
+    await anyio.to_thread.run_sync(
+        partial(trajectories_of, chat, dialogue, max_tool_response_tokens=limit)
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -25,6 +25,7 @@ from agentloop.aio import exempt_from_collection
 from agentloop.analysis.plots import plot_runs
 from agentloop.cli import console
 from agentloop.cli.cluster import OnCluster, on_cluster, plan_on_cluster
+from agentloop.cli.dry_run import Findings, check_start
 from agentloop.cli.replay import replay, step_range
 from agentloop.cli.resource_plan import plan
 from agentloop.cli.resource_report import report
@@ -32,7 +33,7 @@ from agentloop.cli.respawn import is_child, run_with_restarts, tell_run
 from agentloop.cli.rolling_out import rollouts_of
 from agentloop.cli.run_dashboard import RunDashboard
 from agentloop.cli.sft import load_run_settings
-from agentloop.cli.sft_stage import check_teachers, make_start_model
+from agentloop.cli.sft_stage import check_dialogues, check_teachers, make_start_model
 from agentloop.cli.train_checks import check_settings, require_machine
 from agentloop.cli.train_settings import (
     TrainSettings,
@@ -44,8 +45,8 @@ from agentloop.config import load_settings, to_toml
 from agentloop.environments.environment import Environment
 from agentloop.environments.mixture import open_mixture
 from agentloop.environments.rewards.reward import Grader
-from agentloop.environments.tasks.sources import TaskSource
-from agentloop.errors import DataError, RunFolderError, SettingsError
+from agentloop.environments.tasks.sources import Task, TaskSource
+from agentloop.errors import RunFolderError, SettingsError
 from agentloop.inference.cpu import has_accelerator
 from agentloop.models import SMALL
 from agentloop.observe.watchdog import watching
@@ -308,7 +309,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print how many tokens and how much memory and disk the run would need, and exit",
+        help="find what the run would lack or be refused for, print how many tokens and how much "
+        "memory and disk it would need, and exit",
     )
     parser.add_argument(
         "--json", action="store_true", help="with --dry-run: print the plan as JSON"
@@ -399,24 +401,26 @@ async def _plan(
 ) -> int:
     """Print the plan of a run. The model's weights need not exist."""
     settings = load_run_settings(TrainSettings, arguments, resume)
+    findings = Findings()
+    await _check(settings, findings, is_new=resume is None, on_this_machine=not shapes)
     if shapes and not settings.cluster.address:
         cluster = settings.cluster.model_copy(update={"address": "auto"})
         settings = settings.model_copy(update={"cluster": cluster})
     sft, stages = settings.sft, settings.stages
-    refused, missing = await console.in_thread(_refusal, settings), await _missing(settings)
     changes = sft.learner.config if sft is not None else {}
     one_stage, machine, placed = settings.as_one_stage(), None, None
     if settings.cluster.address:
         placed, problem = await plan_on_cluster(one_stage, shapes)
-        refused = "; ".join(filter(None, [refused, problem]))
+        findings.add("refused", problem)
         if placed is not None:
             one_stage, machine = placed.settings, placed.machine
     estimate = await anyio.to_thread.run_sync(partial(plan, one_stage, machine, changes=changes))
     if as_json:
-        data = {**estimate.to_dict(), "refused": refused or None, "missing": missing or None}
+        data = {**estimate.to_dict(), **findings.data()}
         data |= {"placement": placed.rows()} if placed else {}
         console.print_json(data)
-        return 2 if refused else 0
+        return 2 if findings else 0
+    status = findings.print()
     if sft is not None:
         sources = [*map(str, sft.data.paths)]
         sources += [f"{sft.data.teacher:,} by the teacher"] if sft.data.teacher else []
@@ -433,30 +437,32 @@ async def _plan(
     print(report(estimate), end="")
     for line in placed.lines() if placed else ():
         print(line)
-    if missing:
-        print(f"missing    {missing}")
-    if refused:
-        print(f"refused    {refused}")
-    return 2 if refused else 0
+    return status
 
 
-def _refusal(settings: TrainSettings) -> str:
-    """Return why the settings would be refused, or an empty string."""
-    try:
-        check_settings(settings)
-        loaded = [environment.load() for environment in settings.environments]
-        imported_tools(settings.tools)
-        files = _task_files(settings)
-        if (files or any(loaded)) and all(path.exists() for path in files):
-            tasks = _open_tasks(settings, loaded)
-            anyio.run(settings.check_references, tasks.listed())  # this is a thread of its own
-    except (SettingsError, DataError) as error:
-        return str(error)
-    return ""
+async def _check(
+    settings: TrainSettings, findings: Findings, *, is_new: bool, on_this_machine: bool
+) -> None:
+    """Add what a run with these settings would find at its start."""
+    s = settings
+    with findings.of("refused"):
+        check_settings(s)
+    if on_this_machine:
+        with findings.of("missing"):
+            await anyio.to_thread.run_sync(require_machine, s)
 
+    def open_tasks(loaded: Sequence[Environment | None]) -> Iterable[Task]:
+        if s.sft is not None:
+            check_teachers(s.sft.data, s.environments, loaded)
+        return _open_tasks(s, loaded).listed()
 
-def _task_files(settings: TrainSettings) -> list[Path]:
-    return [path for environment in settings.environments for path in environment.tasks.paths]
+    is_open = await check_start(s, findings, open_tasks, is_new=is_new)
+    if s.sft is not None and is_open and is_new:
+        with findings.of("missing"):
+            s.sft.data.require_files()
+            with findings.of("refused"), console.ProgressLine("Planning", after_s=2) as progress:
+                training = s.sft.within(s.learner, s.ranks, s.loop, s.budget)
+                await check_dialogues(s, training.data, s.environments, progress)
 
 
 def _open_tasks(
@@ -469,23 +475,6 @@ def _open_tasks(
     if settings.loop.steps or settings.stages:
         tasks.check_training()
     return tasks
-
-
-async def _missing(settings: TrainSettings) -> str:
-    """Return what a start on this machine would lack: packages, task files, the reward function."""
-
-    async def import_reward() -> None:
-        async with Grader(settings.reward) as grader:
-            await grader.ready()
-
-    files = await anyio.to_thread.run_sync(_task_files, settings)
-    problems = [f"{path}: No such file" for path in files if not path.exists()]
-    for check in (partial(anyio.to_thread.run_sync, require_machine, settings), import_reward):
-        try:
-            await check()
-        except (SettingsError, DataError) as error:
-            problems.append(str(error))
-    return "; ".join(problems)
 
 
 async def _train(arguments: list[str], resume: Path | None, from_step: int | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -17,7 +18,7 @@ from agentloop.environments.answer_cache import AnswerCache
 from agentloop.errors import InfrastructureFailed, LimitReached, ServerError, SettingsError
 from agentloop.inference.openai_client import EndpointCompletion, EndpointSettings, OpenAIClient
 from agentloop.plain_json import JsonObject, dumps
-from agentloop.trajectory import Message
+from agentloop.trajectory import Message, StopReason
 
 __all__ = ["Ask", "Endpoint", "asking"]
 
@@ -37,7 +38,7 @@ class Endpoint:
 
     Attributes:
         num_requests: requests so far; a request that is repeated after a failure counts once.
-        cost: cost of the answers so far, by `prices`.
+        cost: cost of the answers so far, by `prices`; NaN (unknown) after one without token counts.
     """
 
     def __init__(
@@ -120,9 +121,23 @@ class Endpoint:
         return self._model
 
     @property
-    def identity(self) -> Mapping[str, Any]:
-        """Everything besides the messages that an answer depends on, as plain data."""
-        return {"url": self._settings.url, "model": self._settings.model, **self._options}
+    def url(self) -> str:
+        """The base URL."""
+        return self._settings.url
+
+    async def identity(self) -> Mapping[str, Any]:
+        """Return everything besides the messages that an answer depends on, as plain data.
+
+        The model is the one that is asked, also if no name was given.
+
+        Raises:
+            InfrastructureFailed: the endpoint, which has to tell its name, cannot be reached.
+            SettingsError: as `model_name`.
+        """
+        try:
+            return {"url": self.url, "model": await self.model_name(), **self._options}
+        except ServerError as error:
+            raise InfrastructureFailed(str(error)) from error
 
     async def chat(self, messages: Sequence[Message]) -> str:
         """Return the text of the model's next message. Raises the errors of `complete`."""
@@ -132,7 +147,10 @@ class Endpoint:
         return await self._cache.get(key, partial(self._request_text, messages))
 
     async def _request_text(self, messages: Sequence[Message]) -> str:
-        return answer_in((await self.complete(messages)).text, reasoning=False)
+        completion = await self.complete(messages)
+        if completion.stop_reason is StopReason.CONTENT_FILTER:
+            raise InfrastructureFailed(f"{self.url}: its content filter withheld the answer")
+        return answer_in(completion.text, reasoning=False)
 
     async def complete(
         self,
@@ -175,25 +193,34 @@ class Endpoint:
             raise InfrastructureFailed(str(error)) from error
 
     async def _answer(self, fields: JsonObject) -> EndpointCompletion:
-        url = self._settings.url
         async with self._connect() as client, client.slots:
             model = await self.model_name()
             self._count()
             completion = await client.complete(
                 {"model": model, **fields}, id=f"{self.num_requests}"
             )
-        if self._max_cost is not None and None in (
-            completion.num_prompt_tokens,
-            completion.num_tokens,
-        ):
-            raise SettingsError(
-                f"{url}: the answer has no token counts: max_cost cannot be held; set max_requests"
-            )
-        tokens = (completion.num_prompt_tokens or 0, completion.num_tokens or 0)
-        self.cost += sum(price * num / 1e6 for price, num in zip(self._prices, tokens, strict=True))
-        if completion.stop_reason.is_unscorable:
-            raise InfrastructureFailed(f"{url}: it reports a failure of its own infrastructure")
+        self.cost += self._cost_of(completion)
+        if completion.failure:
+            raise InfrastructureFailed(f"{self.url}: {completion.failure}")
         return completion
+
+    def _cost_of(self, completion: EndpointCompletion) -> float:
+        """Return the cost of an answer; NaN if it is unknown.
+
+        Raises:
+            SettingsError: it is unknown, so that `max_cost` cannot be held.
+        """
+        tokens = completion.num_prompt_tokens, completion.num_tokens
+        if self._max_cost is not None and None in tokens:
+            raise SettingsError(
+                f"{self.url}: the answer has no token counts: max_cost cannot be held; set "
+                "max_requests"
+            )
+        return sum(
+            price * (math.nan if num is None else num) / 1e6
+            for price, num in zip(self._prices, tokens, strict=True)
+            if price
+        )
 
     def _count(self) -> None:
         """Count a request. Raises LimitReached if there may be no further one."""

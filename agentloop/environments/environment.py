@@ -330,7 +330,12 @@ def _make_environment(
     agent_errors: Mapping[type[Exception], float],
 ) -> Environment:
     if not inspect.iscoroutinefunction(function):
-        raise TypeError(f"environment: {function!r} must be an `async def` function")
+        name = getattr(function, "__qualname__", repr(function))
+        where = line_of(function) if inspect.isfunction(function) else ""
+        raise TypeError(
+            f"environment: {name} must be an `async def` function{f' ({where})' if where else ''}; "
+            "the module's other environments cannot be loaded either"
+        )
     if len(inspect.signature(function).parameters) < 2:
         raise TypeError(f"environment: {function.__name__} must take a task and an agent")
     if not isinstance(weights, Mapping):

@@ -105,7 +105,7 @@ class Judge:
         if max_tries < 1:
             raise SettingsError(f"Judge: max_tries must be at least 1, not {max_tries}")
         self._ask = asking(model)
-        self._identity = dict(model.identity) if isinstance(model, Endpoint) else None
+        self._endpoint = model if isinstance(model, Endpoint) else None
         self._form = _FORM.format(low=low, high=high)
         self._system = _SYSTEM.format(rubric=rubric, form=self._form)
         self._low, self._high = low, high
@@ -130,9 +130,9 @@ class Judge:
             {"role": "system", "content": self._system},
             {"role": "user", "content": content},
         ]
-        if self._identity is None:
+        if self._endpoint is None:
             return await self._request_rating(messages)
-        request = dumps([self._identity, self._low, self._high, messages])
+        request = dumps([await self._endpoint.identity(), self._low, self._high, messages])
         key = hashlib.sha256(request).hexdigest()
         return await self._cache.get(key, partial(self._request_rating, messages))
 

@@ -37,7 +37,7 @@ from agentloop.events import (
     TurnSampled,
     TurnStarted,
 )
-from agentloop.inference.openai_client import EndpointCompletion, seed_of
+from agentloop.inference.openai_client import EndpointCompletion, seed_of, turn_end_of
 from agentloop.plain_json import dumps, valid_text
 from agentloop.trajectory import (
     Message,
@@ -136,7 +136,8 @@ class _Conversation:
     reply: Reply | None
     emit: Emit
     seed: int | None
-    num_tokens: int | None = None  # as counted by an endpoint
+    num_tokens: int | None = None  # as counted by an endpoint, if it counts those of each turn
+    cut: StopReason | None = None  # what has cut off the last turn
     begun_s: float = field(default_factory=time.monotonic)
 
     async def run(self) -> Trajectory:
@@ -169,8 +170,8 @@ class _Conversation:
     async def _run_turns(self) -> StopReason:
         while True:
             turn = await self._run_turn()
-            if turn.end is TurnEnd.LENGTH:
-                return StopReason.TOKEN_BUDGET
+            if self.cut is not None:
+                return self.cut
             if any(result.status is ToolCallStatus.CALLER for result in turn.results):
                 return StopReason.CALLER_TOOLS
             text: str | None = None
@@ -221,20 +222,19 @@ class _Conversation:
             turn.generated_s = self._elapsed_s()
 
     async def _from_endpoint(self, endpoint: Endpoint, index: int, turn: Turn) -> Message:
-        url = str(endpoint.identity["url"])
-        turn.servers.append(url)
-        self.emit(TurnPlaced(self.record.id, index, url, _NoChoice()))
+        turn.servers.append(endpoint.url)
+        self.emit(TurnPlaced(self.record.id, index, endpoint.url, _NoChoice()))
         completion = await endpoint.complete(
             [_as_sent(message) for message in self.record.messages],
             tools=self.tools.schemas,
             max_tokens=self.budget.max_turn_tokens,
             seed=self.seed,
         )
-        if completion.num_tokens is not None:
-            self.num_tokens = (self.num_tokens or 0) + completion.num_tokens
+        before, added = self.num_tokens if index else 0, completion.num_tokens
+        self.num_tokens = None if before is None or added is None else before + added
         turn.text = completion.text
-        was_cut = completion.stop_reason is StopReason.TOKEN_BUDGET
-        turn.end = TurnEnd.LENGTH if was_cut else TurnEnd.STOP
+        turn.end = turn_end_of(completion.stop_reason)
+        self.cut = completion.stop_reason if turn.end is not TurnEnd.STOP else None
         return _message_of(completion)
 
     async def _from_script(self, script: Script, turn: Turn) -> Message:

@@ -22,10 +22,11 @@ from agentloop.inference.openai_client import (
     OpenAIClient,
     sampling_fields,
     seed_of,
+    turn_end_of,
 )
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.record import NoReward, RolloutRecord
-from agentloop.trajectory import Message, StopReason, Trajectory, Turn, TurnEnd
+from agentloop.trajectory import Message, Trajectory, Turn
 
 __all__ = ["EndpointSampler"]
 
@@ -130,12 +131,10 @@ class EndpointSampler:
         finally:
             trajectory.elapsed_s = time.monotonic() - started_s
         trajectory.stop_reason = completion.stop_reason
-        if completion.stop_reason.is_unscorable:
-            trajectory.error = "the endpoint reports a failure of its own infrastructure"
-        cut = completion.stop_reason is StopReason.TOKEN_BUDGET
+        trajectory.error = completion.failure or None
         turn = Turn(
             text=completion.text,
-            end=TurnEnd.LENGTH if cut else TurnEnd.STOP,
+            end=turn_end_of(completion.stop_reason),
             servers=[self._settings.url],
             generated_s=trajectory.elapsed_s,
             ended_s=trajectory.elapsed_s,

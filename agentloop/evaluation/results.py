@@ -30,8 +30,10 @@ class Figures:
         parts: Mean of each named part of the reward.
         recorded: Mean of each value that the environment records.
         num_whole: Number of tasks without missing samples.
-        length_mean: Mean number of sampled tokens; means are over samples with a reward.
+        length_mean: Mean number of sampled tokens; None: the endpoint does not count them. Means
+            are over samples with a reward.
         truncated: Share of samples that reached the budget of tokens or turns.
+        num_filtered: Number of samples that an endpoint's content filter cut off; they are scored.
         tool_errors_in_correct: Share of failed calls, averaged over correct samples with calls.
     """
 
@@ -43,9 +45,10 @@ class Figures:
     avg_at_k: Estimate | None
     pass_at_k: Mapping[int, Estimate | None]
     sampling_error: float | None
-    length_mean: float
-    turns_mean: float
-    truncated: float
+    length_mean: float | None
+    turns_mean: float | None
+    truncated: float | None
+    num_filtered: int
     tool_errors_in_correct: float | None
     parts: Mapping[str, float]
     recorded: Mapping[str, float]
@@ -69,6 +72,12 @@ def figures_of(outcomes: Sequence[Outcome], settings: EvaluationSettings) -> Fig
         length_mean=metrics.length_mean,
         turns_mean=metrics.turns_mean,
         truncated=metrics.truncated,
+        num_filtered=sum(
+            rollout.filtered
+            for group in groups
+            for rollout in group.rollouts
+            if rollout.reward is not None
+        ),
         tool_errors_in_correct=metrics.tool_errors_in_correct,
         parts=mean_parts(groups),
         recorded=mean_recorded(groups),
@@ -143,8 +152,8 @@ def table(data: JsonObject) -> list[list[str]]:
     rows += [
         row("samples", *(str(figures["num_samples"]) for figures in columns)),
         row("missing", *(str(figures["num_missing"]) for figures in columns)),
-        row("tokens, mean", *(f"{figures['length_mean']:,.0f}" for figures in columns)),
-        row("turns, mean", *(f"{figures['turns_mean']:.1f}" for figures in columns)),
+        row("tokens, mean", *(_figure(figures["length_mean"], ",.0f") for figures in columns)),
+        row("turns, mean", *(_figure(figures["turns_mean"], ".1f") for figures in columns)),
         row("out of budget", *(percent(figures["truncated"]) for figures in columns)),
         row(
             "tool errors in correct rollouts",
@@ -152,6 +161,10 @@ def table(data: JsonObject) -> list[list[str]]:
         ),
     ]
     return rows
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _estimate(estimate: JsonObject | None) -> str:
@@ -172,6 +185,11 @@ def notes(data: JsonObject) -> list[str]:
         lines.append(
             f"Standard error of avg@{data['num_samples']} over new samples of the same tasks: "
             f"{error:.3f}."
+        )
+    if num_filtered := data["all"]["num_filtered"]:
+        lines.append(
+            "Samples that the endpoint's content filter cut off, scored as they are: "
+            f"{num_filtered}."
         )
     lines += [f"Missing samples, {count}: {reason}" for reason, count in data["missing"].items()]
     if len(data["versions"]) > 1:

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
-from typing import Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import anyio
@@ -19,9 +19,10 @@ import orjson
 import pydantic
 
 from agentloop.errors import RequestError, ServerRefused, ServerUnavailable, SettingsError
+from agentloop.inference.proxies import proxy_for
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import ValidText, dumps, loads
-from agentloop.trajectory import StopReason
+from agentloop.trajectory import StopReason, TurnEnd
 
 __all__ = [
     "EndpointCall",
@@ -33,6 +34,8 @@ __all__ = [
     "retry_after_s",
     "sampling_fields",
     "seed_of",
+    "stop_reason_of",
+    "turn_end_of",
 ]
 
 _BUSY = (408, 409, 425, 429)
@@ -131,9 +134,17 @@ class _Choice(pydantic.BaseModel):
     stop_reason: object = None  # agentloop's; other servers use it differently
 
 
+def _known_count(count: Any) -> Any:
+    """Return a number of tokens; None where a proxy writes 0 or -1 for a number it lacks."""
+    return None if isinstance(count, int) and count <= 0 else count
+
+
+_Count = Annotated[int | None, pydantic.BeforeValidator(_known_count)]
+
+
 class _Usage(pydantic.BaseModel):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: _Count = None
+    completion_tokens: _Count = None
 
 
 class _Body(pydantic.BaseModel):
@@ -150,10 +161,17 @@ class EndpointCall(pydantic.BaseModel):
 
 
 class EndpointCompletion(pydantic.BaseModel):
-    """An endpoint's answer; `text` includes its reasoning in <think>...</think>, as in our loop."""
+    """An endpoint's answer; `text` includes its reasoning in <think>...</think>, as in our loop.
+
+    Attributes:
+        failure: why it is no answer of the model, if `stop_reason.is_unscorable`.
+        num_prompt_tokens, num_tokens: tokens of the prompt and of the answer; None: the endpoint
+            does not say.
+    """
 
     text: str
     stop_reason: StopReason
+    failure: str = ""
     num_prompt_tokens: int | None = None
     num_tokens: int | None = None
     tool_calls: list[EndpointCall] = pydantic.Field(default_factory=list)
@@ -175,9 +193,14 @@ def parse_completion(body: bytes) -> EndpointCompletion:
     reasoning = message.reasoning_content or message.reasoning
     content = message.content or ""
     text = f"<think>{reasoning}</think>\n{content}" if reasoning else content
+    reason = choice.finish_reason
+    stop_reason = stop_reason_of(reason, choice.stop_reason)
     return EndpointCompletion(
         text=text,
-        stop_reason=_stop_reason(choice),
+        stop_reason=stop_reason,
+        failure=f"the endpoint broke off the answer (finish_reason {reason!r})"
+        if stop_reason.is_unscorable
+        else "",
         num_prompt_tokens=completion.usage.prompt_tokens if completion.usage else None,
         num_tokens=completion.usage.completion_tokens if completion.usage else None,
         tool_calls=[_call(call, index) for index, call in enumerate(message.tool_calls or ())],
@@ -190,17 +213,41 @@ def _call(call: _ToolCall, index: int) -> EndpointCall:
     return EndpointCall(id=call.id or f"call_{index}", name=call.function.name, arguments=text)
 
 
-def _stop_reason(choice: _Choice) -> StopReason:
-    if isinstance(choice.stop_reason, str) and choice.stop_reason in set(StopReason):
-        return StopReason(choice.stop_reason)
-    match choice.finish_reason:
-        case "length":
+def stop_reason_of(finish_reason: str | None, stop_reason: object = None) -> StopReason:
+    """Return how an answer ended. An end that is not known to be the model's own is a failure.
+
+    Such are `abort` of servers that restart, `insufficient_system_resource` of DeepSeek, `error` of
+    OpenRouter, and none at all.
+
+    Args:
+        stop_reason: the choice's field of that name; only agentloop's own has our values.
+    """
+    if isinstance(stop_reason, str) and stop_reason in set(StopReason):
+        return StopReason(stop_reason)
+    match finish_reason:
+        case "stop" | "eos" | "eos_token":  # the latter two of Together and older TGI
+            return StopReason.ANSWERED
+        case "stop_sequence":
+            return StopReason.STOP_SEQUENCE
+        case "length" | "model_length":  # the latter of Mistral, at the end of the context
             return StopReason.TOKEN_BUDGET
         case "tool_calls" | "function_call":
             return StopReason.CALLER_TOOLS
-        case "error":
-            return StopReason.INFRASTRUCTURE
-    return StopReason.ANSWERED
+        case "content_filter":
+            return StopReason.CONTENT_FILTER
+    return StopReason.INFRASTRUCTURE
+
+
+def turn_end_of(stop_reason: StopReason) -> TurnEnd:
+    """Return how the turn ended with which an endpoint's answer ended so."""
+    if stop_reason.is_unscorable:
+        return TurnEnd.ABORT
+    match stop_reason:
+        case StopReason.ANSWERED | StopReason.STOP_SEQUENCE | StopReason.CALLER_TOOLS:
+            return TurnEnd.STOP
+        case StopReason.CONTENT_FILTER:
+            return TurnEnd.FILTER
+    return TurnEnd.LENGTH
 
 
 def delay_s(tries: int, requested_s: float | None, draw: float) -> float:
@@ -223,6 +270,9 @@ class OpenAIClient:
         """
         Args:
             prefix: text before the names of settings in messages.
+
+        Raises:
+            SettingsError: the environment names a proxy that cannot be used.
         """
         headers = {}
         if settings.api_key is not None:
@@ -230,9 +280,12 @@ class OpenAIClient:
         self._client = httpx.AsyncClient(
             headers=headers,
             timeout=httpx.Timeout(settings.timeout_s, connect=30.0, pool=None),
-            limits=httpx.Limits(max_connections=settings.max_concurrent),
-            # Reading the certificates takes a while, and a server nearby needs none.
-            verify=settings.url.startswith("https:"),
+            transport=httpx.AsyncHTTPTransport(
+                limits=httpx.Limits(max_connections=settings.max_concurrent),
+                # Reading the certificates takes a while, and a server nearby needs none.
+                verify=settings.url.startswith("https:"),
+                proxy=proxy_for(settings.url),
+            ),
         )
         self._settings = settings
         self._prefix = prefix
@@ -341,6 +394,11 @@ class OpenAIClient:
             raise SettingsError(f"{self._prefix}api_key: {description}")
         if status in (400, 413, 422):
             raise RequestError(description)
+        if status == 404 and not urlsplit(self._where).path.endswith("/v1"):
+            raise SettingsError(
+                f"{self._prefix}url: {self._where} has no chat completions: "
+                f"did you mean {self._where}/v1? ({status} {message})"
+            )
         raise SettingsError(f"{self._prefix}url, {self._prefix}model: {description}")
 
     @property

@@ -378,7 +378,7 @@ def _rollout_row(row: JsonObject) -> RolloutSummary:
         "turn": len(trajectory["turns"]),
         # Without ids: those that an evaluated endpoint has counted; another agent counts none.
         "tokens": sum(len(turn["output_ids"]) for turn in trajectory["turns"])
-        or (0 if trajectory.get("messages") else row.get("figures", {}).get("num_tokens", 0)),
+        or (None if trajectory.get("messages") else row.get("figures", {}).get("num_tokens", 0)),
         "calls": sum(len(turn["calls"]) for turn in trajectory["turns"]),
         "failed_calls": sum(ToolCallStatus(result["status"]).failed for result in results),
         "server": next(

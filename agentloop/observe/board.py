@@ -77,7 +77,7 @@ class Row:
     start: int
     state: RolloutState = "live"
     turn: int = 0
-    tokens: int = 0
+    tokens: int | None = 0  # None: an endpoint has not counted them
     calls: int = 0
     failed_calls: int = 0
     server: str = ""
@@ -90,6 +90,7 @@ class Row:
     end: int | None = None
     lanes: list[tuple[Lane, int]] = field(default_factory=list)
     more: bool = False
+    question: str = ""  # if it is in no group, which would have it
     open_calls: set[str] = field(default_factory=set)
 
     def to_row(self) -> RolloutSummary:
@@ -111,6 +112,8 @@ class Row:
         )
         if self.more:
             row["more"] = True
+        if self.question:
+            row["question"] = self.question
         return row
 
 
@@ -157,7 +160,11 @@ class GroupRow:
 
 
 class Board:
-    """Collects events with `on_event` and returns what has changed with `take`."""
+    """Collects events with `on_event` and returns what has changed with `take`.
+
+    Attributes:
+        question_of: returns the question of a rollout that is in no group.
+    """
 
     def __init__(
         self,
@@ -177,6 +184,7 @@ class Board:
         """
         self._clock = clock
         self.t0 = clock()
+        self.question_of: Callable[[Trajectory], str] = lambda record: ""
         self.rows: dict[str, Row] = {}
         self.groups: dict[str, GroupRow] = {}
         self.steps: deque[Mapping[str, object]] = deque(maxlen=_MAX_STEPS)
@@ -221,7 +229,7 @@ class Board:
             case TokensSampled():
                 row = self.rows.get(event.rollout_id)
                 if row is not None and row.state == "live":
-                    row.tokens += len(event.ids)
+                    row.tokens = (row.tokens or 0) + len(event.ids)
                     self._num_tokens += len(event.ids)
                     self.server_tokens[row.server] += len(event.ids)
                     if event.ids and row.lanes[-1][0] != "decode":
@@ -235,7 +243,7 @@ class Board:
             case ToolRaised():
                 self.raised[event.tool] = event.text
             case Measured(row=metrics):
-                self.steps.append(metrics)
+                self.steps.append({**metrics, "unix_s": round(self._clock(), 3)})
                 self._num_new_steps = min(self._num_new_steps + 1, _MAX_STEPS)
                 self._record_step(metrics)
             case WeightsLoaded(version=version):
@@ -248,6 +256,8 @@ class Board:
     def _start(self, record: Trajectory, group: str) -> None:
         now_ms = self.ms()
         row = Row(record, record.id, group, now_ms, lanes=[("wait", now_ms)])
+        if group not in self.groups:
+            row.question = first_words(self.question_of(record))
         self._recent.enter(row.id, Part.KV, self._clock(), ())
         self.rows[record.id] = row
         self._ended.pop(record.id, None)
@@ -298,7 +308,7 @@ class Board:
             case RolloutFinished(trajectory=trajectory):
                 row.stop, row.answer = str(trajectory.stop_reason), trajectory.answer or None
                 row.turn = max(row.turn, len(trajectory.turns))
-                if event.num_tokens is not None:
+                if event.num_tokens is not None or not trajectory.has_ids:
                     row.tokens = event.num_tokens
                 self._end(row, "done")
             case RolloutAbandoned():

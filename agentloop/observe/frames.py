@@ -40,7 +40,7 @@ class RolloutSummary(TypedDict):
     state: RolloutState
     stop: str | None
     turn: int
-    tokens: int
+    tokens: int | None
     calls: int
     failed_calls: int
     server: str
@@ -50,6 +50,7 @@ class RolloutSummary(TypedDict):
     end: int | None
     lanes: list[tuple[Lane, int]]
     more: NotRequired[bool]  # lanes were left out
+    question: NotRequired[str]  # first words; that of a group's rollouts is the group's
 
 
 class WrongAnswer(TypedDict):
@@ -86,7 +87,7 @@ class MemberSummary(TypedDict):
     id: str
     state: RolloutState
     stop: str | None
-    tokens: int
+    tokens: int | None
     calls: int
     failed_calls: int
     turns: int

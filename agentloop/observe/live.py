@@ -34,6 +34,7 @@ from agentloop.observe.record import RecordReader
 from agentloop.observe.runs import curves, runs_beside
 from agentloop.observe.stalls import Stalls
 from agentloop.plain_json import JsonObject, dumps, loads, number_of
+from agentloop.trajectory import Trajectory
 
 __all__ = ["Live", "Sources", "served_here"]
 
@@ -48,6 +49,7 @@ _MAX_WAITS = 50
 _GOODBYE_S = 10.0
 _MAX_DIGITS = 18  # of a valid frame id
 _POINT_EVERY_S = 5.0
+_QUESTION_TOKENS = 2048  # at the end of a prompt, in which a question is looked for
 _MAX_POINTS = 720  # an hour
 _SHOWN_OVER_TIME = (
     "tokens_per_s",
@@ -107,8 +109,20 @@ class Live:
     _points: deque[HistoryPoint] = field(default_factory=lambda: deque(maxlen=_MAX_POINTS))
     _states: dict[str, tuple[str, float]] = field(default_factory=dict)  # of servers, since when
     _served: Mapping[str, int] = field(default_factory=dict)  # tokens by server, at the last point
+
     # Set when the last reader leaves after the end.
     _all_left: anyio.Event = field(default_factory=anyio.Event)
+
+    def __post_init__(self) -> None:
+        self.board.question_of = self._question_of
+
+    def _question_of(self, record: Trajectory) -> str:
+        """Return the end of a rollout's prompt as text: the user's last message, if it is short."""
+        for message in reversed(record.messages):
+            if message.get("role") == "user":
+                return str(message.get("content") or "")
+        chat = self.sources.chat() if record.prompt_ids else None
+        return "" if chat is None else chat.last_user_text(record.prompt_ids[-_QUESTION_TOKENS:])
 
     async def run(self) -> None:
         """Tick until cancelled."""

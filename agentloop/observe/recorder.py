@@ -21,6 +21,7 @@ import anyio
 import anyio.to_thread
 
 from agentloop.aio import Signal, task_group
+from agentloop.errors import message_of
 from agentloop.events import Event
 from agentloop.observe.exporters.drop_counter import DropCounter
 from agentloop.trajectory import Trajectory
@@ -188,7 +189,7 @@ class Recorder:
         try:
             await anyio.to_thread.run_sync(self._write, folder, group, abandon_on_cancel=True)
         except Exception as error:  # such as a full disk: the service goes on
-            self._dropped.add(1, str(error) or type(error).__name__)
+            self._dropped.add(1, message_of(error) or type(error).__name__)
         self._waiting.popleft()
         self._num_waiting_tokens -= group.num_tokens
 

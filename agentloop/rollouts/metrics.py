@@ -44,8 +44,9 @@ class RolloutFigures:
         parts: the named parts of its reward.
         recorded: what its environment has measured, by name.
         tool_errors: share of its calls that failed; None: it made none.
-        num_tokens: number of sampled tokens.
+        num_tokens: number of sampled tokens; None: its endpoint does not count them.
         truncated: whether it ran out of its budget of tokens or turns.
+        filtered: whether an endpoint's content filter withheld its answer.
         versions: versions of the weights that sampled it.
     """
 
@@ -55,9 +56,10 @@ class RolloutFigures:
     parts: Mapping[str, float] = field(default_factory=dict)
     recorded: Mapping[str, float] = field(default_factory=dict)
     tool_errors: float | None = None
-    num_tokens: int = 0
+    num_tokens: int | None = 0
     num_turns: int = 0
     truncated: bool = False
+    filtered: bool = False
     versions: Sequence[str] = field(default_factory=list)
 
     @classmethod
@@ -65,7 +67,9 @@ class RolloutFigures:
         """Compute the figures of a rollout, from the conversations of its own agent."""
         trajectories, reward = rollout.trajectories, rollout.reward
         assert reward is not None
-        num_tokens = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
+        num_tokens = rollout.num_tokens
+        if num_tokens is None and all(trajectory.has_ids for trajectory in trajectories):
+            num_tokens = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
         spans = (
             span for trajectory in trajectories for turn in trajectory for span in turn.versions
         )
@@ -76,9 +80,10 @@ class RolloutFigures:
             dict(reward.parts),
             dict(rollout.recorded),
             _tool_error_ratio(trajectories),
-            num_tokens if rollout.num_tokens is None else rollout.num_tokens,
+            num_tokens,
             sum(len(trajectory.turns) for trajectory in trajectories),
             any(trajectory.stop_reason in _TRUNCATED for trajectory in trajectories),
+            any(trajectory.stop_reason is StopReason.CONTENT_FILTER for trajectory in trajectories),
             sorted({span.version for span in spans}),
         )
 
@@ -107,19 +112,19 @@ class GroupFigures:
 
 @dataclass(frozen=True, slots=True)
 class RolloutMetrics:
-    """Metrics of rollouts. Means are over rollouts with a reward.
+    """Metrics of rollouts. Means are over rollouts with a reward; None: there are none.
 
     Attributes:
-        reward: mean reward; None: no rollout has one.
+        reward: mean reward.
         tool_errors_in_correct: mean share of failed calls in rollouts with a positive reward that
-            make calls; None: there are none.
+            make calls.
         without_reward: number of rollouts without one, by the reason (`NoReward`).
         num_groups_rejected: number of groups that were not selected for training.
-        num_sampled_tokens: number of sampled tokens of rollouts with a reward.
-        length_mean: mean number of sampled tokens.
+        num_sampled_tokens: number of sampled tokens of rollouts with a reward, as far as known.
+        length_mean: mean number of sampled tokens, where it is known.
         versions_mean: mean number of versions of the weights that sampled a rollout.
         truncated: share of rollouts that ran out of their budget of tokens or turns.
-        pass_at_k: share of groups with at least one positive reward.
+        pass_at_k: share of groups with at least one positive reward, among those with a reward.
     """
 
     reward: float | None
@@ -129,11 +134,11 @@ class RolloutMetrics:
     without_reward: Mapping[str, int]
     num_groups_rejected: int
     num_sampled_tokens: int
-    length_mean: float
-    turns_mean: float
-    versions_mean: float
-    truncated: float
-    pass_at_k: float
+    length_mean: float | None
+    turns_mean: float | None
+    versions_mean: float | None
+    truncated: float | None
+    pass_at_k: float | None
 
     def row(self) -> dict[str, float | None]:
         """Return the metrics as plain data, those by reason as `without_reward/REASON`."""
@@ -151,10 +156,14 @@ def about(groups: Sequence[GroupFigures]) -> RolloutMetrics:
         for rollout, reward in scored
         if reward > 0 and rollout.tool_errors is not None
     ]
-    lengths = [rollout.num_tokens for rollout, _ in scored]
+    lengths = [rollout.num_tokens for rollout, _ in scored if rollout.num_tokens is not None]
+    rewards_of_groups = [
+        [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+        for group in groups
+    ]
     return RolloutMetrics(
-        reward=statistics.fmean(reward for _, reward in scored) if scored else None,
-        tool_errors_in_correct=statistics.fmean(ratios) if ratios else None,
+        reward=_fmean([reward for _, reward in scored]),
+        tool_errors_in_correct=_fmean(ratios),
         num_rollouts=len(rollouts),
         num_without_reward=len(rollouts) - len(scored),
         without_reward=dict(
@@ -166,9 +175,7 @@ def about(groups: Sequence[GroupFigures]) -> RolloutMetrics:
         turns_mean=_fmean([rollout.num_turns for rollout, _ in scored]),
         versions_mean=_fmean([len(rollout.versions) for rollout, _ in scored]),
         truncated=_fmean([rollout.truncated for rollout, _ in scored]),
-        pass_at_k=_fmean(
-            [any((rollout.reward or 0) > 0 for rollout in group.rollouts) for group in groups]
-        ),
+        pass_at_k=_fmean([max(rewards) > 0 for rewards in rewards_of_groups if rewards]),
     )
 
 
@@ -255,8 +262,8 @@ class RaisedErrors:
         return news
 
 
-def _fmean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else 0.0
+def _fmean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 def _tool_error_ratio(trajectories: Sequence[Trajectory]) -> float | None:

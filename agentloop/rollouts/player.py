@@ -53,6 +53,7 @@ from agentloop.errors import (
     RewardError,
     ServerError,
     leaves,
+    message_of,
     place_of,
     sole,
     summary_of,
@@ -377,12 +378,8 @@ class EnvironmentSibling:
         self.on_end(self.agent.id, end.cut is None)
         if end.cut is _ENVIRONMENT and end.reward is not None:
             self.failure = end.reward.reason
-        counted = [
-            self.counts[trajectory.id]
-            for trajectory in record.trajectories
-            if trajectory.id in self.counts
-        ]
-        record.num_tokens = sum(counted) if counted else None
+        counted = [self.counts.get(trajectory.id) for trajectory in record.trajectories]
+        record.num_tokens = None if None in counted else sum(filter(None, counted))
         return record
 
     def cut_off(self) -> RolloutRecord:
@@ -468,7 +465,8 @@ class EnvironmentSibling:
             if isinstance(leaf, RewardError):  # a function of the settings
                 raise leaf from None
             if isinstance(leaf, InfrastructureFailed | ServerError):
-                return _End.without_reward(str(leaf), _INFRASTRUCTURE)
+                reason = message_of(leaf) or type(leaf).__name__
+                return _End.without_reward(reason, _INFRASTRUCTURE)
         cause = sole(error)
         if isinstance(self.environment, _BuiltIn):
             raise cause
@@ -504,7 +502,9 @@ class _End:
     @classmethod
     def of_bad_value(cls, error: Exception) -> _End:
         """Return the end of a rollout of which the environment has handed over a bad value."""
-        return cls.without_reward(f"the environment gave a bad value: {error}", _ENVIRONMENT)
+        return cls.without_reward(
+            f"the environment gave a bad value: {message_of(error)}", _ENVIRONMENT
+        )
 
     @property
     def may_have_reward(self) -> bool:

@@ -30,7 +30,7 @@ from agentloop.rollouts.runner import GroupRunner
 from agentloop.sandbox import Pool
 from agentloop.trajectory import Message
 
-__all__ = ["PlayedRollout", "call", "play", "teacher_dialogues"]
+__all__ = ["PlayedRollout", "call", "play", "play_teacher"]
 
 _TOOL_S = 4.0  # time limit of a call of a built-in tool, as by default
 
@@ -84,43 +84,47 @@ async def play(
     host = PlayerHost(script, pool, partial(_resolve_stand_ins, tools or {}, pool), [])
     if not isinstance(task, Task):
         task = replace(task_of(task, "play"), id="played")
-    return await _play(environment, task, host, budget or Budget())
+    async with Grader(pool=pool) as grader:
+        return await _play(environment, task, host, budget or Budget(), grader)
 
 
-async def teacher_dialogues(
+async def play_teacher(
     environment: Environment,
     task: Task,
     random: Random,
     *,
     resolve: ResolveTools,
     pool: Pool,
+    grader: Grader,
     budget: Budget,
-) -> list[dict[str, Any]]:
-    """Return the dialogues of a rollout that the environment's teacher plays.
+) -> PlayedRollout:
+    """Play one rollout by the environment's teacher.
 
-    One that the budget cuts short is left out, since it has no last answer to imitate.
+    A dialogue that the budget cuts short is left out, since it has no last answer to imitate.
 
     Args:
         resolve: returns the tools that the environment names.
+        grader: checks the answers.
 
     Raises:
         RequestError: the environment, its teacher or a tool's infrastructure failed.
     """
     assert environment.teacher is not None
     host = PlayerHost(environment.teacher(task, random), pool, resolve, [])
-    played = await _play(environment, task, host, budget)
+    played = await _play(environment, task, host, budget, grader)
     for trajectory in played.record.all_trajectories:
         if trajectory.error is not None:
             raise RequestError(f"the teacher's rollout of task {task.id}: {trajectory.error}")
-    return [
+    whole = [
         dialogue for dialogue in played.dialogues if dialogue["messages"][-1]["role"] == "assistant"
     ]
+    return replace(played, dialogues=whole)
 
 
 async def _play(
-    environment: Environment, task: Task, host: PlayerHost, budget: Budget
+    environment: Environment, task: Task, host: PlayerHost, budget: Budget, grader: Grader
 ) -> PlayedRollout:
-    async with environment.opened() as opened, Grader(pool=host.pool) as grader:
+    async with environment.opened() as opened:
         player = EnvironmentPlayer(opened, host, sampling=Sampling(), grader=grader)
         group = await GroupRunner(player, grader).run(task, "played", size=1, budget=budget)
     assert host.dialogues is not None

@@ -14,7 +14,14 @@ import anyio.to_thread
 from agentloop.agent.rollout import Budget
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import EnvironmentFailed, RequestError
-from agentloop.rollouts.metrics import about, about_each, mean, percent, rewards_of_each
+from agentloop.rollouts.metrics import (
+    GroupFigures,
+    about,
+    about_each,
+    mean,
+    percent,
+    rewards_of_each,
+)
 from agentloop.rollouts.stream import finished_groups
 from agentloop.training.rollouts import Purpose, RolledOut
 from agentloop.training.run_context import RunContext
@@ -75,7 +82,7 @@ async def roll_out_all(
 
     def show() -> None:
         num_done = len(rolled_out) * size
-        run.pace.waits(f"the learner waits for {activity}: {num_done} of {num_rollouts}")
+        run.pace.waits(f"{activity}: {num_done} of {num_rollouts} rollouts")
 
     show()
     wait_for_capacity = partial(run.rollouts.wait_for_capacity, size)
@@ -142,8 +149,10 @@ class HeldOutEval:
             version=version,
             activity="held-out tasks",
         )
-        values = about([group.figures for _, group in groups])
-        each = about_each((task.env, group.figures) for task, group in groups)
+        # Nothing is selected from these groups, so none is rejected.
+        figures = [(task.env, GroupFigures(group.figures.rollouts)) for task, group in groups]
+        values = about([of_group for _, of_group in figures])
+        each = about_each(figures)
         row = {f"held_out/{name}": value for name, value in {**values.row(), **each}.items()}
         evaluate_s = time.monotonic() - started_s
         await run.metrics.add({"step": step, **row, "held_out/evaluate_s": evaluate_s})

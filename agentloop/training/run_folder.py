@@ -24,7 +24,7 @@ import pydantic
 
 from agentloop.child_environment import for_system
 from agentloop.distribution import version
-from agentloop.errors import RunFolderError, SettingsError, sole
+from agentloop.errors import RunFolderError, SettingsError, message_of, sole
 from agentloop.plain_json import JsonObject, dumps, loads
 from agentloop.rollouts.record import ConversationRow
 from agentloop.training.learner_client.protocol import TrainingState
@@ -35,6 +35,7 @@ __all__ = [
     "checkpoints_in",
     "config_of",
     "is_active",
+    "require_new",
     "training_state",
     "writing",
 ]
@@ -92,7 +93,7 @@ class RunFolder:
         path = _absolute(path, follow_links=config is None)
         async with _hold_lock(path):
             if config is not None:
-                _require_new(path)
+                require_new(path)
             run = cls(path, config)
             with writing(path):
                 for file in path.glob("*.jsonl"):
@@ -144,7 +145,8 @@ class RunFolder:
             yield
         except Exception as error:
             with suppress(RunFolderError):  # the disk may be what failed
-                self.write("failed", f"{sole(error) or type(error).__name__}\n")
+                cause = sole(error)
+                self.write("failed", f"{message_of(cause) or type(cause).__name__}\n")
             raise
 
     @property
@@ -410,7 +412,7 @@ def _absolute(path: Path, *, follow_links: bool) -> Path:
     return path.resolve() if follow_links else path.absolute()
 
 
-def _require_new(path: Path) -> None:
+def require_new(path: Path) -> None:
     """Raise SettingsError if a run at `path` has results; a folder without any is not a run."""
     signs = ("metrics.jsonl", "sft/metrics.jsonl", "queue.sqlite")
     if any((path / name).exists() for name in signs):

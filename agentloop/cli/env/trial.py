@@ -81,13 +81,15 @@ class _Trial:
         return seconds_by_activity(self.timeline.spans, self.started_s, self.ended_s)
 
     @property
-    def num_tokens(self) -> int:
-        """The sampled tokens, by the endpoint's count if there is one."""
+    def num_tokens(self) -> int | None:
+        """The sampled tokens, by the endpoint's count if there is one; None: it is unknown."""
         counted = {
             event.rollout_id: event.num_tokens
             for event in self.events
             if isinstance(event, RolloutFinished) and event.num_tokens is not None
         }
+        if any(record.id not in counted and not record.has_ids for record in self.records):
+            return None
         return sum(counted.get(record.id, record.num_sampled_tokens) for record in self.records)
 
     async def run(self, groups: GroupRunner, budget: Budget, name: str) -> None:
@@ -156,7 +158,7 @@ async def _try(name: str, arguments: list[str]) -> int:
 
 def _print_trial(trial: _Trial, title: str, chat: ChatFormat | None, out: Console) -> None:
     task = trial.task
-    shown = {"answer": task.answer, **task.extra} if task.answer else task.extra
+    shown = {"expected answer": task.answer, **task.extra} if task.answer else task.extra
     fields = ", ".join(f"{name} {value!r:.60}" for name, value in shown.items())
     out.rule(escape(f"{title}: {task.id}" + (f" ({fields})" if fields else "")), align="left")
     conversations = Conversations(out, chat)
@@ -180,7 +182,7 @@ def _print_summary(trials: Sequence[_Trial]) -> None:
                 *(_value(trial.figures.get(name)) for name in parts),
                 str(sum(len(record.turns) for record in records)),
                 str(sum(len(record.calls) for record in records)),
-                str(trial.num_tokens),
+                "-" if trial.num_tokens is None else str(trial.num_tokens),
                 *(f"{seconds:.1f}" for seconds in trial.seconds.values()),
             )
         )

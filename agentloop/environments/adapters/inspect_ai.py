@@ -21,7 +21,7 @@ from agentloop.environments.agent import Agent
 from agentloop.environments.environment import environment
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import PromptTooLong, SettingsError
+from agentloop.errors import PromptTooLong, SettingsError, summary_of
 from agentloop.trajectory import Message
 
 __all__ = ["sample"]
@@ -84,7 +84,9 @@ def _load(name: str, args: str) -> Any:
     try:
         (spec,) = _module("_eval.loader").load_tasks([name], json.loads(args))
     except Exception as error:  # the task is another's code
-        raise SettingsError(f"env.args.name: {name}: {error!r}; write FILE@NAME") from error
+        raise SettingsError(
+            f"env.args.name: {name}: {summary_of(error)}; write FILE@NAME"
+        ) from error
     if spec.sandbox or not spec.scorer or any(row.sandbox for row in spec.dataset):
         raise SettingsError(f"env.args.name: {name}: it must have a scorer, and need no sandbox")
     return spec

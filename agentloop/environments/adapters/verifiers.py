@@ -22,7 +22,7 @@ from agentloop.environments.agent import Agent
 from agentloop.environments.environment import environment
 from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
-from agentloop.errors import SettingsError
+from agentloop.errors import SettingsError, summary_of
 from agentloop.plain_json import JsonObject
 
 __all__ = ["rollout"]
@@ -77,7 +77,9 @@ def _load(id: str, args: str) -> Any:
         with _no_signal_handlers():
             return import_module("verifiers").load_environment(id, **json.loads(args))
     except Exception as error:  # the environment is another's code
-        raise SettingsError(f"env.args: verifiers cannot load {id!r}: {error!r}") from error
+        raise SettingsError(
+            f"env.args: verifiers cannot load {id!r}: {summary_of(error)}"
+        ) from error
 
 
 @contextmanager

@@ -63,7 +63,11 @@ def _attempt(function: Callable[[], object]) -> dict[str, object]:
     except AgentLoopError as error:  # its message says all
         return {"error": str(error)[:_MAX_ERROR_CHARS]}
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]}
+        try:
+            message = f"{type(error).__name__}: {error}"
+        except Exception:  # its own __str__ may raise, too
+            message = type(error).__name__
+        return {"error": message[:_MAX_ERROR_CHARS]}
 
 
 def _find(name: str) -> Callable[..., object]:

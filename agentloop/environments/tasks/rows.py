@@ -25,7 +25,7 @@ from agentloop.environments.tasks.task import (
     shown_digest,
     task_digest,
 )
-from agentloop.errors import DataError, SettingsError
+from agentloop.errors import DataError, SettingsError, summary_of
 from agentloop.plain_json import is_encodable
 from agentloop.trajectory import Message
 
@@ -308,7 +308,7 @@ def _read_huggingface(settings: TasksSettings) -> Iterable[object]:
         else:
             rows = datasets.load_dataset(name, settings.config or None, split=settings.split)
     except Exception as error:  # the hub, files, format or split may raise anything
-        raise DataError(f"{name}: {type(error).__name__}: {error}") from error
+        raise DataError(f"{name}: {summary_of(error)}") from error
     return rows
 
 

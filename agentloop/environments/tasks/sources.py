@@ -259,9 +259,7 @@ def _of_environment(
             raise
         except Exception as error:  # the user's code, or a library's
             line = f"{line_of(tasks.function, error)}: " if isinstance(tasks, TaskList) else ""
-            raise DataError(
-                f"{where}: after number {number}: {line}{type(error).__name__}: {error}"
-            ) from error
+            raise DataError(f"{where}: after number {number}: {line}{summary_of(error)}") from error
 
     return _ListedTasks(settings, read_listed(), where)
 

@@ -429,8 +429,13 @@ def require_device(settings: ServerSettings) -> None:
     """Check that this machine has the device that the settings ask for.
 
     Raises:
-        SettingsError: it has no GPU.
+        SettingsError: it has no GPU, or the settings split a model over CPUs.
     """
+    if settings.tp_size > 1 and (settings.device == "cpu" or not has_accelerator()):
+        raise SettingsError(
+            f"server.tp_size: {settings.tp_size} needs as many GPUs: a server on a CPU is not "
+            "split; leave it at 1"
+        )
     if settings.device == "cuda" and not has_accelerator():
         raise SettingsError(f"server.device: cuda, but {NO_ACCELERATOR}; or set it to auto or cpu")
 

@@ -246,13 +246,15 @@ def _line_of(event: Event) -> tuple[str, Line] | None:
                 "generated_s": turn.generated_s,
                 "ended_s": turn.ended_s,
             }
-        case RolloutFinished(trajectory=trajectory):
+        case RolloutFinished(trajectory=trajectory, num_tokens=num_tokens):
+            if num_tokens is None and trajectory.has_ids:
+                num_tokens = trajectory.num_sampled_tokens
             line = {
                 "rollout": event.rollout_id,
                 "stop_reason": trajectory.stop_reason,
                 "error": trajectory.error and trajectory.error[:_MAX_TEXT],
                 "num_turns": len(trajectory.turns),
-                "num_tokens": trajectory.num_sampled_tokens,
+                "num_tokens": num_tokens,
                 "elapsed_s": trajectory.elapsed_s,
             }
         case GroupStarted():

@@ -39,7 +39,7 @@ import anyio.to_thread
 import pydantic
 
 from agentloop.distribution import install_hint, version
-from agentloop.errors import SettingsError
+from agentloop.errors import SettingsError, summary_of
 from agentloop.events import (
     Event,
     RolloutAbandoned,
@@ -317,10 +317,11 @@ class Traces:
             Attribute.AGENT: "agentloop",
             Attribute.MODEL: self._model,
             Attribute.CONVERSATION: trajectory.id,
-            Attribute.INPUT_TOKENS: num_prompt,
-            Attribute.OUTPUT_TOKENS: trajectory.num_sampled_tokens,
             Attribute.STOP_REASON: "abandoned" if is_abandoned else str(trajectory.stop_reason),
         }
+        if trajectory.has_ids:
+            attributes[Attribute.INPUT_TOKENS] = num_prompt
+            attributes[Attribute.OUTPUT_TOKENS] = trajectory.num_sampled_tokens
         if group:
             attributes[Attribute.GROUP] = group
         if trajectory.turns and not is_abandoned:
@@ -431,7 +432,7 @@ class Traces:
                 self._add_prompt(trace)
             reason = self._sender.send(traces)
         except Exception as error:  # the exporter does not document what it raises
-            reason = f"{type(error).__name__}: {error}"
+            reason = summary_of(error)
         if reason is not None:
             self._dropped.add(len(traces), reason)
         else:
@@ -547,6 +548,8 @@ class _LogCapture(logging.Filter):
 def _finish_reason(turn: Turn) -> str:
     if turn.end is TurnEnd.ABORT:
         return "error"
+    if turn.end is TurnEnd.FILTER:
+        return "content_filter"
     return "tool_call" if turn.calls and turn.end is TurnEnd.STOP else str(turn.end)
 
 

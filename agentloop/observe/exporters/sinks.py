@@ -24,6 +24,7 @@ import anyio
 import pydantic
 
 from agentloop.distribution import require
+from agentloop.errors import message_of
 from agentloop.events import Event, Measured
 from agentloop.observe.exporters.drop_counter import DropCounter
 
@@ -216,7 +217,7 @@ class _SinkWorker:
 
 
 def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return f"{type(error).__name__}: {message_of(error)}".partition("\n")[0]
 
 
 def _numbers(row: Mapping[str, object]) -> tuple[int, dict[str, float]]:

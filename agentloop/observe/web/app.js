@@ -89,7 +89,8 @@
 
   const nameDocument = () => {
     const { title, kind } = store.about;
-    document.title = [app.titleText, title ?? kind, "agentloop"].filter(Boolean).join(" · ");
+    const shown = [app.titleText, app.params?.id].filter(Boolean).join(" ");
+    document.title = [shown, title ?? kind, "agentloop"].filter(Boolean).join(" · ");
   };
 
   // --- the header: run, navigation, connection -------------------------------------------------------

@@ -133,7 +133,7 @@
     const keys = new Set();
     for (const run of runs)
       for (const row of run.rows.values()) for (const [key, value] of Object.entries(row)) if (isNumber(value)) keys.add(key);
-    keys.delete("step");
+    for (const key of ["step", "unix_s"]) keys.delete(key);
     return keys;
   };
 
@@ -143,11 +143,18 @@
     return runs.some((run) => [...run.rows.values()].some((row) => isNumber(row[key]) && row[key] !== row[reward]));
   };
 
+  // How many rollouts a task has, where the name of the metric does not say it: as the settings do.
+  const groupSize = (runs) => {
+    const sizes = new Set(runs.map(({ origin }) => origin?.get("loop.group_size")));
+    return sizes.size === 1 ? [...sizes][0] : undefined;
+  };
+
   const atK = (runs, keys) => {
     const found = [...keys].filter((key) => AT_K.test(key) && saysNew(runs, key)).sort();
     return found.map((key) => {
       const [, heldOut, name, k] = AT_K.exec(key);
-      return [key, `${name}@${k ?? "k"}, ${heldOut ? "held out" : "rollouts"}`, heldOut ? "thick" : "thin"];
+      const num = k ?? (heldOut ? 1 : groupSize(runs)) ?? "k"; // a held-out task has one rollout
+      return [key, `${name}@${num}, ${heldOut ? "held out" : "rollouts"}`, heldOut ? "thick" : "thin"];
     });
   };
 
@@ -234,7 +241,9 @@
     }
 
     offer(keys) {
+      const isHeldOut = (key) => Number(key.startsWith("held_out/"));
       const left = [...keys].filter((key) => !this.page.shownElsewhere.has(key)).sort();
+      left.sort((a, b) => isHeldOut(a) - isHeldOut(b)); // those of training first
       const before = this.chosen.value;
       if (left.join() !== this.offered) {
         this.offered = left.join();
@@ -361,13 +370,12 @@
       if (this.u && this.u.width !== width) this.u.setSize({ width, height });
     }
 
-    // Shows all values at the cursor's step, or at the last step; a missing value is shown as "–". By time or tokens,
-    // each run has places of its own, so its last value until there is shown.
+    // Shows the values at the cursor's step, or at the last step. Where a metric has none, as between evaluations, that is
+    // its last value until there; "–" means that there is none.
     showValues() {
-      const isOwn = this.page.axis.sum !== undefined;
       this.values?.forEach((values, i) => {
         let at = this.page.index ?? values.length - 1;
-        while (isOwn && at > 0 && !isNumber(values[at])) at -= 1;
+        while (at > 0 && !isNumber(values[at])) at -= 1;
         const found = values[at];
         setText(this.valueNodes.get(this.lineList[i]), isNumber(found) ? this.text(found) : "–");
       });

@@ -188,7 +188,7 @@
 
   const [STEP, HIGH, LOW] = [22, 34, 44]; // of a column: its width, the height of the reward, half the height of the advantage
 
-  /** A column per rollout: the reward as a mark, the advantage as a bar. Dropped rollouts have faint marks. */
+  /** A column per rollout: the reward as a mark, the advantage as a bar. Those that are not trained on are hollow or thin. */
   function plot(rows, open) {
     if (!rows.length) return [];
     const width = Math.max(rows.length * STEP, STEP);
@@ -227,7 +227,7 @@
     });
     image.style.maxWidth = `${width * 1.5}px`;
     const caption = h(
-      "figcaption", null, `Top: reward (○ correct, ✗ incorrect; faint if dropped). Bottom: advantage, from −${parts.number(largest, 2)} to +${parts.number(largest, 2)}.`,
+      "figcaption", null, `Top: reward (● correct, ✗ incorrect; hollow or thin if it is not trained on). Bottom: advantage, from −${parts.number(largest, 2)} to +${parts.number(largest, 2)}.`,
     );
     return [image, caption];
   }

@@ -386,7 +386,7 @@
       h(
         "li",
         { "data-kind": kind },
-        h("time", {}, t === null ? (store.about.live === false ? "" : "earlier") : format.clock(t)),
+        h("time", {}, t === null ? "" : format.clock(t)),
         href ? h("a", { href }, text) : h("span", {}, text),
       );
     const update = () => {

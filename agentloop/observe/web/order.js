@@ -9,7 +9,7 @@
   const KEYS = {
     newest: (row) => -row.start,
     longest: (row) => (row.state === "live" ? row.start - LIVE_FIRST : row.start - (row.end ?? row.start)),
-    tokens: (row) => -row.tokens,
+    tokens: (row) => -(row.tokens ?? 0),
   };
 
   /** Whether a rollout is in flight: it has not ended, and does not wait for a session's client. */

@@ -22,7 +22,7 @@
   const STATES = [["all", "All"], ["live", "In flight"], ["done", "Done"], ["failed", "Failed"], ["errors", "With failed calls"]];
   const REWARDS = [["all", "All"], ["correct", "Correct"], ["incorrect", "Incorrect"], ["none", "Not scored"]];
   const COLUMNS = [
-    ["id", "Rollout"], ["turn", "Turn"], ["tokens", "Tokens"], ["calls", "Calls"], ["reward", "Reward"],
+    ["id", "Rollout"], ["question", "Question"], ["turn", "Turn"], ["tokens", "Tokens"], ["calls", "Calls"], ["reward", "Reward"],
     ["answer", "Answer"], ["time", "Time"], ["lanes", "Timeline"],
   ];
 
@@ -63,7 +63,12 @@
         }
         if (ids === null) this.changed = null;
         else for (const id of ids) this.changed?.add(id);
-        if (["rollouts", "about", "theme"].some((key) => changed.has(key))) this.ask();
+        if (changed.has("groups")) {
+          // Groups have the questions of their rollouts, and may arrive after them.
+          for (const slot of this.slots) slot.content = null;
+          this.stale ||= chosen.query !== "";
+        }
+        if (["rollouts", "groups", "about", "theme"].some((key) => changed.has(key))) this.ask();
       });
       this.sizes = new ResizeObserver(() => this.measure());
       this.sizes.observe(this.scroll);
@@ -136,7 +141,7 @@
         : h("button", { type: "button", class: "v-button", title: "Download all timelines; ui.perfetto.dev opens the file", onclick: () => this.saveTrace() }, "Save for Perfetto");
       const bar = h(
         "div", { class: "v-bar" },
-        parts.search("id, group or answer", chosen.query, filter("query")),
+        parts.search("question, id, group or answer", chosen.query, filter("query")),
         parts.choice("State", STATES, chosen.state, filter("state")),
         parts.choice("Reward", REWARDS, chosen.reward, filter("reward")),
         parts.choice("Sort by", ORDERS, chosen.order, filter("order")),
@@ -232,7 +237,7 @@
       const { order } = this;
       let moved = this.stale;
       if (this.stale) {
-        order.filterBy(matches);
+        order.filterBy((row) => matches(row, this.questionOf(row)));
         if (order.name !== chosen.order) order.sortBy(chosen.order);
       }
       moved = order.take(this.changed) || moved;
@@ -340,12 +345,17 @@
       if (slot.item !== item || slot.content !== content) {
         [slot.item, slot.content, slot.t] = [item, content, null];
         if (item.header) fillHeader(slot, item, this.app.store.groups.get(item.group));
-        else fillRow(slot, item.row);
+        else fillRow(slot, item.row, this.questionOf(item.row));
       }
       if (!item.header && slot.t !== this.t) {
         slot.t = this.t;
         slot.write("time", format.span(((item.row.end ?? this.t) - item.row.start) / 1000));
       }
+    }
+
+    /** The first words of a rollout's question: its group's, or its own if it has no group here. */
+    questionOf(row) {
+      return this.app.store.groups.get(row.group)?.question || row.question || "";
     }
 
     /** Sorts the elements by index, for screen readers. */
@@ -575,7 +585,7 @@
       }
       const item = pointed.row;
       const details = [item.id, item.stop ? parts.words(item.stop) : parts.stateText(item.state)];
-      const question = this.app.store.groups.get(item.group)?.question;
+      const question = this.questionOf(item);
       if (question) details.push(question);
       if (item.server) details.push(item.server);
       const base = chosen.aligned ? item.start : 0;
@@ -591,12 +601,12 @@
 
   // -- rows
 
-  function matches(row) {
+  function matches(row, question) {
     if (chosen.state === "live" && !Order.inFlight(row)) return false;
     if (chosen.state === "errors" ? !row.failed_calls : chosen.state !== "all" && parts.stateOf(row) !== chosen.state) return false;
     if (chosen.reward !== "all" && parts.rewardOf(row) !== chosen.reward) return false;
     if (!chosen.query) return true;
-    return [row.id, row.group, row.answer].some((text) => (text ?? "").toLowerCase().includes(chosen.query));
+    return [question, row.id, row.group, row.answer].some((text) => (text ?? "").toLowerCase().includes(chosen.query));
   }
 
   /** Returns headers and rows; groups are in the order of their first rows. */
@@ -626,7 +636,7 @@
     const mark = h("span", { class: "ro-mark", "aria-hidden": "true" });
     const lanes = h("span", { class: "v-hidden" });
     const texts = { id: new Text(), lanes: new Text() };
-    for (const name of ["turn", "tokens", "calls", "reward", "answer", "time"]) cells[name].append((texts[name] = new Text()));
+    for (const name of ["question", "turn", "tokens", "calls", "reward", "answer", "time"]) cells[name].append((texts[name] = new Text()));
     link.append(texts.id);
     lanes.append(texts.lanes);
     cells.id.append(mark, link);
@@ -643,7 +653,7 @@
     slot.item = slot.content = null;
   }
 
-  function fillRow(slot, row) {
+  function fillRow(slot, row, question) {
     const { cells, write } = slot;
     const state = parts.stateOf(row);
     const reward = parts.rewardOf(row);
@@ -656,6 +666,8 @@
     setAttr(slot.link, "title", row.id);
     setAttr(cells.calls, "title", failed || null);
     write("id", row.id);
+    write("question", question);
+    setAttr(cells.question, "title", question || null);
     write("turn", format.whole(row.turn));
     write("tokens", format.whole(row.tokens));
     write("calls", row.failed_calls ? `${row.calls} (${row.failed_calls} ✗)` : format.whole(row.calls));
@@ -670,7 +682,7 @@
     const { cells, write } = slot;
     let [tokens, calls, live, scored, sum] = [0, 0, 0, 0, 0];
     for (const { row } of members) {
-      tokens += row.tokens;
+      tokens += row.tokens ?? 0;
       calls += row.calls;
       live += Order.inFlight(row);
       if (parts.rewardOf(row) === "none") continue;
@@ -690,8 +702,10 @@
     write("calls", format.whole(calls));
     const mean = known ? known.mean_reward : sum / scored;
     write("reward", format.isNumber(mean) ? `mean ${mean.toFixed(2)}` : "");
-    write("answer", known?.question ?? "");
-    setAttr(cells.answer, "title", known?.question || null);
+    write("question", known?.question ?? "");
+    setAttr(cells.question, "title", known?.question || null);
+    write("answer", "");
+    setAttr(cells.answer, "title", null);
     write("time", "");
     write("lanes", `${format.plural(members.length, "rollout")}, ${live} in flight`);
   }

@@ -163,7 +163,7 @@
 
     const logInitialState = () => {
       const first = store.about.live === false ? 60 : 8;
-      for (const row of store.steps.slice(-first)) logRow(row, null);
+      for (const row of store.steps.slice(-first)) logRow(row, row.unix_s ?? null);
       for (const server of store.servers) if (!server.healthy) logServer(server);
       logRaised([]);
     };
@@ -204,7 +204,7 @@
           store.addToLog(`${format.plural(lost, "sandbox worker")} lost and replaced`, { kind: "warn", href: "#/sandbox" });
       }
       if (frame.full) return;
-      for (const row of frame.steps ?? []) logRow(row, store.t);
+      for (const row of frame.steps ?? []) logRow(row, row.unix_s ?? store.t);
     };
 
     // One line for those that failed for the same reason at the same time.

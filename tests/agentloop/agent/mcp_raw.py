@@ -42,7 +42,43 @@ def processes() -> str:
     return f"{os.getpid()} {child.pid}"
 
 
-TOOLS = {tool.__name__: tool for tool in (count, end, freeze, processes)}
+def cut() -> str:
+    """Answer with half of a message."""
+    print(_reply(content("hello"))[:-9], flush=True)
+    return count()
+
+
+def wrong() -> str:
+    """Answer with JSON of another form."""
+    print(json.dumps({"jsonrpc": "2.0", "id": _id, "result": "hello"}), flush=True)
+    return count()
+
+
+def nameless() -> str:
+    """Answer with something that does not say to what."""
+    print('{"jsonrpc": "2.0", "result', flush=True)
+    return count()
+
+
+def chatty() -> str:
+    """Print other text before the answer."""
+    print("Working ...\n5\n", flush=True)
+    return count()
+
+
+TOOLS = {
+    tool.__name__: tool for tool in (count, end, freeze, processes, cut, wrong, nameless, chatty)
+}
+SILENT = ("cut", "wrong", "nameless")  # send no other answer
+_id: Any = None
+
+
+def content(text: str) -> dict[str, Any]:
+    return {"result": {"content": [{"type": "text", "text": text}]}}
+
+
+def _reply(answer: dict[str, Any]) -> str:
+    return json.dumps({"jsonrpc": "2.0", "id": _id, **answer})
 
 
 def answer(method: str, params: Any) -> dict[str, Any]:
@@ -57,7 +93,7 @@ def answer(method: str, params: Any) -> dict[str, Any]:
             schema = {"type": "object", "properties": {}}
             result = {"tools": [{"name": name, "inputSchema": schema} for name in TOOLS]}
         case "tools/call":
-            result = {"content": [{"type": "text", "text": TOOLS[params["name"]]()}]}
+            return content(TOOLS[params["name"]]())
         case _:
             return {"error": {"code": -32601, "message": f"no method {method}"}}
     return {"result": result}
@@ -66,11 +102,14 @@ def answer(method: str, params: Any) -> dict[str, Any]:
 def main() -> None:
     if "stubborn" in sys.argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    global _id
     for line in sys.stdin:
         message = json.loads(line)
         if "id" in message:
-            reply = answer(message["method"], message.get("params"))
-            print(json.dumps({"jsonrpc": "2.0", "id": message["id"], **reply}), flush=True)
+            _id = message["id"]
+            reply = _reply(answer(message["method"], message.get("params")))
+            if (message.get("params") or {}).get("name") not in SILENT:
+                print(reply, flush=True)
     if "stubborn" in sys.argv:
         time.sleep(600)
 

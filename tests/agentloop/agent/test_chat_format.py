@@ -17,7 +17,8 @@ from agentloop.agent.chat_settings import ChatSettings
 from agentloop.agent.text_stream import TextStream
 from agentloop.config import load_settings
 from agentloop.errors import ModelError, RequestError, SettingsError
-from agentloop.trajectory import ToolCall, ToolCallStatus, ToolResult, Turn
+from agentloop.models import SMALL
+from agentloop.trajectory import Message, ToolCall, ToolCallStatus, ToolResult, Turn
 from tests.support import (
     END,
     START,
@@ -32,6 +33,8 @@ from tests.support import (
 
 END_UNLESS_IT_CALLS = "' + ('' if message.tool_calls else '<|im_end|>') + '"
 LOOKALIKES = (START, END, *TAGS)
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALL_TEXT = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 contents = st.lists(
     st.one_of(
         st.sampled_from(
@@ -357,6 +360,23 @@ def test_turns_become_messages_for_the_next_prompt() -> None:
     assert first["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
     assert response == {"role": "tool", "tool_call_id": "c1", "content": "2"}
     assert last == {"role": "assistant", "content": "It is 2."}
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": "Found it."}, "</reason>\nFound it.<|im_end|>"),
+        ({"content": "", "tool_calls": [CALL]}, f"</reason>\n{CALL_TEXT}<|im_end|>"),
+        ({"content": "Go.", "tool_calls": [CALL]}, f"</reason>\nGo.\n{CALL_TEXT}<|im_end|>"),
+        ({"content": "Yes.", "reasoning_content": "Hm."}, "Hm.</reason>\nYes.<|im_end|>"),
+        ({"content": "<reason>Hm.</reason>\nYes."}, "Hm.</reason>\nYes.<|im_end|>"),
+    ],
+)
+def test_turn_without_reasoning_has_an_empty_thought(message: Message, text: str) -> None:
+    chat = ChatFormat.load(SMALL)
+    assert chat.opened_thought == "<reason>"
+    ids = chat.encode_assistant_turn({"role": "assistant", **message})
+    assert chat.decode(ids) == text
 
 
 def test_the_opened_thought_is_derived_from_the_template() -> None:

@@ -162,6 +162,24 @@ async def test_a_hung_server_is_an_infrastructure_failure_and_is_restarted(
         assert (await call(server.tools, "count")).status is ToolCallStatus.OK
 
 
+@pytest.mark.parametrize(
+    ("tool", "keeps_connection"), [("cut", True), ("wrong", True), ("nameless", False)]
+)
+async def test_unreadable_answer_fails_its_call_at_once(tool: str, keeps_connection: bool) -> None:
+    async with shared_server(timeout_s=600) as server:
+        with anyio.fail_after(60):
+            failed = await call(server.tools, tool)
+            after = await call(server.tools, "count")
+    assert failed.status is ToolCallStatus.INFRASTRUCTURE
+    assert "gave an answer that cannot be read: '{" in failed.content
+    assert after.content == ("2" if keeps_connection else "1")
+
+
+async def test_other_text_between_messages_is_passed_over() -> None:
+    async with shared_server() as server:
+        assert (await call(server.tools, "chatty")).content == "1"
+
+
 async def test_a_server_that_dies_too_often_ends_its_users(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -471,8 +489,33 @@ async def test_a_server_that_cannot_be_reached_says_so() -> None:
             pass
 
 
+def _http_answer(kind: str, message: Any) -> web.Response:
+    match kind:
+        case "error":
+            return web.Response(status=502, text="bad gateway")
+        case "no JSON":
+            return web.Response(text="{", content_type="application/json")
+        case "no result":
+            body = {"jsonrpc": "2.0", "id": message["id"], "result": "hello"}
+            return web.json_response(body)
+        case "other type":
+            return web.Response(text="<p>hello</p>", content_type="text/html")
+        case "cut stream":
+            return web.Response(
+                text="event: message\ndata: {\n\n", content_type="text/event-stream"
+            )
+        case "empty stream":
+            return web.Response(text="", content_type="text/event-stream")
+        case _:  # no content
+            return web.json_response({"jsonrpc": "2.0", "id": message["id"], "result": {}})
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["error", "no JSON", "no result", "other type", "cut stream", "empty stream", "no content"],
+)
 async def test_an_http_error_is_an_infrastructure_failure_and_headers_are_sent(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MCP_TEST_TOKEN", "s3cret")
     authorizations: list[str | None] = []
@@ -493,7 +536,7 @@ async def test_an_http_error_is_an_infrastructure_failure_and_headers_are_sent(
                 tool = {"name": "look", "inputSchema": {"type": "object", "properties": {}}}
                 result = {"tools": [tool]}
             case "tools/call":
-                return web.Response(status=502, text="bad gateway")
+                return _http_answer(kind, message)
             case _:
                 return web.Response(status=400, text="what?")
         return web.json_response({"jsonrpc": "2.0", "id": message["id"], "result": result})
@@ -506,8 +549,9 @@ async def test_an_http_error_is_an_infrastructure_failure_and_headers_are_sent(
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/mcp"
         headers = {"Authorization": "Bearer ${MCP_TEST_TOKEN}"}
-        async with mcp_server(url=url, headers=headers) as tools:
-            lost = await call(tools, "look")
+        async with mcp_server(url=url, headers=headers, timeout_s=600) as tools:
+            with anyio.fail_after(60):
+                lost = await call(tools, "look")
         assert lost.status is ToolCallStatus.INFRASTRUCTURE
         assert set(authorizations) == {"Bearer s3cret"}
     finally:

@@ -37,14 +37,15 @@ async def played(*lines: str, status: int = 200) -> AsyncIterator[RunningService
         yield RunningService(http, "http://played/v1")
 
 
-def chunk(**delta: Any) -> str:
-    return f"data: {json.dumps({'choices': [{'delta': delta}]})}"
+def chunk(*, finish_reason: str | None = None, **delta: Any) -> str:
+    return f"data: {json.dumps({'choices': [{'delta': delta, 'finish_reason': finish_reason}]})}"
 
 
 async def test_an_answer_is_printed_with_its_reasoning() -> None:
     out = Console(file=StringIO())
     lines = [chunk(role="assistant", content=""), chunk(reasoning_content="\n37 * 48"), ": alive"]
-    async with played(*lines, chunk(content=" is [b]"), chunk(), "data: [DONE]") as at:
+    lines += [chunk(content=" is [b]"), chunk(finish_reason="stop"), "data: [DONE]"]
+    async with played(*lines) as at:
         assert await at.answer(HELLO, out) == " is [b]"
     assert out.file.getvalue() == "37 * 48\n is [b]\n"  # type: ignore[attr-defined]
 
@@ -54,6 +55,8 @@ async def test_an_answer_is_printed_with_its_reasoning() -> None:
     [
         ('data: {"error": {"message": "no server is left"}}', "no server is left"),
         ("data: {", "an invalid chunk"),
+        ("data: [DONE]", r"broken off \(finish_reason None\)"),
+        (chunk(finish_reason="abort"), r"broken off \(finish_reason 'abort'\)"),
     ],
 )
 async def test_a_stream_that_breaks_is_an_error(line: str, message: str) -> None:

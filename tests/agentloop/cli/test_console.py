@@ -64,6 +64,14 @@ def test_settings_are_arguments_of_every_command() -> None:
     assert options.list_settings
 
 
+def test_option_that_should_be_a_setting_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_settings_arguments(parser)
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--lr=1e-5"])
+    assert "settings have no dashes: section.name=value" in capsys.readouterr().err
+
+
 def test_every_setting_is_listed() -> None:
     class Settings(pydantic.BaseModel):
         port: int = pydantic.Field(8000, description="Where it listens.")
@@ -393,6 +401,24 @@ def test_a_failure_is_printed_once_for_each_place_and_then_counted(
     assert re.search(rf"it failed on task 0: {reason}", text)
     assert re.search(rf"it failed on task 9: {reason}, 10 times", text)
     assert text.count("it failed") == 2
+
+
+def test_warning_of_error_without_text(capsys: pytest.CaptureFixture[str]) -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise KeyError("message")
+
+    logging.getLogger().handlers.clear()
+
+    async def fail() -> int:
+        try:
+            raise Unprintable
+        except Unprintable:
+            logging.getLogger("agentloop.test").warning("it failed", exc_info=True)
+        return 0
+
+    assert console.run(fail) == 0
+    assert "it failed: Unprintable (test_console.py:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", [0, 3, None])

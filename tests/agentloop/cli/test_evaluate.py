@@ -442,8 +442,42 @@ def trained(tmp_path: Path) -> Path:
     return run
 
 
+@pytest.fixture
+def complete_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which nothing is missing."""
+    monkeypatch.setattr("agentloop.cli.evaluate.require_servers", lambda settings: None)
+
+
+def test_plan_says_problems_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HTTP_PROXY", raising=False)
+    file = tmp_path / "tasks.jsonl"
+    url = "endpoint.url=http://127.0.0.1:9/v1"
+    assert main(["--dry-run", "--tasks", str(file), url]) == 2
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("missing    http://127.0.0.1:9/v1: ")
+    assert first.endswith(f"{file}: No such file")
+    write(file, "1")
+    assert main(["--dry-run", "--tasks", str(file), url, "servers=['http://127.0.0.1:1']"]) == 2
+    out = capsys.readouterr().out
+    assert out.startswith("refused    servers: not used with endpoint.url")
+    assert "tasks      1 (tasks)" in out
+
+
+def test_plan_needs_the_name_of_one_of_several_models(
+    fake: FakeEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "tasks.jsonl", "1")
+    fake.models = ["a", "b"]
+    arguments = ["--dry-run", "--tasks", str(file), f"endpoint.url={fake.url}"]
+    assert main(arguments) == 2
+    assert capsys.readouterr().out.startswith("refused    endpoint.model: set it to one of")
+    assert main([*arguments, "endpoint.model=a"]) == 0
+
+
 def test_an_evaluation_of_a_run_uses_the_runs_settings(
-    trained: Path, capsys: pytest.CaptureFixture[str]
+    complete_machine: None, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--run", str(trained), "--dry-run", "evaluate.num_samples=2"]) == 0
     out = capsys.readouterr().out
@@ -452,7 +486,7 @@ def test_an_evaluation_of_a_run_uses_the_runs_settings(
 
 
 def test_files_are_measured_in_place_of_what_the_run_holds_out(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    complete_machine: None, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path / "mine.jsonl", "1", "2", "3")
     assert main(["--run", str(trained), "--dry-run", "--tasks", str(file)]) == 0

@@ -18,11 +18,11 @@ from agentloop import RequestError, call
 from agentloop.cli import sft_stage
 from agentloop.cli.console import ProgressLine
 from agentloop.cli.sft import DialogueTraining
-from agentloop.cli.sft_stage import add_teacher_dialogues
+from agentloop.cli.sft_stage import add_teacher_dialogues, check_dialogues
 from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings, to_toml
 from agentloop.environments.environment import open_tasks
-from agentloop.errors import DataError
+from agentloop.errors import DataError, SettingsError
 from agentloop.models import SMALL
 from agentloop.training.learner_client.client import spawn_here
 from agentloop.training.run_folder import RunFolder
@@ -68,6 +68,35 @@ async def deadly(task: agentloop.Task, agent: agentloop.Agent) -> bool:
     return True
 
 
+@agentloop.environment(
+    tasks=lambda rng: {"prompt": "?", "answer": "1"}, teacher=lambda task, rng: lambda messages: "2"
+)
+async def never(task: agentloop.Task, agent: agentloop.Agent) -> float:
+    return float(await agent.chat(task.prompt) == task.answer)
+
+
+@agentloop.environment(
+    tasks=[{"prompt": str(number)} for number in range(4)],
+    teacher=lambda task, rng: lambda messages: "odd",
+)
+async def sometimes(task: agentloop.Task, agent: agentloop.Agent) -> bool:
+    await agent.chat(task.prompt)
+    return int(str(task.prompt)) % 2 == 1
+
+
+PLAYED: list[str] = []
+
+
+@agentloop.environment(
+    tasks=a_number,
+    teacher=lambda task, rng: lambda messages: {"role": "assistant", "content": [{"image": "x"}]},
+)
+async def unfinished(task: agentloop.Task, agent: agentloop.Agent) -> float:
+    PLAYED.append(task.id)
+    await agent.chat(task.prompt)
+    return 1.0
+
+
 @agentloop.environment
 async def untaught(task: agentloop.Task, agent: agentloop.Agent) -> float:
     return 0.0
@@ -79,8 +108,17 @@ def settings(*overrides: str) -> TrainSettings:
     return load_settings(TrainSettings, overrides=[*base, f"mcp.raw.command={command}", *overrides])
 
 
-def silent(text: str) -> None:
-    pass
+class Progress:
+    """Records what is said, and passes over activities."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
 
 
 def training_of(run: TrainSettings) -> DialogueTraining:
@@ -88,10 +126,11 @@ def training_of(run: TrainSettings) -> DialogueTraining:
     return run.sft.within(run.learner, run.ranks, run.loop, run.budget)
 
 
-async def with_teacher(run: TrainSettings, folder: RunFolder) -> DialoguesSettings:
-    return await add_teacher_dialogues(
-        run, training_of(run).data, run.environments, folder, cast(ProgressLine, silent)
-    )
+async def with_teacher(
+    run: TrainSettings, folder: RunFolder, progress: Progress | None = None
+) -> DialoguesSettings:
+    said = cast(ProgressLine, progress or Progress())
+    return await add_teacher_dialogues(run, training_of(run).data, run.environments, folder, said)
 
 
 def rows(data: DialoguesSettings) -> list[dict[str, Any]]:
@@ -110,9 +149,8 @@ async def test_a_teacher_plays_with_the_real_tools_and_only_once(tmp_path: Path)
         assert rows(first) == played
     answers = [row["messages"][-1]["content"].split(" and ") for row in played]
     assert [int(number) for number, _, _ in answers] == list(range(1, 13))  # one server for all
-    assert [tool["function"]["name"] for tool in played[0]["tools"]] == [
-        "count", "end", "freeze", "processes"
-    ]  # fmt: skip
+    names = [tool["function"]["name"] for tool in played[0]["tools"]]
+    assert names[:4] == ["count", "end", "freeze", "processes"]
     held_out = {task.answer for task in open_tasks(run.tasks, count).held_out()}
     assert not held_out & {answer for _, answer, _ in answers}
 
@@ -139,6 +177,55 @@ async def test_the_teachers_of_several_environments_play_by_weight(tmp_path: Pat
     async with RunFolder.open(tmp_path / "run", "") as folder:
         played = rows(await with_teacher(run, folder))
     assert sum(row["messages"][-1]["content"] == "program" for row in played) == 6
+
+
+async def test_share_of_right_rollouts_is_said(tmp_path: Path) -> None:
+    run, progress = settings(f"env={__name__}:sometimes", "sft.data.teacher=4"), Progress()
+    async with RunFolder.open(tmp_path / "run", "") as folder:
+        await with_teacher(run, folder, progress)
+    assert "The teacher's rollouts: 2 of 4 right (50%)" in progress.lines
+
+
+async def test_teacher_that_is_never_right_ends_the_run(tmp_path: Path) -> None:
+    run = settings(f"env={__name__}:never", "sft.data.teacher=3")
+    async with RunFolder.open(tmp_path / "run", "") as folder:
+        with pytest.raises(SettingsError, match=r"^sft.data.teacher: none of the 3 rollouts of"):
+            await with_teacher(run, folder)
+        assert not (folder.path / "teacher.jsonl").exists()
+
+
+async def test_first_rollout_is_checked_against_the_template(tmp_path: Path) -> None:
+    num_played = 0
+
+    async def check() -> None:
+        data = training_of(run).data
+        await check_dialogues(run, data, run.environments, cast(ProgressLine, Progress()))
+
+    run = settings(f"env={__name__}:unfinished", "sft.data.teacher=300")
+    with pytest.raises(DataError, match=r"^the teacher's first rollout: field 'messages'"):
+        await check()
+    num_played = len(PLAYED)
+    async with RunFolder.open(tmp_path / "run", "") as folder:
+        with pytest.raises(DataError, match=r"^the teacher's first rollout: field 'messages'"):
+            await with_teacher(run, folder)
+    assert (num_played, len(PLAYED)) == (1, 2)
+
+
+async def test_first_dialogue_of_each_file_is_checked(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    reply = {"role": "assistant", "content": "Yes."}
+    good.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}, reply]}))
+    bad.write_text('{"messages": [{"role": "user", "content": "?"}]}')
+    for paths, message in (([good], ""), ([good, bad], f"^{bad}: line 1: field 'messages'")):
+        run = settings(f"sft.data.paths={json.dumps([*map(str, paths)])}")
+        check = check_dialogues(
+            run, training_of(run).data, run.environments, cast(ProgressLine, Progress())
+        )
+        if message:
+            with pytest.raises(DataError, match=message):
+                await check
+        else:
+            await check
 
 
 @pytest.mark.parametrize("agent", ["env=", f"env={__name__}:untaught", "agent=python3 agent.py"])
@@ -187,7 +274,7 @@ async def test_refused_dialogues_are_played_again_unless_some_were_trained_on(
                 training_of(run),
                 run.environments,
                 dashboard,
-                cast(ProgressLine, silent),
+                cast(ProgressLine, Progress()),
                 spawn_here,
             )
         assert games.exists() == has_begun

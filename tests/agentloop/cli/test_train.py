@@ -120,9 +120,15 @@ def test_teachers_are_checked_before_anything_starts() -> None:
         check_teachers(taught.sft.data, several, [guess, None])
 
 
+@pytest.fixture
+def complete_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which nothing is missing."""
+    monkeypatch.setattr("agentloop.cli.train.require_machine", lambda settings: None)
+
+
 def test_a_plan_says_what_would_be_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dry-run", "loop.group_size=1"]) == 2
-    assert "refused    loop.group_size: 1 must be at least 2" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("refused    loop.group_size: 1 must be at least 2")
 
 
 def test_a_plan_says_which_files_a_start_would_lack(
@@ -130,8 +136,9 @@ def test_a_plan_says_which_files_a_start_would_lack(
 ) -> None:
     tasks = tmp_path / "tasks.jsonl"
     run = ["tasks.kind=jsonl", f"tasks.paths=['{tasks}']", "reward.function=no_such_module:score"]
-    assert main(["--dry-run", *run]) == 0
+    assert main(["--dry-run", *run]) == 2
     out = capsys.readouterr().out
+    assert out.startswith("missing    ")
     assert f"{tasks}: No such file" in out
     assert "reward.function: " in out
     assert "no_such_module" in out
@@ -144,13 +151,59 @@ def test_a_plan_says_which_files_a_start_would_lack(
     assert "refused    tools: json has no 'nothing'" in capsys.readouterr().out
 
 
+def test_plan_names_a_run_that_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "metrics.jsonl").touch()
+    assert main(["--dry-run", f"run.folder={tmp_path}", "run.name=mine"]) == 2
+    out = capsys.readouterr().out
+    assert out.startswith(f"refused    run.name: a run already exists at {tmp_path / 'mine'}")
+
+
+def test_plan_opens_data_sets_of_hubs(
+    complete_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    run = ["tasks.kind=huggingface", f"tasks.name={tmp_path / 'set'}"]
+    datasets.Dataset.from_list([{"problem": "1 plus 1?"}]).save_to_disk(tmp_path / "set")
+    assert main(["--dry-run", *run]) == 2
+    assert re.match(r"refused    .*row 1.*answer", capsys.readouterr().out)
+    datasets.Dataset.from_list([{"problem": "1 plus 1?", "answer": "2"}]).save_to_disk(
+        tmp_path / "good"
+    )
+    assert main(["--dry-run", *run, f"tasks.name={tmp_path / 'good'}"]) == 0
+
+
+def test_plan_checks_a_dialogue_against_the_template(
+    complete_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "dialogues.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "?"}]}')
+    assert main(["--dry-run", f"sft.data.paths=['{file}']"]) == 2
+    assert capsys.readouterr().out.startswith(f"refused    {file}: line 1: field 'messages'")
+    assert main(["--dry-run", "sft.data.paths=['nowhere.jsonl']"]) == 2
+    assert capsys.readouterr().out.startswith("missing    nowhere.jsonl: No such file")
+    assert main(["--dry-run", "sft.data.teacher=9"]) == 0
+
+
+def test_plan_starts_mcp_servers(
+    complete_machine: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--dry-run", "mcp.mine.command=['no-such-program']"]) == 2
+    assert re.match(
+        r"missing    the MCP server mine: there is no program 'no-such-program'",
+        capsys.readouterr().out,
+    )
+
+
 def test_a_plan_with_a_wrong_environment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dry-run", "env=math:mine"]) == 2
     (refused,) = re.findall(r"^(?:refused|missing) .*math.*", capsys.readouterr().out, re.M)
     assert re.match(r"refused    env.name: math has no 'mine' \(.*math.*\)", refused)
 
 
-def test_a_plan_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_printed_as_json(
+    complete_machine: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = str(Path(__file__).parents[3] / "docs" / "recipes" / "small.toml")
     assert main(["--dry-run", "--json", recipe]) == 0
     plan_data = json.loads(capsys.readouterr().out)
@@ -167,7 +220,7 @@ def test_a_plan_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_plan_of_a_run_that_goes_on_has_its_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    complete_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = Path(__file__).parents[3] / "docs" / "recipes" / "small.toml"
     settings = load_settings(TrainSettings, [recipe], ["loop.steps=123"])
@@ -186,14 +239,14 @@ def test_missing_packages_are_named_before_anything_starts(
     assert "torch (the learner), deepspeed (the learner), matplotlib (plots)" in err
     assert install_hint("train") in err
     assert not list(tmp_path.iterdir())
-    assert main(["--dry-run", *run]) == 0
+    assert main(["--dry-run", *run]) == 2
     out = capsys.readouterr().out
-    assert "missing    SGLang" in out
+    assert out.startswith("missing    SGLang")
     assert "torch (the learner)" in out
 
 
 def test_a_run_that_holds_out_all_its_tasks_does_not_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    complete_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"problem": "?", "answer": 1}\n')

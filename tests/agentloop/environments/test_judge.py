@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from collections import deque
 from collections.abc import Sequence
@@ -292,6 +293,33 @@ async def test_a_cost_ends_further_requests() -> None:
         fake.script.append(verdict(1, usage={"completion_tokens": 4}))
         with pytest.raises(SettingsError, match=r"no token counts: max_cost cannot be held"):
             await Judge(endpoint(fake, max_cost=1.0), RUBRIC)("x")
+
+
+async def test_cost_is_unknown_without_token_counts() -> None:
+    async with FakeEndpoint(deque([verdict(1), verdict(1, usage={})])).serving() as fake:
+        model = endpoint(fake, prices=(2.0, 10.0))
+        judge = Judge(model, RUBRIC)
+        await judge("x")
+        assert model.cost == pytest.approx(0.003)
+        await judge("y")
+        assert math.isnan(model.cost)
+
+
+async def test_cached_scores_are_those_of_the_model_in_effect(tmp_path: Path) -> None:
+    async with FakeEndpoint(deque([verdict(1), verdict(0)])).serving() as fake:
+        for name, score in [("old", 1.0), ("new", 0.0), ("new", 0.0), ("old", 1.0)]:
+            fake.models = [name]
+            judge = Judge(endpoint(fake, model=""), RUBRIC, cache=tmp_path / "scores.db")
+            assert await judge("x") == score
+    assert [request["model"] for request in fake.requests] == ["old", "new"]
+
+
+async def test_filtered_answer_is_no_verdict() -> None:
+    filtered = {"message": {"content": '{"score": 0}'}, "finish_reason": "content_filter"}
+    script = deque([Answer(body={"choices": [filtered]})])
+    async with FakeEndpoint(script).serving() as fake:
+        with pytest.raises(InfrastructureFailed, match="content filter withheld the answer"):
+            await Judge(endpoint(fake), RUBRIC)("x")
 
 
 async def test_the_number_of_requests_in_flight_is_bounded() -> None:

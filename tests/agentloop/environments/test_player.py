@@ -283,6 +283,25 @@ async def test_a_limit_of_tokens_is_that_of_a_message(
     assert (found[0].answer, found[0].turns[0].end) == ("It is", TurnEnd.LENGTH)
 
 
+@pytest.mark.parametrize(
+    ("finish", "more", "stop_reason"),
+    [
+        ("content_filter", {}, StopReason.CONTENT_FILTER),
+        ("length", {"stop_reason": "turn_budget"}, StopReason.TURN_BUDGET),
+    ],
+)
+async def test_what_cuts_off_a_message_ends_the_conversation(
+    finish: str, more: dict[str, str], stop_reason: StopReason
+) -> None:
+    message = {"role": "assistant", "content": "It is"}
+    choice = {"message": message, "finish_reason": finish, **more}
+    async with FakeEndpoint(deque([Answer(body={"choices": [choice]})])).serving() as fake:
+        against, found = played_by(endpoint(fake))
+        await run(against, size=1)
+    assert found[0].stop_reason is stop_reason
+    assert found[0].answer == "It is"
+
+
 async def test_an_endpoint_that_nobody_may_ask_any_more_refuses_the_task() -> None:
     async with FakeEndpoint().serving() as fake:
         against, _ = played_by(endpoint(fake, max_requests=0))

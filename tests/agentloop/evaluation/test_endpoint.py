@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.rewards.answers import final_answer
+from agentloop.environments.rewards.reward import Reward
 from agentloop.environments.tasks.sources import Task
 from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.evaluation.endpoint import EndpointSampler
@@ -26,8 +27,9 @@ from agentloop.inference.openai_client import (
     retry_after_s,
 )
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.rollouts.record import RolloutRecord
-from agentloop.trajectory import StopReason
+from agentloop.rollouts.metrics import RolloutFigures
+from agentloop.rollouts.record import NoReward, RolloutRecord
+from agentloop.trajectory import StopReason, TurnEnd
 from tests.agentloop.evaluation.fake_endpoint import Answer, FakeEndpoint, said
 from tests.rollouts import records_of
 from tests.support import eventually
@@ -186,6 +188,14 @@ async def test_permanent_errors_are_not_retried(
 
 
 @pytest.mark.anyio
+async def test_url_without_its_version_is_explained() -> None:
+    async with FakeEndpoint().serving() as fake:
+        url = fake.url.removesuffix("/v1")
+        with pytest.raises(SettingsError, match=f"did you mean {fake.url}\\?"):
+            await sampled(fake, url=url)
+
+
+@pytest.mark.anyio
 async def test_messages_that_cannot_be_encoded_are_rejected() -> None:
     async with FakeEndpoint().serving() as fake:
         with pytest.raises(RequestError, match="messages: they cannot be encoded"):
@@ -234,12 +244,15 @@ async def test_the_only_model_need_not_be_named() -> None:
     ("choice", "stop_reason"),
     [
         ({"finish_reason": "stop"}, StopReason.ANSWERED),
-        ({"finish_reason": None}, StopReason.ANSWERED),
         ({"finish_reason": "stop", "stop_reason": 151645}, StopReason.ANSWERED),
-        ({"finish_reason": "content_filter"}, StopReason.ANSWERED),
+        ({"finish_reason": "content_filter"}, StopReason.CONTENT_FILTER),
         ({"finish_reason": "length"}, StopReason.TOKEN_BUDGET),
         ({"finish_reason": "tool_calls"}, StopReason.CALLER_TOOLS),
         ({"finish_reason": "error"}, StopReason.INFRASTRUCTURE),
+        ({"finish_reason": "abort"}, StopReason.INFRASTRUCTURE),
+        ({"finish_reason": "insufficient_system_resource"}, StopReason.INFRASTRUCTURE),
+        ({"finish_reason": None}, StopReason.INFRASTRUCTURE),
+        ({}, StopReason.INFRASTRUCTURE),
         ({"finish_reason": "length", "stop_reason": "time_budget"}, StopReason.TIME_BUDGET),
         ({"finish_reason": "length", "stop_reason": "turn_budget"}, StopReason.TURN_BUDGET),
     ],
@@ -250,6 +263,43 @@ def test_the_stop_reason_of_an_answer(choice: dict[str, Any], stop_reason: StopR
     assert completion.stop_reason is stop_reason
     assert completion.text == "x"
     assert completion.num_tokens is None
+
+
+@pytest.mark.anyio
+async def test_unknown_end_is_no_answer() -> None:
+    async with FakeEndpoint(deque([said("It is", "abort")])).serving() as fake:
+        (sample,) = await sampled(fake)
+    assert sample.no_reward is NoReward.INFRASTRUCTURE
+    (trajectory,) = sample.trajectories
+    assert trajectory.error == "the endpoint broke off the answer (finish_reason 'abort')"
+    assert trajectory.turns[0].end is TurnEnd.ABORT
+
+
+@pytest.mark.anyio
+async def test_filtered_answer_is_scored_and_marked() -> None:
+    async with FakeEndpoint(deque([said("It", "content_filter")])).serving() as fake:
+        (sample,) = await sampled(fake)
+    assert sample.may_count
+    assert sample.trajectories[0].turns[0].end is TurnEnd.FILTER
+    sample.reward = Reward(0.0, None, "")
+    assert RolloutFigures.of(sample).filtered
+
+
+@pytest.mark.parametrize("count", [None, 0, -1])
+def test_token_count_that_cannot_be_is_unknown(count: int | None) -> None:
+    usage = {"prompt_tokens": count, "completion_tokens": count}
+    choice = {"message": {"content": "x"}, "finish_reason": "stop"}
+    completion = parse_completion(json.dumps({"choices": [choice], "usage": usage}).encode())
+    assert (completion.num_prompt_tokens, completion.num_tokens) == (None, None)
+
+
+@pytest.mark.anyio
+async def test_uncounted_tokens_are_unknown_in_figures() -> None:
+    choice = {"message": {"content": "x"}, "finish_reason": "stop"}
+    async with FakeEndpoint(deque([Answer(body={"choices": [choice]})])).serving() as fake:
+        (sample,) = await sampled(fake)
+    sample.reward = Reward(1.0, None, "")
+    assert RolloutFigures.of(sample).num_tokens is None
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])

@@ -43,6 +43,22 @@ def test_missing_samples_are_counted_apart_from_wrong_ones() -> None:
     assert (passed.value, passed.num_tasks) == (0.0, 1)
 
 
+def test_unknown_lengths_are_not_zero() -> None:
+    known = outcome("a", "s", 1.0, 1.0)
+    unknown = outcome("b", "t", 1.0, 1.0, num_tokens=None)
+    lost = outcome("c", "u", None, None)
+    columns = table(results([known, unknown, lost], SETTINGS, ABOUT))
+    rows = {row[0]: row[1:] for row in columns}
+    assert rows["tokens, mean"] == ["10", "-", "-", "10"]
+    assert rows["turns, mean"] == ["2.0", "2.0", "-", "2.0"]
+    assert rows["out of budget"] == ["0%", "0%", "-", "0%"]
+
+
+def test_filtered_samples_are_noted() -> None:
+    summary = results([outcome("a", "s", 0.0, 0.0, filtered=True)], SETTINGS, ABOUT)
+    assert "content filter cut off, scored as they are: 2." in text(summary)
+
+
 def test_a_task_that_could_not_be_sampled_misses_all_samples() -> None:
     refused = Outcome(Task("b", "?", "1", "s"), refused="messages: too long")
     summary = results([outcome("a", "s", 1.0, 1.0), refused], SETTINGS, ABOUT)

@@ -187,7 +187,7 @@ async def test_an_endpoints_answer_is_shown_without_ids(run: RunFolder) -> None:
     ]  # fmt: skip
 
 
-async def test_an_agent_that_an_endpoint_plays_has_no_tokens(run: RunFolder) -> None:
+async def test_tokens_of_another_agent_are_unknown(run: RunFolder) -> None:
     """`figures` are those of the sample, which the model under evaluation has generated."""
     turn = Turn(text="e4", end=TurnEnd.STOP, generated_s=1.0, ended_s=1.0)
     messages: list[Any] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "e4"}]
@@ -195,7 +195,7 @@ async def test_an_agent_that_an_endpoint_plays_has_no_tokens(run: RunFolder) -> 
     row = rollout("3-c.0") | {"trajectory": made.to_dict(), "figures": {"num_tokens": 59}}
     add(run, 3, [row])
     at = archive(run)
-    assert (await at.frame())["rollouts"][-1]["tokens"] == 0
+    assert (await at.frame())["rollouts"][-1]["tokens"] is None
     assert (await at.rollout("3-c.0+x"))["prompt"] == "user: ?"
 
 

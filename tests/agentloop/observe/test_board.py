@@ -526,7 +526,7 @@ def test_the_newest_rows_of_metrics_are_kept() -> None:
         made.on_event(Measured({"step": number}))
     reader.apply(made.take(1))
     assert len(reader.steps) == 5_000
-    assert reader.steps[-1] == {"step": 5_009}
+    assert reader.steps[-1] == {"step": 5_009, "unix_s": made.t0}
     assert "steps" not in made.take(1)
 
 

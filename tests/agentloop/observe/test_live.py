@@ -64,6 +64,17 @@ async def next_of(frames: Frames) -> tuple[str, dict[str, Any]]:
     return name, orjson.loads(data)
 
 
+async def test_rollout_without_a_group_has_its_own_question() -> None:
+    at = live()
+    prompt = CHAT.prompt([{"role": "user", "content": "What is 1 plus 1?"}])
+    at.board.on_event(RolloutStarted(Trajectory("a", prompt), ""))
+    at.board.on_event(GroupStarted("7-t", "t", "Why?", None, 1))
+    at.board.on_event(RolloutStarted(Trajectory("7-t.0", prompt), "7-t"))
+    rows = {row["id"]: row for row in at.board.take(9)["rollouts"]}
+    assert rows["a"]["question"] == "What is 1 plus 1?"
+    assert "question" not in rows["7-t.0"]  # which is that of its group
+
+
 async def test_frames_are_made_only_for_readers() -> None:
     at = live()
     queries: list[int] = []

@@ -488,6 +488,35 @@ async def test_a_rollout_that_its_environment_failed_has_no_reward() -> None:
     assert bad.reward.reason.startswith("the environment gave a bad value: the reward: ")
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("kind", ["own", "infrastructure", "value"])
+async def test_error_without_text_costs_only_its_own_rollout_the_reward(kind: str) -> None:
+    class Lost(Unprintable, InfrastructureFailed):
+        pass
+
+    class Value:
+        def __float__(self) -> float:
+            raise Unprintable
+
+    @agentloop.environment
+    async def sometimes(task: Any, agent: Agent) -> Any:
+        await agent.run("?")
+        if agent.id.endswith(".0"):
+            return 1.0
+        if kind == "value":
+            return Value()
+        raise Lost if kind == "infrastructure" else Unprintable
+
+    good, bad = await run(sometimes)
+    assert good.reward is not None
+    assert bad.reward is not None
+    assert (good.reward.value, bad.reward.value) == (1.0, None)
+
+
 @pytest.mark.parametrize("hides", [False, True])
 @pytest.mark.parametrize("raises", [False, True])
 async def test_a_failure_of_the_infrastructure_is_no_reward_whatever_is_returned(
@@ -1019,6 +1048,7 @@ def test_arguments_are_checked_against_the_signature() -> None:
     [
         ("no_such_module:f", "there is no module 'no_such_module'"),
         (f"{__name__}:nothing", "has no 'nothing'"),
+        (f"{__name__}:Mdel", r"has no 'Mdel' \(.*\): did you mean 'Model'"),
         (f"{__name__}:Model", "decorate it with @agentloop.environment"),
         ("plain", "no installed package registers an environment .plain."),
         ("plain:", "not of the form module:function"),

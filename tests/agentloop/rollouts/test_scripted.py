@@ -19,9 +19,10 @@ from agentloop.environments.examples.guess_number import guess
 from agentloop.environments.examples.solver_and_checker import solve_and_check
 from agentloop.environments.examples.warehouse import find
 from agentloop.environments.examples.warehouse_server import locate
+from agentloop.environments.rewards.reward import Grader
 from agentloop.environments.tasks.sources import Task
 from agentloop.models import SMALL
-from agentloop.rollouts.scripted import teacher_dialogues
+from agentloop.rollouts.scripted import play_teacher
 from agentloop.sandbox import Pool
 from agentloop.training.sft import DialoguesSettings, read_dialogues, trajectories_of
 
@@ -107,16 +108,19 @@ async def test_an_examples_teacher_is_understood_and_wins_sometimes(
 
 async def test_a_taught_rollout_that_its_budget_cuts_short_is_left_out() -> None:
     task = task_of(TASK)
-    taught_by = partial(
-        teacher_dialogues,
+    play = partial(
+        play_teacher,
         replace(guess, teacher=lambda task, rng: halves),
         task,
         Random(0),
         resolve=lambda tools: [as_tool(tool) for tool in tools if not isinstance(tool, str)],
         pool=cast(Pool, None),
     )
-    assert await taught_by(budget=agentloop.Budget(max_turns=3)) == []
-    (dialogue,) = await taught_by(budget=agentloop.Budget(max_turns=4))
+    async with Grader() as grader:
+        cut = await play(grader=grader, budget=agentloop.Budget(max_turns=3))
+        assert cut.dialogues == []
+        whole = await play(grader=grader, budget=agentloop.Budget(max_turns=4))
+    (dialogue,) = whole.dialogues
     assert dialogue["messages"][-1]["content"].endswith("It is 37.")
 
 

@@ -94,7 +94,7 @@ async def test_groups_are_in_the_order_of_their_tasks_without_refused_ones(
     assert sorted(report.lines) == [
         f"Skipped task {key}: {key}: too long" for key in sorted(refused)
     ]
-    assert report.statuses[-1].waits == f"the learner waits for tasks: {3 - len(refused)} of 3"
+    assert report.statuses[-1].waits == f"tasks: {3 - len(refused)} of 3 rollouts"
     assert sorted(rollouts.begun) == ["name-0", "name-1", "name-2"]
 
 

@@ -470,6 +470,8 @@ def test_a_port_in_use(model: Path, tmp_path: Path) -> None:
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ServerSettings(device="cuda")
     monkeypatch.setenv("AGENTLOOP_ACCELERATOR", "0")
+    with pytest.raises(SettingsError, match=r"^server.tp_size: 2 needs as many GPUs"):
+        require_device(ServerSettings(tp_size=2))
     with pytest.raises(SettingsError, match=r"^server\.device: cuda, but no GPU is visible here"):
         require_device(settings)
     for device in ("auto", "cpu"):
