@@ -101,8 +101,7 @@ class Settings(pydantic.BaseModel):
     mcp: dict[str, McpServerSettings] = pydantic.Field(
         default_factory=dict,
         json_schema_extra={"is_one_setting": True},
-        description="MCP servers, as tables [mcp.NAME] with a command or a url, env, headers, "
-        "timeout_s, start_timeout_s and max_concurrent (docs/guides/mcp.md).",
+        description="MCP servers, as tables [mcp.NAME]; docs/guides/mcp.md has their settings.",
     )
     tools: list[str] = pydantic.Field(
         default_factory=lambda: [PythonCode.name, JupyterCode.name],

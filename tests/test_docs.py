@@ -24,7 +24,7 @@ OF_OTHERS = {
     "agentloop env init",
     "[error] ZeroDivisionError: division by zero",
     "learner.micro_batch_tokens: ...",
-    "my_reward:right_and_short: task ...: AttributeError: ... (2 tries)",
+    "my_reward:right_and_short: task ...: AttributeError: ... (my_reward.py:9) (2 tries)",
     "reward.function: ModuleNotFoundError: No module named 'my_reward'",
     "reward.function: AttributeError: module 'my_reward' has no attribute 'nope'",
 }

@@ -18,7 +18,6 @@ import bisect
 import copy
 import functools
 import inspect
-import json
 import re
 import secrets
 from collections import OrderedDict
@@ -40,7 +39,7 @@ from agentloop.agent.openai_messages import (
     with_ids,
 )
 from agentloop.agent.placeholders import Placeholders
-from agentloop.agent.tokenizer import load_tokenizer
+from agentloop.agent.tokenizer import eos_ids, load_tokenizer, padded_vocab_size
 from agentloop.errors import ModelError, RequestError
 from agentloop.trajectory import Message, ToolCall, Trajectory, Turn, TurnEnd
 
@@ -187,11 +186,11 @@ class ChatFormat:
             family=detect(text) if settings.format == "auto" else get_family(settings.format),
             end_token=settings.end_token,
             eos_token=hf.eos_token,
-            eos_ids=_eos_ids(Path(model_path)),
+            eos_ids=eos_ids(Path(model_path)),
             source=text,
         )
         # With a padded vocabulary the model may sample ids that the tokenizer cannot decode.
-        chat.vocab_size = max(chat.vocab_size, _padded_vocab_size(Path(model_path)))
+        chat.vocab_size = max(chat.vocab_size, padded_vocab_size(Path(model_path)))
         return chat
 
     def with_arguments(self, arguments: Mapping[str, object]) -> ChatFormat:
@@ -592,22 +591,3 @@ def _opening_tag(text: str) -> str:
     """Return the tag of reasoning with which a text ends, or an empty string."""
     match = _OPENED_RE.search(text)
     return match.group() if match else ""
-
-
-def _eos_ids(folder: Path) -> list[int]:
-    """Return the tokens that end a generation by the model's folder, if it says."""
-    try:
-        value = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    ids = value if isinstance(value, list) else [value]
-    return [id for id in ids if isinstance(id, int)]
-
-
-def _padded_vocab_size(folder: Path) -> int:
-    """Return the number of rows of the model's embedding, or 0 if its folder does not say."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from agentloop.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["load_tokenizer", "quiet_about_torch"]
+__all__ = ["eos_ids", "load_tokenizer", "padded_vocab_size", "quiet_about_torch"]
 
 _HUB_TIMEOUT_S = 5.0
 
@@ -91,3 +92,22 @@ def quiet_about_torch() -> None:
 
 def _is_not_about_torch(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("PyTorch was not found")
+
+
+def eos_ids(folder: Path) -> list[int]:
+    """Return the tokens that end a generation by the model's folder, if it says."""
+    try:
+        value = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    ids = value if isinstance(value, list) else [value]
+    return [id for id in ids if isinstance(id, int)]
+
+
+def padded_vocab_size(folder: Path) -> int:
+    """Return the number of rows of the model's embedding, or 0 if its folder does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
