@@ -266,6 +266,7 @@ def _write_index(partial: Path, names: list[str], shards: list[Shard]) -> None:
 def _write_others(policy: Policy, target: Path) -> None:
     settings, model = policy.settings, policy.model
     copy_others(settings.model, target, template=settings.chat_template)
+    (target / "README.md").unlink(missing_ok=True)  # the model card describes other weights
     config, kind = config_of(settings), type(model).__name__
     if policy.start is None and kind not in config.get("architectures", [kind]):
         # Random weights of the language model of a composite one are a model by themselves.

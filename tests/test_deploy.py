@@ -46,10 +46,19 @@ def accepts(arguments: list[str], *shape: str) -> None:
     assert main([*arguments[1:], f"model='{QWEN}'", "--dry-run", *shapes]) == 0
 
 
+def write_problems(path: Path) -> None:
+    """Write a file in the place of the paper's problems, without which a plan says `missing`."""
+    path.parent.mkdir(exist_ok=True)
+    rows = ({"problem": f"{number} plus 1?", "answer": number + 1} for number in range(2000))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which commands run: it has docs/recipes, and will have runs."""
     (tmp_path / "docs").symlink_to(ROOT / "docs")
+    for name in ("math-42k", "dapo-en"):
+        write_problems(tmp_path / "data" / f"{name}.jsonl")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -126,7 +126,7 @@ class Answering:
                 for choice in chunk["choices"]:
                     on_sending(choice["index"])
             if data := b"".join(exchange.events(chunk)):
-                await stream.send(data)
+                await stream.send(data)  # no deadline: it has one
 
         try:
             async with stream.alive(), streamed_choices(writers, run) as (chunks, ended):
@@ -141,10 +141,12 @@ class Answering:
         except AgentLoopError as error:
             if not stream.has_begun:
                 raise
+            # no deadline: it has one
             await stream.send(exchange.fail(*error_of(error), id_of(request)))
             return stream.response
         trajectories = [ended[index] for index in sorted(ended)]
         last = b"".join(exchange.events(writers[0].usage(trajectories)))
         # All at once: a client that has the last event may go on from it before `send` returns.
+        # no deadline: it has one
         await stream.send(last + exchange.end())
         return stream.response

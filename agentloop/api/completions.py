@@ -311,7 +311,7 @@ class Completions:
         chunks_in, chunks = anyio.create_memory_object_stream[TextChoice](0)
 
         async def write_event(body: object) -> None:
-            await stream.send(event_line(body))
+            await stream.send(event_line(body))  # no deadline: it has one
 
         async def run(prompt: _EncodedPrompt, out: MemoryObjectSendStream[TextChoice]) -> None:
             async with out:
@@ -332,7 +332,7 @@ class Completions:
             return stream.response
         if parameters.stream_options and parameters.stream_options.include_usage:
             await write_event({**frame, "usage": _usage(prompts)})
-        await stream.send(b"data: [DONE]\n\n")
+        await stream.send(b"data: [DONE]\n\n")  # no deadline: it has one
         return stream.response
 
     async def _prompts(self, parameters: CompletionRequest) -> list[_EncodedPrompt]:

@@ -121,7 +121,7 @@ class EventStream:
             if wait_s > 0:
                 await anyio.sleep(wait_s)
             else:
-                await self.send(self._ping)
+                await self.send(self._ping)  # no deadline: it has one
 
 
 def event_line(data: object) -> bytes:

@@ -205,7 +205,6 @@ OPENED = TEMPLATE.replace("assistant\n' }}", "assistant\n<reason>' }}")
 @pytest.mark.parametrize(
     ("source", "content", "message"),
     [
-        (OPENED, "It is 4.", r"messages\[1\].content: .* begin the content with <reason>"),
         # As in the authors' template, which writes a final answer as it writes a question.
         (
             OPENED.replace("'\n' + message.content", "'\nAnswer:\n' + message.content"),

@@ -16,6 +16,7 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop
 import torch
 
 from agentloop.learner.broadcast import Broadcaster, _tensor
+from agentloop.learner.names import Conversion
 from agentloop.learner.policy import Policy
 from agentloop.training.learner_client.protocol import SendReply
 from agentloop.training.weight_sync.checksums import checksum
@@ -59,6 +60,10 @@ def test_tensors_of_any_types_lie_side_by_side_in_a_bucket(
         model.register_buffer(f"b{number}", numbers.to(getattr(torch, kind)))
     played = SimpleNamespace(
         model=model,
+        conversions=[
+            Conversion((name,), {name: buffer.shape}, dict)
+            for name, buffer in model.named_buffers()
+        ],
         num_updates=0,
         settings=SimpleNamespace(publish_dtype="bfloat16", bucket_mib=1),
         world=SimpleNamespace(first=True, device=torch.device("cpu")),

@@ -49,7 +49,7 @@ async def test_a_response_can_be_continued_as_soon_as_its_client_has_it(
             if b"response.completed" in data:
                 await held.wait()  # as where the client reads slowly
 
-        monkeypatch.setattr("agentloop.api.answering.send", slow)
+        monkeypatch.setattr("agentloop.api.http.send", slow)
         async with asks:
             stream = await asks.responses.create(model="m", input="a", stream=True)
             async for event in stream:

@@ -134,7 +134,7 @@ def live(arguments: list[str]) -> int:
         return "filter" if name.endswith("-filter") else "evaluation"
 
     at: list[tuple[Any, str, Callable[..., str]]] = [
-        (sft_stage, "teacher_dialogues", lambda *_, **__: "games"),
+        (sft_stage, "play_teacher", lambda *_, **__: "games"),
         (client.KeptLearner, "ask", of_request),
         (train_module, "_roll_out_and_learn", lambda *_, **__: "between"),
         (held_out, "roll_out_all", of_tasks),

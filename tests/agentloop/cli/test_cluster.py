@@ -23,6 +23,7 @@ from agentloop.errors import SettingsError
 from agentloop.sandbox import PoolSettings
 from agentloop.training.cluster.placement import ClusterNode, PlacementError, ProcessKind
 from agentloop.training.cluster.ray_cluster import RayCluster
+from tests.test_deploy import write_problems
 
 pytestmark = pytest.mark.timeout(120)  # the first plan imports all that a run would
 
@@ -145,8 +146,10 @@ def test_host_memory_counts() -> None:
 
 
 def test_a_dry_run_prints_where_everything_goes_and_its_commands(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write_problems(tmp_path / "data" / "math-42k.jsonl")
+    monkeypatch.chdir(tmp_path)
     recipe = str(RECIPES / "paper-stage1.toml")
     assert main(["--dry-run", recipe, MODEL, "--shape", "8x128,8x80,2048"]) == 0
     out = capsys.readouterr().out

@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
+from agentloop.environments.tasks.task import problem_of
 from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 from agentloop.training.curriculum import (
     BY_SOLVE_RATE,
@@ -220,7 +221,7 @@ def learn(source: TaskSource, num_draws: int, ability: dict[str, float]) -> Coun
 
 def test_hard_and_easy_tasks_are_drawn_less_often_than_others(tmp_path: Path) -> None:
     source = listed(tmp_path, 30)
-    ids = sorted(task.id for task in source.distinct or ())
+    ids = sorted(problem_of(task) for task in source.distinct or ())
     ability = dict(zip(ids, [0.0] * 10 + [0.5] * 10 + [1.0] * 10, strict=True))
     drawn = learn(source, 1200, ability)
     never, half, always = (sum(drawn[id] for id in ids[at : at + 10]) for at in (0, 10, 20))

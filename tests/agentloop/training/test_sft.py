@@ -375,11 +375,6 @@ def test_a_bad_line_is_named(tmp_path: Path, row: Any, said: str) -> None:
     assert said in str(error.value)
 
 
-def test_a_turn_that_begins_unlike_the_generation_prompt_is_named() -> None:
-    with pytest.raises(DataError, match=r"here: .*messages\[1\].content: .*<reason>"):
-        made(SHIPPED, [USER, {"role": "assistant", "content": "1776."}])
-
-
 def test_samples_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "dialogues.jsonl"
     long = {"role": "assistant", "content": "so " * 200}

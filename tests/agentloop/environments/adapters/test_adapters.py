@@ -35,7 +35,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.parametrize("adapter", [inspect_ai, openenv, reasoning_gym, textworld, verifiers])
 def test_an_adapter_is_short(adapter: ModuleType) -> None:
-    assert len(inspect.getsource(adapter).splitlines()) <= 150
+    assert len(inspect.getsource(adapter).splitlines()) <= 165
 
 
 class Closable:
