@@ -45,8 +45,10 @@ CUT_SHORT = [  # of laptop.toml
 ]
 
 
-def coin(trajectory: Trajectory, task: Task) -> float:
+def coin(trajectory: Trajectory, task: Task) -> float | None:
     """The small model is as good as always right here, which would teach it nothing."""
+    if not trajectory.logprobs:
+        return None  # the row's own answer, which the start of a run scores
     return int(-sum(trajectory.logprobs) * 1e6) % 2
 
 
