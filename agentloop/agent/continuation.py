@@ -157,6 +157,13 @@ class Continuation:
         Args:
             num_calls: Number of calls before them.
         """
+        if family.make_channels is not None:  # whose templates take either, beside calls
+            messages = [
+                {name: value for name, value in message.items() if name != "reasoning_content"}
+                if message.get("tool_calls") and message.get("content")
+                else message
+                for message in messages
+            ]
         if self._one_call:
             messages = one_call_each(messages)
         if family.history_id is not None:

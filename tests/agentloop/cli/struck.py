@@ -48,6 +48,7 @@ WAYS = ("interrupt", "kill", "kill the child", "full disk")
 _PLAN = "AGENTLOOP_TEST_STRIKES"
 _PLAYED = "AGENTLOOP_TEST_PLAYED"
 _LIFE_S = 240.0
+ROOT = Path(__file__).parents[3]
 DISK = "the disk"
 RUN = Path("my runs/one")
 
@@ -181,6 +182,7 @@ def drive(
     temporary = tempfile.mkdtemp(prefix="s-")
     environment = os.environ | {
         "TMPDIR": temporary,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         _PLAN: str(plan),
         _PLAYED: "1" if played else "",
         "PATH": os.pathsep.join([str(program.parent), os.environ["PATH"]]),
