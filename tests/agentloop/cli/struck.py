@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -121,6 +122,7 @@ def live(arguments: list[str]) -> int:
         parts.require_machine = parts.plot_runs = lambda *_: None
         played: Any = supervise
         played._SGLANG = played._KEYED = "tests.agentloop.cli.struck_parts"
+        played.importlib = SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: True))
         learner: Any = client
         learner._COMMAND = (sys.executable, "-m", "tests.agentloop.cli.struck_parts")
 
