@@ -70,11 +70,14 @@ class ChatFormat:
         reads: `reads(kind, name)` returns whether the template may read a field of messages: it
             names it, or writes it. `kind` is the role of the messages, or "call" or "function" for
             those of calls in them.
+        pairs_by_order: Whether only their order tells the model which results answer which calls:
+            the template does not read their ids.
     """
 
     end_id: int
     stop_ids: tuple[int, ...]
     generation_prompt: str
+    pairs_by_order: bool
 
     def __init__(
         self,
@@ -136,6 +139,7 @@ class ChatFormat:
         ends = (self._end_token, self._call_end, eos_token or "")
         ids_by_token = {end: id for end in ends if (id := self.token_id(end)) is not None}
         self.end_id = ids_by_token[self._end_token]
+        self.pairs_by_order = not self.reads("tool", "tool_call_id")
         self._stops = tuple(ids_by_token)
         self.stop_ids = tuple(dict.fromkeys([*ids_by_token.values(), *eos_ids]))
 
@@ -283,7 +287,8 @@ class ChatFormat:
         """
         if not messages:
             raise RequestError("messages: at least one message is required")
-        mark, plain = Placeholders(), normal_form(messages)
+        mark = Placeholders()
+        plain = normal_form(messages, in_call_order=self.pairs_by_order)
         disarmed_tools = [self._encoder.disarm_value(tool, mark) for tool in tools]
 
         def render(num_messages: int) -> str:

@@ -40,7 +40,10 @@ _TEXT_ONLY = "the model reads text only"
 
 
 def normal_form(
-    messages: Sequence[object], calls: Sequence[tuple[str, str]] = ()
+    messages: Sequence[object],
+    calls: Sequence[tuple[str, str]] = (),
+    *,
+    in_call_order: bool = True,
 ) -> list[dict[str, object]]:
     """Return messages in the form that chat templates are given.
 
@@ -49,18 +52,20 @@ def normal_form(
     - Each call has an id and a function whose arguments are an object: also those of the older form
       (`function_call`), and those without arguments (`""`, `null`). Arguments that are not a JSON
       object, because their call was cut, are an object with their text as its `arguments`.
-    - Results have the id of the call that they answer, and are in the order of the calls.
+    - Results have the id of the call that they answer, and are in the order of the calls, from
+      which a template that does not write ids tells whose they are.
     - Reasoning is `reasoning_content`.
 
     The form of messages in this form is the same again.
 
     Args:
         calls: The ids and names of the calls before the first message, to which results refer.
+        in_call_order: Whether to bring results into the order of the calls.
 
     Raises:
         RequestError: A message is invalid; the error names it and the field.
     """
-    form = _Form(calls)
+    form = _Form(calls, in_call_order)
     for index, message in enumerate(messages):
         form.add(f"messages[{index}]", message)
     return form.messages
@@ -69,7 +74,8 @@ def normal_form(
 class _Form:
     """Collects messages in the normal form."""
 
-    def __init__(self, calls: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, calls: Sequence[tuple[str, str]], in_call_order: bool) -> None:
+        self._in_call_order = in_call_order
         self.messages: list[dict[str, object]] = []
         self._num_calls = 0
         self._order = [id for id, _ in calls]  # of the newest calls
@@ -104,7 +110,7 @@ class _Form:
         self.messages.append(plain)
 
     def _add_result(self, plain: dict[str, object], name: object) -> None:
-        """Add a call's result, in the place that its call has among the newest ones."""
+        """Add a call's result."""
         id = plain.get("tool_call_id")
         if not id:
             waiting = [id for id in self._unanswered if self._unanswered[id] == name]
@@ -113,7 +119,7 @@ class _Form:
             plain["tool_call_id"] = id
             self._unanswered.pop(str(id), None)
         self.messages.append(plain)
-        if self._order:
+        if self._in_call_order and self._order:
             self._results.append(plain)
             self._results.sort(key=self._place)
             self.messages[-len(self._results) :] = self._results

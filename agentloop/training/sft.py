@@ -55,7 +55,7 @@ from agentloop.training.trained_messages import (
     check_weight,
     is_trained,
 )
-from agentloop.trajectory import Message, Trajectory, Turn, TurnEnd
+from agentloop.trajectory import Message, ToolCall, Trajectory, Turn, TurnEnd
 
 __all__ = [
     "Dialogue",
@@ -243,7 +243,9 @@ class _Reader:
         self._limit = max_tool_response_tokens
         self._given = dialogue.messages
         # As many, with the same indices.
-        self._messages: Sequence[Message] = normal_form(dialogue.messages)
+        self._messages: Sequence[Message] = normal_form(
+            dialogue.messages, in_call_order=chat.pairs_by_order
+        )
         self._num_calls = 0
         self._trajectories: list[Trajectory] = []
 
@@ -268,13 +270,18 @@ class _Reader:
         """Add the turns and results from messages[index] on; return the index after them."""
         while self._role(index) == "assistant":
             turn, at = self._turn(index), index
-            results = self._results(index, turn)
+            results, answered = self._results(index, turn)
             index += 1 + len(results)
             goes_on = self._role(index) == "assistant"
             num_calls, num_results = len(turn.calls), len(results)
             if goes_on and num_calls == num_results > 0:
                 cut = [truncate(self._chat, content, self._limit) for content in results]
-                turn.observation_ids = self._chat.observation(cut, turn.calls)
+                turn.observation_ids = self._chat.observation(cut, answered)
+            elif num_calls != (made := len(self._messages[at].get("tool_calls") or ())) > 0:
+                raise RequestError(
+                    f"messages[{at}].tool_calls: of {count_of(made, 'call')}, {num_calls} can be "
+                    "read from what the model's chat template writes"
+                )
             elif goes_on or num_results or (num_calls and index < len(self._messages)):
                 raise RequestError(
                     f"messages[{at}]: makes {count_of(num_calls, 'call')}, followed by "
@@ -304,19 +311,22 @@ class _Reader:
         self._num_calls += len(calls)
         return Turn(ids, logprobs=[0.0] * len(ids), end=TurnEnd.STOP, calls=calls)
 
-    def _results(self, index: int, turn: Turn) -> list[str]:
-        """Return the contents of the tool messages after messages[index], in the order of the
-        calls."""
+    def _results(self, index: int, turn: Turn) -> tuple[list[str], list[ToolCall]]:
+        """Return the contents of the tool messages after messages[index], and the calls that they
+        answer."""
         results = list(
             itertools.takewhile(lambda each: each["role"] == "tool", self._messages[index + 1 :])
         )
         made = [call["id"] for call in self._messages[index].get("tool_calls") or ()]
         check_answers(index + 1, results, made)
-        ids = [call.id for call in turn.calls]
+        calls, ids = turn.calls, made or [call.id for call in turn.calls]
         answered = [result.get("tool_call_id") for result in results]
-        if not made and sorted(map(str, answered)) == sorted(ids):  # of calls in the content
-            results.sort(key=lambda result: ids.index(result["tool_call_id"]))
-        return [result["content"] for result in results]
+        if len(ids) == len(calls) and sorted(map(str, answered)) == sorted(ids):
+            if made:
+                calls = [calls[ids.index(id)] for id in answered]
+            else:  # of calls in the content
+                results.sort(key=lambda result: ids.index(result["tool_call_id"]))
+        return [result["content"] for result in results], calls
 
     def _role(self, index: int) -> str | None:
         """Return the role of messages[index], or None if there is no such message."""

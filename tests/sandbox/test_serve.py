@@ -81,12 +81,15 @@ async def until_stat(client: Client, name: str, value: int, *, at_least: bool = 
 @asynccontextmanager
 async def unread_response(client: Client) -> AsyncIterator[None]:
     """Request more output than the kernel buffers, and do not read it."""
-    body = json.dumps({"code": "print('x' * (4 << 20), end='')", "language": "python"}).encode()
+    code = r"print('\x01' * (4 << 20), end='')"  # six bytes each as JSON
+    body = json.dumps({"code": code, "language": "python"}).encode()
     head = f"POST /run_code HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     host, port = client.url.removeprefix("http://").split(":")
-    async with await anyio.connect_tcp(host, int(port)) as stream:
-        await stream.send(head.encode() + body)
-        await until_stat(client, "held_bytes", 4 << 20, at_least=True)
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # else up to tcp_rmem's bound
+        deaf.connect((host, int(port)))
+        deaf.sendall(head.encode() + body)
+        await until_stat(client, "held_bytes", 24 << 20, at_least=True)
         yield
 
 

@@ -13,6 +13,7 @@ import pytest
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.formats import detect
 from agentloop.errors import RequestError
+from agentloop.training.sft import Dialogue, trajectories_of
 from agentloop.trajectory import ToolCall
 from tests.agentloop.agent.random_conversations import EXAMPLES, conversations, some_text
 from tests.agentloop.agent.real_models import (
@@ -298,7 +299,24 @@ def test_answers_are_accepted_back(name: str) -> None:
             text = chat.decode(chat.prompt([user("hi"), called, *results], TOOLS))
             assert text.index("1776") < text.index("1777")
             swapped = chat.prompt([user("hi"), called, *reversed(results)], TOOLS)
-            assert chat.decode(swapped) == text
+            if chat.pairs_by_order:
+                assert chat.decode(swapped) == text
+            else:
+                text = chat.decode(swapped)
+                assert text.index("1777") < text.index("1776")
+
+
+@pytest.mark.parametrize(
+    "name", ["mistralai-Mistral-Nemo-Instruct-2407", "moonshotai-Kimi-K2-Instruct"]
+)
+def test_results_keep_their_order_beside_their_ids(name: str) -> None:
+    chat, results = chat_of(name), responds(name, "1776", "1777")
+    messages = [user("hi"), calls_tool(name, "x", "y"), *reversed(results)]
+    answer = {"role": "assistant", "content": "done"}
+    dialogue = Dialogue([*messages, answer], TOOLS, "here")
+    found = trajectories_of(chat, dialogue, max_tool_response_tokens=512)
+    observed = chat.decode(found[0].turns[0].observation_ids)
+    assert observed.strip() in chat.decode(chat.prompt(messages, TOOLS))
 
 
 def test_a_refusal_of_the_template_names_the_message() -> None:
