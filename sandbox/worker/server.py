@@ -388,6 +388,8 @@ class WorkerServer:
                 data = zygote.recv(NEWS.size)
             except BlockingIOError:
                 return
+            except ConnectionResetError:  # it has not read our last message
+                data = b""
             if not data:
                 self.on_zygote_end()
             kind, number, value, cpu_s, max_rss = NEWS.unpack(data)
