@@ -243,9 +243,8 @@ class _Reader:
         self._limit = max_tool_response_tokens
         self._given = dialogue.messages
         # As many, with the same indices.
-        self._messages: Sequence[Message] = normal_form(
-            dialogue.messages, in_call_order=chat.pairs_by_order
-        )
+        by_order = chat.pairs_by_order
+        self._messages: Sequence[Message] = normal_form(dialogue.messages, in_call_order=by_order)
         self._num_calls = 0
         self._trajectories: list[Trajectory] = []
 
@@ -278,10 +277,8 @@ class _Reader:
                 cut = [truncate(self._chat, content, self._limit) for content in results]
                 turn.observation_ids = self._chat.observation(cut, answered)
             elif num_calls != (made := len(self._messages[at].get("tool_calls") or ())) > 0:
-                raise RequestError(
-                    f"messages[{at}].tool_calls: of {count_of(made, 'call')}, {num_calls} can be "
-                    "read from what the model's chat template writes"
-                )
+                what = f"of {count_of(made, 'call')}, the chat template writes {num_calls} readably"
+                raise RequestError(f"messages[{at}].tool_calls: {what}")
             elif goes_on or num_results or (num_calls and index < len(self._messages)):
                 raise RequestError(
                     f"messages[{at}]: makes {count_of(num_calls, 'call')}, followed by "
@@ -312,20 +309,18 @@ class _Reader:
         return Turn(ids, logprobs=[0.0] * len(ids), end=TurnEnd.STOP, calls=calls)
 
     def _results(self, index: int, turn: Turn) -> tuple[list[str], list[ToolCall]]:
-        """Return the contents of the tool messages after messages[index], and the calls that they
-        answer."""
-        results = list(
-            itertools.takewhile(lambda each: each["role"] == "tool", self._messages[index + 1 :])
-        )
+        """Return the contents of the results after messages[index], and the calls they answer."""
+        after = self._messages[index + 1 :]
+        results = list(itertools.takewhile(lambda each: each["role"] == "tool", after))
         made = [call["id"] for call in self._messages[index].get("tool_calls") or ()]
         check_answers(index + 1, results, made)
         calls, ids = turn.calls, made or [call.id for call in turn.calls]
-        answered = [result.get("tool_call_id") for result in results]
-        if len(ids) == len(calls) and sorted(map(str, answered)) == sorted(ids):
-            if made:
-                calls = [calls[ids.index(id)] for id in answered]
-            else:  # of calls in the content
+        answered = [str(result.get("tool_call_id")) for result in results]
+        if len(ids) == len(calls) and sorted(answered) == sorted(ids):
+            if self._chat.pairs_by_order:
                 results.sort(key=lambda result: ids.index(result["tool_call_id"]))
+            else:
+                calls = [calls[ids.index(id)] for id in answered]
         return [result["content"] for result in results], calls
 
     def _role(self, index: int) -> str | None:

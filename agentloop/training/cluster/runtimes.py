@@ -16,7 +16,7 @@ import logging
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -275,9 +275,10 @@ class RemoteRuntimes:
         """
         request = GroupRequest(task, name, size, budget, oldest, purpose)
         reason, is_queued = "", False
+        failed: set[str] = set()
         for _ in range(_NUM_TRIES):
-            await self._until(lambda: bool(self._free()))
-            member = min(self._free(), key=lambda member: member.num_open)
+            await self._until(lambda: bool(self._free(failed)))
+            member = min(self._free(failed), key=lambda member: member.num_open)
             member.is_free = False
             self._changed.notify()
             if not is_queued:
@@ -290,6 +291,7 @@ class RemoteRuntimes:
                 reason = f"{member.name} was lost: {error}"
             except ServerError as error:
                 reason = f"{member.name}: {error}"
+                failed.add(member.name)
                 log.error("group %s goes to another runtime: %s", name, reason)
                 await anyio.sleep(_RETRY_S)
             else:
@@ -298,12 +300,11 @@ class RemoteRuntimes:
             f"group {name}: gave up after {_NUM_TRIES} attempts, the last by {reason}"
         )
 
-    def _free(self) -> list[_Member]:
-        return [
-            member
-            for member in self._members.values()
-            if member.is_free and self._is_current(member)
-        ]
+    def _free(self, failed: Set[str] = frozenset()) -> list[_Member]:
+        """Return the free runtimes: of those that have not failed, if there are any."""
+        current = [member for member in self._members.values() if self._is_current(member)]
+        others = [member for member in current if member.name not in failed]
+        return [member for member in others or current if member.is_free]
 
     async def _ask(self, member: _Member, request: GroupRequest) -> GroupResult:
         member.num_open += 1
