@@ -564,7 +564,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--steps", type=int, default=usual.steps, help="steps including the warm-up")
     real = commands.add_parser("real", help="agentloop train, on this machine")
     real.add_argument("--model", required=True, help="a folder, such as runs/latest/sft/model")
-    real.add_argument("--recipe", type=Path, default=Path("docs/recipes/laptop-rl.toml"))
+    real.add_argument("--recipe", type=Path, default=Path("agentloop/cli/recipes/laptop-rl.toml"))
     real.add_argument(
         "--steps", type=int, default=16, help="steps including those that do not count"
     )

@@ -307,7 +307,7 @@ def random_reward(trajectory: Trajectory, task: Task) -> float:
 
 
 async def train(setup: Setup) -> list[Row]:
-    """Steps of docs/recipes/one-gpu.toml with a small model of random weights."""
+    """Steps of agentloop/cli/recipes/one-gpu.toml with a small model of random weights."""
     num_steps = 10 if setup.on_gpu else 2
     model = await anyio.to_thread.run_sync(random_model, setup)
     command = [sys.executable, "-m", "agentloop", *train_arguments(setup, model, num_steps)]

@@ -296,7 +296,7 @@ class Names(aiohttp.abc.AbstractResolver):
 
 
 async def test_a_host_with_a_token_is_reached_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The form of the name is that in docs/recipes/paper.toml."""
+    """The form of the name is that in agentloop/cli/recipes/paper.toml."""
     monkeypatch.setattr(aiohttp.connector, "DefaultResolver", lambda loop: Names())
     async with host(token="hush") as there:
         there.url = there.url.replace("127.0.0.1", "node-4")

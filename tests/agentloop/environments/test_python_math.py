@@ -179,7 +179,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainSettings, Tr
     rows = [{"problem": f"What is {n} times {42 // n}?", "answer": "42"} for n in (1, 2, 3, 6, 7)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     overrides = [f"tasks.paths=['{file}']", "tasks.held_out=2", "sampling.seed=7"]
-    paper = load_settings(TrainSettings, [ROOT / "docs/recipes/paper.toml"], overrides)
+    paper = load_settings(TrainSettings, [ROOT / "agentloop/cli/recipes/paper.toml"], overrides)
     env = paper.env.model_copy(update={"name": REGISTERED[paper.env.name]})
     built_in = {
         "env": EnvSettings(),
