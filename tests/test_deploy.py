@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(120)  # a plan imports all that a run would
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "docs" / "deploy"
 VECTORS = ROOT / "tests" / "vectors"
-QWEN = ROOT / "docs" / "recipes" / "qwen3-14b"
+QWEN = ROOT / "agentloop" / "cli" / "recipes" / "qwen3-14b"
 SCRIPT = DEPLOY / "train.sbatch"
 GIB = 1 << 30
 
@@ -64,7 +64,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def stopped_run(folder: Path, *overrides: str) -> None:
-    recipe = ROOT / "docs" / "recipes" / f"{folder.name}.toml"
+    recipe = ROOT / "agentloop" / "cli" / "recipes" / f"{folder.name}.toml"
     folder.mkdir(parents=True)
     settings = load_settings(TrainSettings, [recipe], [f"model='{QWEN}'", *overrides])
     (folder / "config.toml").write_text(to_toml(settings))

@@ -17,7 +17,7 @@ from tools import layout
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-FOLDERS = ("agentloop", "sandbox", "learner")
+FOLDERS = ("agentloop",)
 # Python's own words in all but their beginning, or no message.
 OF_OTHERS = {
     "No module named 'pytest'",

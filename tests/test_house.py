@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -21,15 +22,6 @@ import agentloop
 from agentloop import sandbox
 
 ROOT = Path(__file__).parent.parent
-# Folders by the packages that they are; agentloop/sandbox and agentloop/learner are links.
-FOLDERS = {
-    "agentloop": "agentloop",
-    "agentloop.sandbox": "sandbox",
-    "agentloop.learner": "learner",
-    "bench": "bench",
-    "tests": "tests",
-    "tools": "tools",
-}
 OURS = ("agentloop", "bench", "tests", "tools")
 BOTTOM = {
     "agentloop.errors",
@@ -47,19 +39,15 @@ HEAVY = ("torch", "deepspeed", "transformers", "aiohttp")
 OVERLAY = "agentloop.inference.cpu.overlay"
 
 
-def name_of(package: str, folder: str, file: Path) -> str:
-    parts = (package, *file.relative_to(ROOT / folder).with_suffix("").parts)
+def name_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 @cache
 def modules() -> dict[str, Path]:
     """Every module of ours by its name."""
-    return {
-        name_of(package, folder, file): file
-        for package, folder in FOLDERS.items()
-        for file in (ROOT / folder).rglob("*.py")
-    }
+    return {name_of(file): file for package in OURS for file in (ROOT / package).rglob("*.py")}
 
 
 @cache
@@ -328,6 +316,32 @@ def test_the_public_names() -> None:
         _ = agentloop.Nothing
 
 
+def test_a_clone_without_symbolic_links_has_all_packages(tmp_path: Path) -> None:
+    """Such as one on Windows, or from many an archive."""
+    options = ["-c", "core.symlinks=false", "clone", "-q", "--no-local", "--depth=1"]
+    clone = tmp_path / "clone"
+    cloned = subprocess.run(
+        ["git", *options, str(ROOT), str(clone)], capture_output=True, text=True, check=False
+    )
+    if cloned.returncode:
+        pytest.skip("this is not a git repository")
+    imports = (
+        "import agentloop.sandbox, agentloop.learner.batch, agentloop.environments.examples; "
+        "from agentloop.cli import completion; assert [*completion._RECIPES.glob('small.toml')]; "
+        "print(agentloop.sandbox.__file__)"
+    )
+    imported = subprocess.run(
+        [sys.executable, "-P", "-c", imports],
+        cwd=clone,
+        env={**os.environ, "PYTHONPATH": str(clone)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert imported.returncode == 0, imported.stderr
+    assert imported.stdout.startswith(str(clone))
+
+
 def test_names_at_the_root() -> None:
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -456,6 +470,6 @@ def test_train_has_few_settings() -> None:
 
 
 def test_the_top_level_stays_small() -> None:
-    """A newcomer reads the architecture off the top level: modules and packages, links included."""
+    """A newcomer reads the architecture off the top level: modules and packages."""
     top = {path.stem for path in (ROOT / "agentloop").iterdir() if path.name[0] not in "_."}
     assert len(top - {"py"}) <= 24, sorted(top)

@@ -21,7 +21,8 @@ from agentloop.errors import DataError, SettingsError
 from agentloop.training.sft import Dialogue, trajectories_of
 from tests.support import END, TEMPLATE, template, tokenizer
 
-FOLDER = Path(__file__).parents[2] / "docs" / "recipes"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "agentloop" / "cli" / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
 QWEN3_14B = FOLDER / "qwen3-14b"
 NODE = Machine(ram_bytes=1 << 40, disk_free_bytes=8 << 40, num_gpus=8, gpu_bytes=79 << 30)
@@ -81,7 +82,8 @@ def test_a_run_without_a_recipe_suits_a_laptop() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_in_the_table_and_its_commands_are_there(path: Path) -> None:
-    assert f"[{path.name}]({path.name})" in (FOLDER / "README.md").read_text()
+    table = (ROOT / "docs" / "recipes" / "README.md").read_text()
+    assert f"[{path.name}](../../agentloop/cli/recipes/{path.name})" in table
     named = re.findall(r"agentloop (?:sft|train|evaluate) ([\w-]+)", path.read_text())
     assert [name for name in named if not (FOLDER / f"{name}.toml").exists()] == []
 

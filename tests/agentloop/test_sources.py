@@ -17,7 +17,7 @@ from agentloop.cli.evaluate import EvaluateSettings
 from agentloop.cli.sft import SftSettings
 from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
-from tests.agentloop.test_recipes import FOLDER
+from tests.agentloop.test_recipes import FOLDER, ROOT
 
 NOT_STATED = "not stated"
 COMMANDS: dict[str, type[pydantic.BaseModel]] = {
@@ -47,7 +47,9 @@ def chosen(name: str) -> set[str]:
 def tables() -> Mapping[str, list[Row]]:
     """The rows of the document, by the recipe that they are about."""
     by_recipe: dict[str, list[Row]] = {}
-    for section in re.split(r"^## ", (FOLDER / "sources.md").read_text(), flags=re.M)[1:]:
+    for section in re.split(
+        r"^## ", (ROOT / "docs" / "recipes" / "sources.md").read_text(), flags=re.M
+    )[1:]:
         name, _, text = section.partition("\n")
         equal = re.findall(r"^- `(\S+) = (.*?)`: (.+)$", text, re.M)
         lines = [line for line in text.splitlines() if line.startswith("|")]

@@ -92,7 +92,7 @@ async def test_two_ranks_by_a_launcher(tmp_path: Path, launcher: Any) -> None:
 
 async def test_two_nodes_by_torchrun(tmp_path: Path) -> None:
     """The other node runs the line that is written in a loop. With a fixed port, as in
-    agentloop/cli/recipes/paper.toml, it rejoins after a restart: nobody has to copy the line again."""
+    the recipe `paper`, it rejoins after a restart: nobody has to copy the line again."""
     loops: list[subprocess.Popen[bytes]] = []
     statuses = tmp_path / "statuses"
 
