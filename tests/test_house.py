@@ -22,6 +22,7 @@ import agentloop
 from agentloop import sandbox
 
 ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "agentloop" / "environments" / "examples"
 OURS = ("agentloop", "bench", "tests", "tools")
 BOTTOM = {
     "agentloop.errors",
@@ -46,8 +47,9 @@ def name_of(file: Path) -> str:
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of ours by its name."""
-    return {name_of(file): file for package in OURS for file in (ROOT / package).rglob("*.py")}
+    """Every module of ours by its name; examples are written as a user would."""
+    files = [file for package in OURS for file in (ROOT / package).rglob("*.py")]
+    return {name_of(file): file for file in files if EXAMPLES not in file.parents}
 
 
 @cache

@@ -26,8 +26,8 @@ def test_links_lead_to_pages_of_the_site() -> None:
 
 def test_a_program_is_shown_as_it_is() -> None:
     texts, _ = pages(ROOT)
-    assert (ROOT / "examples/own_tool.py").read_text() in texts[
-        "repository/examples/own_tool.py.md"
+    assert (ROOT / "agentloop/environments/examples/own_tool.py").read_text() in texts[
+        "repository/agentloop/environments/examples/own_tool.py.md"
     ]
 
 
