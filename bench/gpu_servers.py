@@ -41,7 +41,7 @@ from bench.gpu_model import PartFailed, Row, Setup
 from bench.learner import agentic_batch
 
 TIMEOUT_S = 300.0
-_RECIPE = Path(__file__).parents[1] / "docs" / "recipes" / "one-gpu.toml"
+_RECIPE = Path(__file__).parents[1] / "agentloop" / "cli" / "recipes" / "one-gpu.toml"
 _SHARE = ("--mem-fraction-static", "0.35")  # of the GPU's memory; the learner gets the rest
 _GREEDY = Sampling(temperature=0.0)
 _PROMPT = 20  # tokens

@@ -36,7 +36,7 @@ __all__ = ["VICTIMS", "RealRun", "coin", "play_real"]
 
 VICTIMS = ("runtime", "rank", "server", "container", "host")
 _OUTLIVED = ("container", "host")  # killing these does not end the runtime
-RECIPE = Path(__file__).resolve().parents[1] / "docs" / "recipes" / "small.toml"
+RECIPE = Path(__file__).resolve().parents[1] / "agentloop" / "cli" / "recipes" / "small.toml"
 TASKS_PER_STEP = 3
 _STILL_S = 300.0  # without output: then it hangs
 _LEFT_S = 30.0

@@ -34,7 +34,7 @@ from agentloop.sandbox import CallStatus, ProgramEnd
 from agentloop.trajectory import ToolCallStatus, Trajectory, Turn
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = ROOT / "examples"
+EXAMPLES = ROOT / "agentloop" / "environments" / "examples"
 GUIDES = sorted([*ROOT.glob("docs/guides/*.md"), *ROOT.glob("docs/quickstart/*.md")])
 
 

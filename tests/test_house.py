@@ -450,9 +450,9 @@ BUDGET = {
 }
 
 
-@pytest.mark.parametrize("package", FOLDERS)
+@pytest.mark.parametrize("package", BUDGET)
 def test_packages_keep_within_their_budgets(package: str) -> None:
-    inner = [other for other in FOLDERS if other.startswith(f"{package}.")]
+    inner = [other for other in BUDGET if other.startswith(f"{package}.")]
     num_lines = sum(
         file.read_text("utf-8").count("\n")
         for name, file in modules().items()

@@ -39,7 +39,12 @@ class Row:
 
 def chosen(name: str) -> set[str]:
     """The settings of a recipe that no source states, and that have no line in the table."""
-    section = (FOLDER / "sources.md").read_text().partition(f"## {name}\n")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "recipes" / "sources.md")
+        .read_text()
+        .partition(f"## {name}\n")[2]
+        .partition("\n## ")[0]
+    )
     return set(re.findall(r"`([^`]+)`", section.partition("Not stated:")[2]))
 
 

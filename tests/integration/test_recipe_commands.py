@@ -32,7 +32,7 @@ pytestmark = [
 ]
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop-rl[train]'")
 
-RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
+RECIPES = Path(__file__).parents[2] / "agentloop" / "cli" / "recipes"
 SHAPES = {"paper-stage1": "8x128,8x80,2048", "release-8gpu": "1x128,8x80,1024"}
 LEARNER = learner_command(Path("learner.json"))
 

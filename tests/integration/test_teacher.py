@@ -31,7 +31,7 @@ from tests.integration.test_train import Said
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(600)]
 
-RECIPE = Path(__file__).parents[2] / "docs" / "recipes" / "small.toml"
+RECIPE = Path(__file__).parents[2] / "agentloop" / "cli" / "recipes" / "small.toml"
 NOISE = 0.5
 TOKENIZER = Tokenizer.from_file(str(SMALL / "tokenizer.json"))
 

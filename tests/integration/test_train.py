@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.usefixtures("docker_engine", "sglang_installed"),
 ]
 
-RECIPE = Path(__file__).parents[2] / "docs" / "recipes" / "small.toml"
+RECIPE = Path(__file__).parents[2] / "agentloop" / "cli" / "recipes" / "small.toml"
 CUT_SHORT = [  # of laptop.toml
     "sft.data.teacher=40",
     "stages.short.steps=1",

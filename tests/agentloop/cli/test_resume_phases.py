@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[3]
-RECIPES = ROOT / "docs" / "recipes"
+RECIPES = ROOT / "agentloop" / "cli" / "recipes"
 NEEDS_GPUS = re.compile(r"^paper|^evaluate-|^one-gpu$|^release-")
 SHORT = [
     "sft.loop.epochs=1",

@@ -27,7 +27,7 @@ from agentloop.training.run_folder import RunFolder, checkpoints_in
 from agentloop.training.run_status import RunStatus
 from tests.support import eventually
 
-RECIPES = Path(__file__).parents[3] / "docs" / "recipes"
+RECIPES = Path(__file__).parents[3] / "agentloop" / "cli" / "recipes"
 
 
 def test_every_setting_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,7 @@ def test_settings_that_would_teach_the_wrong_thing_are_refused_by_name(
 
 
 def test_a_staged_run_can_be_told_again(tmp_path: Path) -> None:
-    recipe = Path(__file__).parents[3] / "docs" / "recipes" / "laptop.toml"
+    recipe = Path(__file__).parents[3] / "agentloop" / "cli" / "recipes" / "laptop.toml"
     settings = load_settings(TrainSettings, [recipe])
     again = tmp_path / "config.toml"
     again.write_text(to_toml(settings), "utf-8")
@@ -204,7 +204,7 @@ def test_a_plan_with_a_wrong_environment_is_refused(capsys: pytest.CaptureFixtur
 def test_a_plan_is_printed_as_json(
     complete_machine: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = str(Path(__file__).parents[3] / "docs" / "recipes" / "small.toml")
+    recipe = str(Path(__file__).parents[3] / "agentloop" / "cli" / "recipes" / "small.toml")
     assert main(["--dry-run", "--json", recipe]) == 0
     plan_data = json.loads(capsys.readouterr().out)
     assert (plan_data["steps"], plan_data["step"]["num_rollouts"], plan_data["refused"]) == (
@@ -222,7 +222,7 @@ def test_a_plan_is_printed_as_json(
 def test_a_plan_of_a_run_that_goes_on_has_its_settings(
     complete_machine: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = Path(__file__).parents[3] / "docs" / "recipes" / "small.toml"
+    recipe = Path(__file__).parents[3] / "agentloop" / "cli" / "recipes" / "small.toml"
     settings = load_settings(TrainSettings, [recipe], ["loop.steps=123"])
     (tmp_path / "config.toml").write_text(to_toml(settings), "utf-8")
     assert main(["--dry-run", "--resume", str(tmp_path)]) == 0
@@ -297,7 +297,7 @@ def test_a_negative_number_of_restarts_is_refused(capsys: pytest.CaptureFixture[
 
 
 def run_at(path: Path, *overrides: str) -> TrainSettings:
-    recipe = Path(__file__).parents[3] / "docs" / "recipes" / "small.toml"
+    recipe = Path(__file__).parents[3] / "agentloop" / "cli" / "recipes" / "small.toml"
     settings = [f"run.folder='{path}'", "run.name=one", *overrides]
     return load_settings(TrainSettings, [recipe], settings)
 
