@@ -45,6 +45,8 @@ __all__ = [
 
 _ENV_PREFIX = "AGENTLOOP_"
 _RECIPES = Path(__file__).with_name("cli") / "recipes"
+# Settings that were removed, with the value that the code now has: older runs name them.
+_REMOVED = {"ranks.launcher": "processes", "weights.pause": "retract"}
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 
@@ -245,6 +247,11 @@ def _normalize(
     for key, value in values.items():
         path = f"{at}.{key}" if at else key
         field = model.model_fields.get(key)
+        if field is None and path in _REMOVED:
+            if value == _REMOVED[path]:
+                continue
+            always = _toml_value(_REMOVED[path])
+            raise SettingsError(f"{source}: {path!r} was removed and is now always {always}")
         if field is None:
             raise SettingsError(f"{source}: unknown setting {path!r}{_suggest(model, key, at)}")
         section = section_of(field.annotation)

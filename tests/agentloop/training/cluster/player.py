@@ -35,7 +35,6 @@ class Player:
         self.asked: list[str] = []
         self.dropped: list[str] = []
         self.versions: list[str] = []
-        self.pauses: list[str] = []  # how it was told to load weights
         self.num_stale = 0  # times that it was asked for servers without the weights
         self.checksum = "sum"
         self.sampled: str | None = None  # the version that it says it samples with
@@ -108,7 +107,6 @@ class Player:
             raise self.fails
         self.versions.append(published.version)
         assert isinstance(published, PublishedFolder)
-        self.pauses.append(published.pause)
         return SyncResult(published, ["http://server"], {}, 0.0, self.checksum, num_verified=1)
 
     async def sync_stale(self, result: SyncResult, *, timeout_s: float) -> bool:
