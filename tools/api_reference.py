@@ -117,12 +117,12 @@ def _of_class(name: str, cls: type) -> str:
     parts = [f"### {name}\n\n{_summary(cls)}"]
     if class_signature(cls):
         parts.append(f"`{_short('', name, cls)}`")
-    if names := [f"`{field}`" for field, *_ in fields(cls)]:
-        parts.append(f"Fields, as in [settings.md](settings.md): {', '.join(names)}.")
+    if fields(cls):
+        parts.append("Fields: [settings.md](settings.md).")
     if values := list(members(cls)):
         parts.append("Values: " + ", ".join(f"`{name}`" for name, _ in values) + ".")
     if items := [
-        f"- `{text if kind == 'property' else _short(kind, text.partition('(')[0], member)}`"
+        f"- `{text.partition(':')[0] if kind == 'property' else _short(kind, text, member)}`"
         f" {_summary(member)}".rstrip()
         for kind, text, member in methods(cls)
     ]:
@@ -130,7 +130,7 @@ def _of_class(name: str, cls: type) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _short(kind: str, name: str, function: Any) -> str:
+def _short(kind: str, text: str, function: Any) -> str:
     """Return a signature without types, which are in tests/public_api.txt."""
     signature = inspect.signature(function)
     parameters = [
@@ -142,7 +142,7 @@ def _short(kind: str, name: str, function: Any) -> str:
     ]
     short = signature.replace(parameters=parameters, return_annotation=inspect.Parameter.empty)
     prefix = {"async def": "await ", "async with": "async with "}.get(kind, "")
-    return f"{prefix}{name}{short}"
+    return f"{prefix}{text.partition('(')[0]}{short}"
 
 
 def class_signature(cls: type) -> str:

@@ -90,9 +90,10 @@ def _sections(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _gist(description: str) -> str:
-    """Return the first sentence of a description, and those about its default and conditions."""
+    """Return the first clause of a description, and sentences about its default and conditions."""
     first, *others = re.split(r"(?<=[.)]) (?=[A-Z`])", " ".join(description.split()))
-    return " ".join([first, *filter(_KEPT.search, others)])
+    clause = first.partition("; ")[0].removesuffix(".")
+    return " ".join([f"{clause}.", *filter(_KEPT.search, others)])
 
 
 def _with_default(name: str, value: str) -> str:

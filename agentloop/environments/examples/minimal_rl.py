@@ -4,10 +4,10 @@
                      ▲    SGLang, a tool                DeepSpeed                  │
                      └────────────── rollouts go on meanwhile <────────────────────┘
 
-The small model that comes with agentloop misspells the name of this tool in every other rollout, and
-learns to copy it. `agentloop train` is this loop with a journal from which a killed run continues,
-evaluation, checkpoints, restarts, and a page. Only the runtime's interface is public: what is
-imported from `agentloop.training` may change.
+The small model that comes with agentloop misspells the name of this tool in every other rollout,
+and learns to copy it. `agentloop train` is this loop with a journal from which a killed run
+continues, evaluation, checkpoints, restarts, and a page. Only the runtime's interface is public:
+what is imported from `agentloop.training` may change.
 """
 
 import random
@@ -51,10 +51,10 @@ def reward(question: str, trajectory: agentloop.Trajectory) -> float:
     return float(trajectory.answer == f"\\boxed{{{first * second}}}")
 
 
-def version(trajectories: Sequence[agentloop.Trajectory]) -> int:
+def oldest_version(trajectories: Sequence[agentloop.Trajectory]) -> int:
     """Return the oldest version of the weights that sampled a token; 0: the model as it came."""
-    versions = {version for t in trajectories for version in t.versions if version}
-    return min(int(version) if version.isdigit() else 0 for version in versions)
+    names = {name for trajectory in trajectories for name in trajectory.versions if name}
+    return min(int(name) if name.isdigit() else 0 for name in names)
 
 
 async def main(num_steps: int, folder: Path) -> None:
@@ -74,10 +74,12 @@ async def main(num_steps: int, folder: Path) -> None:
     ):
         publisher = FolderPublisher(learner, folder / "weights", WeightsSettings())
         servers = Served(runtime.router)
-        step, batch, rewards = 0, [], []
+        step = 0
+        batch: list[Sample] = []
+        rewards: list[float] = []
         async for group in groups:
             rollouts = [t for t in group.trajectories if not t.stop_reason.is_unscorable]
-            if not rollouts or step - version(rollouts) > MAX_STALENESS:
+            if not rollouts or step - oldest_version(rollouts) > MAX_STALENESS:
                 continue
             scores = [reward(group.task, rollout) for rollout in rollouts]
             rewards += scores
@@ -105,4 +107,4 @@ async def train(learner: Learner, batch: Sequence[Sample], path: Path) -> float:
 
 if __name__ == "__main__":
     with TemporaryDirectory(prefix="minimal-rl-") as temporary:
-        anyio.run(main, int(sys.argv[1]) if sys.argv[1:] else 20, Path(temporary))
+        anyio.run(main, int(sys.argv[1]) if sys.argv[1:] else 8, Path(temporary))
