@@ -352,7 +352,7 @@ def test_names_at_the_root() -> None:
         pytest.skip("this is not a git repository")
     assert {path.partition("/")[0] for path in listed.stdout.splitlines()} == {
         *(".ci", ".gitignore"),
-        *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md"),
+        *("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md"),
         *("agentloop", "bench", "constraints", "docs", "examples", "learner", "sandbox"),
         *("pyproject.toml", "tests", "tools", "tox.ini"),
     }
