@@ -34,6 +34,7 @@ from agentloop.errors import SettingsError, summary_of
 __all__ = [
     "describe_settings",
     "import_named",
+    "is_recipe",
     "load_known",
     "load_settings",
     "path_of",
@@ -51,6 +52,11 @@ _REMOVED: dict[str, object] = {
     "weights.pause": "retract",
 }
 M = TypeVar("M", bound=pydantic.BaseModel)
+
+
+def is_recipe(name: str) -> bool:
+    """Return whether a recipe that comes with agentloop has this name."""
+    return (_RECIPES / f"{name}.toml").is_file()
 
 
 def path_of(name: Path | str, ending: str = ".toml", *, folder: Path | None = None) -> Path:
@@ -184,8 +190,8 @@ def _read_toml(file: Path, where: str = "") -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
-        is_recipe = (_RECIPES / file.name).is_file()
-        hint = f"; the recipe of that name is {file.stem}, without .toml" if is_recipe else ""
+        hint = f"; the recipe of that name is {file.stem}, without .toml"
+        hint = hint if is_recipe(file.stem) else ""
         raise SettingsError(f"{where}{file}: {error.strerror or error}{hint}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{where}{file}: {error}") from error

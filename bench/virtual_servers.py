@@ -25,7 +25,7 @@ from agentloop.inference.replicas import ServerView
 from agentloop.inference.scheduling.admission import Admission, AdmissionLimits, Forecast
 from agentloop.inference.scheduling.group_gate import GroupGate
 from agentloop.inference.scheduling.health import ServerState
-from agentloop.inference.sglang.weight_updates import Checksum, Pause
+from agentloop.inference.sglang.weight_updates import Checksum
 from agentloop.rollouts.record import RolloutRecord
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
 from bench.router import RolloutSpec
@@ -111,9 +111,7 @@ class Server:
             self._model.cancel(turn.job, _current_s())
             self._schedule()
 
-    async def update_weights(
-        self, folder: str, version: str, *, timeout_s: float, pause: Pause
-    ) -> Checksum:
+    async def update_weights(self, folder: str, version: str, *, timeout_s: float) -> Checksum:
         """Load weights like `SGLangServer`: running turns restart from their ids, with an empty
         cache."""
         self._settle()
