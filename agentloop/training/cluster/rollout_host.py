@@ -73,7 +73,6 @@ class GroupResult:
 
     lines: bytes = b""
     figures: GroupFigures = field(default_factory=GroupFigures)
-    has_signal: bool = False
     versions: frozenset[str] = frozenset()
     error: str = ""
     message: str = ""
@@ -245,7 +244,7 @@ class RolloutWorker:
             on_queued=on_queued,
         )
         lines = await in_run_thread(zlib.compress, rolled.lines, _LEVEL)
-        return GroupResult(lines, rolled.figures, rolled.has_signal, rolled.versions)
+        return GroupResult(lines, rolled.figures, rolled.versions)
 
     # --- weights ----------------------------------------------------------------------------------
 
