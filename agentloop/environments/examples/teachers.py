@@ -6,13 +6,6 @@ from collections.abc import Sequence
 
 import agentloop
 
-SHOP_QUERIES = (
-    "SELECT price FROM items WHERE name = '{item}'",
-    "SELECT number FROM items WHERE name = '{item}'",
-    "SELECT price * number FROM items WHERE name = '{item}'",
-    "SELECT count(*) FROM items WHERE price > (SELECT price FROM items WHERE name = '{item}')",
-)
-
 
 class Guesser:
     """Halves what is left or counts up in a game, and sometimes forgets what it has heard."""
@@ -70,22 +63,6 @@ class Clerk:
             return say("I guess.", f"Shelf {self.rng.randint(10, 99)}.")
         looked_up = self.rng.randint(100, 999) if self.rng.random() < 0.15 else int(number)
         return think("I look it up.", agentloop.call("locate", number=looked_up))
-
-
-class Novice:
-    """Knows how to query a shop, but not which query answers a question, and forgets a column."""
-
-    def __init__(self, task: agentloop.Task, rng: random.Random) -> None:
-        self.task, self.rng = task, rng
-
-    def __call__(self, messages: Sequence[agentloop.Message]) -> agentloop.Message:
-        if messages[-1]["role"] == "tool" and messages[-1]["content"].isdigit():
-            return say("There it is.", rf"\boxed{{{messages[-1]['content']}}}")
-        kind = self.task.kind if self.rng.random() < 0.3 else self.rng.randrange(len(SHOP_QUERIES))
-        sql = SHOP_QUERIES[kind].format(item=self.task.item)
-        if self.rng.random() < 0.2:
-            sql = sql.replace("price", "cost").replace("number", "stock")
-        return think("I look it up.", agentloop.call("query", sql=sql))
 
 
 def say(reason: str, text: str) -> agentloop.Message:
