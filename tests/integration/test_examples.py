@@ -194,7 +194,7 @@ def test_several_environments_are_evaluated(
 def test_the_readme_lists_every_example_and_recipe() -> None:
     text = (EXAMPLES / "README.md").read_text()
     assert [path.name for path in EXAMPLES.glob("[!_]*.py") if f"({path.name})" not in text] == []
-    recipes = (EXAMPLES.parent / "docs/recipes").glob("*.toml")
+    recipes = (EXAMPLES.parent / "agentloop/cli/recipes").glob("*.toml")
     ours = {path.stem for path in recipes if "environments.examples" in path.read_text()}
     assert set(re.findall(r"`agentloop train ([\w-]+)`", text)) == ours
 
@@ -202,7 +202,7 @@ def test_the_readme_lists_every_example_and_recipe() -> None:
 def test_every_example_is_run() -> None:
     run_here = {"own_tool.py", "watch.py", "groups.py", "guess_number.py", "solver_and_checker.py"}
     run_here |= {"warehouse.py", "warehouse_server.py"}
-    run_by_others = {"my_reward.py", "stateful_tool.py", "teachers.py"}
+    run_by_others = {"shop.py", "my_reward.py", "stateful_tool.py", "teachers.py"}
     run_by_others |= {
         "calculator.py",
         "calculator_agent.py",
