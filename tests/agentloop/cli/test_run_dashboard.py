@@ -157,10 +157,7 @@ async def test_the_page_is_there_before_the_runtime(tmp_path: Path) -> None:
         assert status == 200
         assert frame["about"]["kind"] == "train"
         assert frame["now"]["waits"] == "Starting 1 server"
-        assert frame["now"]["learning"] == {
-            "text": "6 of 8 groups have a signal",
-            "is_stuck": False,
-        }
+        assert frame["now"]["learning"]["text"] == "6 of 8 groups have a signal"
         assert (frame["servers"], frame["sandbox"]["calls"]) == ([], {})
         assert [row["step"] for row in frame["steps"]] == [1]
         assert "control token: sesame" in at.progress.lines[0]
