@@ -48,6 +48,7 @@ _RECIPES = Path(__file__).with_name("cli") / "recipes"
 # Settings that were removed, with the value that the code now has: older runs name them.
 _REMOVED: dict[str, object] = {
     "ranks.launcher": "processes",
+    "ranks.port": 0,
     "sandbox.max_output_bytes": 1 << 20,
     "weights.pause": "retract",
 }
