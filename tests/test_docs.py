@@ -26,7 +26,6 @@ OF_OTHERS = {
     "learner.micro_batch_tokens: ...",
     "my_reward:right_and_short: task ...: AttributeError: ... (my_reward.py:9) (2 tries)",
     "reward.function: ModuleNotFoundError: No module named 'my_reward'",
-    "reward.function: AttributeError: module 'my_reward' has no attribute 'nope'",
 }
 SETTINGS = {
     key: description
