@@ -468,7 +468,7 @@ def test_train_has_few_settings() -> None:
     from agentloop.cli.train import TrainSettings
     from agentloop.config import describe_settings
 
-    assert len([*describe_settings(TrainSettings)]) <= 202
+    assert len([*describe_settings(TrainSettings)]) <= 201
 
 
 def test_the_top_level_stays_small() -> None:
