@@ -46,7 +46,11 @@ __all__ = [
 _ENV_PREFIX = "AGENTLOOP_"
 _RECIPES = Path(__file__).with_name("cli") / "recipes"
 # Settings that were removed, with the value that the code now has: older runs name them.
-_REMOVED = {"ranks.launcher": "processes", "weights.pause": "retract"}
+_REMOVED: dict[str, object] = {
+    "ranks.launcher": "processes",
+    "sandbox.max_output_bytes": 1 << 20,
+    "weights.pause": "retract",
+}
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 

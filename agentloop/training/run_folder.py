@@ -213,9 +213,8 @@ class RunFolder:
             _move((self.path / "weights").iterdir(), aside / "weights")
             later = [path for held, path in _checkpoints(self.path) if held > step]
             _move(later, aside)
-            for kind in ("trajectories", "entropy"):
-                folders = (self.path / kind / group for group in groups)
-                _move(filter(Path.exists, folders), aside / kind)
+            files = (self.path / "trajectories" / group for group in groups)
+            _move(filter(Path.exists, files), aside / "trajectories")
             metrics = "metrics.jsonl"
             if (self.path / metrics).exists() and not (aside / metrics).exists():
                 _write(aside / metrics, (self.path / metrics).read_text("utf-8"))
