@@ -63,7 +63,6 @@ class GroupResult:
 
     lines: bytes = b""
     figures: GroupFigures = field(default_factory=GroupFigures)
-    has_signal: bool = False
     versions: frozenset[str] = frozenset()
     error: str = ""
     message: str = ""
@@ -221,7 +220,7 @@ class RolloutWorker:
     async def _roll_out(self, request: GroupRequest) -> GroupResult:
         rolled = await self._rollouts.run(request)
         lines = await in_run_thread(zlib.compress, rolled.lines, _LEVEL)
-        return GroupResult(lines, rolled.figures, rolled.has_signal, rolled.versions)
+        return GroupResult(lines, rolled.figures, rolled.versions)
 
     # --- weights ----------------------------------------------------------------------------------
 
