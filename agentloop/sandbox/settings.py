@@ -103,6 +103,13 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
         description="Number of open notebook sessions. Each has a container of its own, beside "
         "those for calls; an idle one only costs memory.",
     )
+    max_computers: Annotated[int, Field(ge=1)] = Field(
+        default=64, description="Number of computers that may be open at a time."
+    )
+    warm_computers: Annotated[int, Field(ge=0)] = Field(
+        default=1,
+        description="Number of computers that wait ready, for each image that is in use.",
+    )
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         default=4.0, description="Wall time limit of a call that does not set its own."
     )
