@@ -102,6 +102,17 @@ class EnvironmentSandbox:
         except (SandboxUnavailable, ComputerLost, Overloaded) as error:
             raise self._record_failure(f"sandbox: {error}") from error
 
+    async def build_image(self, folder: Path) -> str:
+        """Build an image from a folder with a Dockerfile, if it has not been built yet.
+
+        Raises:
+            InfrastructureFailed: a step of it failed, or the engine did.
+        """
+        try:
+            return await self._pool.build_image(folder)
+        except SandboxUnavailable as error:
+            raise self._record_failure(f"sandbox: {error}") from error
+
     @property
     def has_containers(self) -> bool:
         """True if its programs run in containers."""

@@ -396,6 +396,19 @@ class Pool:
         spec = ComputerSpec(image or fleet.engine.image, network, limits or ComputerLimits())
         await fleet.keep_warm(spec, num)
 
+    async def build_image(self, folder: Path, *, timeout_s: float = 600.0) -> str:
+        """Build an image from a folder with a Dockerfile, if it has not been built yet.
+
+        Returns:
+            The image's name, which follows from the folder's contents.
+
+        Raises:
+            SandboxUnavailable: a step of it failed, or the engine did.
+            OSError: the folder cannot be read.
+        """
+        fleet = await self._open_fleet()
+        return await fleet.build_image(folder, timeout_s)
+
     async def _open_fleet(self) -> Fleet:
         engine = self._container_engine("a computer")
         async with self._fleet_lock:  # no deadline: the toolbox is made in a second

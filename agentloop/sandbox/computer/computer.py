@@ -13,8 +13,6 @@ gone, and not by what ran in it.
 from __future__ import annotations
 
 import itertools
-import os
-import tarfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -31,6 +29,7 @@ from agentloop.sandbox.computer.channel import ComputerEnded, FileRequest
 from agentloop.sandbox.computer.fleet import Fleet
 from agentloop.sandbox.computer.guest import CHUNK_BYTES
 from agentloop.sandbox.computer.machine import ComputerSpec, Machine
+from agentloop.sandbox.computer.tars import pack_folder, unpack_folder
 from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import ComputerLost
 from agentloop.sandbox.results import CallStatus
@@ -48,6 +47,10 @@ NOT_CHANGED = (
     *("/run/agentloop", "/dev", "/proc", "/sys", "/.dockerenv"),
     *("/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab"),
 )
+
+ADDED = 1  # the engine's number for what the image lacks
+
+KeepChange = Callable[[str, bool], bool]
 
 _shell_ids = itertools.count(1)
 
@@ -288,8 +291,11 @@ class Computer:
         request = channel.open(lambda stream, data: None)
         try:
             channel.send({"op": "kill_all", "id": request.id})
-            with anyio.fail_after(ENGINE_TIMEOUT_S):
+            with anyio.move_on_after(ENGINE_TIMEOUT_S):
                 await channel.until_done(request)
+            if request.done is None:
+                channel.lose("its processes did not end")
+                channel.check()
         finally:
             channel.close(request)
         self._shell = self.shell()
@@ -344,7 +350,7 @@ class Computer:
         """
         if isinstance(source, Path):
             with TemporaryFile() as tar:
-                await anyio.to_thread.run_sync(_pack_folder, source, tar, max_bytes)
+                await anyio.to_thread.run_sync(pack_folder, source, tar, max_bytes)
                 await self.put(tar, path, max_bytes=max_bytes, user=user)
             return
         async with self._file("unpack", user, path=self._absolute(path)) as file:
@@ -377,7 +383,7 @@ class Computer:
         with TemporaryFile() as tar:
             await self.get_tar(path, tar, max_bytes=max_bytes, user=user)
             tar.seek(0)
-            await anyio.to_thread.run_sync(_unpack_folder, tar, target)
+            await anyio.to_thread.run_sync(unpack_folder, tar, target)
 
     async def get_tar(
         self, path: str, target: IO[bytes], *, max_bytes: int, user: str | None = None
@@ -403,20 +409,20 @@ class Computer:
     # -- snapshots ----------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _changes(self) -> AsyncIterator[FileRequest]:
+    async def _changes(self, keep: KeepChange | None = None) -> AsyncIterator[FileRequest]:
         """Stop all processes, and read what has changed since the image."""
         channel = self._machine.channel
         channel.send({"op": "freeze"})
         try:
             async with self._file("pack_changes", "root") as file:
-                await file.feed(await self._list_changes())
+                await file.feed(await self._list_changes(keep))
                 file.end_data()
                 yield file
         finally:
             if not channel.lost.is_set():
                 channel.send({"op": "thaw"})
 
-    async def _list_changes(self) -> bytes:
+    async def _list_changes(self, keep: KeepChange | None) -> bytes:
         name = self._machine.name
         try:
             with anyio.fail_after(ENGINE_TIMEOUT_S):
@@ -430,6 +436,7 @@ class Computer:
             [change["Path"], change["Kind"]]
             for change in found or ()
             if not change["Path"].startswith(NOT_CHANGED)
+            and (keep is None or keep(change["Path"], change["Kind"] == ADDED))
         ]
         return orjson.dumps(changes)
 
@@ -465,14 +472,18 @@ class Computer:
             await file.finish()
 
     @asynccontextmanager
-    async def fork(self) -> AsyncIterator[Computer]:
+    async def fork(self, keep: KeepChange | None = None) -> AsyncIterator[Computer]:
         """Open another computer with a copy of the files, and no processes.
 
         What either changes from then on, the other does not see.
+
+        Args:
+            keep: a function of a path, and of whether the image lacks it, that returns whether the
+                copy has it as it is now; otherwise it has the image's.
         """
         spec = self._machine.spec
         async with open_computer(self._fleet, spec, self.user, self.workdir, self.env) as box:
-            async with self._changes() as source, box._file("apply_changes", "root") as target:
+            async with self._changes(keep) as source, box._file("apply_changes", "root") as target:
                 async for data in source.chunks():
                     await target.feed(data)
                 await target.finish()
@@ -505,23 +516,3 @@ async def _copy(file: FileRequest, target: IO[bytes], max_bytes: int) -> None:
         if num_bytes > max_bytes:
             raise ValueError(f"larger than {max_bytes} bytes")
         await anyio.to_thread.run_sync(target.write, data)
-
-
-def _pack_folder(source: Path, target: IO[bytes], max_bytes: int) -> None:
-    def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
-        member.uid = member.gid = 0
-        member.uname = member.gname = ""
-        if target.tell() + member.size > max_bytes:
-            raise ValueError(f"{source} is larger than max_bytes, {max_bytes}")
-        return member
-
-    with tarfile.open(fileobj=target, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
-            tar.add(entry.path, entry.name, filter=plain)
-    target.seek(0)
-
-
-def _unpack_folder(source: IO[bytes], target: Path) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=source, mode="r:") as tar:
-        tar.extractall(target, filter="data")

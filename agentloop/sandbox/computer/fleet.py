@@ -9,13 +9,16 @@ For each of the last images, `warm` machines are kept ready for a while after th
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import aiodocker
@@ -24,21 +27,24 @@ import anyio
 from anyio.abc import TaskGroup
 
 from agentloop.sandbox.computer.machine import ComputerSpec, Machine, start_machine
+from agentloop.sandbox.computer.tars import pack_folder
 from agentloop.sandbox.computer.toolbox import make_toolbox
 from agentloop.sandbox.container import ContainerEngine
 from agentloop.sandbox.engine import what_it_said
-from agentloop.sandbox.errors import Overloaded, SandboxUnavailable
+from agentloop.sandbox.errors import Overloaded, ProgramUnsupported, SandboxUnavailable
+from agentloop.sandbox.image.build import has_image, run_build
 from agentloop.sandbox.owner import make_dir, remove_tree
 from agentloop.sandbox.program import inspect_image
 from agentloop.sandbox.settings import PoolSettings
 
 log = logging.getLogger("sandbox")
 
+IMAGE_NAME = "agentloop-task"
 MAX_WARM_SPECS = 8
 UNUSED_S = 120.0
 WATCH_EVERY_S = 2.0
 DISK_STEP_BYTES = 64 << 20
-MEASURE_TIMEOUT_S = 30.0
+MEASURE_TIMEOUT_S, PULL_TIMEOUT_S = 30.0, 900.0
 
 _token = secrets.token_hex(3)
 _numbers = itertools.count()
@@ -58,13 +64,18 @@ class _Stock:
         self.num_wanted = 0
         self.num_starting = 0
         self.num_waiting = 0
-        self.failure: Exception | None = None
+        self.failures: list[SandboxUnavailable] = []  # each is one waiter's
         self.used_at = anyio.current_time()
         self.changed = anyio.Event()
 
     def notify(self) -> None:
         self.changed.set()
         self.changed = anyio.Event()
+
+    def raise_failure(self) -> None:
+        """Raise what a start has failed of, if one has."""
+        if self.failures:
+            raise self.failures.pop()
 
 
 class Fleet:
@@ -78,6 +89,7 @@ class Fleet:
         self._settings = settings
         self._stocks: dict[ComputerSpec, _Stock] = {}
         self._group: TaskGroup
+        self._building = anyio.Lock()
         self._room = anyio.Semaphore(settings.max_computers)
 
     async def keep_warm(self, spec: ComputerSpec, num: int) -> None:
@@ -90,9 +102,24 @@ class Fleet:
         stock = await self._stock(spec)
         stock.num_wanted = num
         self._fill(spec, stock)
-        while len(stock.ready) < stock.num_wanted:
-            self._check(stock)
+        while len(stock.ready) < num:
             await stock.changed.wait()  # no deadline: each start has one
+            stock.raise_failure()
+
+    async def build_image(self, folder: Path, timeout_s: float) -> str:
+        """Build an image from a folder with a Dockerfile, unless the engine has it."""
+        with TemporaryFile() as context:
+            await anyio.to_thread.run_sync(partial(pack_folder, folder, context, keeps_times=False))
+            digest = await anyio.to_thread.run_sync(hashlib.file_digest, context, "sha256")
+            name = f"{IMAGE_NAME}:{digest.hexdigest()[:12]}"
+            async with self._building:  # no deadline: each build has one
+                try:
+                    if not await has_image(self.engine.docker, name):
+                        context.seek(0)
+                        await run_build(self.engine.docker, context, name, {}, timeout_s)
+                except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
+                    raise SandboxUnavailable(f"the engine failed: {what_it_said(error)}") from error
+        return name
 
     async def take(self, spec: ComputerSpec) -> Machine:
         """Return a machine that is ready; `give_back` must follow.
@@ -116,7 +143,7 @@ class Fleet:
 
     def give_back(self, machine: Machine) -> None:
         """End a machine; its container is removed meanwhile."""
-        machine.release()
+        machine.channel.lose("it was closed")
         self._room.release()
 
     async def _take(self, spec: ComputerSpec) -> Machine:
@@ -130,27 +157,43 @@ class Fleet:
                     machine = stock.ready.pop(0)
                     if not machine.channel.lost.is_set():
                         return machine
-                    machine.release()
                 self._fill(spec, stock)
                 await stock.changed.wait()  # no deadline: each start has one
                 if not stock.ready:
-                    self._check(stock)
+                    stock.raise_failure()
         finally:
             stock.num_waiting -= 1
+            if not stock.num_waiting:
+                stock.failures.clear()
             self._fill(spec, stock)
-
-    def _check(self, stock: _Stock) -> None:
-        if stock.failure is not None:
-            raise SandboxUnavailable(str(stock.failure)) from stock.failure
 
     async def _stock(self, spec: ComputerSpec) -> _Stock:
         stock = self._stocks.get(spec)
         if stock is None:
-            config = await inspect_image(self.engine.docker, spec.image)
+            config = await self._inspect(spec.image)
             stock = self._stocks.setdefault(spec, _Stock(config))
             self._forget_unused()
         stock.used_at = anyio.current_time()
         return stock
+
+    async def _inspect(self, image: str) -> Mapping[str, Any]:
+        """Return an image's configuration, after pulling it if the engine lacks it."""
+        docker = self.engine.docker
+        try:
+            with suppress(ProgramUnsupported):
+                return await inspect_image(docker, image)
+            log.info("pulling the image %s", image)
+            try:
+                with anyio.fail_after(PULL_TIMEOUT_S):
+                    await docker.images.pull(image)
+            except (aiodocker.DockerError, TimeoutError) as error:
+                reason = what_it_said(error) or "it took too long"
+                raise ProgramUnsupported(
+                    f"the engine has no image {image!r} and cannot pull it: {reason}"
+                ) from error
+            return await inspect_image(docker, image)
+        except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
+            raise SandboxUnavailable(f"the engine failed: {what_it_said(error)}") from error
 
     def _forget_unused(self) -> None:
         """Keep nothing ready of what has not been used for long, or is one of too many."""
@@ -160,7 +203,7 @@ class Fleet:
             if (is_unused or number >= MAX_WARM_SPECS) and not stock.num_waiting:
                 stock.num_wanted = 0
                 for machine in stock.ready:
-                    machine.release()
+                    machine.channel.lose("it was not needed")
                 stock.ready.clear()
                 if not stock.num_starting:
                     del self._stocks[spec]
@@ -181,23 +224,25 @@ class Fleet:
             ) as machine:
                 is_starting = False
                 stock.num_starting -= 1
-                stock.failure = None
+                stock.failures.clear()
                 self.machines.add(machine)
                 try:
                     if stock.num_wanted + stock.num_waiting > len(stock.ready):
                         stock.ready.append(machine)
                         stock.notify()
-                        await machine.released.wait()  # no deadline: as long as it is used
+                        # no deadline: as long as it is used
+                        await machine.channel.lost.wait()
                 finally:
                     self.machines.discard(machine)
                     if machine in stock.ready:
                         stock.ready.remove(machine)
         except (SandboxUnavailable, aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
-            stock.failure = SandboxUnavailable(
-                f"the engine refused a computer of {spec.image}: {what_it_said(error) or error!r}"
-            )
-            if not is_starting:
-                log.warning("computer %s: %s", id, what_it_said(error) or repr(error))
+            reason = what_it_said(error) or repr(error)
+            if is_starting:
+                failure = f"a computer of {spec.image} could not be started: {reason}"
+                stock.failures.append(SandboxUnavailable(failure))
+            else:
+                log.warning("computer %s: %s", id, reason)
         finally:
             if is_starting:
                 stock.num_starting -= 1

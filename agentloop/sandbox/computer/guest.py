@@ -3,9 +3,9 @@
 It runs as root, by the interpreter that is mounted beside it (toolbox.py), and takes requests over
 one connection. When that ends it exits, and the kernel ends every other process of the container.
 
-    host ──> shell {id, user, cwd, env}   run {id, shell} command   signal {shell, stage}
-             close {shell}   file {id, kind, user, ...}   data {id} bytes   eof {id}   more {id}
-             kill {id}   kill_all {id}   freeze   thaw
+    host ──> run {id, shell, user, cwd, env} command   signal {shell, stage}
+             file {id, kind, user, ...}   data {id} bytes   eof {id}   more {id}   kill {id}
+             kill_all {id}   freeze   thaw
          <── ready   out {id, stream} bytes   ack {id}   done {id, ...}
 
 A frame is two lengths, JSON, and bytes. What comes from a file waits for `more`, and what goes to
@@ -13,39 +13,32 @@ one for `ack`, chunk by chunk, so that neither end holds more than one.
 
 Processes of the computer have a smaller bounding set of capabilities than this one. So its root can
 neither trace it nor read its memory or descriptors, and the kernel shields the first process of a
-namespace from the signals of others. Whatever names a path is done by a child without privileges
-and descriptors: /proc/self/mem is not this process.
+namespace from the signals of others. Paths are opened by children (guest_files.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
 import selectors
-import shutil
 import signal
 import socket
-import stat
 import struct
 import sys
 import tarfile
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from collections.abc import Callable
 
-from agentloop.sandbox.worker.kernel import PR_CAPBSET_DROP, descendants, libc, parents, prctl
+from agentloop.sandbox.computer.guest_files import FILE_KINDS, PIPE_BYTES, GuestRequest, become
+from agentloop.sandbox.worker.kernel import descendants, parents
 
 HEADER = struct.Struct(">II")
 CHUNK_BYTES = 256 << 10
-PIPE_BYTES = 64 << 10
 MAX_UNSENT_BYTES = 1 << 20
 KEPT_BETWEEN_BYTES = 16 << 10  # of what background processes write while no command runs
 CONTROL_FD = 9  # the largest number that every shell can redirect
-CAP_SETPCAP = 8
-OOM_SCORE_ADJ = 1000  # the kernel ends these before the first process
 OOM_FILES = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 PRELUDE = "PS1= PS2=; unset HISTFILE"
 BASH_PRELUDE = PRELUDE + "; set +H +o history"
@@ -55,181 +48,10 @@ BASH_OPTIONS = ["--noprofile", "--norc", "--noediting"]
 NOISE = re.compile(rb"bash: \[\d+: \d+ \(\d+\)\] tcsetattr: [^\n]*\n")
 SHELLS = ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash", "/bin/sh")
 
-Request = dict[str, Any]
-
 
 def find_shell() -> str:
     """Return the path of bash, or of sh."""
     return next((path for path in SHELLS if os.path.exists(path)), SHELLS[-1])
-
-
-# -- users --------------------------------------------------------------------------------------
-
-
-def find_user(name: str) -> tuple[int, int, list[int], str, str]:
-    """Return uid, gid, further groups, home and name of `user[:group]`, each a name or a number."""
-    user, _, group = name.partition(":")
-    uid, gid, home, login = (int(user) if user.isdigit() else -1), 0, "/", user
-    for entry in _entries("/etc/passwd", 7):
-        if entry[0] == user or entry[2] == user:
-            uid, gid, home, login = int(entry[2]), int(entry[3]), entry[5], entry[0]
-            break
-    if uid < 0:
-        if user != "root":
-            raise OSError(f"the image has no user {user!r}")
-        uid, gid, home, login = 0, 0, "/root", "root"
-    groups = []
-    for entry in _entries("/etc/group", 4):
-        if login in entry[3].split(","):
-            groups.append(int(entry[2]))
-        if group and group in (entry[0], entry[2]):
-            gid = int(entry[2])
-    if group.isdigit():
-        gid = int(group)
-    return uid, gid, groups, home or "/", login
-
-
-def _entries(path: str, num_fields: int) -> Iterator[list[str]]:
-    with contextlib.suppress(OSError), open(path, errors="replace") as file:
-        for line in file:
-            if len(fields := line.rstrip("\n").split(":")) == num_fields:
-                yield fields
-
-
-def become(user: str) -> tuple[str, str]:
-    """Give up what only the first process may have, and change the user; return home and name."""
-    uid, gid, groups, home, login = find_user(user)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write(str(OOM_SCORE_ADJ))
-    os.setgroups(groups)
-    os.setresgid(gid, gid, gid)
-    prctl(PR_CAPBSET_DROP, CAP_SETPCAP)
-    if uid == 0:  # else the kernel takes all capabilities
-        _drop_setpcap()
-    os.setresuid(uid, uid, uid)
-    os.umask(0o022)
-    return home, login
-
-
-def _drop_setpcap() -> None:
-    header, data = struct.pack("<Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
-    if libc.capget(header, data) != 0:
-        raise OSError(ctypes.get_errno(), "capget")
-    words = list(struct.unpack("<6I", data.raw))  # effective, permitted, inheritable; then the rest
-    words[:3] = [word & ~(1 << CAP_SETPCAP) for word in words[:3]]
-    if libc.capset(header, struct.pack("<6I", *words)) != 0:
-        raise OSError(ctypes.get_errno(), "capset")
-
-
-# -- files: in children -------------------------------------------------------------------------
-
-
-def read_file(request: Request, data: BinaryIO, out: BinaryIO) -> None:
-    """Write a regular file to `out`. A pipe or a device could give bytes for ever."""
-    path = request["path"]
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(22, "not a regular file", path)
-        left = request["max_bytes"] + 1
-        while left > 0 and (chunk := file.read(min(PIPE_BYTES, left))):
-            left -= len(chunk)
-            out.write(chunk)
-        if left <= 0:
-            raise OSError(27, f"longer than {request['max_bytes']} bytes", path)
-
-
-def write_file(request: Request, data: BinaryIO, out: BinaryIO) -> None:
-    path = request["path"]
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o666), "wb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(22, "not a regular file", path)
-        file.truncate(0)
-        shutil.copyfileobj(data, file, PIPE_BYTES)
-        if request.get("mode") is not None:
-            os.fchmod(file.fileno(), request["mode"])
-
-
-def remove_paths(request: Request, data: BinaryIO, out: BinaryIO) -> None:
-    """Remove files, and directories with what is in them; links are not followed."""
-    for path in request["paths"]:
-        _remove(path)
-
-
-def pack(request: Request, data: BinaryIO, out: BinaryIO) -> None:
-    """Write a tar of a folder's contents, or of a single file, to `out`."""
-    path = request["path"]
-    names = sorted(os.listdir(path)) if os.path.isdir(path) else [""]
-    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-        for name in names:
-            tar.add(os.path.join(path, name) if name else path, name or os.path.basename(path))
-
-
-def unpack(request: Request, data: BinaryIO, out: BinaryIO) -> None:
-    """Extract a tar into a folder."""
-    os.makedirs(request["path"], exist_ok=True)
-    _extract(data, request["path"])
-
-
-def pack_changes(request: Request, data: BinaryIO, out: BinaryIO) -> None:
-    """Write what has changed since the image: a line of JSON, the paths that are gone, and a tar.
-
-    Takes the engine's list of changes: paths, each with what happened (2: removed). A directory
-    that was removed and made anew is in it as removed, so it is removed first, then extracted.
-    """
-    changes = json.load(data)
-    gone = [path for path, kind in changes if kind == 2]
-    paths = sorted({path for path, _ in changes if os.path.lexists(path)})
-    out.write(json.dumps(gone).encode() + b"\n")
-    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-        for path in paths:
-            with contextlib.suppress(FileNotFoundError):
-                tar.add(path, path.lstrip("/"), recursive=False)
-
-
-def apply_changes(request: Request, data: BinaryIO, out: BinaryIO) -> None:
-    """Make the changes that `pack_changes` has written."""
-    for path in json.loads(data.readline()):
-        _remove(path)
-    _extract(data, "/")
-
-
-def _extract(data: BinaryIO, folder: str) -> None:
-    def members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-        for member in tar:
-            if member.ischr() or member.isblk():
-                continue  # nothing here may make one
-            path = os.path.join(folder, member.name)
-            if not (member.isdir() and os.path.isdir(path) and not os.path.islink(path)):
-                _remove(path)  # never write through a link
-            yield member
-
-    with tarfile.open(fileobj=data, mode="r|*") as tar:
-        # These are the computer's own links and paths, and it can harm only itself.
-        tar.extractall(folder, members(tar), numeric_owner=True, filter="fully_trusted")
-    while data.read(PIPE_BYTES):
-        pass  # padding behind the end
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        else:
-            os.unlink(path)
-
-
-FILE_KINDS: dict[str, Callable[[Request, BinaryIO, BinaryIO], None]] = {
-    "read": read_file,
-    "write": write_file,
-    "remove": remove_paths,
-    "pack": pack,
-    "unpack": unpack,
-    "pack_changes": pack_changes,
-    "apply_changes": apply_changes,
-}
 
 
 # -- processes ----------------------------------------------------------------------------------
@@ -352,7 +174,7 @@ def start(
 class Job:
     """A child that does something with files."""
 
-    def __init__(self, guest: Guest, request: Request) -> None:
+    def __init__(self, guest: Guest, request: GuestRequest) -> None:
         self.id = request["id"]
         self.guest, self._open = guest, 3
         in_r, in_w = os.pipe2(os.O_CLOEXEC)
@@ -428,7 +250,7 @@ class Shell:
     and programs find no terminal to ask questions on.
     """
 
-    def __init__(self, guest: Guest, request: Request) -> None:
+    def __init__(self, guest: Guest, request: GuestRequest) -> None:
         self.id, self.guest = request["shell"], guest
         self.run: int | None = None
         self._status = 0
@@ -600,7 +422,7 @@ class Guest:
         while True:
             self.loop.step()
 
-    def send(self, message: Request, data: bytes = b"") -> None:
+    def send(self, message: GuestRequest, data: bytes = b"") -> None:
         body = json.dumps(message).encode()
         self._out.write(HEADER.pack(len(body), len(data)) + body + data)
         if len(self._out.waiting) > MAX_UNSENT_BYTES:
@@ -643,7 +465,7 @@ class Guest:
                 reply = {"op": "done", "id": request.get("id", 0), "status": 126, "ended": True}
                 self.send({**reply, "oom": False, "error": str(error)})
 
-    def _handle(self, request: Request, payload: bytes) -> None:
+    def _handle(self, request: GuestRequest, payload: bytes) -> None:
         match request["op"]:
             case "run":
                 if request["shell"] not in self.shells:

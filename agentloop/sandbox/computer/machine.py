@@ -21,7 +21,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -111,24 +111,18 @@ class ComputerSpec:
     limits: ComputerLimits
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Machine:
-    """A container with its first process: ready, taken by somebody, or to be removed.
+    """A container with its first process; it is removed when its channel is lost.
 
     Attributes:
         config: the image's configuration.
-        released: set when nobody needs it any more.
     """
 
     spec: ComputerSpec
     channel: Channel
     name: str
     config: Mapping[str, Any]
-    released: anyio.Event = field(default_factory=anyio.Event)
-
-    def release(self) -> None:
-        self.channel.lose("it was closed")
-        self.released.set()
 
 
 def machine_config(
