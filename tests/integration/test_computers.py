@@ -32,7 +32,7 @@ from tests.patience import patient
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real, pytest.mark.timeout(180)]
 
-SETTINGS = PoolSettings(backend="docker", workers=1, preload=[], max_computers=4, max_wait_s=1)
+SETTINGS = PoolSettings(backend="docker", workers=1, preload=[], max_sessions=4, max_wait_s=1)
 LONG_S = patient(20)
 
 
@@ -382,9 +382,9 @@ async def test_killed_processes_leave_files(box: Computer) -> None:
 # -- life -------------------------------------------------------------------------------------
 
 
-async def test_more_than_max_computers_wait_then_fail(pool: Pool) -> None:
+async def test_more_computers_than_allowed_wait_then_fail(pool: Pool) -> None:
     async with pool.computer(), pool.computer(), pool.computer(), pool.computer():
-        with pytest.raises(Overloaded, match="max_computers"):
+        with pytest.raises(Overloaded, match="max_sessions"):
             async with pool.computer():
                 pass
     async with pool.computer() as box:
@@ -420,7 +420,7 @@ async def test_nothing_is_left_after_close_or_cancel(engine: aiodocker.Docker) -
                     "echo; sleep 1000", timeout_s=1000, on_output=lambda *_: scope.cancel()
                 )
         assert scope.cancelled_caught
-    assert await num_containers(engine, os.getpid()) <= SETTINGS.max_computers  # the module's pool
+    assert await num_containers(engine, os.getpid()) <= SETTINGS.max_sessions  # the module's pool
     assert not folder.exists()
 
 
@@ -428,7 +428,7 @@ OWNER = """
 import anyio
 from agentloop.sandbox import Pool, PoolSettings
 async def main():
-    settings = PoolSettings(backend="docker", workers=1, preload=[], warm_computers=2)
+    settings = PoolSettings(backend="docker", workers=1, preload=[])
     async with Pool(settings) as pool, pool.computer() as box, box.fork() as sibling:
         await box.snapshot()
         print("ready", flush=True)

@@ -87,7 +87,7 @@ class _Machine(pydantic.BaseModel):
 
 
 class HarborTask(pydantic.BaseModel):
-    """What task.toml says, as far as it is needed here."""
+    """The settings of task.toml, as far as they are needed here."""
 
     agent: _Phase = _Phase()
     verifier: _Phase = _Phase()
@@ -174,7 +174,7 @@ async def task(
         network: network of the engine for tasks that allow the internet, such as `bridge`; by
             default they have none.
         command_timeout_s: time limit of each of the agent's commands.
-        oracle: let the task's solution work in place of the agent.
+        oracle: run the task's solution before the agent begins.
     """
     path = next(path for path in _folders(folder) if path.name == task.folder)
     config = HarborTask.load(path)
@@ -192,9 +192,7 @@ async def task(
     ) as box:
         if oracle:
             await _solve(box, path, config)
-        else:
-            tools = [Bash(box, timeout_s=command_timeout_s), EditFile(box)]
-            await agent.run(task.prompt, tools=tools)
+        await agent.run(task.prompt, tools=[Bash(box, timeout_s=command_timeout_s), EditFile(box)])
         await box.kill_processes()
         async with box.fork(_is_kept) as judge:
             return await _judge(judge, path, config)

@@ -68,5 +68,5 @@ async def mend(task: agentloop.Task, agent: agentloop.Agent, *, image: str = "")
                 (await judge.run(f"echo '{numbers}' | python3 program.py", timeout_s=10)).stdout
                 for numbers, _ in task.tests
             ]
-    expected = [output for _, output in task.tests]
+    expected: list[str] = [output for _, output in task.tests]
     return sum(a.strip() == b for a, b in zip(outputs, expected, strict=True)) / len(expected)

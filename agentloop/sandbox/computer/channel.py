@@ -27,7 +27,7 @@ class ComputerEnded(OSError):
     """A computer that its own programs have ended."""
 
 
-class Request:
+class PendingRequest:
     """A request that is under way: its output, and its end."""
 
     def __init__(self, id: int, on_output: Callable[[int, bytes], None]) -> None:
@@ -45,7 +45,7 @@ class Request:
         await self._changed.wait()  # no deadline: the caller has one
 
 
-class Channel(asyncio.Protocol):
+class ComputerChannel(asyncio.Protocol):
     """A connection to a computer's first process, and the requests on it."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Channel(asyncio.Protocol):
         self._is_by_program = False
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, PendingRequest] = {}
         self._ids = itertools.count(1)
 
     # -- transport ----------------------------------------------------------------------------
@@ -98,12 +98,12 @@ class Channel(asyncio.Protocol):
 
     # -- requests -----------------------------------------------------------------------------
 
-    def open(self, on_output: Callable[[int, bytes], None]) -> Request:
-        request = Request(next(self._ids), on_output)
+    def open(self, on_output: Callable[[int, bytes], None]) -> PendingRequest:
+        request = PendingRequest(next(self._ids), on_output)
         self._requests[request.id] = request
         return request
 
-    def close(self, request: Request) -> None:
+    def close(self, request: PendingRequest) -> None:
         self._requests.pop(request.id, None)
 
     def send(self, message: JsonObject, data: bytes = b"") -> None:
@@ -136,7 +136,7 @@ class Channel(asyncio.Protocol):
                 request.done = message
         request.notify()
 
-    async def until_done(self, request: Request) -> JsonObject:
+    async def until_done(self, request: PendingRequest) -> JsonObject:
         """Wait for the end of a request. Raises ComputerLost."""
         while request.done is None:
             self.check()
@@ -152,7 +152,7 @@ class FileRequest:
         OSError: what the child could not do, with the path inside.
     """
 
-    def __init__(self, channel: Channel, kind: str, user: str, **fields: object) -> None:
+    def __init__(self, channel: ComputerChannel, kind: str, user: str, **fields: object) -> None:
         self._channel = channel
         self._request = channel.open(self._take)
         self._chunks: list[bytes] = []

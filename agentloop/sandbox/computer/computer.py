@@ -28,7 +28,7 @@ import orjson
 from agentloop.sandbox.computer.channel import ComputerEnded, FileRequest
 from agentloop.sandbox.computer.fleet import Fleet
 from agentloop.sandbox.computer.guest import CHUNK_BYTES
-from agentloop.sandbox.computer.machine import ComputerSpec, Machine
+from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec
 from agentloop.sandbox.computer.tars import pack_folder, unpack_folder
 from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import ComputerLost
@@ -202,14 +202,17 @@ class ComputerShell:
             channel.close(request)
         if done["ended"]:
             self._id = next(_shell_ids)
-        if error := done.get("error"):
-            streams[1].add(f"agentloop: {error}\n".encode())
+        if reason := done.get("error"):
+            streams[1].add(f"agentloop: {reason}\n".encode())
+        stdout, stderr = streams
         return CommandResult(
             limit or _status_of(done["status"], done["oom"]),
             None if limit else done["status"],
-            *(kept.text for kept in streams),
-            *(kept.num_bytes for kept in streams),
-            any(kept.is_truncated for kept in streams),
+            stdout.text,
+            stderr.text,
+            stdout.num_bytes,
+            stderr.num_bytes,
+            stdout.is_truncated or stderr.is_truncated,
             done["ended"],
             anyio.current_time() - began,
         )
@@ -225,7 +228,7 @@ def _status_of(exit_status: int, is_oom: bool) -> CallStatus:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a computer's files differ in from its image, as a file of this machine.
+    """The differences of a computer's files from its image, as a file of this machine.
 
     It lasts as long as the pool, or until it is removed.
     """
@@ -247,7 +250,7 @@ class Computer:
     def __init__(
         self,
         fleet: Fleet,
-        machine: Machine,
+        machine: ComputerMachine,
         user: str | None,
         workdir: str | None,
         env: Mapping[str, str],

@@ -4,7 +4,7 @@
                   ▲                                  │
                   └── another one is started ────────┴── release ──> removed, in its own task
 
-For each of the last images, `warm` machines are kept ready for a while after they were last wanted.
+For each of the last images, machines are kept ready for a while after one was last wanted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import aiohttp
 import anyio
 from anyio.abc import TaskGroup
 
-from agentloop.sandbox.computer.machine import ComputerSpec, Machine, start_machine
+from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec, start_machine
 from agentloop.sandbox.computer.tars import pack_folder
 from agentloop.sandbox.computer.toolbox import make_toolbox
 from agentloop.sandbox.container import ContainerEngine
@@ -40,6 +40,7 @@ from agentloop.sandbox.settings import PoolSettings
 log = logging.getLogger("sandbox")
 
 IMAGE_NAME = "agentloop-task"
+NUM_WARM = 1  # of each image that is in use, at least
 MAX_WARM_SPECS = 8
 UNUSED_S = 120.0
 WATCH_EVERY_S = 2.0
@@ -60,7 +61,7 @@ class _Stock:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
-        self.ready: list[Machine] = []
+        self.ready: list[ComputerMachine] = []
         self.num_wanted = 0
         self.num_starting = 0
         self.num_waiting = 0
@@ -85,12 +86,12 @@ class Fleet:
         self.engine = engine
         self.folder = folder
         """A directory of ours, removed at the end."""
-        self.machines: set[Machine] = set()
+        self.machines: set[ComputerMachine] = set()
         self._settings = settings
         self._stocks: dict[ComputerSpec, _Stock] = {}
         self._group: TaskGroup
         self._building = anyio.Lock()
-        self._room = anyio.Semaphore(settings.max_computers)
+        self._room = anyio.Semaphore(settings.max_sessions)
 
     async def keep_warm(self, spec: ComputerSpec, num: int) -> None:
         """Keep `num` machines ready from now on, and wait until they are.
@@ -121,7 +122,7 @@ class Fleet:
                     raise SandboxUnavailable(f"the engine failed: {what_it_said(error)}") from error
         return name
 
-    async def take(self, spec: ComputerSpec) -> Machine:
+    async def take(self, spec: ComputerSpec) -> ComputerMachine:
         """Return a machine that is ready; `give_back` must follow.
 
         Raises:
@@ -132,8 +133,8 @@ class Fleet:
             await self._room.acquire()
         if wait.cancelled_caught:
             raise Overloaded(
-                f"{self._settings.max_computers} computers are in use, and none was closed within "
-                f"{self._settings.max_wait_s:g} s: allow more (max_computers)"
+                f"{self._settings.max_sessions} computers are in use, and none was closed within "
+                f"{self._settings.max_wait_s:g} s: allow more (max_sessions)"
             )
         try:
             return await self._take(spec)
@@ -141,14 +142,14 @@ class Fleet:
             self._room.release()
             raise
 
-    def give_back(self, machine: Machine) -> None:
+    def give_back(self, machine: ComputerMachine) -> None:
         """End a machine; its container is removed meanwhile."""
         machine.channel.lose("it was closed")
         self._room.release()
 
-    async def _take(self, spec: ComputerSpec) -> Machine:
+    async def _take(self, spec: ComputerSpec) -> ComputerMachine:
         stock = await self._stock(spec)
-        stock.num_wanted = max(stock.num_wanted, self._settings.warm_computers)
+        stock.num_wanted = max(stock.num_wanted, NUM_WARM)
         stock.num_waiting += 1
         try:
             self._fill(spec, stock)
@@ -266,7 +267,7 @@ class Fleet:
             for machine in list(self.machines):
                 await self._measure(machine)
 
-    async def _measure(self, machine: Machine) -> None:
+    async def _measure(self, machine: ComputerMachine) -> None:
         limit = machine.spec.limits.disk_mib << 20
         try:
             with anyio.fail_after(MEASURE_TIMEOUT_S):

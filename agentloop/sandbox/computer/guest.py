@@ -92,7 +92,7 @@ class Outlet:
 
 
 class Loop:
-    """What is waited for, on a selector."""
+    """The descriptors that are waited for."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -145,8 +145,8 @@ def start(
     status = 127
     try:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGPIPE):
-            signal.signal(number, signal.SIG_DFL)
+        for ended in (signal.SIGCHLD, signal.SIGPIPE):
+            signal.signal(ended, signal.SIG_DFL)
         os.setsid()
         high = {number: os.dup(fd) for number, fd in fds.items()}  # no target is in use below it
         for number, fd in high.items():
@@ -171,7 +171,7 @@ def start(
         os._exit(status)
 
 
-class Job:
+class FileJob:
     """A child that does something with files."""
 
     def __init__(self, guest: Guest, request: GuestRequest) -> None:
@@ -405,7 +405,7 @@ class Guest:
         self.loop = Loop()
         self.environment = dict(os.environ)
         self.shells: dict[int, Shell] = {}
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, FileJob] = {}
         self._connection = connection
         self._buffer = bytearray()
         self._out = Outlet(self.loop, connection.fileno(), self._resume)
@@ -475,7 +475,7 @@ class Guest:
                 if shell := self.shells.get(request["shell"]):
                     shell.signal(request["stage"])
             case "file":
-                self.jobs[request["id"]] = Job(self, request)
+                self.jobs[request["id"]] = FileJob(self, request)
             case "data" | "eof" | "more" | "kill" as op:
                 if job := self.jobs.get(request["id"]):
                     if op == "data":
@@ -520,13 +520,14 @@ class Guest:
             if not pid:
                 return
             code = os.waitstatus_to_exitcode(status)
-            for owner in (*self.shells.values(), *self.jobs.values()):
+            owners: list[Shell | FileJob] = [*self.shells.values(), *self.jobs.values()]
+            for owner in owners:
                 if owner.pid == pid:
                     owner.exited(128 - code if code < 0 else code)
                     break
 
-    def settle(self, job: Job) -> None:
-        if job.is_over and self.jobs.pop(job.id, None):
+    def settle(self, job: FileJob) -> None:
+        if job.is_over and self.jobs.pop(job.id, None) is not None:
             self.send({"op": "done", "id": job.id, "status": job.status})
 
 

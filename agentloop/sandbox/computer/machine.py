@@ -30,7 +30,7 @@ import anyio
 
 from agentloop.sandbox.backend import read_profile
 from agentloop.sandbox.computer import toolbox
-from agentloop.sandbox.computer.channel import Channel
+from agentloop.sandbox.computer.channel import ComputerChannel
 from agentloop.sandbox.container import ContainerEngine, create_container, walls
 from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.owner import make_dir
@@ -104,7 +104,7 @@ class ComputerLimits:
 
 @dataclass(frozen=True)
 class ComputerSpec:
-    """What a computer is started from; those with the same can take each other's place."""
+    """The start of a computer. Computers with the same can take each other's place."""
 
     image: str
     network: str
@@ -112,7 +112,7 @@ class ComputerSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class Machine:
+class ComputerMachine:
     """A container with its first process; it is removed when its channel is lost.
 
     Attributes:
@@ -120,7 +120,7 @@ class Machine:
     """
 
     spec: ComputerSpec
-    channel: Channel
+    channel: ComputerChannel
     name: str
     config: Mapping[str, Any]
 
@@ -164,14 +164,14 @@ async def start_machine(
     config: Mapping[str, Any],
     tools: Path,
     id: str,
-) -> AsyncIterator[Machine]:
+) -> AsyncIterator[ComputerMachine]:
     """Start a container, and wait until its first process has connected.
 
     Raises:
         SandboxUnavailable: it was not ready in time, or ended.
         aiodocker.DockerError, OSError: the engine refused it.
     """
-    channel = Channel()
+    channel = ComputerChannel()
     outer = make_dir()  # 0700: keeps everybody on the host out
     try:
         inner = outer / "socket"
@@ -193,7 +193,7 @@ async def start_machine(
                     )
                 server.close()  # before anything else runs inside
                 shutil.rmtree(outer)
-                yield Machine(spec, channel, f"agentloop-computer-{id}", config)
+                yield ComputerMachine(spec, channel, f"agentloop-computer-{id}", config)
         finally:
             server.close()
     finally:
