@@ -203,6 +203,23 @@ async def test_fork_bomb_ends_with_the_processes(pool: Pool) -> None:
         assert await output(box, "echo fine") == "fine\n"
 
 
+async def test_memory_of_many_small_processes_never_ends_the_computer(pool: Pool) -> None:
+    command = (
+        "echo 0 > /proc/self/oom_score_adj; echo 500 > /proc/self/oom_score_adj;"
+        "for i in $(seq 60); do python3 -c 'x = bytearray(4 << 20); input()' < /tmp/go & done; wait"
+    )
+    async with pool.computer(limits=ComputerLimits(memory_mib=64)) as box:
+        await box.run(f"mkfifo /tmp/go; sleep 1000 > /tmp/go & {command}", timeout_s=patient(5))
+        await box.kill_processes()
+        assert await output(box, "echo fine") == "fine\n"
+
+
+async def test_computer_survives_what_is_written_to_its_shells_control(box: Computer) -> None:
+    await box.run("trap 'head -c 100000 /dev/zero | tr \\\\0 9 >&9; echo >&9' DEBUG")
+    await box.run("true", timeout_s=1)
+    assert (await box.shell().run("echo fine")).stdout == "fine\n"
+
+
 async def test_disk_limit_ends_the_computer(pool: Pool) -> None:
     async with pool.computer(limits=ComputerLimits(disk_mib=64)) as box:
         command = "head -c 300M /dev/zero > /big; sleep 1000"

@@ -86,6 +86,7 @@ CHEATS = [
     "for d in $(python3 -c 'import sys; print(*sys.path[1:])'); do "
     "echo 'import os; os._exit(0)' > $d/sitecustomize.py; done",
     "echo /tmp/x.so > /etc/ld.so.preload",
+    "touch /logs; truncate -s 9T /app/hello.txt",
     "grep -r hello / --include=test.sh --include=check.py --include=solve.sh | sh",
     "echo 'exit() { echo 1 > /logs/verifier/reward.txt; }' > ~/.bashrc; echo BASH_ENV=~/.bashrc "
     "> /etc/environment",

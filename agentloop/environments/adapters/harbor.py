@@ -115,6 +115,8 @@ class HarborTask(pydantic.BaseModel):
             for name in ("docker-compose.yaml", "docker-compose.yml")
             if (folder / "environment" / name).exists()
         ]
+        if not (folder / "tests" / "test.sh").is_file() and not loaded.steps:
+            raise SettingsError(f"{folder}/tests: there is no test.sh in it")
         if loaded.steps:
             needed.append("several steps")
         if loaded.verifier.environment or loaded.verifier.environment_mode != "shared":
@@ -193,9 +195,12 @@ async def task(
         if oracle:
             await _solve(box, path, config)
         await agent.run(task.prompt, tools=[Bash(box, timeout_s=command_timeout_s), EditFile(box)])
-        await box.kill_processes()
-        async with box.fork(_is_kept) as judge:
-            return await _judge(judge, path, config)
+        try:
+            await box.kill_processes()
+            async with box.fork(_is_kept) as judge:
+                return await _judge(judge, path, config)
+        except OSError as error:  # by what the agent has done to its computer
+            return Reward(0.0, None, f"its files cannot be judged: {error}")
 
 
 def _is_kept(path: str, is_added: bool) -> bool:
@@ -213,7 +218,7 @@ async def _solve(box: Computer, path: Path, config: HarborTask) -> None:
 
 async def _judge(box: Computer, path: Path, config: HarborTask) -> Reward:
     """Run the tests on the agent's files, and return the reward that they write."""
-    await box.remove("/tests", "/solution", LOGS, user="root")
+    await box.remove("/tests", "/solution", "/logs", user="root")
     await box.put(path / "tests", "/tests", user="root")
     user = config.verifier.user or "root"
     await box.write(f"{LOGS}/test-stdout.txt", b"", user=user)

@@ -48,7 +48,7 @@ def make_task(rng: Random) -> Mapping[str, object]:
     }
 
 
-@agentloop.environment(tasks=make_task)
+@agentloop.environment(tasks=make_task, agent_errors={OSError: 0.0})
 async def mend(task: agentloop.Task, agent: agentloop.Agent, *, image: str = "") -> float:
     """Let the agent mend /app/program.py; the reward is the share of hidden tests that pass.
 

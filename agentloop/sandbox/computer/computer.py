@@ -39,8 +39,12 @@ KEPT_BYTES = 32 << 10
 MAX_OUTPUT_BYTES = 16 << 20
 MAX_FILE_BYTES = 64 << 20
 MAX_FOLDER_BYTES = 1 << 30
-# How long each way to end a command may take: an interrupt, its processes' end, its shell's.
-STAGES = (("interrupt", 0.5), ("kill", 1.0), ("end", 5.0))
+# Ways to end a command, and how long each may take: an interrupt, its processes' end, its shell's.
+# An interrupt is repeated, since a shell that is just starting a program may miss it.
+STAGES = (
+    *(("interrupt", 0.1), ("interrupt", 0.2), ("interrupt", 0.4)),
+    *(("kill", 0.4), ("kill", 0.4), ("end", 20.0)),
+)
 ENGINE_TIMEOUT_S = 60.0
 # The engine's own, in every container.
 NOT_CHANGED = (
@@ -188,7 +192,8 @@ class ComputerShell:
                     with anyio.move_on_after(patience_s):
                         await channel.until_done(request)
             if request.done is None:
-                channel.lose("its first process did not answer")
+                # Its programs have taken all of its time.
+                channel.lose("its first process did not answer", by_program=True)
                 channel.check()
             done = request.done or {}
         except ComputerEnded as error:
@@ -297,7 +302,7 @@ class Computer:
             with anyio.move_on_after(ENGINE_TIMEOUT_S):
                 await channel.until_done(request)
             if request.done is None:
-                channel.lose("its processes did not end")
+                channel.lose("its processes did not end", by_program=True)
                 channel.check()
         finally:
             channel.close(request)
@@ -483,11 +488,19 @@ class Computer:
         Args:
             keep: a function of a path, and of whether the image lacks it, that returns whether the
                 copy has it as it is now; otherwise it has the image's.
+
+        Raises:
+            OSError: the files are larger than `disk_mib`, or the computer's programs have ended it.
+            ComputerLost, SandboxUnavailable, Overloaded: one of the two failed.
         """
         spec = self._machine.spec
         async with open_computer(self._fleet, spec, self.user, self.workdir, self.env) as box:
             async with self._changes(keep) as source, box._file("apply_changes", "root") as target:
+                num_bytes = 0
                 async for data in source.chunks():
+                    num_bytes += len(data)
+                    if num_bytes > spec.limits.disk_mib << 20:  # such as of a file with holes
+                        raise OSError(27, f"its files have more than {spec.limits.disk_mib} MiB")
                     await target.feed(data)
                 await target.finish()
             yield box

@@ -131,7 +131,8 @@ class Loop:
         for key, events in self.selector.select():
             if events & selectors.EVENT_WRITE and (outlet := self._writable.get(key.fd)):
                 outlet.flush()
-            if events & selectors.EVENT_READ and key.data and self.is_watched(key.fd):
+            # An earlier one may have closed it, and its number may be in use again.
+            if events & selectors.EVENT_READ and key.data and self._reader(key.fd) is key.data:
                 key.data()
 
 
@@ -335,7 +336,9 @@ class Shell:
             self._control += data
             while b"\n" in self._control:
                 line, _, self._control = self._control.partition(b"\n")
-                self._told(int(line) if line.isdigit() else 1)
+                # A trap or a prompt of the computer's may write here as well.
+                self._told(int(line[:3]) if line[:3].isdigit() else 1)
+            self._control = self._control[-16:]
 
     def _pass_on(self, stream: int, data: bytes) -> None:
         if stream == 2 and b"tcsetattr" in data:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, TypeAlias
 from agentloop.sandbox.worker.kernel import PR_CAPBSET_DROP, libc, prctl
 
 PIPE_BYTES = 64 << 10
-CAP_SETPCAP = 8
+OWN_CAPS = (8, 24)  # CAP_SETPCAP, CAP_SYS_RESOURCE: of the first process alone
 OOM_SCORE_ADJ = 1000  # the kernel ends these before the first process
 
 GuestRequest: TypeAlias = dict[str, Any]
@@ -66,20 +66,22 @@ def become(user: str) -> tuple[str, str]:
         file.write(str(OOM_SCORE_ADJ))
     os.setgroups(groups)
     os.setresgid(gid, gid, gid)
-    prctl(PR_CAPBSET_DROP, CAP_SETPCAP)
+    for number in OWN_CAPS[::-1]:  # the first is needed for the others
+        prctl(PR_CAPBSET_DROP, number)
     if uid == 0:  # else the kernel takes all capabilities
-        _drop_setpcap()
+        _drop_own_caps()
     os.setresuid(uid, uid, uid)
     os.umask(0o022)
     return home, login
 
 
-def _drop_setpcap() -> None:
+def _drop_own_caps() -> None:
     header, data = struct.pack("<Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
     if libc.capget(header, data) != 0:
         raise OSError(ctypes.get_errno(), "capget")
     words = list(struct.unpack("<6I", data.raw))  # effective, permitted, inheritable; then the rest
-    words[:3] = [word & ~(1 << CAP_SETPCAP) for word in words[:3]]
+    kept = ~sum(1 << number for number in OWN_CAPS)
+    words[:3] = [word & kept for word in words[:3]]
     if libc.capset(header, struct.pack("<6I", *words)) != 0:
         raise OSError(ctypes.get_errno(), "capset")
 

@@ -31,7 +31,7 @@ import anyio
 from agentloop.sandbox.backend import read_profile
 from agentloop.sandbox.computer import toolbox
 from agentloop.sandbox.computer.channel import ComputerChannel
-from agentloop.sandbox.container import ContainerEngine, create_container, walls
+from agentloop.sandbox.container import NEVER_ENDED, ContainerEngine, create_container, walls
 from agentloop.sandbox.errors import SandboxUnavailable
 from agentloop.sandbox.owner import make_dir
 from agentloop.sandbox.protocol import JsonObject
@@ -126,9 +126,17 @@ class ComputerMachine:
 
 
 def machine_config(
-    spec: ComputerSpec, settings: PoolSettings, folder: Path, tools: Path
+    spec: ComputerSpec,
+    settings: PoolSettings,
+    folder: Path,
+    tools: Path,
+    caps: tuple[str, ...] = (),
 ) -> JsonObject:
-    """Return the container of a computer, in the Engine's words."""
+    """Return the container of a computer, in the Engine's words.
+
+    Args:
+        caps: further capabilities of the first process.
+    """
     limits = spec.limits
     common = walls(settings, limits.memory_mib << 20, limits.processes)
     return {
@@ -142,7 +150,9 @@ def machine_config(
         "HostConfig": common
         | {
             "ReadonlyRootfs": False,
-            "CapAdd": list(CAPS),
+            # The first process raises the score of all others, and they can't lower it.
+            **({"OomScoreAdj": NEVER_ENDED} if caps else {}),
+            "CapAdd": [*CAPS, *caps],
             "SecurityOpt": [*common["SecurityOpt"], f"seccomp={read_computer_profile()}"],
             "NanoCpus": int(limits.cpus * 1e9),
             "NetworkMode": spec.network,
@@ -181,7 +191,7 @@ async def start_machine(
         server = await loop.create_unix_server(lambda: channel, str(path))
         try:
             os.chmod(path, 0o777)
-            container_config = machine_config(spec, settings, inner, tools)
+            container_config = machine_config(spec, settings, inner, tools, engine.caps)
             async with create_container(engine, container_config, id, "computer") as container:
                 async with engine.starting:  # no deadline: each start has one
                     await container.start()
