@@ -26,7 +26,7 @@ from agentloop.sandbox import (
     PoolSettings,
     ProgramUnsupported,
 )
-from agentloop.sandbox.container import LABEL
+from agentloop.sandbox.container import CAPS_HERE, LABEL
 from agentloop.sandbox.engine import connect
 from tests.patience import patient
 
@@ -203,6 +203,7 @@ async def test_fork_bomb_ends_with_the_processes(pool: Pool) -> None:
         assert await output(box, "echo fine") == "fine\n"
 
 
+@pytest.mark.skipif(not CAPS_HERE, reason="the engine cannot protect the first process here")
 async def test_memory_of_many_small_processes_never_ends_the_computer(pool: Pool) -> None:
     command = (
         "echo 0 > /proc/self/oom_score_adj; echo 500 > /proc/self/oom_score_adj;"
