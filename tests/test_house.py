@@ -352,7 +352,7 @@ def test_names_at_the_root() -> None:
         pytest.skip("this is not a git repository")
     assert {path.partition("/")[0] for path in listed.stdout.splitlines()} == {
         *(".ci", ".gitignore"),
-        *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md"),
+        *("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md"),
         *("agentloop", "bench", "constraints", "docs", "examples", "learner", "sandbox"),
         *("pyproject.toml", "tests", "tools", "tox.ini"),
     }
@@ -447,12 +447,12 @@ def test_no_file_is_longer_than_people_read() -> None:
 
 # Lines of each package. Size is a cost: whoever needs more than is left removes something first.
 BUDGET = {
-    "agentloop": 61_500,
-    "agentloop.sandbox": 11_700,
+    "agentloop": 60_450,
+    "agentloop.sandbox": 11_690,
     "agentloop.learner": 4_350,
-    "bench": 8_500,
-    "tests": 76_250,
-    "tools": 1_450,
+    "bench": 8_530,
+    "tests": 75_300,
+    "tools": 1_400,
 }
 
 
@@ -474,7 +474,7 @@ def test_train_has_few_settings() -> None:
     from agentloop.cli.train import TrainSettings
     from agentloop.config import describe_settings
 
-    assert len([*describe_settings(TrainSettings)]) <= 206
+    assert len([*describe_settings(TrainSettings)]) <= 202
 
 
 def test_the_top_level_stays_small() -> None:

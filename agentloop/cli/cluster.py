@@ -98,8 +98,6 @@ def cluster_problems(s: TrainSettings) -> Iterator[str]:
         )
     if s.sandbox.hosts and s.cluster.sandbox_hosts and not s.cluster.runtimes:
         yield "sandbox.hosts: set cluster.sandbox_hosts to 0 to use these"
-    if s.ranks.launcher != "processes":
-        yield "ranks.launcher: on a cluster, Ray starts the ranks: set it to processes"
     if s.weights.transport == "broadcast" and s.cluster.runtimes:
         yield (
             "weights.transport: set it to disk with cluster.runtimes: the learner can share a "

@@ -20,6 +20,7 @@ from agentloop.events import Emit
 from agentloop.models import SMALL
 from agentloop.observe.exporters.otel import Traces
 from agentloop.rollouts.player import player_of
+from agentloop.rollouts.request import WaitForCapacity
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime
 from agentloop.training.rollouts import Rollouts
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 @asynccontextmanager
 async def rollouts_of(
     settings: TrainSettings, runtime: Runtime, emit: Emit, **options: Any
-) -> AsyncIterator[tuple[Rollouts, Served]]:
+) -> AsyncIterator[tuple[Rollouts, WaitForCapacity, Served]]:
     """Generate, score and select rollouts on a runtime, and serve new weights to its servers.
 
     Takes the options of `Rollouts`, too.
@@ -58,11 +59,13 @@ async def rollouts_of(
             is_tainted=serving.is_tainted,
             **options,
         )
-        yield rollouts, serving
+        yield rollouts, runtime.router.gate.wait_for_capacity, serving
 
 
 @asynccontextmanager
-async def remote_rollouts(settings: TrainSettings) -> AsyncIterator[tuple[Rollouts, Served]]:
+async def remote_rollouts(
+    settings: TrainSettings,
+) -> AsyncIterator[tuple[Rollouts, WaitForCapacity, Served]]:
     """Start a runtime on this node of a cluster, with logs in `log_dir` (`OpenRollouts`).
 
     Of its events, only traces are exported.

@@ -51,6 +51,7 @@ from agentloop.inference.cpu import has_accelerator
 from agentloop.models import SMALL
 from agentloop.observe.watchdog import watching
 from agentloop.plain_json import JsonObject
+from agentloop.rollouts.request import WaitForCapacity
 from agentloop.runtime import Runtime, Settings
 from agentloop.training.learner_client.client import KeptLearner, spawn_here
 from agentloop.training.learner_record import LearnerRecord, record_learner
@@ -203,7 +204,7 @@ async def _roll_out_and_learn(
         is_alone = cluster.servers_first if cluster else has_accelerator()
         if not is_alone:
             await stack.enter_async_context(learner.starting())
-        rollouts, serving, words = await stack.enter_async_context(
+        rollouts, wait_for_capacity, serving, words = await stack.enter_async_context(
             _rolling_out(settings, dashboard, progress, cluster)
         )
         if is_alone:
@@ -222,6 +223,7 @@ async def _roll_out_and_learn(
             settings.loop,
             tasks,
             rollouts,
+            wait_for_capacity,
             queue,
             folder,
             progress,
@@ -273,18 +275,19 @@ async def _rolling_out(
     dashboard: RunDashboard,
     progress: console.ProgressLine,
     cluster: OnCluster | None,
-) -> AsyncIterator[tuple[RollsOut, Serving, Callable[[], str]]]:
+) -> AsyncIterator[tuple[RollsOut, WaitForCapacity, Serving, Callable[[], str]]]:
     """Start what generates rollouts: runtimes on other machines, or a runtime here.
 
     Yields:
-        What rolls out, what serves the weights, and a function that describes the servers' state.
+        What rolls out, what waits until it may, what serves the weights, and a function that
+        describes the servers' state.
     """
     s, folder = settings, dashboard.folder
     # Size servers and router for the longest rollouts of any stage.
     served = s.as_one_stage().model_copy(update={"log_dir": folder.path / "logs"})
     if cluster is not None and s.cluster.runtimes:
         async with cluster.runtimes(served, say=progress.say) as runtimes:
-            yield runtimes, runtimes, runtimes.describe
+            yield runtimes, runtimes.wait_for_capacity, runtimes, runtimes.describe
         return
     async with AsyncExitStack() as stack:
         runs: Settings = served
@@ -295,8 +298,8 @@ async def _rolling_out(
             await stack.enter_async_context(cluster.kept_alive(runtime))
         dashboard.runtime = runtime
         stack.callback(dashboard.detach)  # also if the learner fails to start
-        async with rollouts_of(s, runtime, dashboard.emit) as (rollouts, serving):
-            yield rollouts, serving, partial(_servers_in_words, runtime)
+        async with rollouts_of(s, runtime, dashboard.emit) as (rollouts, wait, serving):
+            yield rollouts, wait, serving, partial(_servers_in_words, runtime)
 
 
 def main(arguments: list[str]) -> int:

@@ -146,7 +146,7 @@ def test_a_turn_continues_with_new_weights() -> None:
             tasks.start_soon(turn)
             await anyio.sleep(4.0)
             (held,) = [num_tokens for _, num_tokens in server.in_flight()]
-            await server.update_weights("weights", "4", timeout_s=60, pause="retract")
+            await server.update_weights("weights", "4", timeout_s=60)
             assert anyio.current_time() == 9.0
         first, second = spans
         assert (first.version, first.start, first.end) == ("3", 0, held - 50)

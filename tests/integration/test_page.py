@@ -30,6 +30,7 @@ from agentloop.events import CallStarted, Event, RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
 from agentloop.rollouts.player import AgentPlayer
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import PoolSettings
@@ -78,7 +79,7 @@ class Service:
             )
             groups = GroupRunner(player, grader, emit=self.app.on_event)
             rollouts = Rollouts(groups, RocSettings(down_sample_to_n=2), seed=1)
-            group = await rollouts.group(task, name, size=4, budget=Budget(), oldest=0)
+            group = await rollouts.run(GroupRequest(task, name, 4, Budget(), 0, Purpose.TRAIN))
         if folder is not None:
             rows = [{"group": int(name), "version": 0, **row.to_dict()} for row in group.rows]
             folder.add_group(int(name), rows)

@@ -98,11 +98,10 @@ async def test_a_batch_does_not_depend_on_the_order_in_which_groups_finish(tmp_p
 
         class InOrder(FakeRollouts):
             async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
-                options["on_queued"]()
                 number = int(options["name"].split("-")[0]) - 1
                 place = order.index(number)  # noqa: B023
                 await ended[place - 1].wait()  # noqa: B023
-                group = await super().__call__(prompt, **options | {"on_queued": lambda: None})
+                group = await super().__call__(prompt, **options)
                 for index, rollout in enumerate(group):
                     rollout.prompt_ids = [number, index]
                 ended[place].set()  # noqa: B023

@@ -19,11 +19,12 @@ from agentloop.errors import (
 from agentloop.events import Event, GroupFinished, GroupStarted
 from agentloop.rollouts.metrics import about
 from agentloop.rollouts.record import AgentRecord, ConversationRow, RolloutRecord
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.credit.grpo import group_advantages
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
-from agentloop.training.rollouts import Purpose, Rollouts
+from agentloop.training.rollouts import Rollouts
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
 from tests.rollouts import GroupPlayer
 
@@ -60,7 +61,6 @@ class Group:
         self, prompt: object, **options: Any
     ) -> Sequence[Trajectory | RolloutRecord]:
         self.options.append(options)
-        options["on_queued"]()
         if self.error is not None:
             raise self.error
         return self.trajectories
@@ -83,9 +83,8 @@ async def rolled_out(
             seed=0,
             **settings,
         )
-        return await rollouts.group(
-            TASK, name, size=len(group.trajectories), budget=BUDGET, oldest=oldest, purpose=purpose
-        )
+        size = len(group.trajectories)
+        return await rollouts.run(GroupRequest(TASK, name, size, BUDGET, oldest, purpose))
 
 
 async def test_a_rollout_that_failed_for_other_reasons_has_no_reward() -> None:
@@ -137,7 +136,8 @@ async def rows_of(
     async with Grader(RewardSettings(function="exact")) as grader:
         groups = GroupRunner(GroupPlayer(Group(records)), grader)
         rollouts = Rollouts(groups, RocSettings(down_sample_to_n=0), credit, seed=0)
-        found = await rollouts.group(TASK, name, size=len(records), budget=BUDGET, oldest=3)
+        request = GroupRequest(TASK, name, len(records), BUDGET, 3, Purpose.TRAIN)
+        found = await rollouts.run(request)
     return {row.trajectory.id: row for row in found.rows}
 
 
