@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import cast
 
@@ -19,6 +20,7 @@ from agentloop.sandbox.errors import ComputerLost
 from agentloop.sandbox.protocol import JsonObject
 
 MAX_FRAME_BYTES = 64 << 20
+OOM_NOTICE_S = 2.0
 FILE_STALL_S = 60.0
 """Time for one chunk of a file: a process of the computer can stop the one that moves it."""
 
@@ -50,9 +52,12 @@ class ComputerChannel(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.ready_or_lost = anyio.Event()
+        self.disconnected = anyio.Event()
         self.lost = anyio.Event()
         self.why = ""
         self._is_by_program = False
+        self._ran_out = anyio.Event()  # of memory
+        self._ran_out_at = -math.inf
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._requests: dict[int, PendingRequest] = {}
@@ -82,7 +87,29 @@ class ComputerChannel(asyncio.Protocol):
             self._handle(message, payload)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.lose("its connection ended" if error is None else f"its connection broke: {error}")
+        self.disconnected.set()  # `watch` finds out why
+        self.ready_or_lost.set()
+
+    async def watch(self) -> None:
+        """Wait until the connection has ended, and then end the computer.
+
+        Where the engine may not protect the first process, programs can end it by using up the
+        memory. That says nothing about the infrastructure.
+        """
+        await self.disconnected.wait()  # no deadline: as long as it is used
+        if not self.lost.is_set():
+            if self._ran_out_at < anyio.current_time() - OOM_NOTICE_S:
+                with anyio.move_on_after(OOM_NOTICE_S):
+                    await self._ran_out.wait()
+            is_by_program = self._ran_out_at > anyio.current_time() - 2 * OOM_NOTICE_S
+            why = "its memory was used up" if is_by_program else "its connection ended"
+            self.lose(why, by_program=is_by_program)
+
+    def note_oom(self) -> None:
+        """Note that the kernel has killed a process of the computer for memory."""
+        self._ran_out_at = anyio.current_time()
+        self._ran_out.set()
+        self._ran_out = anyio.Event()
 
     def lose(self, why: str, *, by_program: bool = False) -> None:
         """End the connection, and with it the computer."""
@@ -90,6 +117,7 @@ class ComputerChannel(asyncio.Protocol):
             return
         self.why, self._is_by_program = why, by_program
         self.lost.set()
+        self.disconnected.set()
         self.ready_or_lost.set()
         if self._transport is not None:
             self._transport.abort()

@@ -24,12 +24,13 @@ from typing import Any
 import aiodocker
 import aiohttp
 import anyio
+import orjson
 from anyio.abc import TaskGroup
 
 from agentloop.sandbox.computer.machine import ComputerMachine, ComputerSpec, start_machine
 from agentloop.sandbox.computer.tars import pack_folder
 from agentloop.sandbox.computer.toolbox import make_toolbox
-from agentloop.sandbox.container import ContainerEngine
+from agentloop.sandbox.container import LABEL, ContainerEngine
 from agentloop.sandbox.engine import what_it_said
 from agentloop.sandbox.errors import Overloaded, ProgramUnsupported, SandboxUnavailable
 from agentloop.sandbox.image.build import has_image, run_build
@@ -231,8 +232,7 @@ class Fleet:
                     if stock.num_wanted + stock.num_waiting > len(stock.ready):
                         stock.ready.append(machine)
                         stock.notify()
-                        # no deadline: as long as it is used
-                        await machine.channel.lost.wait()
+                        await machine.channel.watch()
                 finally:
                     self.machines.discard(machine)
                     if machine in stock.ready:
@@ -266,6 +266,22 @@ class Fleet:
             measured_free = free
             for machine in list(self.machines):
                 await self._measure(machine)
+
+    async def watch_memory(self) -> None:
+        """Tell machines when the kernel has killed one of their processes for memory."""
+        filters = orjson.dumps({"event": ["oom"], "label": [LABEL]}).decode()
+        endless = aiohttp.ClientTimeout(total=None)
+        while True:
+            with suppress(aiodocker.DockerError, aiohttp.ClientError, OSError, ValueError):
+                async with self.engine.docker._query(
+                    "events", params={"filters": filters}, timeout=endless
+                ) as events:
+                    async for line in events.content:
+                        name = orjson.loads(line)["Actor"]["Attributes"]["name"]
+                        for machine in self.machines:
+                            if machine.name == name:
+                                machine.channel.note_oom()
+            await anyio.sleep(WATCH_EVERY_S)  # the engine is away
 
     async def _measure(self, machine: ComputerMachine) -> None:
         limit = machine.spec.limits.disk_mib << 20
@@ -309,6 +325,7 @@ async def open_fleet(engine: ContainerEngine, settings: PoolSettings) -> AsyncIt
         async with anyio.create_task_group() as group:
             fleet._group = group
             group.start_soon(fleet.watch)
+            group.start_soon(fleet.watch_memory)
             try:
                 yield fleet
             finally:

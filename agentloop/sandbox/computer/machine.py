@@ -197,9 +197,10 @@ async def start_machine(
                     await container.start()
                     with anyio.move_on_after(settings.start_timeout_s):
                         await channel.ready_or_lost.wait()
-                if not channel.ready_or_lost.is_set() or channel.lost.is_set():
+                if not channel.ready_or_lost.is_set() or channel.disconnected.is_set():
                     raise SandboxUnavailable(
-                        f"a computer of {spec.image} did not start: {channel.why or 'no answer'}"
+                        f"a computer of {spec.image} did not start: its first process has ended, "
+                        f"or was not ready within {settings.start_timeout_s:g} s"
                     )
                 server.close()  # before anything else runs inside
                 shutil.rmtree(outer)
