@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from agentloop.sandbox import ComputerLimits, Pool, PoolSettings, ProgramUnsupported
 from agentloop.sandbox.computer import guest_files
+from agentloop.sandbox.computer.changes import ADDED, CHANGED, read_layer
 from agentloop.sandbox.computer.computer import HeadAndTail
 from agentloop.sandbox.computer.machine import (
     ComputerSpec,
@@ -138,6 +139,22 @@ def test_changes_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (target / "a" / "file").read_text() == "1"
     assert (target / "b").read_text() == "2"
     assert os.listdir(outside) == []
+
+
+def test_changes_of_a_layer(tmp_path: Path) -> None:
+    lower, upper = tmp_path / "lower", tmp_path / "upper"
+    for path in ("lower/etc", "upper/etc/new", "upper/fresh"):
+        (tmp_path / path).mkdir(parents=True)
+    (lower / "etc" / "known").write_text("1")
+    (upper / "etc" / "known").write_text("2")
+    (upper / "fresh" / "file").write_text("3")
+    assert read_layer(upper, [str(lower)]) == [
+        ("/etc", CHANGED),
+        ("/etc/known", CHANGED),
+        ("/etc/new", ADDED),
+        ("/fresh", ADDED),
+        ("/fresh/file", ADDED),
+    ]
 
 
 def test_same_folders_make_the_same_tar(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import aiohttp
 import anyio
 import orjson
 
+from agentloop.sandbox.computer.changes import ADDED, list_changes
 from agentloop.sandbox.computer.channel import ComputerEnded, FileRequest
 from agentloop.sandbox.computer.fleet import Fleet
 from agentloop.sandbox.computer.guest import CHUNK_BYTES
@@ -51,8 +52,6 @@ NOT_CHANGED = (
     *("/run/agentloop", "/dev", "/proc", "/sys", "/.dockerenv"),
     *("/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab"),
 )
-
-ADDED = 1  # the engine's number for what the image lacks
 
 KeepChange = Callable[[str, bool], bool]
 
@@ -431,20 +430,18 @@ class Computer:
                 channel.send({"op": "thaw"})
 
     async def _list_changes(self, keep: KeepChange | None) -> bytes:
-        name = self._machine.name
         try:
             with anyio.fail_after(ENGINE_TIMEOUT_S):
-                found = await self._fleet.engine.docker._query_json(f"containers/{name}/changes")
+                found = await list_changes(self._fleet.engine, self._machine.name)
         except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
             self._machine.channel.check()
             raise ComputerLost(f"the engine does not tell its files: {what_it_said(error)}") from (
                 error
             )
         changes = [
-            [change["Path"], change["Kind"]]
-            for change in found or ()
-            if not change["Path"].startswith(NOT_CHANGED)
-            and (keep is None or keep(change["Path"], change["Kind"] == ADDED))
+            (path, kind)
+            for path, kind in found
+            if not path.startswith(NOT_CHANGED) and (keep is None or keep(path, kind == ADDED))
         ]
         return orjson.dumps(changes)
 
