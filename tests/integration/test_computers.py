@@ -15,6 +15,7 @@ from pathlib import Path
 import aiodocker
 import anyio
 import pytest
+from anyio import open_process
 
 from agentloop.sandbox import (
     CallStatus,
@@ -455,7 +456,7 @@ anyio.run(main)
 
 
 async def test_nothing_is_left_after_the_owner_is_killed(engine: aiodocker.Docker) -> None:
-    async with await anyio.open_process(
+    async with await open_process(
         [sys.executable, "-c", OWNER], stderr=subprocess.DEVNULL
     ) as owner:
         assert owner.stdout is not None
