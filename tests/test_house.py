@@ -103,12 +103,13 @@ def in_package(*packages: str) -> list[str]:
 
 
 def is_composer(name: str) -> bool:
-    """A command, the runtime or the HTTP application: they may import every package."""
+    """A command, the runtime, a training run or the HTTP application: they may import all."""
     return within(name, "agentloop.cli") or name in {
         "agentloop.__main__",
         "agentloop.service",
         "agentloop.runtime",
         "agentloop.serve",
+        "agentloop.training.wiring",
     }
 
 

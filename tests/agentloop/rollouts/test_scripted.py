@@ -87,7 +87,6 @@ LEARNABLE = {
 @pytest.mark.parametrize(
     ("sql", "error"),
     [
-        ("DELETE FROM items", "not authorized"),
         ("ATTACH 'file' AS other", "not authorized"),
         ("WITH RECURSIVE t(n) AS (SELECT 1 UNION SELECT n + 1 FROM t) SELECT n FROM t", "not auth"),
         ("SELECT 1 FROM items a, items b, items c, items d, items e, items f", "interrupted"),

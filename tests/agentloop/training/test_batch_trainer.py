@@ -94,10 +94,9 @@ async def test_a_step_without_a_signal_does_not_call_the_learner(tmp_path: Path)
 async def test_three_steps_without_a_signal_are_explained_once(tmp_path: Path) -> None:
     report = RecordedReport()
     await run_loop(tmp_path, right=1.0, steps=5, evaluate_every=0, report=report)
-    said = [n for n, line in enumerate(report.lines) if line.startswith("0 of 3 groups have a")]
-    assert len(said) == 1
-    assert ": all rewards are 1; take harder problems" in report.lines[said[0]]
-    assert "step 3/5: reward 1.000, a signal in 0 of 3 groups" in report.lines[said[0] - 1]
+    (at,) = [n for n, line in enumerate(report.lines) if line.startswith("0 of 3 groups have a")]
+    assert ": all rewards are 1; take harder problems" in report.lines[at]
+    assert "step 3/5: reward 1.000, a signal in 0 of 3 groups" in report.lines[at - 1]
 
 
 async def test_a_batch_does_not_depend_on_the_order_in_which_groups_finish(tmp_path: Path) -> None:

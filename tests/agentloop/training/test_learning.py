@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from agentloop.rollouts.metrics import GroupFigures, RolloutFigures, about
 from agentloop.training.learning import Headline, headline, held_out_rewards
 
 
@@ -23,6 +24,13 @@ def test_first_and_last_held_out_reward() -> None:
     assert headline(rows) == Headline("held out 0.41 -> 0.86; 2 of 8 groups have a signal", False)
     assert held_out_rewards(rows[:1]) == held_out_rewards([*rows[:1], held_out(None)]) == ""
     assert headline(rows[:1]) is None
+
+
+def test_metrics_of_wrong_rollouts() -> None:
+    wrong = RolloutFigures(0.0, has_answer=False, tool_errors=0.5)
+    groups = [GroupFigures([wrong, RolloutFigures(1.0)], None, True), GroupFigures([wrong])]
+    row = about(groups).row()
+    assert (row["groups_with_signal"], row["no_answer"], row["tool_errors"]) == (1, 2 / 3, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +54,6 @@ def test_three_steps_without_a_signal(
 ) -> None:
     rows = [step(reward, 0.125), *[step(reward, **more)] * 2]
     assert headline(rows) == Headline("0 of 8 groups have a signal", False)
-    said = headline([*rows, held_out(0.5), step(reward, **more)])
-    assert said is not None
+    said = headline([*rows, held_out(0.5), step(reward, **more)]) or Headline("", False)
     assert said.is_stuck
     assert said.text.startswith(f"0 of 8 groups have a signal: {says}")
