@@ -48,8 +48,7 @@ def test_example(name: str, prints: str, docker_engine: None, sglang_url: str) -
 
 @pytest.mark.gate
 def test_the_minimal_loop_learns(docker_engine: None, sglang_installed: None) -> None:
-    """Its server is its own, since it changes the weights."""
-    program = EXAMPLES / "minimal_rl.py"
+    program = EXAMPLES / "minimal_rl.py"  # it has a server of its own, whose weights it changes
     assert len(program.read_text("utf-8").splitlines()) <= 120
     ended = subprocess.run(
         [sys.executable, program, "5"],
