@@ -27,7 +27,11 @@ _COMMANDS: dict[str, tuple[type[pydantic.BaseModel], str]] = {
         "`agentloop env try` also the `endpoint` of `agentloop evaluate`, and the latter "
         "`num_rollouts` (default: 10).",
     ),
-    "agentloop train": (TrainSettings, "Besides those of `agentloop serve`."),
+    "agentloop train": (
+        TrainSettings,
+        "Besides those of `agentloop serve`; the section `sft` takes those of `agentloop sft`: "
+        "`data`, `loop`, `learner`.",
+    ),
     "agentloop sft": (SftSettings, ""),
     "agentloop evaluate": (EvaluateSettings, "Besides those of `agentloop serve`."),
     "python -m agentloop.sandbox.serve": (
@@ -65,6 +69,9 @@ def _lines() -> Iterator[str]:
         if note:
             yield from ("", note)
         rows = list(describe_settings(model))
+        if model is TrainSettings:
+            of_sft = {(f"sft.{name}", *others) for name, *others in describe_settings(SftSettings)}
+            rows = [row for row in rows if row not in of_sft]
         if model is SandboxServeSettings:
             rows = [row for row in rows if not row[0].startswith("pool.")]
         known = [row for row in rows if row in listed and listed[row] not in note]

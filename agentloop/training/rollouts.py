@@ -49,21 +49,17 @@ class RolledOut:
     """A group that was rolled out and scored, with the selection of rollouts to train on.
 
     Attributes:
-        has_signal: whether the group has a learning signal: an advantage other than 0.
         lines: the conversations, each with its reward and selection, as lines of JSON
             (`ConversationRow`): what is sent and stored as it is, and parsed for a step.
         versions: versions of the weights that sampled the rollouts with a reward.
     """
 
     figures: GroupFigures
-    has_signal: bool
     lines: bytes
     versions: frozenset[str] = frozenset()
 
     @classmethod
-    def of(
-        cls, figures: GroupFigures, rows: Sequence[ConversationRow], *, has_signal: bool
-    ) -> RolledOut:
+    def of(cls, figures: GroupFigures, rows: Sequence[ConversationRow]) -> RolledOut:
         """Encode a group. This is slow: call it in a thread."""
         versions = frozenset(
             span.version
@@ -72,7 +68,7 @@ class RolledOut:
             for turn in row.trajectory
             for span in turn.versions
         )
-        return cls(figures, has_signal, b"".join(row.to_json() + b"\n" for row in rows), versions)
+        return cls(figures, b"".join(row.to_json() + b"\n" for row in rows), versions)
 
     @property
     def rows(self) -> list[ConversationRow]:
@@ -130,8 +126,8 @@ class TrainingGroup:
         for row in rows:
             row.credit = self.credit.get(row.trajectory.id)
             row.dropped = self.choice.dropped.get(row.rollout)
-        figures = GroupFigures.of(self.group, None if rejected is None else str(rejected))
-        return RolledOut.of(figures, rows, has_signal=self.has_signal)
+        reason = None if rejected is None else str(rejected)
+        return RolledOut.of(GroupFigures.of(self.group, reason, self.has_signal), rows)
 
 
 class Rollouts:

@@ -203,18 +203,17 @@ class StageRunner:
         try:
             rolled = await self._run.rollouts.run(request)
         except RequestError as error:  # the task is invalid
-            has_signal = False
             self._count_refused(group.task, error)
         else:
             self._num_refused[group.task.env] = 0
-            has_signal, figures = rolled.has_signal, rolled.figures
+            figures = rolled.figures
             first = f'{{"group":{group.number},"version":{group.version},'.encode()
             path, num_bytes = await in_run_thread(
                 self._run.folder.add_lines,
                 group.number,
                 (first + line.removeprefix(b"{") for line in rolled.lines.splitlines()),
             )
-        if self._run.settings.dynamic_sampling and not has_signal:
+        if self._run.settings.dynamic_sampling and not figures.has_signal:
             await self._run.buffer.discard(group, path=path, figures=figures)
             self._count_replaced()
         else:

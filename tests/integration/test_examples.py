@@ -222,7 +222,7 @@ def test_the_readme_lists_every_example_and_recipe() -> None:
 def test_every_example_is_run() -> None:
     run_here = {"own_tool.py", "watch.py", "groups.py", "guess_number.py", "solver_and_checker.py"}
     run_here |= {"warehouse.py", "warehouse_server.py", "minimal_rl.py"}
-    run_by_others = {"my_reward.py", "stateful_tool.py", "teachers.py"}
+    run_by_others = {"shop.py", "my_reward.py", "stateful_tool.py", "teachers.py"}
     run_by_others |= {
         "calculator.py",
         "calculator_agent.py",

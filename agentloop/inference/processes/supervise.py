@@ -100,7 +100,7 @@ class ServerSettings(BaseModel, extra="forbid", frozen=True):
     )
     threads: PositiveInt = Field(
         1,
-        description="OpenMP threads per server on a CPU. More than 1 only helps if cores are idle.",
+        description="OpenMP threads per server on a CPU. More than 1 makes small models slower.",
     )
     extra_args: tuple[str, ...] = Field(
         (),
@@ -508,6 +508,8 @@ def _cpu_arguments(folder: Path | None, settings: ServerSettings) -> list[str]:
         *("--tp-size", str(settings.tp_size)),
         "--skip-server-warmup",
         "--sleep-on-idle",  # otherwise an idle server keeps a core busy
+        # A prefill takes as long as a decode of all requests: let prompts gather in between.
+        *("--prefill-decode-interval", "6", "--prefill-decode-interval-min-bs", "16"),
     ]
 
 

@@ -33,6 +33,7 @@ from agentloop.training.weight_sync.transport import PublishedWeights
 __all__ = [
     "GroupResult",
     "OpenRollouts",
+    "OpenedRollouts",
     "RolloutActor",
     "RolloutHost",
     "RolloutWorker",
@@ -44,7 +45,10 @@ T = TypeVar("T")
 _POLL_S = 0.1
 _LEVEL = 1  # of compression: the fastest
 
-OpenRollouts = Callable[[], AbstractAsyncContextManager[tuple[RollsOut, WaitForCapacity, Serving]]]
+OpenedRollouts = tuple[RollsOut, WaitForCapacity, Serving]
+"""What a runtime rolls out with, what waits until it may, and what serves the weights."""
+
+OpenRollouts = Callable[[], AbstractAsyncContextManager[OpenedRollouts]]
 """Opens a runtime on its node; pickled, so made of importable functions."""
 
 
@@ -59,7 +63,6 @@ class GroupResult:
 
     lines: bytes = b""
     figures: GroupFigures = field(default_factory=GroupFigures)
-    has_signal: bool = False
     versions: frozenset[str] = frozenset()
     error: str = ""
     message: str = ""
@@ -217,7 +220,7 @@ class RolloutWorker:
     async def _roll_out(self, request: GroupRequest) -> GroupResult:
         rolled = await self._rollouts.run(request)
         lines = await in_run_thread(zlib.compress, rolled.lines, _LEVEL)
-        return GroupResult(lines, rolled.figures, rolled.has_signal, rolled.versions)
+        return GroupResult(lines, rolled.figures, rolled.versions)
 
     # --- weights ----------------------------------------------------------------------------------
 

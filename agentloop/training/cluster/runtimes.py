@@ -321,7 +321,7 @@ class RemoteRuntimes:
             unknown = ", ".join(sorted(result.versions - member.verified))
             raise ServerError(f"its weights of version {unknown} were never confirmed")
         lines = await anyio.to_thread.run_sync(zlib.decompress, result.lines)
-        return RolledOut(result.figures, result.has_signal, lines, result.versions)
+        return RolledOut(result.figures, lines, result.versions)
 
     # --- weights ----------------------------------------------------------------------------------
 

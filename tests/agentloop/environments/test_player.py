@@ -416,7 +416,7 @@ async def trained_on(path: Path) -> tuple[list[dict[str, Any]], list[Event]]:
                 GroupRunner(player, grader), RocSettings(down_sample_to_n=0), seed=0
             )
             group = await rollouts.run(GroupRequest(task, "1", 2, Budget(), 0, Purpose.TRAIN))
-    assert group.has_signal
+    assert group.figures.has_signal
     assert [one.num_tokens for one in group.figures.rollouts] == [1, 1]
     assert [one.num_turns for one in group.figures.rollouts] == [1, 1]
     folder = RunFolder(path / "run", "")

@@ -120,12 +120,12 @@ async def test_a_rollout_that_failed_for_other_reasons_has_no_reward() -> None:
     metrics = about([found.figures]).row()
     assert metrics["num_without_reward"] == 6
     assert metrics["without_reward/other_weights"] == 3
-    assert found.has_signal
+    assert found.figures.has_signal
 
 
 async def test_equal_rewards_are_no_signal() -> None:
     found = await rolled_out(Group([trajectory(str(n), RIGHT) for n in range(4)]))
-    assert not found.has_signal
+    assert not found.figures.has_signal
     assert [row.advantage for row in found.rows] == [None] * 4
 
 
@@ -324,7 +324,7 @@ async def test_turns_that_an_environment_rewards_have_their_own_advantages() -> 
     """The rollouts' own rewards are equal."""
     group = Rewarding([1.0, 0.0, None])
     found = await rolled_out(group, credit=CreditSettings(name="per_turn"))
-    assert found.has_signal
+    assert found.figures.has_signal
     assert [row.advantage for row in found.rows] == pytest.approx(group_advantages([1.0, 0.0, 0.0]))
     assert {row.credit.weights for row in found.rows} == {1 / 3}
 
@@ -333,7 +333,7 @@ async def test_rewards_of_turns_without_effect_are_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     found = await rolled_out(Rewarding([1.0, 0.0]))
-    assert not found.has_signal
+    assert not found.figures.has_signal
     assert "does not use these rewards: set credit = per_turn" in caplog.text
 
 

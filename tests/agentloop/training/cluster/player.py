@@ -90,7 +90,7 @@ class Player:
             )
             for index in range(request.size)
         ]
-        return RolledOut.of(GroupFigures(), rows, has_signal=True)
+        return RolledOut.of(GroupFigures(has_signal=True), rows)
 
     async def sync(self, published: PublishedWeights, *, timeout_s: float) -> SyncResult:
         if self.fails is not None:

@@ -115,8 +115,7 @@ async def test_groups_are_rolled_out_by_all_runtimes_and_come_back_whole(folder:
         found = await groups(runtimes, *names)
         assert "one: 0 groups running, on the newest weights" in runtimes.describe()
     assert told(found) == whole(*names)
-    assert found["0"].has_signal
-    assert found["0"].figures == GroupFigures()
+    assert found["0"].figures == GroupFigures(has_signal=True)
     assert found["0"].rows[0].parts == {"max_turns": 7}
     assert sorted(one.asked + two.asked) == sorted(names)
     assert one.asked
@@ -488,6 +487,6 @@ def test_conversations_are_unchanged_on_the_way(raw: str, more: Any) -> None:
     row = ConversationRow(
         rollout=0, trajectory=Trajectory.from_dict(emitted.rollout(raw)), truth=more
     )
-    (read,) = RolledOut.of(GroupFigures(), [row], has_signal=True).rows
+    (read,) = RolledOut.of(GroupFigures(), [row]).rows
     assert row.to_json() == dumps(row.to_dict())
     assert repr(loads(dumps(read.to_dict()))) == repr(loads(dumps(row.to_dict())))
