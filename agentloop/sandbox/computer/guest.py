@@ -132,9 +132,9 @@ class Loop:
             if events & selectors.EVENT_WRITE and (outlet := self._writable.get(key.fd)):
                 outlet.flush()
             # An earlier one may have closed it, and its number may be in use again.
-            reader = self._reader(key.fd)
-            if events & selectors.EVENT_READ and reader is not None and reader is key.data:
-                reader()
+            read: Callable[[], None] | None = key.data
+            if events & selectors.EVENT_READ and read and self._reader(key.fd) is read:
+                read()
 
 
 def start(
