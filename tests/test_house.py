@@ -444,7 +444,7 @@ BUDGET = {
     "agentloop": 61_000,
     "agentloop.sandbox": 9_400,
     "agentloop.learner": 4_350,
-    "bench": 8_500,
+    "bench": 8_665,
     "tests": 75_200,
     "tools": 1_450,
 }
