@@ -344,13 +344,13 @@ def test_a_runs_folder_is_shown_and_made_one_file(
         expect(page.get_by_text("1776").first).to_be_visible()
         page.goto(f"{out.as_uri()}#/group/{name}")
         expect(page.locator(".tr-prompt .tr-text")).to_have_text(QUESTION)
+        # All of it is of the last step, which has no tool errors in correct rollouts.
+        page.goto(f"{out.as_uri()}#/")
         learning = page.locator(".learning[data-kind=bad]")
         expect(learning).to_contain_text(
             "0 of 8 groups have a signal: the rewards within each group"
         )
         expect(page.locator(".bottleneck")).not_to_be_visible()  # no advice on speed
-        # All of it is of the last step, which has no tool errors in correct rollouts.
-        page.goto(f"{out.as_uri()}#/")
         last_step = page.get_by_role("region", name="Last step")
         expect(last_step.locator(".values > div")).to_have_text(
             ["reward0.875", "tool errors in correct rollouts–", "step time–"]
