@@ -30,6 +30,8 @@ from agentloop.training.weight_sync.loop import WeightSyncLoop
 
 __all__ = ["BatchTrainer"]
 
+_MAX_IDLE = 3  # steps
+
 
 class BatchTrainer:
     """Runs the training steps of a run, and what is due after each of them."""
@@ -55,6 +57,7 @@ class BatchTrainer:
         self._collapse_settings = collapse
         self._collapse = Collapse(collapse)
         self._waits_for_weights = waits_for_weights
+        self._num_idle = 0  # steps in a row that had nothing to learn from
         self._waited_s = 0.0  # for the batch
         self._meanwhile_s = 0.0  # of it, before the learner began to wait
         self._since_s = time.monotonic()  # the end of the last step
@@ -167,6 +170,12 @@ class BatchTrainer:
             f"{metrics.learned.num_learned} of {rollouts.num_rollouts} rollouts trained on, "
             f"{metrics.rollout_tokens_per_s:,.0f} tokens/s, {metrics.step_s:.1f} s"
         )
+        self._num_idle = 0 if metrics.learned.num_learned else self._num_idle + 1
+        if self._num_idle == _MAX_IDLE and self._run.settings.learn:
+            self._run.report.say(
+                f"Nothing was learnt in {_MAX_IDLE} steps: the rewards of each group are equal. "
+                "Take tasks that the model solves sometimes, neither always nor never"
+            )
         if verdict := self._collapse.observe(row):
             await self._stop(verdict)
 

@@ -224,10 +224,6 @@ class TrainingLoop:
                 run.report.say(f"Drained after step {self.step}; continue with: {command}")
                 break
         if run.settings.learn and self.step:
-            if not self.version:
-                run.report.say(
-                    "The weights have not changed: no group had rollouts with different rewards"
-                )
             await self._steps.checkpoint(wait=True)
         await self._steps.leave_model()
         run.folder.end(drained=self.is_draining)
