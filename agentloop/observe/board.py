@@ -255,10 +255,10 @@ class Board:
 
     def _start(self, record: Trajectory, group: str) -> None:
         now_ms = self.ms()
-        row = Row(record, record.id, group, now_ms, lanes=[("wait", now_ms)])
+        row = Row(record, record.id, group, now_ms, lanes=[(_first_lane(record), now_ms)])
         if group not in self.groups:
             row.question = first_words(self.question_of(record))
-        self._recent.enter(row.id, Part.KV, self._clock(), ())
+        self._recent.enter(row.id, _PARTS[_first_lane(record)], self._clock(), ())
         self.rows[record.id] = row
         self._ended.pop(record.id, None)
         self._removed.pop(record.id, None)  # it was started again, so readers must keep it
@@ -270,7 +270,7 @@ class Board:
         match event:
             case TurnStarted(turn=turn):
                 row.turn = turn + 1
-                self._enter(row, "wait")
+                self._enter(row, "wait" if row.record is None else _first_lane(row.record))
             case TurnPlaced(server=server):
                 row.server = server
                 self._enter(row, "prefill")
@@ -525,6 +525,11 @@ class Board:
         for start in range(0, len(keys), max_rows):
             rows = (self.rows.get(key) for key in keys[start : start + max_rows])
             yield {"rollouts": [row.to_row() for row in rows if row is not None]}
+
+
+def _first_lane(record: Trajectory) -> Lane:
+    """Return what a turn does first: only our own servers, which know its ids, let it wait."""
+    return "wait" if record.prompt_ids else "decode"
 
 
 def _calls_of(row: Row) -> list[CallTimes]:

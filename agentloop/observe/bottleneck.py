@@ -58,6 +58,7 @@ class ServedOn(StrEnum):
     CPU = "cpu"  # of this machine: further servers would share its cores
     GPU = "gpu"
     ATTACHED = "attached"  # somebody else started them, with settings that we do not have
+    ENDPOINT = "endpoint"  # a service that samples whole messages
     UNKNOWN = "unknown"  # of a run that is on disk: it does not say whether there was a GPU
 
 
@@ -104,6 +105,7 @@ _BY_HARDWARE: dict[ServedOn, dict[Part, str]] = {
     ServedOn.CPU: _ON_CPU,
     ServedOn.GPU: _ON_GPU,
     ServedOn.ATTACHED: dict.fromkeys(_BY_TURN, "add one to `servers`"),
+    ServedOn.ENDPOINT: dict.fromkeys(_BY_TURN, "raise endpoint.max_concurrent if it has room"),
     ServedOn.UNKNOWN: {
         part: f"on a CPU {_ON_CPU[part]}; on GPUs {_ON_GPU[part]}" for part in _BY_TURN
     },
