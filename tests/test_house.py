@@ -183,7 +183,11 @@ MAY_IMPORT = {
         "agentloop.observe",
         "agentloop.inference",
         "agentloop.agent.chat_format",
+        "agentloop.agent.sessions.tree",
         "agentloop.agent.text_stream",
+        "agentloop.api.http",
+        "agentloop.api.requests",
+        "agentloop.rollouts.record",
         *BOTTOM,
     },
     "agentloop.models": {"agentloop.models", "agentloop.errors", "agentloop.plain_json"},
@@ -441,10 +445,10 @@ def test_no_file_is_longer_than_people_read() -> None:
 
 # Lines of each package. Size is a cost: whoever needs more than is left removes something first.
 BUDGET = {
-    "agentloop": 61_000,
+    "agentloop": 60_850,
     "agentloop.sandbox": 9_400,
     "agentloop.learner": 4_350,
-    "bench": 8_500,
+    "bench": 8_450,
     "tests": 75_200,
     "tools": 1_450,
 }

@@ -127,9 +127,9 @@ class Sinks:
                 worker.put(step, values)
 
     @property
-    def num_dropped(self) -> dict[str, int]:
-        """Number of dropped rows, by sink."""
-        return {worker.name: worker.dropped.num for worker in self._workers}
+    def num_dropped(self) -> int:
+        """Number of rows that a sink has dropped, of all sinks together."""
+        return sum(worker.dropped.num for worker in self._workers)
 
     async def _close(self) -> None:
         for worker in self._workers:
