@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 from agentloop.agent.constraints import OutputRules
 from agentloop.agent.openai_messages import normal_form
 from agentloop.agent.rollout import TurnOptions
-from agentloop.api.sampling_fields import SamplingFields, StopSequence
+from agentloop.api.sampling_fields import SamplingFields
 from agentloop.api.schemas import InputMessage, ToolDefinition
 from agentloop.errors import RequestError, Unsupported
 from agentloop.plain_json import JsonObject, with_whole_pairs
@@ -32,7 +32,6 @@ __all__ = [
     "ChatRequest",
     "JsonFormat",
     "Only",
-    "StopSequence",
     "TextFormat",
     "TypedObject",
     "describe_unsupported",
