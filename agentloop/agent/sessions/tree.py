@@ -239,7 +239,6 @@ class MessageTree:
         self._roots: dict[bytes, Node] = {}
         self._recent: OrderedDict[bytes, Match] = OrderedDict()  # histories, by context and digest
         self._num_removed = 0
-        self.num_nodes = 0
 
     def __iter__(self) -> Iterator[Node]:
         pending = list(self._roots.values())
@@ -331,7 +330,6 @@ class MessageTree:
             # What a client sends again may now be this one: the newest that it can be.
             self._recent.clear()
         parent.children.append(node)
-        self.num_nodes += 1
         return node
 
     def remove(self, branch: Branch, num_turns: int) -> None:
@@ -340,7 +338,6 @@ class MessageTree:
             for child in node.children:
                 if child.turn and (child.turn.branch, child.turn.num_turns) == (branch, num_turns):
                     node.children.remove(child)
-                    self.num_nodes -= 1
                     self._num_removed += 1
                     self._recent.clear()
                     return
