@@ -445,7 +445,7 @@ def test_no_file_is_longer_than_people_read() -> None:
 
 # Lines of each package. Size is a cost: whoever needs more than is left removes something first.
 BUDGET = {
-    "agentloop": 60_850,
+    "agentloop": 60_350,
     "agentloop.sandbox": 9_400,
     "agentloop.learner": 4_350,
     "bench": 8_450,

@@ -19,8 +19,6 @@ from agentloop.inference.sglang.frames import Chunk, PromptLogprobs, TopLogprobs
 from agentloop.inference.turns import Generation
 from agentloop.trajectory import TurnEnd
 
-__all__ = ["GeneratedPiece", "RawGeneration"]
-
 
 @dataclass(frozen=True, slots=True)
 class GeneratedPiece:

@@ -18,19 +18,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = [
-    "Analysis",
-    "Kind",
-    "KindFigures",
-    "Sampled",
-    "TokenFigures",
-    "TokenPosition",
-    "analyze",
-    "k3",
-    "mark_highest",
-    "nearest_version",
-]
-
 _MAX_LOG_RATIO = 20.0  # as in learner/loss.py
 
 

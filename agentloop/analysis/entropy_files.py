@@ -34,16 +34,6 @@ from agentloop.training.learner_client.client import Learner, LearnerError
 from agentloop.training.learner_client.protocol import ScoreRequest
 from agentloop.trajectory import Trajectory
 
-__all__ = [
-    "EntropyFolder",
-    "GroupScores",
-    "Origin",
-    "RecordedRollout",
-    "group_files",
-    "read_rollouts",
-    "score",
-]
-
 _GROUP = re.compile(r"group-(\d+)\.jsonl")
 _DIGITS = 6
 

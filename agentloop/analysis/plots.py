@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["PANELS", "Panel", "labels_of", "moving_average", "plot_runs"]
-
 Row = Mapping[str, Any]
 
 

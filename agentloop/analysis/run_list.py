@@ -23,8 +23,6 @@ from agentloop.plain_json import number_of, read_rows
 from agentloop.training.position import Phase, Position, Stages
 from agentloop.training.run_folder import checkpoints_in, is_active
 
-__all__ = ["RunKind", "RunState", "RunSummary", "find_runs", "read_metrics", "summarize"]
-
 Row = Mapping[str, Any]
 
 _SIGNS = (  # besides config.toml, which other folders have, too, a run has one of these

@@ -54,13 +54,6 @@ from agentloop.trajectory import (
     TurnEnd,
 )
 
-__all__ = [
-    "ChunkWriter",
-    "chunk_frame",
-    "completion",
-    "is_first",
-]
-
 _MAX_DESCRIBED_CHARS = 4000
 
 TokenText = Callable[[int], str]

@@ -26,8 +26,6 @@ from agentloop.errors import RequestError
 from agentloop.events import Emit, events_of
 from agentloop.trajectory import Trajectory
 
-__all__ = ["AnswerAttempt", "IdempotentAnswers"]
-
 _HEADER = "Idempotency-Key"
 _MAX_KEY_CHARS = 255
 

@@ -14,8 +14,6 @@ from agentloop.api.guard import ServeSettings
 from agentloop.errors import SettingsError
 from agentloop.sandbox.guard import http_log, url_at
 
-__all__ = ["bind", "runner_of", "serving"]
-
 
 def bind(settings: ServeSettings, *, or_free: bool = False) -> socket.socket:
     """Bind the configured address, or with `or_free` another port if it is in use.

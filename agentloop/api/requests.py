@@ -26,24 +26,6 @@ from agentloop.api.schemas import InputMessage, ToolDefinition
 from agentloop.errors import RequestError, Unsupported
 from agentloop.plain_json import JsonObject, with_whole_pairs
 
-__all__ = [
-    "ONLY_BARE_MODEL",
-    "UNSUPPORTED",
-    "ChatRequest",
-    "JsonFormat",
-    "Only",
-    "TextFormat",
-    "TypedObject",
-    "describe_unsupported",
-    "load_object",
-    "objects_in",
-    "parse",
-    "refuse_types",
-    "refuse_unsupported",
-    "validate",
-    "with_overrides",
-]
-
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 

@@ -13,8 +13,6 @@ import pydantic
 
 from agentloop.errors import RequestError
 
-__all__ = ["SamplerFields", "SamplingFields", "StopSequence", "StreamOptions"]
-
 StopSequence = Annotated[str, pydantic.Field(min_length=1, max_length=256)]
 _TokenId = Annotated[str, pydantic.Field(pattern="^[0-9]{1,9}$")]
 _Bias = Annotated[float, pydantic.Field(ge=-100, le=100)]

@@ -28,8 +28,6 @@ from agentloop.api.listen import runner_of
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.sandbox.openapi import add_routes
 
-__all__ = ["SessionListener", "listening_for_sessions"]
-
 _MAX_OPEN = 1 << 16
 _MAX_BODY_BYTES = 64 << 20
 

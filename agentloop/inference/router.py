@@ -47,8 +47,6 @@ from agentloop.inference.sglang.frames import OnChunk
 from agentloop.inference.turns import Generation, OngoingTurn, TurnStream
 from agentloop.trajectory import rollout_of
 
-__all__ = ["Router", "RouterSettings"]
-
 explain_log = logging.getLogger("agentloop.explain")  # each placement, at INFO; off by default
 
 _MAX_ORDERS = 100_000  # trajectories and groups whose position in the queue is remembered

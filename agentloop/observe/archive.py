@@ -33,8 +33,6 @@ from agentloop.observe.stored_groups import (
 from agentloop.plain_json import dumps, loads, number_of
 from agentloop.trajectory import Turn, TurnEnd, union_s
 
-__all__ = ["Archive", "read_group", "read_rollout"]
-
 _MAX_GROUPS = 500  # newest ones only
 _MAX_ROLLOUTS = 2_000
 _LOOK_EVERY_S = 3.0

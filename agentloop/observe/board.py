@@ -54,8 +54,6 @@ from agentloop.observe.latency import Duration, LatencyShown, RecentDurations, n
 from agentloop.plain_json import number_of
 from agentloop.trajectory import Message, Trajectory, Turn, TurnEnd, rollout_of
 
-__all__ = ["Board", "GroupRow", "Row"]
-
 _PARTS: Mapping[Lane, Part] = {
     "wait": Part.KV,
     "prefill": Part.PREFILL,

@@ -17,16 +17,6 @@ from enum import StrEnum
 
 from agentloop.trajectory import union_s
 
-__all__ = [
-    "CallTimes",
-    "Part",
-    "RecentTime",
-    "ServedOn",
-    "Spent",
-    "served_on",
-    "split_tool_time",
-]
-
 _WINDOW_S = 60  # of `RecentTime`
 _MIN_SHARE = 0.05  # of the window; a smaller part is no bottleneck
 

@@ -25,8 +25,6 @@ from agentloop.observe.live import Live, Sources
 from agentloop.observe.page import Control, Page
 from agentloop.observe.stalls import Stalls
 
-__all__ = ["Dashboard", "Exporter"]
-
 
 class Exporter(Protocol):
     """A reader of events that may drop some: `Traces`, `EventLog` or `Sinks`."""

@@ -36,8 +36,6 @@ from agentloop.observe.stalls import Stalls
 from agentloop.plain_json import JsonObject, dumps, loads, number_of
 from agentloop.trajectory import Trajectory
 
-__all__ = ["Live", "Sources", "served_here"]
-
 log = logging.getLogger(__name__)
 
 _EVERY_S = 0.5

@@ -28,8 +28,6 @@ from agentloop.errors import AgentLoopError, NotThere, RequestError
 from agentloop.observe.perfetto import trace_of
 from agentloop.plain_json import dumps
 
-__all__ = ["Control", "Page", "PageData"]
-
 _WEB = Path(__file__).resolve().with_name("web")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _HEADERS = {

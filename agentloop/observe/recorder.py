@@ -28,8 +28,6 @@ from agentloop.observe.exporters.drop_counter import DropCounter
 from agentloop.rollouts.record import ConversationRow
 from agentloop.trajectory import Trajectory
 
-__all__ = ["GroupFolder", "Recorder"]
-
 _MAX_WAITING_TOKENS = 4_000_000  # some 300 MB
 _MAX_WAITING_GROUPS = 65_536
 _CLOSE_S = 30.0

@@ -29,8 +29,6 @@ from agentloop.plain_json import JsonObject, loads
 from agentloop.rollouts.record import ConversationRow
 from agentloop.trajectory import Trajectory, rollout_of
 
-__all__ = ["DAMAGED", "StoredRow", "board_of", "group_path", "read_group_file", "rows_of_group"]
-
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError)
 """What reading a line may raise that is damaged or from elsewhere."""
 

@@ -14,15 +14,6 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.plain_json import JsonObject, dumps
 from agentloop.trajectory import StopReason, Trajectory
 
-__all__ = [
-    "AgentRecord",
-    "ConversationRow",
-    "NoReward",
-    "RolloutGroup",
-    "RolloutRecord",
-    "TokenCredit",
-]
-
 
 class NoReward(StrEnum):
     """The reason why a rollout has no reward."""

@@ -25,8 +25,6 @@ from agentloop.agent.sessions.history import (
 from agentloop.plain_json import dumps
 from agentloop.trajectory import Message, StopReason, Trajectory, Turn
 
-__all__ = ["Branch", "Match", "MessageTree", "Node", "SampledTurn", "copy_turn"]
-
 Alike = Callable[[Message, Message], bool]
 """Returns whether the chat template writes a client's message like the one that was sampled."""
 

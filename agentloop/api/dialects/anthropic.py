@@ -38,8 +38,6 @@ from agentloop.api.requests import (
 from agentloop.api.sampling_fields import SamplerFields, StopSequence
 from agentloop.errors import Unsupported
 
-__all__ = ["UNSUPPORTED_IN_MESSAGES", "MessagesRequest", "TokenCountRequest"]
-
 C = TypeVar("C", bound="_Conversation")
 
 _ADVICE = {

@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["Admission", "AdmissionLimits", "Forecast"]
-
 _NUM_BUCKETS = 32
 
 

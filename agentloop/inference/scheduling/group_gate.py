@@ -24,8 +24,6 @@ import anyio
 from agentloop.inference.scheduling.admission import Admission
 from agentloop.trajectory import rollout_of
 
-__all__ = ["AdmittedGroup", "GroupGate"]
-
 
 @dataclass(frozen=True, slots=True)
 class AdmittedGroup:

@@ -14,8 +14,6 @@ from agentloop.inference.ranks import DataParallelRank, LoadReport
 from agentloop.inference.scheduling.kv_pool import KVPool, LiveSequence
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
 
-__all__ = ["KVLedger"]
-
 
 class KVLedger:
     """Accounting of all KV caches.

@@ -19,8 +19,6 @@ from agentloop.inference.scheduling.kv_pool import KVPool
 from agentloop.inference.scheduling.placement import Candidate, Decision, PlacementRequest
 from agentloop.inference.scheduling.wait_queue import STARVATION_THRESHOLD_S
 
-__all__ = ["Costs", "KVPolicy"]
-
 _TIE = 1.02  # costs within this factor count as equal: predictions are not more precise
 
 

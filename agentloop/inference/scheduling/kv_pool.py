@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 from agentloop.inference.ranks import DataParallelRank, LoadReport
 from agentloop.inference.scheduling.length_predictor import LengthPredictor
 
-__all__ = ["KVPool", "LiveSequence", "ParkedTokens", "SharedPrompt"]
-
 _FREED_TAU_S = 20.0  # time constant of the average rate at which capacity is freed
 _REPORT_TTL_S = 10.0  # time over which a report's excess over our own accounting fades to 0
 _AWAY_S = 5.0  # time for which tokens are kept for a trajectory that runs a tool

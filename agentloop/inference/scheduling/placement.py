@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from agentloop.inference.ranks import DataParallelRank
 
-__all__ = ["Candidate", "Decision", "PlacementRequest"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:

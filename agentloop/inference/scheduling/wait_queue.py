@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["STARVATION_THRESHOLD_S", "WaitQueue", "Waiting"]
-
 STARVATION_THRESHOLD_S = 10.0
 
 T = TypeVar("T")

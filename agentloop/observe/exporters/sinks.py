@@ -28,8 +28,6 @@ from agentloop.errors import message_of
 from agentloop.events import Event, Measured
 from agentloop.observe.exporters.drop_counter import DropCounter
 
-__all__ = ["Sink", "Sinks", "SinksSettings", "mask_secrets"]
-
 log = logging.getLogger(__name__)
 
 SinkName = Literal["tensorboard", "trackio", "wandb"]
