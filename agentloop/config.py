@@ -34,6 +34,7 @@ from agentloop.errors import SettingsError, summary_of
 __all__ = [
     "describe_settings",
     "import_named",
+    "is_recipe",
     "load_known",
     "load_settings",
     "path_of",
@@ -43,8 +44,24 @@ __all__ = [
 ]
 
 _ENV_PREFIX = "AGENTLOOP_"
+_BASE = "the base"
 _RECIPES = Path(__file__).with_name("cli") / "recipes"
+# Settings that were removed, with the value that the code now has: older runs name them. With ...,
+# whatever the run had does not change what it computes.
+_REMOVED: dict[str, object] = {
+    "ranks.hostfile": ...,
+    "ranks.launcher": "processes",
+    "ranks.port": ...,
+    "sandbox.max_output_bytes": 1 << 20,
+    "server.stop_timeout_s": ...,
+    "weights.pause": "retract",
+}
 M = TypeVar("M", bound=pydantic.BaseModel)
+
+
+def is_recipe(name: str) -> bool:
+    """Return whether a recipe that comes with agentloop has this name."""
+    return (_RECIPES / f"{name}.toml").is_file()
 
 
 def path_of(name: Path | str, ending: str = ".toml", *, folder: Path | None = None) -> Path:
@@ -86,7 +103,7 @@ def load_settings(
     merged: dict[str, object] = {}
     sources: dict[str, str] = {}
     layers = _layers(model, files, overrides)
-    for source, layer in itertools.chain([("the base", dict(base or {}))], layers):
+    for source, layer in itertools.chain([(_BASE, dict(base or {}))], layers):
         _merge(merged, _normalize(model, layer, source), sources, source)
     try:
         return model.model_validate(merged)
@@ -178,8 +195,8 @@ def _read_toml(file: Path, where: str = "") -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
-        is_recipe = (_RECIPES / file.name).is_file()
-        hint = f"; the recipe of that name is {file.stem}, without .toml" if is_recipe else ""
+        hint = f"; the recipe of that name is {file.stem}, without .toml"
+        hint = hint if is_recipe(file.stem) else ""
         raise SettingsError(f"{where}{file}: {error.strerror or error}{hint}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{where}{file}: {error}") from error
@@ -239,6 +256,13 @@ def _normalize(
     for key, value in values.items():
         path = f"{at}.{key}" if at else key
         field = model.model_fields.get(key)
+        if field is None and path in _REMOVED:
+            usual = _REMOVED[path]
+            of_a_run = source == _BASE or Path(source).name == "config.toml"
+            if value == usual or (usual is ... and of_a_run):
+                continue
+            always = "" if usual is ... else f" and is now always {_toml_value(usual)}"
+            raise SettingsError(f"{source}: {path!r} was removed{always}")
         if field is None:
             raise SettingsError(f"{source}: unknown setting {path!r}{_suggest(model, key, at)}")
         section = section_of(field.annotation)

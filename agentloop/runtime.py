@@ -58,6 +58,7 @@ from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
 from agentloop.observe.exporters.otel import OtelSettings
 from agentloop.rollouts.player import AgentPlayer
+from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import play_siblings
 from agentloop.rollouts.stream import FinishedGroup, finished_groups
 from agentloop.sandbox import Pool, PoolSettings
@@ -285,7 +286,7 @@ class Runtime:
         enough: int | None = None,
         on_event: Emit = ignore,
         with_text: bool = True,
-        on_queued: Callable[[], None] = lambda: None,
+        queued: anyio.Event | None = None,
     ) -> list[Trajectory]:
         """Run `size` rollouts of one task concurrently.
 
@@ -297,7 +298,7 @@ class Runtime:
                 rollout's seed is derived from the name and its index.
             enough: stop the remaining rollouts, the slowest ones, when this many have ended by
                 themselves; what they have sampled is kept.
-            on_queued: called when the prompt is encoded and the group begins to wait for capacity.
+            queued: set when the prompt is encoded and the group begins to wait for capacity.
 
         Raises:
             RequestError: the request is invalid. Later failures are recorded in the trajectories.
@@ -313,13 +314,10 @@ class Runtime:
             has_names=name is not None,
         )
         name = name or uuid.uuid4().hex
-        async with player.group(
-            Task(name, conversation_of(messages), ""),
-            size=size,
-            name=name,
-            budget=budget or self.settings.budget,
-            on_queued=on_queued,
-        ) as siblings:
+        task = Task(name, conversation_of(messages), "")
+        budget, queued = budget or self.settings.budget, queued or anyio.Event()
+        request = GroupRequest(task, name, size, budget, queued=queued)
+        async with player.group(request) as siblings:
             rollouts = await play_siblings(siblings, enough=enough or 0)
         return [rollout.trajectories[0] for rollout in rollouts]
 
@@ -347,8 +345,8 @@ class Runtime:
             raise RequestError("name: cannot be set: each group gets a name of its own")
         async with finished_groups(
             source,
-            lambda task, on_queued: self.run_group(task, size=size, on_queued=on_queued, **options),
-            partial(self._parts.model.router.wait_for_capacity, size),
+            lambda task, queued: self.run_group(task, size=size, queued=queued, **options),
+            partial(self._parts.model.router.gate.wait_for_capacity, size),
             max_open=max_open,
         ) as groups:
             yield groups

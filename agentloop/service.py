@@ -65,12 +65,10 @@ from agentloop.api.mcp import AgentTool
 from agentloop.api.requests import ChatRequest, parse, with_overrides
 from agentloop.api.response_store import ResponseStore
 from agentloop.api.schemas import (
-    ErrorBody,
     HealthStatus,
     Model,
     ModelList,
     RolloutLine,
-    TextChunk,
     TextCompletion,
     ToolDefinition,
 )
@@ -91,7 +89,6 @@ from agentloop.observe.watchdog import FOR_SERVICES, Progress
 from agentloop.plain_json import dumps
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox.openapi import (
-    EVENTS,
     JSON,
     JSON_LINES,
     TEXT,
@@ -230,7 +227,6 @@ class AgentService:
             name=runtime.model_name,
             sampling=settings.sampling,
             budget=settings.budget,
-            io_timeout_s=settings.serve.io_timeout_s,
             slots=self._slots,
             token_text=self._answering.token_text,
         )
@@ -371,7 +367,7 @@ class AgentService:
         if parameters.model is not None and self._check_model(parameters.model) != self.bare.name:
             raise RequestError(f"model: only {self.bare.name!r} has completions")
         self._check_open()
-        return await self._completions.answer(request, parameters)
+        return await self._completions.answer(parameters)
 
     async def rollouts(self, request: web.Request) -> web.StreamResponse:
         body = parse(RolloutsRequest, await self._body(request))
@@ -517,11 +513,6 @@ _ABOUT = (
     "The agent answers in OpenAI's protocol and runs its own tools. Whole trajectories are "
     "available as well. Details: docs/http.md."
 )
-_TEXT_COMPLETION = Response(
-    "The continuations, with `stream` as they are generated.",
-    {JSON: TextCompletion, EVENTS: TextCompletion | TextChunk | ErrorBody},
-    last_event="[DONE]",
-)
 _HEALTH: Responses = {
     200: Response("At least one inference server is healthy.", {JSON: HealthStatus}),
     503: Response("No inference server is healthy.", {JSON: HealthStatus}),
@@ -542,7 +533,8 @@ ROUTES = [
           TokenCountRequest),
     Route("POST", "/v1/completions", AgentService.completions,
           "Continue text or token ids with the bare model",
-          {200: _TEXT_COMPLETION, **UNKNOWN_MODEL, **BODY_ERRORS}, CompletionRequest),
+          {200: Response("The continuations.", {JSON: TextCompletion}), **UNKNOWN_MODEL,
+           **BODY_ERRORS}, CompletionRequest),
     Route("POST", "/v1/rollouts", AgentService.rollouts,
           "Run rollouts of prompts and return their trajectories",
           {200: Response("Trajectories, each sent when it ends.", {JSON_LINES: RolloutLine}),

@@ -46,9 +46,11 @@ from typing import Any, TypeVar, cast
 
 import anyio
 
+from agentloop.agent.rollout import Budget
 from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task, TaskSource, TasksSettings
 from agentloop.inference.router import Router
+from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import GroupRunner, play_siblings
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.learner_client.protocol import (
@@ -318,23 +320,19 @@ async def _tokens_per_s(shape: Shape, seed: int) -> float:
             )
         tasks.cancel_scope.cancel()
 
-    async def run_group(number: int, *, task_status: Any) -> None:
-        name, on_queued = f"{number}-x", task_status.started
-        async with servers.group(
-            Task(name, "", ""),
-            size=shape.group_size,
-            name=name,
-            budget=None,
-            on_queued=on_queued,
-        ) as siblings:
+    async def run_group(request: GroupRequest) -> None:
+        async with servers.group(request) as siblings:
             await play_siblings(siblings)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch)
         tasks.start_soon(servers.keep_told)
         for number in range(1, 100 * shape.prompts_per_step):
-            await servers.wait_for_capacity(shape.group_size)
-            await tasks.start(run_group, number)
+            await servers.gate.wait_for_capacity(shape.group_size)
+            name = f"{number}-x"
+            request = GroupRequest(Task(name, "", ""), name, shape.group_size, Budget())
+            tasks.start_soon(run_group, request)
+            await request.queued.wait()
     (begin_s, num_before), (end_s, num_after) = marks
     return (num_after - num_before) / (end_s - begin_s)
 
@@ -396,6 +394,7 @@ async def _train(
                         RocSettings(down_sample_to_n=shape.group_size // 2),
                         seed=settings.seed,
                     ),
+                    servers.gate.wait_for_capacity,
                     queue,
                     run,
                     report,

@@ -255,24 +255,19 @@ async def broadcast(setup: Setup) -> list[Row]:
 
 async def pause(setup: Setup) -> list[Row]:
     """Weights change while streams run; no token is lost, and each has its version."""
-    options, rows = handover_options(setup), []
+    options = handover_options(setup)
     num_kv_tokens = 2 * options.num_streams * (options.num_prompt + options.num_output) + 4096
     async with handover.parts(options, setup.folder, num_kv_tokens) as parts:
-        for kind in ("in_place", "retract"):
-            way = WeightsSettings.model_validate({"pause": kind})
-            measurements, num_lost = await handover.stream_once(parts, way, options)
-            if num_lost:
-                raise PartFailed(f"{kind}: {num_lost} streams lost tokens or versions")
-            paused, silent, stream_silent, _ = map(
-                statistics.median, zip(*measurements, strict=True)
-            )
-            figures = {
-                "paused, ms": paused * 1e3,
-                "server silent, ms": silent * 1e3,
-                "a stream silent, ms": stream_silent * 1e3,
-            }
-            rows.append({"case": f"{kind}, {options.num_streams} streams", **figures})
-    return rows
+        measurements, num_lost = await handover.stream_once(parts, WeightsSettings(), options)
+    if num_lost:
+        raise PartFailed(f"{num_lost} streams lost tokens or versions")
+    paused, silent, stream_silent, _ = map(statistics.median, zip(*measurements, strict=True))
+    figures = {
+        "paused, ms": paused * 1e3,
+        "server silent, ms": silent * 1e3,
+        "a stream silent, ms": stream_silent * 1e3,
+    }
+    return [{"case": f"{options.num_streams} streams", **figures}]
 
 
 # --- a whole run --------------------------------------------------------------------------------

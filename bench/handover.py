@@ -152,7 +152,7 @@ async def parts(options: Options, folder: Path, tokens: int) -> AsyncIterator[Pa
             count=1,
             max_total_tokens=tokens,
             dtype=options.dtype,
-            extra_args=("--disable-overlap-schedule", *options.server_args),  # for in_place
+            extra_args=options.server_args,
         )
         processes = await stack.enter_async_context(
             sglang_servers(first, settings, log_dir=folder / "logs", on_progress=print)

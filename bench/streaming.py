@@ -274,6 +274,7 @@ async def _read_environment(urls: list[str], num_streams: int, num_tokens: int) 
     from agentloop.environments.tasks.sources import Task
     from agentloop.inference.sglang.sampling import Sampling
     from agentloop.rollouts.player import EnvironmentPlayer
+    from agentloop.rollouts.request import GroupRequest
     from agentloop.rollouts.runner import play_siblings
     from agentloop.trajectory import Trajectory
 
@@ -304,10 +305,12 @@ async def _read_environment(urls: list[str], num_streams: int, num_tokens: int) 
 
     async def group(number: int, size: int) -> None:
         async with EnvironmentPlayer(ask, Host(), sampling=Sampling()).group(
-            Task(str(number), f"{number} " + "x" * (_PROMPT_TOKENS // 2), ""),
-            size=size,
-            name=str(number),
-            budget=Budget(max_response_tokens=num_tokens, max_turns=1),
+            GroupRequest(
+                Task(str(number), f"{number} " + "x" * (_PROMPT_TOKENS // 2), ""),
+                str(number),
+                size,
+                Budget(max_response_tokens=num_tokens, max_turns=1),
+            )
         ) as siblings:
             await play_siblings(siblings)
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 import anyio
 
 from agentloop.environments.rewards.reward import Reward
-from agentloop.environments.tasks.sources import Task
 from agentloop.inference.replicas import ServerView
 from agentloop.inference.scheduling.admission import Admission, AdmissionLimits, Forecast
 from agentloop.inference.scheduling.group_gate import GroupGate
 from agentloop.inference.scheduling.health import ServerState
-from agentloop.inference.sglang.weight_updates import Checksum, Pause
+from agentloop.inference.sglang.weight_updates import Checksum
 from agentloop.rollouts.record import RolloutRecord
+from agentloop.rollouts.request import GroupRequest
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
 from bench.router import RolloutSpec
 from bench.server_model import Job, ServerModel, ServerParams
@@ -111,9 +111,7 @@ class Server:
             self._model.cancel(turn.job, _current_s())
             self._schedule()
 
-    async def update_weights(
-        self, folder: str, version: str, *, timeout_s: float, pause: Pause
-    ) -> Checksum:
+    async def update_weights(self, folder: str, version: str, *, timeout_s: float) -> Checksum:
         """Load weights like `SGLangServer`: running turns restart from their ids, with an empty
         cache."""
         self._settle()
@@ -209,7 +207,7 @@ class Servers:
         self._specs = specs
         self._longest = longest
         self._live = set[str]()
-        self._gate = GroupGate(
+        self.gate = GroupGate(
             Admission(AdmissionLimits(target=_TARGET), Forecast(longest=longest)),
             capacity=lambda: sum(server.capacity for server in servers if server.url in self._live),
             clock=_current_s,
@@ -226,7 +224,7 @@ class Servers:
 
     def weights_loaded(self, url: str, version: str) -> None:
         self._live.add(url)
-        self._gate.admit()
+        self.gate.admit()
 
     def view(self) -> list[ServerView]:
         live, stale = ServerState.HEALTHY, ServerState.STALE
@@ -237,25 +235,15 @@ class Servers:
             for server in self.servers
         ]
 
-    async def wait_for_capacity(self, size: int) -> None:
-        await self._gate.wait_for_capacity(size)
-
     # --- as the player ----------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def group(
-        self,
-        task: Task,
-        *,
-        size: int,
-        name: str,
-        budget: object,
-        on_queued: Callable[[], None],
-    ) -> AsyncIterator[list[_Rollout]]:
+    async def group(self, request: GroupRequest) -> AsyncIterator[list[_Rollout]]:
         """Implement `Player`."""
+        name, size = request.name, request.size
         specs = self._specs(int(name.partition("-")[0]))[:size]
-        on_queued()
-        async with self._gate.group(name, size, specs[0].num_prompt) as group:
+        request.queued.set()
+        async with self.gate.group(name, size, specs[0].num_prompt) as group:
             yield [
                 _Rollout(self, key, name, spec) for key, spec in zip(group.keys, specs, strict=True)
             ]
@@ -267,12 +255,12 @@ class Servers:
             await anyio.sleep(_TICK_S)
             for server in self.servers:
                 for key, num_tokens in server.in_flight():
-                    self._gate.record_length(key, num_tokens)
+                    self.gate.record_length(key, num_tokens)
             before, num_retracted = (
                 num_retracted,
                 sum(server.num_retracted for server in self.servers),
             )
-            self._gate.observe(_current_s(), num_retracted - before, _current_s())
+            self.gate.observe(_current_s(), num_retracted - before, _current_s())
 
     async def play(self, key: str, group: str, spec: RolloutSpec) -> Trajectory:
         """Run a rollout to its end."""
@@ -283,7 +271,7 @@ class Servers:
             for server in at:
                 server.num_rollouts -= 1
         self.num_ended += 1
-        self._gate.end_conversation(key, is_complete=True)
+        self.gate.end_conversation(key, is_complete=True)
         return trajectory
 
     async def _turns(self, key: str, group: str, spec: RolloutSpec, at: list[Server]) -> Trajectory:
@@ -302,7 +290,7 @@ class Servers:
             spans = await self._place(at).generate(job)
             num_own += turn.num_output + turn.num_tool
             remaining -= turn.num_output + turn.num_tool
-            self._gate.record_length(key, num_own)
+            self.gate.record_length(key, num_own)
             is_last = turn is spec.turns[-1]
             record.turns.append(_as_turn(spans, 0 if is_last else turn.num_tool))
             if not is_last:

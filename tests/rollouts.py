@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
-
-import anyio.lowlevel
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.tasks.sources import Task
 from agentloop.rollouts.record import NoReward, RolloutRecord
+from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import Player, play_siblings
 from agentloop.trajectory import StopReason, Trajectory
 
@@ -26,9 +24,7 @@ async def records_of(
     enough: int = 0,
 ) -> list[RolloutRecord]:
     """Play a group, and return its records before they are scored."""
-    async with player.group(
-        task, size=size, name=name, budget=budget or Budget(), on_queued=lambda: None
-    ) as siblings:
+    async with player.group(GroupRequest(task, name, size, budget or Budget())) as siblings:
         return await play_siblings(siblings, enough=enough)
 
 
@@ -50,23 +46,18 @@ class GroupPlayer:
     """Plays the rollouts that a function makes (`Player`).
 
     Attributes:
-        run_group: makes the trajectories of a group, with the arguments `size`, `name`, `budget`
-            and `on_queued` besides the prompt; or their records.
-        wait: the `wait_for_capacity`.
+        run_group: makes the trajectories of a group, with the arguments `size`, `name` and `budget`
+            besides the prompt; or their records.
     """
 
     run_group: Callable[..., Awaitable[Sequence[Trajectory | RolloutRecord]]]
-    wait: Callable[[int], Awaitable[None]] | None = None
-
-    async def wait_for_capacity(self, size: int) -> None:
-        if self.wait is None:
-            await anyio.lowlevel.checkpoint()
-        else:
-            await self.wait(size)
 
     @asynccontextmanager
-    async def group(self, task: Task, **options: Any) -> AsyncIterator[list[Finished]]:
-        made = await self.run_group(task.prompt, **options)
+    async def group(self, request: GroupRequest) -> AsyncIterator[list[Finished]]:
+        request.queued.set()
+        made = await self.run_group(
+            request.task.prompt, size=request.size, name=request.name, budget=request.budget
+        )
         yield [
             Finished(record_of(result) if isinstance(result, Trajectory) else result)
             for result in made

@@ -228,7 +228,6 @@ class FakeSGLang:
     dp_size: int = 1
     weights: str | None = "sum"  # their checksum; none: they cannot be loaded, "": not in time
     paused: bool = False
-    overlaps: bool = False  # batches: a token is in flight while it is paused in place
     pauses: list[str] = field(default_factory=list)  # their modes
     flushes: list[bool] = field(default_factory=list)  # whether new weights emptied the cache
     sums: dict[str, str] = field(default_factory=dict)  # of its tensors
@@ -393,7 +392,6 @@ class FakeSGLang:
             "tp_size": 1,
             "device": "cpu",
             "dtype": "float32",
-            "disable_overlap_schedule": not self.overlaps,
             **self.info,
         }
         body = json.dumps(info).encode()

@@ -278,6 +278,7 @@ async def test_the_environment_that_was_moved_from_verifiers() -> None:
     [
         ("your-agent.md", "calculator.py"),
         ("your-environment.md", "guess_number.py"),
+        ("../quickstart/environment.md", "shop.py"),
         ("two-agents.md", "solver_and_checker.py"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -26,7 +27,11 @@ _COMMANDS: dict[str, tuple[type[pydantic.BaseModel], str]] = {
         "`agentloop env try` also the `endpoint` of `agentloop evaluate`, and the latter "
         "`num_rollouts` (default: 10).",
     ),
-    "agentloop train": (TrainSettings, "Besides those of `agentloop serve`."),
+    "agentloop train": (
+        TrainSettings,
+        "Besides those of `agentloop serve`; the section `sft` takes those of `agentloop sft`: "
+        "`data`, `loop`, `learner`.",
+    ),
     "agentloop sft": (SftSettings, ""),
     "agentloop evaluate": (EvaluateSettings, "Besides those of `agentloop serve`."),
     "python -m agentloop.sandbox.serve": (
@@ -37,6 +42,8 @@ _COMMANDS: dict[str, tuple[type[pydantic.BaseModel], str]] = {
 }
 # Defaults that depend on the machine.
 _SHOWN = {"sandbox.workers": "two per core"}
+
+_KEPT = re.compile(r"^(By default|Only for)|\b(must|requires|should|never)\b")
 
 Row = tuple[str, str, str]
 
@@ -51,7 +58,7 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "Made from the code by `python -m tools.settings_reference`. A setting is given in a TOML"
     yield "file, as an override `section.key=value` on the command line, or in the environment as"
-    yield "`AGENTLOOP_SECTION__KEY`; `agentloop COMMAND --list-settings` prints those of a command."
+    yield "`AGENTLOOP_SECTION__KEY`. `agentloop COMMAND --list-settings` says more of each."
     yield ""
     yield "Names end in their unit: `_s` is seconds, `_mib` is 2^20 bytes, `_tokens` is the model's"
     yield "tokens. Each setting is shown with its default; for one that has none, `none` in a file"
@@ -62,6 +69,9 @@ def _lines() -> Iterator[str]:
         if note:
             yield from ("", note)
         rows = list(describe_settings(model))
+        if model is TrainSettings:
+            of_sft = {(f"sft.{name}", *others) for name, *others in describe_settings(SftSettings)}
+            rows = [row for row in rows if row not in of_sft]
         if model is SandboxServeSettings:
             rows = [row for row in rows if not row[0].startswith("pool.")]
         known = [row for row in rows if row in listed and listed[row] not in note]
@@ -83,7 +93,14 @@ def _sections(rows: Iterable[Row]) -> Iterator[str]:
             yield from ("", f"### {section}")
         yield ""
         for name, default, description in section_rows:
-            yield f"- {_with_default(name, default)}: {' '.join(description.split())}"
+            yield f"- {_with_default(name, default)}: {_gist(description)}"
+
+
+def _gist(description: str) -> str:
+    """Return the first clause of a description, and sentences about its default and conditions."""
+    first, *others = re.split(r"(?<=[.)]) (?=[A-Z`])", " ".join(description.split()))
+    clause = first.partition("; ")[0].removesuffix(".")
+    return " ".join([f"{clause}.", *filter(_KEPT.search, others)])
 
 
 def _with_default(name: str, value: str) -> str:

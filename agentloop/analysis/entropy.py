@@ -1,6 +1,7 @@
-"""Find the tokens at which a policy is uncertain: those of the highest entropy. Pure.
+"""Find the tokens at which a policy is uncertain: those of the highest entropy.
 
-    entropies ──top share of each rollout──> marked tokens ──by kind and id──> most frequent tokens
+    group-*.jsonl ──> rollouts ──a learner──> entropies ──top 20% of each rollout──> marked tokens
+                                                        ──by kind and id──> most frequent tokens
 
 Source: rStar2-Agent (arXiv 2508.20722, "Analysis of Agentic Reasoning Behaviors"), which inspects
 the top 20% of the tokens of 64 trajectories. Some are forking tokens (the model doubts, checks,
@@ -13,11 +14,24 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate, pairwise
+from pathlib import Path
 
+import anyio.to_thread
+
+from agentloop.environments.tasks.sources import read_jsonl
+from agentloop.errors import DataError
+from agentloop.training.learner_client.batch import Sample, write_batch
+from agentloop.training.learner_client.client import Learner, LearnerError
+from agentloop.training.learner_client.protocol import ScoreRequest
+from agentloop.trajectory import Trajectory
+
+_NUM_ROLLOUTS = 64  # the number the paper analyzes
+_SHARE = 0.2  # of each rollout's tokens, as in the paper
 _MAX_LOG_RATIO = 20.0  # as in learner/loss.py
 
 
@@ -30,38 +44,20 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """A turn of T sampled tokens.
+class ScoredRollout:
+    """The T tokens that a policy sampled in a rollout.
 
     Attributes:
-        ids: [T].
+        ids, kinds: [T].
         entropies: [T], in nats, of the distributions that the ids were sampled from.
-        calls: (start, end) of each tool call in `ids`.
-        after_result: whether the turn directly follows a tool's result.
+        mismatch: [T], estimates of the KL divergence, in nats, from the policy that sampled to the
+            one that scored (k3, as in the metric mismatch_kl).
     """
 
     ids: Sequence[int]
+    kinds: Sequence[Kind]
     entropies: Sequence[float]
-    calls: Sequence[tuple[int, int]] = ()
-    after_result: bool = False
-
-    @property
-    def kinds(self) -> list[Kind]:
-        """Return the kind of each token, [T]."""
-        text = Kind.REFLECTION if self.after_result else Kind.FORKING
-        kinds = [text] * len(self.ids)
-        for start, end in self.calls:
-            kinds[start:end] = [Kind.CALL] * len(kinds[start:end])
-        return kinds
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPosition:
-    """The position of a token: indices of its rollout, turn and token, from 0."""
-
-    rollout: int
-    turn: int
-    token: int
+    mismatch: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +67,12 @@ class TokenFigures:
     Attributes:
         num, num_marked: number of times sampled, and marked (at least 1).
         mean_entropy: mean over the marked occurrences, in nats.
-        highest: the occurrence of the highest entropy.
     """
 
     id: int
     num: int
     num_marked: int
     mean_entropy: float
-    highest: TokenPosition
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +90,110 @@ class KindFigures:
     tokens: tuple[TokenFigures, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Analysis:
-    """The entropy analysis of a set of rollouts.
+def last_rollouts(run: Path, num_groups: int | None = None) -> dict[int, list[Trajectory]]:
+    """Read the rollouts with sampled tokens of a run's last groups, by the group's number.
 
-    Attributes:
-        num_rollouts: number of rollouts with at least one sampled token.
-        threshold: median over the rollouts of the lowest marked entropy, in nats.
-        kinds: statistics of every kind, including those without tokens.
+    Args:
+        num_groups: number of groups; None: enough of them to hold 64 rollouts.
+
+    Raises:
+        DataError: there are none, or a line is invalid.
     """
+    files = sorted((run / "trajectories").glob("group-*.jsonl"), key=_group_number, reverse=True)
+    rollouts: dict[int, list[Trajectory]] = {}
+    for path in files:
+        enough = sum(map(len, rollouts.values())) >= _NUM_ROLLOUTS
+        if len(rollouts) == num_groups or (num_groups is None and enough):
+            break
+        rollouts[_group_number(path)] = _read_group(path)
+    if not any(rollouts.values()):
+        raise DataError(f"{run}: no tokens were sampled in trajectories/group-*.jsonl")
+    return dict(sorted(rollouts.items()))
 
-    num_rollouts: int
-    num: int
-    num_marked: int
-    mean_entropy: float
-    threshold: float
-    kinds: Mapping[Kind, KindFigures]
+
+def _group_number(path: Path) -> int:
+    digits = path.stem.removeprefix("group-")
+    return int(digits) if digits.isdecimal() else -1
 
 
-def mark_highest(entropies: Sequence[float], share: float) -> list[bool]:
+def _read_group(path: Path) -> list[Trajectory]:
+    rollouts = []
+    for number, row in read_jsonl(path):
+        try:
+            rollout = Trajectory.from_dict(row["trajectory"])
+            if any(len(turn.output_ids) != len(turn.logprobs) for turn in rollout):
+                raise ValueError("output_ids and logprobs differ in length")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"{path}: line {number}: not a rollout: {error!r}") from error
+        if any(rollout.mask):
+            rollouts.append(rollout)
+    return rollouts
+
+
+def _kinds(rollout: Trajectory) -> list[Kind]:
+    """Return the kind of each sampled token."""
+    kinds: list[Kind] = []
+    text = Kind.FORKING
+    for turn in rollout:
+        of_turn = [text] * len(turn.output_ids)
+        for call in turn.calls:
+            of_turn[call.start : call.end] = [Kind.CALL] * len(of_turn[call.start : call.end])
+        kinds += of_turn
+        text = Kind.REFLECTION if turn.results and turn.observation_ids else Kind.FORKING
+    return kinds
+
+
+async def score(
+    learner: Learner, rollouts: Sequence[Trajectory], folder: Path, *, timeout_s: float
+) -> list[ScoredRollout]:
+    """Compute the entropies of rollouts with sampled tokens by the learner's weights.
+
+    Batch and result are exchanged as files in `folder`.
+
+    Raises:
+        LearnerError: the learner failed, or a result is not finite.
+        RunFolderError: a file cannot be written.
+    """
+    batch, out = folder / "batch", folder / "scores"
+    samples = [Sample(item.ids, item.mask, item.logprobs, 0.0, 0) for item in rollouts]
+    await anyio.to_thread.run_sync(write_batch, batch, samples)
+    await learner.ask(ScoreRequest(batch=batch, out=out), timeout_s=timeout_s)
+    return await anyio.to_thread.run_sync(_read_scores, out, rollouts)
+
+
+def _read_scores(path: Path, rollouts: Sequence[Trajectory]) -> list[ScoredRollout]:
+    from safetensors.numpy import load
+
+    tensors = load(path.read_bytes())
+    ends = accumulate((len(rollout.ids) for rollout in rollouts), initial=0)
+    scored = []
+    for rollout, (start, end) in zip(rollouts, pairwise(ends), strict=True):
+        sampled = [index for index, is_sampled in enumerate(rollout.mask) if is_sampled]
+        entropies = tensors["entropies"][start:end][sampled].tolist()
+        logprobs = tensors["logprobs"][start:end][sampled].tolist()
+        if not all(map(math.isfinite, (*logprobs, *entropies))):
+            raise LearnerError("logprobs: the log-probability of a token is not finite")
+        ids, engine = rollout.ids, rollout.logprobs
+        scored.append(
+            ScoredRollout(
+                ids=[ids[index] for index in sampled],
+                kinds=_kinds(rollout),
+                entropies=[max(0.0, entropy) for entropy in entropies],
+                mismatch=[
+                    _k3(engine[index], logprob)
+                    for index, logprob in zip(sampled, logprobs, strict=True)
+                ],
+            )
+        )
+    return scored
+
+
+def _k3(engine: float, scored: float) -> float:
+    d = max(-_MAX_LOG_RATIO, min(_MAX_LOG_RATIO, scored - engine))
+    return math.expm1(d) - d
+
+
+def mark_highest(entropies: Sequence[float], share: float = _SHARE) -> list[bool]:
     """Mark the highest `share` (0 to 1) of the entropies, rounded up; of ties, the first."""
     num = math.ceil(round(share * len(entropies), 6))  # 0.1 * 30 is a little more than 3
     by_height = sorted(range(len(entropies)), key=lambda index: (-entropies[index], index))
@@ -122,96 +201,31 @@ def mark_highest(entropies: Sequence[float], share: float) -> list[bool]:
     return [index in chosen for index in range(len(entropies))]
 
 
-def analyze(rollouts: Iterable[Sequence[Sampled]], share: float = 0.2) -> Analysis:
-    """Mark the top `share` of each rollout's tokens and compute the statistics."""
-    counts: dict[Kind, _Counts] = {kind: _Counts() for kind in Kind}
-    thresholds = []
-    for number, turns in enumerate(rollouts):
-        entropies = [entropy for turn in turns for entropy in turn.entropies]
-        marks = iter(marks_list := mark_highest(entropies, share))
-        above = [entropy for entropy, mark in zip(entropies, marks_list, strict=True) if mark]
-        if above:
-            thresholds.append(min(above))
-        for index, turn in enumerate(turns):
-            for at, kind in enumerate(turn.kinds):
-                place = TokenPosition(number, index, at)
-                counts[kind].add(turn.ids[at], turn.entropies[at], next(marks), place)
-    kinds = {kind: count.figures() for kind, count in counts.items()}
-    num = sum(figures.num for figures in kinds.values())
-    total = math.fsum(count.total for count in counts.values())
-    return Analysis(
-        num_rollouts=len(thresholds),
-        num=num,
-        num_marked=sum(figures.num_marked for figures in kinds.values()),
-        mean_entropy=total / num if num else 0.0,
-        threshold=statistics.median(thresholds) if thresholds else 0.0,
-        kinds=kinds,
-    )
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Running counts of one kind."""
-
-    num: int = 0
-    total: float = 0.0
-    by_id: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    marked: dict[int, list[tuple[float, TokenPosition]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-
-    def add(self, id: int, entropy: float, mark: bool, place: TokenPosition) -> None:
-        self.num += 1
-        self.total += entropy
-        self.by_id[id] += 1
-        if mark:
-            self.marked[id].append((entropy, place))
-
-    def figures(self) -> KindFigures:
-        tokens = [
-            TokenFigures(
-                id=id,
-                num=self.by_id[id],
-                num_marked=len(occurrences),
-                mean_entropy=statistics.fmean(entropy for entropy, _ in occurrences),
-                highest=max(occurrences, key=lambda occurrence: occurrence[0])[1],
-            )
-            for id, occurrences in self.marked.items()
+def analyze(rollouts: Sequence[ScoredRollout]) -> dict[Kind, KindFigures]:
+    """Mark the highest entropies of each rollout; return the statistics of every kind."""
+    entropies: dict[Kind, list[float]] = {kind: [] for kind in Kind}
+    nums = Counter[tuple[Kind, int]]()
+    marked: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        marks = mark_highest(rollout.entropies)
+        tokens = zip(rollout.kinds, rollout.ids, rollout.entropies, marks, strict=True)
+        for kind, id, entropy, is_marked in tokens:
+            entropies[kind].append(entropy)
+            nums[kind, id] += 1
+            if is_marked:
+                marked[kind, id].append(entropy)
+    figures = {}
+    for kind, values in entropies.items():
+        of_kind = [
+            TokenFigures(id, nums[kind, id], len(highest), statistics.fmean(highest))
+            for (other, id), highest in marked.items()
+            if other is kind
         ]
-        tokens.sort(key=lambda token: (-token.num_marked, -token.mean_entropy, token.id))
-        return KindFigures(
-            num=self.num,
-            num_marked=sum(token.num_marked for token in tokens),
-            mean_entropy=self.total / self.num if self.num else 0.0,
-            tokens=tuple(tokens),
+        of_kind.sort(key=lambda token: (-token.num_marked, -token.mean_entropy, token.id))
+        figures[kind] = KindFigures(
+            num=len(values),
+            num_marked=sum(token.num_marked for token in of_kind),
+            mean_entropy=statistics.fmean(values) if values else 0.0,
+            tokens=tuple(of_kind),
         )
-
-
-def nearest_version(sampled: Mapping[int, int], kept: Iterable[int]) -> int:
-    """Return the kept version that is nearest to the versions that sampled; of ties, the newest.
-
-    Args:
-        sampled: number of tokens sampled under each version.
-        kept: versions whose weights are kept.
-
-    Raises:
-        ValueError: `kept` is empty.
-    """
-
-    def distance(version: int) -> int:
-        return sum(abs(version - sampled_version) * num for sampled_version, num in sampled.items())
-
-    return min(sorted(kept, reverse=True), key=distance)
-
-
-def k3(engine: Sequence[float], scored: Sequence[float]) -> float:
-    """Estimate the KL divergence per token from the sampling to the scoring policy, in nats.
-
-    This is the mean of exp(d) - d - 1 with d = scored - engine, as in the metric mismatch_kl; 0
-    without tokens.
-    """
-    terms = []
-    for engine_logprob, scored_logprob in zip(engine, scored, strict=True):
-        d = max(-_MAX_LOG_RATIO, min(_MAX_LOG_RATIO, scored_logprob - engine_logprob))
-        terms.append(math.expm1(d) - d)
-    return statistics.fmean(terms) if terms else 0.0
+    return figures

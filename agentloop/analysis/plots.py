@@ -52,6 +52,7 @@ class Panel:
 
 
 PANELS = {
+    "signal": Panel("share of groups with a learning signal", "groups_with_signal", top=1.0),
     "reward": Panel("reward", "reward", held_out=True, top=1.0),
     "tool_errors": Panel(
         "tool errors in correct rollouts", "tool_errors_in_correct", held_out=True
@@ -77,7 +78,10 @@ PANELS = {
 }
 """Panels by the names that `agentloop runs plot --what` takes, besides names of metrics."""
 
-_USUAL = ("reward", "tool_errors", "lengths", "throughput", "entropy", "mismatch", "times")
+_USUAL = (
+    "signal",
+    *("reward", "tool_errors", "lengths", "throughput", "entropy", "mismatch", "times"),
+)
 _SUPERVISED = ("loss", "entropy")  # for runs that have only these
 # Okabe and Ito, "Color Universal Design": distinct for all color vision, mostly also in grey.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

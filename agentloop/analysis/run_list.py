@@ -281,10 +281,7 @@ def _mtime(path: Path) -> float:
 
 
 def _size(path: Path, problems: list[str]) -> tuple[int, float]:
-    """Return the bytes on disk, counting hard links once, and the time of the run's last write.
-
-    The files of `agentloop runs entropy` do not count as written by the run.
-    """
+    """Return the bytes on disk, counting hard links once, and the time of the run's last write."""
     inodes: set[tuple[int, int]] = set()
     num_bytes, changed = 0, 0.0
 
@@ -292,7 +289,6 @@ def _size(path: Path, problems: list[str]) -> tuple[int, float]:
         problems.append(f"{Path(error.filename).name}: {error.strerror or error}")
 
     for root, _, files in os.walk(path, onerror=report):
-        is_of_run = "entropy" not in Path(root).relative_to(path).parts[:1]
         for name in files:
             try:
                 stat = os.lstat(os.path.join(root, name))
@@ -301,8 +297,7 @@ def _size(path: Path, problems: list[str]) -> tuple[int, float]:
             if (key := (stat.st_dev, stat.st_ino)) not in inodes:
                 inodes.add(key)
                 num_bytes += stat.st_blocks * 512
-            if is_of_run:
-                changed = max(changed, stat.st_mtime)
+            changed = max(changed, stat.st_mtime)
     return num_bytes, changed
 
 

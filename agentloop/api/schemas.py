@@ -229,31 +229,22 @@ class TextLogprobs(_Answer):
     """null for the first token of an echoed prompt."""
     top_logprobs: list[dict[str, float] | None]
     """The most likely tokens, as many as requested, and the token itself."""
-    text_offset: list[int]
-    """Where a token's text begins in the choice's text, in characters."""
 
 
 class TextChoice(_Answer):
     index: int
-    """The number of the prompt times `n`, plus the number of the choice."""
+    """The number of the prompt."""
     text: str
     logprobs: TextLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length"]
 
 
-class TextChunk(_Answer):
-    """A chunk of a streamed completion."""
-
+class TextCompletion(_Answer):
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
     choices: list[TextChoice]
-
-
-class TextCompletion(TextChunk):
-    """A whole completion, or the last chunk of a stream if usage was requested."""
-
     usage: Usage
 
 

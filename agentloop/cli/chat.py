@@ -42,6 +42,7 @@ from agentloop.events import (
     ignore,
 )
 from agentloop.observe.event_fanout import EventFanout
+from agentloop.rollouts.request import GroupRequest
 from agentloop.training.run_folder import RunFolder, config_of
 from agentloop.training.run_status import count_of
 from agentloop.trajectory import (
@@ -289,7 +290,7 @@ async def play(settings: PlaySettings, task: Task, out: Console) -> Reward:
         async with playing(settings, progress) as (groups_of, chat):
             progress.stop()
             groups = groups_of(Conversations(out, chat))
-            group = await groups.run(task, "chat", size=1, budget=settings.budget)
+            group = await groups.run(GroupRequest(task, "chat", 1, settings.budget))
     (reward,) = group.rewards
     out.print(reward_in_words(reward), style="bold", markup=False, highlight=False, soft_wrap=True)
     return reward

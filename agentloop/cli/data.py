@@ -320,7 +320,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.set_defaults(command=_check, doing="Checking the data")
     check.add_argument(
-        "data", metavar="FILE | NAME", help="a .jsonl or .parquet file, or a Hugging Face data set"
+        "data",
+        metavar="FILE | NAME",
+        help="a .jsonl or .parquet file, a Hugging Face data set, or a recipe",
     )
     check.add_argument(
         "settings",

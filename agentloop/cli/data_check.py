@@ -17,8 +17,9 @@ from agentloop.agent.named_tools import imported_tools, resolved_tools
 from agentloop.agent.tools import Tools
 from agentloop.cli import console
 from agentloop.cli.environment_settings import AskSettings
+from agentloop.cli.evaluate import EvaluateSettings
 from agentloop.cli.sft import model_folder
-from agentloop.config import load_settings
+from agentloop.config import is_recipe, load_settings
 from agentloop.environments.rewards.references import bad_references
 from agentloop.environments.tasks.rows import find_conflicts, read_tasks
 from agentloop.environments.tasks.task import Task, problem_of
@@ -93,7 +94,7 @@ async def check_data(data: str, overrides: Sequence[str]) -> DataReport:
     """Read all rows, render prompts, and score each row's own answer.
 
     Args:
-        data: a file, or the name or folder of a Hugging Face data set.
+        data: a file, the name or folder of a Hugging Face data set, or a recipe that names one.
         overrides: settings of the run, as key=value.
 
     Raises:
@@ -103,7 +104,10 @@ async def check_data(data: str, overrides: Sequence[str]) -> DataReport:
     files, overrides = console.split_settings(overrides)
     if files:
         raise SettingsError(f"{files[0]}: expected a setting as key=value")
-    settings = load_settings(AskSettings, [], [*_source_of(data), *overrides])
+    if is_recipe(data):
+        settings: AskSettings = load_settings(EvaluateSettings, [data], overrides)
+    else:
+        settings = load_settings(AskSettings, [], [*_source_of(data), *overrides])
     rows = await console.in_thread(lambda: [*read_tasks(settings.tasks)])
     tasks = [*{task.id: task for task in rows}.values()]
     sources: dict[str, int] = {}

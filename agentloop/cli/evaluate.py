@@ -453,7 +453,7 @@ def _read_settings(
             raise SettingsError("--tasks: give files of one kind only, .jsonl or .parquet")
         paths_json = json.dumps([str(path) for path in paths], ensure_ascii=False)
         overrides = [f"tasks.kind={kinds.pop()}", f"tasks.paths={paths_json}", "tasks.held_out=0",
-                     *overrides]  # fmt: skip
+                     "tasks.held_out_split=", *overrides]  # fmt: skip
     return load_settings(EvaluateSettings, files, overrides, base=base)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -33,6 +34,7 @@ from agentloop.observe.exporters.sinks import Sinks, SinksSettings
 from agentloop.observe.live import Sources, served_here
 from agentloop.observe.runs import of_start, origin_of, start_metrics
 from agentloop.runtime import Runtime
+from agentloop.training.learning import headline
 from agentloop.training.loop import TrainingLoop
 from agentloop.training.run_folder import RunFolder
 
@@ -287,9 +289,12 @@ class RunDashboard:
                 "left_s": status.left_s,
                 "unit": status.unit,
             }
+        steps = self._dashboard.board.steps
+        if learning := headline(steps):
+            state["learning"] = asdict(learning)
         if self.loop is not None:
             state |= self.loop.view()
-            if steps := self._dashboard.board.steps:
+            if steps:
                 state["staleness"] = steps[-1].get("staleness_mean")
         return state
 

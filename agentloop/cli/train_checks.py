@@ -123,7 +123,7 @@ def _stages(s: TrainSettings) -> Iterator[str]:
 
 
 def _holds_out(environment: RunEnvironment) -> bool:
-    if environment.tasks.held_out:
+    if environment.tasks.held_out or environment.tasks.held_out_split:
         return True
     loaded = environment.load()
     return loaded is not None and loaded.held_out_tasks is not None

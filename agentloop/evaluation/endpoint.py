@@ -7,14 +7,13 @@ tools; it may run its own. One request is one sample. A sample without an answer
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from agentloop.agent.channels import answer_in
 from agentloop.agent.rollout import Budget
 from agentloop.environments.agent import conversation_of
-from agentloop.environments.tasks.sources import Task
 from agentloop.errors import ServerRefused, ServerUnavailable
 from agentloop.events import Emit, RolloutAbandoned, RolloutFinished, RolloutStarted, ignore
 from agentloop.inference.openai_client import (
@@ -26,6 +25,7 @@ from agentloop.inference.openai_client import (
 )
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.record import NoReward, RolloutRecord
+from agentloop.rollouts.request import GroupRequest
 from agentloop.trajectory import Message, Trajectory, Turn
 
 __all__ = ["EndpointSampler"]
@@ -73,36 +73,25 @@ class EndpointSampler:
         finally:
             await client.aclose()
 
-    async def wait_for_capacity(self, size: int) -> None:
-        async with self._client.slots:  # no deadline: requests have one, earlier ones go first
-            return
-
     @asynccontextmanager
-    async def group(
-        self,
-        task: Task,
-        *,
-        size: int,
-        name: str,
-        budget: Budget,
-        on_queued: Callable[[], None],
-    ) -> AsyncIterator[list[_Sample]]:
+    async def group(self, request: GroupRequest) -> AsyncIterator[list[_Sample]]:
         """Implement `Player`.
 
         The samples raise SettingsError if the endpoint refuses all requests, and RequestError if it
         refuses the task.
         """
+        name = request.name
         sampling = self._sampling.of_group(name)
-        messages = conversation_of(task.prompt)
-        on_queued()
+        messages = conversation_of(request.task.prompt)
+        request.queued.set()
         yield [
             _Sample(
                 self,
                 Trajectory(f"{name}.{index}", []),
                 name,
-                self._body(messages, sampling.of_sibling(index), budget),
+                self._body(messages, sampling.of_sibling(index), request.budget),
             )
-            for index in range(size)
+            for index in range(request.size)
         ]
 
     async def sample(

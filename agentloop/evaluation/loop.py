@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
+import anyio
 import pydantic
 
 from agentloop.agent.rollout import Budget
@@ -26,6 +27,7 @@ from agentloop.events import Emit, Measured, ignore
 from agentloop.plain_json import JsonObject
 from agentloop.rollouts.metrics import GroupFigures, RolloutFigures, about, about_each
 from agentloop.rollouts.record import RolloutGroup
+from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.rollouts.stream import finished_groups
 from agentloop.training.run_folder import RunFolder
@@ -161,12 +163,9 @@ class Evaluation:
         """
         todo = self.todo
         self._assign_numbers(todo)
-        wait_for_capacity = partial(groups.wait_for_capacity, self._settings.num_samples)
         sample = partial(self._sample, groups, budget)
         num_done = len(self._outcomes) - len(todo)
-        async with finished_groups(
-            todo, sample, wait_for_capacity, max_open=self._settings.max_open
-        ) as finished:
+        async with finished_groups(todo, sample, max_open=self._settings.max_open) as finished:
             async for group in finished:  # no deadline: each sample has one
                 num_done += 1
                 if group.error is None:
@@ -218,7 +217,7 @@ class Evaluation:
                     outcome.number = number
 
     async def _sample(
-        self, groups: GroupRunner, budget: Budget, outcome: Outcome, on_queued: Callable[[], None]
+        self, groups: GroupRunner, budget: Budget, outcome: Outcome, queued: anyio.Event
     ) -> Sequence[Trajectory]:
         samples: list[list[JsonObject]] = []
         if outcome.rollouts:
@@ -234,15 +233,12 @@ class Evaluation:
             if attempt:  # a name of its own, so that the seeds of all samples differ
                 name = f"{outcome.number}-again-{attempt}-{outcome.task.id}"
             try:
-                group = await groups.run(
-                    outcome.task, name, size=len(missing), budget=budget, on_queued=on_queued
-                )
+                request = GroupRequest(outcome.task, name, len(missing), budget, queued=queued)
+                group = await groups.run(request)
             except EnvironmentFailed:  # on each of those that are repeated
                 if len(missing) == len(samples):
                     raise
                 continue
-            finally:
-                on_queued = _nothing
             common = {"group": outcome.number, "version": None, "attempt": attempt}
             rows_of = partial(_rows, group, missing, name, common)
             for index, rows in zip(missing, await in_run_thread(rows_of), strict=True):
@@ -270,10 +266,6 @@ class Evaluation:
         await in_run_thread(self._folder.append, _OUTCOMES, rollouts)
         await in_run_thread(self._folder.add_metrics, row)
         self._emit(Measured(row))
-
-
-def _nothing() -> None:
-    """Do nothing: the task is already queued."""
 
 
 def _by_sample(rows: Sequence[JsonObject]) -> list[list[JsonObject]]:

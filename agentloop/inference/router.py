@@ -116,7 +116,7 @@ class Router:
         self._ledger = KVLedger(LengthPredictor(prior=reserve_tokens))
         self._policy = KVPolicy(self._ledger)
         self._queue: WaitQueue[_Request] = WaitQueue()
-        self._gate = GroupGate(
+        self.gate = GroupGate(
             Admission(AdmissionLimits(), Forecast(longest=longest)),
             capacity=lambda: self.replicas.capacity,
         )
@@ -125,7 +125,7 @@ class Router:
             probe_interval_s=settings.probe_interval_s,
             stall_timeout_s=settings.stall_timeout_s,
             on_capacity=self._use_capacity,
-            on_report=self._gate.observe,
+            on_report=self.gate.observe,
         )
         self._orders: OrderedDict[str, int] = OrderedDict()
         self._groups: dict[str, str] = {}  # of the rollouts in flight
@@ -190,13 +190,9 @@ class Router:
             )
             for waiting in self._queue
         ]
-        return turns + self._gate.waits()
+        return turns + self.gate.waits()
 
     # --- groups ---------------------------------------------------------------------------------
-
-    async def wait_for_capacity(self, size: int) -> None:
-        """Wait until another group of `size` rollouts may start; then ask for the next task."""
-        await self._gate.wait_for_capacity(size)
 
     @asynccontextmanager
     async def group(
@@ -213,7 +209,7 @@ class Router:
         Raises:
             ValueError: A group of that name is in flight.
         """
-        async with self._gate.group(name, size, num_prompt, is_single=is_single) as group:
+        async with self.gate.group(name, size, num_prompt, is_single=is_single) as group:
             self._groups.update(dict.fromkeys(group.keys, group.name))
             try:
                 yield group
@@ -282,7 +278,7 @@ class Router:
         `is_complete` means that it ended normally, so that others can be expected to end alike.
         """
         self._ledger.forget(key)
-        self._gate.end_conversation(key, is_complete=is_complete)
+        self.gate.end_conversation(key, is_complete=is_complete)
         self._orders.pop(key, None)
 
     def _check(self, generation: Generation, vocab_size: int) -> None:
@@ -325,7 +321,7 @@ class Router:
         ended = False
         try:
             on_placed(replica.url, decision)
-            await TurnStream(turn, remaining, replica, rank, self._ledger, self._gate).run()
+            await TurnStream(turn, remaining, replica, rank, self._ledger, self.gate).run()
             ended = True
             replica.health.request_succeeded()
             return None
@@ -408,7 +404,7 @@ class Router:
     def _use_capacity(self) -> None:
         """Place waiting turns and admit waiting groups that fit now."""
         self._place_waiting()
-        self._gate.admit()
+        self.gate.admit()
 
     def _place_waiting(self) -> None:
         """Place waiting turns that fit, in order."""

@@ -1,9 +1,8 @@
 """`python -m agentloop.learner SETTINGS.json`: one rank of the learner.
 
-A supervisor, torchrun or DeepSpeed's launcher starts it once per rank, with torch.distributed's
-environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Rank 0 sends a `ReadyReply`
-when all ranks are ready (agentloop/training/learner_client/protocol.py). Everything printed goes to
-stderr.
+A supervisor starts it once per rank, with torch.distributed's environment (RANK, LOCAL_RANK,
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Rank 0 sends a `ReadyReply` when all ranks are ready
+(agentloop/training/learner_client/protocol.py). Everything printed goes to stderr.
 """
 
 from __future__ import annotations
@@ -34,13 +33,8 @@ _PR_SET_PDEATHSIG = 1
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m agentloop.learner", description=__doc__)
     parser.add_argument("settings", type=Path, help="LearnerSettings as JSON")
-    parser.add_argument(
-        "--socket", help="socket of the supervisor, for rank 0 (default: from the environment)"
-    )
     chosen = parser.parse_args(arguments)
-    if chosen.socket:
-        os.environ["AGENTLOOP_LEARNER_SOCKET"] = chosen.socket
-    os.environ |= wait_policy(os.environ)  # other nodes' launchers hand no environment on
+    os.environ |= wait_policy(os.environ)  # a rank on another node has that node's environment
     _die_with_parent()
     os.dup2(2, 1)  # DeepSpeed logs to stdout
     try:

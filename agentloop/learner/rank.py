@@ -83,7 +83,7 @@ class ControlChannel:
     def open(cls) -> ControlChannel:
         """Open the socket given by AGENTLOOP_LEARNER_FD or AGENTLOOP_LEARNER_SOCKET.
 
-        The first is a descriptor; the second a path, because torchrun passes no descriptors on.
+        The first is a descriptor; the second a path, to which a guardian's child can connect.
 
         Raises:
             RankError: Neither is set, or nothing listens there.

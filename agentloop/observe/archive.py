@@ -1,6 +1,6 @@
 """Show a run from its folder: after it has ended, or from another process.
 
-    trajectories/group-*.jsonl, metrics.jsonl, entropy/ ──read on request──> rows, rollouts, curves
+    trajectories/group-*.jsonl, metrics.jsonl ──read on request──> rows, rollouts, curves
 
 The folder is read again every few seconds, in case the run is still active. Data that only the
 running process has, such as servers and waits, is not shown.
@@ -26,7 +26,6 @@ from agentloop.observe.runs import curves, read_metrics, runs_beside, start_metr
 from agentloop.observe.stored_groups import (
     DAMAGED,
     board_of,
-    group_path,
     read_group_file,
     rows_of_group,
 )
@@ -167,8 +166,7 @@ def read_rollout(folder: Path, key: str, chat: ChatFormat | None) -> dict[str, A
         "no_reward": row.conversation.no_reward,
         **{name: row.more.get(name) for name in _SERVED},
     }
-    entropies = _entropies(folder, row.more["group"], key)
-    return RecordReader(row.record, chat, lambda: verdict, entropies).whole()
+    return RecordReader(row.record, chat, lambda: verdict).whole()
 
 
 def read_group(folder: Path, name: str, chat: ChatFormat | None) -> GroupDetails | None:
@@ -257,24 +255,6 @@ def _relative_rollout(t0_ms: int, row: RolloutSummary) -> RolloutSummary:
 def _relative_group(t0_ms: int, group: GroupSummary) -> GroupSummary:
     end = None if group["end"] is None else group["end"] - t0_ms
     return {**group, "start": group["start"] - t0_ms, "end": end}
-
-
-def _entropies(folder: Path, number: int, key: str) -> Sequence[Sequence[float]] | None:
-    """Return the entropies that `agentloop runs entropy` wrote for a rollout."""
-    path = folder / "entropy" / group_path(folder, number).name
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        try:
-            row = loads(line)
-            if row["id"] == key:
-                entropies: list[list[float]] = row["entropies"]
-                return entropies
-        except DAMAGED:
-            continue
-    return None
 
 
 def _results(folder: Path) -> dict[str, object]:

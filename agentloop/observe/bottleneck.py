@@ -83,8 +83,8 @@ _WORDS: dict[Part, tuple[str, str | None]] = {
 _OR_SHORTER = " or lower budget.max_response_tokens"  # where a turn has reached it
 _ON_CPU = {
     Part.KV: "raise server.max_total_tokens",
-    Part.PREFILL: "use a smaller model or shorter prompts; raise server.threads if cores are idle",
-    Part.DECODE: f"use a smaller model{_OR_SHORTER}; raise server.threads if cores are idle",
+    Part.PREFILL: "use a smaller model or shorter prompts",
+    Part.DECODE: f"use a smaller model{_OR_SHORTER}",
 }
 _ON_GPU = {
     Part.KV: "raise server.count or server.max_total_tokens",

@@ -18,9 +18,6 @@ from agentloop.trajectory import Message, Trajectory, Turn
 _TAGS = re.compile("(</?(?:reason|think|answer)>)")  # each tag starts a new piece
 _COPIED = ("cached_tokens", "started_s", "placed_s", "first_token_s", "generated_s", "ended_s")
 
-Entropies = Sequence[Sequence[float]]
-"""Entropy of each sampled token in nats, by turn."""
-
 
 class RecordReader:
     """Sends one trajectory to one reader, remembering how much has been sent."""
@@ -30,7 +27,6 @@ class RecordReader:
         record: Trajectory,
         chat: ChatFormat | None,
         verdict: Callable[[], Mapping[str, object]] = dict,
-        entropies: Entropies | None = None,
     ) -> None:
         """
         Args:
@@ -40,7 +36,6 @@ class RecordReader:
         self._record = record
         self._chat = chat
         self._verdict = verdict
-        self._entropies = entropies
         self._decoded: list[_DecodedTurn] = []
         self._last: tuple[float, ...] | None = None  # extent of the last delta
 
@@ -79,9 +74,6 @@ class RecordReader:
         turn = self._record.turns[index]
         is_over = turn.ended_s > 0  # read this first: once it is true, the turn is complete
         num = min(len(turn.output_ids), len(turn.logprobs))
-        entropies = None
-        if self._entropies is not None and index < len(self._entropies):
-            entropies = self._entropies[index][num_known:num]
         pieces = self._pieces(index, turn, num, is_over=is_over)
         calls = [asdict(call) for call in turn.calls]
         if not num and is_over:  # without ids, each call is a piece after those of the text
@@ -92,7 +84,6 @@ class RecordReader:
             "pieces": pieces[num_known:],
             "ids": turn.output_ids[num_known:num],
             "logprobs": turn.logprobs[num_known:num],
-            "entropies": entropies,
             "end": str(turn.end) if is_over else None,
             "versions": [asdict(span) for span in turn.versions],
             "servers": list(turn.servers),

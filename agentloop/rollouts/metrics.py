@@ -28,6 +28,7 @@ class RolloutFigures:
         reason: the same in words, or how it got its reward.
         parts: the named parts of its reward.
         recorded: what its environment has measured, by name.
+        has_answer: whether an answer was found in what it said.
         tool_errors: share of its calls that failed; None: it made none.
         num_tokens: number of sampled tokens; None: its endpoint does not count them.
         truncated: whether it ran out of its budget of tokens or turns.
@@ -40,6 +41,7 @@ class RolloutFigures:
     reason: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
     recorded: Mapping[str, float] = field(default_factory=dict)
+    has_answer: bool = True
     tool_errors: float | None = None
     num_tokens: int | None = 0
     num_turns: int = 0
@@ -64,6 +66,7 @@ class RolloutFigures:
             reward.reason,
             dict(reward.parts),
             dict(rollout.recorded),
+            reward.answer is not None,
             _tool_error_ratio(trajectories),
             num_tokens,
             sum(len(trajectory.turns) for trajectory in trajectories),
@@ -79,20 +82,25 @@ class GroupFigures:
 
     Attributes:
         rejected: reason why no rollout was selected; None: some were, or there was no selection.
+        has_signal: whether there is a learning signal: an advantage other than 0. None: nothing
+            was to be trained on.
     """
 
     rollouts: Sequence[RolloutFigures] = field(default_factory=list)
     rejected: str | None = None
+    has_signal: bool | None = None
 
     @classmethod
-    def of(cls, group: RolloutGroup, rejected: str | None = None) -> GroupFigures:
-        return cls([RolloutFigures.of(rollout) for rollout in group.rollouts], rejected)
+    def of(
+        cls, group: RolloutGroup, rejected: str | None = None, has_signal: bool | None = None
+    ) -> GroupFigures:
+        return cls([RolloutFigures.of(rollout) for rollout in group.rollouts], rejected, has_signal)
 
     @classmethod
     def from_dict(cls, row: JsonObject) -> GroupFigures:
         """Rebuild figures from the output of `asdict`; without any, those of an empty group."""
         rollouts = [RolloutFigures(**rollout) for rollout in row.get("rollouts", ())]
-        return cls(rollouts, row.get("rejected"))
+        return cls(rollouts, row.get("rejected"), row.get("has_signal"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +109,11 @@ class RolloutMetrics:
 
     Attributes:
         reward: mean reward.
+        groups_with_signal: share of groups with a learning signal, among those to be trained on.
         tool_errors_in_correct: mean share of failed calls in rollouts with a positive reward that
             make calls.
+        tool_errors: the same of all rollouts that make calls.
+        no_answer: share of rollouts without an answer.
         without_reward: number of rollouts without one, by the reason (`NoReward`).
         num_groups_rejected: number of groups that were not selected for training.
         num_sampled_tokens: number of sampled tokens of rollouts with a reward, as far as known.
@@ -113,7 +124,11 @@ class RolloutMetrics:
     """
 
     reward: float | None
+    groups_with_signal: float | None
     tool_errors_in_correct: float | None
+    tool_errors: float | None
+    no_answer: float | None
+    num_groups: int
     num_rollouts: int
     num_without_reward: int
     without_reward: Mapping[str, int]
@@ -124,6 +139,11 @@ class RolloutMetrics:
     versions_mean: float | None
     truncated: float | None
     pass_at_k: float | None
+
+    @property
+    def with_signal(self) -> str:
+        """How many groups have a learning signal, such as `6 of 8`."""
+        return f"{(self.groups_with_signal or 0.0) * self.num_groups:.0f} of {self.num_groups}"
 
     def row(self) -> dict[str, float | None]:
         """Return the metrics as plain data, those by reason as `without_reward/REASON`."""
@@ -137,9 +157,9 @@ def about(groups: Sequence[GroupFigures]) -> RolloutMetrics:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scored = [(rollout, rollout.reward) for rollout in rollouts if rollout.reward is not None]
     ratios = [
-        rollout.tool_errors
+        (rollout.tool_errors, reward)
         for rollout, reward in scored
-        if reward > 0 and rollout.tool_errors is not None
+        if rollout.tool_errors is not None
     ]
     lengths = [rollout.num_tokens for rollout, _ in scored if rollout.num_tokens is not None]
     rewards_of_groups = [
@@ -148,7 +168,13 @@ def about(groups: Sequence[GroupFigures]) -> RolloutMetrics:
     ]
     return RolloutMetrics(
         reward=_fmean([reward for _, reward in scored]),
-        tool_errors_in_correct=_fmean(ratios),
+        groups_with_signal=_fmean(
+            [group.has_signal for group in groups if group.has_signal is not None]
+        ),
+        tool_errors_in_correct=_fmean([ratio for ratio, reward in ratios if reward > 0]),
+        tool_errors=_fmean([ratio for ratio, _ in ratios]),
+        no_answer=_fmean([not rollout.has_answer for rollout, _ in scored]),
+        num_groups=len(groups),
         num_rollouts=len(rollouts),
         num_without_reward=len(rollouts) - len(scored),
         without_reward=dict(

@@ -31,7 +31,6 @@ from typing import NotRequired, Protocol, TypedDict, Unpack
 
 import anyio
 
-from agentloop.agent.rollout import Budget
 from agentloop.agent.tools import Tool
 from agentloop.aio import Slot
 from agentloop.environments.agent import Agent, Host, conversation_of
@@ -62,6 +61,7 @@ from agentloop.events import Emit, Event, RolloutFinished, RolloutStarted, ignor
 from agentloop.inference.scheduling.group_gate import AdmittedGroup
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.record import AgentRecord, NoReward, RolloutRecord
+from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import Player, Sibling
 from agentloop.trajectory import Message, StopReason, Trajectory
 
@@ -83,8 +83,6 @@ OnEnd = Callable[[str, bool], None]
 
 class Gate(Protocol):
     """Keeps groups waiting until they may start; implemented by `Router`."""
-
-    async def wait_for_capacity(self, size: int) -> None: ...
 
     def group(
         self, name: str, size: int, num_prompt: int, *, is_single: bool
@@ -175,15 +173,11 @@ class _SlotGate:
     def __init__(self, num_slots: float) -> None:
         self._slots = anyio.CapacityLimiter(num_slots)
 
-    async def wait_for_capacity(self, size: int) -> None:
-        async with self._slots:  # no deadline: groups in flight have theirs
-            return
-
     @asynccontextmanager
     async def group(
         self, name: str, size: int, num_prompt: int, *, is_single: bool
     ) -> AsyncIterator[AdmittedGroup]:
-        async with Slot(self._slots):
+        async with Slot(self._slots):  # no deadline: groups in flight have theirs
             yield AdmittedGroup(name, ())
 
 
@@ -196,24 +190,11 @@ class _MixedPlayer:
         self._environments = {environment.name: environment for environment in environments}
         self._players = players
 
-    async def wait_for_capacity(self, size: int) -> None:
-        """Implement `Player`: all environments have the same servers."""
-        await next(iter(self._players.values())).wait_for_capacity(size)
-
-    def group(
-        self,
-        task: Task,
-        *,
-        size: int,
-        name: str,
-        budget: Budget,
-        on_queued: Callable[[], None] = lambda: None,
-    ) -> AbstractAsyncContextManager[Sequence[Sibling]]:
+    def group(self, request: GroupRequest) -> AbstractAsyncContextManager[Sequence[Sibling]]:
         """Implement `Player`."""
-        environment_budget = self._environments[task.env].budget_of(budget)
-        return self._players[task.env].group(
-            task, size=size, name=name, budget=environment_budget, on_queued=on_queued
-        )
+        name = request.task.env
+        budget = self._environments[name].budget_of(request.budget)
+        return self._players[name].group(replace(request, budget=budget))
 
 
 class EnvironmentPlayer:
@@ -249,29 +230,19 @@ class EnvironmentPlayer:
         self._gate = gate or _SlotGate(math.inf)
         self._has_names = has_names
 
-    async def wait_for_capacity(self, size: int) -> None:
-        """Implement `Player`."""
-        await self._gate.wait_for_capacity(size)  # no deadline: groups in flight have theirs
-
     @asynccontextmanager
-    async def group(
-        self,
-        task: Task,
-        *,
-        size: int,
-        name: str,
-        budget: Budget,
-        on_queued: Callable[[], None] = lambda: None,
-    ) -> AsyncIterator[list[EnvironmentSibling]]:
+    async def group(self, request: GroupRequest) -> AsyncIterator[list[EnvironmentSibling]]:
         """Implement `Player`."""
-        prompt_ids = await self._prompt_ids(task)
-        on_queued()
+        prompt_ids = await self._prompt_ids(request.task)
+        request.queued.set()
         num_prompt, is_single = len(prompt_ids or ()), prompt_ids is not None
-        async with self._gate.group(name, size, num_prompt, is_single=is_single) as admitted:
-            siblings = await self._siblings(task, size, name, budget, prompt_ids, admitted.end)
+        async with self._gate.group(
+            request.name, request.size, num_prompt, is_single=is_single
+        ) as admitted:
+            siblings = await self._siblings(request, prompt_ids, admitted.end)
             yield siblings
         failures = [sibling.failure for sibling in siblings if sibling.failure is not None]
-        if len(failures) == size:
+        if len(failures) == request.size:
             raise EnvironmentFailed(f"environment {self._environment.name}: {failures[0]}")
 
     async def _prompt_ids(self, task: Task) -> list[int] | None:
@@ -279,14 +250,9 @@ class EnvironmentPlayer:
         return None
 
     async def _siblings(
-        self,
-        task: Task,
-        size: int,
-        name: str,
-        budget: Budget,
-        prompt_ids: list[int] | None,
-        on_end: OnEnd,
+        self, request: GroupRequest, prompt_ids: list[int] | None, on_end: OnEnd
     ) -> list[EnvironmentSibling]:
+        task, name, budget = request.task, request.name, request.budget
         if prompt_ids is None:  # an environment may have clients, the built-in agent has none
             await self._host.listen_for_sessions()
         sampling = self._sampling.of_group(name) if self._has_names else self._sampling
@@ -319,7 +285,7 @@ class EnvironmentPlayer:
                 on_end,
                 counts,
             )
-            for index in range(size)
+            for index in range(request.size)
         ]
 
 

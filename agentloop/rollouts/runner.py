@@ -19,7 +19,6 @@ from typing import Protocol
 
 import anyio
 
-from agentloop.agent.rollout import Budget
 from agentloop.aio import task_group
 from agentloop.environments.rewards.reward import Grader, Reward
 from agentloop.environments.tasks.sources import Task
@@ -27,6 +26,7 @@ from agentloop.errors import RequestError, culprit
 from agentloop.events import Emit, GroupFinished, GroupStarted, RolloutScored, ignore
 from agentloop.rollouts.metrics import RaisedErrors
 from agentloop.rollouts.record import NoReward, RolloutGroup, RolloutRecord
+from agentloop.rollouts.request import GroupRequest, Purpose
 
 log = logging.getLogger(__name__)
 
@@ -55,25 +55,10 @@ class Sibling(Protocol):
 class Player(Protocol):
     """Plays rollouts: an environment, several, or an endpoint."""
 
-    async def wait_for_capacity(self, size: int) -> None:
-        """Wait for the capacity to start a group of `size` rollouts."""
-        ...
-
-    def group(
-        self,
-        task: Task,
-        *,
-        size: int,
-        name: str,
-        budget: Budget,
-        on_queued: Callable[[], None],
-    ) -> AbstractAsyncContextManager[Sequence[Sibling]]:
+    def group(self, request: GroupRequest) -> AbstractAsyncContextManager[Sequence[Sibling]]:
         """Wait until a group may start; return its rollouts, to be played within the context.
 
-        Args:
-            name: name of the group; the rollouts are `NAME.0`, `NAME.1`, ...
-            on_queued: called when the group is queued for capacity, so that the next one may be
-                admitted.
+        Sets `request.queued` before it waits.
 
         Raises:
             RequestError: the task cannot be run.
@@ -139,19 +124,10 @@ class GroupRunner:
         self._emit = emit
         self._raised = RaisedErrors()
 
-    async def wait_for_capacity(self, size: int) -> None:
-        """Wait for the capacity to start a group of `size` rollouts."""
-        await self._player.wait_for_capacity(size)
-
     async def run(
         self,
-        task: Task,
-        name: str,
+        request: GroupRequest,
         *,
-        size: int,
-        budget: Budget,
-        is_chosen: bool = False,
-        on_queued: Callable[[], None] = lambda: None,
         flaw_of: FlawOf = lambda rollout: None,
         judge: Judge | None = None,
         select: Select | None = None,
@@ -159,9 +135,6 @@ class GroupRunner:
         """Play and score a group.
 
         Args:
-            name: name of the group, which determines its seeds.
-            is_chosen: whether rollouts to train on are chosen from it, for events.
-            on_queued: called when the group is queued for capacity.
             flaw_of: checks each rollout that may have a reward before it is scored.
             judge: judges each rollout that has a reward.
             select: decides what becomes of the group, for the event about its end.
@@ -170,6 +143,8 @@ class GroupRunner:
             RequestError: the task cannot be run.
             RewardError: a reward function of the user's failed.
         """
+        task, name, size = request.task, request.name, request.size
+        is_chosen = request.purpose is Purpose.TRAIN
         self._emit(GroupStarted(name, task.id, task.prompt, task.answer, size, is_chosen))
         finished = GroupFinished(name, is_chosen=is_chosen)
 
@@ -187,9 +162,7 @@ class GroupRunner:
 
         try:
             async with task_group(only_first=True) as scoring:  # while siblings still run
-                async with self._player.group(
-                    task, size=size, name=name, budget=budget, on_queued=on_queued
-                ) as siblings:
+                async with self._player.group(request) as siblings:
                     rollouts = await play_siblings(
                         siblings,
                         enough=self._enough if self._enough < size else 0,

@@ -26,6 +26,7 @@ from agentloop.errors import RequestError
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.rollouts.record import RolloutRecord
+from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.sandbox import Pool
 from agentloop.trajectory import Message
@@ -124,7 +125,7 @@ async def _play(
 ) -> PlayedRollout:
     async with environment.opened() as opened:
         player = EnvironmentPlayer(opened, host, sampling=Sampling(), grader=grader)
-        group = await GroupRunner(player, grader).run(task, "played", size=1, budget=budget)
+        group = await GroupRunner(player, grader).run(GroupRequest(task, "played", 1, budget))
     assert host.dialogues is not None
     return PlayedRollout(group.rewards[0], host.dialogues, group.rollouts[0])
 

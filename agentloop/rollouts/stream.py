@@ -21,12 +21,13 @@ from collections.abc import (
     Iterable,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import anyio
-from anyio.abc import TaskGroup, TaskStatus
+import anyio.lowlevel
+from anyio.abc import TaskGroup
 
 from agentloop.aio import Signal, task_group
 from agentloop.errors import RequestError
@@ -52,8 +53,8 @@ class FinishedGroup(Generic[T]):
 @asynccontextmanager
 async def finished_groups(
     source: Iterable[T] | AsyncIterable[T],
-    run_group: Callable[[T, Callable[[], None]], Awaitable[Sequence[Trajectory]]],
-    wait_for_capacity: Callable[[], Awaitable[None]],
+    run_group: Callable[[T, anyio.Event], Awaitable[Sequence[Trajectory]]],
+    wait_for_capacity: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint,
     *,
     max_open: int,
 ) -> AsyncIterator[AsyncIterator[FinishedGroup[T]]]:
@@ -64,7 +65,7 @@ async def finished_groups(
     Args:
         source: An asynchronous generator is closed at the end, in the task that iterated over it,
             as its cancel scopes require; it cannot be continued.
-        run_group: Runs the group of a task. It calls its second argument once the group is queued
+        run_group: Runs the group of a task. It sets its second argument once the group is queued
             for capacity; the next task is not requested before that.
         wait_for_capacity: Waits until one more group may start; the next task is requested after
             that.
@@ -82,16 +83,15 @@ async def finished_groups(
     num_running = 0
     is_exhausted = False
 
-    async def run(index: int, task: T, *, task_status: TaskStatus[None]) -> None:
+    async def run(index: int, task: T, queued: anyio.Event) -> None:
         nonlocal num_running
         trajectories: Sequence[Trajectory] = ()
         error = None
         try:
-            trajectories = await run_group(task, task_status.started)
+            trajectories = await run_group(task, queued)
         except RequestError as caught:
             error = caught
-        with suppress(RuntimeError):  # usually called by run_group already
-            task_status.started()
+        queued.set()
         num_running -= 1
         finished.append(FinishedGroup(index, task, trajectories, error))
         changed.notify()
@@ -108,7 +108,9 @@ async def finished_groups(
                 except StopAsyncIteration:
                     break
                 num_running += 1
-                await tasks.start(run, index, task)
+                queued = anyio.Event()
+                tasks.start_soon(run, index, task, queued)
+                await queued.wait()  # no deadline: encoding a prompt ends by itself
         is_exhausted = True
         changed.notify()
 

@@ -104,7 +104,6 @@ def greeting(settings: PoolSettings, **more: Any) -> bytes:
     """The first frame to a worker: its sources and its settings (sandbox/worker/spec.py)."""
     spec = {
         "levels": [[], *settings.preload],
-        "max_output_bytes": settings.max_output_bytes,
         "memory_bytes": settings.memory_mib << 20,
         "processes": settings.processes_per_call,
         **more,

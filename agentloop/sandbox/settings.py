@@ -118,11 +118,6 @@ class PoolSettings(pydantic.BaseModel, extra="forbid", frozen=True):
     processes_per_call: Annotated[int, Field(ge=1)] = Field(
         default=32, description="Maximum number of processes and threads of a call."
     )
-    max_output_bytes: Annotated[int, Field(ge=1024)] = Field(
-        default=1 << 20,
-        description="Maximum output of a call; one that writes more ends with the status "
-        "output_limit. Of each stream the result has the first and the last 32 KiB.",
-    )
     max_wait_s: Annotated[float, Field(gt=0)] = Field(
         default=600.0,
         description="Time that a call may wait for a slot; then it ends with the status "

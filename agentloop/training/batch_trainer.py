@@ -7,10 +7,12 @@ buffer ──batch──> learner ──weights──> servers (weight_sync/loop
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import anyio
 
 from agentloop.agent.rollout import Budget
+from agentloop.plain_json import JsonObject
 from agentloop.rollouts.metrics import mean, percent, rewards_of_each
 from agentloop.training.collapse import (
     Collapse,
@@ -21,6 +23,7 @@ from agentloop.training.collapse import (
     report,
 )
 from agentloop.training.held_out import Evaluated, HeldOutEval
+from agentloop.training.learning import PATIENCE, headline
 from agentloop.training.position import resume_command
 from agentloop.training.queue import Lease, StepNotes
 from agentloop.training.run_context import RunContext
@@ -54,6 +57,8 @@ class BatchTrainer:
         self._held_out = held_out
         self._collapse_settings = collapse
         self._collapse = Collapse(collapse)
+        self._last_rows: deque[JsonObject] = deque(maxlen=PATIENCE)
+        self._is_stuck = False
         self._waits_for_weights = waits_for_weights
         self._waited_s = 0.0  # for the batch
         self._meanwhile_s = 0.0  # of it, before the learner began to wait
@@ -162,11 +167,16 @@ class BatchTrainer:
         rollouts = metrics.rollouts
         self._run.report.say(
             f"step {self.step}/{self._run.pace.num_steps}: reward {mean(rollouts.reward)}"
-            f"{rewards_of_each(metrics.environments)}, "
+            f"{rewards_of_each(metrics.environments)}, a signal in {rollouts.with_signal} groups, "
             f"tool errors in correct rollouts {percent(rollouts.tool_errors_in_correct)}, "
             f"{metrics.learned.num_learned} of {rollouts.num_rollouts} rollouts trained on, "
             f"{metrics.rollout_tokens_per_s:,.0f} tokens/s, {metrics.step_s:.1f} s"
         )
+        self._last_rows.append(row)
+        learning = headline(self._last_rows)
+        if learning and learning.is_stuck and not self._is_stuck:
+            self._run.report.say(learning.text)
+        self._is_stuck = learning is not None and learning.is_stuck
         if verdict := self._collapse.observe(row):
             await self._stop(verdict)
 

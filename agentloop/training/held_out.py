@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
@@ -22,8 +23,9 @@ from agentloop.rollouts.metrics import (
     percent,
     rewards_of_each,
 )
+from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.stream import finished_groups
-from agentloop.training.rollouts import Purpose, RolledOut
+from agentloop.training.rollouts import RolledOut
 from agentloop.training.run_context import RunContext
 from agentloop.trajectory import Trajectory
 
@@ -59,20 +61,10 @@ async def roll_out_all(
     refused: RequestError | None = None
     num_rollouts = len(tasks) * size
 
-    async def run_group(
-        numbered: tuple[int, Task], on_queued: Callable[[], None]
-    ) -> Sequence[Trajectory]:
+    async def run_group(numbered: tuple[int, Task], queued: anyio.Event) -> Sequence[Trajectory]:
         number, task = numbered  # numbered, since a task may occur twice
-        group = await run.rollouts.group(
-            task,
-            f"{name}-{number}",
-            size=size,
-            budget=budget,
-            oldest=version,
-            purpose=Purpose.EVALUATE,
-            on_queued=on_queued,
-        )
-        rolled_out[number] = task, group
+        request = GroupRequest(task, f"{name}-{number}", size, budget, version, queued=queued)
+        rolled_out[number] = task, await run.rollouts.run(request)
         return ()
 
     async def source() -> AsyncGenerator[tuple[int, Task], None]:
@@ -85,7 +77,7 @@ async def roll_out_all(
         run.pace.waits(f"{activity}: {num_done} of {num_rollouts} rollouts")
 
     show()
-    wait_for_capacity = partial(run.rollouts.wait_for_capacity, size)
+    wait_for_capacity = partial(run.wait_for_capacity, size)
     with run.control.watch.waiting("the learner", activity):
         async with finished_groups(
             source(), run_group, wait_for_capacity, max_open=max(1, len(tasks))

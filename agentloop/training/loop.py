@@ -36,8 +36,10 @@ from agentloop.training.batch_trainer import BatchTrainer
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.held_out import HeldOutEval
 from agentloop.training.learner_client.client import LearnerRefused
+from agentloop.training.learning import held_out_rewards
 from agentloop.training.position import resume_command
 from agentloop.training.run_context import RunContext
+from agentloop.training.run_status import count_of
 from agentloop.training.stages import StageRunner
 from agentloop.training.steps import Steps
 from agentloop.training.weight_sync.loop import WeightSyncLoop
@@ -228,6 +230,8 @@ class TrainingLoop:
                 run.report.say(
                     "The weights have not changed: no group had rollouts with different rewards"
                 )
+            if learned := held_out_rewards(await run.metrics.rows()):
+                run.report.say(f"{learned} in {count_of(self.step, 'step')}")
             await self._steps.checkpoint(wait=True)
         await self._steps.leave_model()
         run.folder.end(drained=self.is_draining)

@@ -49,6 +49,7 @@ class Pace:
             for activity, duration_s in seconds.items()
         ]
         self.values |= {
+            "groups with a signal": metrics.rollouts.with_signal,
             "reward": mean(metrics.rollouts.reward),
             "tool errors in correct rollouts": percent(metrics.rollouts.tool_errors_in_correct),
             "sampled tokens/s": f"{metrics.rollout_tokens_per_s or 0:,.0f}",

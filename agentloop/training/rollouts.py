@@ -6,17 +6,14 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import anyio
 
-from agentloop.agent.rollout import Budget
 from agentloop.aio import in_run_thread
 from agentloop.environments.rewards.reward import Reward
-from agentloop.environments.tasks.sources import Task
 from agentloop.errors import EnvironmentFailed, ServerError, ServerRefused
 from agentloop.events import GroupFinished
 from agentloop.plain_json import loads
@@ -29,13 +26,14 @@ from agentloop.rollouts.record import (
     RolloutRecord,
     TokenCredit,
 )
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.credit.roc import Rejected, RocSettings, Selection, Trace, resample
 from agentloop.training.credit.rule import RewardedRollout
 from agentloop.training.credit.settings import CreditSettings, assign
 from agentloop.trajectory import Trajectory
 
-__all__ = ["Purpose", "RolledOut", "Rollouts", "RollsOut", "TrainingGroup"]
+__all__ = ["RolledOut", "Rollouts", "RollsOut", "TrainingGroup"]
 
 log = logging.getLogger(__name__)
 
@@ -46,33 +44,22 @@ Teacher = Callable[[Trajectory], Awaitable[Sequence[float]]]
 """Returns a teacher's log-probabilities of a trajectory's sampled tokens."""
 
 
-class Purpose(StrEnum):
-    """The purpose of a group of rollouts."""
-
-    TRAIN = "train"
-    EVALUATE = "evaluate"  # on held-out tasks, or to filter a stage's tasks
-
-
 @dataclass(frozen=True, slots=True)
 class RolledOut:
     """A group that was rolled out and scored, with the selection of rollouts to train on.
 
     Attributes:
-        has_signal: whether the group has a learning signal: an advantage other than 0.
         lines: the conversations, each with its reward and selection, as lines of JSON
             (`ConversationRow`): what is sent and stored as it is, and parsed for a step.
         versions: versions of the weights that sampled the rollouts with a reward.
     """
 
     figures: GroupFigures
-    has_signal: bool
     lines: bytes
     versions: frozenset[str] = frozenset()
 
     @classmethod
-    def of(
-        cls, figures: GroupFigures, rows: Sequence[ConversationRow], *, has_signal: bool
-    ) -> RolledOut:
+    def of(cls, figures: GroupFigures, rows: Sequence[ConversationRow]) -> RolledOut:
         """Encode a group. This is slow: call it in a thread."""
         versions = frozenset(
             span.version
@@ -81,7 +68,7 @@ class RolledOut:
             for turn in row.trajectory
             for span in turn.versions
         )
-        return cls(figures, has_signal, b"".join(row.to_json() + b"\n" for row in rows), versions)
+        return cls(figures, b"".join(row.to_json() + b"\n" for row in rows), versions)
 
     @property
     def rows(self) -> list[ConversationRow]:
@@ -92,30 +79,8 @@ class RolledOut:
 class RollsOut(Protocol):
     """Generates groups of rollouts, in this process or in remote runtimes."""
 
-    async def wait_for_capacity(self, size: int) -> None:
-        """Wait for the capacity to start a group of `size` rollouts."""
-        ...
-
-    async def group(
-        self,
-        task: Task,
-        name: str,
-        *,
-        size: int,
-        budget: Budget,
-        oldest: int,
-        purpose: Purpose = Purpose.TRAIN,
-        on_queued: Callable[[], None] = lambda: None,
-    ) -> RolledOut:
+    async def run(self, request: GroupRequest) -> RolledOut:
         """Roll out and score a group.
-
-        Args:
-            name: name of the group, which determines all random choices.
-            size: number of rollouts.
-            oldest: oldest version of the weights that may sample it.
-            purpose: purpose of the group, for events about it.
-            on_queued: called when the group is queued for capacity, so that the next one may be
-                admitted.
 
         Raises:
             RequestError: the task is not a valid request.
@@ -161,8 +126,8 @@ class TrainingGroup:
         for row in rows:
             row.credit = self.credit.get(row.trajectory.id)
             row.dropped = self.choice.dropped.get(row.rollout)
-        figures = GroupFigures.of(self.group, None if rejected is None else str(rejected))
-        return RolledOut.of(figures, rows, has_signal=self.has_signal)
+        reason = None if rejected is None else str(rejected)
+        return RolledOut.of(GroupFigures.of(self.group, reason, self.has_signal), rows)
 
 
 class Rollouts:
@@ -199,57 +164,31 @@ class Rollouts:
         self._num_tries = num_tries
         self._is_tainted = is_tainted
 
-    async def wait_for_capacity(self, size: int) -> None:
+    async def run(self, request: GroupRequest) -> RolledOut:
         """Implement `RollsOut`."""
-        await self._groups.wait_for_capacity(size)
-
-    async def group(
-        self,
-        task: Task,
-        name: str,
-        *,
-        size: int,
-        budget: Budget,
-        oldest: int,
-        purpose: Purpose = Purpose.TRAIN,
-        on_queued: Callable[[], None] = lambda: None,
-    ) -> RolledOut:
-        """Implement `RollsOut`."""
-        run = partial(
-            self._run, task, name, size=size, budget=budget, oldest=oldest, purpose=purpose
-        )
-        trained = await run(on_queued=on_queued)
+        trained = await self._run(request)
         for number in range(1, self._num_tries):
             if trained.group.outage is None:
                 return await in_run_thread(trained.rolled_out)
             pause_s = _FIRST_PAUSE_S * 2 ** (number - 1)
             log.warning(
                 "group %s is rolled out again in %g s, because no rollout survived: %s",
-                name,
+                request.name,
                 pause_s,
                 trained.group.outage,
             )
             await anyio.sleep(pause_s)
-            trained = await run(on_queued=lambda: None)
+            trained = await self._run(request)
         if (outage := trained.group.outage) is not None:
             times = f"{self._num_tries} times in a row" if self._num_tries > 1 else ""
-            raise ServerError(f"task {task.id}: all rollouts were lost {times}: {outage}")
+            raise ServerError(f"task {request.task.id}: all rollouts were lost {times}: {outage}")
         return await in_run_thread(trained.rolled_out)
 
-    async def _run(
-        self,
-        task: Task,
-        name: str,
-        *,
-        size: int,
-        budget: Budget,
-        oldest: int,
-        purpose: Purpose,
-        on_queued: Callable[[], None],
-    ) -> TrainingGroup:
+    async def _run(self, request: GroupRequest) -> TrainingGroup:
         """Play and score a group once, and select the rollouts to train on."""
+        task, name = request.task, request.name
         full_name = f"{name}-{task.id}"
-        is_chosen = purpose is Purpose.TRAIN
+        is_chosen = request.purpose is Purpose.TRAIN
         logprobs: dict[str, Sequence[float]] = {}
         trained: list[TrainingGroup] = []
 
@@ -264,13 +203,8 @@ class Rollouts:
             return GroupFinished(full_name, mean_reward=group.mean_reward, is_chosen=False)
 
         await self._groups.run(
-            task,
-            full_name,
-            size=size,
-            budget=budget,
-            is_chosen=is_chosen,
-            on_queued=on_queued,
-            flaw_of=partial(self._flaw_of, oldest=oldest),
+            replace(request, name=full_name),
+            flaw_of=partial(self._flaw_of, oldest=request.oldest),
             judge=partial(self._judge, logprobs) if self._teacher and is_chosen else None,
             select=select,
         )

@@ -9,6 +9,7 @@ from functools import cached_property
 from agentloop.agent.rollout import Budget
 from agentloop.environments.tasks.sources import TaskSource
 from agentloop.events import Emit, ignore
+from agentloop.rollouts.request import WaitForCapacity
 from agentloop.training.curriculum import BY_SOLVE_RATE, EVERY_TASK, Curriculum
 from agentloop.training.group_buffer import GroupBuffer
 from agentloop.training.loop_settings import LoopSettings, StageSettings
@@ -34,6 +35,7 @@ class RunContext:
 
     Attributes:
         tasks: the source of tasks, positioned at the journal's cursor.
+        wait_for_capacity: waits until another group may start; then its task is chosen.
         queue: the journal.
         stages: the stages by name; without any, there is one with the loop's number of steps.
         budget: the budget of a rollout, of which a stage may override parts.
@@ -44,6 +46,7 @@ class RunContext:
     settings: LoopSettings
     tasks: TaskSource
     rollouts: RollsOut
+    wait_for_capacity: WaitForCapacity
     queue: GroupQueue
     folder: RunFolder
     report: Reporter

@@ -206,16 +206,14 @@ class RunFolder:
         """
         self.checkpoint_of(step)
         aside = self.path / "undone" / (name or time.strftime("%Y%m%d-%H%M%S"))
-        groups = [Path(file).name for file in files]
+        groups = [self.path / "trajectories" / Path(file).name for file in files]
         with writing(aside):
             aside.mkdir(parents=True, exist_ok=True)
             (self.path / "ended").unlink(missing_ok=True)
             _move((self.path / "weights").iterdir(), aside / "weights")
             later = [path for held, path in _checkpoints(self.path) if held > step]
             _move(later, aside)
-            for kind in ("trajectories", "entropy"):
-                folders = (self.path / kind / group for group in groups)
-                _move(filter(Path.exists, folders), aside / kind)
+            _move(filter(Path.exists, groups), aside / "trajectories")
             metrics = "metrics.jsonl"
             if (self.path / metrics).exists() and not (aside / metrics).exists():
                 _write(aside / metrics, (self.path / metrics).read_text("utf-8"))

@@ -18,13 +18,13 @@ from collections import Counter
 from functools import partial
 
 import anyio
-from anyio.abc import TaskStatus
 
 from agentloop.aio import in_run_thread
 from agentloop.environments.tasks.sources import Task
 from agentloop.environments.tasks.task import problem_of
 from agentloop.errors import RequestError
 from agentloop.rollouts.metrics import GroupFigures
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.training.batch_trainer import BatchTrainer
 from agentloop.training.curriculum import FILTER_ROLLOUTS, NOT_SOLVED, Curriculum, GroupOutcome
 from agentloop.training.held_out import roll_out_all
@@ -170,9 +170,19 @@ class StageRunner:
                 await self._run.control.wait_until(
                     self._may_admit, "the next task", self._blocked_by
                 )
-                await self._run.rollouts.wait_for_capacity(self._run.settings.group_size)
+                await self._run.wait_for_capacity(self._run.settings.group_size)
                 if self._may_admit():  # not paused or drained meanwhile
-                    await groups.start(self._roll_out, await self._run.buffer.admit())
+                    group = await self._run.buffer.admit()
+                    request = GroupRequest(
+                        group.task,
+                        str(group.number),
+                        self._run.settings.group_size,
+                        self._budget,
+                        group.version,
+                        Purpose.TRAIN,
+                    )
+                    groups.start_soon(self._roll_out, group, request)
+                    await request.queued.wait()  # no deadline: encoding a prompt ends by itself
 
     def _may_admit(self) -> bool:
         control = self._run.control
@@ -186,47 +196,30 @@ class StageRunner:
             return "the run to be resumed (paused)"
         return "the end of the stage" if self._run.buffer.num_left < 1 else "a free slot"
 
-    async def _roll_out(self, group: QueuedGroup, *, task_status: TaskStatus[None]) -> None:
+    async def _roll_out(self, group: QueuedGroup, request: GroupRequest) -> None:
         """Roll out an admitted group and pass it to the buffer."""
-        s = self._run.settings
-        is_queued = False
-
-        def on_queued() -> None:
-            nonlocal is_queued
-            if not is_queued:
-                is_queued = True
-                task_status.started()
-
         path, num_bytes = None, 0
         figures = GroupFigures()
         try:
-            rolled = await self._run.rollouts.group(
-                group.task,
-                str(group.number),
-                size=s.group_size,
-                budget=self._budget,
-                oldest=group.version,
-                on_queued=on_queued,
-            )
+            rolled = await self._run.rollouts.run(request)
         except RequestError as error:  # the task is invalid
-            has_signal = False
             self._count_refused(group.task, error)
         else:
             self._num_refused[group.task.env] = 0
-            has_signal, figures = rolled.has_signal, rolled.figures
+            figures = rolled.figures
             first = f'{{"group":{group.number},"version":{group.version},'.encode()
             path, num_bytes = await in_run_thread(
                 self._run.folder.add_lines,
                 group.number,
                 (first + line.removeprefix(b"{") for line in rolled.lines.splitlines()),
             )
-        if s.dynamic_sampling and not has_signal:
+        if self._run.settings.dynamic_sampling and not figures.has_signal:
             await self._run.buffer.discard(group, path=path, figures=figures)
             self._count_replaced()
         else:
             self._num_replaced = 0
             await self._run.buffer.finish(group, path=path, num_bytes=num_bytes, figures=figures)
-        on_queued()
+        request.queued.set()
 
     def _count_refused(self, task: Task, error: RequestError) -> None:
         """Report an invalid task. Raises RequestError after too many in one environment."""

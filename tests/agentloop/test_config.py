@@ -17,6 +17,7 @@ from agentloop.api.guard import ServeSettings
 from agentloop.cli.train import TrainSettings
 from agentloop.config import (
     describe_settings,
+    load_known,
     load_settings,
     to_toml,
 )
@@ -397,3 +398,15 @@ def test_a_list_of_tables_can_be_written_and_read_back(tmp_path: Path) -> None:
 def test_errors_name_the_item_of_a_list(override: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load_settings(WithItems, overrides=[override])
+
+
+def test_older_run_may_name_removed_settings(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[weights]\npause = "retract"\n[ranks]\nport = 29500\n')
+    assert load_settings(TrainSettings, [config]) == load_settings(TrainSettings)
+    assert load_settings(TrainSettings, base=load_known(TrainSettings, config)) == TrainSettings()
+    config.write_text('[weights]\npause = "in_place"\n')
+    with pytest.raises(SettingsError, match=r"'weights\.pause' was removed and is now always"):
+        load_settings(TrainSettings, [config])
+    with pytest.raises(SettingsError, match=r"'ranks\.port' was removed$"):
+        load_settings(TrainSettings, overrides=["ranks.port=29500"])

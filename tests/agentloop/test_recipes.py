@@ -33,8 +33,7 @@ def load_recipe(path: Path) -> pydantic.BaseModel:
     if path.name.endswith("sft.toml"):
         assert commands == {"sft"}
         return load_settings(SftSettings, [path])
-    if path.name.startswith("evaluate"):
-        assert commands == {"evaluate"}
+    if commands == {"evaluate"}:
         return load_settings(EvaluateSettings, [path])
     assert "train" in commands
     return load_settings(TrainSettings, [path])

@@ -20,6 +20,7 @@ import anyio
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.tasks.sources import Task
+from agentloop.rollouts.request import GroupRequest, WaitForCapacity
 from agentloop.training.cluster.placement import Placement, ProcessKind, RunProcess
 from agentloop.training.cluster.ray_cluster import RayCluster, RemoteActor
 from agentloop.training.cluster.rollout_host import RolloutActor
@@ -36,7 +37,7 @@ LARGE = "y" * 1_000_000  # Ray moves it through its object store
 
 
 @asynccontextmanager
-async def open_player(name: str) -> AsyncIterator[tuple[RollsOut, Serving]]:
+async def open_player(name: str) -> AsyncIterator[tuple[RollsOut, WaitForCapacity, Serving]]:
     async with Player(name).open() as parts:
         yield parts
 
@@ -46,7 +47,7 @@ async def rolled_out(runtimes: RemoteRuntimes, *names: str) -> dict[str, RolledO
 
     async def ask(name: str) -> None:
         task = Task(f"task-{name}", LARGE, "3")
-        found[name] = await runtimes.group(task, name, size=2, budget=Budget(), oldest=0)
+        found[name] = await runtimes.run(GroupRequest(task, name, 2, Budget()))
 
     async with anyio.create_task_group() as tasks:
         for name in names:

@@ -41,7 +41,7 @@ def _completion(body: dict[str, Any]) -> None:
     body.pop("model", None)
     for name in (*_BARE, "ignore_eos"):  # they may contradict each other, or name unknown ids
         body.pop(name, None)
-    body["n"], body["max_tokens"] = 1, 1
+    body["max_tokens"] = 1
     match body.get("prompt"):
         case str(text):
             body["prompt"] = text[:_MAX_CHARS]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -20,9 +19,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from agentloop.environments.adapters import inspect_ai, openenv, textworld, verifiers
-from agentloop.environments.environment import Environment
-from agentloop.errors import PromptTooLong, RequestError, ServerUnavailable, SettingsError
+from agentloop.environments.adapters import inspect_ai, openenv, textworld
+from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.trajectory import Message
 from tests.agentloop.environments.adapters.scripted import Said, Scripted, play, task_of
 from tests.integration.conftest import need
@@ -264,139 +262,6 @@ async def test_a_failure_below_inspect_is_not_the_tasks(tasks: Path) -> None:
     (episode,) = await play(sums, Scripted(gone))
     assert episode.reward is not None
     assert episode.reward.reason == "infrastructure: gone"
-
-
-VERIFIERS = '''
-import verifiers as vf
-from datasets import Dataset
-
-SUMS = [{"question": f"What is 1 + {n}?", "answer": str(1 + n)} for n in range(1, 6)]
-
-
-async def right(completion, answer) -> float:
-    return float(answer in completion[-1]["content"])
-
-
-async def brief(completion) -> float:
-    return float(len(completion[-1]["content"]) < 3)
-
-
-async def count(state) -> float:
-    return float(len(state["trajectory"]))
-
-
-def add(a: int, b: int) -> str:
-    """Add two numbers."""
-    return str(a + b)
-
-
-class Countdown(vf.MultiTurnEnv):
-    async def env_response(self, messages, state, **kwargs):
-        state["left"] = state.get("left", 3) - 1
-        if self.fails:
-            raise KeyError("board")
-        return [{"role": "user", "content": f"{state['left']} left"}]
-
-    @vf.stop
-    async def is_over(self, state) -> bool:
-        return state.get("left", 3) == 0
-
-
-def load_environment(kind: str = "single"):
-    data = Dataset.from_list(SUMS)
-    rubric = vf.Rubric(funcs=[right, brief, count], weights=[1.0, 0.5, 0.0])
-    common = {"dataset": data, "rubric": rubric}
-    if kind == "single":
-        return vf.SingleTurnEnv(system_prompt="Add.", **common)
-    if kind == "tools":
-        return vf.ToolEnv(tools=[add], max_turns=5, **common)
-    env = Countdown(**common)
-    env.fails = kind == "broken"
-    return env
-'''
-
-
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An environment of verifiers that is installed."""
-    needs("verifiers", "verifiers")
-    folder = tmp_path_factory.mktemp("hub")
-    (folder / "own_sums.py").write_text(VERIFIERS)
-    sys.path.append(str(folder))
-    yield "own-sums"
-    sys.path.remove(str(folder))
-
-
-def of_verifiers(id: str, kind: str) -> Environment:
-    return verifiers.rollout.with_arguments({"id": id, "args": {"kind": kind}})
-
-
-async def test_a_verifiers_environment_is_run_and_scored(hub: str) -> None:
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    single = of_verifiers(hub, "single")
-    assert len({task_of(single, seed).row for seed in range(40)}) == 5
-    host = Scripted(right)
-    for episode in await play(single, host, size=3):
-        assert episode.reward is not None
-        assert episode.reward.value == 1.5
-        assert {"right": 1.0, "brief": 1.0, "count": 1.0}.items() <= episode.reward.parts.items()
-    assert host.asked[0][1][0] == {"role": "system", "content": "Add."}
-    assert {number: signal.getsignal(number) for number in handlers} == handlers
-
-
-async def test_a_verifiers_environment_of_several_turns(hub: str) -> None:
-    host = Scripted(lambda seen: f"{len(seen)}")
-    (episode,) = await play(of_verifiers(hub, "countdown"), host)
-    assert episode.reward is not None
-    assert episode.reward.parts["count"] == 4.0
-    assert [len(messages) for _, messages, _ in host.asked] == [1, 3, 5, 7]
-    assert host.asked[1][1][1]["content"] == "1"
-
-
-async def test_a_verifiers_environment_runs_its_tools(hub: str) -> None:
-    def script(seen: list[Message]) -> Said:
-        if seen[-1]["role"] == "tool":
-            return str(seen[-1]["content"])
-        a, b = map(int, re.findall(r"\d+", last_user(seen)))
-        return "add", {"a": a, "b": b}
-
-    host = Scripted(script)
-    (episode,) = await play(of_verifiers(hub, "tools"), host)
-    assert episode.reward is not None
-    assert episode.reward.value == 1.5
-    assert [names for _, _, names in host.asked] == [["add"], ["add"]]
-
-
-async def test_a_verifiers_environment_that_fails_gives_no_reward(hub: str) -> None:
-    with pytest.raises(RequestError, match=r"environment rollout: .* raised .*board"):
-        await play(of_verifiers(hub, "broken"), Scripted(right))
-
-
-def test_an_environment_of_verifiers_that_cannot_be_loaded_is_named(hub: str) -> None:
-    for id in ("no-such-environment", hub):
-        environment = verifiers.rollout.with_arguments({"id": id, "args": {"wrong": 1}})
-        with pytest.raises(SettingsError, match=f"env.args: verifiers cannot load '{id}': "):
-            task_of(environment)
-
-
-async def test_a_failure_below_verifiers_is_not_the_environments(hub: str) -> None:
-    def gone(seen: list[Message]) -> Said:
-        raise ServerUnavailable("gone")
-
-    (episode,) = await play(of_verifiers(hub, "single"), Scripted(gone))
-    assert episode.reward is not None
-    assert episode.reward.reason == "infrastructure: gone"
-
-
-async def test_a_rollout_of_verifiers_that_fills_the_context_is_scored(hub: str) -> None:
-    def script(seen: list[Message]) -> Said:
-        if len(seen) == 3:
-            raise PromptTooLong("messages: this model's maximum context length is 8 tokens")
-        return "2 3 4 5 6"
-
-    (episode,) = await play(of_verifiers(hub, "countdown"), Scripted(script))
-    assert episode.reward is not None
-    assert episode.reward.parts["right"] == 1.0
 
 
 OPENENV = """

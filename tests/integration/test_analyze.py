@@ -14,11 +14,14 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop
 import torch
 
 from agentloop.__main__ import main
+from agentloop.analysis.entropy import score
 from agentloop.cli.train import TrainSettings
-from agentloop.config import load_settings, to_toml
+from agentloop.config import to_toml
 from agentloop.learner.batch import Batch
 from agentloop.models import SMALL
-from agentloop.training.learner_client.settings import LearnerSettings
+from agentloop.training.learner_client.client import start_learner
+from agentloop.training.learner_client.launch import RanksSettings
+from agentloop.training.learner_client.settings import LearnerSettings, LoraSettings
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import Trajectory, Turn, TurnEnd, VersionSpan
 from tests.learner import plain
@@ -47,34 +50,43 @@ def scores(ids: list[int], num_prompt: int) -> tuple[list[float], list[float]]:
     return logprobs[num_prompt - 1 :].tolist(), entropies[num_prompt - 1 :].tolist()
 
 
-def test_entropies_are_the_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.anyio
+async def test_entropies_are_the_models(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    expected = {}
-    rows = []
+    expected, rollouts = [], []
     for index in range(3):
         ids = rng.integers(3, 512, 30 + index).tolist()
         logprobs, entropies = scores(ids, 10)
         first = Turn(ids[10:18], logprobs[:8], [VersionSpan("7", 0, 8)], TurnEnd.STOP)
         first.observation_ids = ids[18:20]
         second = Turn(ids[20:], logprobs[10:], [VersionSpan("7", 0, 10 + index)], TurnEnd.STOP)
-        rows.append({"trajectory": Trajectory(f"1.{index}", ids[:10], [first, second]).to_dict()})
-        expected[f"1.{index}"] = [entropies[:8], entropies[10:]]
+        rollouts.append(Trajectory(f"1.{index}", ids[:10], [first, second]))
+        expected.append(entropies[:8] + entropies[10:])
     # Two ranks, chunks of the head, adapters that a run had; and memory for the longest alone.
-    told = ["learner.micro_batch_tokens=8", "learner.head_chunk_tokens=4", "learner.lora.rank=4"]
-    settings = load_settings(
-        TrainSettings, (), [*told, f"sampling.temperature={TEMPERATURE}", "ranks.nproc_per_node=2"]
+    settings = LearnerSettings(
+        model=SMALL,
+        temperature=TEMPERATURE,
+        micro_batch_tokens=max(len(rollout.ids) for rollout in rollouts),
+        head_chunk_tokens=4,
+        lora=LoraSettings(rank=1),
     )
-    folder = RunFolder(tmp_path / "run", to_toml(settings))
-    folder.add_group(1, rows)
+    async with start_learner(
+        settings, RanksSettings(nproc_per_node=2), log_dir=tmp_path / "logs", on_progress=print
+    ) as (learner, _):
+        scored = await score(learner, rollouts, tmp_path, timeout_s=300)
+    for item, entropies in zip(scored, expected, strict=True):
+        np.testing.assert_allclose(item.entropies, entropies, atol=1e-4)
+        assert 0 <= max(item.mismatch) < 1e-5
+    assert max(map(max, expected)) > 1
+
+
+def test_command_scores_with_a_real_learner(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / "run", to_toml(TrainSettings()))
+    turn = Turn([5, 6, 7], [-1.0] * 3, [VersionSpan("7", 0, 3)], TurnEnd.STOP)
+    folder.add_group(1, [{"trajectory": Trajectory("1.0", [3, 4], [turn]).to_dict()}])
     shutil.copytree(SMALL, folder.path / "weights" / "7")
     assert main(["runs", "entropy", str(folder.path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["version"], found["share_of_version"]) == ("7", 1.0)
-    assert 0 <= found["mismatch_kl"] < 1e-6
-    lines = (folder.path / "entropy" / "group-0000001.jsonl").read_text().splitlines()
-    kept = {row["id"]: row["entropies"] for row in map(json.loads, lines)}
-    assert kept.keys() == expected.keys()
-    for name, turns in expected.items():
-        for one, other in zip(kept[name], turns, strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-4)
-    assert max(max(turn) for turns in expected.values() for turn in turns) > 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_tokens"], report["num_marked"]) == (3, 1)

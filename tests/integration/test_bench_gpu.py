@@ -36,7 +36,7 @@ def test_sglang_takes_the_flags_of_a_gpu(tmp_path: Path) -> None:
     flags = [
         (),
         ("--skip-tokenizer-init", "--enable-memory-saver"),
-        ("--disable-overlap-schedule", *gpu_servers.handover_options(here).server_args),
+        gpu_servers.handover_options(here).server_args,
     ]
     commands = []
     for more in flags:

@@ -52,7 +52,7 @@ async def greedy(client: openai.AsyncOpenAI) -> Any:
     return await ask(client, max_tokens=40, logprobs=2)
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+@pytest.mark.parametrize("max_tokens", [0, 1])
 async def test_an_echo_has_the_log_probabilities_of_the_generation(
     client: openai.AsyncOpenAI, runtime: Runtime, greedy: Any, max_tokens: int
 ) -> None:
@@ -70,15 +70,6 @@ async def test_an_echo_has_the_log_probabilities_of_the_generation(
     for value, likely in zip(of_sampled, told.top_logprobs[len(prompt) : num], strict=True):
         assert value == max(likely.values())  # it was greedy, and a harness sees that
     assert echoed.text.startswith(PROMPT + greedy.text)
-    for token, offset in zip(told.tokens, told.text_offset, strict=True):
-        assert echoed.text[offset:].startswith(token) or offset == len(echoed.text)
-
-
-async def test_a_stream_equals_the_whole(client: openai.AsyncOpenAI, greedy: Any) -> None:
-    stream = await client.completions.create(
-        model="small", prompt=PROMPT, max_tokens=40, stream=True
-    )
-    assert "".join([chunk.choices[0].text async for chunk in stream]) == greedy.text
 
 
 async def test_a_bias_forbids_and_forces_a_token(

@@ -46,6 +46,26 @@ def test_example(name: str, prints: str, docker_engine: None, sglang_url: str) -
     assert prints in ended.stdout
 
 
+@pytest.mark.gate
+def test_the_minimal_loop_learns(docker_engine: None, sglang_installed: None) -> None:
+    """Its server is its own, since it changes the weights."""
+    ended = subprocess.run(
+        [sys.executable, EXAMPLES / "minimal_rl.py", "5"],
+        capture_output=True,
+        text=True,
+        timeout=patient(240),
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    rewards = [float(reward) for reward in re.findall(r"step \d: reward (\S+),", ended.stdout)]
+    assert len(rewards) == 5
+    assert rewards[-1] > rewards[0]
+
+
+def test_the_minimal_loop_is_short() -> None:
+    assert len((EXAMPLES / "minimal_rl.py").read_text("utf-8").splitlines()) <= 120
+
+
 def evaluated(
     tmp_path: Path, environment: str, sglang_url: str, *further: str
 ) -> list[dict[str, Any]]:
@@ -194,15 +214,15 @@ def test_several_environments_are_evaluated(
 def test_the_readme_lists_every_example_and_recipe() -> None:
     text = (EXAMPLES / "README.md").read_text()
     assert [path.name for path in EXAMPLES.glob("[!_]*.py") if f"({path.name})" not in text] == []
-    recipes = (EXAMPLES.parent / "docs/recipes").glob("*.toml")
+    recipes = (EXAMPLES.parent / "agentloop/cli/recipes").glob("*.toml")
     ours = {path.stem for path in recipes if "environments.examples" in path.read_text()}
     assert set(re.findall(r"`agentloop train ([\w-]+)`", text)) == ours
 
 
 def test_every_example_is_run() -> None:
     run_here = {"own_tool.py", "watch.py", "groups.py", "guess_number.py", "solver_and_checker.py"}
-    run_here |= {"warehouse.py", "warehouse_server.py"}
-    run_by_others = {"my_reward.py", "stateful_tool.py", "teachers.py"}
+    run_here |= {"warehouse.py", "warehouse_server.py", "minimal_rl.py"}
+    run_by_others = {"shop.py", "my_reward.py", "stateful_tool.py", "teachers.py"}
     run_by_others |= {
         "calculator.py",
         "calculator_agent.py",

@@ -24,14 +24,13 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from agentloop.errors import ServerError, ServerRefused
+from agentloop.errors import ServerError
 from agentloop.inference.processes.supervise import ServerProcess, ServerSettings, plan, running
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.frames import Chunk
 from agentloop.inference.sglang.sampling import Sampling
-from agentloop.inference.sglang.weight_updates import Pause
 from agentloop.inference.turns import Generation
 from agentloop.models import SMALL
 from agentloop.training.learner_client.batch import Sample, write_batch
@@ -69,8 +68,6 @@ SETTINGS = LearnerSettings(
 )
 GROUP = WeightsSettings(transport="broadcast")
 TIMEOUT_S = 120.0
-PAUSES: list[Pause] = ["retract", "in_place"]
-IN_ORDER = ("--disable-overlap-schedule",)  # what a pause in place needs
 
 
 class Endless(SGLangServer):
@@ -231,15 +228,11 @@ def short_group_timeout() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 async def all_started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Started]:
-    """For all tests here, in their order: only the first one finds them as they began.
-
-    The first server can pause in place; the second overlaps scheduling, as servers do by default.
-    """
+    """For all tests here, in their order: only the first one finds them as they began."""
     folder = tmp_path_factory.mktemp("handover")
     settings = ServerSettings(max_total_tokens=8192, dtype="float32")
-    in_order = settings.model_copy(update={"extra_args": IN_ORDER})
     launches = [
-        *plan(SMALL, in_order, log_dir=folder / "first"),
+        *plan(SMALL, settings, log_dir=folder / "first"),
         *plan(SMALL, settings, log_dir=folder / "second"),
     ]
     async with (
@@ -285,18 +278,16 @@ async def test_the_engine_has_what_the_learner_has_whichever_way(
         assert checksums[0] != checksums[1]
 
         # By disk: below, without a learner.
-        for pause in PAUSES:
-            await here.step()
-            way = GROUP.model_copy(update={"pause": pause})
-            answers = await answers_over(here.router, partial(here.sync, way))
-            cuts = [answer.until(here.version) for answer in answers]
-            differ = [await answer.mismatch(server) for answer in answers]
-            earlier = most(one[:cut] for one, cut in zip(differ, cuts, strict=True))
-            later = most(one[cut:] for one, cut in zip(differ, cuts, strict=True))
-            assert earlier > 1e-2, "these were sampled by the last weights"
-            assert (later < 1e-3) == (pause == "retract")
-            assert here.states() == ["healthy"]
-            assert await here.mismatch(server) < 1e-4
+        await here.step()
+        answers = await answers_over(here.router, partial(here.sync, GROUP))
+        cuts = [answer.until(here.version) for answer in answers]
+        differ = [await answer.mismatch(server) for answer in answers]
+        earlier = most(one[:cut] for one, cut in zip(differ, cuts, strict=True))
+        later = most(one[cut:] for one, cut in zip(differ, cuts, strict=True))
+        assert earlier > 1e-2, "these were sampled by the last weights"
+        assert later < 1e-3
+        assert here.states() == ["healthy"]
+        assert await here.mismatch(server) < 1e-4
 
 
 async def test_a_single_server_with_other_weights_serves_nothing(
@@ -398,14 +389,10 @@ def make_others(folder: Path, by: float) -> None:
 
 
 @asynccontextmanager
-async def small_server(pause: Pause, all_started: Started) -> AsyncIterator[Endless]:
-    """Yield a server that can be paused so, with the small model, which it also has at the end."""
+async def small_server(all_started: Started) -> AsyncIterator[Endless]:
+    """Yield a server with the small model, which it also has at the end."""
     async with http_session() as session:
-        first, server = (Endless(process.url, session) for process in all_started.processes)
-        if pause == "in_place":
-            with pytest.raises(ServerRefused, match="disable-overlap-schedule"):
-                await server.update_weights(str(SMALL), "1", timeout_s=TIMEOUT_S, pause=pause)
-            server = first
+        server = Endless(all_started.processes[1].url, session)
         await server.update_weights(str(SMALL), "default", timeout_s=TIMEOUT_S)
         try:
             yield server
@@ -414,17 +401,16 @@ async def small_server(pause: Pause, all_started: Started) -> AsyncIterator[Endl
                 await server.update_weights(str(SMALL), "default", timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("pause", PAUSES)
 async def test_running_turns_continue_with_the_new_weights(
-    all_started: Started, tmp_path: Path, pause: Pause
+    all_started: Started, tmp_path: Path
 ) -> None:
     """No turn is lost, each token has the version that it was sampled under, and no later turn is
     given what the old weights computed of its prompt."""
     folder = tmp_path / "others"
     await anyio.to_thread.run_sync(make_others, folder, 0.3)
-    published = PublishedFolder("1", folder, pause)
+    published = PublishedFolder("1", folder)
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(small_server(pause, all_started))
+        server = await stack.enter_async_context(small_server(all_started))
         router = await stack.enter_async_context(Router.open([server], RouterSettings()))
         before = Answer(random.Random(1).choices(range(3, 500), k=NUM_PROMPT))
         await before.stream(router, "before", 60)
@@ -451,16 +437,13 @@ async def test_running_turns_continue_with_the_new_weights(
     cuts = [answer.until("1") for answer in answers]
     for cut, by_new, by_old in zip(cuts, new, old, strict=True):
         print(
-            f"{pause}: {cut} tokens; by the old weights, before {by_old[:cut].max():.1e}, after "
+            f"{cut} tokens; by the old weights, before {by_old[:cut].max():.1e}, after "
             f"{by_old[cut:].mean():.2f}; by the new, before {by_new[:cut].mean():.2f}, after "
             f"{by_new[cut]:.1e}, {by_new[cut:].mean():.1e}, most {by_new[cut:].max():.1e}"
         )
         assert by_old[:cut].max() < 1e-3
-        if pause == "retract":
-            assert by_new[cut:].max() < 1e-3
+        assert by_new[cut:].max() < 1e-3
     assert most(one[cut : cut + 10] for one, cut in zip(old, cuts, strict=True)) > 1e-3
-    if pause == "in_place":  # what the engine sampled from is of no weights alone
-        assert most(one[cut:] for one, cut in zip(new, cuts, strict=True)) > 1e-3
 
 
 def send(process: ServerProcess, number: signal.Signals) -> None:

@@ -30,6 +30,7 @@ from agentloop.events import CallStarted, Event, RolloutStarted
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.models import SMALL
 from agentloop.rollouts.player import AgentPlayer
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings
 from agentloop.sandbox import PoolSettings
@@ -78,7 +79,7 @@ class Service:
             )
             groups = GroupRunner(player, grader, emit=self.app.on_event)
             rollouts = Rollouts(groups, RocSettings(down_sample_to_n=2), seed=1)
-            group = await rollouts.group(task, name, size=4, budget=Budget(), oldest=0)
+            group = await rollouts.run(GroupRequest(task, name, 4, Budget(), 0, Purpose.TRAIN))
         if folder is not None:
             rows = [{"group": int(name), "version": 0, **row.to_dict()} for row in group.rows]
             folder.add_group(int(name), rows)
@@ -323,8 +324,8 @@ def test_a_runs_folder_is_shown_and_made_one_file(
     name = service.group("9", folder)
     for step in range(1, 4):
         row = {"step": step, "reward": step / 4, "tool_errors_in_correct": 0.1}
-        row |= {"part/found": 0.5, "held_out/recorded/tries": 4.0}
-        row |= {"step_s": 45.0, "num_sampled_tokens": 1000}
+        row |= {"part/found": 0.5, "held_out/recorded/tries": 4.0, "num_groups": 8}
+        row |= {"step_s": 45.0, "num_sampled_tokens": 1000, "groups_with_signal": 0}
         folder.add_metrics(row | {"pass_at_k": 0.9})
     folder.add_metrics({"step": 4, "reward": 0.875, "tool_errors_in_correct": None})
     RunFolder(folder.path / "sft").add_metrics(
@@ -343,6 +344,11 @@ def test_a_runs_folder_is_shown_and_made_one_file(
         expect(page.get_by_text("1776").first).to_be_visible()
         page.goto(f"{out.as_uri()}#/group/{name}")
         expect(page.locator(".tr-prompt .tr-text")).to_have_text(QUESTION)
+        learning = page.locator(".learning[data-kind=bad]")
+        expect(learning).to_contain_text(
+            "0 of 8 groups have a signal: the rewards within each group"
+        )
+        expect(page.locator(".bottleneck")).not_to_be_visible()  # no advice on speed
         # All of it is of the last step, which has no tool errors in correct rollouts.
         page.goto(f"{out.as_uri()}#/")
         last_step = page.get_by_role("region", name="Last step")
@@ -350,6 +356,7 @@ def test_a_runs_folder_is_shown_and_made_one_file(
             ["reward0.875", "tool errors in correct rollouts–", "step time–"]
         )
         page.goto(f"{out.as_uri()}#/curves")
+        expect(page.locator("#view h2").first).to_have_text("Groups with a signal")
         shown = page.get_by_role("region", name="Reward", exact=True).locator("b")
         expect(shown.first).to_have_text("0.875")
         errors = page.get_by_role("region", name="Tool errors in correct rollouts").locator("b")

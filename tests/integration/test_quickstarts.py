@@ -52,7 +52,9 @@ def test_serve_a_model(tmp_path: Path, served: dict[str, str], service: str) -> 
 
 
 def test_train_in_your_environment(tmp_path: Path, served: dict[str, str]) -> None:
-    said = QuickStart("environment.md", tmp_path).run(served)
+    page = QuickStart("environment.md", tmp_path)
+    page.write_files()
+    said = page.run(served)
     assert "7 passed" in said  # by scripts
     assert "in_time" in said  # by the model
     assert "inference  1 server" in said  # the plan

@@ -1,4 +1,4 @@
-"""The commands of the large recipes' plans, read by the real parsers of SGLang, PyTorch, DeepSpeed.
+"""The commands of the large recipes' plans, read by the real parsers of SGLang and DeepSpeed.
 
 Nothing is started: each command line is split as its process would split it. The packages are slow
 to import, so another process reads all of them at once.
@@ -11,7 +11,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ import pytest
 from agentloop.cli.cluster import ClusterPlan, nodes_from
 from agentloop.cli.train import TrainSettings
 from agentloop.config import load_settings
-from agentloop.training.learner_client.client import learner_command
-from agentloop.training.learner_client.launch import on_other_nodes, starts
 from agentloop.training.learner_client.settings import LearnerSettings
 from tests.patience import patient
 
@@ -34,14 +31,11 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'agentloop
 
 RECIPES = Path(__file__).parents[2] / "agentloop" / "cli" / "recipes"
 SHAPES = {"paper-stage1": "8x128,8x80,2048", "release-8gpu": "1x128,8x80,1024"}
-LEARNER = learner_command(Path("learner.json"))
 
 READER = """
 import argparse, json, sys
-from deepspeed.launcher.runner import parse_args as read_deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
 from sglang.srt.server_args import ServerArgs, prepare_server_args
-from torch.distributed.run import get_args_parser
 
 from agentloop.learner.optimizer import deepspeed_config
 from agentloop.training.learner_client.settings import LearnerSettings
@@ -58,8 +52,6 @@ def read_config(learner):
 
 readers = {
     "sglang": read_sglang,
-    "torchrun": get_args_parser().parse_args,
-    "deepspeed": read_deepspeed,
     "config": read_config,
 }
 asked = json.load(sys.stdin)
@@ -89,21 +81,6 @@ def planned(recipe: str) -> dict[str, list[str]]:
     }
 
 
-def launched(recipe: str, folder: Path) -> Iterator[tuple[str, str, list[str]]]:
-    """The commands of torchrun and DeepSpeed's launcher for a recipe's ranks."""
-    ranks = settings_of(recipe).ranks
-    hostfile = folder / f"{recipe}.hosts"
-    hostfile.write_text("".join(f"node-{n + 1} slots=8\n" for n in range(ranks.nodes)))
-    for launcher in ("torchrun", "deepspeed"):
-        several = {"address": "node-1"} if ranks.nodes > 1 else {}
-        hosts = {"hostfile": hostfile} if ranks.nodes > 1 and launcher == "deepspeed" else {}
-        changed = ranks.model_copy(update={"launcher": launcher, **several, **hosts})
-        (start,) = starts(changed, LEARNER, socket_path=folder / "socket", port=29_500)
-        yield f"{recipe}: {launcher}", launcher, list(start.command)
-        for number, line in enumerate(on_other_nodes(changed, LEARNER, 29_500), 1):
-            yield f"{recipe}: torchrun on node {number}", launcher, shlex.split(line)
-
-
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What each command line says, by the parser of the program that it is for."""
@@ -114,8 +91,6 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
             if name.startswith("server"):
                 at = words.index("agentloop.inference.processes.keyed")
                 asked[f"{recipe}: {name}"] = ("sglang", words[at + 1 :])
-        for name, kind, words in launched(recipe, folder):
-            asked[name] = (kind, words[words.index("-m") + 2 :])
         learner = settings_of(recipe).learner.model_dump()
         asked[f"{recipe}: config"] = ("config", LearnerSettings(**learner).model_dump_json())
     script = [sys.executable, "-c", READER, str(folder / "found.json")]
@@ -142,21 +117,6 @@ def test_sglang_accepts_the_servers_commands(read: dict[str, dict[str, Any]]) ->
     assert {one["mem_fraction_static"] for one in release} == {0.5}
     assert [one["enable_memory_saver"] for one in [*paper, *release]] == [False] * 4 + [True] * 2
     assert {Path(one["model_path"]) for one in [*paper, *release]} == {RECIPES / "qwen3-14b"}
-
-
-@pytest.mark.parametrize(("recipe", "nodes"), [("paper-stage1", 4), ("release-8gpu", 1)])
-def test_the_launchers_accept_the_ranks_commands(
-    read: dict[str, dict[str, Any]], recipe: str, nodes: int
-) -> None:
-    names = [f"{recipe}: torchrun"]
-    names += [f"{recipe}: torchrun on node {number}" for number in range(1, nodes)]
-    for rank, name in enumerate(names):
-        one = read[name]
-        assert (one["nnodes"], one["node_rank"], one["nproc_per_node"]) == (str(nodes), rank, "8")
-        assert [one["training_script"], *one["training_script_args"]] == list(LEARNER)
-    found = read[f"{recipe}: deepspeed"]
-    assert (found["num_nodes"], found["num_gpus"]) == ((4, 8) if nodes == 4 else (-1, 8))
-    assert [found["user_script"], *found["user_args"]][: len(LEARNER)] == list(LEARNER)
 
 
 def test_deepspeed_accepts_the_learners_settings(read: dict[str, dict[str, Any]]) -> None:

@@ -19,7 +19,7 @@ from tests.patience import patient
 def test_threads_sleep_while_they_wait_unless_the_user_chose(
     chosen: dict[str, str], seen: str
 ) -> None:
-    """The policy also applies where a launcher on another node passes no environment on."""
+    """The policy also applies on another node, which passes an environment of its own."""
     script = (
         "import os, sys; from agentloop.learner.__main__ import main; "
         "assert 'torch' not in sys.modules; "

@@ -35,6 +35,7 @@ from agentloop.errors import RequestError
 from agentloop.events import Event, RolloutFinished, RolloutStarted
 from agentloop.observe.watchdog import Heartbeat, watch_lag
 from agentloop.rollouts.metrics import mean
+from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.run_status import count_of
 from agentloop.trajectory import Trajectory
@@ -96,7 +97,7 @@ class _Trial:
         """Run the rollout; a failure becomes the reason of a missing reward."""
         self.started_s = time.monotonic()
         try:
-            group = await groups.run(self.task, name, size=1, budget=budget)
+            group = await groups.run(GroupRequest(self.task, name, 1, budget))
             (self.reward,) = group.rewards
             self.recorded = group.rollouts[0].recorded
         except RequestError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
@@ -27,9 +28,10 @@ from agentloop.observe.bottleneck import ServedOn, served_on
 from agentloop.observe.one_file import one_file
 from agentloop.observe.page import Page
 from agentloop.observe.perfetto import trace_of
-from agentloop.observe.runs import origin_of
+from agentloop.observe.runs import origin_of, read_metrics
 from agentloop.observe.sample import SAMPLE
 from agentloop.plain_json import dumps
+from agentloop.training.learning import headline
 from agentloop.training.run_folder import RunFolder, config_of
 from agentloop.training.run_status import count_of
 
@@ -216,6 +218,8 @@ def _progress(folder: Path) -> dict[str, object]:
     """Return the total of a run's steps, and how it has ended, in the words of the live page."""
     summary = summarize(folder)
     progress: dict[str, object] = {}
+    if learning := headline(read_metrics(folder)):
+        progress["learning"] = asdict(learning)
     if summary.num_steps is not None:
         progress["num_steps"] = summary.num_steps
     has_end = summary.kind in (RunKind.TRAIN, RunKind.SFT, RunKind.EVALUATE)

@@ -3,7 +3,6 @@
 reasoning_gym:puzzle   puzzles, scored in the sandbox
 textworld:game         text adventures
 verifiers_v1:episode   a task set of verifiers 0.4
-verifiers:rollout      an environment of verifiers up to 0.3, or of its hub
 inspect_ai:sample      a task of Inspect: its data set, solver and scorer
 openenv:episode        a server of OpenEnv, over its WebSocket
 """

@@ -7,19 +7,16 @@ and its sampled ids are recorded and trained on.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, Literal, Self
+from typing import Literal
 
 from agentloop.agent.tools import CallerTool, Schema
 from agentloop.environments.agent import Agent
-from agentloop.errors import InfrastructureFailed, RequestError
 from agentloop.plain_json import JsonObject
 from agentloop.trajectory import Message, StopReason, ToolCall
 
-__all__ = ["AgentTransport", "Completion", "complete", "openai_call"]
+__all__ = ["Completion", "complete", "openai_call"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,58 +86,3 @@ async def complete(
         len(trajectory.prompt_ids),
         trajectory.num_sampled_tokens,
     )
-
-
-class AgentTransport:
-    """Answers an OpenAI client's requests for chat completions with those of an agent.
-
-        http = openai.DefaultAsyncHttpxClient(transport=AgentTransport(agent))
-        client = openai.AsyncOpenAI(http_client=http, ...)
-
-    Sampling parameters other than `max_tokens` are those of the settings. A failure of the
-    infrastructure is a status of 503, and is recorded by the agent in any case. It is a transport
-    of httpx and of its successor, which newer clients use.
-    """
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        pass
-
-    async def aclose(self) -> None:
-        """Do nothing: there is no connection."""
-
-    async def handle_async_request(self, request: Any) -> Any:
-        """Return the completion that a request asks for."""
-        response = import_module(type(request).__module__.partition(".")[0]).Response
-        body = json.loads(await request.aread())
-        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
-        tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
-        try:
-            completion = await complete(self._agent, body["messages"], tools, max_tokens=max_tokens)
-        except RequestError as error:
-            problem = {"message": str(error), "type": "invalid_request_error", "code": error.code}
-            return response(400, json={"error": problem})
-        except InfrastructureFailed as error:
-            return response(503, json={"error": {"message": str(error), "code": None}})
-        return response(200, json=_chat_completion(completion, body.get("model")))
-
-
-def _chat_completion(completion: Completion, model: object) -> JsonObject:
-    message: JsonObject = {"role": "assistant", "content": completion.text}
-    if completion.calls:
-        message["tool_calls"] = [
-            openai_call(call.id, call.name, call.arguments) for call in completion.calls
-        ]
-    return {
-        "id": "chatcmpl-agent",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [{"index": 0, "message": message, "finish_reason": completion.finish_reason}],
-        "usage": completion.usage(),
-    }

@@ -109,6 +109,11 @@ class TasksSettings(pydantic.BaseModel):
     split: str = pydantic.Field(
         "train", description="With kind = huggingface: split of the data set."
     )
+    held_out_split: str = pydantic.Field(
+        "",
+        description="With kind = huggingface: split that is held out, such as test; none of its "
+        "problems is trained on. held_out: how many of them are evaluated; 0: all.",
+    )
     fields: FieldsSettings = pydantic.Field(default_factory=lambda: FieldsSettings())
     families: list[str] = pydantic.Field(
         default_factory=list,
@@ -153,6 +158,8 @@ class TasksSettings(pydantic.BaseModel):
         }.get(self.kind)
         if needed and not getattr(self, needed):
             raise ValueError(f"{needed}: required by the kind {self.kind!r}")
+        if self.held_out_split and self.kind != "huggingface":
+            raise ValueError(f"held_out_split: not used with the kind {self.kind!r}: omit it")
         if min(self.levels) < 1:
             raise ValueError(f"levels: must be at least 1, got {min(self.levels)}")
         if self.held_out >= 1 and not self.held_out.is_integer():

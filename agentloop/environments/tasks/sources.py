@@ -104,6 +104,14 @@ class TaskSource(ABC):
                 )
         elif settings.kind in GENERATORS:
             source = _GeneratedTasks(settings)
+        elif split := settings.held_out_split:
+            training = settings.model_copy(update={"held_out": 0.0})
+            other = training.model_copy(update={"split": split})
+            source = _SplitTasks(
+                settings.held_out,
+                _ListedTasks(training, read_tasks(training), "tasks"),
+                _ListedTasks(training, read_tasks(other), "tasks"),
+            )
         else:
             source = _ListedTasks(settings, read_tasks(settings), "tasks")
         if cursor is not None:

@@ -39,6 +39,7 @@ _SGLANG, _KEYED = "sglang.launch_server", "agentloop.inference.processes.keyed"
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 _POLL_S = 0.1
 _GUARDIAN_GRACE_S = 15.0
+_GPU_STOP_S = 15.0  # to release the GPU's memory before it is killed; a CPU has nothing to release
 # Outside the range that kernels use for outgoing connections, so that a free port is still free
 # when the server binds it, many seconds later.
 _PORTS = range(20_000, 30_000)
@@ -85,7 +86,7 @@ class ServerSettings(BaseModel, extra="forbid", frozen=True):
     )
     threads: PositiveInt = Field(
         1,
-        description="OpenMP threads per server on a CPU. More than 1 only helps if cores are idle.",
+        description="OpenMP threads per server on a CPU. More than 1 makes small models slower.",
     )
     extra_args: tuple[str, ...] = Field(
         (),
@@ -97,13 +98,6 @@ class ServerSettings(BaseModel, extra="forbid", frozen=True):
         description="Time for a server to become ready, including loading the model; then starting "
         "it fails.",
     )
-    stop_timeout_s: float | None = Field(
-        None,
-        ge=0,
-        description="Time that a server gets to end before it is killed. By default, 0 on a CPU, "
-        "where there is nothing to release, and 15 on a GPU.",
-    )
-
     max_restarts: int = Field(
         3,
         ge=0,
@@ -445,9 +439,7 @@ def plan(
     """
     folder = _model_folder(model_path)
     on_cpu = settings.device == "cpu" or (settings.device == "auto" and not has_accelerator())
-    stop_timeout_s = 0.0 if on_cpu else 15.0
-    if settings.stop_timeout_s is not None:
-        stop_timeout_s = settings.stop_timeout_s
+    stop_timeout_s = 0.0 if on_cpu else _GPU_STOP_S
     launches = []
     for index, (port, side_port) in enumerate(_ports(settings, host)):
         arguments = [
@@ -502,6 +494,8 @@ def _cpu_arguments(folder: Path | None, settings: ServerSettings) -> list[str]:
         *("--tp-size", str(settings.tp_size)),
         "--skip-server-warmup",
         "--sleep-on-idle",  # otherwise an idle server keeps a core busy
+        # A prefill takes as long as a decode of all requests: let prompts gather in between.
+        *("--prefill-decode-interval", "6", "--prefill-decode-interval-min-bs", "16"),
     ]
 
 

@@ -99,8 +99,6 @@ class SGLangServer(WeightUpdates):
             body["logprob_start_len"] = 0
         if rank is not None:
             body["routed_dp_rank"] = rank
-        if self._cache_key is not None:
-            body["extra_key"] = self._cache_key
         frames = ChunkReader(on_chunk, prompt_logprobs=prompt_logprobs)
         stream = PostStream(
             self.url + "/generate", orjson.dumps(body), frames.feed, headers=self._headers

@@ -10,11 +10,9 @@ Source of the protocol: SGLang's /pause_generation, /update_weights_from_disk, /
 
 from __future__ import annotations
 
-import uuid
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
 
 import anyio
 
@@ -29,11 +27,6 @@ _UNUSUAL_ABOVE_1 = ("attn_cp_size", "dcp_size")
 _UNDO_S = 10.0
 _WEIGHTS, _KV_CACHE = "weights", "kv_cache"  # SGLang's tags of memory
 
-Pause = Literal["retract", "in_place"]
-"""How running requests are treated in a weight sync. retract: they are recomputed from their ids,
-and the prefix cache is flushed. in_place: they keep the KV of the old weights, and so does the
-prefix cache, but new requests do not find its entries (see `SGLangServer.update_weights`)."""
-
 
 @dataclass(frozen=True, slots=True)
 class WeightsGroup:
@@ -44,7 +37,6 @@ class WeightsGroup:
     port: int
     backend: str
     world_size: int
-    pause: Pause = "retract"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +86,6 @@ class WeightUpdates(ABC):
     def __init__(self, url: str, control: ControlClient) -> None:
         self.url = url
         self._control = control
-        self._cache_key: str | None = None  # namespace of new requests in the prefix cache
         self._is_loading = False  # or loading has failed: its weights are unknown
         self._released = set[str]()  # tags of memory that it does not have
 
@@ -139,18 +130,12 @@ class WeightUpdates(ABC):
             body = {"tags": [tag]}
             await self._control.post("/resume_memory_occupation", body, timeout_s=timeout_s)
 
-    async def update_weights(
-        self, folder: str, version: str, *, timeout_s: float, pause: Pause = "retract"
-    ) -> Checksum:
+    async def update_weights(self, folder: str, version: str, *, timeout_s: float) -> Checksum:
         """Load the weights in `folder`, which the server must be able to read, while requests run.
 
-        SGLang finds entries of the prefix cache by ids alone, and refuses to flush while requests
-        run. Without flushing, a new prompt would use KV of the old weights: for a system prompt,
-        over any number of versions. So with `pause` in_place, later requests have a key of their
-        own and find only each other's entries; the others are evicted as the oldest. in_place also
-        needs SGLang to run without overlapped scheduling: a retraction waits for tokens in
-        progress, but this pause leaves one per request in flight, which would be reported with the
-        new version.
+        Running requests are retracted, and recomputed from their ids under the new weights. SGLang
+        finds entries of the prefix cache by ids alone, so the cache is flushed: otherwise a new
+        prompt would use KV of the old weights.
 
         The checksum is computed during the pause. SGLang computes it between two batches, so that
         afterwards it would stall the streams for as long. If anything fails, the streams are broken
@@ -164,14 +149,11 @@ class WeightUpdates(ABC):
             ServerUnavailable, ServerRefused: It failed or timed out; the server's weights are
                 unknown.
         """
-        if pause == "in_place":
-            self._check_in_place(await self._control.get("/server_info"))
         try:
-            await self._control.post("/pause_generation", {"mode": pause}, timeout_s=timeout_s)
+            await self._pause(timeout_s)
             self._is_loading = True
             await self._take_back(_WEIGHTS, timeout_s)
-            flush = pause == "retract"
-            body = {"model_path": folder, "weight_version": version, "flush_cache": flush}
+            body = {"model_path": folder, "weight_version": version, "flush_cache": True}
             await self._control.post("/update_weights_from_disk", body, timeout_s=timeout_s)
             checksum = await self._checksum(timeout_s)
             await self._take_back(_KV_CACHE, timeout_s)
@@ -182,7 +164,7 @@ class WeightUpdates(ABC):
                     await self._take_back(_KV_CACHE, _UNDO_S)
                     await self._resume()
             raise
-        self._mark_loaded(pause)
+        self._is_loading = False
         await self._resume()
         return checksum
 
@@ -207,7 +189,7 @@ class WeightUpdates(ABC):
                 unusual=", ".join(f"{name} = {info[name]}" for name in unusual),
             )
 
-    async def group_member(self, pause: Pause = "retract") -> WeightsInfo:
+    async def group_member(self) -> WeightsInfo:
         """Return how the server would take part in a group.
 
         Raises:
@@ -223,8 +205,6 @@ class WeightUpdates(ABC):
                 "from disk: set weights.transport to disk",
                 status=200,
             )
-        if pause == "in_place":
-            self._check_in_place(info)
         return self._weights_info(info)
 
     async def join_group(self, group: WeightsGroup, rank: int, *, timeout_s: float) -> None:
@@ -244,7 +224,7 @@ class WeightUpdates(ABC):
             "group_name": group.name,
             "backend": group.backend,
         }
-        await self._control.post("/pause_generation", {"mode": group.pause}, timeout_s=timeout_s)
+        await self._pause(timeout_s)
         with suppress(ServerRefused):  # an update left over from an earlier group; usually none
             await self._control.post("/end_weight_update", {}, timeout_s=timeout_s)
         await self._control.post("/init_weights_update_group", body, timeout_s=timeout_s)
@@ -255,8 +235,7 @@ class WeightUpdates(ABC):
     ) -> None:
         """Load a bucket that is being sent.
 
-        `version` is passed with the last one, which flushes the cache unless the pause is in_place:
-        see `update_weights`.
+        `version` is passed with the last one, which flushes the cache: see `update_weights`.
 
         Raises:
             ServerUnavailable, ServerRefused: It failed; the server's weights are unknown.
@@ -267,7 +246,7 @@ class WeightUpdates(ABC):
             "shapes": bucket.shapes,
             "group_name": group.name,
             "load_format": "flattened_bucket",
-            "flush_cache": version is not None and group.pause == "retract",
+            "flush_cache": version is not None,
             "weight_version": version,
         }
         self._is_loading = True
@@ -284,7 +263,7 @@ class WeightUpdates(ABC):
         """
         await self._control.post("/end_weight_update", {}, timeout_s=timeout_s)
         checksum = await self._checksum(timeout_s)
-        self._mark_loaded(group.pause)
+        self._is_loading = False
         body = {"group_name": group.name}
         await self._control.post("/destroy_weights_update_group", body, timeout_s=timeout_s)
         await self._resume()
@@ -306,19 +285,9 @@ class WeightUpdates(ABC):
                 await self._control.post(path, body)
         await self._resume()
 
-    def _check_in_place(self, info: JsonObject) -> None:
-        if not info.get("disable_overlap_schedule"):
-            raise ServerRefused(
-                f"{self.url}: weights.pause = in_place would give tokens the wrong version while "
-                "SGLang overlaps batches: start it with --disable-overlap-schedule "
-                "(server.extra_args), or set weights.pause to retract",
-                status=200,
-            )
-
-    def _mark_loaded(self, pause: Pause) -> None:
-        self._is_loading = False
-        if pause == "in_place":  # a random key: another run may use the same version
-            self._cache_key = uuid.uuid4().hex
+    async def _pause(self, timeout_s: float) -> None:
+        body = {"mode": "retract"}
+        await self._control.post("/pause_generation", body, timeout_s=timeout_s)
 
     async def _resume(self) -> None:
         if self._is_loading:

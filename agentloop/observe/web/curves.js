@@ -39,6 +39,13 @@
   // `series`: [key, label, stroke]. `text`: formats a value. `most`: upper bound of the metric.
   const both = (key) => [[key, "rollouts", "thin"], [`held_out/${key}`, "held out", "thick"]];
   const CHARTS = [
+    {
+      title: "Groups with a signal",
+      note: "fraction whose rollouts differ in reward, which is what is learned from",
+      series: [["groups_with_signal", "groups", "thin"]],
+      most: 1,
+      text: percent,
+    },
     { title: "Reward", note: "mean of the rollouts", series: both("reward"), most: 1 },
     { title: "avg@k and pass@k", note: "over k rollouts per task", series: null, most: 1 },
     { title: "Parts of the reward", note: "as the environment names them, means of the rollouts", named: "part" },

@@ -99,6 +99,18 @@
     },
   ];
 
+  // What the run has learned, or why it cannot learn: before everything about speed.
+  const mountLearning = (store) => {
+    const node = h("p", { class: "learning" });
+    const update = () => {
+      const { text = "", is_stuck: isStuck } = store.now.learning ?? {};
+      setText(node, text && `${format.capitalized(text)}.`);
+      setAttr(node, "data-kind", isStuck && "bad");
+      node.hidden = !text;
+    };
+    return { node, update };
+  };
+
   // One sentence that names the bottleneck, and a bar of all parts.
   const mountSpent = (store) => {
     const sentence = h("p", { class: "bottleneck" });
@@ -114,6 +126,7 @@
       const shown = total > 0 ? PARTS.filter((part) => share(part) >= 0.005) : [];
       node.hidden = !shown.some(([name]) => name !== "other");
       if (node.hidden) return;
+      sentence.hidden = Boolean(store.now.learning?.is_stuck); // faster rollouts would not help
       setText(sentence, text ? `${text}.` : "Nothing holds the rollouts up.");
       // Percent, because a bar whose pieces grow by less than 1 in all is not filled.
       keyed(bar, shown, ([name]) => name, piece, (one, part) => (one.style.flexGrow = 100 * share(part)));
@@ -403,16 +416,17 @@
     mount(root, params, app) {
       const { store } = app;
       const [progress, tiles, waits] = [mountProgress(store), mountTiles(store), mountWaits(store)];
+      const learning = mountLearning(store);
       const [spent, latency, run] = [mountSpent(store), mountLatency(store), mountRun(store)];
       const [values, wrong, log] = [mountValues(store), mountWrong(store), mountLog(store)];
       const empty = h("p", { class: "muted" }, "Waiting for data…");
       const columns = h("div", { class: "columns" }, h("div", {}, run.node, waits.node, values.node, latency.node), h("div", {}, wrong.node, log.node));
-      root.append(progress.node, spent.node, tiles.node, empty, columns);
+      root.append(progress.node, learning.node, spent.node, tiles.node, empty, columns);
       const update = (changed) => {
         const has = (...keys) => keys.some((key) => changed.has(key));
         empty.hidden = columns.hidden = store.ready;
         columns.hidden = !store.ready;
-        if (has("now")) [spent, progress, latency].forEach((part) => part.update());
+        if (has("now")) [learning, spent, progress, latency].forEach((part) => part.update());
         if (has("now", "steps")) values.update();
         if (has("about", "steps", "now", "rollouts")) run.update();
         if (has("groups", "about")) wrong.update();

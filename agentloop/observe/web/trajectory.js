@@ -15,7 +15,7 @@
   const NEAR = "600px 0px"; // distance from the viewport within which tokens have spans
   const LONG_CODE = 20_000; // characters; longer code is not highlighted
   const MARK_MS = 1000; // how often the forking tokens are recomputed during the stream
-  const FORKING = 0.2; // fraction of tokens with the highest entropy (rStar2-Agent, arXiv 2508.20722)
+  const FORKING = 0.2; // fraction of tokens with the highest surprisal (compare rStar2-Agent, arXiv 2508.20722)
   const REFLECTION = 64; // a forking token among the first 64 after a tool response is a reflection
   const RATE_S = 0.5; // minimum decoding time for a rate: servers send tokens in bursts
   const NEAR_PX = 96; // distance from the end that counts as being at the end
@@ -24,7 +24,7 @@
   const STEPS = [0.01, 0.05, 0.15, 0.3, 0.6, 1, 1.5, 2.2, 3.2]; // lower bounds of the shades, in nats
 
   const SHADES = [
-    ["none", "None"], ["logprob", "Log-probability"], ["entropy", "Entropy"], ["mask", "Training mask"], ["version", "Policy version"],
+    ["none", "None"], ["logprob", "Log-probability"], ["mask", "Training mask"], ["version", "Policy version"],
   ];
   let shade = "none"; // kept when the view is closed
 
@@ -134,7 +134,7 @@
       const old = this.record.turns[turn];
       const [first, ...rest] = turns;
       if (first && old) {
-        for (const name of ["pieces", "ids", "logprobs", "entropies"]) {
+        for (const name of ["pieces", "ids", "logprobs"]) {
           if (!first[name] || !old[name]) continue;
           old[name].length = Math.min(old[name].length, token);
           for (const value of first[name]) old[name].push(value);
@@ -312,13 +312,12 @@
 
     drawBar() {
       const { record } = this;
-      const known = record.turns.some((turn) => turn.entropies);
-      const key = [shade, known, record.state === "live", record.turns.length && shade === "version" ? this.versions.join() : ""].join("|");
+      const key = [shade, record.state === "live", record.turns.length && shade === "version" ? this.versions.join() : ""].join("|");
       if (key === this.barKey) return;
       this.barKey = key;
       this.followButton.hidden = record.state !== "live";
       this.jumps.hidden = shade === "none";
-      this.legend.replaceChildren(...legendOf(shade, known, this.versions));
+      this.legend.replaceChildren(...legendOf(shade, this.versions));
     }
 
     drawPrompt() {
@@ -329,7 +328,7 @@
       parts.fillLong(this.prompt, this.record.prompt ?? "", parts.LONG_PROMPT);
     }
 
-    /** Computes the minimum entropy of a forking token, from all tokens of this rollout. */
+    /** Computes the minimum surprisal of a forking token, from all tokens of this rollout. */
     mark() {
       this.remark = false;
       this.marked = performance.now();
@@ -339,7 +338,7 @@
       this.measured = size;
       const values = new Float64Array(size);
       let at = 0;
-      for (const turn of this.record.turns) for (let k = 0; k < turn.ids.length; k++) values[at++] = uncertainty(turn, k);
+      for (const turn of this.record.turns) for (let k = 0; k < turn.ids.length; k++) values[at++] = surprisal(turn, k);
       values.sort();
       // A fraction is meaningless for fewer than ten tokens. Tokens that the model was certain of never fork.
       const index = Math.floor(size * (1 - FORKING));
@@ -350,7 +349,7 @@
      *  Tokens of tool calls are neither, as in `agentloop runs entropy`. */
     markOf(index, k) {
       const { turns } = this.record;
-      if (uncertainty(turns[index], k) < this.threshold) return 0;
+      if (surprisal(turns[index], k) < this.threshold) return 0;
       if (turns[index].calls.some(({ start, end }) => start <= k && k < end)) return 0;
       return k < REFLECTION && index > 0 && turns[index - 1].results.length ? 2 : 1;
     }
@@ -443,12 +442,11 @@
     describe([index, k]) {
       const turn = this.record.turns[index];
       const logprob = turn.logprobs[k];
-      const entropy = turn.entropies?.[k];
       const version = turn.versions.find((span) => span.start <= k && k < span.end)?.version;
       const details = [
         visible(turn.pieces[k]), `id ${turn.ids[k]}`,
         `log-probability ${Number.isFinite(logprob) ? `${parts.number(logprob)} (p ${parts.number(Math.exp(logprob), 2)})` : "unknown"}`,
-        Number.isFinite(entropy) ? `entropy ${parts.number(entropy)}` : `surprisal ${parts.number(-logprob)}`,
+        `surprisal ${parts.number(-logprob)}`,
         `version ${version ?? "unknown"}`, `turn ${index + 1}, token ${k + 1} of ${turn.ids.length}`,
       ];
       const mark = this.markOf(index, k);
@@ -630,8 +628,6 @@
       switch (shade) {
         case "logprob":
           return `l${level(-turn.logprobs[k])}${mark}${at}`;
-        case "entropy":
-          return `e${level(uncertainty(turn, k))}${mark}${at}`;
         case "version": {
           const version = turn.versions.find((span) => span.start <= k && k < span.end)?.version;
           return `p${version === undefined ? "x" : versions.indexOf(version) % 6}${mark}${at}`;
@@ -824,7 +820,7 @@
 
   // -- values
 
-  const uncertainty = (turn, k) => turn.entropies?.[k] ?? -(turn.logprobs[k] ?? 0);
+  const surprisal = (turn, k) => -(turn.logprobs[k] ?? 0);
 
   function level(nats) {
     if (!(nats >= STEPS[0])) return 0;
@@ -930,23 +926,17 @@
     return h("div", { class: "tr-result" }, h("span", { class: "tr-kind" }, label), body);
   }
 
-  function legendOf(measure, known, versions) {
+  function legendOf(measure, versions) {
     const marks = [
-      h("span", { class: "tr-key" }, h("span", { class: "fork" }, "forking"), `: top 20% by ${known ? "entropy" : "surprisal"}`),
+      h("span", { class: "tr-key" }, h("span", { class: "fork" }, "forking"), ": top 20% by surprisal"),
       h("span", { class: "tr-key" }, h("span", { class: "reflect" }, "reflection"), ": forking, after a tool response"),
     ];
-    const ramp = (letter, low, high) => h(
-      "span", { class: "tr-key" }, `${low} `,
-      h("span", { class: "tr-ramp", "aria-hidden": "true" }, [...STEPS.keys(), STEPS.length].map((i) => h("i", { class: `${letter}${i}` }))),
-      ` ${high}`,
-    );
+    const shades = [...STEPS.keys(), STEPS.length].map((i) => h("i", { class: `l${i}` }));
     switch (measure) {
       case "none":
         return [];
       case "logprob":
-        return [ramp("l", "p = 1", "p < 0.04"), ...marks];
-      case "entropy":
-        return [ramp("e", known ? "0" : "surprisal 0", "3.2 nats"), ...marks];
+        return [h("span", { class: "tr-key" }, "p = 1 ", h("span", { class: "tr-ramp", "aria-hidden": "true" }, shades), " p < 0.04"), ...marks];
       case "version":
         return [...versions.map((version, i) => h("span", { class: "tr-key" }, h("span", { class: `p${i % 6}` }, `version ${version}`))), ...marks];
       default:

@@ -20,7 +20,8 @@ class Spec:
         self.levels: list[list[str]] = spec.get("levels", [[]])
         #: The uid of calls; the next one is used by nobody but the server, to send signals.
         self.uid: int | None = spec.get("uid")
-        self.max_output_bytes: int = spec.get("max_output_bytes", 1 << 20)
+        #: Output of a call that does not set its own limit, before it ends with output_limit.
+        self.max_output_bytes = 1 << 20
         self.memory_bytes: int = spec.get("memory_bytes", 512 << 20)
         self.file_bytes: int = spec.get("file_bytes", 32 << 20)
         self.processes: int = spec.get("processes", 32)

@@ -2,7 +2,7 @@
 
     run ──opens──> rollouts and servers, as in the trainer's process without `cluster.runtimes`
     sync, sync_stale ──> its servers have the weights of a version
-    wait_for_capacity, group ──> GroupResult, for the trainer's end (runtimes.py)
+    wait_for_capacity, run ──> GroupResult, for the trainer's end (runtimes.py)
 
 The methods run concurrently, on one event loop. They return errors as data, since not every
 exception survives the way to another process.
@@ -21,20 +21,19 @@ import anyio
 from anyio.from_thread import start_blocking_portal
 
 from agentloop import distribution
-from agentloop.agent.rollout import Budget
-from agentloop.aio import Signal, collect_garbage_rarely, exempt_from_collection, in_run_thread
-from agentloop.environments.tasks.sources import Task
+from agentloop.aio import collect_garbage_rarely, exempt_from_collection, in_run_thread
 from agentloop.errors import AgentLoopError, ServerError, leaves
 from agentloop.rollouts.metrics import GroupFigures
+from agentloop.rollouts.request import GroupRequest, WaitForCapacity
 from agentloop.training.cluster.ray_cluster import gpu_ids
-from agentloop.training.rollouts import Purpose, RollsOut
+from agentloop.training.rollouts import RollsOut
 from agentloop.training.weight_sync.sync import Serving, SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
 
 __all__ = [
-    "GroupRequest",
     "GroupResult",
     "OpenRollouts",
+    "OpenedRollouts",
     "RolloutActor",
     "RolloutHost",
     "RolloutWorker",
@@ -46,20 +45,11 @@ T = TypeVar("T")
 _POLL_S = 0.1
 _LEVEL = 1  # of compression: the fastest
 
-OpenRollouts = Callable[[], AbstractAsyncContextManager[tuple[RollsOut, Serving]]]
+OpenedRollouts = tuple[RollsOut, WaitForCapacity, Serving]
+"""What a runtime rolls out with, what waits until it may, and what serves the weights."""
+
+OpenRollouts = Callable[[], AbstractAsyncContextManager[OpenedRollouts]]
 """Opens a runtime on its node; pickled, so made of importable functions."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRequest:
-    """A group to be rolled out: the arguments of `RollsOut.group`."""
-
-    task: Task
-    name: str
-    size: int
-    budget: Budget
-    oldest: int
-    purpose: Purpose = Purpose.TRAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +63,6 @@ class GroupResult:
 
     lines: bytes = b""
     figures: GroupFigures = field(default_factory=GroupFigures)
-    has_signal: bool = False
     versions: frozenset[str] = frozenset()
     error: str = ""
     message: str = ""
@@ -133,10 +122,10 @@ class RolloutHost:
     async def run(self, open_rollouts: OpenRollouts) -> str:
         """Open a runtime and keep it open until `close`; return the error that ended it, if any."""
         try:
-            async with open_rollouts() as (rollouts, serving):
+            async with open_rollouts() as (rollouts, wait_for_capacity, serving):
                 collect_garbage_rarely()
                 exempt_from_collection()
-                self._worker = RolloutWorker(rollouts, serving)
+                self._worker = RolloutWorker(rollouts, wait_for_capacity, serving)
                 try:
                     await self._worker.closing.wait()  # no deadline: as long as the run
                 finally:  # before the runtime closes, which they use
@@ -185,13 +174,15 @@ class RolloutWorker:
         closing: set when the runtime is to close.
     """
 
-    def __init__(self, rollouts: RollsOut, serving: Serving) -> None:
+    def __init__(
+        self, rollouts: RollsOut, wait_for_capacity: WaitForCapacity, serving: Serving
+    ) -> None:
         self._rollouts = rollouts
+        self._wait_for_capacity = wait_for_capacity
         self._serving = serving
         self.closing = anyio.Event()
         self._open: dict[str, anyio.CancelScope] = {}  # groups, by their names
-        self._num_arriving = 0  # groups that are not queued for capacity yet
-        self._changed = Signal()
+        self._arriving: list[anyio.Event] = []  # `queued` of the groups that came last
         self._lock = anyio.Lock()
         self._synced: SyncResult | None = None
         self._syncing_stale = anyio.CancelScope()
@@ -200,31 +191,23 @@ class RolloutWorker:
 
     async def wait_for_capacity(self, size: int) -> None:
         """Wait for the capacity to start a group of `size` rollouts, besides those that came."""
-        while self._num_arriving:
-            await self._changed.wait()  # no deadline: encoding a prompt ends by itself
-        await self._rollouts.wait_for_capacity(size)
+        while self._arriving:
+            await self._arriving[0].wait()  # no deadline: encoding a prompt ends by itself
+            del self._arriving[0]
+        await self._wait_for_capacity(size)
 
-    async def group(self, request: GroupRequest) -> GroupResult:
+    async def run(self, request: GroupRequest) -> GroupResult:
         """Roll out and score a group."""
-        is_queued = False
-
-        def on_queued() -> None:
-            nonlocal is_queued
-            if not is_queued:
-                is_queued = True
-                self._num_arriving -= 1
-                self._changed.notify()
-
-        self._num_arriving += 1
+        self._arriving.append(request.queued)
         scope = self._open[request.name] = anyio.CancelScope()
         try:
             with scope:
-                return await self._roll_out(request, on_queued)
+                return await self._roll_out(request)
         except AgentLoopError as error:
             kind = "ServerError" if isinstance(error, ServerError) else type(error).__name__
             return GroupResult(error=kind, message=str(error))
         finally:
-            on_queued()
+            request.queued.set()
             if self._open.get(request.name) is scope:
                 del self._open[request.name]
         return GroupResult(error="ServerError", message="the group was dropped")
@@ -234,18 +217,10 @@ class RolloutWorker:
         if name in self._open:
             self._open[name].cancel()
 
-    async def _roll_out(self, request: GroupRequest, on_queued: Callable[[], None]) -> GroupResult:
-        rolled = await self._rollouts.group(
-            request.task,
-            request.name,
-            size=request.size,
-            budget=request.budget,
-            oldest=request.oldest,
-            purpose=request.purpose,
-            on_queued=on_queued,
-        )
+    async def _roll_out(self, request: GroupRequest) -> GroupResult:
+        rolled = await self._rollouts.run(request)
         lines = await in_run_thread(zlib.compress, rolled.lines, _LEVEL)
-        return GroupResult(lines, rolled.figures, rolled.has_signal, rolled.versions)
+        return GroupResult(lines, rolled.figures, rolled.versions)
 
     # --- weights ----------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
     running ──start──> an actor with a runtime (rollout_host.py) ──lost──> another, or given up
     _offer    waits until a runtime has the newest weights and capacity for a group: then it is free
-    group     takes a free runtime, and waits for its result; if there is none, takes another
+    run       takes a free runtime, and waits for its result; if there is none, takes another
     sync      has all runtimes load weights, and compares what they have loaded
 
 Ray moves the messages, and tells when a runtime or its node is lost: each call has a result, or
@@ -27,19 +27,17 @@ import anyio.to_thread
 from anyio.abc import TaskStatus
 
 from agentloop import errors
-from agentloop.agent.rollout import Budget
 from agentloop.aio import Signal, task_group
-from agentloop.environments.tasks.sources import Task
 from agentloop.errors import AgentLoopError, ServerError, ServerStartError
 from agentloop.inference.processes.restarts import Restarts
+from agentloop.rollouts.request import GroupRequest
 from agentloop.training.cluster.ray_cluster import ActorLost
 from agentloop.training.cluster.rollout_host import (
-    GroupRequest,
     GroupResult,
     OpenRollouts,
     RuntimeSync,
 )
-from agentloop.training.rollouts import Purpose, RolledOut
+from agentloop.training.rollouts import RolledOut
 from agentloop.training.run_status import count_of
 from agentloop.training.weight_sync.sync import SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
@@ -254,36 +252,23 @@ class RemoteRuntimes:
     # --- rollouts ---------------------------------------------------------------------------------
 
     async def wait_for_capacity(self, size: int) -> None:
-        """Implement `RollsOut`: wait until a runtime is free."""
+        """Wait until a runtime is free."""
         await self._until(lambda: bool(self._free()))
 
-    async def group(
-        self,
-        task: Task,
-        name: str,
-        *,
-        size: int,
-        budget: Budget,
-        oldest: int,
-        purpose: Purpose = Purpose.TRAIN,
-        on_queued: Callable[[], None] = lambda: None,
-    ) -> RolledOut:
+    async def run(self, request: GroupRequest) -> RolledOut:
         """Implement `RollsOut`.
 
         Raises:
             ServerError: the group was given up, because too many runtimes were lost or failed.
         """
-        request = GroupRequest(task, name, size, budget, oldest, purpose)
-        reason, is_queued = "", False
+        reason = ""
         failed: set[str] = set()
         for _ in range(_NUM_TRIES):
             await self._until(lambda: bool(self._free(failed)))
             member = min(self._free(failed), key=lambda member: member.num_open)
             member.is_free = False
             self._changed.notify()
-            if not is_queued:
-                is_queued = True
-                on_queued()
+            request.queued.set()
             try:
                 result = await self._ask(member, request)
                 group = await self._unpack(member, result)
@@ -292,12 +277,12 @@ class RemoteRuntimes:
             except ServerError as error:
                 reason = f"{member.name}: {error}"
                 failed.add(member.name)
-                log.error("group %s goes to another runtime: %s", name, reason)
+                log.error("group %s goes to another runtime: %s", request.name, reason)
                 await anyio.sleep(_RETRY_S)
             else:
                 return group
         raise ServerError(
-            f"group {name}: gave up after {_NUM_TRIES} attempts, the last by {reason}"
+            f"group {request.name}: gave up after {_NUM_TRIES} attempts, the last by {reason}"
         )
 
     def _free(self, failed: Set[str] = frozenset()) -> list[_Member]:
@@ -310,7 +295,7 @@ class RemoteRuntimes:
         member.num_open += 1
         try:
             # no deadline: each rollout has one
-            result: GroupResult = await member.do("group", request)
+            result: GroupResult = await member.do("run", request)
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(_DROP_S, shield=True), suppress(ActorLost):
                 await member.do("drop", request.name)
@@ -336,7 +321,7 @@ class RemoteRuntimes:
             unknown = ", ".join(sorted(result.versions - member.verified))
             raise ServerError(f"its weights of version {unknown} were never confirmed")
         lines = await anyio.to_thread.run_sync(zlib.decompress, result.lines)
-        return RolledOut(result.figures, result.has_signal, lines, result.versions)
+        return RolledOut(result.figures, lines, result.versions)
 
     # --- weights ----------------------------------------------------------------------------------
 

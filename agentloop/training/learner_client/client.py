@@ -1,6 +1,6 @@
 """The learner, as the runtime sees it: processes that are started, asked and stopped.
 
-    started ──> guardians of ranks or of a launcher ──> python -m agentloop.learner (DeepSpeed)
+    started ──> guardians of ranks ──> python -m agentloop.learner (DeepSpeed)
       │  one request at a time, JSON lines over a unix socket to rank 0, which tells the others;
       │  batches and weights are passed as files
       └─ a dead rank or a late response raises LearnerLost; leaving the context ends all ranks
@@ -35,13 +35,7 @@ from agentloop.aio import task_group
 from agentloop.child_environment import for_our_python
 from agentloop.errors import AgentLoopError
 from agentloop.inference.processes.supervise import start_guarded
-from agentloop.training.learner_client.launch import (
-    RanksSettings,
-    Start,
-    free_port,
-    on_other_nodes,
-    starts,
-)
+from agentloop.training.learner_client.launch import RanksSettings, Start, free_port, starts
 from agentloop.training.learner_client.protocol import (
     Failure,
     MessageError,
@@ -78,8 +72,7 @@ _COMMAND = (
 )  # -P: ignore a learner.py in the working directory
 _MAX_ANSWER_BYTES = 1 << 24  # large enough for the checksums of all tensors
 _MAX_TAIL_BYTES = 1 << 16
-_NUM_TAIL_LINES = 80  # all ranks of a launcher share one log, with the launcher's own output
-_GOODBYE_S = 20.0
+_NUM_TAIL_LINES = 80
 _MAX_FOLDER_BYTES = 64  # a socket's path may have 103 bytes, including the file name
 _LAST_WORDS_S = 1.0  # for a dead rank's last response, such as that it ended on purpose
 _OTHERS_S = 5.0  # for the first failed rank to be noticed, possibly after those it took with it
@@ -230,7 +223,7 @@ async def spawn_here(start: Start, log_path: Path) -> anyio.abc.Process:
 
 
 class LearnerProcesses:
-    """The learner's ranks, or the launcher that runs them."""
+    """The learner's ranks."""
 
     def __init__(self, spawn: Spawn = spawn_here) -> None:
         self._spawn = spawn
@@ -299,14 +292,9 @@ class LearnerProcesses:
         """Return a phrase that names the folder of the logs."""
         return f"logs in {self._log_paths[0].parent}"
 
-    async def stop(self, grace_s: float = 0.0) -> None:
-        """End all processes, after `grace_s` seconds in which they may end by themselves.
-
-        Closing a guardian's stdin ends its process. Shielded from cancellation.
-        """
-        with anyio.move_on_after(grace_s, shield=True):
-            for process in self._processes:
-                await process.wait()
+    async def stop(self) -> None:
+        """End all processes: closing a guardian's stdin ends its process. Shielded from
+        cancellation."""
         with anyio.move_on_after(20, shield=True):
             for process in self._processes:
                 if process.stdin is not None:
@@ -322,7 +310,7 @@ class LearnerProcesses:
     def _describe_end(self) -> str:
         """Describe the rank that ended first, which has the oldest log.
 
-        If none has ended, describe rank 0 or the launcher, which takes longer to end.
+        If none has ended, describe rank 0.
         """
         ended = [i for i, process in enumerate(self._processes) if process.returncode is not None]
         index = min(ended or [0], key=lambda index: _last_written(self._log_paths[index]))
@@ -374,20 +362,12 @@ async def start_learner(
             await settings_path.parent.mkdir(parents=True, exist_ok=True)
             await settings_path.write_text(settings.model_dump_json(), "utf-8")
         command = learner_command(settings_path)
-        port = ranks_settings.port or free_port()
         ranks = LearnerProcesses(spawn)
-        # A launcher's ranks on other nodes cannot be killed: they end when rank 0 tells them to.
-        launched = ranks_settings.launcher != "processes"
-        grace_s = _GOODBYE_S if launched and ranks_settings.nodes > 1 else 0.0
-        stack.push_async_callback(ranks.stop, grace_s)
-        for start in starts(ranks_settings, command, socket_path=path, port=port):
+        stack.push_async_callback(ranks.stop)
+        for start in starts(ranks_settings, command, socket_path=path, port=free_port()):
             await ranks.start(start, log_dir / f"learner-{start.name.removeprefix('rank ')}.log")
         num_ranks = ranks_settings.nproc_per_node * ranks_settings.nodes
         on_progress(f"Starting the learner with {count_of(num_ranks, 'rank')}; logs in {log_dir}")
-        if commands := on_other_nodes(ranks_settings, command, port):
-            listed = settings_path.with_name("learner-nodes.txt")
-            await listed.write_text("".join(f"{line}\n" for line in commands), "utf-8")
-            on_progress(f"On each of the other nodes, start its command from {listed}")
         learner = await ranks.while_alive(
             partial(_ready, listener, ranks, ranks_settings.start_timeout_s, stack)
         )

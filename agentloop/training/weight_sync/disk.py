@@ -14,7 +14,6 @@ import anyio
 from agentloop.aio import in_run_thread
 from agentloop.errors import ServerError
 from agentloop.inference.sglang.client import SGLangServer
-from agentloop.inference.sglang.weight_updates import Pause
 from agentloop.training.learner_client.client import Learner
 from agentloop.training.learner_client.protocol import PublishRequest
 from agentloop.training.weight_sync.settings import WeightsSettings
@@ -31,7 +30,6 @@ class PublishedFolder:
 
     version: str
     folder: Path
-    pause: Pause = "retract"
     verify: bool = True
     sha256: Mapping[str, str] = field(default_factory=dict)
 
@@ -48,7 +46,7 @@ class PublishedFolder:
                 with anyio.fail_after(timeout_s):
                     info = await server.weights_info() if self.verify else None
                     checksum = await server.update_weights(
-                        str(self.folder), self.version, timeout_s=timeout_s, pause=self.pause
+                        str(self.folder), self.version, timeout_s=timeout_s
                     )
             except (ServerError, TimeoutError) as error:
                 failed[server.url] = str(error) or f"timed out after {timeout_s:g} s"
@@ -95,8 +93,7 @@ class FolderPublisher:
         elif self._last != folder:
             self._old.append(self._last)
         self._last = folder
-        settings = self._settings.pause, self._settings.verify
-        return PublishedFolder(version, folder, *settings, reply.sha256)
+        return PublishedFolder(version, folder, self._settings.verify, reply.sha256)
 
     async def tidy(self) -> None:
         """Implement `Publisher`."""

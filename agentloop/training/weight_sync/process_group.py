@@ -29,7 +29,7 @@ import orjson
 
 from agentloop.errors import ServerError, SettingsError
 from agentloop.inference.sglang.client import SGLangServer
-from agentloop.inference.sglang.weight_updates import Bucket, Pause, WeightsGroup, WeightsInfo
+from agentloop.inference.sglang.weight_updates import Bucket, WeightsGroup, WeightsInfo
 from agentloop.plain_json import JsonObject
 from agentloop.training.learner_client.client import Learner, LearnerRefused
 from agentloop.training.learner_client.protocol import (
@@ -131,11 +131,6 @@ class PublishedInLearner:
         """Implement `PublishedWeights`."""
         return {}
 
-    @property
-    def pause(self) -> Pause:
-        """Implement `PublishedWeights`."""
-        return self.settings.pause
-
     async def sync_to(
         self, servers: Sequence[SGLangServer], *, timeout_s: float
     ) -> tuple[dict[str, Proof], dict[str, str]]:
@@ -170,7 +165,7 @@ class PublishedInLearner:
 
         async def ask(server: SGLangServer) -> None:
             try:
-                infos[server.url] = await server.group_member(self.pause)
+                infos[server.url] = await server.group_member()
             except ServerError as error:
                 failed[server.url] = str(error)
 
@@ -202,7 +197,7 @@ class PublishedInLearner:
             return set()
         group = WeightsGroup(
             name, address, opened.port, self.backend,
-            1 + sum(member.info.num_ranks for member in members), self.pause,
+            1 + sum(member.info.num_ranks for member in members),
         )  # fmt: skip
         lost: dict[str, str] = {}
         try:

@@ -7,8 +7,6 @@ from typing import Literal
 
 import pydantic
 
-from agentloop.inference.sglang.weight_updates import Pause
-
 __all__ = ["WeightsSettings"]
 
 
@@ -23,14 +21,6 @@ class WeightsSettings(pydantic.BaseModel):
         "writes and every server reads; broadcast: in a process group of the learner and the "
         "servers, NCCL for a learner on GPUs (which must not share one with a server), otherwise "
         "gloo.",
-    )
-    pause: Pause = pydantic.Field(
-        "retract",
-        description="What happens to running requests when weights change. retract: SGLang "
-        "recomputes their KV cache, so each token's log-probability is that of its policy version. "
-        "in_place: they continue with the KV cache of the old weights, so no version reproduces "
-        "their log-probabilities; needs server.extra_args = ['--disable-overlap-schedule']. New "
-        "turns never use old KV caches.",
     )
     folder: Path | None = pydantic.Field(
         None,

@@ -12,7 +12,7 @@ There are two transports (transport.py): a folder that the learner writes and th
 server reports proves nothing: it gets new requests only after its weights were compared with the
 learner's (verify.py), or, if the expected checksums are unknown, with those of the other servers.
 
-Turns in progress continue under the new weights (`weights.pause`), with the version of each token
+Turns in progress continue under the new weights, with the version of each token
 recorded. They continue before the weights are verified, so that a slow server does not delay the
 others. If a server turns out to have wrong weights, its streams are broken off, and
 `Served.is_tainted` the rollouts that it sampled in the meantime.

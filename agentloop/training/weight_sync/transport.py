@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Protocol
 
 from agentloop.inference.sglang.client import SGLangServer
-from agentloop.inference.sglang.weight_updates import Pause
 from agentloop.training.weight_sync.verify import Proof
 
 __all__ = ["PublishedWeights", "Publisher"]
@@ -32,11 +31,6 @@ class PublishedWeights(Protocol):
     @property
     def sha256(self) -> Mapping[str, str]:
         """The checksum of each file in the folder; empty if it is not known."""
-        ...
-
-    @property
-    def pause(self) -> Pause:
-        """The treatment of turns in progress (`weights.pause`)."""
         ...
 
     async def sync_to(

@@ -236,15 +236,6 @@ def test_the_size_is_what_the_disk_gives_for_it(tmp_path: Path) -> None:
     assert 1_000_000 <= num_bytes < 1_100_000
 
 
-def test_entropies_do_not_make_a_run_younger(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run", TRAIN, step(1))
-    changed = summarize(path).changed_unix_s
-    later(path / "entropy" / "about.json", path / "metrics.jsonl")
-    assert summarize(path).changed_unix_s == changed
-    later(path / "plots.png", path / "metrics.jsonl")
-    assert summarize(path).changed_unix_s == changed + 1
-
-
 def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
     """Parts of a run are not runs of their own, nor are the targets of links."""
     for name in ("b", "a", "deep/er/c"):

@@ -70,18 +70,16 @@ async def test_what_cannot_be_decoded_is_refused_in_the_documented_form() -> Non
         ("chat/completions", b": nothing new\n"),
         ("responses", b": nothing new\n"),
         ("messages", b"event: ping\n"),
-        ("completions", b": nothing new\n"),
     ],
 )
 async def test_a_stream_says_that_it_lives_while_nothing_is_sampled(
     path: str, ping: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http, "_PING_S", 0.01)
-    body = PROTOCOLS.get(path) or {"prompt": "hello", "max_tokens": 9}
     waiting = anyio.Event()
     hi = chunks(written(CHAT, "hi"), [])
     async with service([waiting.wait, *hi]) as at:
-        async with at.post(f"/v1/{path}", {**body, "stream": True}) as response:
+        async with at.post(f"/v1/{path}", {**PROTOCOLS[path], "stream": True}) as response:
             assert response.status == 200
             with anyio.fail_after(patient(15)):
                 while await response.content.readline() != ping:

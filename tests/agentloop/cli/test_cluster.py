@@ -184,7 +184,6 @@ def test_a_shape_may_be_of_several_kinds_of_nodes() -> None:
         ("servers=['http://127.0.0.1:1']", "servers: on a cluster"),
         ("sandbox.hosts=['http://127.0.0.1:1']", "sandbox.hosts: .*cluster.sandbox_hosts to 0"),
         ("cluster.runtimes=2", "cluster.runtimes: 2 must be at most server.count .1."),
-        ("ranks.launcher=torchrun", "ranks.launcher: on a cluster, Ray starts the ranks"),
         (
             "cluster={runtimes=1, address='auto'}",
             "weights.transport: set it to disk with cluster.runtimes",

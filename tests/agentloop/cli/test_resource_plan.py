@@ -157,12 +157,12 @@ def test_a_lora_trains_few() -> None:
 
 def test_ranks_on_several_nodes_share_out_more() -> None:
     shape = dataclasses.replace(ModelShape.read(SMALL), num_parameters=1_000_000)
-    ranks = RanksSettings(nproc_per_node=2, nodes=4, launcher="torchrun", address="here")
+    ranks = RanksSettings(nproc_per_node=2, nodes=4)
     memory = learner_memory(shape, LearnerSettings(), ranks, on_gpus=False)
     assert (memory.weights, memory.optimizer) == (4_000_000, 12 * 1_000_000 // 8)
     assert memory.loading == 2 * 4_000_000
-    nodes = ("ranks.nodes=4", "ranks.launcher=torchrun", "ranks.address=here")
-    assert "2 ranks on each of 4 nodes" in report(plan_for("ranks.nproc_per_node=2", *nodes))
+    made = plan_for("ranks.nproc_per_node=2", "ranks.nodes=4", "cluster.address=auto")
+    assert "2 ranks on each of 4 nodes" in report(made)
 
 
 def test_buffers_activations_and_logits() -> None:

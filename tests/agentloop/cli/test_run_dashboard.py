@@ -150,13 +150,14 @@ async def dashboard(
 
 async def test_the_page_is_there_before_the_runtime(tmp_path: Path) -> None:
     def before(run: RunFolder) -> None:  # the run goes on
-        run.add_metrics({"step": 1, "reward": 0.5})
+        run.add_metrics({"step": 1, "reward": 0.5, "groups_with_signal": 0.75, "num_groups": 8})
 
     async with dashboard(tmp_path, before=before) as at:
         status, frame = await at.get("/api/frame")
         assert status == 200
         assert frame["about"]["kind"] == "train"
         assert frame["now"]["waits"] == "Starting 1 server"
+        assert frame["now"]["learning"]["text"] == "6 of 8 groups have a signal"
         assert (frame["servers"], frame["sandbox"]["calls"]) == ([], {})
         assert [row["step"] for row in frame["steps"]] == [1]
         assert "control token: sesame" in at.progress.lines[0]

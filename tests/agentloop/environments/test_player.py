@@ -30,6 +30,7 @@ from agentloop.observe.record import RecordReader
 from agentloop.observe.stalls import Stalls
 from agentloop.rollouts.player import EnvironmentPlayer
 from agentloop.rollouts.record import NoReward
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
@@ -414,8 +415,8 @@ async def trained_on(path: Path) -> tuple[list[dict[str, Any]], list[Event]]:
             rollouts = Rollouts(
                 GroupRunner(player, grader), RocSettings(down_sample_to_n=0), seed=0
             )
-            group = await rollouts.group(task, "1", size=2, budget=Budget(), oldest=0)
-    assert group.has_signal
+            group = await rollouts.run(GroupRequest(task, "1", 2, Budget(), 0, Purpose.TRAIN))
+    assert group.figures.has_signal
     assert [one.num_tokens for one in group.figures.rollouts] == [1, 1]
     assert [one.num_turns for one in group.figures.rollouts] == [1, 1]
     folder = RunFolder(path / "run", "")

@@ -30,6 +30,7 @@ from agentloop.inference.router import Router
 from agentloop.inference.scheduling.group_gate import AdmittedGroup
 from agentloop.inference.turns import Generation
 from agentloop.rollouts.player import environment_player
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings, _Model, _Parts
 from agentloop.sandbox import CallResult, CallStatus, Pool
@@ -151,7 +152,7 @@ async def rolled_out(
         rollouts = Rollouts(
             GroupRunner(player, grader), recipe.roc, recipe.credit, seed=recipe.loop.seed
         )
-        group = await rollouts.group(task, "1", size=len(kinds), budget=budget, oldest=3)
+        group = await rollouts.run(GroupRequest(task, "1", len(kinds), budget, 3, Purpose.TRAIN))
     return engine, [stable(row.to_dict()) for row in group.rows]
 
 

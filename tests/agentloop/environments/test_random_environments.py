@@ -35,6 +35,7 @@ from agentloop.inference.sglang.control import http_session
 from agentloop.inference.sglang.sampling import Sampling
 from agentloop.plain_json import dumps, loads
 from agentloop.rollouts.player import EnvironmentPlayer
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Settings
 from agentloop.training.credit.roc import RocSettings
@@ -219,13 +220,9 @@ async def check_groups(seed: int) -> Counter[str]:
             budget = Budget(max_turns=4, max_response_tokens=400, timeout_s=1)
             try:
                 with anyio.fail_after(patient(60)):
-                    group = await rollouts.group(
-                        Task(f"t{number}", "?", "1"),
-                        str(number),
-                        size=SIZE,
-                        budget=budget,
-                        oldest=0,
-                    )
+                    task = Task(f"t{number}", "?", "1")
+                    request = GroupRequest(task, str(number), SIZE, budget, 0, Purpose.TRAIN)
+                    group = await rollouts.run(request)
             except EnvironmentFailed:
                 counts["refused"] += 1
                 continue

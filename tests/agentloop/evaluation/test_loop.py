@@ -20,6 +20,7 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import EnvironmentFailed, RequestError, RunFolderError
 from agentloop.evaluation.loop import Evaluation, EvaluationSettings, Outcome
 from agentloop.rollouts.record import AgentRecord, RolloutRecord
+from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.run_folder import RunFolder
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
@@ -50,15 +51,11 @@ class Player:
         self.asked: list[tuple[str, str, int]] = []
         self.given: Counter[str] = Counter()
 
-    async def wait_for_capacity(self, size: int) -> None:
-        await anyio.lowlevel.checkpoint()
-
     @asynccontextmanager
-    async def group(
-        self, task: Task, *, name: str, size: int, on_queued: Callable[[], None], budget: Budget
-    ) -> AsyncIterator[list[Finished]]:
+    async def group(self, request: GroupRequest) -> AsyncIterator[list[Finished]]:
+        task, name, size = request.task, request.name, request.size
         self.asked.append((task.id, name, size))
-        on_queued()
+        request.queued.set()
         if task.id in self.refuses:
             raise RequestError("messages: too long")
         if self.hangs(task):
@@ -169,12 +166,10 @@ async def test_good_samples_are_kept_if_the_environment_fails_on_each_repetition
 ) -> None:
     class FailsAgain(Player):
         @asynccontextmanager
-        async def group(
-            self, task: Task, *, name: str, **options: Any
-        ) -> AsyncIterator[list[Finished]]:
-            async with super().group(task, name=name, **options) as samples:
+        async def group(self, request: GroupRequest) -> AsyncIterator[list[Finished]]:
+            async with super().group(request) as samples:
                 yield samples
-            if "again" in name:
+            if "again" in request.name:
                 raise EnvironmentFailed("environment game: it raised KeyError: 'board'")
 
     player = FailsAgain(right=9, broken=1)

@@ -151,7 +151,6 @@ async def test_rollouts_and_groups_can_be_opened(run: RunFolder) -> None:
     assert ["".join(turn["pieces"]) for turn in rollout["turns"]] == [
         f"<tool_call>{{}}</tool_call>{END}", f"it is 42{END}",
     ]  # fmt: skip
-    assert rollout["turns"][0]["entropies"] is None
     assert [event async for event in at.rollout_events("1-a/b.0")] == [("end", rollout)]
     group = await at.group("1-a/b")
     assert group["prompt"] == "why?"
@@ -267,23 +266,6 @@ async def test_unrelated_files_are_ignored(run: RunFolder) -> None:
     frame = await archive(run).frame()
     assert len(frame["rollouts"]) == 4
     assert [row["step"] for row in frame["steps"]] == [1, 2, 4]
-
-
-async def test_entropies_are_included(run: RunFolder) -> None:
-    at = archive(run)
-    folder = run.path / "entropy"
-    folder.mkdir()
-    entropies = [[0.5] * len(turn["ids"]) for turn in (await at.rollout("1-a/b.0"))["turns"]]
-    rows = [
-        b"{broken",
-        b"[]",
-        b"{}",
-        json.dumps({"id": "1-a/b.0", "entropies": entropies}).encode(),
-    ]
-    (folder / "group-0000001.jsonl").write_bytes(b"\n".join(rows))
-    assert [turn["entropies"] for turn in (await at.rollout("1-a/b.0"))["turns"]] == entropies
-    assert (await at.rollout("1-a/b.1"))["turns"][0]["entropies"] is None
-    assert (await at.rollout("2-a/b.0"))["turns"][0]["entropies"] is None
 
 
 async def test_a_running_run_is_read_again(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

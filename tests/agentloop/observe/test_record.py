@@ -26,7 +26,7 @@ from agentloop.trajectory import (
 from tests.support import END, call_text, chat_format, logprob, written
 
 CHAT = chat_format()
-PER_TOKEN = ("pieces", "ids", "logprobs", "entropies")
+PER_TOKEN = ("pieces", "ids", "logprobs")
 
 
 def apply_delta(state: dict[str, Any], delta: dict[str, Any]) -> dict[str, Any]:
@@ -158,15 +158,6 @@ def test_the_verdict_is_included() -> None:
     verdict["reward"] = 1.0
     assert reader.whole()["reward"] == 1.0
     assert reader.whole()["prompt_tokens"] == 2
-
-
-@pytest.mark.parametrize("entropies", [None, [], [[0.5]], [[0.5, 0.25], [9.0]]])
-def test_entropies_are_included_as_far_as_known(entropies: list[list[float]] | None) -> None:
-    turn = Turn(output_ids=[1, 2], logprobs=[-1.0, -2.0], ended_s=1.0)
-    turn_sent = RecordReader(Trajectory("r", [], [turn]), None, entropies=entropies).whole()[
-        "turns"
-    ][0]
-    assert turn_sent["entropies"] == (entropies[0] if entropies else None)
 
 
 @settings(max_examples=25, deadline=None)

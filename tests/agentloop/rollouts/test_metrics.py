@@ -12,6 +12,7 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.events import Event, ToolRaised
 from agentloop.rollouts.metrics import RaisedErrors
 from agentloop.rollouts.record import RolloutRecord
+from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.trajectory import ToolCallStatus, ToolResult, Trajectory, Turn
 from tests.rollouts import GroupPlayer
@@ -55,6 +56,6 @@ async def test_event_and_line_in_terminal(caplog: pytest.LogCaptureFixture) -> N
     async with Grader() as grader:
         runner = GroupRunner(GroupPlayer(play), grader, emit=events.append)
         with caplog.at_level(logging.WARNING):
-            await runner.run(Task("t", "?", "1"), "1-t", size=2, budget=Budget())
+            await runner.run(GroupRequest(Task("t", "?", "1"), "1-t", 2, Budget()))
     assert ToolRaised("1-t", "query", ERROR, 96, 96) in events
     assert f"query raised {ERROR} in 96 of 96 calls" in caplog.messages

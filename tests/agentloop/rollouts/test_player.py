@@ -50,6 +50,7 @@ from agentloop.plain_json import dumps, loads
 from agentloop.rollouts.metrics import GroupFigures, RolloutFigures
 from agentloop.rollouts.player import AgentPlayer, EnvironmentPlayer
 from agentloop.rollouts.record import NoReward, RolloutGroup, RolloutRecord
+from agentloop.rollouts.request import GroupRequest
 from agentloop.rollouts.runner import GroupRunner, play_siblings
 from agentloop.sandbox import CallResult, CallStatus, LostBy, SandboxUnavailable, SessionLost
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd
@@ -118,7 +119,7 @@ async def play_and_grade(
     async with Grader(function=check) as grader:
         player = EnvironmentPlayer(environment, Model(), sampling=Sampling(), grader=grader)
         budget = Budget(timeout_s=timeout_s)
-        group = await GroupRunner(player, grader).run(TASK, "1-t", size=2, budget=budget)
+        group = await GroupRunner(player, grader).run(GroupRequest(TASK, "1-t", 2, budget))
     return group.rollouts
 
 
@@ -223,9 +224,6 @@ class Gate:
         self.opened = anyio.Event()
         self.log: list[Any] = []
 
-    async def wait_for_capacity(self, size: int) -> None:
-        await self.opened.wait()
-
     @asynccontextmanager
     async def group(
         self, name: str, size: int, num_prompt: int, *, is_single: bool
@@ -248,20 +246,17 @@ async def test_a_group_waits_until_it_may_start_before_its_time_begins() -> None
         return 1.0
 
     player = EnvironmentPlayer(asks, model, sampling=Sampling(), gate=gate)
-    budget = Budget(timeout_s=5)
+    request = GroupRequest(TASK, "1-t", 1, Budget(timeout_s=5))
 
     async def play() -> None:
-        queued = [*gate.log]
-        async with player.group(
-            TASK, size=1, name="1-t", budget=budget, on_queued=lambda: queued.append("queued")
-        ) as siblings:
+        async with player.group(request) as siblings:
             await play_siblings(siblings)
-        assert queued == ["queued"]
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(play)
         await anyio.wait_all_tasks_blocked()
         assert (gate.log, model.asked) == ([("1-t", 1, 0, False)], [])
+        assert request.queued.is_set()
         opened_s = anyio.current_time()
         gate.opened.set()
     assert gate.log[1:] == ["played", "1-t.0 ended: True", "left"]
@@ -302,7 +297,7 @@ async def test_as_many_groups_of_an_environment_start_as_of_the_built_in_agent(
         player = make(model)
 
         async def play(name: str) -> None:
-            async with player.group(TASK, size=8, name=name, budget=Budget()) as siblings:
+            async with player.group(GroupRequest(TASK, name, 8, Budget())) as siblings:
                 await play_siblings(siblings)
 
         async with anyio.create_task_group() as tasks:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ import agentloop
 from agentloop.agent.chat_format import ChatFormat
 from agentloop.agent.tools import as_tool
 from agentloop.environments.examples.guess_number import guess
+from agentloop.environments.examples.shop import Shop, ask
 from agentloop.environments.examples.solver_and_checker import solve_and_check
 from agentloop.environments.examples.warehouse import find
 from agentloop.environments.examples.warehouse_server import locate
@@ -75,9 +78,26 @@ async def test_the_dialogues_can_be_learned_from(tmp_path: Path) -> None:
 
 LEARNABLE = {
     "guess": (guess, "found", {}),
+    "shop": (ask, None, {}),
     "two agents": (solve_and_check, "right", {}),
     "warehouse": (find, None, {"mcp:warehouse": [locate]}),
 }
+
+
+@pytest.mark.parametrize(
+    ("sql", "error"),
+    [
+        ("ATTACH 'file' AS other", "not authorized"),
+        ("WITH RECURSIVE t(n) AS (SELECT 1 UNION SELECT n + 1 FROM t) SELECT n FROM t", "not auth"),
+        ("SELECT 1 FROM items a, items b, items c, items d, items e, items f", "interrupted"),
+        ("SELECT zeroblob(1000000)", "too big"),
+    ],
+)
+def test_shop_can_only_be_read(sql: str, error: str) -> None:
+    with closing(Shop([(name, 1, 2) for name in "abcdef"])) as shop:
+        with pytest.raises(sqlite3.Error, match=error):
+            shop.query(sql)
+        assert shop.query("SELECT sum(price) FROM items") == "6"
 
 
 @pytest.mark.parametrize("name", LEARNABLE)

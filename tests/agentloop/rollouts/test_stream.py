@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import anyio
 import pytest
@@ -31,7 +31,7 @@ class Source:
 async def wait_for_capacity() -> None: ...
 
 
-async def run(task: str, on_queued: Callable[[], None]) -> list[Trajectory]:
+async def run(task: str, queued: anyio.Event) -> list[Trajectory]:
     return [Trajectory(task, [1])]
 
 
@@ -58,8 +58,8 @@ async def test_sources_may_be_asynchronous_or_empty() -> None:
 async def test_groups_are_yielded_as_they_finish() -> None:
     ends = {f"task {index}": anyio.Event() for index in range(3)}
 
-    async def slow(task: str, on_queued: Callable[[], None]) -> list[Trajectory]:
-        on_queued()
+    async def slow(task: str, queued: anyio.Event) -> list[Trajectory]:
+        queued.set()
         await ends[task].wait()
         return []
 
@@ -89,7 +89,7 @@ async def test_the_source_is_not_read_without_capacity() -> None:
 
 
 async def test_a_task_that_cannot_run_is_reported_and_the_others_continue() -> None:
-    async def picky(task: str, on_queued: Callable[[], None]) -> list[Trajectory]:
+    async def picky(task: str, queued: anyio.Event) -> list[Trajectory]:
         if task == "task 1":
             raise RequestError("too long")
         return []
@@ -107,7 +107,7 @@ async def test_other_errors_are_raised(where: str) -> None:
         if where == "source":
             raise OSError("the disk")
 
-    async def failing(task: str, on_queued: Callable[[], None]) -> list[Trajectory]:
+    async def failing(task: str, queued: anyio.Event) -> list[Trajectory]:
         if where == "group":
             raise OSError("the disk")
         return []
@@ -124,12 +124,12 @@ async def test_other_errors_are_raised(where: str) -> None:
 async def test_leaving_early_cancels_the_rest() -> None:
     num_running = 0
 
-    async def endless(task: str, on_queued: Callable[[], None]) -> list[Trajectory]:
+    async def endless(task: str, queued: anyio.Event) -> list[Trajectory]:
         nonlocal num_running
         if task == "task 0":
             return []
         num_running += 1
-        on_queued()
+        queued.set()
         try:
             await anyio.sleep_forever()
         finally:
@@ -172,9 +172,9 @@ async def test_the_next_task_is_requested_once_the_last_one_is_queued() -> None:
     """Capacity accounts for queued groups, so it must be checked after the last one is queued."""
     source, in_line, end = Source(3), anyio.Event(), anyio.Event()
 
-    async def slow_to_the_gate(task: str, on_queued: Callable[[], None]) -> list[Trajectory]:
+    async def slow_to_the_gate(task: str, queued: anyio.Event) -> list[Trajectory]:
         await in_line.wait()
-        on_queued()
+        queued.set()
         await end.wait()
         return []
 

@@ -23,6 +23,7 @@ from agentloop.events import Emit, ignore
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
+from agentloop.rollouts.request import WaitForCapacity
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.credit.roc import RocSettings
@@ -126,9 +127,8 @@ class FakeRollouts:
         self._right = right
 
     async def __call__(
-        self, prompt: object, *, size: int, name: str, budget: Budget, on_queued: Any
+        self, prompt: object, *, size: int, name: str, budget: Budget
     ) -> Sequence[Trajectory]:
-        on_queued()
         self.sizes.append(size)
         self.prompts.append(str(prompt))
         self.budgets.append(budget)
@@ -159,6 +159,7 @@ async def run_loop(
     right: float = 0.5,
     tasks: TaskSource | None = None,
     run_group: Any = None,
+    wait_for_capacity: WaitForCapacity | None = None,
     reward: RewardFunction | None = None,
     roc: RocSettings | None = None,
     fake: FakeSGLang | None = None,
@@ -199,13 +200,12 @@ async def run_loop(
                 ),
                 tasks,
                 Rollouts(
-                    GroupRunner(
-                        GroupPlayer(run_group, router.wait_for_capacity), grader, emit=emit
-                    ),
+                    GroupRunner(GroupPlayer(run_group), grader, emit=emit),
                     roc or RocSettings(down_sample_to_n=4),
                     credit,
                     seed=0,
                 ),
+                wait_for_capacity or router.gate.wait_for_capacity,
                 queue,
                 run,
                 report,

@@ -34,6 +34,7 @@ from tests.agentloop.training.loop_support import (
     ARITHMETIC,
     FakeRollouts,
     LostLearner,
+    RecordedReport,
     query_journal,
     read_lines,
     recorded_rows,
@@ -90,6 +91,14 @@ async def test_a_step_without_a_signal_does_not_call_the_learner(tmp_path: Path)
     assert learner.requests[-1][1]["state"] == {"step": 1, "version": 0}
 
 
+async def test_three_steps_without_a_signal_are_explained_once(tmp_path: Path) -> None:
+    report = RecordedReport()
+    await run_loop(tmp_path, right=1.0, steps=5, evaluate_every=0, report=report)
+    (at,) = [n for n, line in enumerate(report.lines) if line.startswith("0 of 3 groups have a")]
+    assert ": all rewards are 1; take harder problems" in report.lines[at]
+    assert "step 3/5: reward 1.000, a signal in 0 of 3 groups" in report.lines[at - 1]
+
+
 async def test_a_batch_does_not_depend_on_the_order_in_which_groups_finish(tmp_path: Path) -> None:
     batches = []
     for name, order in (("a", [0, 1, 2]), ("b", [2, 0, 1])):
@@ -98,11 +107,10 @@ async def test_a_batch_does_not_depend_on_the_order_in_which_groups_finish(tmp_p
 
         class InOrder(FakeRollouts):
             async def __call__(self, prompt: object, **options: Any) -> Sequence[Trajectory]:
-                options["on_queued"]()
                 number = int(options["name"].split("-")[0]) - 1
                 place = order.index(number)  # noqa: B023
                 await ended[place - 1].wait()  # noqa: B023
-                group = await super().__call__(prompt, **options | {"on_queued": lambda: None})
+                group = await super().__call__(prompt, **options)
                 for index, rollout in enumerate(group):
                     rollout.prompt_ids = [number, index]
                 ended[place].set()  # noqa: B023

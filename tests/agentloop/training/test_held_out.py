@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import anyio.lowlevel
 import pytest
 
 from agentloop.agent.rollout import Budget
 from agentloop.environments.tasks.sources import Task, TaskSource
 from agentloop.errors import EnvironmentFailed, RequestError
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.training.held_out import roll_out_all
 from agentloop.training.loop_settings import LoopSettings
-from agentloop.training.rollouts import Purpose
 from agentloop.training.run_context import RunContext
 from tests.agentloop.training.loop_support import (
     ARITHMETIC,
@@ -57,7 +58,13 @@ OPTIONS: dict[str, Any] = {"size": 1, "budget": Budget(), "version": 0, "activit
 def context(rollouts: Any, report: RecordedReport) -> RunContext:
     """Return a run without a journal and a folder."""
     nothing: Any = None
-    return RunContext(LoopSettings(), nothing, rollouts, nothing, nothing, report)
+
+    async def wait_for_capacity(size: int) -> None:
+        await anyio.lowlevel.checkpoint()
+
+    return RunContext(
+        LoopSettings(), nothing, rollouts, wait_for_capacity, nothing, nothing, report
+    )
 
 
 class ByTask:
@@ -67,16 +74,13 @@ class ByTask:
         self.refused = refused
         self.begun: list[str] = []
 
-    async def wait_for_capacity(self, size: int) -> None:
-        pass
-
-    async def group(self, task: Task, name: str, **options: Any) -> Any:
-        assert options["purpose"] is Purpose.EVALUATE
-        self.begun.append(name)
-        options["on_queued"]()
-        if task.id in self.refused:
-            raise RequestError(f"{task.id}: too long")
-        return task.id
+    async def run(self, request: GroupRequest) -> Any:
+        assert request.purpose is Purpose.EVALUATE
+        self.begun.append(request.name)
+        request.queued.set()
+        if request.task.id in self.refused:
+            raise RequestError(f"{request.task.id}: too long")
+        return request.task.id
 
 
 @pytest.mark.parametrize("refused", [set(), {"b"}, {"a", "b", "c"}])
@@ -100,9 +104,9 @@ async def test_groups_are_in_the_order_of_their_tasks_without_refused_ones(
 
 async def test_an_environment_that_fails_on_every_task_is_reported() -> None:
     class Failing(ByTask):
-        async def group(self, task: Task, name: str, **options: Any) -> Any:
-            options["on_queued"]()
-            raise EnvironmentFailed(f"environment game: {task.id}")
+        async def run(self, request: GroupRequest) -> Any:
+            request.queued.set()
+            raise EnvironmentFailed(f"environment game: {request.task.id}")
 
     report = RecordedReport()
     tasks = [Task(key, "?", "") for key in "ab"]

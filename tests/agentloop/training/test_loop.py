@@ -21,7 +21,6 @@ from agentloop.observe.stalls import Stalls
 from agentloop.training.loop import LoopView, TrainingLoop
 from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.queue import GroupQueue
-from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_status import Unwatched
 from agentloop.training.weight_sync import loop as weight_sync_loop
 from agentloop.trajectory import (
@@ -172,18 +171,14 @@ def open_rollouts(tasks: TaskSource) -> GatedRollouts:
     return run_group
 
 
-async def test_a_run_paused_while_waiting_for_capacity_starts_no_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_paused_while_waiting_for_capacity_starts_no_group(tmp_path: Path) -> None:
     tasks = TaskSource.open(ARITHMETIC)
     run_group = open_rollouts(tasks)
     was_called, has_capacity = anyio.Event(), anyio.Event()
 
-    async def wait_for_capacity(self: Rollouts, size: int) -> None:
+    async def wait_for_capacity(size: int) -> None:
         was_called.set()
         await has_capacity.wait()
-
-    monkeypatch.setattr(Rollouts, "wait_for_capacity", wait_for_capacity)
 
     async def meanwhile(loop: TrainingLoop) -> None:
         await was_called.wait()
@@ -196,7 +191,13 @@ async def test_a_run_paused_while_waiting_for_capacity_starts_no_group(
         await anyio.sleep_forever()
 
     learner, *_ = await run_loop(
-        tmp_path, tasks=tasks, run_group=run_group, meanwhile=meanwhile, steps=1, evaluate_every=0
+        tmp_path,
+        tasks=tasks,
+        run_group=run_group,
+        wait_for_capacity=wait_for_capacity,
+        meanwhile=meanwhile,
+        steps=1,
+        evaluate_every=0,
     )
     assert len(learner.batches) == 1
 

@@ -19,11 +19,12 @@ from agentloop.errors import (
 from agentloop.events import Event, GroupFinished, GroupStarted
 from agentloop.rollouts.metrics import about
 from agentloop.rollouts.record import AgentRecord, ConversationRow, RolloutRecord
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.credit.grpo import group_advantages
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
-from agentloop.training.rollouts import Purpose, Rollouts
+from agentloop.training.rollouts import Rollouts
 from agentloop.trajectory import StopReason, Trajectory, Turn, TurnEnd, VersionSpan
 from tests.rollouts import GroupPlayer
 
@@ -60,7 +61,6 @@ class Group:
         self, prompt: object, **options: Any
     ) -> Sequence[Trajectory | RolloutRecord]:
         self.options.append(options)
-        options["on_queued"]()
         if self.error is not None:
             raise self.error
         return self.trajectories
@@ -83,9 +83,8 @@ async def rolled_out(
             seed=0,
             **settings,
         )
-        return await rollouts.group(
-            TASK, name, size=len(group.trajectories), budget=BUDGET, oldest=oldest, purpose=purpose
-        )
+        size = len(group.trajectories)
+        return await rollouts.run(GroupRequest(TASK, name, size, BUDGET, oldest, purpose))
 
 
 async def test_a_rollout_that_failed_for_other_reasons_has_no_reward() -> None:
@@ -121,12 +120,12 @@ async def test_a_rollout_that_failed_for_other_reasons_has_no_reward() -> None:
     metrics = about([found.figures]).row()
     assert metrics["num_without_reward"] == 6
     assert metrics["without_reward/other_weights"] == 3
-    assert found.has_signal
+    assert found.figures.has_signal
 
 
 async def test_equal_rewards_are_no_signal() -> None:
     found = await rolled_out(Group([trajectory(str(n), RIGHT) for n in range(4)]))
-    assert not found.has_signal
+    assert not found.figures.has_signal
     assert [row.advantage for row in found.rows] == [None] * 4
 
 
@@ -137,7 +136,8 @@ async def rows_of(
     async with Grader(RewardSettings(function="exact")) as grader:
         groups = GroupRunner(GroupPlayer(Group(records)), grader)
         rollouts = Rollouts(groups, RocSettings(down_sample_to_n=0), credit, seed=0)
-        found = await rollouts.group(TASK, name, size=len(records), budget=BUDGET, oldest=3)
+        request = GroupRequest(TASK, name, len(records), BUDGET, 3, Purpose.TRAIN)
+        found = await rollouts.run(request)
     return {row.trajectory.id: row for row in found.rows}
 
 
@@ -324,7 +324,7 @@ async def test_turns_that_an_environment_rewards_have_their_own_advantages() -> 
     """The rollouts' own rewards are equal."""
     group = Rewarding([1.0, 0.0, None])
     found = await rolled_out(group, credit=CreditSettings(name="per_turn"))
-    assert found.has_signal
+    assert found.figures.has_signal
     assert [row.advantage for row in found.rows] == pytest.approx(group_advantages([1.0, 0.0, 0.0]))
     assert {row.credit.weights for row in found.rows} == {1 / 3}
 
@@ -333,7 +333,7 @@ async def test_rewards_of_turns_without_effect_are_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     found = await rolled_out(Rewarding([1.0, 0.0]))
-    assert not found.has_signal
+    assert not found.figures.has_signal
     assert "does not use these rewards: set credit = per_turn" in caplog.text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import re
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
@@ -249,6 +250,7 @@ async def test_stages_have_their_own_budgets_and_optimizer(tmp_path: Path) -> No
     assert last.left_s == 0
     assert {"reward", "held-out reward", "time"} <= set(last.values)
     assert any("3/3: reward" in line for line in report.lines)
+    assert any(re.fullmatch(r"held out 0\.\d\d -> \S+ in 3 steps", line) for line in report.lines)
 
 
 async def test_a_filtered_stage_trains_on_tasks_that_some_rollouts_fail(tmp_path: Path) -> None:

@@ -74,13 +74,11 @@ async def run_of_three_steps(path: Path) -> None:
     for version in ("2", "3", ".3.old"):
         (path / "weights" / version).mkdir()
         (path / "weights" / version / "config.json").write_text(version)
-    (path / "entropy").mkdir()
     async with GroupQueue.open(path / "queue.sqlite") as queue:
         for step in (1, 2, 3):
             task = Task(f"t{step}", "?", "1")
             group = await queue.admit(task, version=step - 1, cursor={"num_drawn": step})
             file, size = folder.add_group(group.number, [{"step": step}])
-            (path / "entropy" / Path(file).name).write_text(str(step))
             await queue.finish(group.number, path=file, num_bytes=size, figures=GroupFigures())
             await queue.lease(step, [group.number], StepNotes(0))
             await queue.acknowledge(step)
@@ -116,11 +114,10 @@ async def test_files_of_later_steps_are_put_aside(tmp_path: Path) -> None:
         assert [group.task.id for group in await queue.open_groups()] == ["t2", "t3", "t4"]
     assert not (path / "ended").exists()
     assert [entry.name for entry in (path / "trajectories").iterdir()] == ["group-0000001.jsonl"]
-    assert [entry.name for entry in (path / "entropy").iterdir()] == ["group-0000001.jsonl"]
     assert not [*(path / "weights").iterdir()]
     (aside,) = (path / "undone").iterdir()
     assert {str(entry.relative_to(aside)) for entry in aside.rglob("*") if entry.is_file()} == {
-        *(f"{kind}/group-000000{n}.jsonl" for kind in ("trajectories", "entropy") for n in (2, 3)),
+        *(f"trajectories/group-000000{n}.jsonl" for n in (2, 3)),
         *(f"weights/{version}/config.json" for version in ("2", "3", ".3.old")),
         *(f"{name}/state.json" for name in ("step-00002", "step-00003", "step-00004-rescue")),
         "metrics.jsonl",

@@ -31,7 +31,7 @@ from agentloop.trajectory import (
     TurnEnd,
     VersionSpan,
 )
-from tests.agentloop.analysis.test_entropy_files import Learner
+from tests.agentloop.analysis.test_entropy import Learner
 
 CHAT = ChatFormat.load(SMALL)
 THOUGHT, CALL, ANSWER = (
@@ -117,24 +117,24 @@ def entropy_report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[
     return report
 
 
-def test_the_nearest_weights_that_are_kept_score(
+def test_newest_weights_score(
     run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = entropy_report(capsys, str(run), "--groups", "3")
+    report = entropy_report(capsys, str(run), "--groups", "3", "sampling.temperature=0.5")
     assert report["groups"] == [2, 3, 4]
-    assert (report["version"], report["weights"]) == ("2", str(run / "weights" / "2"))
-    assert report["versions"].keys() == {"2", "3", "4"}
-    assert report["share_of_version"] == pytest.approx(1 / 3)
+    assert (report["weights"], report["temperature"]) == (str(run / "weights" / "5"), 0.5)
     assert report["mismatch_kl"] == pytest.approx(0.1065, abs=1e-4)
-    assert starts.settings[0].model == run / "weights" / "2"
-    assert starts.log_dir == run / "entropy" / "logs"  # not those of a run that goes on
-    assert entropy_report(capsys, str(run), "--groups", "1")["version"] == "5"
+    assert starts.settings[0].model == run / "weights" / "5"
+    assert starts.settings[0].temperature == 0.5
+    assert not starts.log_dir.is_relative_to(run)  # not among those of a run that goes on
+    other = str(run / "weights" / "2")
+    assert entropy_report(capsys, str(run), "--weights", other)["weights"] == other
 
 
-def test_text_and_reflection_after_a_result_are_separate_kinds(
+def test_text_and_reflection_are_separate_kinds(
     run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = entropy_report(capsys, str(run), "--top", "100")
+    report = entropy_report(capsys, str(run))
     kinds = report["kinds"]
     assert report["num_rollouts"] == 8
     nums = {name: figures["num_tokens"] for name, figures in kinds.items()}
@@ -144,57 +144,24 @@ def test_text_and_reflection_after_a_result_are_separate_kinds(
         "reflection": 8 * len(ANSWER),
     }
     assert sum(figures["share_of_marked"] for figures in kinds.values()) == pytest.approx(1)
-    texts = {token["text"] for token in kinds["forking"]["tokens"]}
-    assert texts == {CHAT.decode([id]) for id in THOUGHT}
-    by_id = {token["id"]: token for token in kinds["reflection"]["tokens"]}
-    last = by_id[ANSWER[-1]]
-    assert last["mean_entropy"] == pytest.approx(ANSWER[-1] / 100)
-    assert last["example"] == {
-        "rollout": "1.0",
-        "turn": 1,
-        "token": len(ANSWER) - 1,
-        "before": CHAT.decode(ANSWER[-7:-1]),
-    }
-    assert report["num_marked"] == report["num_tokens"]
-    assert len(entropy_report(capsys, str(run), "--tokens", "1")["kinds"]["call"]["tokens"]) == 1
+    for name, ids in [("forking", THOUGHT), ("reflection", ANSWER)]:
+        for token in kinds[name]["tokens"]:
+            assert token["id"] in ids
+            assert token["text"] == CHAT.decode([token["id"]])
+            assert token["mean_entropy"] == pytest.approx(token["id"] / 100)
 
 
-def test_known_entropies_are_not_computed_again(
-    run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = (str(run), "--weights", str(run / "weights" / "5"))
-    first = entropy_report(capsys, *arguments, "--groups", "2")
-    assert len(starts.learner.asked) == 2
-    assert entropy_report(capsys, *arguments, "--groups", "2") == first
-    assert len(starts.settings) == 1
-    entropy_report(capsys, *arguments, "--groups", "3")
-    assert len(starts.learner.asked) == 3
-    entropy_report(capsys, *arguments, "--groups", "3", "sampling.temperature=0.5")
-    assert len(starts.learner.asked) == 6
-    assert starts.settings[-1].temperature == 0.5
-    assert first["version"] is None  # whatever their folder is called
-
-
-def test_the_page_reads_what_is_kept(
-    run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]
-) -> None:
-    entropy_report(capsys, str(run), "--groups", "1")
-    lines = (run / "entropy" / "group-0000004.jsonl").read_text().splitlines()
-    first = json.loads(lines[0])
-    assert first["id"] == "4.0"
-    lengths = [len(turn) for turn in first["entropies"]]
-    assert lengths == [len(THOUGHT + CALL), len(ANSWER)]
-
-
-def test_people_get_tables(run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_get_a_table(run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "entropy", str(run)]) == 0
     out, err = capsys.readouterr()
-    assert f"scored   by version 2, {run}/weights/2; temperature 1" in out
-    assert (
-        "sampled  under version 1, 2, 3, 4 (25% of the tokens under the scoring version); KL" in out
-    )
-    assert "reflection tokens: text right after a tool response" in out
-    assert err.splitlines()[-2:] == ["Scoring group 4, 4 of 4", "Counting the tokens"]
+    assert f"groups 1 to 4 of {run}, scored by {run}/weights/5 at temperature 1" in out
+    rows = [line.split()[:2] for line in out.splitlines()]
+    assert [row for row in rows if row[1:] == ["(all)"]] == [
+        ["forking", "(all)"],
+        ["reflection", "(all)"],
+        ["call", "(all)"],
+    ]
+    assert err.splitlines()[-1] == "Scoring group 4"
 
 
 def test_long_rollouts_fit(run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,19 +170,20 @@ def test_long_rollouts_fit(run: Path, starts: Starts, capsys: pytest.CaptureFixt
     assert starts.settings[0].micro_batch_tokens == length
 
 
-def test_an_evaluation_is_scored_by_its_model(
+def test_evaluation_is_scored_by_its_model(
     run: Path, starts: Starts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The servers of an evaluation keep their initial weights, which have no version number."""
     shutil.rmtree(run / "weights")
-    shutil.rmtree(run / "trajectories")
     model = weights(tmp_path / "model")
     (run / "config.toml").write_text(to_toml(EvaluateSettings(model=str(model))))
-    (run / "trajectories").mkdir()
-    row = {"trajectory": rollout("1.0", "default").to_dict()}
-    (run / "trajectories" / "group-0000001.jsonl").write_text(json.dumps(row) + "\n")
-    report = entropy_report(capsys, str(run))
-    assert (report["version"], report["weights"]) == (None, str(model))
+    assert entropy_report(capsys, str(run))["weights"] == str(model)
+
+
+def test_settings_of_an_older_run_are_read(
+    run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "config.toml").write_text('[ranks]\nlauncher = "processes"\n')
+    assert entropy_report(capsys, str(run))["num_rollouts"] == 8
 
 
 @pytest.mark.parametrize(
@@ -234,36 +202,18 @@ def test_invalid_arguments_are_named(
     assert error.format(run=run) in capsys.readouterr().err
 
 
-def test_a_run_without_rollouts_is_named(
-    run: Path, starts: Starts, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.rmtree(run / "trajectories")
-    assert main(["runs", "entropy", str(run)]) == 2
-    assert "no trajectories/group-*.jsonl" in capsys.readouterr().err
-    (run / "trajectories").mkdir()
-    row = {"trajectory": Trajectory("1.0", [1]).to_dict()}
-    (run / "trajectories" / "group-0000001.jsonl").write_text(json.dumps(row) + "\n")
-    assert main(["runs", "entropy", str(run)]) == 2
-    assert "no tokens were sampled" in capsys.readouterr().err
-
-
 def test_without_the_learner_it_says_what_to_install(
     run: Path,
     starts: Starts,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    entropy_report(capsys, str(run), "--groups", "1")
     monkeypatch.setattr(analyze, "require", distribution.require)
     monkeypatch.setattr("agentloop.distribution.find_spec", lambda name: None)
-    entropy_report(capsys, str(run), "--groups", "1")  # all of it was found before
     assert main(["runs", "entropy", str(run)]) == 2
     assert "pip install 'agentloop-rl[train]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "option", [["--top", "0"], ["--top", "x"], ["--groups", "0"], ["--top", "101"]]
-)
-def test_bad_numbers_are_refused(run: Path, option: list[str]) -> None:
+def test_bad_numbers_are_refused(run: Path) -> None:
     with pytest.raises(SystemExit):
-        main(["runs", "entropy", str(run), *option])
+        main(["runs", "entropy", str(run), "--groups", "0"])

@@ -215,6 +215,7 @@ def test_the_sample_is_a_finished_run_that_says_where_its_time_went(tmp_path: Pa
     assert state["ended"]["state"] == "finished"
     assert state["step"] == state["num_steps"]
     assert state["spent"]["sentence"]
+    assert state["learning"]["text"].startswith("held out 0.50 -> 0.")
     assert sum(state["spent"]["seconds"].values()) == pytest.approx(
         state["spent"]["window_s"], abs=0.1
     )

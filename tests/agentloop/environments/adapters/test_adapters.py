@@ -11,19 +11,19 @@ from types import ModuleType
 from typing import Any
 
 import anyio
-import httpx
 import pytest
 from aiohttp import web
 
-from agentloop.agent.rollout import Budget
-from agentloop.environments.adapters import inspect_ai, openenv, reasoning_gym, textworld, verifiers
+from agentloop.environments.adapters import (
+    inspect_ai,
+    openenv,
+    reasoning_gym,
+    textworld,
+    verifiers_v1,
+)
 from agentloop.environments.adapters.blocking import Blocking
-from agentloop.environments.adapters.completions import AgentTransport
-from agentloop.environments.agent import Agent
 from agentloop.environments.environment import Environment
-from agentloop.errors import PromptTooLong, RequestError, ServerUnavailable, SettingsError
-from agentloop.events import ignore
-from agentloop.inference.sglang.sampling import Sampling
+from agentloop.errors import RequestError, ServerUnavailable, SettingsError
 from agentloop.sandbox import CallResult, CallStatus
 from agentloop.trajectory import Message
 from tests.agentloop.environments.adapters.scripted import Said, Scripted, play, task_of
@@ -33,7 +33,7 @@ from tests.support import eventually
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize("adapter", [inspect_ai, openenv, reasoning_gym, textworld, verifiers])
+@pytest.mark.parametrize("adapter", [inspect_ai, openenv, reasoning_gym, textworld, verifiers_v1])
 def test_an_adapter_is_short(adapter: ModuleType) -> None:
     assert len(inspect.getsource(adapter).splitlines()) <= 165
 
@@ -82,7 +82,7 @@ async def test_a_call_that_hangs_ends_at_its_deadline_and_what_it_uses_is_left_a
     [
         (reasoning_gym.puzzle, {"families": ["countdown"]}, "reasoning-gym"),
         (textworld.game, {"file": "game.z8"}, "textworld"),
-        (verifiers.rollout, {"id": "wordle"}, "verifiers"),
+        (verifiers_v1.episode, {"taskset": "wordle"}, "verifiers-v1"),
         (inspect_ai.sample, {"name": "tasks.py@one"}, "inspect"),
     ],
 )
@@ -92,69 +92,6 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
     monkeypatch.setattr("agentloop.distribution.is_installed", lambda module: False)
     with pytest.raises(SettingsError, match=rf"not installed: pip install '.*\[{extra}\]'"):
         task_of(environment.with_arguments(arguments))
-
-
-def test_an_environment_of_verifiers_that_cannot_be_loaded_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def load_environment(id: str, **args: Any) -> Any:
-        raise ValueError(f"no {id} with {args}")
-
-    monkeypatch.setattr("agentloop.distribution.is_installed", lambda module: True)
-    module = type("vf", (), {"load_environment": staticmethod(load_environment)})
-    monkeypatch.setattr(verifiers, "import_module", lambda name: module)
-    environment = verifiers.rollout.with_arguments({"id": "wordle", "args": {"a": 1}})
-    with pytest.raises(SettingsError, match=r"env.args: verifiers cannot load 'wordle': Val.*'a'"):
-        task_of(environment)
-
-
-def an_agent(host: Any) -> Agent:
-    return Agent(host, ignore, id="a", sampling=Sampling(), budget=Budget())
-
-
-async def posted(host: Any, body: dict[str, Any]) -> httpx.Response:
-    transport: Any = AgentTransport(an_agent(host))
-    async with httpx.AsyncClient(transport=transport) as client:
-        return await client.post("http://agent/v1/chat/completions", json=body)
-
-
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-
-
-async def test_an_openai_client_gets_completions_of_the_agent() -> None:
-    host = Scripted(lambda seen: ("add", {"a": 1}) if len(seen) == 1 else "3")
-    asked: list[Message] = [{"role": "user", "content": "1 + 2?"}]
-    body = {"model": "agent", "messages": asked, "tools": [TOOL]}
-    answer = (await posted(host, body)).json()
-    (choice,) = answer["choices"]
-    assert choice["finish_reason"] == "tool_calls"
-    (call,) = choice["message"]["tool_calls"]
-    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
-        "add",
-        {"a": 1},
-    )
-    assert answer["usage"] == {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    messages = [*asked, choice["message"], {"role": "tool", "content": "3"}]
-    answer = (await posted(host, {**body, "messages": messages, "tool_choice": "none"})).json()
-    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "3"}
-    assert answer["choices"][0]["finish_reason"] == "stop"
-    assert [tools for _, _, tools in host.asked] == [["add"], []]
-
-
-async def test_an_openai_client_is_told_what_has_failed() -> None:
-    def too_long(seen: list[Message]) -> Said:
-        raise PromptTooLong("messages: this model's maximum context length is 8 tokens")
-
-    body = {"model": "agent", "messages": [{"role": "user", "content": "?"}]}
-    answer = await posted(Scripted(too_long), body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
-
-    def gone(seen: list[Message]) -> Said:
-        raise ServerUnavailable("gone")
-
-    answer = await posted(Scripted(gone), body)
-    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "gone")
 
 
 class Scorer:

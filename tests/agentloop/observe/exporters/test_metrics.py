@@ -319,25 +319,6 @@ def test_label_values_are_bounded() -> None:
     assert {name for name in values(again) if "_created" not in name} <= once | {outcome}
 
 
-def described(metrics: list[Metric]) -> list[str]:
-    """Return the list in docs/observability.md."""
-    rows = []
-    for family in metrics:
-        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
-        name = family.name + "_total" * (family.type == "counter")
-        kind = "; ".join(filter(None, [family.type, ", ".join(sorted(labels))]))
-        rows.append(f"- `{name}` ({kind}): {family.documentation}")
-    return rows
-
-
-def test_the_document_lists_every_metric() -> None:
-    """If this fails, replace the document's list by the expected one."""
-    lines = (DOCS / "observability.md").read_text("utf-8").splitlines()
-    assert [line for line in lines if line.startswith("- `agentloop_")] == described(
-        families(fed(story.run()))
-    )
-
-
 def expressions(panels: list[dict[str, Any]]) -> Iterator[str]:
     for panel in panels:
         yield from (target["expr"] for target in panel.get("targets", []))

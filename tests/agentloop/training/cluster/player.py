@@ -10,16 +10,15 @@ from typing import Any
 import anyio
 import anyio.abc
 
-from agentloop.agent.rollout import Budget
 from agentloop.aio import task_group
-from agentloop.environments.tasks.sources import Task
 from agentloop.errors import ServerError
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.rollouts.record import ConversationRow
+from agentloop.rollouts.request import GroupRequest, WaitForCapacity
 from agentloop.training.cluster.ray_cluster import ActorLost
 from agentloop.training.cluster.rollout_host import RolloutHost
 from agentloop.training.cluster.runtimes import RemoteRuntimes
-from agentloop.training.rollouts import Purpose, RolledOut, RollsOut
+from agentloop.training.rollouts import RolledOut, RollsOut
 from agentloop.training.weight_sync.disk import PublishedFolder
 from agentloop.training.weight_sync.sync import Serving, SyncResult
 from agentloop.training.weight_sync.transport import PublishedWeights
@@ -35,7 +34,6 @@ class Player:
         self.asked: list[str] = []
         self.dropped: list[str] = []
         self.versions: list[str] = []
-        self.pauses: list[str] = []  # how it was told to load weights
         self.num_stale = 0  # times that it was asked for servers without the weights
         self.checksum = "sum"
         self.sampled: str | None = None  # the version that it says it samples with
@@ -48,7 +46,7 @@ class Player:
         self._rollouts = rollouts
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[tuple[RollsOut, Serving]]:
+    async def open(self) -> AsyncIterator[tuple[RollsOut, WaitForCapacity, Serving]]:
         """Open a runtime with these fakes (`OpenRollouts`)."""
         if self.opens is not None:
             raise self.opens
@@ -60,26 +58,17 @@ class Player:
                 raise ServerError("no server is left")
 
             tasks.start_soon(die)
-            yield self._rollouts or self, self
+            yield self._rollouts or self, self.wait_for_capacity, self
             tasks.cancel_scope.cancel()
 
     async def wait_for_capacity(self, size: int) -> None:
         if self.capacity is not None:
             await self.capacity.wait()
 
-    async def group(
-        self,
-        task: Task,
-        name: str,
-        *,
-        size: int,
-        budget: Budget,
-        oldest: int,
-        purpose: Purpose = Purpose.TRAIN,
-        on_queued: Callable[[], None] = lambda: None,
-    ) -> RolledOut:
+    async def run(self, request: GroupRequest) -> RolledOut:
+        name = request.name
         self.asked.append(name)
-        on_queued()
+        request.queued.set()
         try:
             if self.gate is not None:
                 await self.gate.wait()
@@ -92,23 +81,22 @@ class Player:
         turn = Turn([1], [0.0], [VersionSpan(version, 0, 1)])
         rows = [
             ConversationRow(
-                task=task.id,
+                task=request.task.id,
                 rollout=index,
                 reward=1.0,
-                parts={"max_turns": budget.max_turns},
+                parts={"max_turns": request.budget.max_turns},
                 reason=self.name,
                 trajectory=Trajectory(f"{name}.{index}", [1], [turn]),
             )
-            for index in range(size)
+            for index in range(request.size)
         ]
-        return RolledOut.of(GroupFigures(), rows, has_signal=True)
+        return RolledOut.of(GroupFigures(has_signal=True), rows)
 
     async def sync(self, published: PublishedWeights, *, timeout_s: float) -> SyncResult:
         if self.fails is not None:
             raise self.fails
         self.versions.append(published.version)
         assert isinstance(published, PublishedFolder)
-        self.pauses.append(published.pause)
         return SyncResult(published, ["http://server"], {}, 0.0, self.checksum, num_verified=1)
 
     async def sync_stale(self, result: SyncResult, *, timeout_s: float) -> bool:

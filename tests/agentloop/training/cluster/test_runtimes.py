@@ -22,6 +22,7 @@ from agentloop.errors import PromptTooLong, RequestError, ServerError, ServerSta
 from agentloop.plain_json import dumps, loads
 from agentloop.rollouts.metrics import GroupFigures
 from agentloop.rollouts.record import ConversationRow
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.cluster import runtimes as runtimes_module
 from agentloop.training.cluster.rollout_host import RolloutActor
@@ -72,7 +73,8 @@ async def groups(runtimes: RemoteRuntimes, *names: str, oldest: int = 0) -> dict
     async def ask(name: str) -> None:
         task = Task(f"task-{name}", "What is 1 plus 2?", "3")
         budget = Budget(max_turns=7)
-        found[name] = await runtimes.group(task, name, size=2, budget=budget, oldest=oldest)
+        request = GroupRequest(task, name, 2, budget, oldest, Purpose.TRAIN)
+        found[name] = await runtimes.run(request)
 
     try:
         async with anyio.create_task_group() as tasks:
@@ -113,8 +115,7 @@ async def test_groups_are_rolled_out_by_all_runtimes_and_come_back_whole(folder:
         found = await groups(runtimes, *names)
         assert "one: 0 groups running, on the newest weights" in runtimes.describe()
     assert told(found) == whole(*names)
-    assert found["0"].has_signal
-    assert found["0"].figures == GroupFigures()
+    assert found["0"].figures == GroupFigures(has_signal=True)
     assert found["0"].rows[0].parts == {"max_turns": 7}
     assert sorted(one.asked + two.asked) == sorted(names)
     assert one.asked
@@ -320,13 +321,12 @@ def test_a_runtime_is_on_a_loop_on_which_anyio_works_outside_of_tasks() -> None:
 # --- weights ------------------------------------------------------------------------------------
 
 
-async def test_runtimes_load_weights_as_the_settings_say(folder: Path) -> None:
+async def test_runtimes_load_weights(folder: Path) -> None:
     player = Player("one")
     async with playing(player) as runtimes:
-        await runtimes.sync(PublishedFolder("0", folder, "in_place"), timeout_s=30)
+        await runtimes.sync(PublishedFolder("0", folder), timeout_s=30)
         result = await synced(runtimes, folder, 1)
         assert await runtimes.sync_stale(result, timeout_s=30)
-    assert player.pauses == ["in_place", "retract"]
     assert player.num_stale == 1
 
 
@@ -426,9 +426,7 @@ async def rolling_out(*names: str) -> AsyncIterator[tuple[RemoteRuntimes, list[P
     async with Grader(RewardSettings(function="exact")) as grader:
         players = []
         for name in names:
-            player = GroupPlayer(
-                FakeRollouts(TaskSource.open(ARITHMETIC)), Player(name).wait_for_capacity
-            )
+            player = GroupPlayer(FakeRollouts(TaskSource.open(ARITHMETIC)))
             rollouts = Rollouts(
                 GroupRunner(player, grader), RocSettings(down_sample_to_n=4), seed=0
             )
@@ -465,6 +463,7 @@ async def test_a_run_with_runtimes_trains_on_the_same_batches_as_one_without(
             ),
             TaskSource.open(ARITHMETIC),
             runtimes,
+            runtimes.wait_for_capacity,
             queue,
             run,
             report,
@@ -488,6 +487,6 @@ def test_conversations_are_unchanged_on_the_way(raw: str, more: Any) -> None:
     row = ConversationRow(
         rollout=0, trajectory=Trajectory.from_dict(emitted.rollout(raw)), truth=more
     )
-    (read,) = RolledOut.of(GroupFigures(), [row], has_signal=True).rows
+    (read,) = RolledOut.of(GroupFigures(), [row]).rows
     assert row.to_json() == dumps(row.to_dict())
     assert repr(loads(dumps(read.to_dict()))) == repr(loads(dumps(row.to_dict())))

@@ -251,7 +251,6 @@ async def test_the_first_of_several_dead_ranks_is_named(
 async def test_the_log_is_shown_if_no_rank_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launcher may take half a minute to end."""
     async with ranks(tmp_path, monkeypatch) as (learner, processes):
         with pytest.raises(
             LearnerError, match=f"fatal: broken\nrank 0 is still running.*{tmp_path}/logs"
@@ -281,23 +280,6 @@ async def test_a_killed_rank_is_described(tmp_path: Path, monkeypatch: pytest.Mo
         os.kill(pid, signal.SIGKILL)
         with anyio.fail_after(patient(30)):
             assert "exit status 137" in await processes.wait_dead()
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"nodes": 2, "launcher": "torchrun"}, "address: with several nodes"),
-        ({"nodes": 2, "launcher": "deepspeed", "address": "x"}, "hostfile: required with launcher"),
-        ({"hostfile": "x"}, "hostfile: required with launcher = deepspeed"),
-        (
-            {"nodes": 2, "launcher": "torchrun", "address": "x", "hostfile": "x"},
-            "hostfile: required",
-        ),
-    ],
-)
-def test_settings_of_ranks_that_do_not_go_together(values: dict[str, object], message: str) -> None:
-    with pytest.raises(pydantic.ValidationError, match=message):
-        RanksSettings.model_validate(values)
 
 
 async def test_a_file_of_the_users_with_the_packages_name_is_not_run(

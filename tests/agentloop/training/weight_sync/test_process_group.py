@@ -16,7 +16,7 @@ from agentloop.errors import ServerError, SettingsError
 from agentloop.inference.router import Router, RouterSettings
 from agentloop.inference.sglang.client import SGLangServer
 from agentloop.inference.sglang.control import http_session
-from agentloop.inference.sglang.weight_updates import Pause, WeightsGroup
+from agentloop.inference.sglang.weight_updates import WeightsGroup
 from agentloop.training.learner_client.client import LearnerError, LearnerRefused
 from agentloop.training.weight_sync.settings import WeightsSettings
 from agentloop.training.weight_sync.sync import Served, SyncResult, publisher
@@ -119,28 +119,9 @@ async def test_all_servers_receive_all_buckets_at_once(tmp_path: Path) -> None:
         assert here.learner.asked == ["layout", "open", "join", "send", "send", "leave"]
         assert here.learner.joined == [3]
         assert got == [["embed"], ["norm"]]
+        assert [(fake.pauses, fake.flushes) for fake in here.fakes] == [(["retract"], [True])] * 2
         assert [fake.version for fake in here.fakes] == ["1", "1"]
         assert here.nobody_waits()
-
-
-@pytest.mark.parametrize("pause", ["retract", "in_place"])
-async def test_running_requests_are_paused_as_the_settings_say(
-    tmp_path: Path, pause: Pause
-) -> None:
-    async with parts(tmp_path, *fakes(2)) as here:
-        here.settings = SETTINGS.model_copy(update={"pause": pause})
-        assert not (await here.sync()).failed
-        for fake in here.fakes:
-            assert (fake.pauses, fake.flushes) == ([pause], [pause == "retract"])
-
-
-async def test_pausing_in_place_is_refused_if_a_token_would_be_in_flight(tmp_path: Path) -> None:
-    async with parts(tmp_path, *fakes(1), *fakes(1, overlaps=True)) as here:
-        here.settings = SETTINGS.model_copy(update={"pause": "in_place"})
-        came = await here.sync()
-        assert "--disable-overlap-schedule" in came.failed[here.fakes[1].url]
-        assert here.learner.joined == [2]
-        assert here.fakes[1].pauses == []
 
 
 @pytest.mark.parametrize("refused", NAMES)

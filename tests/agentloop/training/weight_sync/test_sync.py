@@ -91,29 +91,6 @@ async def turn(router: Router, moved: list[str], received: list[int], key: str =
     )
 
 
-async def test_later_turns_do_not_use_the_cache_of_weights_changed_in_place() -> None:
-    """The server finds cached prefixes by ids only; changing the cache key hides old ones."""
-    fake = FakeSGLang(ANSWER)
-    async with routed(fake) as router:
-        for published in (ONE, replace(TWO, pause="in_place"), replace(ONE, pause="in_place")):
-            await Served(router).sync(published, timeout_s=15)
-            await turn(router, [], [])
-    assert fake.pauses == ["retract", "in_place", "in_place"]
-    assert fake.flushes == [True, False, False]
-    first, second, third = (request.get("extra_key") for request in fake.requests)
-    assert first is None
-    assert len({first, second, third}) == 3
-
-
-async def test_pausing_in_place_is_refused_if_a_token_would_be_in_flight() -> None:
-    fake = FakeSGLang(ANSWER, overlaps=True)
-    async with routed(fake) as router:
-        with pytest.raises(ServerError, match="--disable-overlap-schedule"):
-            await Served(router).sync(replace(ONE, pause="in_place"), timeout_s=15)
-        assert (fake.pauses, fake.version) == ([], "v0")
-        assert (await Served(router).sync(ONE, timeout_s=15)).loaded
-
-
 @pytest.mark.parametrize("weights", [None, "", "others"])
 @pytest.mark.full
 async def test_turns_on_a_server_with_unknown_weights_move_elsewhere(weights: str | None) -> None:
