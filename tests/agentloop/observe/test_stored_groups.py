@@ -14,6 +14,7 @@ from agentloop.environments.tasks.sources import Task
 from agentloop.errors import ServerUnavailable
 from agentloop.observe.archive import Archive
 from agentloop.observe.board import Board
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.rollouts import Rollouts
@@ -73,7 +74,8 @@ async def test_folder_shows_the_group_that_was_live(
     async with Grader(RewardSettings(function="exact")) as grader:
         runner = GroupRunner(GroupPlayer(run_group), grader, emit=board.on_event)
         rollouts = Rollouts(runner, RocSettings(down_sample_to_n=0), seed=0)
-        rolled = await rollouts.group(TASK, "7", size=len(played), budget=Budget(), oldest=3)
+        request = GroupRequest(TASK, "7", len(played), Budget(), 3, Purpose.TRAIN)
+        rolled = await rollouts.run(request)
     folder.add_group(7, [{"group": 7, **row.to_dict()} for row in rolled.rows])
     archive, (groups, live) = Archive(tmp_path, {}, CHAT), board.all(500)
     frame = await archive.frame()
