@@ -123,7 +123,7 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
             requests: for each, its row of `req_to_token` and its length; in a prefill also the
                 lengths of what is cached and of its queries.
         """
-        query, output, *caches = heads
+        query, output, k_cache, v_cache = heads
         options = loop.keywords
         is_decode = len(requests) == 2
         if (
@@ -143,12 +143,12 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
             ]
         for group in self._groups:
             if isinstance(group, Group):
-                _attend(group, query, output, *caches, options.get("scaling"))
+                _attend(group, query, output, k_cache, v_cache, options.get("scaling"))
                 continue
             start = int(num_queries[:group].sum())
             rows = slice(start, start + int(num_queries[group]))
             request = (each[group : group + 1] for each in requests)
-            loop(query[rows], output[rows], *caches, req_to_token, *request)
+            loop(query[rows], output[rows], k_cache, v_cache, req_to_token, *request)
         return output
 
 
