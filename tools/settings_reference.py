@@ -60,9 +60,8 @@ def _lines() -> Iterator[str]:
     yield "file, as an override `section.key=value` on the command line, or in the environment as"
     yield "`AGENTLOOP_SECTION__KEY`. `agentloop COMMAND --list-settings` says more of each."
     yield ""
-    yield "Names end in their unit: `_s` is seconds, `_mib` is 2^20 bytes, `_tokens` is the model's"
-    yield "tokens. Each setting is shown with its default; for one that has none, `none` in a file"
-    yield "restores that."
+    yield "Names end in their unit: `_s` is seconds, `_mib` is 2^20 bytes. Each is shown with"
+    yield "its default; for one that has none, `none` in a file restores that."
     listed: dict[Row, str] = {}  # with the command
     for command, (model, note) in _COMMANDS.items():
         yield from ("", f"## {command}")

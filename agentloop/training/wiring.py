@@ -60,6 +60,7 @@ from agentloop.rollouts.player import player_of
 from agentloop.rollouts.request import WaitForCapacity
 from agentloop.rollouts.runner import GroupRunner
 from agentloop.runtime import Runtime, Settings
+from agentloop.training.cluster.rollout_host import OpenedRollouts
 from agentloop.training.collapse import CollapseSettings
 from agentloop.training.credit.roc import RocSettings
 from agentloop.training.credit.settings import CreditSettings
@@ -72,7 +73,7 @@ from agentloop.training.loop_settings import LoopSettings, StageSettings
 from agentloop.training.position import telling_how_to_continue
 from agentloop.training.queue import GroupQueue
 from agentloop.training.resume import load_newest
-from agentloop.training.rollouts import Rollouts, RollsOut
+from agentloop.training.rollouts import Rollouts
 from agentloop.training.run_context import RunContext
 from agentloop.training.run_control import RunControl
 from agentloop.training.run_folder import RunFolder, config_of
@@ -302,7 +303,9 @@ async def _roll_out_and_learn(
         is_alone = cluster.servers_first if cluster else has_accelerator()
         if not is_alone:
             await stack.enter_async_context(learner.starting())
-        source = await stack.enter_async_context(_rolling_out(run, dashboard, progress, cluster))
+        (rollouts, wait_for_capacity, serving), describe = await stack.enter_async_context(
+            _rolling_out(run, dashboard, progress, cluster)
+        )
         if is_alone:
             await stack.enter_async_context(learner)
         stack.push_async_callback(learner.close)  # before the servers, which may share a group
@@ -313,14 +316,13 @@ async def _roll_out_and_learn(
         after = 0 if restored is None else restored.step
         ready = await learner.about()
         await record_learner(queue, LearnerRecord.of(run.learner, run.ranks, ready, after=after))
-        watch = await stack.enter_async_context(
-            watching(run.watchdog, dashboard.stalls, source.describe)
-        )
+        watching_servers = watching(run.watchdog, dashboard.stalls, describe)
+        watch = await stack.enter_async_context(watching_servers)
         context = RunContext(
             run.loop,
             tasks,
-            source.rollouts,
-            source.wait_for_capacity,
+            rollouts,
+            wait_for_capacity,
             queue,
             folder,
             progress,
@@ -337,11 +339,9 @@ async def _roll_out_and_learn(
             timeout_s=timeout_s,
             say=progress.say,
             max_restarts=run.ranks.max_restarts,
-            lending=_lending(run, source.serving),
+            lending=_lending(run, serving),
         )
-        loop = TrainingLoop(
-            context, steps, source.serving, weights=run.weights, collapse=run.collapse
-        )
+        loop = TrainingLoop(context, steps, serving, weights=run.weights, collapse=run.collapse)
         dashboard.loop = loop
         stack.callback(dashboard.detach)
         if cluster:
@@ -357,26 +357,16 @@ def _lending(run: RunPlan, serving: Serving) -> Callable[[], AbstractAsyncContex
     return nullcontext
 
 
-@dataclass(frozen=True)
-class _RolloutSource:
-    """The runtime or runtimes of a run, and a function that describes their state."""
-
-    rollouts: RollsOut
-    wait_for_capacity: WaitForCapacity
-    serving: Serving
-    describe: Callable[[], str]
-
-
 @asynccontextmanager
 async def _rolling_out(
     run: RunPlan, dashboard: RunDashboard, progress: ProgressLine, cluster: OnCluster | None
-) -> AsyncIterator[_RolloutSource]:
-    """Start what generates rollouts: runtimes on other machines, or a runtime here."""
+) -> AsyncIterator[tuple[OpenedRollouts, Callable[[], str]]]:
+    """Start a runtime here, or runtimes on nodes; yield them, and what describes their state."""
     if cluster is not None and run.num_runtimes:
         open_rollouts = partial(remote_rollouts, run.rollouts)
         size = run.loop.group_size
         async with cluster.runtimes(run.runtime, open_rollouts, size, progress.say) as runtimes:
-            yield _RolloutSource(runtimes, runtimes.wait_for_capacity, runtimes, runtimes.describe)
+            yield (runtimes, runtimes.wait_for_capacity, runtimes), runtimes.describe
         return
     async with AsyncExitStack() as stack:
         settings = run.runtime
@@ -389,7 +379,7 @@ async def _rolling_out(
         dashboard.runtime = runtime
         stack.callback(dashboard.detach)  # also if the learner fails to start
         async with rollouts_of(run.rollouts, runtime, dashboard.emit) as parts:
-            yield _RolloutSource(*parts, describe=partial(_servers_in_words, runtime))
+            yield parts, partial(_servers_in_words, runtime)
 
 
 def _servers_in_words(runtime: Runtime) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
+from agentloop.agent.rollout import Budget
 from agentloop.cli.train_checks import check_settings
 from agentloop.cli.train_settings import TrainSettings
 from agentloop.config import load_settings
+from agentloop.environments.tasks.sources import Task
 from agentloop.models import SMALL
+from agentloop.rollouts.request import GroupRequest, Purpose
 from agentloop.training.wiring import RolloutPlan, RunPlan
 
 
@@ -39,3 +42,11 @@ def test_nodes_get_the_whole_plan_of_rollouts() -> None:
     plan = RolloutPlan.of(settings)
     assert (plan.enough, plan.seed) == (3, 7)
     assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_request_on_a_node_has_its_own_event() -> None:
+    request = GroupRequest(Task("t", "?", "1"), "1", 2, Budget(max_turns=3), 4, Purpose.TRAIN)
+    sent = pickle.loads(pickle.dumps(request))
+    assert sent == request
+    sent.queued.set()
+    assert not request.queued.is_set()
