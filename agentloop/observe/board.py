@@ -39,8 +39,10 @@ from agentloop.events import (
 from agentloop.observe.bottleneck import CallTimes, Part, RecentTime, Spent
 from agentloop.observe.frames import (
     BoardFrame,
+    GroupDetails,
     GroupSummary,
     Lane,
+    MemberSummary,
     RolloutState,
     RolloutSummary,
     ToolsSummary,
@@ -51,8 +53,6 @@ from agentloop.observe.in_flight import InFlight
 from agentloop.observe.latency import Duration, LatencyShown, RecentDurations, nearest_rank, of_turn
 from agentloop.plain_json import number_of
 from agentloop.trajectory import Message, Trajectory, Turn, TurnEnd, rollout_of
-
-__all__ = ["Board", "GroupRow", "Row"]
 
 _PARTS: Mapping[Lane, Part] = {
     "wait": Part.KV,
@@ -115,6 +115,29 @@ class Row:
         if self.question:
             row["question"] = self.question
         return row
+
+    def to_member(self, *, is_chosen: bool) -> MemberSummary:
+        """Return the row of its group; `is_chosen`: rollouts of the group were selected."""
+        return {
+            "id": self.id,
+            "state": self.state,
+            "stop": self.stop,
+            "tokens": self.tokens,
+            "calls": self.calls,
+            "failed_calls": self.failed_calls,
+            "turns": self.turn,
+            "reward": self.reward,
+            "answer": self.answer,
+            "reason": self.reason,
+            "advantage": self.advantage,
+            "dropped": self.dropped,
+            "kept": self.advantage is not None if is_chosen else None,
+        }
+
+    def verdict(self) -> dict[str, object]:
+        """Return what the page shows of an opened rollout beside its record."""
+        names = ("group", "state", "reward", "answer", "reason", "advantage", "dropped")
+        return {**{name: getattr(self, name) for name in names}, "stop_reason": self.stop}
 
 
 @dataclass(slots=True)
@@ -327,7 +350,9 @@ class Board:
                     row.lanes.append(("siblings", row.end))
                 end = self._clock()
                 self._recent.add(Part.REWARD, end - event.seconds, end)
-                row.lanes.append(("reward", max(now_ms - round(1000 * event.seconds), row.end)))
+                scoring_ms = max(now_ms - round(1000 * event.seconds), row.end)
+                if scoring_ms < now_ms:
+                    row.lanes.append(("reward", scoring_ms))
                 row.end = now_ms
                 self._trim(row)
 
@@ -474,6 +499,18 @@ class Board:
             summary["queued_ms"] = _percentiles([queued for _, queued in self._latencies])
             summary["ran_ms"] = _percentiles([took - queued for took, queued in self._latencies])
         return summary
+
+    def group_details(self, name: str) -> GroupDetails | None:
+        """Return a group with the rollouts that are still known; None: it is not known itself."""
+        group = self.groups.get(name)
+        if group is None:
+            return None
+        members = [row for key in group.members if (row := self.rows.get(key)) is not None]
+        return {
+            **group.to_row(),
+            "prompt": group.question,
+            "rollouts": [row.to_member(is_chosen=group.kept is not None) for row in members],
+        }
 
     def cached_fraction(self, server: str) -> float | None:
         """Return the share of recent prompt tokens that were in a server's cache."""

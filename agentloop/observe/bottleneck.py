@@ -17,16 +17,7 @@ from enum import StrEnum
 
 from agentloop.trajectory import union_s
 
-__all__ = [
-    "CallTimes",
-    "Part",
-    "RecentTime",
-    "ServedOn",
-    "Spent",
-    "served_on",
-    "split_tool_time",
-]
-
+_WINDOW_S = 60  # of `RecentTime`
 _MIN_SHARE = 0.05  # of the window; a smaller part is no bottleneck
 
 CallTimes = tuple[float, float, float]
@@ -225,9 +216,8 @@ def split_tool_time(
 class RecentTime:
     """The time of the last minute by part, in buckets of a second. Times are of one clock."""
 
-    def __init__(self, start: float, window_s: int = 60) -> None:
+    def __init__(self, start: float) -> None:
         self._start = start
-        self._window_s = window_s
         self._buckets: dict[int, Spent] = {}
         self._open: dict[str, tuple[Part, float]] = {}  # what rollouts are at, and since when
         self._busy_since = start
@@ -273,7 +263,7 @@ class RecentTime:
             self._add_rollouts(open_, part, since, now_s, (), queued_share)
         if self._open:
             self._spread(open_, self._busy_since, now_s, None)
-        first = int(now_s) - self._window_s + 1
+        first = int(now_s) - _WINDOW_S + 1
         total = Spent(window_s=max(0.0, now_s - max(first, self._start)))
         for second, bucket in (*self._buckets.items(), *open_.items()):
             if second >= first:
@@ -309,7 +299,7 @@ class RecentTime:
         Args:
             part: part of the time; None: there was a rollout in flight.
         """
-        start = max(start, end - self._window_s, self._start)
+        start = max(start, end - _WINDOW_S, self._start)
         while start < end:  # the clock may have gone backwards
             until = min(end, math.floor(start) + 1.0)
             bucket = buckets.setdefault(int(start), Spent())
@@ -321,5 +311,5 @@ class RecentTime:
         self._forget(end)
 
     def _forget(self, now_s: float) -> None:
-        while self._buckets and (first := next(iter(self._buckets))) <= now_s - self._window_s - 1:
+        while self._buckets and (first := next(iter(self._buckets))) <= now_s - _WINDOW_S - 1:
             del self._buckets[first]

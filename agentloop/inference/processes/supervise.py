@@ -35,20 +35,6 @@ from agentloop.inference.processes.keyed import KEY_VARIABLE
 from agentloop.inference.processes.server_log import NOT_INSTALLED, ServerLog
 from agentloop.models import not_a_model
 
-__all__ = [
-    "Launch",
-    "ServerProcess",
-    "ServerSettings",
-    "all_ready",
-    "plan",
-    "require_device",
-    "running",
-    "sglang_servers",
-    "start_guarded",
-    "stdio_guarded",
-    "stop_all",
-]
-
 _SGLANG, _KEYED = "sglang.launch_server", "agentloop.inference.processes.keyed"
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 _POLL_S = 0.1

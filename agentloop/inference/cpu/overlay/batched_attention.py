@@ -24,8 +24,6 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-__all__ = ["BatchedAttention", "Group", "group_by_length", "register"]
-
 _SLACK = 1.25  # the longest of a group may be this many times as long as its shortest,
 _SLACK_TOKENS = 32  # and this many tokens longer
 _MAX_MASK = 1 << 22  # elements of a group's mask, for one query head per key
